@@ -5,8 +5,11 @@ from setuptools import find_packages, setup
 
 
 def version() -> str:
-    """The version that ``realhf/__init__.py`` states, read without importing anything of the project."""
-    for node in ast.parse(Path(__file__).with_name("realhf").joinpath("__init__.py").read_text("utf-8")).body:
+    """The version that ``realhf/__init__.py`` states, read without importing anything of the
+    project."""
+    for node in ast.parse(
+        Path(__file__).with_name("realhf").joinpath("__init__.py").read_text("utf-8")
+    ).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__":
             return str(ast.literal_eval(node.value))
     raise RuntimeError("realhf/__init__.py states no __version__")
@@ -28,8 +31,15 @@ LIGHT = [
     "psutil",
     "rich",
 ]
-"""What everything needs: clients of both servers, and writing and checking an environment of one's own."""
-WEB = ["fastapi", "uvicorn", "uvloop; platform_system != 'Windows'", "httptools", "prometheus-client"]
+"""What everything needs: clients of both servers, and writing and checking an environment of one's
+own."""
+WEB = [
+    "fastapi",
+    "uvicorn",
+    "uvloop; platform_system != 'Windows'",
+    "httptools",
+    "prometheus-client",
+]
 ENV = [*WEB, "ministack>=1.5.33", "awscli>=1.46,<1.47"]
 """The environment server (aws-env)."""
 SERVER = [*WEB]

@@ -1,20 +1,23 @@
-"""What the presets of ``ppo.algo`` learn in the same time: seeds of each on several environments, and their curves.
+"""What the presets of ``ppo.algo`` learn in the same time: seeds of each on several environments,
+and their curves.
 
     python benchmarks/algorithms.py --out curves.png
         [--presets grpo,dapo,...] [--environments aws,sql,countdown] [--seeds 1,2,3] [--steps 20] [--runs FOLDER]
         [--jobs 1] [--minutes 30] [OPTION=VALUE ...]
 
-Every run starts from the warm-started policy of its environment and is
-``experiment=policy_gradient env=ENVIRONMENT ppo.algo=PRESET``, nothing else set but the number of steps and an
-evaluation every five: each preset is as it was published. ``opd`` needs a teacher: the policy that ``grpo`` had at the
-end of its first seed, whose training does not count.
+Every run starts from the warm-started policy of its environment and is ``experiment=policy_gradient
+env=ENVIRONMENT ppo.algo=PRESET``, nothing else set but the number of steps and an evaluation every
+five: each preset is as it was published. ``opd`` needs a teacher: the policy that ``grpo`` had at
+the end of its first seed, whose training does not count.
 
-A preset that plays or passes more takes longer for a step, so that steps are no measure. The curves are over the
-seconds of train steps, and the table compares where they are at the end of the fastest run: success of each seed, the
-mean, and the difference from the first preset, seed by seed, with the 95 % interval of its mean (Student's t); beside
-them the same after the last step of each. The machine should have nothing else to do. With ``--jobs`` several runs go
-on at once, each on its own share of the cores: policies as small as these gain little by a second core, and all presets
-have the same. A run that is there is not repeated, and one that was killed goes on: the same command again.
+A preset that plays or passes more takes longer for a step, so that steps are no measure. The curves
+are over the seconds of train steps, and the table compares where they are at the end of the fastest
+run: success of each seed, the mean, and the difference from the first preset, seed by seed, with
+the 95 % interval of its mean (Student's t); beside them the same after the last step of each. The
+machine should have nothing else to do. With ``--jobs`` several runs go on at once, each on its own
+share of the cores: policies as small as these gain little by a second core, and all presets have
+the same. A run that is there is not repeated, and one that was killed goes on: the same command
+again.
 """
 
 from __future__ import annotations
@@ -49,25 +52,30 @@ TEACHER = "grpo"
 
 @dataclass(frozen=True)
 class Curve:
-    """Is what a run reached: ``success`` (share of held-out episodes, sampled) after ``seconds`` of train steps, the
-    first before them."""
+    """Is what a run reached: ``success`` (share of held-out episodes, sampled) after ``seconds`` of
+    train steps, the first before them."""
 
     seconds: tuple[float, ...]
     success: tuple[float, ...]
 
     def after(self, budget: float) -> float:
-        """Return the success after ``budget`` seconds, on a straight line between two evaluations."""
+        """Return the success after ``budget`` seconds, on a straight line between two
+        evaluations."""
         return float(np.interp(budget, self.seconds, self.success))
 
 
 def read_curve(folder: Path) -> Curve:
     """Read a finished run. Raises FileNotFoundError."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     spent = [0.0, *itertools.accumulate(row["time/step"] for row in rows)]
     told = json.loads((folder / "evaluations.json").read_text(encoding="utf-8"))
     steps = sorted(int(step) for step in told)
     return Curve(
-        tuple(spent[step] for step in steps), tuple(told[str(step)]["sampled"]["overall"]["success"] for step in steps)
+        tuple(spent[step] for step in steps),
+        tuple(told[str(step)]["sampled"]["overall"]["success"] for step in steps),
     )
 
 
@@ -78,13 +86,20 @@ def play(environment: str, preset: str, seed: int, asked: argparse.Namespace) ->
     log = runs / f"{environment}-{preset}-seed{seed}.log"
     if not (folder / "summary.json").is_file():
         runs.mkdir(parents=True, exist_ok=True)
-        teacher = [f"teacher.path={runs / environment / f'{TEACHER}-seed{asked.seeds[0]}' / 'policy'}"]
+        teacher = [
+            f"teacher.path={runs / environment / f'{TEACHER}-seed{asked.seeds[0]}' / 'policy'}"
+        ]
         options = [
             *("experiment=policy_gradient", f"env={environment}", f"ppo.algo={preset}"),
             *(f"total_train_steps={asked.steps}", f"evaluation.every_steps={EVERY_STEPS}"),
             "evaluation.greedy_episodes_per_task=0",
             *(teacher if preset == "opd" else []),
-            *(f"fileroot={runs}", f"experiment_name={environment}", f"trial_name={preset}-seed{seed}", f"seed={seed}"),
+            *(
+                f"fileroot={runs}",
+                f"experiment_name={environment}",
+                f"trial_name={preset}-seed{seed}",
+                f"seed={seed}",
+            ),
             *asked.options,
         ]
         run([sys.executable, "-m", "realhf.launch", *options], log, asked.minutes)
@@ -92,31 +107,43 @@ def play(environment: str, preset: str, seed: int, asked: argparse.Namespace) ->
 
 
 def play_all(asked: argparse.Namespace) -> dict[str, dict[str, dict[int, Curve]]]:
-    """Return environment -> preset -> seed -> curve, with a line for each as it ends. Raises Failed."""
+    """Return environment -> preset -> seed -> curve, with a line for each as it ends. Raises
+    Failed."""
     cores = sorted(os.sched_getaffinity(0))
     shares = [cores[number :: asked.jobs] for number in range(asked.jobs)]
 
     def take_a_share() -> None:
-        os.sched_setaffinity(0, shares.pop())  # of this thread alone, and of the runs that it starts
+        os.sched_setaffinity(
+            0, shares.pop()
+        )  # of this thread alone, and of the runs that it starts
 
     whole = list(itertools.product(asked.environments, asked.presets, asked.seeds))
     found: dict[tuple[str, str, int], Curve] = {}
     with ThreadPoolExecutor(asked.jobs, initializer=take_a_share) as pool:
         for taught in (False, True):  # the teachers are trained first
-            ahead = {pool.submit(play, *each, asked): each for each in whole if (each[1] == "opd") == taught}
+            ahead = {
+                pool.submit(play, *each, asked): each
+                for each in whole
+                if (each[1] == "opd") == taught
+            }
             try:
                 for done in as_completed(ahead):
                     found[ahead[done]] = curve = done.result()
                     at = zip(curve.seconds, curve.success, strict=True)
-                    told = ", ".join(f"{100 * success:.1f} % at {seconds:.0f} s" for seconds, success in at)
+                    told = ", ".join(
+                        f"{100 * success:.1f} % at {seconds:.0f} s" for seconds, success in at
+                    )
                     environment, preset, seed = ahead[done]
-                    print(f"{environment} {preset} seed {seed}: {told}", file=sys.stderr, flush=True)
+                    print(
+                        f"{environment} {preset} seed {seed}: {told}", file=sys.stderr, flush=True
+                    )
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     return {
         environment: {
-            preset: {seed: found[environment, preset, seed] for seed in asked.seeds} for preset in asked.presets
+            preset: {seed: found[environment, preset, seed] for seed in asked.seeds}
+            for preset in asked.presets
         }
         for environment in asked.environments
     }
@@ -126,7 +153,8 @@ def table(curves: Mapping[str, Mapping[int, Curve]]) -> list[str]:
     """Return the lines (Markdown) of one environment: preset -> seed -> curve."""
     budget = min(curve.seconds[-1] for seeds in curves.values() for curve in seeds.values())
     rows = [
-        f"| preset | seconds of steps | success at {budget:.0f} s, seeds | mean | difference | interval"
+        f"| preset | seconds of steps | success at {budget:.0f} s, seeds | mean | difference | "
+        f"interval"
         " | at the end | difference | interval |",
         "|---" * 9 + "|",
     ]
@@ -137,7 +165,11 @@ def table(curves: Mapping[str, Mapping[int, Curve]]) -> list[str]:
             now = {seed: 100 * at(curve) for seed, curve in seeds.items()}
             gaps = [value - 100 * at(curves[first][seed]) for seed, value in now.items()]
             cells.append(
-                (now, f"{statistics.mean(now.values()):.1f} | {difference(gaps) if preset != first else '| '}")
+                (
+                    now,
+                    f"{statistics.mean(now.values()):.1f} | "
+                    f"{difference(gaps) if preset != first else '| '}",
+                )
             )
         (now, soon), (_, later) = cells
         steps = statistics.mean(curve.seconds[-1] for curve in seeds.values())
@@ -147,12 +179,17 @@ def table(curves: Mapping[str, Mapping[int, Curve]]) -> list[str]:
 
 
 def draw(found: Mapping[str, Mapping[str, Mapping[int, Curve]]], out: Path) -> None:
-    """Draw a panel for each environment: the mean of the seeds over the seconds of train steps, and a band from the
-    least to the greatest."""
-    figure, axes = plt.subplots(1, len(found), figsize=(5.2 * len(found), 4.4), layout="constrained", squeeze=False)
+    """Draw a panel for each environment: the mean of the seeds over the seconds of train steps, and
+    a band from the least to the greatest."""
+    figure, axes = plt.subplots(
+        1, len(found), figsize=(5.2 * len(found), 4.4), layout="constrained", squeeze=False
+    )
     for axis, (environment, curves) in zip(axes[0], found.items(), strict=True):
         for number, (preset, seeds) in enumerate(curves.items()):
-            seconds = [statistics.mean(each) for each in zip(*(curve.seconds for curve in seeds.values()), strict=True)]
+            seconds = [
+                statistics.mean(each)
+                for each in zip(*(curve.seconds for curve in seeds.values()), strict=True)
+            ]
             success = list(zip(*(curve.success for curve in seeds.values()), strict=True))
             style = "-" if number < 10 else "--"
             low, mean, high = ([of(each) for each in success] for of in (min, statistics.mean, max))
@@ -174,13 +211,21 @@ def listed(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is not there, print the tables and draw the curves; 2 where a run failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--presets", type=listed(str), default=list(PRESETS), help="the first is compared with")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--presets", type=listed(str), default=list(PRESETS), help="the first is compared with"
+    )
     parser.add_argument("--environments", type=listed(str), default=["aws", "sql", "countdown"])
     parser.add_argument("--seeds", type=listed(int), default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=20, help="of every run, a multiple of five")
-    parser.add_argument("--runs", type=Path, default=Path("runs/algorithms"), help="where the runs are kept")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once, at most one for each core")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/algorithms"), help="where the runs are kept"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="runs at once, at most one for each core"
+    )
     parser.add_argument("--minutes", type=float, default=30, help="longest time of a run")
     parser.add_argument("--out", type=Path, help="PNG to draw")
     parser.add_argument("options", nargs="*", metavar="OPTION=VALUE", help="of every run")

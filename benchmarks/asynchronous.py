@@ -1,16 +1,19 @@
-"""Samples per second of the asynchronous experiment against the synchronous one, with and without a slow environment.
+"""Samples per second of the asynchronous experiment against the synchronous one, with and without a
+slow environment.
 
     python benchmarks/asynchronous.py --policy runs/grpo_aws/RUN/policy
         [--latency 200 0] [--eta 1 4] [--niceness 0] [--pairs 3] [--steps 6] [--json FILE] [OPTION=VALUE ...]
 
-Every run is a whole one: launcher, master, workers, environment server with its simulators, training. All runs of one
-comparison have the same policy, seed, batch, group size and sessions; further options are handed to all of them. They
-take turns, a ratio is that of one round, and only whole steps between the first ones and the last are counted: a run is
-interrupted before it admits its last samples. The latency is simulated by the environment server; 0 is the true one.
+Every run is a whole one: launcher, master, workers, environment server with its simulators,
+training. All runs of one comparison have the same policy, seed, batch, group size and sessions;
+further options are handed to all of them. They take turns, a ratio is that of one round, and only
+whole steps between the first ones and the last are counted: a run is interrupted before it admits
+its last samples. The latency is simulated by the environment server; 0 is the true one.
 
-Other programs on the machine take cores from both sides, so the cores' use by them is printed as well, and the CPU time
-of a sample, by process. On a busy machine give both sides ``torch_threads=1``: else each takes as many threads as
-others leave it cores, and the two sides are not compared on the same number.
+Other programs on the machine take cores from both sides, so the cores' use by them is printed as
+well, and the CPU time of a sample, by process. On a busy machine give both sides
+``torch_threads=1``: else each takes as many threads as others leave it cores, and the two sides are
+not compared on the same number.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ SYNCHRONOUS = "synchronous"
 
 @dataclass(frozen=True)
 class Moment:
-    """``cpu`` seconds by process since their start; ``total`` seconds of CPU of the whole machine since it booted."""
+    """``cpu`` seconds by process since their start; ``total`` seconds of CPU of the whole machine
+    since it booted."""
 
     at: float
     cpu: dict[str, float]
@@ -57,8 +61,8 @@ class Moment:
 
 @dataclass(frozen=True)
 class Measured:
-    """One run. ``cpu``: seconds per sample by process; ``others``: cores that other programs used; ``occupancy``: of
-    generation and training, where the run tells it."""
+    """One run. ``cpu``: seconds per sample by process; ``others``: cores that other programs used;
+    ``occupancy``: of generation and training, where the run tells it."""
 
     rate: float
     step_s: float
@@ -69,15 +73,20 @@ class Measured:
 
 
 class Failed(RuntimeError):
-    """A run that was to be measured did not get on; the message ends with the last lines of its output."""
+    """A run that was to be measured did not get on; the message ends with the last lines of its
+    output."""
 
 
 def measure(command: Sequence[str], folder: Path, output: Path, steps: int, batch: int) -> Measured:
-    """Start a run whose folder will be ``folder`` and interrupt it after ``SKIPPED + steps`` steps. Raises Failed."""
+    """Start a run whose folder will be ``folder`` and interrupt it after ``SKIPPED + steps`` steps.
+    Raises Failed."""
     with output.open("wb") as log:
         run = psutil.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
-        moments = [_moment_of(run, folder, output, SKIPPED), _moment_of(run, folder, output, SKIPPED + steps)]
+        moments = [
+            _moment_of(run, folder, output, SKIPPED),
+            _moment_of(run, folder, output, SKIPPED + steps),
+        ]
     finally:
         _stop(run)
     rows = _rows(folder)[SKIPPED : SKIPPED + steps]
@@ -93,7 +102,11 @@ def _moment_of(run: psutil.Popen, folder: Path, output: Path, step: int) -> Mome
             raise Failed(f"step {step} of {folder} did not come to its end:\n{tail}")
         time.sleep(0.02)
     busy = psutil.cpu_times()
-    return Moment(time.monotonic(), _cpu(run), sum(busy) - busy.idle - busy.iowait - busy.guest - busy.guest_nice)
+    return Moment(
+        time.monotonic(),
+        _cpu(run),
+        sum(busy) - busy.idle - busy.iowait - busy.guest - busy.guest_nice,
+    )
 
 
 def _stop(run: psutil.Popen) -> None:
@@ -114,7 +127,9 @@ def _cpu(run: psutil.Popen) -> dict[str, float]:
     for worker in run.children():
         with suppress(psutil.Error):
             words = worker.cmdline()
-            kind = next((word for word in words if word.startswith("workers.")), "workers.other")[len("workers.") :]
+            kind = next((word for word in words if word.startswith("workers.")), "workers.other")[
+                len("workers.") :
+            ]
             for process in [worker, *worker.children(recursive=True)]:
                 seconds[kind] = seconds.get(kind, 0.0) + _seconds(process)
     return seconds
@@ -134,13 +149,19 @@ def _rows(folder: Path) -> list[dict[str, float]]:
     return []
 
 
-def _measured(first: Moment, last: Moment, rows: Sequence[Mapping[str, float]], steps: int, batch: int) -> Measured:
+def _measured(
+    first: Moment, last: Moment, rows: Sequence[Mapping[str, float]], steps: int, batch: int
+) -> Measured:
     wall = last.at - first.at
     samples = steps * batch
     spent = {name: last.cpu[name] - first.cpu.get(name, 0.0) for name in last.cpu}
     others = (last.total - first.total - sum(spent.values())) / wall
     row = {name: statistics.mean(row[name] for row in rows if name in row) for name in rows[0]}
-    occupancy = {name: row[f"{name}/occupancy"] for name in ("generation", "training") if f"{name}/occupancy" in row}
+    occupancy = {
+        name: row[f"{name}/occupancy"]
+        for name in ("generation", "training")
+        if f"{name}/occupancy" in row
+    }
     cpu = {name: seconds / samples for name, seconds in spent.items()}
     return Measured(samples / wall, wall / steps, cpu, max(0.0, others), occupancy, row)
 
@@ -186,7 +207,9 @@ def _name(side: str) -> str:
 
 def _line(side: str, run: Measured) -> str:
     shares = ", ".join(f"{name} {value:.2f}" for name, value in run.occupancy.items())
-    cpu = ", ".join(f"{name} {1000 * value:.0f}" for name, value in sorted(run.cpu.items()) if value >= 0.0005)
+    cpu = ", ".join(
+        f"{name} {1000 * value:.0f}" for name, value in sorted(run.cpu.items()) if value >= 0.0005
+    )
     return "; ".join(
         [
             f"{_name(side)}: {run.rate:.2f} samples/s, {run.step_s:.2f} s a step",
@@ -199,25 +222,44 @@ def _line(side: str, run: Measured) -> str:
 
 def _summary(side: str, found: Sequence[Measured], base: Sequence[Measured], target: float) -> str:
     rates = [run.rate for run in found]
-    line = f"{_name(side):28} {statistics.median(rates):7.2f} samples/s ({min(rates):.2f} to {max(rates):.2f})"
-    line += f", {1000 * statistics.median(sum(run.cpu.values()) for run in found):5.0f} ms of CPU a sample"
+    line = (
+        f"{_name(side):28} {statistics.median(rates):7.2f} samples/s ({min(rates):.2f} to "
+        f"{max(rates):.2f})"
+    )
+    line += (
+        f", {1000 * statistics.median(sum(run.cpu.values()) for run in found):5.0f} ms of CPU a "
+        f"sample"
+    )
     if side == SYNCHRONOUS:
         return line
     ratios = [run.rate / other.rate for run, other in zip(found, base, strict=True)]
     ratio = statistics.median(ratios)
     verdict = "" if ratio >= target else f": below {target:g}"
-    return f"{line}; {ratio:.2f} times the synchronous ({min(ratios):.2f} to {max(ratios):.2f}){verdict}"
+    return (
+        f"{line}; {ratio:.2f} times the synchronous ({min(ratios):.2f} to "
+        f"{max(ratios):.2f}){verdict}"
+    )
 
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", type=Path, required=True, help="folder of the actor's first weights")
-    parser.add_argument("--latency", type=float, nargs="+", default=[200.0, 0.0], help="simulated ms of a step")
-    parser.add_argument("--eta", type=int, nargs="+", default=[1, 4], help="bounds of the staleness")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--policy", type=Path, required=True, help="folder of the actor's first weights"
+    )
+    parser.add_argument(
+        "--latency", type=float, nargs="+", default=[200.0, 0.0], help="simulated ms of a step"
+    )
+    parser.add_argument(
+        "--eta", type=int, nargs="+", default=[1, 4], help="bounds of the staleness"
+    )
     parser.add_argument("--pairs", type=int, default=3, help="rounds")
     parser.add_argument("--steps", type=int, default=6, help="steps that are measured")
-    parser.add_argument("--niceness", type=int, default=0, help="async_rl.niceness of the asynchronous runs")
+    parser.add_argument(
+        "--niceness", type=int, default=0, help="async_rl.niceness of the asynchronous runs"
+    )
     parser.add_argument("--batch", type=int, default=16, help="samples (groups) of a step")
     parser.add_argument("--runs", type=Path, help="keep the run folders here")
     parser.add_argument("--json", type=Path, help="write the figures here")
@@ -227,12 +269,20 @@ def main() -> None:
     args.options = options
     if unknown := [text for text in options if "=" not in text or text.startswith("-")]:
         parser.error(f"unknown: {' '.join(unknown)}")
-    figures: dict[str, Any] = {"cores": psutil.cpu_count(), "steps": args.steps, "batch": args.batch}
+    figures: dict[str, Any] = {
+        "cores": psutil.cpu_count(),
+        "steps": args.steps,
+        "batch": args.batch,
+    }
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as kept:
         runs = (args.runs or Path(kept)).resolve()
         runs.mkdir(parents=True, exist_ok=True)
         for latency in args.latency:
-            print(f"environment latency {f'{latency:g} ms per step, simulated' if latency else 'as it is'}", flush=True)
+            print(
+                f"environment latency "
+                f"{f'{latency:g} ms per step, simulated' if latency else 'as it is'}",
+                flush=True,
+            )
             figures[f"latency_{latency:g}_ms"] = compare(args, latency, runs)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

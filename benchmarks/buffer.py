@@ -2,12 +2,12 @@
 
     python benchmarks/buffer.py [--batch 128] [--json FILE] [--plot FILE]
 
-One cycle on a graph of four calls (generate, two that score, train): put a batch, lease it four times, read
-the metadata of every lease, amend it, evict it. The buffer stays filled with the given number
-of samples, of which a third each wait for the first, the middle and the last calls. The batches that a run
-would receive from workers are built before the clock starts. Prints the median over repeats with its
-spread, the ratio to the first row, and the longest single operation, in CPU time of the process (one thread),
-so that a busy machine does not blur the comparison.
+One cycle on a graph of four calls (generate, two that score, train): put a batch, lease it four
+times, read the metadata of every lease, amend it, evict it. The buffer stays filled with the given
+number of samples, of which a third each wait for the first, the middle and the last calls. The
+batches that a run would receive from workers are built before the clock starts. Prints the median
+over repeats with its spread, the ratio to the first row, and the longest single operation, in CPU
+time of the process (one thread), so that a busy machine does not blur the comparison.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def graph(batch: int) -> DataFlowGraph:
             mfc(
                 "actor_train",
                 kinds.TRAIN_STEP,
-                "packed_input_ids loss_mask packed_logprobs packed_versions packed_ref_logprobs rewards",
+                "packed_input_ids loss_mask packed_logprobs packed_versions packed_ref_logprobs "
+                "rewards",
             ),
         ],
         ["packed_prompts"],
@@ -70,7 +71,10 @@ class Cycle:
         self.read_meta = read_meta
         self.longest = 0.0
         self._next_put = 0
-        self._ids = [tuple(f"task-{n}@{i}" for i in range(batch)) for n in range(resident // batch + 1 + cycles)]
+        self._ids = [
+            tuple(f"task-{n}@{i}" for i in range(batch))
+            for n in range(resident // batch + 1 + cycles)
+        ]
         self._inputs = [self._meta(ids, ("packed_prompts",)) for ids in self._ids]
         self._outputs = {
             m.name: [self._meta(ids, m.output_keys) for ids in self._ids] if m.output_keys else []
@@ -80,7 +84,9 @@ class Cycle:
 
     def _meta(self, ids: Sequence[str], keys: Sequence[str]) -> SequenceSample:
         lens = {key: [[len(key)] * 8] * len(ids) for key in keys}
-        return SequenceSample(ids, lens, dict.fromkeys(keys, "i64"), dict.fromkeys(keys, ()), None, {})
+        return SequenceSample(
+            ids, lens, dict.fromkeys(keys, "i64"), dict.fromkeys(keys, ()), None, {}
+        )
 
     async def fill(self, resident: int) -> None:
         """Fill up; then run the first calls over two thirds and the middle ones over one third."""
@@ -126,7 +132,9 @@ class Cycle:
         return time.process_time() - began
 
 
-async def measure(resident: int, batch: int, cycles: int, repeats: int, read_meta: bool) -> dict[str, Any]:
+async def measure(
+    resident: int, batch: int, cycles: int, repeats: int, read_meta: bool
+) -> dict[str, Any]:
     """CPU microseconds per sample at one fill level."""
     bench = Cycle(resident, batch, cycles * (repeats + 1), read_meta)
     await bench.fill(resident)
@@ -171,24 +179,32 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--batch", type=int, default=128, help="samples per put and per call")
     parser.add_argument("--cycles", type=int, default=60, help="cycles per repeat")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
-    parser.add_argument("--lazy", action="store_true", help="do not read the metadata of the leases")
+    parser.add_argument(
+        "--lazy", action="store_true", help="do not read the metadata of the leases"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     rows = []
-    print(f"{'resident':>10} {'us/sample':>10} {'quartiles':>15} {'ratio':>6} {'samples/s':>10} {'longest ms':>11}")
+    print(
+        f"{'resident':>10} {'us/sample':>10} {'quartiles':>15} {'ratio':>6} {'samples/s':>10} "
+        f"{'longest ms':>11}"
+    )
     for size in args.sizes:
         row = asyncio.run(measure(size, args.batch, args.cycles, args.repeats, not args.lazy))
         row["ratio"] = row["us_per_sample"] / (rows[0] if rows else row)["us_per_sample"]
         rows.append(row)
         low, high = row["us_quartiles"]
         print(
-            f"{size:>10,} {row['us_per_sample']:>10.2f} {low:>7.2f}-{high:<7.2f} {row['ratio']:>6.2f}"
+            f"{size:>10,} {row['us_per_sample']:>10.2f} {low:>7.2f}-{high:<7.2f} "
+            f"{row['ratio']:>6.2f}"
             f" {row['samples_per_s']:>10,.0f} {row['longest_operation_ms']:>11.2f}",
             flush=True,
         )

@@ -1,21 +1,24 @@
-"""Seconds of every phase of the default job's step on a quiet machine, and beside a stranger that keeps one core busy.
+"""Seconds of every phase of the default job's step on a quiet machine, and beside a stranger that
+keeps one core busy.
 
     python benchmarks/contention.py [--policy FOLDER] [--steps 24] [--block 3] [--strangers 1] [--pin]
         [--against CHECKOUT [--pairs 3]] [--json FILE] [OPTION=VALUE ...]
 
-One run of ``experiment=grpo_aws`` goes on while strangers come and go: ``--block`` steps without them, as many beside
-them, in turn. A stranger is a Python process that counts for ever; it is started and ended here, by its number. The
-first steps of the run, and the first of each block, in which the stranger came or went, are not counted. Nothing is
-evaluated meanwhile; further options are handed to the run. Without ``--policy`` the run begins as ``make train`` does,
-from the warm start, which is made first if it is not in ``runs/warm_start``.
+One run of ``experiment=grpo_aws`` goes on while strangers come and go: ``--block`` steps without
+them, as many beside them, in turn. A stranger is a Python process that counts for ever; it is
+started and ended here, by its number. The first steps of the run, and the first of each block, in
+which the stranger came or went, are not counted. Nothing is evaluated meanwhile; further options
+are handed to the run. Without ``--policy`` the run begins as ``make train`` does, from the warm
+start, which is made first if it is not in ``runs/warm_start``.
 
-The table shows medians and ranges; the ratio is that of the medians, its range that of neighbouring blocks. Verdict: no
-phase takes more than 2.5 times as long beside one stranger. A phase of less than 10 ms is shown and not judged: one
-turn of the stranger is longer.
+The table shows medians and ranges; the ratio is that of the medians, its range that of neighbouring
+blocks. Verdict: no phase takes more than 2.5 times as long beside one stranger. A phase of less
+than 10 ms is shown and not judged: one turn of the stranger is longer.
 
-``--against``: whole quiet runs of this checkout and another one, from the same weights, in turns, each with its own
-``.venv`` if it has one. Verdict: the median of the pairs' ratios of a step is at most 1.05. What others on the machine
-use meanwhile is printed: the verdicts mean something only where that is next to nothing.
+``--against``: whole quiet runs of this checkout and another one, from the same weights, in turns,
+each with its own ``.venv`` if it has one. Verdict: the median of the pairs' ratios of a step is at
+most 1.05. What others on the machine use meanwhile is printed: the verdicts mean something only
+where that is next to nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +64,8 @@ Row = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds by phase (``step``: the whole), and the cores that neither the run nor the strangers used."""
+    """Seconds by phase (``step``: the whole), and the cores that neither the run nor the strangers
+    used."""
 
     phases: Row
     others: float
@@ -94,7 +98,12 @@ class Run:
         environment = {**os.environ, "PYTHONPATH": str(self._checkout)}
         with self._output.open("wb") as log:
             self._process = psutil.Popen(
-                self._command, stdout=log, stderr=log, cwd=self._checkout, env=environment, start_new_session=True
+                self._command,
+                stdout=log,
+                stderr=log,
+                cwd=self._checkout,
+                env=environment,
+                start_new_session=True,
             )
         return self
 
@@ -124,7 +133,9 @@ class Run:
         for number in range(done, done + count):
             before = self._moment(strangers)
             self._wait_for(number + 1)
-            wall, total, ours = (after - then for after, then in zip(self._moment(strangers), before, strict=True))
+            wall, total, ours = (
+                after - then for after, then in zip(self._moment(strangers), before, strict=True)
+            )
             row = self._rows()[number]
             phases = call_times(row)
             found.append(Step({**phases, "step": row["time/step"]}, max(0.0, total - ours) / wall))
@@ -167,7 +178,9 @@ def _seconds(process: psutil.Process) -> float:
 @contextmanager
 def busy(count: int, pin: bool) -> Iterator[Sequence[psutil.Process]]:
     """So many strangers, each on any core, or each on one of its own."""
-    strangers = [psutil.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
+    strangers = [
+        psutil.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)
+    ]
     try:
         cores = sorted(os.sched_getaffinity(0))
         for number, stranger in enumerate(strangers if pin else ()):
@@ -179,7 +192,9 @@ def busy(count: int, pin: bool) -> Iterator[Sequence[psutil.Process]]:
             stranger.wait()
 
 
-def contended(args: argparse.Namespace, policy: str, runs: Path) -> tuple[list[list[Step]], list[list[Step]]]:
+def contended(
+    args: argparse.Namespace, policy: str, runs: Path
+) -> tuple[list[list[Step]], list[list[Step]]]:
     """Blocks of steps without strangers and beside them, from one run."""
     quiet: list[list[Step]] = []
     beside: list[list[Step]] = []
@@ -196,10 +211,16 @@ def contended(args: argparse.Namespace, policy: str, runs: Path) -> tuple[list[l
     return quiet, beside
 
 
-def against(args: argparse.Namespace, policy: str, runs: Path) -> tuple[list[list[Step]], list[list[Step]]]:
+def against(
+    args: argparse.Namespace, policy: str, runs: Path
+) -> tuple[list[list[Step]], list[list[Step]]]:
     """Quiet runs of this checkout and of the other one, in turns."""
     found: dict[Path, list[list[Step]]] = {HERE: [], args.against: []}
-    options = [f"actor.path={policy}", f"total_train_steps={WARM_UP + args.steps + 1}", *args.options]
+    options = [
+        f"actor.path={policy}",
+        f"total_train_steps={WARM_UP + args.steps + 1}",
+        *args.options,
+    ]
     for number in range(args.pairs):
         for side, checkout in (("here", HERE), ("there", args.against)):
             with Run(checkout, runs, f"{side}-{number}", options) as run:
@@ -212,7 +233,8 @@ def against(args: argparse.Namespace, policy: str, runs: Path) -> tuple[list[lis
 def _say(name: str, steps: Sequence[Step]) -> None:
     times = " ".join(f"{step.phases['step']:.2f}" for step in steps)
     print(
-        f"  {name:18} steps of {times} s; others use {statistics.fmean(step.others for step in steps):.2f} cores",
+        f"  {name:18} steps of {times} s; others use "
+        f"{statistics.fmean(step.others for step in steps):.2f} cores",
         flush=True,
     )
 
@@ -220,17 +242,29 @@ def _say(name: str, steps: Sequence[Step]) -> None:
 def table(
     names: tuple[str, str], ours: Sequence[Sequence[Step]], theirs: Sequence[Sequence[Step]]
 ) -> dict[str, dict[str, Any]]:
-    """Prints a line per phase: both medians with their ranges, and the ratio of the first to the second."""
+    """Prints a line per phase: both medians with their ranges, and the ratio of the first to the
+    second."""
     result: dict[str, dict[str, Any]] = {}
     print(f"{'phase':14}" + "".join(f"{name + ', s':>36}" for name in names) + f"{'ratio':>24}")
     for phase in ours[0][0].phases:
-        sides = [[[step.phases[phase] for step in block] for block in side] for side in (ours, theirs)]
+        sides = [
+            [[step.phases[phase] for step in block] for block in side] for side in (ours, theirs)
+        ]
         flat = [[value for block in side for value in block] for side in sides]
         pairs = [statistics.median(a) / statistics.median(b) for a, b in zip(*sides, strict=True)]
         medians = [statistics.median(values) for values in flat]
-        result[phase] = {"medians": medians, "values": flat, "ratio": medians[0] / medians[1], "pairs": pairs}
-        shown = "".join(f"{f'{statistics.median(v):.4g} ({min(v):.4g} to {max(v):.4g})':>36}" for v in flat)
-        print(f"{phase:14}{shown}{f'{medians[0] / medians[1]:.2f} ({min(pairs):.2f} to {max(pairs):.2f})':>24}")
+        result[phase] = {
+            "medians": medians,
+            "values": flat,
+            "ratio": medians[0] / medians[1],
+            "pairs": pairs,
+        }
+        shown = "".join(
+            f"{f'{statistics.median(v):.4g} ({min(v):.4g} to {max(v):.4g})':>36}" for v in flat
+        )
+        print(
+            f"{phase:14}{shown}{f'{medians[0] / medians[1]:.2f} ({min(pairs):.2f} to {max(pairs):.2f})':>24}"
+        )
     return result
 
 
@@ -253,30 +287,54 @@ def warm_policy(options: Sequence[str]) -> str:
 def measure(args: argparse.Namespace, runs: Path) -> tuple[dict[str, Any], dict[str, bool]]:
     """Figures and verdicts."""
     policy = str(args.policy.resolve()) if args.policy else warm_policy(args.options)
-    figures: dict[str, Any] = {"cores": psutil.cpu_count(), "strangers": args.strangers, "pinned": args.pin}
+    figures: dict[str, Any] = {
+        "cores": psutil.cpu_count(),
+        "strangers": args.strangers,
+        "pinned": args.pin,
+    }
     verdicts: dict[str, bool] = {}
     if args.against is None or args.both:
         quiet, beside = contended(args, policy, runs)
         phases = figures["contended"] = table(("beside a stranger", "quiet"), beside, quiet)
-        judged = {name: phase["ratio"] for name, phase in phases.items() if phase["medians"][1] >= JUDGED_S}
+        judged = {
+            name: phase["ratio"]
+            for name, phase in phases.items()
+            if phase["medians"][1] >= JUDGED_S
+        }
         slowest = max(judged, key=lambda name: judged[name])
-        text = f"no phase beside a stranger over {WORST:g} times as long ({slowest}: {judged[slowest]:.2f})"
+        text = (
+            f"no phase beside a stranger over {WORST:g} times as long ({slowest}: "
+            f"{judged[slowest]:.2f})"
+        )
         verdicts[text] = judged[slowest] <= WORST
     if args.against is not None:
         here, there = against(args, policy, runs)
         figures["against"] = phases = table(("here", "there"), here, there)
         ratio = statistics.median(phases["step"]["pairs"])
-        text = f"a quiet step at most {QUIET_SPEED:g} times as long as in {args.against} ({ratio:.3f})"
+        text = (
+            f"a quiet step at most {QUIET_SPEED:g} times as long as in {args.against} ({ratio:.3f})"
+        )
         verdicts[text] = ratio <= QUIET_SPEED
     return figures, verdicts
 
 
 def main() -> int:
     """Run the benchmark. Return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", type=Path, help="folder of the actor's first weights (default: the warm start)")
-    parser.add_argument("--steps", type=int, default=24, help="steps that are measured, of all blocks or of each run")
-    parser.add_argument("--block", type=int, default=3, help="steps in a row with or without strangers")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--policy", type=Path, help="folder of the actor's first weights (default: the warm start)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=24,
+        help="steps that are measured, of all blocks or of each run",
+    )
+    parser.add_argument(
+        "--block", type=int, default=3, help="steps in a row with or without strangers"
+    )
     parser.add_argument("--strangers", type=int, default=1)
     parser.add_argument("--pin", action="store_true", help="each stranger stays on one core")
     parser.add_argument("--against", type=Path, help="another checkout: compare the quiet speed")
@@ -303,7 +361,9 @@ def main() -> int:
     for text, reached in verdicts.items():
         print(f"{text}: {'reached' if reached else 'missed'}")
     if args.json:
-        args.json.write_text(json.dumps({**figures, "verdicts": verdicts}, indent=2) + "\n", encoding="utf-8")
+        args.json.write_text(
+            json.dumps({**figures, "verdicts": verdicts}, indent=2) + "\n", encoding="utf-8"
+        )
     return 0 if all(verdicts.values()) else 1
 
 

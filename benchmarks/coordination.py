@@ -1,16 +1,19 @@
-"""What the machinery around one asynchronous trajectory costs: CPU of all processes, and trajectories per second.
+"""What the machinery around one asynchronous trajectory costs: CPU of all processes, and
+trajectories per second.
 
     python benchmarks/coordination.py [--in-flight 10 100 1000 10000] [--windows 5] [--seconds 3] [--json FILE]
 
-The run is ``experiment=grpo_aws_async`` in four processes. Real are: the master's admission, service, journal on disk,
-straggler gate, buffer, executor and checkpoint records; the rollout worker's loop, encoding and stream; the model
-worker's ``StreamDataset`` with its payload log on disk and tensor store, and the calls with their data. Engine,
-environment, training and weights are fakes that answer at once (``harness/coordination_workers.py``).
+The run is ``experiment=grpo_aws_async`` in four processes. Real are: the master's admission,
+service, journal on disk, straggler gate, buffer, executor and checkpoint records; the rollout
+worker's loop, encoding and stream; the model worker's ``StreamDataset`` with its payload log on
+disk and tensor store, and the calls with their data. Engine, environment, training and weights are
+fakes that answer at once (``harness/coordination_workers.py``).
 
-A trajectory is one episode of two turns and about 100 tokens; groups have 8. ``in flight``: episodes admitted and not
-finished, kept at that number. CPU is user and system time of every process, after a warm-up. The table shows medians
-over the windows and the range. Verdicts: at most 200 us of CPU per trajectory in all processes together, at least
-3,000 trajectories per second, and the CPU at the largest number in flight at most 1.25 times that at the smallest.
+A trajectory is one episode of two turns and about 100 tokens; groups have 8. ``in flight``:
+episodes admitted and not finished, kept at that number. CPU is user and system time of every
+process, after a warm-up. The table shows medians over the windows and the range. Verdicts: at most
+200 us of CPU per trajectory in all processes together, at least 3,000 trajectories per second, and
+the CPU at the largest number in flight at most 1.25 times that at the smallest.
 """
 
 from __future__ import annotations
@@ -76,7 +79,9 @@ def make_plan(folder: Path, episodes: int, batch: int) -> tuple[RunPlan, int]:
     return plan, groups
 
 
-FAKE_ENVIRONMENT = WorkerInfo("env/0", "env", 0, "localhost", 0, endpoints={"env": "http://127.0.0.1:1"})
+FAKE_ENVIRONMENT = WorkerInfo(
+    "env/0", "env", 0, "localhost", 0, endpoints={"env": "http://127.0.0.1:1"}
+)
 """Rollouts wait until there is an environment; the fake players never call it."""
 
 
@@ -90,8 +95,11 @@ class Run:
         self._step = 0
         self._in_flight: list[int] = []
 
-    async def measure(self, warm_up_s: float, windows: int, seconds: float) -> list[dict[str, float]]:
-        """One row per window: microseconds of every process, episodes per second, mean episodes in flight."""
+    async def measure(
+        self, warm_up_s: float, windows: int, seconds: float
+    ) -> list[dict[str, float]]:
+        """One row per window: microseconds of every process, episodes per second, mean episodes in
+        flight."""
         async with AsyncExitStack() as stack:
             rpc = RpcMaster("bench", on_death=self._died, on_join=self._joined)
             self._rollouts: AsyncRollouts | None = None
@@ -128,7 +136,9 @@ class Run:
                     str(self._groups),
                 ]
                 root = Path(__file__).resolve().parents[1]
-                self._processes[kind] = psutil.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=root)
+                self._processes[kind] = psutil.Popen(
+                    command, stdout=log, stderr=subprocess.STDOUT, cwd=root
+                )
 
     def _stop(self) -> None:
         for kind in WORKERS:
@@ -168,7 +178,12 @@ class Run:
         graph = build_graph(spec.mfcs, spec.source.keys, spec.log_keys, roles=spec.models.keys())
         workers = {role: ["model_worker/0"] for role in spec.models}
         return FunctionExecutor(
-            graph, rpc, rollouts.control, workers=workers, seed=spec.seed, make_loader=rollouts.loader
+            graph,
+            rpc,
+            rollouts.control,
+            workers=workers,
+            seed=spec.seed,
+            make_loader=rollouts.loader,
         )
 
     async def _steps(self, seconds: float) -> int:
@@ -210,7 +225,8 @@ class Run:
 
 
 def measure(episodes: int, args: argparse.Namespace) -> list[dict[str, float]]:
-    """Return one row per window of a run with so many episodes in flight. Raises what ended it; its logs are shown."""
+    """Return one row per window of a run with so many episodes in flight. Raises what ended it; its
+    logs are shown."""
     folder = Path(tempfile.mkdtemp(prefix="coordination-", dir=args.folder))
     try:
         plan, groups = make_plan(folder, episodes, args.batch)
@@ -232,7 +248,10 @@ def spread(rows: Sequence[dict[str, float]], name: str) -> str:
 
 def verdicts(results: dict[int, list[dict[str, float]]]) -> dict[str, bool]:
     """Return for each goal whether it is met."""
-    cpu = {episodes: statistics.median(row["all"] for row in rows) for episodes, rows in results.items()}
+    cpu = {
+        episodes: statistics.median(row["all"] for row in rows)
+        for episodes, rows in results.items()
+    }
     speed = [statistics.median(row["per_s"] for row in rows) for rows in results.values()]
     return {
         f"at most {GOAL_US:g} us of CPU per trajectory": max(cpu.values()) <= GOAL_US,
@@ -260,13 +279,21 @@ def show(results: dict[int, list[dict[str, float]]]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark. Return the exit status: 1 when a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[10, 100, 1000, 10_000], help="episodes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--in-flight", type=int, nargs="+", default=[10, 100, 1000, 10_000], help="episodes"
+    )
     parser.add_argument("--batch", type=int, default=64, help="groups of a train step")
     parser.add_argument("--warm-up", type=float, default=3.0, help="seconds")
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of a window")
-    parser.add_argument("--folder", type=Path, help="where the run's files go (default: the system's temporary folder)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where the run's files go (default: the system's temporary folder)",
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     results: dict[int, list[dict[str, float]]] = {}
@@ -279,13 +306,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "python": platform.python_version(),
         "load": os.getloadavg(),
     }
-    print(f"{host['cpus']} CPUs, load average {host['load'][0]:.1f}, batches of {args.batch} groups of {GROUP}")
+    print(
+        f"{host['cpus']} CPUs, load average {host['load'][0]:.1f}, batches of {args.batch} groups "
+        f"of {GROUP}"
+    )
     show(results)
     reached = verdicts(results)
     for verdict, ok in reached.items():
         print(f"{verdict}: {'reached' if ok else 'missed'}")
     if args.json:
-        args.json.write_text(json.dumps({"host": host, "rows": results, "verdicts": reached}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"host": host, "rows": results, "verdicts": reached}, indent=1) + "\n"
+        )
     return 0 if all(reached.values()) else 1
 
 

@@ -1,10 +1,12 @@
-"""Refused, half-open and killed connections: what stays behind, and how soon a killed client's slot is usable.
+"""Refused, half-open and killed connections: what stays behind, and how soon a killed client's slot
+is usable.
 
     python benchmarks/env_connections.py [--pool-size 8] [--connections 1000] [--killed 20]
 
-A real server with all slots leased is asked for more sessions (each must get 503 and Retry-After), is left alone in
-the middle of handshakes, and loses clients without a goodbye. Printed: descriptors, threads, processes and free
-slots before and after, and the time from a client's death to the next session on its slot.
+A real server with all slots leased is asked for more sessions (each must get 503 and Retry-After),
+is left alone in the middle of handshakes, and loses clients without a goodbye. Printed:
+descriptors, threads, processes and free slots before and after, and the time from a client's death
+to the next session on its slot.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def footprint(server: EnvServerProcess) -> Footprint:
     page = urllib.request.urlopen(server.url + "/metrics", timeout=5).read().decode()
     free = next(line for line in page.splitlines() if line.startswith("realhf_env_pool_free "))
     children = sum(lives(child) for child in process.children(recursive=True))
-    return Footprint(process.num_fds(), process.num_threads(), children, int(float(free.split()[1])))
+    return Footprint(
+        process.num_fds(), process.num_threads(), children, int(float(free.split()[1]))
+    )
 
 
 def lives(process: psutil.Process) -> bool:
@@ -71,7 +75,13 @@ def rested(server: EnvServerProcess, pool_size: int, wanted: Footprint | None = 
 
 def open_session(url: str) -> ClientConnection:
     """Return the open connection of a new session."""
-    return connect(url.replace("http", "ws") + "/ws", compression=None, proxy=None, open_timeout=20, legacy=True)
+    return connect(
+        url.replace("http", "ws") + "/ws",
+        compression=None,
+        proxy=None,
+        open_timeout=20,
+        legacy=True,
+    )
 
 
 def kill(session: ClientConnection) -> None:
@@ -105,7 +115,8 @@ def half_open(url: str, step: int) -> None:
 
 
 def storm(server: EnvServerProcess, pool_size: int, connections: int) -> int:
-    """``connections`` of all three kinds; returns how many of those beyond capacity were refused as they should."""
+    """``connections`` of all three kinds; returns how many of those beyond capacity were refused as
+    they should."""
     sessions = [open_session(server.url) for _ in range(pool_size)]
     try:
         good = sum(refused(server.url) for _ in range(connections // 2))
@@ -142,7 +153,9 @@ def freed_after_s(server: EnvServerProcess, repeats: int) -> list[float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark. Return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pool-size", type=int, default=8)
     parser.add_argument("--connections", type=int, default=1000)
     parser.add_argument("--killed", type=int, default=20, help="deaths to be timed")

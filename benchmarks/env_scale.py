@@ -1,9 +1,10 @@
 """Many concurrent sessions on one server: memory, resets, and whether anybody starves.
 
-Every session is a WebSocket client with its own task; all step at the same time, as fast as they are answered.
-Printed by number of sessions: start of the server, memory of its whole process tree (PSS), reset and step times,
-and the share of steps of the slowest session. Verdicts: 64 sessions in at most 6 GB, p99 of a step below 20 times
-its p50, a reset at most 20 ms (p50, measured with one session at a time).
+Every session is a WebSocket client with its own task; all step at the same time, as fast as they
+are answered. Printed by number of sessions: start of the server, memory of its whole process tree
+(PSS), reset and step times, and the share of steps of the slowest session. Verdicts: 64 sessions in
+at most 6 GB, p99 of a step below 20 times its p50, a reset at most 20 ms (p50, measured with one
+session at a time).
 
     python benchmarks/env_scale.py [--sessions 1 8 64] [--rounds 20] [--json FILE]
 """
@@ -52,7 +53,9 @@ async def _ask(connection: ClientConnection, kind: str, data: dict[str, Any]) ->
     return 1000 * (time.perf_counter() - began)
 
 
-async def _session(connection: ClientConnection, number: int, rounds: int) -> tuple[list[float], list[float], float]:
+async def _session(
+    connection: ClientConnection, number: int, rounds: int
+) -> tuple[list[float], list[float], float]:
     """Reset times, step times, and when it was done."""
     resets = []
     steps = []
@@ -106,7 +109,9 @@ def measure(sessions: int, rounds: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark. Return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--rounds", type=int, default=20, help="episodes of each session")
     parser.add_argument("--json", type=Path)
@@ -116,19 +121,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in rows[0]:
         table.add_column(name.replace("_", " "), justify="right")
     for row in rows:
-        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
+        table.add_row(
+            *(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values())
+        )
     console = Console(width=170)
     console.print(table)
     verdicts = {
         f"memory at most {MAX_GB:g} GB": rows[-1]["pss_mb"] <= MAX_GB * 1024,
         f"p99 below {MAX_SPREAD:g} x p50": all(row["spread"] < MAX_SPREAD for row in rows),
-        f"reset at most {MAX_RESET_MS:g} ms": all(row["reset_alone_p50_ms"] <= MAX_RESET_MS for row in rows),
+        f"reset at most {MAX_RESET_MS:g} ms": all(
+            row["reset_alone_p50_ms"] <= MAX_RESET_MS for row in rows
+        ),
     }
     for verdict, reached in verdicts.items():
         console.print(f"{verdict}: {'reached' if reached else '[red]missed'}")
     if arguments.json:
-        host = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
-        arguments.json.write_text(json.dumps({"host": host, "rows": rows, "verdicts": verdicts}, indent=1) + "\n")
+        host = {
+            "cpus": os.cpu_count(),
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+        }
+        arguments.json.write_text(
+            json.dumps({"host": host, "rows": rows, "verdicts": verdicts}, indent=1) + "\n"
+        )
     return 0 if all(verdicts.values()) else 1
 
 

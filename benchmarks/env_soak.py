@@ -1,9 +1,11 @@
-"""Episodes in a row over the real server, with processes killed now and then: does anything grow, is any answer wrong?
+"""Episodes in a row over the real server, with processes killed now and then: does anything grow,
+is any answer wrong?
 
-Eight clients play the canonical solutions of tasks over WebSockets and reconnect every few episodes. Every
-``--kill-every`` episodes one of these is killed in turn: a client in the middle of a step, a CLI worker, a
-simulator. Memory (PSS), descriptors and processes of the server's whole process tree are sampled; a line is laid
-through each series after the warm-up, and what it gained must stay below a tolerance.
+Eight clients play the canonical solutions of tasks over WebSockets and reconnect every few
+episodes. Every ``--kill-every`` episodes one of these is killed in turn: a client in the middle of
+a step, a CLI worker, a simulator. Memory (PSS), descriptors and processes of the server's whole
+process tree are sampled; a line is laid through each series after the warm-up, and what it gained
+must stay below a tolerance.
 
     python benchmarks/env_soak.py [--episodes 10000] [--slots 8] [--kill-every 50] [--json FILE] [--plot FILE]
 """
@@ -48,7 +50,8 @@ _KILLS = ("client", "worker", "simulator")
 
 @dataclass
 class Tally:
-    """What happened. ``wrong``: canonical solutions that were not achieved; ``refused``: connects answered 503."""
+    """What happened. ``wrong``: canonical solutions that were not achieved; ``refused``: connects
+    answered 503."""
 
     episodes: int = 0
     steps: int = 0
@@ -71,7 +74,9 @@ class Sample:
 class Soak:
     """Plays ``episodes`` on ``slots`` sessions of one server."""
 
-    def __init__(self, server: EnvServerProcess, episodes: int, slots: int, kill_every: int) -> None:
+    def __init__(
+        self, server: EnvServerProcess, episodes: int, slots: int, kill_every: int
+    ) -> None:
         self.tally = Tally()
         self._url = server.url.replace("http", "ws", 1) + "/ws"
         self._pid = server.process.pid
@@ -91,7 +96,9 @@ class Soak:
         due = 0
         while any(thread.is_alive() for thread in threads):
             if due <= self.tally.episodes < self._episodes - self._slots:
-                samples.append(Sample(self.tally.episodes, time.monotonic() - began, footprint(self._pid)))
+                samples.append(
+                    Sample(self.tally.episodes, time.monotonic() - began, footprint(self._pid))
+                )
                 due = self.tally.episodes + sample_every
             time.sleep(0.05)
         return samples
@@ -128,11 +135,14 @@ class Soak:
         achieved = False
         for command in task.solution:
             reply = _ask(connection, "step", {"command": command})
-            achieved = reply["type"] == "observation" and reply["data"]["observation"]["task_achieved"]
+            achieved = (
+                reply["type"] == "observation" and reply["data"]["observation"]["task_achieved"]
+            )
             self.tally.steps += 1
         with self.tally.lock:
             self.tally.episodes += 1
-            # A killed worker or simulator belongs to some session or other, so one episode around it may fail.
+            # A killed worker or simulator belongs to some session or other, so one episode around
+            # it may fail.
             self.tally.wrong += not achieved
 
     def _kill(self, what: str, connection: ClientConnection) -> None:
@@ -141,7 +151,9 @@ class Soak:
             connection.send(json.dumps({"type": "step", "data": {"command": "aws s3 ls"}}))
             connection.socket.shutdown(socket.SHUT_RDWR)
             raise ConnectionAbortedError("killed on purpose")
-        module = "realhf.aws.cli.zygote" if what == "worker" else "realhf.aws.simulator.ministack_server"
+        module = (
+            "realhf.aws.cli.zygote" if what == "worker" else "realhf.aws.simulator.ministack_server"
+        )
         victims = named(self._pid, module)
         if victims:
             os.kill(random.choice(victims), signal.SIGKILL)
@@ -153,7 +165,8 @@ def _ask(connection: ClientConnection, kind: str, data: dict[str, Any]) -> dict[
 
 
 def growth(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
-    """By figure: median, what the fitted line gained over the measured part, its share, and whether that passes."""
+    """By figure: median, what the fitted line gained over the measured part, its share, and whether
+    that passes."""
     measured = samples[int(len(samples) * WARM_UP) :]
     result = {}
     for name, tolerance in TOLERANCE.items():
@@ -181,9 +194,15 @@ def plot(samples: Sequence[Sample], path: Path) -> None:
     figure = Figure(figsize=(7, 6), layout="constrained")
     axes = figure.subplots(len(TOLERANCE), 1, sharex=True)
     for axis, (name, label) in zip(
-        axes, (("pss_mb", "memory, MB (PSS)"), ("files", "open descriptors"), ("processes", "processes")), strict=True
+        axes,
+        (("pss_mb", "memory, MB (PSS)"), ("files", "open descriptors"), ("processes", "processes")),
+        strict=True,
     ):
-        axis.plot([s.episodes for s in samples], [getattr(s.footprint, name) for s in samples], linewidth=1)
+        axis.plot(
+            [s.episodes for s in samples],
+            [getattr(s.footprint, name) for s in samples],
+            linewidth=1,
+        )
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
     axes[-1].set_xlabel("episodes")
@@ -197,7 +216,11 @@ def report(samples: Sequence[Sample], soak: Soak) -> dict[str, Any]:
     disturbed = tally.kills["worker"] + tally.kills["simulator"]
     figures = growth(samples)
     return {
-        "host": {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()},
+        "host": {
+            "cpus": os.cpu_count(),
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+        },
         "episodes": tally.episodes,
         "steps": tally.steps,
         "seconds": round(seconds, 1),
@@ -238,15 +261,21 @@ def show(result: dict[str, Any]) -> None:
         f"killed: {kills}; connections lost: {result['lost']}, refused: {result['refused']}; "
         f"episodes not achieved: {result['not_achieved']} (each must belong to a kill)"
     )
-    console.print("verdict: " + ("nothing grows, no wrong answer" if result["passes"] else "[red]FAILED"))
+    console.print(
+        "verdict: " + ("nothing grows, no wrong answer" if result["passes"] else "[red]FAILED")
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark. Return the exit status: 1 when something grew."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--episodes", type=int, default=10_000)
     parser.add_argument("--slots", type=int, default=8)
-    parser.add_argument("--kill-every", type=int, default=0, help="episodes between two kills (0: none)")
+    parser.add_argument(
+        "--kill-every", type=int, default=0, help="episodes between two kills (0: none)"
+    )
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)

@@ -1,8 +1,9 @@
-"""Environment time of one GRPO step: 8 sessions x 6 turns, through the real server and MultiTurnEnvPool.
+"""Environment time of one GRPO step: 8 sessions x 6 turns, through the real server and
+MultiTurnEnvPool.
 
-A scripted policy stands in for the model, so that nothing but the environment is timed: wire, AWS CLI,
-MiniStack, grading. In the same run the usual design plays the same commands: one `aws` process per
-command, the sessions concurrent.
+A scripted policy stands in for the model, so that nothing but the environment is timed: wire, AWS
+CLI, MiniStack, grading. In the same run the usual design plays the same commands: one `aws` process
+per command, the sessions concurrent.
 
     python benchmarks/env_step.py [--repeats 20] [--baseline-repeats 3] [--json FILE]
 """
@@ -97,8 +98,8 @@ class ScriptedPolicy:
 
 
 def workload() -> tuple[list[Task], list[list[str]]]:
-    """One multi-step task per session and its script: the solution spread over six turns between reads, so
-    that the task is achieved by the last command."""
+    """One multi-step task per session and its script: the solution spread over six turns between
+    reads, so that the task is achieved by the last command."""
     tasks = []
     scripts = []
     templates = [t for t in load_templates(["intermediate"]) if 2 <= len(t.solution) <= 3]
@@ -117,18 +118,23 @@ def workload() -> tuple[list[Task], list[list[str]]]:
     return tasks, scripts
 
 
-def play_ours(pool: MultiTurnEnvPool, tasks: Sequence[Task], scripts: Sequence[Sequence[str]]) -> tuple[float, float]:
+def play_ours(
+    pool: MultiTurnEnvPool, tasks: Sequence[Task], scripts: Sequence[Sequence[str]]
+) -> tuple[float, float]:
     """One step: milliseconds of environment time, resets included, and of the turns alone."""
     before = dict(pool.timings)
     resets = [{"task": task.to_json(), "chaos": False} for task in tasks]
-    groups = pool.run_groups(resets, ScriptedPolicy(scripts), group_size=1, seeds=[t.seed for t in tasks])
+    groups = pool.run_groups(
+        resets, ScriptedPolicy(scripts), group_size=1, seeds=[t.seed for t in tasks]
+    )
     assert all(group[0].achieved and len(group[0].turns) == TURNS for group in groups)
     env = pool.timings["env_s"] - before["env_s"]
     return 1000 * env, 1000 * (env - pool.timings["reset_s"] + before["reset_s"])
 
 
 def play_process_per_command(slots: Sequence[Slot], scripts: Sequence[Sequence[str]]) -> float:
-    """Milliseconds of the usual design: the same commands, each a fresh `aws` process, sessions concurrent."""
+    """Milliseconds of the usual design: the same commands, each a fresh `aws` process, sessions
+    concurrent."""
     aws = str(Path(sys.executable).parent / "aws")
     environment = {
         "PATH": os.defpath,
@@ -161,16 +167,28 @@ def measure(repeats: int, baseline_repeats: int) -> dict[str, list[float]]:
     try:
         baseline.start()
         slots = [baseline.acquire() for _ in range(SESSIONS)]
-        limits: dict[str, Any] = {"max_turns": TURNS, "max_total_tokens": 1 << 16, "turn_tokens": 512}
-        with EnvServerProcess(SESSIONS) as server, MultiTurnEnvPool(server.url, SESSIONS, **limits) as pool:
+        limits: dict[str, Any] = {
+            "max_turns": TURNS,
+            "max_total_tokens": 1 << 16,
+            "turn_tokens": 512,
+        }
+        with (
+            EnvServerProcess(SESSIONS) as server,
+            MultiTurnEnvPool(server.url, SESSIONS, **limits) as pool,
+        ):
             for _ in range(WARM_UP):
                 play_ours(pool, tasks, scripts)
             for repeat in range(repeats):
                 step, turns = play_ours(pool, tasks, scripts)
                 samples["step_ms"].append(step)
                 samples["turns_ms"].append(turns)
-                if repeat * baseline_repeats // repeats != (repeat + 1) * baseline_repeats // repeats:
-                    samples["process_per_command_ms"].append(play_process_per_command(slots, scripts))
+                if (
+                    repeat * baseline_repeats // repeats
+                    != (repeat + 1) * baseline_repeats // repeats
+                ):
+                    samples["process_per_command_ms"].append(
+                        play_process_per_command(slots, scripts)
+                    )
     finally:
         baseline.stop()
     return samples
@@ -191,19 +209,33 @@ def summary(samples: Sequence[float]) -> dict[str, float]:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--baseline-repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     samples = measure(arguments.repeats, arguments.baseline_repeats)
     figures: dict[str, Any] = {name: summary(values) for name, values in samples.items() if values}
-    figures["host"] = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
-    figures["versions"] = {name: version(name) for name in ("ministack", "awscli", "websockets", "uvicorn")}
-    print(f"{SESSIONS} sessions x {TURNS} turns on {os.cpu_count()} CPUs, milliseconds of environment time")
+    figures["host"] = {
+        "cpus": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+    }
+    figures["versions"] = {
+        name: version(name) for name in ("ministack", "awscli", "websockets", "uvicorn")
+    }
+    print(
+        f"{SESSIONS} sessions x {TURNS} turns on {os.cpu_count()} CPUs, milliseconds of "
+        f"environment time"
+    )
     for name, label in LABELS.items():
         if row := figures.get(name):
-            print(f"  {label:24} " + "  ".join(f"{key} {row[key]:8.1f}" for key in ("median", "p95", "min", "max")))
+            print(
+                f"  {label:24} "
+                + "  ".join(f"{key} {row[key]:8.1f}" for key in ("median", "p95", "min", "max"))
+            )
     ours = figures["step_ms"]
     theirs = figures.get("process_per_command_ms")
     if theirs:

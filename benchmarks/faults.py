@@ -1,11 +1,13 @@
-"""What it costs that 20 % of the environment's steps fail: asynchronous runs with injected faults and without.
+"""What it costs that 20 % of the environment's steps fail: asynchronous runs with injected faults
+and without.
 
     python benchmarks/faults.py [--rate 0.2] [--latency 0] [--pairs 3] [--steps 20] [--json FILE] [OPTION=VALUE ...]
 
-These are whole runs of a tiny model: launcher, master, workers, environment server with its simulators, training. They
-take turns; a ratio is that of one round. Faults (and latency, where asked for) are simulated by the environment server:
-nine of ten faults are answers that a step was not executed, the others are lost connections. Every failed step has to
-be mended: a rollout that is left out instead would show in the figures printed.
+These are whole runs of a tiny model: launcher, master, workers, environment server with its
+simulators, training. They take turns; a ratio is that of one round. Faults (and latency, where
+asked for) are simulated by the environment server: nine of ten faults are answers that a step was
+not executed, the others are lost connections. Every failed step has to be mended: a rollout that is
+left out instead would show in the figures printed.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ TINY = (
 
 @dataclass(frozen=True)
 class Played:
-    """One run: samples per second, CPU seconds of a sample, and what it counted up to its last step."""
+    """One run: samples per second, CPU seconds of a sample, and what it counted up to its last
+    step."""
 
     rate: float
     cpu: float
@@ -75,14 +78,20 @@ def play(options: argparse.Namespace, policy: Path, runs: Path, rate: float, num
 
 def line(name: str, played: Played) -> str:
     """Return one row of the table."""
-    kinds = ", ".join(f"{kind} {count:.0f}" for kind, count in sorted(played.failures.items())) or "none"
+    kinds = (
+        ", ".join(f"{kind} {count:.0f}" for kind, count in sorted(played.failures.items()))
+        or "none"
+    )
     return (
-        f"{name}: {played.rate:.2f} samples/s, {1000 * played.cpu:.0f} ms of CPU a sample; failures: {kinds}; "
+        f"{name}: {played.rate:.2f} samples/s, {1000 * played.cpu:.0f} ms of CPU a sample; "
+        f"failures: {kinds}; "
         f"rollouts left out: {played.failed_rollouts:.0f}"
     )
 
 
-def report(options: argparse.Namespace, clean: Sequence[Played], faulty: Sequence[Played]) -> dict[str, Any]:
+def report(
+    options: argparse.Namespace, clean: Sequence[Played], faulty: Sequence[Played]
+) -> dict[str, Any]:
     """Prints the result; what goes into the JSON file."""
     slower = [one.rate / other.rate for one, other in zip(clean, faulty, strict=True)]
     verdict = "" if statistics.median(slower) <= MOST else f": above {MOST:g}"
@@ -101,9 +110,13 @@ def report(options: argparse.Namespace, clean: Sequence[Played], faulty: Sequenc
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rate", type=float, default=0.2, help="share of the steps that fail")
-    parser.add_argument("--latency", type=float, default=0.0, help="simulated milliseconds of every step")
+    parser.add_argument(
+        "--latency", type=float, default=0.0, help="simulated milliseconds of every step"
+    )
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20, help="training steps that are measured")
     parser.add_argument("--json", type=Path, help="write the result here")

@@ -1,16 +1,19 @@
-"""Runs of a tiny model of which one process stands still for a while: does the run go on, and is a sample lost?
+"""Runs of a tiny model of which one process stands still for a while: does the run go on, and is a
+sample lost?
 
-In each run one process is stopped by SIGSTOP at a random moment, for 5, 15 or 60 s: master, model worker, rollout
-worker, generation worker, environment server, a simulator, a process that executes commands; or a verifier begins to
-compute, holds the interpreter of its rollout worker and never ends. Five seconds are forgiven; after more the process
-is killed and replaced, or the run begins again from its last checkpoint. From the freeze on the run may stand still for
-as long as it takes to notice it (12 s at most), to start the run (as it did before) and ``--limit`` seconds; at its end
-all steps are done, its journal balances from the first record on, and nothing of it is left running. One line per run;
-exit code 1 where one failed.
+In each run one process is stopped by SIGSTOP at a random moment, for 5, 15 or 60 s: master, model
+worker, rollout worker, generation worker, environment server, a simulator, a process that executes
+commands; or a verifier begins to compute, holds the interpreter of its rollout worker and never
+ends. Five seconds are forgiven; after more the process is killed and replaced, or the run begins
+again from its last checkpoint. From the freeze on the run may stand still for as long as it takes
+to notice it (12 s at most), to start the run (as it did before) and ``--limit`` seconds; at its end
+all steps are done, its journal balances from the first record on, and nothing of it is left
+running. One line per run; exit code 1 where one failed.
 
     python benchmarks/freeze_soak.py [--runs 100] [--jobs 2] [--first 0] [--limit 30] [--json FILE] [--keep FOLDER]
 
-With ``--json`` it can be stopped by Ctrl-C and started again: runs that the file holds are not repeated.
+With ``--json`` it can be stopped by Ctrl-C and started again: runs that the file holds are not
+repeated.
 """
 
 from __future__ import annotations
@@ -40,12 +43,19 @@ PLANS = [
 
 
 def play(runs: Path, policy: Path, number: int, options: argparse.Namespace) -> Entry:
-    """One run from its start to its balance. What is frozen for how long is decided by the number, the moment by
-    chance."""
+    """One run from its start to its balance. What is frozen for how long is decided by the number,
+    the moment by chance."""
     environment, kind, seconds = PLANS[number % len(PLANS)]
     choice = random.Random(f"{options.seed}/{number}")
     steps = 12 if environment == AWS else 20
-    run = KilledRun(runs, f"run{number}", policy, seed=choice.randrange(1 << 20), steps=steps, environment=environment)
+    run = KilledRun(
+        runs,
+        f"run{number}",
+        policy,
+        seed=choice.randrange(1 << 20),
+        steps=steps,
+        environment=environment,
+    )
     started_s = stood_still_s = 0.0
     began = time.monotonic()
 
@@ -76,10 +86,14 @@ def play(runs: Path, policy: Path, number: int, options: argparse.Namespace) -> 
 def line(found: Entry) -> str:
     """What is printed about a run."""
     tally = found["tally"] or {}
-    books = " ".join(f"{name} {tally.get(name)}" for name in ("consumed", "lost", "twice", "resumes"))
+    books = " ".join(
+        f"{name} {tally.get(name)}" for name in ("consumed", "lost", "twice", "resumes")
+    )
     return (
-        f"run {found['run']}: {'BAD' if found['problems'] else 'ok' if found['hit'] else 'ended before'} "
-        f"{found['environment']}: {found['frozen']} {found['frozen_s']} s, stood still {found['stood_still_s']} s "
+        f"run {found['run']}: "
+        f"{'BAD' if found['problems'] else 'ok' if found['hit'] else 'ended before'} "
+        f"{found['environment']}: {found['frozen']} {found['frozen_s']} s, stood still "
+        f"{found['stood_still_s']} s "
         f"(start {found['started_s']})  {books}  {'; '.join(found['deaths'])}"
     )
 
@@ -94,7 +108,10 @@ def summary(entries: Sequence[Entry]) -> dict[str, Any]:
         "lost": total(entries, "lost"),
         "twice": total(entries, "twice"),
         "longest_still_s": {
-            seconds: max((found["stood_still_s"] for found in hit if found["frozen_s"] == seconds), default=0.0)
+            seconds: max(
+                (found["stood_still_s"] for found in hit if found["frozen_s"] == seconds),
+                default=0.0,
+            )
             for seconds in SECONDS
         },
     }
@@ -103,9 +120,16 @@ def summary(entries: Sequence[Entry]) -> dict[str, Any]:
 def main() -> int:
     """Run the benchmark. Return the exit status: 1 when a run failed."""
     parser = command_line(__doc__, runs=100, jobs=2)
-    parser.add_argument("--limit", type=float, default=30.0, help="seconds in which a run has to go on (%(default)s)")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=30.0,
+        help="seconds in which a run has to go on (%(default)s)",
+    )
     options = parser.parse_args()
-    return soak(options, lambda runs, policy, number: play(runs, policy, number, options), line, summary)
+    return soak(
+        options, lambda runs, policy, number: play(runs, policy, number, options), line, summary
+    )
 
 
 if __name__ == "__main__":

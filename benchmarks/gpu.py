@@ -3,17 +3,17 @@
     python benchmarks/gpu.py [--device cuda] [--minutes 15] [--only device 1m 0.6b default] [--json FILE]
     python benchmarks/gpu.py --device cpu        # a minute: shows that the program runs, on a model of no size
 
-Two models with random weights: the shape of the built-in policy (a million parameters, fp32) and a Qwen3 of 0.6 billion
-(bf16 with fp32 master weights). Of each: tokens a second of generation, scoring and training, the share of the device's
-bf16 products that training reaches (model FLOP utilisation: operations of the model, nothing that is computed twice,
-over the data sheet's peak, or over a product that was measured here where the device is not known), microseconds that
-the head's log-probabilities of a token take, there and back, seconds of a
-weight update from publication to proven digests, peak memory, and the seconds of a step: generate, score, train.
-``default`` is the default experiment as a whole run, environment included, on the device.
+Two models with random weights: the shape of the built-in policy (a million parameters, fp32) and a
+Qwen3 of 0.6 billion (bf16 with fp32 master weights). Of each: tokens a second of generation,
+scoring and training, the share of the device's bf16 products that training reaches (model FLOP
+utilisation: operations of the model, nothing that is computed twice, over the data sheet's peak, or
+over a product that was measured here where the device is not known), microseconds that the head's
+log-probabilities of a token take, there and back, seconds of a weight update from publication to
+proven digests, peak memory, and the seconds of a step: generate, score, train. ``default`` is the
+default experiment as a whole run, environment included, on the device.
 
-It needs no network. ``--minutes`` bounds the whole: what has not begun by then is left out, and said, and the default
-experiment is ended. Without a GPU it
-says so and measures nothing.
+It needs no network. ``--minutes`` bounds the whole: what has not begun by then is left out, and
+said, and the default experiment is ended. Without a GPU it says so and measures nothing.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ DEFAULT_S = 600.0
 
 @dataclass(frozen=True)
 class Load:
-    """Says what is measured of a model: ``rows`` sequences with prompts of ``prompt`` tokens, which groups of ``group``
-    share, and ``new`` tokens each; ``budget`` positions of a micro-batch."""
+    """Says what is measured of a model: ``rows`` sequences with prompts of ``prompt`` tokens, which
+    groups of ``group`` share, and ``new`` tokens each; ``budget`` positions of a micro-batch."""
 
     name: str
     config: Qwen3Config
@@ -75,7 +75,9 @@ class Load:
 
 
 def _qwen3(**shape: Any) -> Qwen3Config:
-    return Qwen3Config(**shape, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    return Qwen3Config(
+        **shape, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
 
 
 MILLION = _qwen3(
@@ -91,10 +93,23 @@ TINY = _qwen3(
     num_key_value_heads=1, head_dim=16, max_position_embeddings=256,
 )  # fmt: skip
 LOADS = {
-    "1m": Load("1M, fp32", MILLION, torch.float32, rows=128, group=8, prompt=512, new=64, budget=16_384),
-    "0.6b": Load("0.6B, bf16", BILLIONS_06, torch.bfloat16, rows=64, group=8, prompt=512, new=256, budget=16_384),
+    "1m": Load(
+        "1M, fp32", MILLION, torch.float32, rows=128, group=8, prompt=512, new=64, budget=16_384
+    ),
+    "0.6b": Load(
+        "0.6B, bf16",
+        BILLIONS_06,
+        torch.bfloat16,
+        rows=64,
+        group=8,
+        prompt=512,
+        new=256,
+        budget=16_384,
+    ),
 }
-REHEARSAL = Load("tiny, fp32", TINY, torch.float32, rows=4, group=2, prompt=24, new=8, budget=128, rounds=2)
+REHEARSAL = Load(
+    "tiny, fp32", TINY, torch.float32, rows=4, group=2, prompt=24, new=8, budget=128, rounds=2
+)
 
 
 class Bench:
@@ -109,7 +124,11 @@ class Bench:
             model = AutoModelForCausalLM.from_config(load.config, dtype=load.dtype).eval()
         options = OptimizerConfig(lr=1e-6)
         self.engine = TorchEngine(
-            model, None, optimizer=options, total_train_steps=1000, gradient_checkpointing=load.checkpointing
+            model,
+            None,
+            optimizer=options,
+            total_train_steps=1000,
+            gradient_checkpointing=load.checkpointing,
         )
         self.spec = MicroBatchSpec(1, load.budget)
         self.gen = GenConfig(max_new_tokens=load.new)
@@ -129,20 +148,54 @@ class Bench:
         head = self.timed(self.head())
         operations = train_operations(shape, load.lengths, load.rows * load.new)
         found = [
-            self.row("generation", generation.rate(load.rows * load.new), "tokens/s", _range(generation, load)),
+            self.row(
+                "generation",
+                generation.rate(load.rows * load.new),
+                "tokens/s",
+                _range(generation, load),
+            ),
             self.row("scoring", scoring.rate(tokens), "tokens/s", _range(scoring, load)),
-            self.row("training", training.rate(tokens), "tokens/s", f"{training.spread}, nothing in common"),
-            self.row("training, groups", shared.rate(tokens), "tokens/s", f"{shared.spread}, prompts shared by groups"),
-            self.row("the head alone", 1e6 / head.rate(load.rows * load.new), "us/token", f"{head.spread}, both ways"),
+            self.row(
+                "training",
+                training.rate(tokens),
+                "tokens/s",
+                f"{training.spread}, nothing in common",
+            ),
+            self.row(
+                "training, groups",
+                shared.rate(tokens),
+                "tokens/s",
+                f"{shared.spread}, prompts shared by groups",
+            ),
+            self.row(
+                "the head alone",
+                1e6 / head.rate(load.rows * load.new),
+                "us/token",
+                f"{head.spread}, both ways",
+            ),
         ]
         if self.peak is not None:
             share = training.rate(operations) / self.peak
-            found.append(self.row("model FLOP utilisation", 100 * share, "%", f"of {self.peak / 1e12:.0f} TFLOP/s"))
+            found.append(
+                self.row(
+                    "model FLOP utilisation", 100 * share, "%", f"of {self.peak / 1e12:.0f} TFLOP/s"
+                )
+            )
         if memory:
-            found.append(self.row("peak memory of a step", memory / 2**30, "GiB", f"{load.budget} positions at once"))
+            found.append(
+                self.row(
+                    "peak memory of a step",
+                    memory / 2**30,
+                    "GiB",
+                    f"{load.budget} positions at once",
+                )
+            )
         found += self.update_rows()
         step = self.timed(self.step, rounds=2)
-        return [*found, self.row("a step", step.median, "s", "generate, score, train; no environment")]
+        return [
+            *found,
+            self.row("a step", step.median, "s", "generate, score, train; no environment"),
+        ]
 
     def row(self, what: str, number: float, unit: str, remark: str) -> Row:
         """Make a row about this model."""
@@ -164,15 +217,20 @@ class Bench:
             raise RuntimeError("generation ended early: the rates would be wrong")
 
     def batch(self, group: int) -> SequenceSample:
-        """Sequences of which ``group`` after another share their prompt; what follows the prompt is trained."""
+        """Sequences of which ``group`` after another share their prompt; what follows the prompt is
+        trained."""
         load = self.load
-        stems = _draw(load.rows // group, load.prompt, load.config.vocab_size, seed=2).repeat_interleave(group, 0)
+        stems = _draw(
+            load.rows // group, load.prompt, load.config.vocab_size, seed=2
+        ).repeat_interleave(group, 0)
         ids = torch.cat([stems, _draw(load.rows, load.new, load.config.vocab_size, seed=3)], 1)
         mask = torch.zeros_like(ids, dtype=torch.bool)
         mask[:, load.prompt :] = True
         tensors = {"packed_input_ids": ids.flatten(), "loss_mask": mask.flatten()}
         names = [str(i) for i in range(load.rows)]
-        return SequenceSample.from_tensors(names, tensors, {key: [[n] for n in load.lengths] for key in tensors})
+        return SequenceSample.from_tensors(
+            names, tensors, {key: [[n] for n in load.lengths] for key in tensors}
+        )
 
     def score(self, sample: SequenceSample) -> None:
         """Compute log-probabilities."""
@@ -190,9 +248,12 @@ class Bench:
         self.engine.version += 1
 
     def head(self) -> Callable[[], None]:
-        """Return what computes log-probabilities of as many tokens as a step trains, and their gradients, from hidden
-        states that are there already."""
-        load, weight = self.load, self.engine.model.get_output_embeddings().weight.detach().clone().requires_grad_()
+        """Return what computes log-probabilities of as many tokens as a step trains, and their
+        gradients, from hidden states that are there already."""
+        load, weight = (
+            self.load,
+            self.engine.model.get_output_embeddings().weight.detach().clone().requires_grad_(),
+        )
         size = load.rows * load.new, load.config.hidden_size
         hidden = torch.randn(size, dtype=weight.dtype, device=self.device).requires_grad_()
         ids = _draw(load.rows, load.new, load.config.vocab_size, seed=3).flatten().to(self.device)
@@ -212,7 +273,8 @@ class Bench:
         self.train(groups)
 
     def update_rows(self) -> list[Row]:
-        """Bring the weights into a streaming engine on the same device, as between processes of one host."""
+        """Bring the weights into a streaming engine on the same device, as between processes of one
+        host."""
         with torch.device(self.device):
             copy = AutoModelForCausalLM.from_config(self.load.config, dtype=self.load.dtype).eval()
         stream = ContinuousGenerator(copy, version=-1)
@@ -229,20 +291,34 @@ class Bench:
                     held = stream.weight_digests([*weights])
                     seconds.append(time.perf_counter() - began)
                     if {name: tensor.digest for name, tensor in held.items()} != digests(weights):
-                        raise RuntimeError("the engine does not hold the weights that were published")
+                        raise RuntimeError(
+                            "the engine does not hold the weights that were published"
+                        )
             finally:
                 publisher.close()
                 stream.close()
         taken = Timing(tuple(seconds[1:]))
         return [
-            self.row("weight update", taken.median, "s", f"{taken.spread}, through shared memory, digests included")
+            self.row(
+                "weight update",
+                taken.median,
+                "s",
+                f"{taken.spread}, through shared memory, digests included",
+            )
         ]
 
 
 def device_rows(device: torch.device) -> tuple[list[Row], float | None]:
     """Return what the device is, and the peak that utilisation is a share of."""
     if device.type != "cuda":
-        return [Row("device", None, "", f"{device.type}, torch {torch.__version__}: the numbers mean nothing")], None
+        return [
+            Row(
+                "device",
+                None,
+                "",
+                f"{device.type}, torch {torch.__version__}: the numbers mean nothing",
+            )
+        ], None
     properties = torch.cuda.get_device_properties(device)
     size = 8192
     dtype = torch.bfloat16
@@ -252,7 +328,9 @@ def device_rows(device: torch.device) -> tuple[list[Row], float | None]:
     known = peak_of(properties.name)
     remark = f"{properties.name}, torch {torch.__version__}, CUDA {torch.version.cuda}"
     sheet = (
-        "its data sheet is not known: utilisation is of this product" if known is None else f"sheet {known / 1e12:.0f}"
+        "its data sheet is not known: utilisation is of this product"
+        if known is None
+        else f"sheet {known / 1e12:.0f}"
     )
     return [
         Row("device memory", properties.total_memory / 2**30, "GiB", remark),
@@ -261,7 +339,8 @@ def device_rows(device: torch.device) -> tuple[list[Row], float | None]:
 
 
 def default_rows(device: torch.device, limit_s: float = DEFAULT_S) -> list[Row]:
-    """Run the default experiment for some steps, within ``limit_s``, and read how long they took."""
+    """Run the default experiment for some steps, within ``limit_s``, and read how long they
+    took."""
     what = "default experiment: a step"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         options = [
@@ -271,23 +350,30 @@ def default_rows(device: torch.device, limit_s: float = DEFAULT_S) -> list[Row]:
         ]  # fmt: skip
         command = [sys.executable, "-m", "realhf.launch", *options]
         try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
+            done = subprocess.run(
+                command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s
+            )
         except subprocess.TimeoutExpired:
             return [Row(what, None, "", f"did not end within {limit_s:.0f} s")]
         if done.returncode:
             lines = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()
             return [Row(what, None, "", f"ended with {done.returncode}: {lines[-1][:160]}")]
-        text = (Path(folder) / "grpo_aws" / "measured" / "metrics.jsonl").read_text(encoding="utf-8")
+        text = (Path(folder) / "grpo_aws" / "measured" / "metrics.jsonl").read_text(
+            encoding="utf-8"
+        )
     seconds = [row["time/step"] for row in map(json.loads, text.splitlines())][DEFAULT_SKIPPED:]
     remark = (
-        f"{min(seconds):.3g} to {max(seconds):.3g} s of {len(seconds)} steps, environment and models on {device.type}"
+        f"{min(seconds):.3g} to {max(seconds):.3g} s of {len(seconds)} steps, environment and "
+        f"models on {device.type}"
     )
     return [Row(what, statistics.median(seconds), "s", remark)]
 
 
-def measure(device: torch.device, wanted: Sequence[str], minutes: float, say: Callable[[str], object]) -> list[Row]:
-    """Measure the parts ``wanted`` in their order. What has not begun after ``minutes`` is a row that says so, and so
-    is a part that fails: the others are measured all the same."""
+def measure(
+    device: torch.device, wanted: Sequence[str], minutes: float, say: Callable[[str], object]
+) -> list[Row]:
+    """Measure the parts ``wanted`` in their order. What has not begun after ``minutes`` is a row
+    that says so, and so is a part that fails: the others are measured all the same."""
     began = time.monotonic()
     rows = list[Row]()
     found, peak = device_rows(device)
@@ -300,7 +386,9 @@ def measure(device: torch.device, wanted: Sequence[str], minutes: float, say: Ca
         say(f"{part} ...")
         try:
             if part == "default":
-                rows += default_rows(device, min(DEFAULT_S, max(60.0, began + 60 * minutes - time.monotonic())))
+                rows += default_rows(
+                    device, min(DEFAULT_S, max(60.0, began + 60 * minutes - time.monotonic()))
+                )
             else:
                 rows += Bench(loads[part], device, peak).rows()
         except Exception as error:
@@ -313,7 +401,9 @@ def measure(device: torch.device, wanted: Sequence[str], minutes: float, say: Ca
 
 
 def _draw(rows: int, columns: int, vocabulary: int, seed: int) -> Tensor:
-    return torch.randint(3, vocabulary, (rows, columns), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        3, vocabulary, (rows, columns), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def _range(timing: Timing, load: Load) -> str:
@@ -336,19 +426,30 @@ def _peak_bytes(device: torch.device) -> int:
 
 def main() -> int:
     """Measure and print; 1 if a part failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--minutes", type=float, default=15.0)
-    parser.add_argument("--only", nargs="+", default=[*LOADS, "default"], choices=[*LOADS, "default"])
+    parser.add_argument(
+        "--only", nargs="+", default=[*LOADS, "default"], choices=[*LOADS, "default"]
+    )
     parser.add_argument("--json", type=Path, help="write the rows here, too")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
-        print(f"no GPU: torch {torch.__version__} sees none here, so nothing is measured; --device cpu is a rehearsal")
+        print(
+            f"no GPU: torch {torch.__version__} sees none here, so nothing is measured; --device "
+            f"cpu is a rehearsal"
+        )
         return 0
-    rows = measure(torch.device(args.device), args.only, args.minutes, lambda text: print(text, flush=True))
+    rows = measure(
+        torch.device(args.device), args.only, args.minutes, lambda text: print(text, flush=True)
+    )
     print(table(rows))
     if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(
+            json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8"
+        )
     return int(any(row.number is None and row.what in args.only for row in rows))
 
 

@@ -1,16 +1,19 @@
-"""Runs of a tiny model whose processes are killed at random while they train: is a sample lost, or trained twice?
+"""Runs of a tiny model whose processes are killed at random while they train: is a sample lost, or
+trained twice?
 
-Every run is killed ``--kills`` times: master, model worker, rollout worker, generation worker, environment server, a
-simulator or the launcher, or Ctrl-C stops it; after these two the same command goes on. At the end of each run its
-journal is audited from the first record on. One line per run, then a tally; exit code 1 where a run did not balance.
+Every run is killed ``--kills`` times: master, model worker, rollout worker, generation worker,
+environment server, a simulator or the launcher, or Ctrl-C stops it; after these two the same
+command goes on. At the end of each run its journal is audited from the first record on. One line
+per run, then a tally; exit code 1 where a run did not balance.
 
     python benchmarks/kill_soak.py [--runs 100] [--kills 6] [--every 1.5] [--seed 1] [--env sql] [--json FILE]
         [--keep FOLDER]
 
-``--env`` names an environment without a service, which lives in the rollout workers: then there is nothing of its own
-to kill.
+``--env`` names an environment without a service, which lives in the rollout workers: then there is
+nothing of its own to kill.
 
-With ``--json`` it can be stopped by Ctrl-C and started again: runs that the file holds are not repeated.
+With ``--json`` it can be stopped by Ctrl-C and started again: runs that the file holds are not
+repeated.
 """
 
 from __future__ import annotations
@@ -32,14 +35,19 @@ STUCK_S = 180.0
 
 def kinds_of(environment: str) -> list[str]:
     """What is killed in runs on an environment."""
-    return [kind for kind in (*MARKS, LAUNCHER, CTRL_C) if environment == AWS or kind not in SERVICE]
+    return [
+        kind for kind in (*MARKS, LAUNCHER, CTRL_C) if environment == AWS or kind not in SERVICE
+    ]
 
 
 def play(runs: Path, policy: Path, number: int, options: argparse.Namespace) -> Entry:
-    """One run from its start to its balance. What it does is decided by seed and number, when it does it is not."""
+    """One run from its start to its balance. What it does is decided by seed and number, when it
+    does it is not."""
     choice = random.Random(f"{options.seed}/{number}")
     seed = choice.randrange(1 << 20)
-    run = KilledRun(runs, f"run{number}", policy, seed=seed, steps=options.steps, environment=options.env)
+    run = KilledRun(
+        runs, f"run{number}", policy, seed=seed, steps=options.steps, environment=options.env
+    )
     known = kinds_of(options.env)
     kinds = [choice.choice(known) for _ in range(options.kills)]
 
@@ -55,7 +63,9 @@ def line(found: Entry) -> str:
     tally = found["tally"]
     books = "no journal"
     if tally is not None:
-        books = " ".join(f"{name} {tally[name]}" for name in ("admitted", "consumed", "lost", "twice"))
+        books = " ".join(
+            f"{name} {tally[name]}" for name in ("admitted", "consumed", "lost", "twice")
+        )
     good = "BAD" if found["problems"] else "ok"
     return f"run {found['run']}: {good} {found['seconds']:.0f} s  {books}  kills {kills}"
 
@@ -87,11 +97,21 @@ def main() -> int:
     """Run the benchmark. Return the exit status: 1 when a run failed."""
     parser = command_line(__doc__, runs=100, jobs=1)
     parser.add_argument("--kills", type=int, default=6, help="of each run (%(default)s)")
-    parser.add_argument("--every", type=float, default=1.5, help="seconds between them on average (%(default)s)")
-    parser.add_argument("--steps", type=int, default=10, help="training steps of each run (%(default)s)")
+    parser.add_argument(
+        "--every", type=float, default=1.5, help="seconds between them on average (%(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=10, help="training steps of each run (%(default)s)"
+    )
     parser.add_argument("--env", default=AWS, help="the environment that is played")
     options = parser.parse_args()
-    return soak(options, lambda runs, policy, number: play(runs, policy, number, options), line, summary, options.env)
+    return soak(
+        options,
+        lambda runs, policy, number: play(runs, policy, number, options),
+        line,
+        summary,
+        options.env,
+    )
 
 
 if __name__ == "__main__":

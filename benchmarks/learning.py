@@ -1,12 +1,13 @@
-"""What several runs of one experiment learned: a table of held-out success and one picture of their curves.
+"""What several runs of one experiment learned: a table of held-out success and one picture of their
+curves.
 
     make train SEED=1; make train SEED=2; make train SEED=3
     python benchmarks/learning.py runs/grpo_aws/seed1-* runs/grpo_aws/seed2-* runs/grpo_aws/seed3-* --out curves.png
     python benchmarks/learning.py runs/... --metrics policy/clip_fraction policy/ratio_max --out clipping.png
 
-Runs that differ in more than their seed, such as in staleness, are also compared by kind: success after training with
-the 95 % interval of all episodes (Wilson), and the difference from the first kind named, seed by seed, with the 95 %
-interval of its mean (Student's t).
+Runs that differ in more than their seed, such as in staleness, are also compared by kind: success
+after training with the 95 % interval of all episodes (Wilson), and the difference from the first
+kind named, seed by seed, with the 95 % interval of its mean (Student's t).
 
 Held-out instances have names that training never saw. Every figure is read from the run folders.
 """
@@ -30,21 +31,39 @@ T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 
 """Student's t by degrees of freedom: 2.5 % of the values are above."""
 Z_975 = statistics.NormalDist().inv_cdf(0.975)
 TIER = "source/success/"
-"""Metric: the curriculum's running success of a tier, a mean over its templates however often each was drawn."""
+"""Metric: the curriculum's running success of a tier, a mean over its templates however often each
+was drawn."""
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Summary, seed and running training success per step, the mean of the tiers. Raises FileNotFoundError."""
+    """Summary, seed and running training success per step, the mean of the tiers. Raises
+    FileNotFoundError."""
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    success = [statistics.mean(value for name, value in row.items() if name.startswith(TIER)) for row in rows]
+    rows = [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    success = [
+        statistics.mean(value for name, value in row.items() if name.startswith(TIER))
+        for row in rows
+    ]
     rollout = plan["spec"]["rollout"]
-    kind = f"asynchronous, eta {rollout['options']['max_head_offpolicyness']}" if rollout else "synchronous"
+    kind = (
+        f"asynchronous, eta {rollout['options']['max_head_offpolicyness']}"
+        if rollout
+        else "synchronous"
+    )
     kind += _learner(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
     told = json.loads((folder / "evaluations.json").read_text(encoding="utf-8"))
     held_out = {int(step): report["sampled"]["overall"]["success"] for step, report in told.items()}
-    found = {"seed": plan["spec"]["seed"], "kind": kind, "summary": summary, "success": success, "rows": rows}
+    found = {
+        "seed": plan["spec"]["seed"],
+        "kind": kind,
+        "summary": summary,
+        "success": success,
+        "rows": rows,
+    }
     return found | {"held_out": dict(sorted(held_out.items()))}
 
 
@@ -62,7 +81,10 @@ def _learner(config: dict[str, Any]) -> str:
 def table(runs: list[dict[str, Any]]) -> str:
     """Markdown: one row per seed and decoding, success before -> after in percent."""
     tiers = ["overall", *sorted(set(runs[0]["summary"]["heldout_success_before"]) - {"overall"})]
-    rows = ["| kind | seed | decoding | " + " | ".join(tiers) + " | wall s |", "|---" * (len(tiers) + 4) + "|"]
+    rows = [
+        "| kind | seed | decoding | " + " | ".join(tiers) + " | wall s |",
+        "|---" * (len(tiers) + 4) + "|",
+    ]
     for run in runs:
         summary = run["summary"]
         for decoding, suffix in (("sampled", ""), ("greedy", "_greedy")):
@@ -72,24 +94,43 @@ def table(runs: list[dict[str, Any]]) -> str:
                 continue
             cells = [f"{100 * before[t]:.1f} -> {100 * after[t]:.1f}" for t in tiers]
             wall = f"{summary['wall_seconds']:.0f}" if not suffix else ""
-            rows.append(f"| {run['kind']} | {run['seed']} | {decoding} | " + " | ".join(cells) + f" | {wall} |")
+            rows.append(
+                f"| {run['kind']} | {run['seed']} | {decoding} | "
+                + " | ".join(cells)
+                + f" | {wall} |"
+            )
     return "\n".join(rows)
 
 
 def comparison(runs: list[dict[str, Any]]) -> str:
-    """Markdown: one row per kind of run, in the order in which the kinds occur; percent and percent points."""
+    """Markdown: one row per kind of run, in the order in which the kinds occur; percent and percent
+    points."""
     kinds = list(dict.fromkeys(run["kind"] for run in runs))
-    after = {(run["kind"], run["seed"]): 100 * run["summary"]["heldout_success_after"]["overall"] for run in runs}
-    rows = ["| kind | seeds: success after | all | interval | difference | interval |", "|---" * 6 + "|"]
+    after = {
+        (run["kind"], run["seed"]): 100 * run["summary"]["heldout_success_after"]["overall"]
+        for run in runs
+    }
+    rows = [
+        "| kind | seeds: success after | all | interval | difference | interval |",
+        "|---" * 6 + "|",
+    ]
     for kind in kinds:
         seeds = [seed for name, seed in after if name == kind]
         values = [after[kind, seed] for seed in seeds]
-        episodes = sum(run["summary"]["heldout_episodes_after"]["overall"] for run in runs if run["kind"] == kind)
+        episodes = sum(
+            run["summary"]["heldout_episodes_after"]["overall"]
+            for run in runs
+            if run["kind"] == kind
+        )
         low, high = _wilson(statistics.mean(values) / 100, episodes)
-        gaps = [after[kind, seed] - after[kinds[0], seed] for seed in seeds if (kinds[0], seed) in after]
+        gaps = [
+            after[kind, seed] - after[kinds[0], seed] for seed in seeds if (kinds[0], seed) in after
+        ]
         rows.append(
-            f"| {kind} | {', '.join(f'{value:.1f}' for value in values)} | {statistics.mean(values):.1f} of {episodes}"
-            f" | {100 * low:.1f} to {100 * high:.1f} | {difference(gaps) if kind != kinds[0] else '| '}|"
+            f"| {kind} | {', '.join(f'{value:.1f}' for value in values)} | "
+            f"{statistics.mean(values):.1f} of {episodes}"
+            f" | {100 * low:.1f} to {100 * high:.1f} | "
+            f"{difference(gaps) if kind != kinds[0] else '| '}|"
         )
     return "\n".join(rows)
 
@@ -110,21 +151,38 @@ def difference(gaps: list[float]) -> str:
 
 
 def draw(runs: list[dict[str, Any]], out: Path, metrics: list[str]) -> None:
-    """Running success in training over steps, and held-out success as dots; below it a picture for each of the
-    metrics."""
+    """Running success in training over steps, and held-out success as dots; below it a picture for
+    each of the metrics."""
     figure, every = plt.subplots(
-        1 + len(metrics), figsize=(7.5, 3.8 + 2.2 * len(metrics)), layout="constrained", squeeze=False
+        1 + len(metrics),
+        figsize=(7.5, 3.8 + 2.2 * len(metrics)),
+        layout="constrained",
+        squeeze=False,
     )
     axes = every[0, 0]
-    names = [run["kind"] if len({run["kind"] for run in runs}) > 1 else f"seed {run['seed']}" for run in runs]
+    names = [
+        run["kind"] if len({run["kind"] for run in runs}) > 1 else f"seed {run['seed']}"
+        for run in runs
+    ]
     colours = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(names))}
     for number, (name, run) in enumerate(zip(names, runs, strict=True)):
         steps = list(range(1, len(run["success"]) + 1))
         label = name if name not in names[:number] else None
         (line,) = axes.plot(steps, run["success"], label=label, linewidth=1.4, color=colours[name])
-        axes.plot(list(run["held_out"]), list(run["held_out"].values()), "o", color=line.get_color(), markersize=7)
+        axes.plot(
+            list(run["held_out"]),
+            list(run["held_out"].values()),
+            "o",
+            color=line.get_color(),
+            markersize=7,
+        )
         for below, metric in zip(every[1:, 0], metrics, strict=True):
-            below.plot(steps, [row.get(metric, math.nan) for row in run["rows"]], linewidth=1, color=colours[name])
+            below.plot(
+                steps,
+                [row.get(metric, math.nan) for row in run["rows"]],
+                linewidth=1,
+                color=colours[name],
+            )
     for below, metric in zip(every[1:, 0], metrics, strict=True):
         below.set_ylabel(metric)
         below.grid(alpha=0.3)
@@ -132,17 +190,23 @@ def draw(runs: list[dict[str, Any]], out: Path, metrics: list[str]) -> None:
     axes.set_ylabel("success")
     axes.set_ylim(0, 1)
     axes.grid(alpha=0.3)
-    axes.set_title("lines: running success in training, all tasks weighted equally; dots: held-out", fontsize=9)
+    axes.set_title(
+        "lines: running success in training, all tasks weighted equally; dots: held-out", fontsize=9
+    )
     axes.legend(loc="lower right", frameon=False)
     figure.savefig(out, dpi=130)
 
 
 def main() -> None:
     """Print the table of the runs, and draw their curves."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
     parser.add_argument("--out", type=Path, help="PNG to draw")
-    parser.add_argument("--metrics", nargs="*", default=[], help="draw these metrics, too (docs/metrics.md)")
+    parser.add_argument(
+        "--metrics", nargs="*", default=[], help="draw these metrics, too (docs/metrics.md)"
+    )
     args = parser.parse_args()
     runs = [read_run(folder) for folder in args.runs]
     order = list(dict.fromkeys(run["kind"] for run in runs))

@@ -1,19 +1,22 @@
-"""Does the default job still learn what it learned, and as fast? Several seeds of it beside a record of earlier ones.
+"""Does the default job still learn what it learned, and as fast? Several seeds of it beside a
+record of earlier ones.
 
     python benchmarks/learning_gate.py --record          # once, on a quiet machine: keeps what was found as the record
     python benchmarks/learning_gate.py                   # later: exit code 1 where it falls below the record
         [--seeds 1,2,3] [--record-file FILE] [--runs FOLDER] [--minutes 60] [OPTION=VALUE ...]
 
-Each figure is the mean of the seeds: held-out success after training (sampled, and greedy where it is played), seconds
-until the first step was over, until an evaluation was 10 points above the first, until the end. It is compared with the
-interval in which the mean of as many new runs lies with a probability of 95 %, if nothing has changed: Student's t over
-the recorded runs, widened for the number of new ones (a prediction interval). Below it success has fallen, above it a
-time has grown; either ends with 1. Times are compared only on a machine like that of the record (processor and number
-of cores), and only of runs that were not interrupted.
+Each figure is the mean of the seeds: held-out success after training (sampled, and greedy where it
+is played), seconds until the first step was over, until an evaluation was 10 points above the
+first, until the end. It is compared with the interval in which the mean of as many new runs lies
+with a probability of 95 %, if nothing has changed: Student's t over the recorded runs, widened for
+the number of new ones (a prediction interval). Below it success has fallen, above it a time has
+grown; either ends with 1. Times are compared only on a machine like that of the record (processor
+and number of cores), and only of runs that were not interrupted.
 
-A run whose seed was finished is not repeated, and one that was killed goes on after its last checkpoint: the same
-command again. They lie in ``--runs``, without which it is a folder named after the state of the code. Options are
-handed to every run; a record with others is refused. Exit code 2: nothing to compare, or a run failed.
+A run whose seed was finished is not repeated, and one that was killed goes on after its last
+checkpoint: the same command again. They lie in ``--runs``, without which it is a folder named after
+the state of the code. Options are handed to every run; a record with others is refused. Exit code
+2: nothing to compare, or a run failed.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ STOP_S = 60.0
 FIRST_STEP = re.compile(r"^\s*([\d.]+) s\s+step 1/", re.MULTILINE)
 HELD_OUT = re.compile(r"^\s*([\d.]+) s\s+held-out, .*?sampled overall ([\d.]+)%", re.MULTILINE)
 RISE = 10.0
-"""Points of held-out success above the first evaluation that a curve shows to whoever looks at it."""
+"""Points of held-out success above the first evaluation that a curve shows to whoever looks at
+it."""
 FIGURES = {
     "sampled": ("held-out success after training, sampled", "%"),
     "greedy": ("held-out success after training, greedy", "%"),
@@ -64,7 +68,12 @@ def play(seed: int, runs: Path, options: Sequence[str], minutes: float) -> Found
     """Train with a seed, or go on with what is there of it. Raises Failed."""
     folder = runs / "grpo_aws" / f"seed{seed}"
     log = runs / f"seed{seed}.log"
-    own = [f"fileroot={runs.resolve()}", "experiment_name=grpo_aws", f"trial_name=seed{seed}", f"seed={seed}"]
+    own = [
+        f"fileroot={runs.resolve()}",
+        "experiment_name=grpo_aws",
+        f"trial_name=seed{seed}",
+        f"seed={seed}",
+    ]
     asked = ["experiment=grpo_aws", *options, *own]
     if not (folder / "summary.json").is_file():
         runs.mkdir(parents=True, exist_ok=True)
@@ -73,27 +82,33 @@ def play(seed: int, runs: Path, options: Sequence[str], minutes: float) -> Found
 
 
 def code_state() -> str:
-    """Name the state of the checkout: its commit, and a digest of what was changed since. Raises Failed elsewhere."""
+    """Name the state of the checkout: its commit, and a digest of what was changed since. Raises
+    Failed elsewhere."""
     here = Path(__file__).parent
     said = [
         subprocess.run(["git", *words], cwd=here, capture_output=True, check=False)
         for words in (("rev-parse", "HEAD"), ("diff", "HEAD"))
     ]
     if any(done.returncode for done in said):
-        raise Failed("this is no git checkout, so the state of the code has no name: give --runs FOLDER")
+        raise Failed(
+            "this is no git checkout, so the state of the code has no name: give --runs FOLDER"
+        )
     commit = said[0].stdout.decode().strip()
     changes = said[1].stdout
     return f"{commit[:12]}-{hashlib.sha256(changes).hexdigest()[:8]}" if changes else commit[:12]
 
 
 def run(command: Sequence[str], log: Path, minutes: float) -> None:
-    """Wait for the end of a program; what it prints is put behind what is in ``log``. Raises Failed."""
+    """Wait for the end of a program; what it prints is put behind what is in ``log``. Raises
+    Failed."""
     with log.open("ab") as output:
         child = subprocess.Popen(command, stdout=output, stderr=output)
         try:
             code = child.wait(minutes * 60)
         except subprocess.TimeoutExpired:
-            raise Failed(f"not at its end after {minutes:g} minutes (--minutes); {log} says where it is") from None
+            raise Failed(
+                f"not at its end after {minutes:g} minutes (--minutes); {log} says where it is"
+            ) from None
         finally:
             _end(child)
     if code:
@@ -112,14 +127,18 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def figures(folder: Path, log: Path, asked: Sequence[str], seed: int) -> Found:
-    """Read what a finished run reached. Raises Failed for one that has no summary or held-out episodes, or that was
-    asked for otherwise."""
+    """Read what a finished run reached. Raises Failed for one that has no summary or held-out
+    episodes, or that was asked for otherwise."""
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise Failed(f"seed {seed} ended without a summary in {folder}; {log} says what it did") from None
+        raise Failed(
+            f"seed {seed} ended without a summary in {folder}; {log} says what it did"
+        ) from None
     launches = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))["launches"]
-    if other := [launch["arguments"] for launch in launches if sorted(launch["arguments"]) != sorted(asked)]:
+    if other := [
+        launch["arguments"] for launch in launches if sorted(launch["arguments"]) != sorted(asked)
+    ]:
         raise Failed(f"{folder} is a run of {other[0]}: choose another folder (--runs)")
     success = summary["heldout_success_after"].get("overall")
     if success is None:
@@ -128,7 +147,9 @@ def figures(folder: Path, log: Path, asked: Sequence[str], seed: int) -> Found:
     told = log.read_text(encoding="utf-8", errors="replace")
     first = FIRST_STEP.search(told)
     evaluations = [(float(seconds), float(percent)) for seconds, percent in HELD_OUT.findall(told)]
-    risen = next((seconds for seconds, percent in evaluations if percent >= evaluations[0][1] + RISE), None)
+    risen = next(
+        (seconds for seconds, percent in evaluations if percent >= evaluations[0][1] + RISE), None
+    )
     whole = len(launches) == 1
     return {
         "seed": seed,
@@ -141,25 +162,35 @@ def figures(folder: Path, log: Path, asked: Sequence[str], seed: int) -> Found:
 
 
 def machine() -> dict[str, Any]:
-    """Say what decides how long a run takes: the processor and the cores that this program may use."""
+    """Say what decides how long a run takes: the processor and the cores that this program may
+    use."""
     try:
-        names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        names = re.findall(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
     except OSError:
         names = []
-    return {"processor": names[0] if names else platform.machine(), "cores": len(os.sched_getaffinity(0))}
+    return {
+        "processor": names[0] if names else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
 
 
 def prediction_interval(values: Sequence[float], new: int) -> tuple[float, float]:
-    """Return the interval in which the mean of ``new`` further values lies with a probability of 95 %:
-    mean +- t(n - 1) s sqrt(1/n + 1/new), for n >= 2 independent values of one normal distribution."""
+    """Return the interval in which the mean of ``new`` further values lies with a probability of 95
+    %: mean +- t(n - 1) s sqrt(1/n + 1/new), for n >= 2 independent values of one normal
+    distribution."""
     n = len(values)
     mean = statistics.mean(values)
     half = T_975.get(n - 1, Z_975) * statistics.stdev(values) * math.sqrt(1 / n + 1 / new)
     return mean - half, mean + half
 
 
-def compare(record: Mapping[str, Any], found: Sequence[Found], here: Mapping[str, Any]) -> tuple[list[str], bool]:
-    """Return the lines of the table (Markdown), and whether any figure is worse than the record allows."""
+def compare(
+    record: Mapping[str, Any], found: Sequence[Found], here: Mapping[str, Any]
+) -> tuple[list[str], bool]:
+    """Return the lines of the table (Markdown), and whether any figure is worse than the record
+    allows."""
     rows = ["| figure | record | 95 % of new means | now | |", "|---|---|---|---|---|"]
     worse = False
     for name, (label, unit) in FIGURES.items():
@@ -180,7 +211,9 @@ def compare(record: Mapping[str, Any], found: Sequence[Found], here: Mapping[str
             bad = statistics.mean(now) < low
         worse |= bad
         verdict = "WORSE" if bad else verdict
-        rows.append(f"{head} {low:.1f} to {high:.1f} | {_mean(now, unit)} ({_each(now)}) | {verdict} |")
+        rows.append(
+            f"{head} {low:.1f} to {high:.1f} | {_mean(now, unit)} ({_each(now)}) | {verdict} |"
+        )
     return rows, worse
 
 
@@ -193,7 +226,8 @@ def _each(values: Sequence[float]) -> str:
 
 
 def read_record(file: Path, options: Sequence[str]) -> dict[str, Any]:
-    """Read the record that runs with these options are compared with. Raises Failed when there is none."""
+    """Read the record that runs with these options are compared with. Raises Failed when there is
+    none."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         told = record["options"]
@@ -203,9 +237,13 @@ def read_record(file: Path, options: Sequence[str]) -> dict[str, Any]:
     except FileNotFoundError:
         raise Failed(f"there is no record {file}; --record makes one from runs of now") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise Failed(f"{file} is no record of this program ({type(error).__name__}: {error})") from None
+        raise Failed(
+            f"{file} is no record of this program ({type(error).__name__}: {error})"
+        ) from None
     if sorted(told) != sorted(options):
-        raise Failed(f"{file} was recorded with the options {told}, and these runs have {list(options)}")
+        raise Failed(
+            f"{file} was recorded with the options {told}, and these runs have {list(options)}"
+        )
     return record
 
 
@@ -231,18 +269,33 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program. Return the exit status: 1 when a figure is worse than recorded, 2 for nothing to say."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("options", nargs="*", metavar="OPTION=VALUE", help="of realhf.launch, for every run")
-    parser.add_argument("--seeds", type=_numbers, default="1,2,3", help="with commas between them (%(default)s)")
-    parser.add_argument("--record", action="store_true", help="keep what is found as the record, and compare nothing")
+    """Run the program. Return the exit status: 1 when a figure is worse than recorded, 2 for
+    nothing to say."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "options", nargs="*", metavar="OPTION=VALUE", help="of realhf.launch, for every run"
+    )
+    parser.add_argument(
+        "--seeds", type=_numbers, default="1,2,3", help="with commas between them (%(default)s)"
+    )
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="keep what is found as the record, and compare nothing",
+    )
     parser.add_argument("--record-file", type=Path, default=DEFAULT_RECORD, help="(%(default)s)")
     parser.add_argument("--runs", type=Path, help=f"folder of the runs ({RUNS}/STATE)")
-    parser.add_argument("--minutes", type=float, default=60.0, help="a run that takes longer failed (%(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="a run that takes longer failed (%(default)s)"
+    )
     asked = parser.parse_intermixed_args(arguments)
     own = ("seed=", "trial_name=", "experiment=", "experiment_name=", "fileroot=", "mode=")
     if taken := [text for text in asked.options if "=" not in text or text.startswith(own)]:
-        parser.error(f"{taken[0]}: give options of the runs as name=value; {', '.join(own)} are set here")
+        parser.error(
+            f"{taken[0]}: give options of the runs as name=value; {', '.join(own)} are set here"
+        )
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
         record = None if asked.record else read_record(asked.record_file, asked.options)

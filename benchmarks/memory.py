@@ -2,10 +2,11 @@
 
     python benchmarks/memory.py [--sequences 8 32 128] [--tokens 4096] [--budget 4096] [--width 64] [--scored 0.0625]
 
-The model is a small decoder with a head of 49,152 tokens, whose logits of one sequence would take 0.8 GB in fp32. Every
-number of sequences has a process of its own, which takes a warm-up step on one sequence and the measured one; its peak
-is the kernel's (``VmHWM``). What a step holds at once should depend on ``mb_spec.max_tokens_per_mb`` (``--budget``) and
-not on the batch: the peaks should lie within 5 % of the first.
+The model is a small decoder with a head of 49,152 tokens, whose logits of one sequence would take
+0.8 GB in fp32. Every number of sequences has a process of its own, which takes a warm-up step on
+one sequence and the measured one; its peak is the kernel's (``VmHWM``). What a step holds at once
+should depend on ``mb_spec.max_tokens_per_mb`` (``--budget``) and not on the batch: the peaks should
+lie within 5 % of the first.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def engine(width: int, tokens: int) -> TorchEngine:
         max_position_embeddings=tokens,
         tie_word_embeddings=True,
     )
-    return TorchEngine(AutoModelForCausalLM.from_config(config), None, optimizer=OptimizerConfig(lr=1e-4))
+    return TorchEngine(
+        AutoModelForCausalLM.from_config(config), None, optimizer=OptimizerConfig(lr=1e-4)
+    )
 
 
 def batch(sequences: int, tokens: int, scored: float) -> SequenceSample:
@@ -59,7 +62,8 @@ def batch(sequences: int, tokens: int, scored: float) -> SequenceSample:
 
 
 def loss(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
-    """Train on the negative log-likelihood, with the entropy as the objectives with a bonus ask for it."""
+    """Train on the negative log-likelihood, with the entropy as the objectives with a bonus ask for
+    it."""
     logprobs, entropy = outputs.logprobs(with_entropy=True)
     assert entropy is not None
     return -(logprobs + 0.01 * entropy).sum() / len(part), {}
@@ -87,7 +91,8 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure every number of sequences and print the table; 1 if a peak is not within the target."""
+    """Measure every number of sequences and print the table; 1 if a peak is not within the
+    target."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sequences", type=int, nargs="+", default=[8, 32, 128])
     parser.add_argument("--tokens", type=int, default=4096)
@@ -115,8 +120,10 @@ def main() -> int:
         ratio = found["peak"] / first
         held = held and abs(ratio - 1) <= TARGET
         print(
-            f"{sequences:4d} sequences of {args.tokens}: peak {found['peak'] / 2**20:.0f} MiB, {ratio:.3f} of the "
-            f"first, after a step on one sequence {found['warm'] / 2**20:.0f} MiB, {found['seconds']:.0f} s",
+            f"{sequences:4d} sequences of {args.tokens}: peak {found['peak'] / 2**20:.0f} MiB, "
+            f"{ratio:.3f} of the "
+            f"first, after a step on one sequence {found['warm'] / 2**20:.0f} MiB, "
+            f"{found['seconds']:.0f} s",
             flush=True,
         )
     print(f"within {TARGET:.0%} of the first: {'yes' if held else 'no'}")

@@ -2,9 +2,10 @@
 
     python benchmarks/parallel.py [--workers 2] [--rounds 9] [--sequences 32] [--tokens 96] [--model FOLDER]
 
-One worker with N threads and N workers with one thread each (copies, ddp) train the same batch in turns, a round each.
-It prints seconds of a step (median, and the range of rounds) and the ratio of the two in each round. Without --model
-the model has the shape of the built-in policy (a million parameters) and random weights.
+One worker with N threads and N workers with one thread each (copies, ddp) train the same batch in
+turns, a round each. It prints seconds of a step (median, and the range of rounds) and the ratio of
+the two in each round. Without --model the model has the shape of the built-in policy (a million
+parameters) and random weights.
 """
 
 from __future__ import annotations
@@ -41,8 +42,18 @@ def load(folder: str) -> Any:
     torch.manual_seed(0)
     if folder:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    shape = {"vocab_size": 1536, "hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 384}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "tie_word_embeddings": True}
+    shape = {
+        "vocab_size": 1536,
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "intermediate_size": 384,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    }
     return AutoModelForCausalLM.from_config(Qwen3Config(**shape, **heads)).eval()
 
 
@@ -55,10 +66,19 @@ def batch_of(sequences: int, tokens: int, vocabulary: int) -> SequenceSample:
         "packed_input_ids": torch.randint(3, vocabulary, (total,), generator=g),
         "loss_mask": torch.rand(total, generator=g) < 0.5,
     }
-    return SequenceSample.from_tensors([f"s{i}" for i in range(sequences)], tensors, dict.fromkeys(tensors, lengths))
+    return SequenceSample.from_tensors(
+        [f"s{i}" for i in range(sequences)], tensors, dict.fromkeys(tensors, lengths)
+    )
 
 
-def serve(pipe: Connection, rank: int, size: int, n_threads: int, address: str, options: argparse.Namespace) -> None:
+def serve(
+    pipe: Connection,
+    rank: int,
+    size: int,
+    n_threads: int,
+    address: str,
+    options: argparse.Namespace,
+) -> None:
     """One worker: trains whenever it is told to, and answers with the seconds of a step."""
     torch.set_num_threads(n_threads)
     model = load(options.model)
@@ -99,7 +119,9 @@ class Crew:
         self._pipes = []
         for rank in range(size):
             here, there = spawn.Pipe()
-            spawn.Process(target=serve, args=(there, rank, size, n_threads, address, options), daemon=True).start()
+            spawn.Process(
+                target=serve, args=(there, rank, size, n_threads, address, options), daemon=True
+            ).start()
             self._pipes.append(here)
         for pipe in self._pipes:
             pipe.recv()
@@ -118,12 +140,17 @@ class Crew:
 
 def line(name: str, values: Sequence[float], unit: str) -> str:
     """Median and range."""
-    return f"{name:<34} {statistics.median(values):8.3f} {unit}  [{min(values):.3f}, {max(values):.3f}]"
+    return (
+        f"{name:<34} {statistics.median(values):8.3f} {unit}  [{min(values):.3f}, "
+        f"{max(values):.3f}]"
+    )
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--sequences", type=int, default=32)

@@ -1,9 +1,10 @@
-"""A run of a tiny model that stands still as a whole, again and again: does it go on, with the workers it had?
+"""A run of a tiny model that stands still as a whole, again and again: does it go on, with the
+workers it had?
 
-At ``--moments`` random moments, from the start on, the launcher and all its processes are stopped by SIGSTOP for
-``--seconds``, as where a virtual machine is moved or a container is paused. Many deadlines of the run are shorter than
-that; none may count the pause. After each the next step comes, and no process has ended or was replaced. One line per
-run; exit code 1 where one failed.
+At ``--moments`` random moments, from the start on, the launcher and all its processes are stopped
+by SIGSTOP for ``--seconds``, as where a virtual machine is moved or a container is paused. Many
+deadlines of the run are shorter than that; none may count the pause. After each the next step
+comes, and no process has ended or was replaced. One line per run; exit code 1 where one failed.
 
     python benchmarks/pause_soak.py [--modes sync async] [--moments 10] [--seconds 40] [--seed 1] [--keep FOLDER]
 """
@@ -24,7 +25,9 @@ MOST_STEPS = 400
 ENVIRONMENTS = {"verifier": VERIFIER, "aws": AWS}
 
 
-def play(folder: Path, policy: Path, mode: str, environment: str, options: argparse.Namespace) -> list[str]:
+def play(
+    folder: Path, policy: Path, mode: str, environment: str, options: argparse.Namespace
+) -> list[str]:
     """Let one run stand still at all moments; print a line about it and return what went wrong."""
     choice = random.Random(f"{options.seed}/{mode}/{environment}")
     run = KilledRun(
@@ -56,7 +59,9 @@ def play(folder: Path, policy: Path, mode: str, environment: str, options: argpa
 
 def main() -> int:
     """Run the benchmark. Return the exit status: 1 when a run failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--modes", nargs="+", choices=["sync", "async"], default=["sync", "async"])
     parser.add_argument("--environment", choices=[*ENVIRONMENTS], default="verifier")
     parser.add_argument("--moments", type=int, default=10)
@@ -68,7 +73,9 @@ def main() -> int:
         runs = options.keep or Path(folder)
         runs.mkdir(parents=True, exist_ok=True)
         policy = make_policy(Path(folder) / "policy")
-        return int(any([play(runs, policy, mode, options.environment, options) for mode in options.modes]))
+        return int(
+            any([play(runs, policy, mode, options.environment, options) for mode in options.modes])
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Episodes per second of a trivial environment through the player, with tokens that are there at once.
+"""Episodes per second of a trivial environment through the player, with tokens that are there at
+once.
 
     python benchmarks/player.py [--slots 64] [--episodes 4096] [--repeats 5] [--json FILE]
 
-The environment is a class with one tool (docs/extend/environment.md), the tokenizer and chat template are those of
-`actor.path=builtin_tiny`, and every episode has one turn with a tool call and one that ends it. What is measured is the
-player with all around it: rendering, parsing, the wrapper of the class and its threads, token buffers, outcomes; in
-lockstep as in synchronous runs, and free as in asynchronous ones.
+The environment is a class with one tool (docs/extend/environment.md), the tokenizer and chat
+template are those of `actor.path=builtin_tiny`, and every episode has one turn with a tool call and
+one that ends it. What is measured is the player with all around it: rendering, parsing, the wrapper
+of the class and its threads, token buffers, outcomes; in lockstep as in synchronous runs, and free
+as in asynchronous ones.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class Count:
 
 
 class Immediate:
-    """Says the call in the first turn of an episode and "done" in the second, without computing anything."""
+    """Says the call in the first turn of an episode and "done" in the second, without computing
+    anything."""
 
     def __init__(self, chat: TemplateChat) -> None:
         self._turns = [[*chat.encode(text), chat.stop_ids[0]] for text in (CALL, "done")]
@@ -126,14 +129,20 @@ async def freely(spec: EnvironmentSpec, chat: TemplateChat, slots: int, count: i
 
 def checked(played: PlayedEpisodes) -> None:
     """Raise unless every episode was played and solved."""
-    wrong = [outcome for outcome in played.outcomes if outcome.reward != 1.0 or len(outcome.turns) != 2]
+    wrong = [
+        outcome for outcome in played.outcomes if outcome.reward != 1.0 or len(outcome.turns) != 2
+    ]
     if wrong:
-        raise AssertionError(f"{len(wrong)} episodes went wrong, e.g. {wrong[0].status}: {wrong[0].message}")
+        raise AssertionError(
+            f"{len(wrong)} episodes went wrong, e.g. {wrong[0].status}: {wrong[0].message}"
+        )
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--episodes", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=5)
@@ -142,7 +151,9 @@ def main() -> None:
     spec = build_environment(f"{Path(__file__).resolve()}:Count", {})
     found: dict[str, list[float]] = {"lockstep": [], "free": []}
     with tempfile.TemporaryDirectory() as folder:
-        build_builtin_policy(None, Path(folder) / "policy", BuiltinModelConfig(hidden_size=32, num_heads=2), 1)
+        build_builtin_policy(
+            None, Path(folder) / "policy", BuiltinModelConfig(hidden_size=32, num_heads=2), 1
+        )
         tokenizer: Any = AutoTokenizer.from_pretrained(Path(folder) / "policy")
     for _ in range(args.repeats):
         chat = TemplateChat(tokenizer, system_prompt=None)
@@ -151,7 +162,10 @@ def main() -> None:
     for name, rates in found.items():
         median = statistics.median(rates)
         verdict = "reached" if median >= LEAST else f"below {LEAST:,.0f}"
-        print(f"{name:9} {median:7,.0f} episodes/s ({min(rates):,.0f} to {max(rates):,.0f}): {verdict}")
+        print(
+            f"{name:9} {median:7,.0f} episodes/s ({min(rates):,.0f} to {max(rates):,.0f}): "
+            f"{verdict}"
+        )
     if args.json:
         args.json.write_text(json.dumps(found))
 

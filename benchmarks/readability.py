@@ -5,8 +5,9 @@
     python benchmarks/readability.py --root ../older           # of another checkout
     python benchmarks/readability.py --docstrings 150 --functions 40 --seed 7    # a sample, printed to be read
 
-The figures are no targets: a number can be improved without making the code easier to read. The sample is what counts:
-somebody who knows the field but not the project marks each item as fine, bad, or reading like a translation.
+The figures are no targets: a number can be improved without making the code easier to read. The
+sample is what counts: somebody who knows the field but not the project marks each item as fine,
+bad, or reading like a translation.
 """
 
 from __future__ import annotations
@@ -25,7 +26,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 FOLDERS = ("realhf", "workers", "experiments")
-WORDS = ("told", "said", "nobody", "so many", "so much", "anew", "meanwhile", "beside", "in vain", "owed", "witness")
+WORDS = (
+    "told",
+    "said",
+    "nobody",
+    "so many",
+    "so much",
+    "anew",
+    "meanwhile",
+    "beside",
+    "in vain",
+    "owed",
+    "witness",
+)
 """Words that engineers of the field hardly use, and that this code once used hundreds of times."""
 IRREGULAR = frozenset(
     {
@@ -142,7 +155,9 @@ def count_text(source: str, figures: Figures) -> None:
         if token.type == tokenize.COMMENT:
             figures.comments += 1
             continue
-        is_docstring = token.type == tokenize.STRING and token.line.lstrip().startswith(('"""', "'''"))
+        is_docstring = token.type == tokenize.STRING and token.line.lstrip().startswith(
+            ('"""', "'''")
+        )
         if token.type not in NO_CODE and not is_docstring:
             figures.tokens += 1
             rows.add(token.start[0])
@@ -178,7 +193,9 @@ def count_function(node: Function, place: str, figures: Figures) -> None:
     if is_participle(node.name) and not is_property:
         figures.participles.append(f"{place}:{node.lineno} {node.name}")
     length = (node.end_lineno or node.lineno) - node.lineno + 1
-    figures.longest_function = max(figures.longest_function, (length, f"{place}:{node.lineno} {node.name}"))
+    figures.longest_function = max(
+        figures.longest_function, (length, f"{place}:{node.lineno} {node.name}")
+    )
     statements = sum(isinstance(inner, ast.stmt) for inner in ast.walk(node)) - 1
     if statements >= DUPLICATE_STATEMENTS:
         figures.bodies[_shape(node)] += 1
@@ -192,19 +209,26 @@ def _shape(node: Function) -> str:
 
 
 def is_participle(name: str) -> bool:
-    """Return whether the first word of a function's name is a participle, such as ``_accepted`` or ``sent_by``."""
+    """Return whether the first word of a function's name is a participle, such as ``_accepted`` or
+    ``sent_by``."""
     word = name.strip("_").split("_")[0]
-    return word not in NOT_PARTICIPLES and (word in IRREGULAR or (word.endswith("ed") and len(word) > 3))
+    return word not in NOT_PARTICIPLES and (
+        word in IRREGULAR or (word.endswith("ed") and len(word) > 3)
+    )
 
 
 def count_fields(node: ast.ClassDef | ast.Module, figures: Figures) -> None:
     """Add the fields of a class, or the variables of a module, and the strings below them."""
-    for statement, following in zip(node.body, [*node.body[1:], node], strict=True) if node.body else ():
+    for statement, following in (
+        zip(node.body, [*node.body[1:], node], strict=True) if node.body else ()
+    ):
         if not isinstance(statement, ast.AnnAssign | ast.Assign):
             continue
         documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
         if documented:
-            figures.field_doc_lines += (following.end_lineno or following.lineno) - following.lineno + 1
+            figures.field_doc_lines += (
+                (following.end_lineno or following.lineno) - following.lineno + 1
+            )
         if isinstance(node, ast.ClassDef) and isinstance(statement, ast.AnnAssign):
             figures.fields += 1
             is_option = statement.value is not None and "option(" in ast.unparse(statement.value)
@@ -233,7 +257,10 @@ def print_figures(figures: Figures) -> None:
     print(f"tuple assignments: {tuples}, {tuples * per_thousand:.1f} per 1,000 lines")
     share = (figures.comments + figures.field_doc_lines) * per_thousand / 10
     print(f"comments and docs under fields and constants: {share:.1f} % of lines")
-    print(f"fields with a docstring or an option's text: {figures.documented_fields} of {figures.fields}")
+    print(
+        f"fields with a docstring or an option's text: {figures.documented_fields} of "
+        f"{figures.fields}"
+    )
     participles = len(figures.participles)
     print(f"functions named by a participle: {participles} of {figures.functions}")
     print("words: " + ", ".join(f"{word} {figures.words[word]}" for word in WORDS))
@@ -247,12 +274,22 @@ def print_figures(figures: Figures) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program. Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="the checkout")
-    parser.add_argument("--folders", nargs="+", default=FOLDERS, help=f"default: {' '.join(FOLDERS)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--root", type=Path, default=Path(__file__).resolve().parents[1], help="the checkout"
+    )
+    parser.add_argument(
+        "--folders", nargs="+", default=FOLDERS, help=f"default: {' '.join(FOLDERS)}"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file as well")
-    parser.add_argument("--docstrings", type=int, default=0, help="print so many docstrings, drawn by --seed")
-    parser.add_argument("--functions", type=int, default=0, help="print so many functions, drawn by --seed")
+    parser.add_argument(
+        "--docstrings", type=int, default=0, help="print so many docstrings, drawn by --seed"
+    )
+    parser.add_argument(
+        "--functions", type=int, default=0, help="print so many functions, drawn by --seed"
+    )
     parser.add_argument("--seed", default="0", help="any text, such as a commit's id (default 0)")
     options = parser.parse_args(argv)
     if options.docstrings or options.functions:

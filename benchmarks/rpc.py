@@ -4,13 +4,13 @@
 
 What is measured, alternating between the two within every round:
 
-- *call*: one small payload (64 B, and 128 KiB) to a worker process and back. Ours: ``await master.call``
-  (ordered lane). Ray: ``ray.get(actor.echo.remote(payload))``.
-- *transfer*: a driver asks process A to offer a 64 MB float32 array that it holds in private memory, then
-  asks process B to obtain it and to answer; the time is what the driver sees for both requests, the copy
-  into shared memory included. *transfer+read* is the same with B summing the array before it answers.
-  Ours: TensorStore and DataPlane. Ray: ``ray.put`` in actor A, ``ray.get`` in actor B, with a numpy array
-  (Ray's best case: no copy on reading).
+- *call*: one small payload (64 B, and 128 KiB) to a worker process and back. Ours: ``await
+  master.call`` (ordered lane). Ray: ``ray.get(actor.echo.remote(payload))``.
+- *transfer*: a driver asks process A to offer a 64 MB float32 array that it holds in private
+  memory, then asks process B to obtain it and to answer; the time is what the driver sees for both
+  requests, the copy into shared memory included. *transfer+read* is the same with B summing the
+  array before it answers. Ours: TensorStore and DataPlane. Ray: ``ray.put`` in actor A, ``ray.get``
+  in actor B, with a numpy array (Ray's best case: no copy on reading).
 
 A ratio is taken per round; the table shows the median over rounds and the range.
 """
@@ -61,8 +61,15 @@ def serve(endpoint: str, name: str) -> None:
         sample = plane.fetch(wish["endpoint"], [wish["id"]], ["x"], FETCH_TIMEOUT_S)
         return float(sample["x"].numpy().sum()) if wish["read"] else float(sample["x"][-1])
 
-    ordered = {"echo": lambda payload: payload, "offer": offer, "obtain": obtain, "clear": store.clear}
-    worker = RpcWorker(name, "bench", 0, "bench", endpoint, ordered=ordered, data_endpoint=plane.endpoint)
+    ordered = {
+        "echo": lambda payload: payload,
+        "offer": offer,
+        "obtain": obtain,
+        "clear": store.clear,
+    }
+    worker = RpcWorker(
+        name, "bench", 0, "bench", endpoint, ordered=ordered, data_endpoint=plane.endpoint
+    )
     try:
         worker.run()
     finally:
@@ -113,7 +120,9 @@ class Rays:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         import ray
 
-        ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", object_store_memory=1 << 30)
+        ray.init(
+            num_cpus=2, include_dashboard=False, logging_level="ERROR", object_store_memory=1 << 30
+        )
 
         class Actor:
             def __init__(self) -> None:
@@ -169,7 +178,9 @@ async def measure_calls(side: Ours | Rays, payload: bytes, calls: int) -> dict[s
     return {"p50": statistics.median(times), "p99": float(np.percentile(times, 99))}
 
 
-async def measure_round(side: Ours | Rays, number: int, args: argparse.Namespace) -> dict[str, float]:
+async def measure_round(
+    side: Ours | Rays, number: int, args: argparse.Namespace
+) -> dict[str, float]:
     """One figure per measurement: microseconds for calls, MB/s for transfers."""
     out: dict[str, float] = {}
     for label, size in (("64 B", 64), ("128 KiB", 128 << 10)):
@@ -191,7 +202,9 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     try:
         for side in sides.values():
             await side.start()
-            await measure_round(side, -1 - len(rounds["ours"]), argparse.Namespace(calls=50, transfers=3))
+            await measure_round(
+                side, -1 - len(rounds["ours"]), argparse.Namespace(calls=50, transfers=3)
+            )
         for number in range(args.rounds):
             order = list(sides.items())
             for name, side in order if number % 2 == 0 else reversed(order):
@@ -233,7 +246,9 @@ def summarise(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         columns = {side: [entry[name] for entry in entries] for side, entries in rounds.items()}
         out[name] = {side: spread(values) for side, values in columns.items()}
         if "ray" in columns:
-            out[name]["ours/ray"] = spread([o / r for o, r in zip(columns["ours"], columns["ray"], strict=True)])
+            out[name]["ours/ray"] = spread(
+                [o / r for o, r in zip(columns["ours"], columns["ray"], strict=True)]
+            )
     return out
 
 
@@ -251,7 +266,9 @@ def show(report: dict[str, Any]) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calls", type=int, default=400, help="calls per round and payload size")
     parser.add_argument("--transfers", type=int, default=6, help="transfers per round and kind")

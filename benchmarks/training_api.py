@@ -1,9 +1,10 @@
-"""Measures the training API: a LoRA step beside PEFT in a plain loop, two clients beside one, and what a client costs.
+"""Measures the training API: a LoRA step beside PEFT in a plain loop, two clients beside one, and
+what a client costs.
 
     .venv-tinker/bin/python benchmarks/training_api.py models/smollm2_135m --steps 6
 
-It starts a server of its own. Each figure is the median of the steps after the first; the plain loop and the server
-compute the same losses on the same sequences, in turns, and the ratio is told.
+It starts a server of its own. Each figure is the median of the steps after the first; the plain
+loop and the server compute the same losses on the same sequences, in turns, and the ratio is told.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class PlainLoop:
         mask = torch.arange(width)[None] < torch.tensor([len(row) for row in data])[:, None]
         logits = self._model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1].long()).logits
         labels = ids[:, 1:].masked_fill(~mask[:, 1:], -100)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="sum"
+        )
         loss.backward()
         self._adam.step()
         self._adam.zero_grad()
@@ -76,10 +79,17 @@ class Client:
 
         self._types = tinker.types
         self._service = tinker.ServiceClient(base_url=url, api_key=key)
-        served = tinker.RestClient(base_url=url, api_key=key).get_server_capabilities().result().supported_models
+        served = (
+            tinker.RestClient(base_url=url, api_key=key)
+            .get_server_capabilities()
+            .result()
+            .supported_models
+        )
         create = self._service.create_lora_training_client
         name = served[0].model_name
-        self._model = create(name, rank=RANK, seed=1, train_unembed=False).result()  # as the plain loop has it
+        self._model = create(
+            name, rank=RANK, seed=1, train_unembed=False
+        ).result()  # as the plain loop has it
 
     def step(self, data: list[list[int]]) -> float:
         """Return the sum of losses before the step."""
@@ -121,7 +131,8 @@ def beside_peft(url: str, model: str, steps: int, threads: int) -> None:
         plain_s, served_s = (statistics.median(values) for values in seconds.values())
         what = "two groups with a common prompt" if shared else "ragged sequences"
         print(
-            f"{what}: PEFT {plain_s:.2f} s, served {served_s:.2f} s a step: {served_s / plain_s:.2f} of its time; "
+            f"{what}: PEFT {plain_s:.2f} s, served {served_s:.2f} s a step: "
+            f"{served_s / plain_s:.2f} of its time; "
             f"losses differ by {apart:.1e}",
             flush=True,
         )
@@ -144,7 +155,8 @@ def two_clients(url: str, steps: int, memory: Callable[[], float]) -> None:
     with ThreadPoolExecutor(2) as pool:
         _, together = timed(lambda: sum(pool.map(run, clients)))
     print(
-        f"two clients at once: {2 * alone / together:.2f} of the speed of one alone, summed over both; the second one "
+        f"two clients at once: {2 * alone / together:.2f} of the speed of one alone, summed over "
+        f"both; the second one "
         f"costs {grown:.0f} MiB",
         flush=True,
     )
@@ -158,7 +170,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
-        command = [sys.executable, "-m", "realhf.tinker", "--model", arguments.model, "--root", root, "--port", "0"]
+        command = [
+            sys.executable,
+            "-m",
+            "realhf.tinker",
+            "--model",
+            arguments.model,
+            "--root",
+            root,
+            "--port",
+            "0",
+        ]
         command += ["--threads", str(arguments.threads)]
         with Path(root, "log.txt").open("w") as log:
             server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)

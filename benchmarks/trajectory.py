@@ -1,13 +1,15 @@
-"""The trajectory server beside the original Atropos server (atroposlib 0.4.0), in one run on the same cores.
+"""The trajectory server beside the original Atropos server (atroposlib 0.4.0), in one run on the
+same cores.
 
     make bench-trajectory                                everything, about five minutes on two cores
     make bench-trajectory ARGS='--quick'                 one repeat, shorter queues for the original: ninety seconds
     python benchmarks/trajectory.py --json F --figure F.png
 
-The original runs in the side environment ``.venv-atropos`` under uvicorn with uvloop and httptools. The servers take
-turns within every repeat; one cheap client drives all of them, on the same cores. A ratio is taken within a repeat, and
-the table shows its median and its range. ``sqlite`` is ours with its embedded store, every push answered after its
-commit; ``memory`` is like for like. The original's queue of 50,000 groups costs a minute, so it is measured once.
+The original runs in the side environment ``.venv-atropos`` under uvicorn with uvloop and httptools.
+The servers take turns within every repeat; one cheap client drives all of them, on the same cores.
+A ratio is taken within a repeat, and the table shows its median and its range. ``sqlite`` is ours
+with its embedded store, every push answered after its commit; ``memory`` is like for like. The
+original's queue of 50,000 groups costs a minute, so it is measured once.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ DEPTH = 50_000
 MANY_ENVS = 64
 PROBED = ("/status", "/status-env")
 PROBE_EVERY_S = 0.05
-"""While throughput is measured: probes come faster to a server that answers faster, and are work for it."""
+"""While throughput is measured: probes come faster to a server that answers faster, and are work
+for it."""
 MSGPACK = {"Content_Type": "application/msgpack"}
 CASES = (
     ("plain", "/scored_data", 1, False),
@@ -64,11 +67,14 @@ CASES = (
     ("gzip", "/scored_data", 1, True),
     ("list of 8, gzip", "/scored_data_list", LIST, True),
 )
-NO_PEER = f"the original is not installed: `make bench-trajectory` makes {PEER_PYTHON.parent.parent.name}"
+NO_PEER = (
+    f"the original is not installed: `make bench-trajectory` makes {PEER_PYTHON.parent.parent.name}"
+)
 
 
 async def throughput(server: Server, table: Table, groups: int) -> None:
-    """Four ways to push and both ways to pull groups of 8 x 1024 tokens, with a prober meanwhile."""
+    """Four ways to push and both ways to pull groups of 8 x 1024 tokens, with a prober
+    meanwhile."""
     rng = random.Random(0)
     prefixes = [group_prefix(rng, GROUP, TOKENS, env) for env in range(ENVS) for _ in range(2)]
     for number, (way, path, per, zipped) in enumerate(CASES):
@@ -86,13 +92,23 @@ async def throughput(server: Server, table: Table, groups: int) -> None:
         _note_push(server, table, way, groups, pushed, prober.stop(), server.cpu_s - cpu)
         if number == 0:
             size = sum(map(len, bodies)) / 2**20
-            table.add("memory of a queued group / its wire size", server.kind, (server.memory_mb - before) / size)
+            table.add(
+                "memory of a queued group / its wire size",
+                server.kind,
+                (server.memory_mb - before) / size,
+            )
         if number < 2:
             await _pull(server, table, ("gzip", "identity")[number], groups)
 
 
 def _note_push(
-    server: Server, table: Table, way: str, groups: int, pushed: Pushed, waits: dict[str, list[float]], cpu_s: float
+    server: Server,
+    table: Table,
+    way: str,
+    groups: int,
+    pushed: Pushed,
+    waits: dict[str, list[float]],
+    cpu_s: float,
 ) -> None:
     kind = server.kind
     table.add(f"push {way}: sequences/s", kind, groups * GROUP / pushed.seconds)
@@ -118,13 +134,18 @@ async def _pull(server: Server, table: Table, coding: str, groups: int) -> None:
     table.add(f"pull {coding}: MB/batch", kind, pulled.wire_bytes / batches / 1e6)
 
 
-async def long_queue(server: Server, table: Table, depth: int, minimum: float | None, pulls: int) -> None:
-    """The first batch out of many small groups, and how long anybody waits while pushes and pulls go on."""
+async def long_queue(
+    server: Server, table: Table, depth: int, minimum: float | None, pulls: int
+) -> None:
+    """The first batch out of many small groups, and how long anybody waits while pushes and pulls
+    go on."""
     rng = random.Random(1)
     name = f"{depth} queued" + ("" if minimum is None else ", minimums")
     kind = server.kind
     envs = ENVS if minimum is not None else MANY_ENVS
-    await set_up(server.port, envs=envs, batch_size=BATCH, group_size=GROUP, tokens=8, minimum=minimum)
+    await set_up(
+        server.port, envs=envs, batch_size=BATCH, group_size=GROUP, tokens=8, minimum=minimum
+    )
     prefixes = [group_prefix(rng, GROUP, 8, env) for env in range(envs)]
     bodies = bodies_of([with_id(prefixes[i % envs], i) for i in range(depth)], 250)
     before = server.memory_mb
@@ -174,12 +195,17 @@ def restart(server: Server, table: Table, depth: int) -> None:
 
 
 async def binary(server: Server, table: Table, groups: int) -> None:
-    """MessagePack with tensors, 512 tokens: int32 tokens and masks, float32 log-probabilities; lists of 32 groups."""
+    """MessagePack with tensors, 512 tokens: int32 tokens and masks, float32 log-probabilities;
+    lists of 32 groups."""
     rng = np.random.default_rng(0)
     await set_up(server.port, envs=1, batch_size=256, group_size=GROUP, tokens=512)
 
     def tensor(dtype: str) -> dict[str, Any]:
-        values = rng.integers(0, 150_000, GROUP * 512).astype(dtype) if dtype == "<i4" else -rng.random(GROUP * 512)
+        values = (
+            rng.integers(0, 150_000, GROUP * 512).astype(dtype)
+            if dtype == "<i4"
+            else -rng.random(GROUP * 512)
+        )
         return {
             "__t__": 1,
             "dtype": dtype[1:],
@@ -235,23 +261,39 @@ def say(text: str) -> None:
 
 def machine(cores: Sequence[int], load: float, repeats: int) -> str:
     """What the numbers were measured on, in words."""
-    ours = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("fastapi", "msgspec", "uvicorn"))
+    ours = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in ("fastapi", "msgspec", "uvicorn")
+    )
     return (
-        f"{platform.machine()}, {len(cores)} of {os.cpu_count()} cores for everything, load before {load:.2f}, "
+        f"{platform.machine()}, {len(cores)} of {os.cpu_count()} cores for everything, load before "
+        f"{load:.2f}, "
         f"after {os.getloadavg()[0]:.2f}, {repeats} repeats\n"
         f"Python {platform.python_version()}; ours: {ours}; the original: {peer_versions()}"
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table and the goals. Returns the exit code: missed goals do not fail it, they depend on the machine."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Print the table and the goals. Returns the exit code: missed goals do not fail it, they
+    depend on the machine."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--groups", type=int, default=400, help="groups of 8 x 1024 tokens in each throughput case")
-    parser.add_argument("--peer-depth", type=int, default=DEPTH, help="queued groups for the original")
-    parser.add_argument("--peer-minimum-depth", type=int, default=5000, help="the same with minimum allocations")
-    parser.add_argument("--quick", action="store_true", help="one repeat, shorter queues for the original")
-    parser.add_argument("--cores", type=int, default=2, help="so many of the cores are used, by servers and clients")
+    parser.add_argument(
+        "--groups", type=int, default=400, help="groups of 8 x 1024 tokens in each throughput case"
+    )
+    parser.add_argument(
+        "--peer-depth", type=int, default=DEPTH, help="queued groups for the original"
+    )
+    parser.add_argument(
+        "--peer-minimum-depth", type=int, default=5000, help="the same with minimum allocations"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one repeat, shorter queues for the original"
+    )
+    parser.add_argument(
+        "--cores", type=int, default=2, help="so many of the cores are used, by servers and clients"
+    )
     parser.add_argument("--json", type=Path, help="write every measurement here")
     parser.add_argument("--figure", type=Path, help="draw throughput and waits here")
     arguments = parser.parse_args(argv)
@@ -268,7 +310,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = asyncio.run(measure(arguments))
     found, missed = table.verdicts(goals(DEPTH))
     about = machine(cores, load, arguments.repeats)
-    print("\n".join([about, "", *table.lines(), "", *found, f"{len(found) - missed} of {len(found)} goals reached"]))
+    print(
+        "\n".join(
+            [
+                about,
+                "",
+                *table.lines(),
+                "",
+                *found,
+                f"{len(found) - missed} of {len(found)} goals reached",
+            ]
+        )
+    )
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": about, "values": table.values}, indent=1))
     if arguments.figure:

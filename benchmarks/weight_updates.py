@@ -1,10 +1,12 @@
-"""Seconds of one weight update within a host, step by step, and what its proof costs: digests and the self-test.
+"""Seconds of one weight update within a host, step by step, and what its proof costs: digests and
+the self-test.
 
     python benchmarks/weight_updates.py [--hidden 576] [--layers 30] [--vocabulary 49152] [--repeats 5]
 
-The default is a Llama of the shape of SmolLM2-135M with random weights, fp32, 538 MB. The trainer's side and an
-embedded engine run in this process, one after the other, on one thread. Seconds are CPU seconds of the process, median
-and range; (wall) is what passed. ``blake2b`` is what a cryptographic checksum of the same bytes takes.
+The default is a Llama of the shape of SmolLM2-135M with random weights, fp32, 538 MB. The trainer's
+side and an embedded engine run in this process, one after the other, on one thread. Seconds are CPU
+seconds of the process, median and range; (wall) is what passed. ``blake2b`` is what a cryptographic
+checksum of the same bytes takes.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class Update:
         self.probe = WeightProbe(self.engine, list(range(5, 5 + SHORT_PREFIX)), "recompute")
 
     def timed(self, name: str, step: Callable[[], Any]) -> Any:
-        """Run a step and note its seconds: those of this thread, or of the engine's where it works."""
+        """Run a step and note its seconds: those of this thread, or of the engine's where it
+        works."""
         began = time.process_time()
         wall = time.perf_counter()
         result = step()
@@ -70,7 +73,10 @@ class Update:
         """Bring a version to the engine, as the workers do."""
         tensors = self.trainer.weights()
         changed = self.trial.names
-        manifest = self.timed("publish", lambda: self.publisher.publish(version, tensors, trial=trial, changed=changed))
+        manifest = self.timed(
+            "publish",
+            lambda: self.publisher.publish(version, tensors, trial=trial, changed=changed),
+        )
         received = receive(manifest, 30.0)
         if not trial:
             self.timed("engine digests before", self.held.changed)
@@ -89,7 +95,9 @@ class Update:
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--vocabulary", type=int, default=49152)
@@ -105,7 +113,9 @@ def main() -> None:
         for version in range(1, args.repeats + 1):
             update.load(version)
             update.timed("trainer digests, in publish", lambda: digests(tensors))
-            update.timed("blake2b", lambda: [hashlib.blake2b(_bytes(tensor)) for tensor in tensors.values()])
+            update.timed(
+                "blake2b", lambda: [hashlib.blake2b(_bytes(tensor)) for tensor in tensors.values()]
+            )
         steps = update.seconds
         update.seconds = {}
         for _ in range(args.repeats):
@@ -121,7 +131,8 @@ def main() -> None:
     for name, seconds in steps.items():
         median = statistics.median(seconds)
         print(
-            f"{name:34} {median:6.2f} s  ({min(seconds):.2f} to {max(seconds):.2f})  {nbytes / median / 1e9:6.2f} GB/s"
+            f"{name:34} {median:6.2f} s  ({min(seconds):.2f} to {max(seconds):.2f})  "
+            f"{nbytes / median / 1e9:6.2f} GB/s"
         )
 
 

@@ -1,4 +1,5 @@
-"""Direct preference optimization (DPO) on pairs of episodes that the policy plays on the tasks of any environment.
+"""Direct preference optimization (DPO) on pairs of episodes that the policy plays on the tasks of
+any environment.
 
 (tasks) ──► actor_gen ──┬─ env_rewards, outcome ─► rew_inf ─ rewards ─┬─► actor_train
                        └─ packed_input_ids ──────► ref_inf ──────────┘
@@ -13,8 +14,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from experiments import policy_gradient
-from experiments.policy_gradient import actor_gen, build_reward_calls, on_tasks, ref_inf, reference_model
-from experiments.preference import CURRENT, FIRST, Config, check_synchronous, group_options, pairwise_train
+from experiments.policy_gradient import (
+    actor_gen,
+    build_reward_calls,
+    on_tasks,
+    ref_inf,
+    reference_model,
+)
+from experiments.preference import (
+    CURRENT,
+    FIRST,
+    Config,
+    check_synchronous,
+    group_options,
+    pairwise_train,
+)
 from experiments.sft import resolve_initial_weights
 from realhf.api.config import ConfigError
 from realhf.api.experiment import ExperimentSpec
@@ -27,8 +41,8 @@ def config_class(environment: str) -> type[Config]:
 
 
 def build(config: Config) -> ExperimentSpec:
-    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for contradicting
-    options."""
+    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for
+    contradicting options."""
     check_synchronous(config)
     first = resolve_initial_weights(config)
     options = config.preference
@@ -39,7 +53,8 @@ def build(config: Config) -> ExperimentSpec:
     if (options.player or (FIRST if actor.lora is None else CURRENT)) == FIRST:
         if actor.lora is not None:
             raise ConfigError(
-                f"preference.player={FIRST}: with adapters (actor.lora.rank={actor.lora.rank}) the first weights score "
+                f"preference.player={FIRST}: with adapters (actor.lora.rank={actor.lora.rank}) the "
+                f"first weights score "
                 f"and do not sample; set preference.player={CURRENT}"
             )
         ref = replace(
@@ -49,7 +64,13 @@ def build(config: Config) -> ExperimentSpec:
             tool_parser=actor.tool_parser,
         )
         gen = actor_gen(config, group_options(config), "ref")
-    args = {"beta": options.beta, "smoothing": options.smoothing, "temperature": config.gen.temperature}
+    args = {
+        "beta": options.beta,
+        "smoothing": options.smoothing,
+        "temperature": config.gen.temperature,
+    }
     train = pairwise_train(config, "actor", "dpo", args, "packed_ref_logprobs")
     models = {"actor": actor, "ref": ref, **scored}
-    return on_tasks(config.experiment, config, models, [gen, *rewards, ref_inf(config), train], first)
+    return on_tasks(
+        config.experiment, config, models, [gen, *rewards, ref_inf(config), train], first
+    )

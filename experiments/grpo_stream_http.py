@@ -23,14 +23,15 @@ from realhf.aws.environment import AwsOptions
 
 @dataclass
 class Config(policy_gradient.Config):
-    """policy_gradient.Config with the AWS environment, whose demonstrations warm-start the built-in policy."""
+    """policy_gradient.Config with the AWS environment, whose demonstrations warm-start the built-in
+    policy."""
 
     env: AwsOptions = section(AwsOptions)
 
 
 def build(config: Config) -> ExperimentSpec:
-    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for contradicting
-    options."""
+    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for
+    contradicting options."""
     # The producers' limits are unknown here, so the longest sequence bounds the sampled tokens.
     longest = config.rollout.max_total_tokens
     ppo = resolve(
@@ -42,28 +43,40 @@ def build(config: Config) -> ExperimentSpec:
     )
     if ppo.needs_values:
         raise ConfigError(
-            f"ppo.adv_estimator={ppo.adv_estimator} (ppo.algo={ppo.algo}) takes the values of a critic, which "
+            f"ppo.adv_estimator={ppo.adv_estimator} (ppo.algo={ppo.algo}) takes the values of a "
+            f"critic, which "
             "grpo_stream_http has not: use experiment=ppo"
         )
     if ppo.turn_keys:
         option = f"credit={ppo.credit}" if ppo.credit != "episode" else f"loss_agg={ppo.loss_agg}"
-        raise ConfigError(f"ppo.{option}: groups that others push to a trajectory server do not say where turns begin")
+        raise ConfigError(
+            f"ppo.{option}: groups that others push to a trajectory server do not say where turns "
+            f"begin"
+        )
     if ppo.needs_feedback:
         raise ConfigError(
-            f"ppo.feedback={ppo.feedback} (ppo.algo={config.ppo.algo}): groups that others push to a trajectory server "
+            f"ppo.feedback={ppo.feedback} (ppo.algo={config.ppo.algo}): groups that others push to "
+            f"a trajectory server "
             "do not say what became of their rollouts"
         )
     if config.ppo.dynamic_sampling:
-        raise ConfigError("ppo.dynamic_sampling: others play the groups that grpo_stream_http trains on; set it to 0")
+        raise ConfigError(
+            "ppo.dynamic_sampling: others play the groups that grpo_stream_http trains on; set it "
+            "to 0"
+        )
     if len(config.actor.workers) > 1:
         raise ConfigError(
-            f"actor.workers={list(config.actor.workers)}: grpo_stream_http trains on one worker, which pulls its "
-            "batches from the server; set actor.workers=[0], or take experiment=grpo_async for several"
+            f"actor.workers={list(config.actor.workers)}: grpo_stream_http trains on one worker, "
+            f"which pulls its "
+            "batches from the server; set actor.workers=[0], or take experiment=grpo_async for "
+            "several"
         )
     first = resolve_initial_weights(config)
     models, mfcs = policy_gradient.build_training_graph(config, ppo, first)
     # The producers sample the tokens: a vLLM server would be idle.
-    models["actor"] = replace(models["actor"], engine=replace(models["actor"].engine, name="embedded"))
+    models["actor"] = replace(
+        models["actor"], engine=replace(models["actor"].engine, name="embedded")
+    )
     n_groups = max_groups(config)
     return ExperimentSpec(
         name="grpo_stream_http",
@@ -83,7 +96,8 @@ def build(config: Config) -> ExperimentSpec:
 
 
 def max_groups(config: Config) -> int:
-    """Return the maximum number of groups in a batch: its sequences in groups of the minimum size."""
+    """Return the maximum number of groups in a batch: its sequences in groups of the minimum
+    size."""
     return sequences_per_batch(config) // config.rollout.min_group_size
 
 
@@ -97,7 +111,8 @@ def stream_gen(config: Config) -> MFCDef:
     stream = config.stream
     if stream.wait_s >= config.rpc.call_timeout_s:
         raise ConfigError(
-            f"stream.wait_s={stream.wait_s}: must be shorter than rpc.call_timeout_s={config.rpc.call_timeout_s}"
+            f"stream.wait_s={stream.wait_s}: must be shorter than "
+            f"rpc.call_timeout_s={config.rpc.call_timeout_s}"
         )
     args: dict[str, Any] = {
         "group": config.experiment_name,
@@ -129,5 +144,12 @@ def stream_gen(config: Config) -> MFCDef:
 def trajectory_server(config: Config) -> ServiceSpec:
     """Return the trajectory server that the launcher starts, with its queue in the run folder."""
     stream = config.stream
-    argv = ("--host", stream.host, "--port", str(stream.port), "--store", f"sqlite:{run_folder(config) / 'trajectory'}")
+    argv = (
+        "--host",
+        stream.host,
+        "--port",
+        str(stream.port),
+        "--store",
+        f"sqlite:{run_folder(config) / 'trajectory'}",
+    )
     return ServiceSpec("trajectory/0", "workers.trajectory_worker", argv)

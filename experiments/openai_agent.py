@@ -15,12 +15,13 @@ from realhf.rollout.black_box_agent import AgentSession
 
 
 async def rollout(task: Mapping[str, Any], base_url: str, session: AgentSession) -> float | None:
-    """Let the model act until the environment ends the episode. Return None: the environment's reward counts."""
+    """Let the model act until the environment ends the episode. Return None: the environment's
+    reward counts."""
     del task  # The session's messages describe the task.
     messages: list[Any] = list(session.messages)
     tools: dict[str, Any] = {"tools": session.tools} if session.tools else {}
-    # The model is served on this machine over plain HTTP. Proxies are ignored, and certificates are not
-    # loaded, because reading them would take longer than a completion.
+    # The model is served on this machine over plain HTTP. Proxies are ignored, and certificates are
+    # not loaded, because reading them would take longer than a completion.
     http = DefaultAsyncHttpxClient(trust_env=False, verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
     async with AsyncOpenAI(base_url=base_url, api_key="none", http_client=http) as ai:
         while True:

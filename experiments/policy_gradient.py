@@ -1,7 +1,8 @@
-"""Policy-gradient training on the tasks of any environment: env=NAME, or env.path=FILE.py:Name for a custom one.
+"""Policy-gradient training on the tasks of any environment: env=NAME, or env.path=FILE.py:Name for
+a custom one.
 
-GRPO, PPO, REINFORCE and related algorithms are settings of it (ppo.algo). The graph contains only the
-calls that the chosen algorithm needs.
+GRPO, PPO, REINFORCE and related algorithms are settings of it (ppo.algo). The graph contains only
+the calls that the chosen algorithm needs.
 
 (tasks) ──► actor_gen ──┬─ env_rewards, outcome ─► rew_inf ────┬──┬─► actor_train
                        ├─ packed_input_ids ─► teacher_inf ────┤  │   (teacher_inf only for distillation,
@@ -11,14 +12,16 @@ calls that the chosen algorithm needs.
                        ├─ packed_input_ids ──► critic_inf ────┘  │    critic_* only for value-based advantages)
                        └─ tokens, masks, logprobs ───────────────┴─► critic_train
 
-With async_rl.enabled rollout workers replace actor_gen and rew_inf, and play while the trainer trains:
+With async_rl.enabled rollout workers replace actor_gen and rew_inf, and play while the trainer
+trains:
 
 rollout workers ── packed_input_ids, rewards, ... ──► StreamDataset ──► ref_inf, actor_inf, critic_inf ──► *_train
   (tokens from generation workers)  ▲──────────────── weights of every step ───────────────────────────────┘
 
-The inference calls are independent of each other, and so are the two train calls: on different workers
-they run concurrently. Both train calls compute the same advantages from the same inputs. Values are
-computed with the critic's weights at the arrival of the batch, whatever weights sampled it.
+The inference calls are independent of each other, and so are the two train calls: on different
+workers they run concurrently. Both train calls compute the same advantages from the same inputs.
+Values are computed with the critic's weights at the arrival of the batch, whatever weights sampled
+it.
 """
 
 from __future__ import annotations
@@ -31,7 +34,12 @@ from typing import Any
 
 from experiments import sft
 from experiments.sft import BUILTIN, UNTRAINED, InitialWeights, resolve_initial_weights
-from realhf.algorithms.options import PASS_AT_K, PolicyGradientOptions, ResolvedOptions, batch_problems
+from realhf.algorithms.options import (
+    PASS_AT_K,
+    PolicyGradientOptions,
+    ResolvedOptions,
+    batch_problems,
+)
 from realhf.algorithms.resolution import resolve
 from realhf.algorithms.role_options import ACTOR, BUILTIN_RATE, CriticConfig, RewardModelConfig
 from realhf.api.config import ConfigError, EngineConfig, TeacherConfig, run_folder
@@ -48,7 +56,13 @@ from realhf.api.experiment import (
     SourceSpec,
 )
 from realhf.api.graph import to_async
-from realhf.api.keys import FEEDBACK_PROMPT, FEEDBACK_RATIOS, ROLLOUT_KEY, TURN_KEYS, VERIFIER_REWARDS
+from realhf.api.keys import (
+    FEEDBACK_PROMPT,
+    FEEDBACK_RATIOS,
+    ROLLOUT_KEY,
+    TURN_KEYS,
+    VERIFIER_REWARDS,
+)
 from realhf.api.option import section
 from realhf.api.parallel import alone, parallel_of
 from realhf.api.sample import MicroBatchSpec
@@ -59,13 +73,20 @@ from realhf.base.plugin import absolute
 from realhf.env.loader.load import chosen_environment, with_environment
 
 SESSIONS = 32
-"""Default number of concurrent episodes if neither the configuration nor the environment limits it."""
-NO_CRITIC = "only advantages that take values have a critic (ppo.adv_estimator=gae, which ppo.algo=ppo sets)"
+"""Default number of concurrent episodes if neither the configuration nor the environment limits
+it."""
+NO_CRITIC = (
+    "only advantages that take values have a critic (ppo.adv_estimator=gae, which ppo.algo=ppo "
+    "sets)"
+)
 NO_TEACHER = (
-    "nothing is distilled (ppo.distill_weight, which ppo.algo=opd sets), the teacher is the policy itself "
+    "nothing is distilled (ppo.distill_weight, which ppo.algo=opd sets), the teacher is the policy "
+    "itself "
     "(ppo.feedback), or it belongs to the other kind of teacher (teacher.path, teacher.url)"
 )
-NO_REWARD_MODEL = "reward_model.path names no reward model, or this experiment has another use for it"
+NO_REWARD_MODEL = (
+    "reward_model.path names no reward model, or this experiment has another use for it"
+)
 REWARD_SHAPING = ("reward_scaling", "reward_bias", "max_reward_clip")
 """Options of the section ppo that transform the environment's rewards."""
 EPISODE_KEYS = (
@@ -92,18 +113,21 @@ class Config(sft.Config):
     reward_model: RewardModelConfig = section(RewardModelConfig, idle=NO_REWARD_MODEL)
 
     def problems(self, name: str) -> Iterator[str]:
-        """Report group and minibatch sizes that do not divide their batches, a critic warm-up as long as
-        the run, and adapter dropout, which would make the trained policy differ from the sampling one."""
+        """Report group and minibatch sizes that do not divide their batches, a critic warm-up as
+        long as the run, and adapter dropout, which would make the trained policy differ from the
+        sampling one."""
         del name
         yield from batch_problems(self.ppo, self)
         if self.critic.warmup_steps >= self.total_train_steps:
             yield (
-                f"critic.warmup_steps={self.critic.warmup_steps}: the actor would never train, the run has "
+                f"critic.warmup_steps={self.critic.warmup_steps}: the actor would never train, the "
+                f"run has "
                 f"total_train_steps={self.total_train_steps}"
             )
         if self.actor.lora.rank and self.actor.lora.dropout:
             yield (
-                f"actor.lora.dropout={self.actor.lora.dropout}: the policy that trains must be the one that sampled, "
+                f"actor.lora.dropout={self.actor.lora.dropout}: the policy that trains must be the "
+                f"one that sampled, "
                 "without anything dropped; set 0, or train on demonstrations with it (sft)"
             )
 
@@ -114,8 +138,8 @@ def config_class(environment: str) -> type[Config]:
 
 
 def build(config: Config) -> ExperimentSpec:
-    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for contradicting
-    options."""
+    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for
+    contradicting options."""
     streamed = config.async_rl.enabled
     ppo = policy_options(config, streamed=streamed)
     first = resolve_initial_weights(config)
@@ -127,17 +151,20 @@ def build(config: Config) -> ExperimentSpec:
 def build_training_graph(
     config: Config, ppo: ResolvedOptions, first: InitialWeights
 ) -> tuple[dict[str, ModelSpec], list[MFCDef]]:
-    """Return the models, and the calls that follow the generation of episodes, whatever its source."""
+    """Return the models, and the calls that follow the generation of episodes, whatever its
+    source."""
     actor = actor_spec(config, first)
     (scoring, mfcs) = build_reward_calls(config, ppo, first.path)
     if scoring and not ppo.rl_weight:
         raise ConfigError(
-            f"reward_model.path: rewards teach nothing with ppo.rl_weight=0 (ppo.algo={ppo.algo}); leave it out, or "
+            f"reward_model.path: rewards teach nothing with ppo.rl_weight=0 (ppo.algo={ppo.algo}); "
+            f"leave it out, or "
             "set ppo.rl_weight"
         )
     if scoring and ppo.credit != "episode":
         raise ConfigError(
-            f"ppo.credit={ppo.credit}: rewards of turns are the verifier's alone; leave out reward_model.path, or take "
+            f"ppo.credit={ppo.credit}: rewards of turns are the verifier's alone; leave out "
+            f"reward_model.path, or take "
             "ppo.credit=episode"
         )
     models = {"actor": actor, **scoring}
@@ -162,29 +189,34 @@ def build_training_graph(
 def policy_options(config: Config, *, streamed: bool = False) -> ResolvedOptions:
     """Return the resolved options of the section ppo.
 
-    ``loss_agg=constant`` divides by the maximum number of sampled tokens. ``sampler_differs`` is set
-    where sampling and training log-probabilities differ: with asynchronous rollouts, another engine, or
-    in bfloat16, whose rounding differences exceed a typical clip range. Raises ConfigError for
-    ``count=row`` where each rollout is one row."""
+    ``loss_agg=constant`` divides by the maximum number of sampled tokens. ``sampler_differs`` is
+    set where sampling and training log-probabilities differ: with asynchronous rollouts, another
+    engine, or in bfloat16, whose rounding differences exceed a typical clip range. Raises
+    ConfigError for ``count=row`` where each rollout is one row."""
     if config.ppo.count == "row" and trains_one_sequence(config):
         raise ConfigError(
-            "ppo.count=row has no effect where each rollout trains as one sequence: remove it, or set "
+            "ppo.count=row has no effect where each rollout trains as one sequence: remove it, or "
+            "set "
             "rollout.keep_reasoning=false, or in an asynchronous run rollout.agent"
         )
     return resolve(
         config.ppo,
         loss_scale_len=max_sampled_tokens(config),
-        sampler_differs=streamed or config.actor.dtype != "float32" or config.engine.name != "embedded",
+        sampler_differs=streamed
+        or config.actor.dtype != "float32"
+        or config.engine.name != "embedded",
         scored_by_model=bool(config.reward_model.path),
         own=algorithm_options(config),
     )
 
 
 def max_sampled_tokens(config: Config) -> int:
-    """Return the maximum number of sampled tokens per episode: the limit of all turns, and that of one
-    sequence if an episode trains as a single sequence."""
+    """Return the maximum number of sampled tokens per episode: the limit of all turns, and that of
+    one sequence if an episode trains as a single sequence."""
     in_turns = config.gen.max_new_tokens * config.rollout.max_turns
-    return min(in_turns, config.rollout.max_total_tokens) if trains_one_sequence(config) else in_turns
+    return (
+        min(in_turns, config.rollout.max_total_tokens) if trains_one_sequence(config) else in_turns
+    )
 
 
 def trains_one_sequence(config: Config) -> bool:
@@ -201,7 +233,9 @@ def actor_spec(config: Config, first: InitialWeights) -> ModelSpec:
 
 def episode_engine(config: Config) -> EngineConfig:
     """Return the engine options, with a maximum length that holds the longest episode."""
-    return replace(config.engine, max_model_len=config.engine.max_model_len or config.rollout.max_total_tokens)
+    return replace(
+        config.engine, max_model_len=config.engine.max_model_len or config.rollout.max_total_tokens
+    )
 
 
 def reference_model(config: Config, actor: ModelSpec) -> ModelSpec:
@@ -223,19 +257,22 @@ def build_reward_calls(
     """Return the reward model, if there is one, and the calls that compute ``rewards``.
 
     The reward model must use the tokenizer of the model in ``actor_path``. Raises ConfigError for a
-    folder without a reward model, and for reward shaping options that a weight of 1 makes ineffective."""
+    folder without a reward model, and for reward shaping options that a weight of 1 makes
+    ineffective."""
     model = config.reward_model
     if not model.path:
         return {}, [rew_inf(config, ppo)]
     if not (Path(model.path).expanduser() / HEAD_FILE).is_file():
         raise ConfigError(
-            f"reward_model.path={model.path}: no folder that holds {HEAD_FILE}, so no reward model; "
+            f"reward_model.path={model.path}: no folder that holds {HEAD_FILE}, so no reward "
+            f"model; "
             "experiment=reward_model exports one"
         )
     for name in REWARD_SHAPING if model.weight == 1 else ():
         if getattr(config.ppo, name) != getattr(PolicyGradientOptions, name):
             raise ConfigError(
-                f"ppo.{name} has no effect with reward_model.weight=1, which leaves the verifier no part in the "
+                f"ppo.{name} has no effect with reward_model.weight=1, which leaves the verifier "
+                f"no part in the "
                 "rewards: remove it"
             )
     mixed = step_call(
@@ -261,22 +298,28 @@ def build_reward_calls(
 
 
 def algorithm_options(config: Config) -> Any:
-    """Return the section ``algorithm``, which the launcher adds for ``ppo.algo=FILE.py:NAME``, or None."""
+    """Return the section ``algorithm``, which the launcher adds for ``ppo.algo=FILE.py:NAME``, or
+    None."""
     return getattr(config, "algorithm", None)
 
 
 def actor_gen(config: Config, ppo: ResolvedOptions, role: str = "actor") -> MFCDef:
-    """Return the call that generates groups of episodes, with the actor's weights or the reference's.
+    """Return the call that generates groups of episodes, with the actor's weights or the
+    reference's.
 
     The task of a sample is metadata, so there are no input keys."""
-    workers = config.actor.workers if role == "actor" else (*config.ref.workers, config.actor.workers[0])
+    workers = (
+        config.actor.workers if role == "actor" else (*config.ref.workers, config.actor.workers[0])
+    )
     options = rollout_options_per_worker(config, workers)
     keys = EPISODE_KEYS
     if ppo.needs_feedback:
         options = replace(options, feedback=ppo.feedback, feedback_tokens=ppo.feedback_tokens)
         keys = (*keys, FEEDBACK_PROMPT)
     args = options.to_args()
-    generation = step_call(config, "actor_gen", role, InterfaceType.GENERATE, "env_rollout", args, outputs=keys)
+    generation = step_call(
+        config, "actor_gen", role, InterfaceType.GENERATE, "env_rollout", args, outputs=keys
+    )
     if not ppo.dynamic_sampling:
         return generation
     return replace(generation, resample=ppo.dynamic_sampling, signal=group_signal(config, ppo))
@@ -285,16 +328,20 @@ def actor_gen(config: Config, ppo: ResolvedOptions, role: str = "actor") -> MFCD
 def group_signal(config: Config, ppo: ResolvedOptions) -> GroupSignal:
     """Return the criterion of dynamic sampling for groups with a learning signal.
 
-    A group has one if its environment rewards differ, clipped as ``rew_inf`` clips them and without the
-    overlong penalty: a group that differs in its lengths alone would only teach shortness. DAPO requires
-    some right and some wrong answers (Yu et al. 2025, eq. 11)."""
-    ends = [end / ppo.reward_scaling - ppo.reward_bias for end in (-ppo.max_reward_clip, ppo.max_reward_clip)]
+    A group has one if its environment rewards differ, clipped as ``rew_inf`` clips them and without
+    the overlong penalty: a group that differs in its lengths alone would only teach shortness. DAPO
+    requires some right and some wrong answers (Yu et al. 2025, eq. 11)."""
+    ends = [
+        end / ppo.reward_scaling - ppo.reward_bias
+        for end in (-ppo.max_reward_clip, ppo.max_reward_clip)
+    ]
     k = ppo.pass_at_k if ppo.adv_estimator == PASS_AT_K else None
     return GroupSignal(max(2, config.rollout.min_group_size), min(ends), max(ends), k or 1)
 
 
 def overlong_args(ppo: ResolvedOptions) -> dict[str, Any]:
-    """Return the arguments of the overlong penalty for the call that outputs ``rewards``; {} without it."""
+    """Return the arguments of the overlong penalty for the call that outputs ``rewards``; {}
+    without it."""
     names = ("overlong_length", "overlong_buffer") if ppo.overlong_length is not None else ()
     return {name: getattr(ppo, name) for name in names}
 
@@ -302,10 +349,12 @@ def overlong_args(ppo: ResolvedOptions) -> dict[str, Any]:
 def rew_inf(config: Config, ppo: ResolvedOptions, output: str = "rewards") -> MFCDef:
     """Return the call that shapes the environment's rewards and subtracts the overlong penalty.
 
-    It needs no weights and runs on the actor's worker. With a reward model, whose call mixes the two,
-    ``output`` is the key of the verifier's rewards; the penalty is then applied after the mixing, so
-    that it is not scaled by the weight."""
-    args: dict[str, Any] = {name: getattr(ppo, name) for name in REWARD_SHAPING} | {"output_key": output}
+    It needs no weights and runs on the actor's worker. With a reward model, whose call mixes the
+    two, ``output`` is the key of the verifier's rewards; the penalty is then applied after the
+    mixing, so that it is not scaled by the weight."""
+    args: dict[str, Any] = {name: getattr(ppo, name) for name in REWARD_SHAPING} | {
+        "output_key": output
+    }
     keys = ("env_rewards", "outcome")
     if output == "rewards" and (penalty := overlong_args(ppo)):
         args |= penalty
@@ -323,7 +372,8 @@ def rew_inf(config: Config, ppo: ResolvedOptions, output: str = "rewards") -> MF
 
 
 def ref_inf(config: Config) -> MFCDef:
-    """Return the call that computes the reference's log-probabilities of the trainable tokens, for the KL term."""
+    """Return the call that computes the reference's log-probabilities of the trainable tokens, for
+    the KL term."""
     return step_call(
         config,
         "ref_inf",
@@ -337,19 +387,26 @@ def ref_inf(config: Config) -> MFCDef:
 
 
 def teacher_model(config: Config, actor_path: str) -> ModelSpec:
-    """Return the teacher, a frozen role. It must use the tokenizer of the actor in ``actor_path``."""
+    """Return the teacher, a frozen role. It must use the tokenizer of the actor in
+    ``actor_path``."""
     teacher = config.teacher
     return ModelSpec(
-        "teacher", teacher.path, tuple(teacher.workers), dtype=teacher.dtype, experts=None, tokens_of=actor_path
+        "teacher",
+        teacher.path,
+        tuple(teacher.workers),
+        dtype=teacher.dtype,
+        experts=None,
+        tokens_of=actor_path,
     )
 
 
 def teacher_inf(config: Config) -> MFCDef:
-    """Return the call that computes the teacher's log-probabilities, by its own role or through a server.
+    """Return the call that computes the teacher's log-probabilities, by its own role or through a
+    server.
 
     Raises ConfigError without a teacher. A server is queried by the actor's worker; ConfigError is
-    raised if the temperature is not 1, the only one that servers support, or if several workers share
-    a sharded actor and would query it for the same sequences."""
+    raised if the temperature is not 1, the only one that servers support, or if several workers
+    share a sharded actor and would query it for the same sequences."""
     teacher = config.teacher
     keys = ("packed_input_ids", "loss_mask")
     args: dict[str, Any] = {"output_key": "teacher_logprobs", "temperature": config.gen.temperature}
@@ -358,12 +415,14 @@ def teacher_inf(config: Config) -> MFCDef:
     if teacher.url:
         if config.gen.temperature != 1:
             raise ConfigError(
-                f"gen.temperature={config.gen.temperature:g}: a server returns log-probabilities at temperature 1, so "
+                f"gen.temperature={config.gen.temperature:g}: a server returns log-probabilities "
+                f"at temperature 1, so "
                 "teacher.url needs gen.temperature=1; a teacher of teacher.path takes any"
             )
         if parallel_of("actor", config.actor).fsdp > 1:
             raise ConfigError(
-                f"actor.backend={config.actor.backend}: all workers of a sharded actor would query teacher.url and "
+                f"actor.backend={config.actor.backend}: all workers of a sharded actor would query "
+                f"teacher.url and "
                 "get slightly different values; use actor.backend=ddp, or a teacher of teacher.path"
             )
         role = "actor"
@@ -377,7 +436,8 @@ def teacher_inf(config: Config) -> MFCDef:
         }
     elif not teacher.path:
         raise ConfigError(
-            f"ppo.distill_weight (ppo.algo={config.ppo.algo}): there is no teacher; set teacher.path to a folder or a "
+            f"ppo.distill_weight (ppo.algo={config.ppo.algo}): there is no teacher; set "
+            f"teacher.path to a folder or a "
             "hub id, or teacher.url to a server"
         )
     return step_call(
@@ -398,7 +458,8 @@ def feedback_inf(config: Config) -> MFCDef:
     Raises ConfigError for a custom agent, whose prompts the feedback cannot be inserted into."""
     if config.async_rl.enabled and config.rollout.agent:
         raise ConfigError(
-            f"rollout.agent={config.rollout.agent}: it writes its own prompts, so feedback cannot be inserted; "
+            f"rollout.agent={config.rollout.agent}: it writes its own prompts, so feedback cannot "
+            f"be inserted; "
             "leave out ppo.feedback (ppo.algo=sdpo), or the agent"
         )
     return step_call(
@@ -414,8 +475,8 @@ def feedback_inf(config: Config) -> MFCDef:
 
 
 def actor_inf(config: Config) -> MFCDef:
-    """Return the call that computes the actor's log-probabilities before the step's update: those of
-    the proximal policy."""
+    """Return the call that computes the actor's log-probabilities before the step's update: those
+    of the proximal policy."""
     args = {"output_key": "proximal_logprobs", "temperature": config.gen.temperature}
     return step_call(
         config,
@@ -452,14 +513,23 @@ def actor_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
         *ppo.scored_keys,
         *ppo.turn_keys,
     )
-    return step_call(config, "actor_train", "actor", InterfaceType.TRAIN_STEP, "policy_gradient", args, inputs=keys)
+    return step_call(
+        config,
+        "actor_train",
+        "actor",
+        InterfaceType.TRAIN_STEP,
+        "policy_gradient",
+        args,
+        inputs=keys,
+    )
 
 
 def critic_model(config: Config, actor_path: str) -> ModelSpec:
     """Return the critic: a decoder with a value head.
 
-    Its initial weights are the actor's in ``actor_path`` unless ``critic.path`` is set. Its learning
-    rate defaults to the actor's, or to ``BUILTIN_RATE`` when it starts from the built-in policy."""
+    Its initial weights are the actor's in ``actor_path`` unless ``critic.path`` is set. Its
+    learning rate defaults to the actor's, or to ``BUILTIN_RATE`` when it starts from the built-in
+    policy."""
     critic = config.critic
     small = critic.path == ACTOR and config.actor.path in (BUILTIN, UNTRAINED)
     return ModelSpec(
@@ -480,16 +550,25 @@ def critic_model(config: Config, actor_path: str) -> ModelSpec:
 
 
 def critic_inf(config: Config, ppo: ResolvedOptions) -> MFCDef:
-    """Return the call that computes the values of all sampled tokens' states, before the critic's update."""
+    """Return the call that computes the values of all sampled tokens' states, before the critic's
+    update."""
     args = _critic_args(config, ppo)
     keys = ("packed_input_ids", "loss_mask")
     return step_call(
-        config, "critic_inf", "critic", InterfaceType.INFERENCE, "critic", args, inputs=keys, outputs=("values",)
+        config,
+        "critic_inf",
+        "critic",
+        InterfaceType.INFERENCE,
+        "critic",
+        args,
+        inputs=keys,
+        outputs=("values",),
     )
 
 
 def critic_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
-    """Return the critic's train call, on returns computed from the same inputs as ``actor_train``'s advantages."""
+    """Return the critic's train call, on returns computed from the same inputs as ``actor_train``'s
+    advantages."""
     behaviour = ("packed_logprobs", "packed_ref_logprobs") if ppo.kl_ctl != 0 else ()
     proximal = ("proximal_logprobs",) if ppo.kl_ctl != 0 and ppo.recompute_logprob else ()
     truncated = ("seq_no_eos_mask",) if ppo.mask_too_long else ()
@@ -506,12 +585,14 @@ def critic_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
         *ppo.turn_keys,
     )
     args = _critic_args(config, ppo)
-    return step_call(config, "critic_train", "critic", InterfaceType.TRAIN_STEP, "critic", args, inputs=keys)
+    return step_call(
+        config, "critic_train", "critic", InterfaceType.TRAIN_STEP, "critic", args, inputs=keys
+    )
 
 
 def _critic_args(config: Config, ppo: ResolvedOptions) -> dict[str, object]:
-    """Return the arguments of the critic's interface. Both critic calls must have the same ones, so that
-    they share one interface and the scale of its values."""
+    """Return the arguments of the critic's interface. Both critic calls must have the same ones, so
+    that they share one interface and the scale of its values."""
     return {
         "ppo": ppo.chosen(config.ppo),
         "critic": config.critic.learning(ppo.ppo_n_minibatches, ppo.sample_reuse),
@@ -522,13 +603,16 @@ def _critic_args(config: Config, ppo: ResolvedOptions) -> dict[str, object]:
 def rollout_options(config: Config) -> RolloutOptions:
     """Return the options with which training and evaluation play episodes.
 
-    Raises ConfigError if ``rollout.max_turns`` would end episodes before the environment scores them."""
+    Raises ConfigError if ``rollout.max_turns`` would end episodes before the environment scores
+    them."""
     rollout = config.rollout
     environment = chosen_environment(config.env)
     if (own := environment.spec.max_turns) > rollout.max_turns:
         raise ConfigError(
-            f"rollout.max_turns={rollout.max_turns} cuts episodes off before {environment.spec.name} has ended and "
-            f"scored them, which takes up to {own} turns (env.max_turns): raise the one or lower the other"
+            f"rollout.max_turns={rollout.max_turns} cuts episodes off before "
+            f"{environment.spec.name} has ended and "
+            f"scored them, which takes up to {own} turns (env.max_turns): raise the one or lower "
+            f"the other"
         )
     most = environment.spec.concurrency
     return RolloutOptions(
@@ -550,9 +634,11 @@ def rollout_options(config: Config) -> RolloutOptions:
 
 
 def rollout_options_per_worker(config: Config, workers: Iterable[int]) -> RolloutOptions:
-    """Return the rollout options of each of ``workers``, which divide the environment's sessions evenly.
+    """Return the rollout options of each of ``workers``, which divide the environment's sessions
+    evenly.
 
-    Workers keep their sessions open, so one that tried to open more than its share would wait forever."""
+    Workers keep their sessions open, so one that tried to open more than its share would wait
+    forever."""
     options = rollout_options(config)
     return replace(options, sessions=max(1, options.sessions // len({*workers})))
 
@@ -567,8 +653,8 @@ def on_tasks(
 ) -> ExperimentSpec:
     """Return the experiment on tasks drawn by the curriculum.
 
-    The role ``exported`` is saved at the end. Held-out success is evaluated before and after training
-    if that is the actor."""
+    The role ``exported`` is saved at the end. Held-out success is evaluated before and after
+    training if that is the actor."""
     environment = chosen_environment(config.env)
     dataset = config.dataset
     mfcs = add_turn_rewards(mfcs)
@@ -600,10 +686,11 @@ def on_tasks(
 
 
 def stream_rollouts(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
-    """Return the asynchronous variant of an experiment, with its generating calls on rollout workers.
+    """Return the asynchronous variant of an experiment, with its generating calls on rollout
+    workers.
 
-    Raises ConfigError if a worker's sessions do not hold a group, if the agent's file does not exist, or
-    for an option without effect."""
+    Raises ConfigError if a worker's sessions do not hold a group, if the agent's file does not
+    exist, or for an option without effect."""
     staying, leaving = to_async(spec.mfcs)
     options = config.async_rl
     episodes = RolloutOptions.from_args(leaving[0].interface_args)
@@ -612,11 +699,15 @@ def stream_rollouts(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
     sessions = episodes.sessions // options.n_rollout_workers
     if sessions < config.ppo.group_size:
         raise ConfigError(
-            f"{episodes.sessions} episodes at once: each of async_rl.n_rollout_workers={options.n_rollout_workers} "
-            f"needs ppo.group_size={config.ppo.group_size} of them (rollout.sessions, and what the environment allows: "
+            f"{episodes.sessions} episodes at once: each of "
+            f"async_rl.n_rollout_workers={options.n_rollout_workers} "
+            f"needs ppo.group_size={config.ppo.group_size} of them (rollout.sessions, and what the "
+            f"environment allows: "
             "for AWS env.pool_size)"
         )
-    rollout = RolloutSpec("actor", tuple(leaving), episodes, options, sessions, agent=resolve_agent(config))
+    rollout = RolloutSpec(
+        "actor", tuple(leaving), episodes, options, sessions, agent=resolve_agent(config)
+    )
     trainer = spec.models["actor"].workers[0]
     streamed = {key for call in leaving for key in call.output_keys}
     return replace(
@@ -638,7 +729,8 @@ def resolve_agent(config: Config) -> str:
 
 
 def add_turn_rewards(mfcs: list[MFCDef]) -> list[MFCDef]:
-    """Return the calls, with turn rewards among the outputs of ``env_rollout`` if any call reads them."""
+    """Return the calls, with turn rewards among the outputs of ``env_rollout`` if any call reads
+    them."""
     if not any(key in TURN_KEYS for call in mfcs for key in call.input_keys):
         return mfcs
     return [
@@ -656,11 +748,14 @@ def add_turn_rewards(mfcs: list[MFCDef]) -> list[MFCDef]:
 def held_out_evaluation(config: Config, playing: MFCDef) -> EvaluationSpec:
     """Return the evaluation on held-out instances of the templates, sampled and greedy.
 
-    It uses the same interface arguments as the call ``playing``, so that both share one interface and
-    its sessions: the environment may not allow more."""
+    It uses the same interface arguments as the call ``playing``, so that both share one interface
+    and its sessions: the environment may not allow more."""
     evaluation = config.evaluation
     final = HeldOutOptions(
-        HELD_OUT, evaluation.episodes_per_task, evaluation.greedy_episodes_per_task, evaluation.templates
+        HELD_OUT,
+        evaluation.episodes_per_task,
+        evaluation.greedy_episodes_per_task,
+        evaluation.templates,
     )
     share = evaluation.interim_share
     interim = replace(

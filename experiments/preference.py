@@ -1,4 +1,5 @@
-"""Shared parts of the experiments on preference pairs (``experiments/reward_model.py``, ``experiments/dpo.py``).
+"""Shared parts of the experiments on preference pairs (``experiments/reward_model.py``,
+``experiments/dpo.py``).
 
 The policy plays groups of episodes. Two episodes of a group form a pair, in which the one with the
 higher environment reward is preferred.
@@ -30,11 +31,13 @@ PAIR_KEYS = ("packed_input_ids", "loss_mask", "rewards", "outcome", ROLLOUT_KEY)
 
 @dataclass
 class PreferenceOptions:
-    """Preference pairs among the rollouts of a group, and their loss. All groups have equal weight."""
+    """Preference pairs among the rollouts of a group, and their loss. All groups have equal
+    weight."""
 
     pairing: str = option(
         "all",
-        "Pairs formed in a group: all pairs of rollouts with different rewards, or the best and the worst rollout "
+        "Pairs formed in a group: all pairs of rollouts with different rewards, or the best and "
+        "the worst rollout "
         "only (extremes).",
         choices=PAIRINGS,
     )
@@ -46,7 +49,10 @@ class PreferenceOptions:
         at_most=0.9,
     )
     beta: float = option(
-        0.1, "DPO beta; larger values keep the policy closer to the reference.", above=0, idle=_DPO_ONLY
+        0.1,
+        "DPO beta; larger values keep the policy closer to the reference.",
+        above=0,
+        idle=_DPO_ONLY,
     )
     smoothing: float = option(
         0.0,
@@ -57,14 +63,17 @@ class PreferenceOptions:
     )
     player: str | None = option(
         None,
-        "DPO: weights that play the episodes, the policy's initial ones (first) or those in training (current). "
-        "Defaults to first, or to current with LoRA (actor.lora.rank), whose reference cannot sample.",
+        "DPO: weights that play the episodes, the policy's initial ones (first) or those in "
+        "training (current). "
+        "Defaults to first, or to current with LoRA (actor.lora.rank), whose reference cannot "
+        "sample.",
         choices=PLAYERS,
         idle=_DPO_ONLY,
     )
     center: float = option(
         0.01,
-        "Reward model: coefficient of the squared sum of a pair's two scores in the loss, which centres the scores "
+        "Reward model: coefficient of the squared sum of a pair's two scores in the loss, which "
+        "centres the scores "
         "around 0.",
         at_least=0,
         idle="only a reward model has scores of its own (experiment=reward_model)",
@@ -78,22 +87,29 @@ class Config(policy_gradient.Config):
     preference: PreferenceOptions = section(PreferenceOptions)
 
     def problems(self, name: str) -> Iterator[str]:
-        """Report a ``min_gap`` that clipped rewards cannot exceed, and groups too small for a pair."""
+        """Report a ``min_gap`` that clipped rewards cannot exceed, and groups too small for a
+        pair."""
         yield from super().problems(name)
         if self.preference.min_gap >= 2 * self.ppo.max_reward_clip:
             yield (
-                f"preference.min_gap={self.preference.min_gap}: rewards lie within +-ppo.max_reward_clip="
+                f"preference.min_gap={self.preference.min_gap}: rewards lie within "
+                f"+-ppo.max_reward_clip="
                 f"{self.ppo.max_reward_clip}, so there would be no pair"
             )
         if self.ppo.group_size < 2:
-            yield f"ppo.group_size={self.ppo.group_size}: a pair needs two rollouts of a task; set at least 2"
+            yield (
+                f"ppo.group_size={self.ppo.group_size}: a pair needs two rollouts of a task; set "
+                f"at least 2"
+            )
 
 
 def check_synchronous(config: Config) -> None:
-    """Raise ConfigError for asynchronous rollouts: pairs are formed in the whole groups of a step."""
+    """Raise ConfigError for asynchronous rollouts: pairs are formed in the whole groups of a
+    step."""
     if config.async_rl.enabled:
         raise ConfigError(
-            f"async_rl.enabled=true: {config.experiment} plays and trains in turns; leave it out, or take an "
+            f"async_rl.enabled=true: {config.experiment} plays and trains in turns; leave it out, "
+            f"or take an "
             "experiment of the policy gradient"
         )
 
@@ -104,10 +120,14 @@ def group_options(config: Config) -> ResolvedOptions:
     return resolve({name: getattr(config.ppo, name) for name in names})
 
 
-def pairwise_train(config: Config, role: str, interface: str, args: Mapping[str, Any], *extra_keys: str) -> MFCDef:
-    """Return the train call of ``role`` on the pairs of a step. ``extra_keys`` are inputs in addition
-    to ``PAIR_KEYS``."""
+def pairwise_train(
+    config: Config, role: str, interface: str, args: Mapping[str, Any], *extra_keys: str
+) -> MFCDef:
+    """Return the train call of ``role`` on the pairs of a step. ``extra_keys`` are inputs in
+    addition to ``PAIR_KEYS``."""
     shared = {name: getattr(config.preference, name) for name in ("pairing", "min_gap", "held_out")}
     options = {**shared, "max_nonfinite_steps": config.ppo.max_nonfinite_steps, **args}
     inputs = (*PAIR_KEYS, *extra_keys)
-    return step_call(config, f"{role}_train", role, InterfaceType.TRAIN_STEP, interface, options, inputs=inputs)
+    return step_call(
+        config, f"{role}_train", role, InterfaceType.TRAIN_STEP, interface, options, inputs=inputs
+    )

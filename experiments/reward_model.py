@@ -3,13 +3,20 @@
 (tasks) ──► actor_gen ──┬─ env_rewards, outcome ─► rew_inf ─ rewards ─► reward_model_train
                        └─ packed_input_ids, loss_mask ────────────────────┘
 
-The policy plays with its initial weights and is not trained. ``reward_model.path=RUN/policy`` then uses
-the model in the rewards of any policy-gradient experiment.
+The policy plays with its initial weights and is not trained. ``reward_model.path=RUN/policy`` then
+uses the model in the rewards of any policy-gradient experiment.
 """
 
 from __future__ import annotations
 
-from experiments.policy_gradient import BUILTIN, UNTRAINED, actor_gen, episode_engine, on_tasks, rew_inf
+from experiments.policy_gradient import (
+    BUILTIN,
+    UNTRAINED,
+    actor_gen,
+    episode_engine,
+    on_tasks,
+    rew_inf,
+)
 from experiments.preference import Config, check_synchronous, group_options, pairwise_train
 from experiments.sft import InitialWeights, resolve_initial_weights
 from realhf.algorithms.role_options import BUILTIN_RATE
@@ -26,8 +33,8 @@ def config_class(environment: str) -> type[Config]:
 
 
 def build(config: Config) -> ExperimentSpec:
-    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for contradicting
-    options."""
+    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for
+    contradicting options."""
     check_synchronous(config)
     first = resolve_initial_weights(config)
     models = {"actor": playing_model(config, first), ROLE: build_reward_model(config, first)}
@@ -58,8 +65,8 @@ def playing_model(config: Config, first: InitialWeights) -> ModelSpec:
 def build_reward_model(config: Config, first: InitialWeights) -> ModelSpec:
     """Return the reward model: a decoder with a value head.
 
-    Its initial weights are the actor's unless ``reward_model.path`` is set. Its learning rate defaults
-    to the actor's, or to ``BUILTIN_RATE`` when it starts from the built-in policy."""
+    Its initial weights are the actor's unless ``reward_model.path`` is set. Its learning rate
+    defaults to the actor's, or to ``BUILTIN_RATE`` when it starts from the built-in policy."""
     model = config.reward_model
     small = not model.path and config.actor.path in (BUILTIN, UNTRAINED)
     return ModelSpec(

@@ -1,4 +1,5 @@
-"""Supervised fine-tuning on demonstrations: episodes that the environment's scripted solver played in it.
+"""Supervised fine-tuning on demonstrations: episodes that the environment's scripted solver played
+in it.
 
     packed_input_ids, loss_mask ──► actor_train
 
@@ -14,9 +15,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.shipped_policy import LESSONS, find_shipped_policy, is_outdated
-from realhf.api.config import ConfigError, ExperimentConfig, LoraConfig, OptimizerConfig, WarmStartConfig, run_folder
+from realhf.api.config import (
+    ConfigError,
+    ExperimentConfig,
+    LoraConfig,
+    OptimizerConfig,
+    WarmStartConfig,
+    run_folder,
+)
 from realhf.api.environment import DemonstrationRequest
-from realhf.api.experiment import ExperimentSpec, InterfaceType, JobSpec, MFCDef, ModelSpec, SourceSpec
+from realhf.api.experiment import (
+    ExperimentSpec,
+    InterfaceType,
+    JobSpec,
+    MFCDef,
+    ModelSpec,
+    SourceSpec,
+)
 from realhf.api.option import option
 from realhf.api.parallel import parallel_of
 from realhf.api.sample import MicroBatchSpec
@@ -33,7 +48,8 @@ LEARNING_MODULES = (
     "realhf.backends.training.torch_backend",
     "realhf.dataflow.model_host",
 )
-"""Modules whose code, with everything that they import, enters the cache key of a warm-started policy."""
+"""Modules whose code, with everything that they import, enters the cache key of a warm-started
+policy."""
 BUILTIN = "builtin"
 """``actor.path`` of the built-in policy, which is trained on demonstrations first."""
 UNTRAINED = "builtin_tiny"
@@ -42,9 +58,12 @@ UNTRAINED = "builtin_tiny"
 
 @dataclass
 class Config(ExperimentConfig):
-    """ExperimentConfig plus the section ``env``, which holds the options of the chosen environment."""
+    """ExperimentConfig plus the section ``env``, which holds the options of the chosen
+    environment."""
 
-    env: Any = option(None, "Environment and its options: env=NAME, or env.path=FILE.py:Name for a custom one.")
+    env: Any = option(
+        None, "Environment and its options: env=NAME, or env.path=FILE.py:Name for a custom one."
+    )
 
 
 def config_class(environment: str) -> type[Config]:
@@ -53,7 +72,8 @@ def config_class(environment: str) -> type[Config]:
 
 
 def build(config: Config) -> ExperimentSpec:
-    """Return the supervised experiment. Its demonstrations are played first, unless they are cached.
+    """Return the supervised experiment. Its demonstrations are played first, unless they are
+    cached.
 
     Raises ConfigError for an environment without a scripted solver."""
     spec = _build_supervised(
@@ -80,9 +100,9 @@ class InitialWeights(NamedTuple):
 def resolve_initial_weights(config: Config) -> InitialWeights:
     """Return the model that an experiment starts from.
 
-    It is the built-in policy after its warm start, the untrained one, or the model of ``actor.path``,
-    after a warm start if ``actor.warm_start`` is set. Raises ConfigError for a warm start in an
-    environment without a scripted solver."""
+    It is the built-in policy after its warm start, the untrained one, or the model of
+    ``actor.path``, after a warm start if ``actor.warm_start`` is set. Raises ConfigError for a warm
+    start in an environment without a scripted solver."""
     if config.actor.path == BUILTIN or (config.actor.path != UNTRAINED and config.actor.warm_start):
         before = build_warm_start(config)
         return InitialWeights(str(before.artifact), (before,))
@@ -93,8 +113,10 @@ def resolve_initial_weights(config: Config) -> InitialWeights:
 
 
 OUTDATED = (
-    "the policy that ships with the environment was taught by another prompt, other tasks or other scripts than there "
-    "are now, so the run makes one of its own first (python -m experiments.shipped_policy ships a new one)"
+    "the policy that ships with the environment was taught by another prompt, other tasks or other "
+    "scripts than there "
+    "are now, so the run makes one of its own first (python -m experiments.shipped_policy ships a "
+    "new one)"
 )
 """Advice shown when a shipped policy does not match the environment any more."""
 
@@ -103,10 +125,12 @@ def build_warm_start(config: Config) -> ExperimentSpec:
     """Return the supervised experiment that warm-starts the policy, training all of its weights.
 
     The artifact's name is a hash of everything that it depends on, so that later runs reuse it. For
-    the built-in policy the artifact is the one shipped with the environment, if it was made from the
-    same inputs."""
+    the built-in policy the artifact is the one shipped with the environment, if it was made from
+    the same inputs."""
     options = config.warm_start
-    spec = _build_supervised(config, steps=options.train_steps, batch=options.batch_size, optimizer=options.optimizer)
+    spec = _build_supervised(
+        config, steps=options.train_steps, batch=options.batch_size, optimizer=options.optimizer
+    )
     files = imported_files(PACKAGE, LEARNING_MODULES)
     made_from: dict[str, Any] = {
         "artifacts": [job.artifact.name for job in spec.jobs],
@@ -133,23 +157,33 @@ def build_warm_start(config: Config) -> ExperimentSpec:
 
 
 def warm_start_recipe(config: Config) -> dict[str, Any]:
-    """Return the inputs of the built-in policy's warm start as JSON values: the user's options, without
-    the seed, the code and file locations, and a digest of the demonstrated tasks and scripts."""
+    """Return the inputs of the built-in policy's warm start as JSON values: the user's options,
+    without the seed, the code and file locations, and a digest of the demonstrated tasks and
+    scripts."""
     environment = chosen_environment(config.env)
     options = config.warm_start
     return {
         "environment": environment.reference,
-        "demonstrations": _demonstration_program(environment, _demonstration_request(config, seed=0))[1],
+        "demonstrations": _demonstration_program(
+            environment, _demonstration_request(config, seed=0)
+        )[1],
         LESSONS: _lessons_digest(environment),
-        "model": {**to_json_value(config.builtin), "backend": config.actor.backend, "dtype": config.actor.dtype},
+        "model": {
+            **to_json_value(config.builtin),
+            "backend": config.actor.backend,
+            "dtype": config.actor.dtype,
+        },
         "max_tokens": config.rollout.max_total_tokens,
         "template": config.actor.chat_template_kwargs,
         "training": _training_options(options),
     }
 
 
-_SAMPLE = DemonstrationRequest(episodes_per_task=2, seed=0, habit_fraction=0.5, recovery_fraction=0.5)
-"""Two demonstrations of each template: one unrepaired mistake, and one that is repaired and then solves the task."""
+_SAMPLE = DemonstrationRequest(
+    episodes_per_task=2, seed=0, habit_fraction=0.5, recovery_fraction=0.5
+)
+"""Two demonstrations of each template: one unrepaired mistake, and one that is repaired and then
+solves the task."""
 
 
 def _lessons_digest(environment: ChosenEnvironment) -> str:
@@ -187,14 +221,21 @@ def _hash_model_files(path: str) -> list[str]:
 
 
 def _build_supervised(
-    config: Config, *, steps: int, batch: int, optimizer: OptimizerConfig, lora: LoraConfig | None = None
+    config: Config,
+    *,
+    steps: int,
+    batch: int,
+    optimizer: OptimizerConfig,
+    lora: LoraConfig | None = None,
 ) -> ExperimentSpec:
     environment = chosen_environment(config.env)
     demonstrations = _demonstrations_job(config, environment)
     jobs = (demonstrations,)
     path = config.actor.path
     if path in (BUILTIN, UNTRAINED):
-        jobs += (build_untrained_policy(config, demonstrations.artifact if path == BUILTIN else None),)
+        jobs += (
+            build_untrained_policy(config, demonstrations.artifact if path == BUILTIN else None),
+        )
         path = str(jobs[-1].artifact)
     actor = actor_model(config, path, optimizer, lora)
     train = MFCDef(
@@ -235,7 +276,9 @@ def _build_supervised(
     )
 
 
-def actor_model(config: Config, path: str, optimizer: OptimizerConfig, lora: LoraConfig | None) -> ModelSpec:
+def actor_model(
+    config: Config, path: str, optimizer: OptimizerConfig, lora: LoraConfig | None
+) -> ModelSpec:
     """Return the actor, the role that is trained, with its initial weights in ``path``."""
     actor = config.actor
     return ModelSpec(
@@ -258,7 +301,9 @@ def actor_model(config: Config, path: str, optimizer: OptimizerConfig, lora: Lor
 
 def _demonstration_request(config: Config, seed: int) -> DemonstrationRequest:
     options = config.warm_start
-    return DemonstrationRequest(options.episodes_per_task, seed, options.habit_fraction, options.recovery_fraction)
+    return DemonstrationRequest(
+        options.episodes_per_task, seed, options.habit_fraction, options.recovery_fraction
+    )
 
 
 def _demonstration_program(
@@ -278,7 +323,9 @@ def _demonstrations_job(config: Config, environment: ChosenEnvironment) -> JobSp
         *imported_files(PACKAGE, (module,)),
         *(program.files if program is not None else _environment_files(environment)),
     }
-    key = content_key([argv, package_versions(program.packages if program is not None else ())], files)
+    key = content_key(
+        [argv, package_versions(program.packages if program is not None else ())], files
+    )
     return JobSpec(
         "demonstrations",
         module,
@@ -287,14 +334,18 @@ def _demonstrations_job(config: Config, environment: ChosenEnvironment) -> JobSp
     )
 
 
-def _demonstration_argv(environment: ChosenEnvironment, request: DemonstrationRequest) -> tuple[str, ...]:
+def _demonstration_argv(
+    environment: ChosenEnvironment, request: DemonstrationRequest
+) -> tuple[str, ...]:
     """Return the arguments of ``realhf.rollout.demonstrations``, which plays scripted episodes.
 
     Raises ConfigError for an environment without a scripted solver."""
     if environment.spec.demonstrate is None:
         raise ConfigError(
-            f"the environment {environment.spec.name} has no scripted solver, so there are no demonstrations to train "
-            f"on; learn by trial (experiment=grpo), from actor.path=FOLDER without actor.warm_start, or try the "
+            f"the environment {environment.spec.name} has no scripted solver, so there are no "
+            f"demonstrations to train "
+            f"on; learn by trial (experiment=grpo), from actor.path=FOLDER without "
+            f"actor.warm_start, or try the "
             f"machinery with actor.path={UNTRAINED}"
         )
     return (
@@ -307,8 +358,8 @@ def _demonstration_argv(environment: ChosenEnvironment, request: DemonstrationRe
 
 
 def _environment_files(environment: ChosenEnvironment) -> list[Path]:
-    """Return the source files of an environment, as far as they can be found: the file that defines it,
-    or its module in this package with all imported modules."""
+    """Return the source files of an environment, as far as they can be found: the file that defines
+    it, or its module in this package with all imported modules."""
     file = environment.reference.partition(":")[0]
     if file.endswith(".py"):
         return [Path(file)]
@@ -318,14 +369,21 @@ def _environment_files(environment: ChosenEnvironment) -> list[Path]:
 def build_untrained_policy(config: Config, demonstrations: Path | None = None) -> JobSpec:
     """Return the job that creates a built-in policy with random weights.
 
-    Its tokenizer is trained on ``demonstrations``; without them (``actor.path=builtin_tiny``) it has a
-    token per byte, which works in every environment. The artifact is the model's folder, named by a
-    hash of everything that it depends on."""
+    Its tokenizer is trained on ``demonstrations``; without them (``actor.path=builtin_tiny``) it
+    has a token per byte, which works in every environment. The artifact is the model's folder,
+    named by a hash of everything that it depends on."""
     builtin = to_json_value(config.builtin)
     versions = package_versions(("torch", "transformers", "tokenizers"))
     learned_from = [] if demonstrations is None else [demonstrations.name]
-    key = content_key([builtin, *learned_from, config.seed, versions], [PACKAGE / "backends" / "builtin_policy.py"])
-    options = [text for name, value in builtin.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    key = content_key(
+        [builtin, *learned_from, config.seed, versions],
+        [PACKAGE / "backends" / "builtin_policy.py"],
+    )
+    options = [
+        text
+        for name, value in builtin.items()
+        for text in (f"--{name.replace('_', '-')}", str(value))
+    ]
     given = [] if demonstrations is None else ["--demonstrations", str(demonstrations)]
     return JobSpec(
         "builtin_policy",

@@ -1,10 +1,11 @@
-"""Shipped policies: warm-started built-in policies inside the package, so that first runs need no warm start.
+"""Shipped policies: warm-started built-in policies inside the package, so that first runs need no
+warm start.
 
     python -m experiments.shipped_policy experiment=grpo_aws seed=1
 
 makes the warm start of these options, unless it is cached, and writes it in bfloat16 to the folder
-``EnvironmentSpec.shipped_policy``. Its ``provenance.json`` records the inputs, the command, the commit
-and the SHA-256 of each file. A run uses it if its own warm start would have the same inputs.
+``EnvironmentSpec.shipped_policy``. Its ``provenance.json`` records the inputs, the command, the
+commit and the SHA-256 of each file. A run uses it if its own warm start would have the same inputs.
 """
 
 from __future__ import annotations
@@ -49,15 +50,16 @@ def find_shipped_policy(folder: Path | None, made_from: Mapping[str, Any]) -> Pa
     for name, digest in provenance["sha256"].items():
         if digests.get(name) != digest:
             raise ConfigError(
-                f"{folder / name}: SHA-256 {digests.get(name, 'of no such file')}, shipped with {digest}; reinstall "
+                f"{folder / name}: SHA-256 {digests.get(name, 'of no such file')}, shipped with "
+                f"{digest}; reinstall "
                 "the package, or make a policy of your own with warm_start.shipped=false"
             )
     return folder
 
 
 def is_outdated(folder: Path, made_from: Mapping[str, Any]) -> bool:
-    """Return whether a shipped policy matches ``made_from`` in everything but the lessons, that is the
-    prompt, tasks and scripts, which have changed since."""
+    """Return whether a shipped policy matches ``made_from`` in everything but the lessons, that is
+    the prompt, tasks and scripts, which have changed since."""
     if not (folder / PROVENANCE).is_file():
         return False
     shipped = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))["made_from"]
@@ -79,13 +81,16 @@ def ship(policy: Path, folder: Path, provenance: Mapping[str, Any]) -> None:
         AutoModelForCausalLM.from_pretrained(policy, dtype="bfloat16").save_pretrained(whole)
         AutoTokenizer.from_pretrained(policy).save_pretrained(whole)
         for file in whole.iterdir():
-            file.chmod(0o644)  # The package may be installed by another user than the one who trains.
+            file.chmod(
+                0o644
+            )  # The package may be installed by another user than the one who trains.
         content = {**provenance, "sha256": hash_files(whole)}
         (whole / PROVENANCE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Make and ship the warm start of a run with these ``key=value`` arguments. Return the exit code."""
+    """Make and ship the warm start of a run with these ``key=value`` arguments. Return the exit
+    code."""
     from experiments.sft import Config, build_warm_start, chosen_environment, warm_start_recipe
     from realhf.base.installation import PACKAGE, git_state
     from realhf.launch.build import build_experiment
@@ -94,13 +99,19 @@ def main(arguments: Sequence[str]) -> int:
 
     composed = compose_config([*arguments, *WARM_START_ONLY])
     config = composed.config
-    folder = chosen_environment(config.env).spec.shipped_policy if isinstance(config, Config) else None
+    folder = (
+        chosen_environment(config.env).spec.shipped_policy if isinstance(config, Config) else None
+    )
     if not isinstance(config, Config) or folder is None:
-        sys.stderr.write(f"{config.experiment}: its environment says no folder for a policy that ships with it\n")
+        sys.stderr.write(
+            f"{config.experiment}: its environment says no folder for a policy that ships with it\n"
+        )
         return 2
     spec = build_warm_start(config)
     assert spec.artifact is not None
-    if not spec.artifact.exists() and (code := run_to_the_end(build_experiment(composed), arguments, time.time())):
+    if not spec.artifact.exists() and (
+        code := run_to_the_end(build_experiment(composed), arguments, time.time())
+    ):
         return code
     ship(
         spec.artifact,

@@ -10,14 +10,16 @@ import realhf
 from realhf.base.terminal import guarded_output
 
 COMMANDS = {
-    "python -m realhf.launch": "train: experiment=NAME [key=value ...], --help, --options-reference",
+    "python -m "
+    "realhf.launch": "train: experiment=NAME [key=value ...], --help, --options-reference",
     "python -m realhf.view": "show runs on a local page, export their rollouts, write notes",
     "python -m realhf.env": "check, init, list or play an environment",
     "python -m realhf.aws.tasks": "validate the tasks of the AWS environment",
     "python -m realhf.aws.evaluate": "play a model folder on tasks and print its success",
     "python -m realhf.cluster": "keys of hosts; status of a run, hosts added and removed",
     "python -m realhf.worker": "lend this host to a run on several hosts",
-    "aws-env": "serve the AWS environment over the OpenEnv wire (also python -m workers.env_worker)",
+    "aws-env": "serve the AWS environment over the OpenEnv wire (also python -m "
+    "workers.env_worker)",
     "run-api": "serve the trajectory server (also python -m realhf.trajectory)",
     "train-api": "serve the training API of the client tinker (also python -m realhf.tinker)",
 }
@@ -30,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [f"  {command.ljust(width)}  {about}" for command, about in COMMANDS.items()]
     parser = argparse.ArgumentParser(
         prog="python -m realhf",
-        description="\n".join(["Nothing runs by this name alone. The commands (each has --help):", *lines]),
+        description="\n".join(
+            ["Nothing runs by this name alone. The commands (each has --help):", *lines]
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")

@@ -1,10 +1,11 @@
-"""Registers the parts that have a name: interfaces, backends, data sources, datasets, environments, advantage
-estimators, policy losses and schedulers.
+"""Registers the parts that have a name: interfaces, backends, data sources, datasets, environments,
+advantage estimators, policy losses and schedulers.
 
-So naming a part costs no import of torch. ``realhf.registry`` holds the registries and what they know from the start.
+So naming a part costs no import of torch. ``realhf.registry`` holds the registries and what they
+know from the start.
 
-Built-in parts are listed here as text, so that this module knows everybody and imports nobody. An experiment file adds
-its own with ``@interfaces.register("name")``.
+Built-in parts are listed here as text, so that this module knows everybody and imports nobody. An
+experiment file adds its own with ``@interfaces.register("name")``.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ T = TypeVar("T")
 
 
 class Registry:
-    """Maps names to objects; an unknown name lists the known ones, a second registration is an error."""
+    """Maps names to objects; an unknown name lists the known ones, a second registration is an
+    error."""
 
     def __init__(self, kind: str, builtin: Mapping[str, str] | None = None) -> None:
         self.kind = kind
         self._entries: dict[str, Any] = dict(builtin or {})
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that adds an object under ``name``. Raises ValueError if the name is taken."""
+        """Return a decorator that adds an object under ``name``. Raises ValueError if the name is
+        taken."""
 
         def add(item: T) -> T:
             """Register ``item`` and return it."""
@@ -42,7 +45,9 @@ class Registry:
         if name not in self._entries:
             close = difflib.get_close_matches(name, self._entries, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise KeyError(f"unknown {self.kind} {name!r}{hint} (known: {', '.join(sorted(self._entries))})")
+            raise KeyError(
+                f"unknown {self.kind} {name!r}{hint} (known: {', '.join(sorted(self._entries))})"
+            )
         item = self._entries[name]
         if isinstance(item, str):
             module, _, attribute = item.partition(":")
@@ -148,5 +153,6 @@ REGISTRIES: Mapping[str, Registry] = MappingProxyType(
 
 
 def registered_names(registry: str) -> Sequence[str]:
-    """The names that are known to a registry now. Raises KeyError for a registry that does not exist."""
+    """The names that are known to a registry now. Raises KeyError for a registry that does not
+    exist."""
     return [*REGISTRIES[registry]]

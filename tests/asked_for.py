@@ -1,4 +1,5 @@
-"""Tests that take minutes each, or need what few machines have: a plain run skips them, an option asks for them."""
+"""Tests that take minutes each, or need what few machines have: a plain run skips them, an option
+asks for them."""
 
 from __future__ import annotations
 
@@ -20,8 +21,12 @@ class Asked(NamedTuple):
 BY_MARK: Mapping[str, Asked] = MappingProxyType(
     {
         "nightly": Asked("--run-nightly", "test-all", "the long half of the tests"),
-        "several_hosts": Asked("--run-cluster", "test-cluster", "whole runs over hosts in network namespaces"),
-        "whole_run": Asked("--run-view", "test-view", "a run of the launcher, followed in a browser"),
+        "several_hosts": Asked(
+            "--run-cluster", "test-cluster", "whole runs over hosts in network namespaces"
+        ),
+        "whole_run": Asked(
+            "--run-view", "test-view", "a run of the launcher, followed in a browser"
+        ),
         "documented": Asked("--run-docs", "test-docs", "what the pages print, as it stands"),
         "compiles": Asked("--run-compile", "test-compile", "tests that compile a model"),
     }

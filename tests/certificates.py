@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 def self_signed(folder: Path, name: str = "server", host: str = "IP:127.0.0.1") -> tuple[str, str]:
-    """Files with a certificate for ``host`` (as openssl writes alternative names) and its key, in ``folder``."""
+    """Files with a certificate for ``host`` (as openssl writes alternative names) and its key, in
+    ``folder``."""
     cert = folder / f"{name}.pem"
     key = folder / f"{name}.key"
     subprocess.run(

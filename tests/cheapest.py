@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 
 def cheapest(work: Callable[[], object], below_s: float) -> float:
-    """Return the least seconds of this thread's CPU that ``work`` took in ten times, or in as many as there were until
-    it took less than ``below_s``. Others can make it dearer, and never cheaper."""
+    """Return the least seconds of this thread's CPU that ``work`` took in ten times, or in as many
+    as there were until it took less than ``below_s``. Others can make it dearer, and never
+    cheaper."""
     least = float("inf")
     for _ in range(10):
         began = time.thread_time()

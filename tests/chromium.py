@@ -17,7 +17,9 @@ from typing import Any
 
 from websockets.sync.client import connect
 
-PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PROGRAM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 ABSENT = "needs Chromium (apt-get install chromium)"
 START_S = ANSWER_S = 60.0
 _KEYS = {
@@ -46,8 +48,8 @@ _FLAGS = (
 
 
 class Chromium:
-    """One page in a browser of its own; ``close`` it. ``problems`` collects what its console complains about:
-    exceptions, failed requests, violations of the content security policy."""
+    """One page in a browser of its own; ``close`` it. ``problems`` collects what its console
+    complains about: exceptions, failed requests, violations of the content security policy."""
 
     def __init__(self) -> None:
         assert PROGRAM is not None, ABSENT
@@ -66,7 +68,9 @@ class Chromium:
         try:
             self._socket = connect(self._address(), max_size=None, proxy=None)
             target = self.call("Target.createTarget", url="about:blank")["targetId"]
-            self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+            self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+                "sessionId"
+            ]
             for domain in ("Page", "Runtime", "Log"):
                 self.call(f"{domain}.enable")
         except BaseException:
@@ -83,15 +87,21 @@ class Chromium:
         raise TimeoutError(f"Chromium did not start within {START_S:g} s: {said[-500:]}")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """The result of a DevTools command. Raises RuntimeError with the browser's words, TimeoutError."""
+        """The result of a DevTools command. Raises RuntimeError with the browser's words,
+        TimeoutError."""
         self._calls += 1
         message = {"id": self._calls, "method": method, "params": params}
-        self._socket.send(json.dumps(message | ({"sessionId": self._session} if self._session else {})))
+        self._socket.send(
+            json.dumps(message | ({"sessionId": self._session} if self._session else {}))
+        )
         while True:
             answer = json.loads(self._socket.recv(timeout=ANSWER_S))
             if answer.get("method") == "Runtime.exceptionThrown":
                 self.problems.append(json.dumps(answer["params"]["exceptionDetails"])[:500])
-            elif answer.get("method") == "Log.entryAdded" and answer["params"]["entry"]["level"] == "error":
+            elif (
+                answer.get("method") == "Log.entryAdded"
+                and answer["params"]["entry"]["level"] == "error"
+            ):
                 self.problems.append(answer["params"]["entry"]["text"])
             elif answer.get("id") == self._calls:
                 if "error" in answer:
@@ -100,11 +110,15 @@ class Chromium:
 
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)
-        self.wait(f"document.readyState === 'complete' && location.href.startsWith({json.dumps(url)})")
+        self.wait(
+            f"document.readyState === 'complete' && location.href.startsWith({json.dumps(url)})"
+        )
 
     def js(self, expression: str) -> Any:
         """Value of an expression in the page, promises awaited."""
-        answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
@@ -114,7 +128,9 @@ class Chromium:
         deadline = time.monotonic() + timeout_s
         while not self._holds(expression):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{expression} is not true after {timeout_s:g} s; {self.problems}")
+                raise TimeoutError(
+                    f"{expression} is not true after {timeout_s:g} s; {self.problems}"
+                )
             time.sleep(0.02)
 
     def _holds(self, expression: str) -> bool:
@@ -129,7 +145,12 @@ class Chromium:
         """One key, as a person presses it."""
         code = _KEYS.get(key, ord(key.upper()) if len(key) == 1 else 0)
         text = "\r" if key == "Enter" else key if len(key) == 1 else ""
-        event = {"key": key, "windowsVirtualKeyCode": code, "text": text, "modifiers": _SHIFT if shift else 0}
+        event = {
+            "key": key,
+            "windowsVirtualKeyCode": code,
+            "text": text,
+            "modifiers": _SHIFT if shift else 0,
+        }
         self.call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", **event)
         self.call("Input.dispatchKeyEvent", type="keyUp", **event)
 
@@ -139,11 +160,22 @@ class Chromium:
 
     def look(self, width: int, height: int, scheme: str = "light") -> None:
         """Size of the window and the colour scheme that the person prefers."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
 
     def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+        path.write_bytes(
+            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+        )
 
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -1,5 +1,5 @@
-"""Says which tests cost more than the inner loop can bear and are not marked for it. It never fails a test: on a busy
-machine everything costs more."""
+"""Says which tests cost more than the inner loop can bear and are not marked for it. It never fails
+a test: on a busy machine everything costs more."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ SHOWN = 20
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Note the CPU seconds of a test with those of the processes that it started and waited for, in its report."""
+    """Note the CPU seconds of a test with those of the processes that it started and waited for, in
+    its report."""
     before = _cpu_s()
     yield
     item.user_properties.append((COST, round(_cpu_s() - before, 2)))

@@ -1,4 +1,5 @@
-"""A scheduler that starts the master on one host and all other workers on another; hosts are network namespaces."""
+"""A scheduler that starts the master on one host and all other workers on another; hosts are
+network namespaces."""
 
 from __future__ import annotations
 

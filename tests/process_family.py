@@ -1,4 +1,5 @@
-"""Processes seen from outside: each may end between two looks at it, and a zombie that nobody collects has ended."""
+"""Processes seen from outside: each may end between two looks at it, and a zombie that nobody
+collects has ended."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def family(pid: int) -> dict[psutil.Process, list[str]]:
 
 
 def kill_all(pid: int) -> list[psutil.Process]:
-    """Kill a process and all its descendants at once, as a machine that loses its power does; returns them."""
+    """Kill a process and all its descendants at once, as a machine that loses its power does;
+    returns them."""
     try:
         processes = [psutil.Process(pid), *family(pid)]
     except psutil.NoSuchProcess:
@@ -68,8 +70,8 @@ def kill_all(pid: int) -> list[psutil.Process]:
 
 
 def freeze(pid: int, within_s: float = 60.0) -> None:
-    """Stop a process by SIGSTOP and wait for it: each of its threads goes on until it is next scheduled. Raises
-    TimeoutError."""
+    """Stop a process by SIGSTOP and wait for it: each of its threads goes on until it is next
+    scheduled. Raises TimeoutError."""
     os.kill(pid, signal.SIGSTOP)
     end = time.monotonic() + within_s
     while not _stopped(Path(f"/proc/{pid}/task")):
@@ -81,6 +83,9 @@ def freeze(pid: int, within_s: float = 60.0) -> None:
 def _stopped(threads: Path) -> bool:
     """All of them, or the process has ended."""
     try:
-        return all((thread / "stat").read_text().rpartition(")")[2].split()[0] in "TZ" for thread in threads.iterdir())
+        return all(
+            (thread / "stat").read_text().rpartition(")")[2].split()[0] in "TZ"
+            for thread in threads.iterdir()
+        )
     except (FileNotFoundError, ProcessLookupError):
         return not threads.exists()

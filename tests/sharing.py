@@ -1,5 +1,5 @@
-"""Says which test process runs which files: whole files, and in one process those that start the same server; and in
-which order."""
+"""Says which test process runs which files: whole files, and in one process those that start the
+same server; and in which order."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 RANKS = "tests/backends/parallel"
-"""Files that run ranks. Their server, from which every rank is forked, imports for five seconds of CPU in each test
-process that runs one of them."""
+"""Files that run ranks. Their server, from which every rank is forked, imports for five seconds of
+CPU in each test process that runs one of them."""
 CALLS = "tests/mfc/"
 """Files whose tests share one model worker and one environment server."""
 WITH_RANKS = ("tests/backends/parallel/", "tests/backends/training/test_lora_ranks.py")
 
 
 class FilesThatBelongTogether(LoadFileScheduling):
-    """Hands out files as ``--dist loadfile`` does, but those with ranks as if they were one, and those of the calls."""
+    """Hands out files as ``--dist loadfile`` does, but those with ranks as if they were one, and
+    those of the calls."""
 
     def _split_scope(self, nodeid: str) -> str:
         return together(super()._split_scope(nodeid))
@@ -32,9 +33,10 @@ def together(file: str) -> str:
 
 
 def place(nodeid: str, slow: bool, mixed: bool) -> tuple[bool, int]:
-    """Return what the tests are sorted by: those that are not slow come last, in the order in which they were found.
-    With ``mixed`` the order of slow files has nothing to do with their names: whole runs, which wait for processes, lie
-    side by side in the tree, and so do tests that compute."""
+    """Return what the tests are sorted by: those that are not slow come last, in the order in which
+    they were found. With ``mixed`` the order of slow files has nothing to do with their names:
+    whole runs, which wait for processes, lie side by side in the tree, and so do tests that
+    compute."""
     return not slow, zlib.crc32(nodeid.partition("::")[0].encode()) if slow and mixed else 0
 
 

@@ -1,4 +1,5 @@
-"""Whole runs on environments that are no AWS, from the command line: registered ones, and a file of one's own."""
+"""Whole runs on environments that are no AWS, from the command line: registered ones, and a file of
+one's own."""
 
 import json
 import math
@@ -37,17 +38,25 @@ def root(tmp_path_factory):
 
 def trained(root, name, *arguments):
     """Run an experiment and return the metrics of its steps."""
-    assert main([*TINY, *arguments, f"fileroot={root}", "trial_name=default", f"experiment_name={name}"]) == 0
+    assert (
+        main(
+            [*TINY, *arguments, f"fileroot={root}", "trial_name=default", f"experiment_name={name}"]
+        )
+        == 0
+    )
     lines = (root / name / "default" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
 def kept(root, name):
-    """Return the rollouts that a run kept. Whatever was trained was played, with the same tokens, and is read whole."""
+    """Return the rollouts that a run kept. Whatever was trained was played, with the same tokens,
+    and is read whole."""
     store = RolloutStore(root / name / "default")
     store.refresh()
     rows = list(store.rows())
-    assert store.problems == [] and {line.id for line in store.train.lines} <= {row.play.id for row in rows}
+    assert store.problems == [] and {line.id for line in store.train.lines} <= {
+        row.play.id for row in rows
+    }
     assert {row.train.n_tokens for row in rows if row.train} - {0}
     assert all(row.train.n_tokens in (0, row.play.length) for row in rows if row.train)
     assert all(store.record(row.play)["messages"] for row in rows if row.play.failure is None)
@@ -58,20 +67,26 @@ def kept(root, name):
 @pytest.mark.slow
 def test_an_environment_that_ships_is_trained_on_after_a_warm_start(root):
     """By the second algorithm, which needs no reference."""
-    rows = trained(root, "countdown", "experiment=reinforce", "env=countdown", "ppo.entropy_coef=0.05")
+    rows = trained(
+        root, "countdown", "experiment=reinforce", "env=countdown", "ppo.entropy_coef=0.05"
+    )
     assert len(rows) == 2 and all(row["batch/tokens"] > 0 for row in rows)
     assert [(row["policy/updates"], row["rew_inf/n_scored"]) for row in rows] == [(1, 4), (1, 4)]
     assert not [name for row in rows for name in row if name.startswith("ref_inf")]
     played = kept(root, "countdown")
     assert Counter(row.step for row in played if row.train) == {1: 4, 2: 4}
-    assert {(row.play.split, row.play.step) for row in played} >= {("eval/sampled", 0), ("eval/sampled", 2)}
+    assert {(row.play.split, row.play.step) for row in played} >= {
+        ("eval/sampled", 0),
+        ("eval/sampled", 2),
+    }
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", ["grpo", "grpo_async"])
 def test_groups_without_signal_give_way_and_are_counted(root, experiment):
-    """Of a policy that knows nothing yet most groups teach nothing: up to a bound others are played in their place."""
+    """Of a policy that knows nothing yet most groups teach nothing: up to a bound others are played
+    in their place."""
     name = f"dapo_{experiment}"
     options = (
         "env=countdown",
@@ -84,19 +99,25 @@ def test_groups_without_signal_give_way_and_are_counted(root, experiment):
     assert len(rows) == 2 and sum(row["groups/dropped"] for row in rows) > 0
     for row in rows:
         assert row["groups/flat"] == 2 - row["groups/with_signal"]
-        assert row["rollouts/played"] == 2 * (2 + row["groups/dropped"]) and row["batch/rollouts"] == 4
+        assert (
+            row["rollouts/played"] == 2 * (2 + row["groups/dropped"]) and row["batch/rollouts"] == 4
+        )
     ahead = 0 if experiment == "grpo" else 1
     dropped, flat = (sum(row[f"groups/{key}"] for row in rows) for key in ("dropped", "flat"))
-    assert flat == 0 or 2 <= dropped <= 2 * (2 + ahead), "what is left is left by the bound, which holds for every step"
+    assert flat == 0 or 2 <= dropped <= 2 * (2 + ahead), (
+        "what is left is left by the bound, which holds for every step"
+    )
     played = [row for row in kept(root, name) if row.play.split == "train"]
-    assert len(played) >= sum(row["rollouts/played"] for row in rows), "those that gave way are kept, too"
+    assert len(played) >= sum(row["rollouts/played"] for row in rows), (
+        "those that gave way are kept, too"
+    )
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_an_agent_with_tools_and_branches_is_trained_and_its_failures_are_counted(root):
-    """On a file of one's own, untrained and asynchronously. Rows of every branch arrive, failures of the agent are
-    counted by kind, and no loss is lost to them."""
+    """On a file of one's own, untrained and asynchronously. Rows of every branch arrive, failures
+    of the agent are counted by kind, and no loss is lost to them."""
     rows = trained(
         root,
         "branches",
@@ -113,10 +134,19 @@ def test_an_agent_with_tools_and_branches_is_trained_and_its_failures_are_counte
     assert any(row["batch/sequences"] > 2 * 6 for row in rows), "branches are rows of their own"
     assert all(row["batch/rollouts"] == 2 * 6 for row in rows), "and a rollout counts once"
     assert sum(row.get("failures/agent", 0) for row in rows) > 0
-    assert not any(name.startswith("failures/") and name != "failures/agent" for row in rows for name in row)
+    assert not any(
+        name.startswith("failures/") and name != "failures/agent" for row in rows for name in row
+    )
     played = kept(root, "branches")
-    assert {row.step for row in played if row.train} == {1, 2, 3} and any(row.play.branch is not None for row in played)
-    assert {row.play.failure for row in played} == {None, "agent"} and any(row.staleness is not None for row in played)
+    assert {row.step for row in played if row.train} == {1, 2, 3} and any(
+        row.play.branch is not None for row in played
+    )
+    assert {row.play.failure for row in played} == {None, "agent"} and any(
+        row.staleness is not None for row in played
+    )
     evaluations = json.loads((root / "branches" / "default" / "evaluations.json").read_text())
     played = {step: report["sampled"]["overall"] for step, report in evaluations.items()}
-    assert {step: entry["episodes"] + entry["failed"] for step, entry in played.items()} == {"0": 1, "3": 1}
+    assert {step: entry["episodes"] + entry["failed"] for step, entry in played.items()} == {
+        "0": 1,
+        "3": 1,
+    }

@@ -39,7 +39,8 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(root, tiny_policy):
-    """trained(experiment, trial, *options, steps=STEPS) -> the metrics of a run that must succeed."""
+    """trained(experiment, trial, *options, steps=STEPS) -> the metrics of a run that must
+    succeed."""
 
     def run(experiment, trial, *options, steps=STEPS):
         wanted = (f"total_train_steps={steps}", *ALIKE, *options)
@@ -91,7 +92,9 @@ def test_a_run_leaves_what_it_promised(root, streamed):
     for name in ("trace.json", "report.html", "policy"):
         assert (folder / name).exists(), name
     assert unknown_files(folder) == []
-    spans = {event["name"] for event in json.loads((folder / "trace.json").read_text())["traceEvents"]}
+    spans = {
+        event["name"] for event in json.loads((folder / "trace.json").read_text())["traceEvents"]
+    }
     assert {"train/actor_train", "weights/publish", "weights/load"} <= spans
     tally = audit_folder(folder / "journal")
     assert tally.consumed == tally.admitted == 2 * STEPS and not tally.lost and not tally.twice
@@ -102,7 +105,11 @@ def test_stale_samples_within_the_bound_and_a_run_that_goes_on(root, trained):
     """Begun with two workers of a kind, it goes on with one of each."""
     options = ("async_rl.max_head_offpolicyness=2", "async_rl.weights=disk")
     two = ("async_rl.n_rollout_workers=2", "async_rl.n_generation_workers=2", "env.pool_size=4")
-    evaluated = ("evaluation.episodes_per_task=2", "evaluation.greedy_episodes_per_task=1", "evaluation.every_steps=2")
+    evaluated = (
+        "evaluation.episodes_per_task=2",
+        "evaluation.greedy_episodes_per_task=1",
+        "evaluation.every_steps=2",
+    )
     trained("grpo_aws_async", "eta2", *options, *two, *evaluated, steps=3)
     rows = trained("grpo_aws_async", "eta2", *options, *evaluated, steps=5)
     reports = json.loads((root / "grpo_aws_async" / "eta2" / "evaluations.json").read_text())
@@ -110,8 +117,13 @@ def test_stale_samples_within_the_bound_and_a_run_that_goes_on(root, trained):
     for step, report in reports.items():
         overall = report["sampled"]["overall"]
         greedy = report["greedy"]["overall"]
-        assert overall["episodes"] == 2 * greedy["episodes"] > 0 and overall["failed"] == greedy["failed"] == 0
-        assert overall["version"] == greedy["version"] == int(step), "played beside training, by one version"
+        assert (
+            overall["episodes"] == 2 * greedy["episodes"] > 0
+            and overall["failed"] == greedy["failed"] == 0
+        )
+        assert overall["version"] == greedy["version"] == int(step), (
+            "played beside training, by one version"
+        )
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert 0 < max(row["staleness/max"] for row in rows) <= 2
     fresh = [row for row in rows if row["staleness/max"] == 0]

@@ -1,4 +1,5 @@
-"""What is said about tests that cost too much: only of those without a mark, and only of what they did themselves."""
+"""What is said about tests that cost too much: only of those without a mark, and only of what they
+did themselves."""
 
 import pytest
 
@@ -10,7 +11,13 @@ CHEAP = LIMIT_S / 2
 
 def report(name, cost, *marks, when="call"):
     return pytest.TestReport(
-        name, ("", None, ""), dict.fromkeys(marks, 1), "passed", None, when, user_properties=[(COST, cost)]
+        name,
+        ("", None, ""),
+        dict.fromkeys(marks, 1),
+        "passed",
+        None,
+        when,
+        user_properties=[(COST, cost)],
     )
 
 

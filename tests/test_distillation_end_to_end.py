@@ -1,5 +1,5 @@
-"""On-policy distillation from the command line: a teacher with a worker of its own, and a student that comes nearer;
-and a policy that is told of its errors as its own teacher."""
+"""On-policy distillation from the command line: a teacher with a worker of its own, and a student
+that comes nearer; and a policy that is told of its errors as its own teacher."""
 
 from __future__ import annotations
 
@@ -63,11 +63,18 @@ def test_the_divergence_from_the_teacher_falls(tmp_path: Path, tiny_policy: Path
     """The teacher prefers a hundred of its tokens; rewards play no part."""
     teacher = taught(tiny_policy, tmp_path / "teacher")
     (tmp_path / "letters.py").write_text(LETTERS)
-    places = (f"env.path={tmp_path / 'letters.py'}:Letters", f"actor.path={tiny_policy}", f"teacher.path={teacher}")
+    places = (
+        f"env.path={tmp_path / 'letters.py'}:Letters",
+        f"actor.path={tiny_policy}",
+        f"teacher.path={teacher}",
+    )
     command = [sys.executable, "-m", "realhf.launch", *OPTIONS, *places, f"fileroot={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr + done.stdout[-2000:]
-    rows = [json.loads(line) for line in (tmp_path / "opd" / "one" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "opd" / "one" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert not undescribed(rows)
     apart = [row["policy/kl_teacher"] for row in rows if "policy/kl_teacher" in row]
     assert len(apart) == STEPS and sum(apart[-3:]) < 0.7 * sum(apart[:3]), apart
@@ -92,17 +99,26 @@ class Strict:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("experiment", ["grpo", "grpo_async"])
-def test_a_policy_learns_from_the_errors_it_is_told(experiment: str, tmp_path: Path, tiny_policy: Path) -> None:
+def test_a_policy_learns_from_the_errors_it_is_told(
+    experiment: str, tmp_path: Path, tiny_policy: Path
+) -> None:
     """Two steps without any reward, in turns and streamed."""
     (tmp_path / "strict.py").write_text(STRICT)
     of_opd = ("experiment=", "total_train_steps=", "ppo.algo=", "teacher.", "ppo.kl_loss_coef=")
     shared = [option for option in OPTIONS if not option.startswith(of_opd)]
     own = (f"experiment={experiment}", "total_train_steps=2", "ppo.algo=sdpo", "ppo.kl_loss_coef=0")
-    places = (f"env.path={tmp_path / 'strict.py'}:Strict", f"actor.path={tiny_policy}", f"fileroot={tmp_path}")
+    places = (
+        f"env.path={tmp_path / 'strict.py'}:Strict",
+        f"actor.path={tiny_policy}",
+        f"fileroot={tmp_path}",
+    )
     command = [sys.executable, "-m", "realhf.launch", *shared, *own, *places]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr + done.stdout[-2000:]
-    rows = [json.loads(line) for line in (tmp_path / "opd" / "one" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "opd" / "one" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert not undescribed(rows)
     steps = [row for row in rows if "policy/kl_teacher" in row]
     assert len(steps) == 2

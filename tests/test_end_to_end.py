@@ -1,4 +1,5 @@
-"""The command itself, with everything real and tiny: simulators, a policy made here, master, workers, training."""
+"""The command itself, with everything real and tiny: simulators, a policy made here, master,
+workers, training."""
 
 import contextlib
 import json
@@ -70,7 +71,11 @@ def command(root, trial, *options, policy, experiment="grpo_aws"):
 
 def launch(root, trial, *options, **more):
     return subprocess.run(
-        command(root, trial, *options, **more), capture_output=True, text=True, timeout=300, check=False
+        command(root, trial, *options, **more),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
 
 
@@ -102,13 +107,17 @@ def figures(row):
 def undescribed(rows):
     """Names that docs/metrics.md does not list, or only as any number that a call returns."""
     names = {name for row in rows for name in row} - {"step"}
-    return {name for name in names if (found := metric_of(name)) is None or found.name == "<call>/<name>"}
+    return {
+        name
+        for name in names
+        if (found := metric_of(name)) is None or found.name == "<call>/<name>"
+    }
 
 
 @pytest.fixture(scope="module")
 def first(root, tiny_policy):
-    """Three steps without a break, on one model worker. What comes before a run without a policy is seen by the
-    example of a first run, and in ``tests/test_any_environment.py``."""
+    """Three steps without a break, on one model worker. What comes before a run without a policy is
+    seen by the example of a first run, and in ``tests/test_any_environment.py``."""
     rows = trained(root, tiny_policy, "first", 3)
     assert not leftovers(root)
     return rows
@@ -117,7 +126,10 @@ def first(root, tiny_policy):
 @pytest.fixture(scope="module")
 def others(root, tiny_policy):
     """A run to compare with the first: one that ended and went on."""
-    rows = {"two steps": trained(root, tiny_policy, "again", 2), "three steps": trained(root, tiny_policy, "again", 3)}
+    rows = {
+        "two steps": trained(root, tiny_policy, "again", 2),
+        "three steps": trained(root, tiny_policy, "again", 3),
+    }
     assert not leftovers(root)
     return rows
 
@@ -131,11 +143,16 @@ def test_a_run_trains_and_leaves_what_it_promised(root, first):
     assert all(0 < row["policy/entropy"] < 6 for row in first), "at most log 400"
     run = root / "grpo_aws" / "first"
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["heldout_episodes"] == 4 and set(summary["heldout_success_after"]) == {"overall", "warmup"}
+    assert summary["heldout_episodes"] == 4 and set(summary["heldout_success_after"]) == {
+        "overall",
+        "warmup",
+    }
     episodes = (run / "episodes.txt").read_text()
     assert episodes.count("===== step 3, episode ") == 2 == episodes.count("\n=== step 3, sample ")
     assert "step 0" not in episodes, "steps count from 1, as on the terminal"
-    model, tokenizer = (kind.from_pretrained(run / "policy") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = (
+        kind.from_pretrained(run / "policy") for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
     assert model.config.vocab_size == 400 and tokenizer.chat_template
 
 
@@ -151,7 +168,9 @@ def test_the_same_seed_is_bit_identical_even_across_a_restart(first, others):
 def failed(done):
     """The message of a run that failed: one clear line."""
     assert done.returncode == 1
-    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, (
+        done.stderr
+    )
     return done.stderr
 
 

@@ -1,4 +1,5 @@
-"""The framework knows no environment: outside its own folder nothing imports AWS or speaks its words."""
+"""The framework knows no environment: outside its own folder nothing imports AWS or speaks its
+words."""
 
 import ast
 import re
@@ -9,17 +10,27 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 OWN = ROOT / "realhf" / "aws"
 WORDS = re.compile(r"(?<![A-Za-z])(?:aws|ministack|tiers?(?![A-Za-z]))", re.IGNORECASE)
-"""``aws`` and ``ministack`` also at the beginning of a name, as in ``AwsEnvironment``; not in ``draws``."""
+"""``aws`` and ``ministack`` also at the beginning of a name, as in ``AwsEnvironment``; not in
+``draws``."""
 EXCEPTIONS = {
     "realhf/registry.py": ('"aws": "realhf.aws.environment:DEFINITION"',),
-    "realhf/backends/builtin_policy.py": ("`aws s3api create-bucket`", r'r"aws [a-z0-9-]+ [a-z0-9-]+"', r'r"|arn:aws:'),
+    "realhf/backends/builtin_policy.py": (
+        "`aws s3api create-bucket`",
+        r'r"aws [a-z0-9-]+ [a-z0-9-]+"',
+        r'r"|arn:aws:',
+    ),
     "realhf/env/check/calls.py": ('_ENVIRONMENTS = ("environments", "aws")',),
-    "realhf/__main__.py": ('"python -m realhf.aws.tasks":', '"python -m realhf.aws.evaluate":', '"aws-env":'),
+    "realhf/__main__.py": (
+        '"python -m realhf.aws.tasks":',
+        '"python -m realhf.aws.evaluate":',
+        '"aws-env":',
+    ),
     "realhf/monitor/provenance.py": ('"ministack",', '"awscli",'),
 }
-"""Lines that may say a word: the registration; how the built-in tokenizer splits text, where a change would make
-another policy; folders of the package that hold environments; the default experiment's environment, whose options
-stand in the reference already; the list of commands; packages whose versions a run records."""
+"""Lines that may say a word: the registration; how the built-in tokenizer splits text, where a
+change would make another policy; folders of the package that hold environments; the default
+experiment's environment, whose options stand in the reference already; the list of commands;
+packages whose versions a run records."""
 
 
 def files():
@@ -35,7 +46,10 @@ def said(path, text):
 
 def test_only_an_environments_own_folder_speaks_its_words():
     assert len(files()) > 300
-    found = {path.relative_to(ROOT).as_posix(): said(path, path.read_text(encoding="utf-8")) for path in files()}
+    found = {
+        path.relative_to(ROOT).as_posix(): said(path, path.read_text(encoding="utf-8"))
+        for path in files()
+    }
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
@@ -57,5 +71,8 @@ def test_every_exception_is_needed(name):
 
 
 def test_the_search_sees_what_it_looks_for():
-    told = "the AWS CLI\nAWS_RL_ENV_URL\nclass AwsTask\nby tier\nTIERS\nMiniStack pool\nit draws\nfrontier\nlaws\n"
+    told = (
+        "the AWS CLI\nAWS_RL_ENV_URL\nclass AwsTask\nby tier\nTIERS\nMiniStack pool\nit "
+        "draws\nfrontier\nlaws\n"
+    )
     assert len(said(ROOT / "realhf" / "none.py", told)) == 6

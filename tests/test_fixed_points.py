@@ -1,8 +1,10 @@
-"""What the owner of the project fixed: packages, folders, commands, names of the design, and the tests of each call.
+"""What the owner of the project fixed: packages, folders, commands, names of the design, and the
+tests of each call.
 
-These points are the owner's decisions. No clean-up removes, renames or replaces one of them, however little it may seem
-to do: a package with a smaller substitute, a verb with a better word, a test that another one covers. Whoever thinks
-that one should go asks the owner; until then this file fails. It only ever grows.
+These points are the owner's decisions. No clean-up removes, renames or replaces one of them,
+however little it may seem to do: a package with a smaller substitute, a verb with a better word, a
+test that another one covers. Whoever thinks that one should go asks the owner; until then this file
+fails. It only ever grows.
 """
 
 from __future__ import annotations
@@ -87,7 +89,9 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 def requirements() -> frozenset[str]:
     """Every requirement in a list of ``setup.py``, for whatever extra, without its version."""
     lists = [node for node in ast.walk(tree("setup.py")) if isinstance(node, ast.List)]
-    texts = [str(node.value) for found in lists for node in found.elts if isinstance(node, ast.Constant)]
+    texts = [
+        str(node.value) for found in lists for node in found.elts if isinstance(node, ast.Constant)
+    ]
     return frozenset(re.split(r"[\s\[<>=;~!]", text)[0].lower() for text in texts)
 
 
@@ -107,7 +111,9 @@ def product() -> str:
 def test_a_package_is_required_pinned_and_imported(distribution: str, module: str) -> None:
     """To be required alone is not enough: the product is built on these packages."""
     assert distribution in requirements()
-    assert re.search(rf"^{distribution}==", (ROOT / "constraints.txt").read_text(), re.MULTILINE | re.IGNORECASE)
+    assert re.search(
+        rf"^{distribution}==", (ROOT / "constraints.txt").read_text(), re.MULTILINE | re.IGNORECASE
+    )
     assert re.search(rf"^\s*(import|from) {module}\b", product(), re.MULTILINE)
 
 
@@ -116,9 +122,9 @@ def test_the_top_level_is_the_owners() -> None:
     assert [name for name in FOLDERS if not (ROOT / name).is_dir()] == []
     assert [name for name in FILES if not (ROOT / name).is_file()] == []
     assert "make test" in (ROOT / ".ci" / "run").read_text()
-    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["testpaths"] == [
-        "tests"
-    ]
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"][
+        "testpaths"
+    ] == ["tests"]
 
 
 def test_the_commands_are_there() -> None:
@@ -128,7 +134,11 @@ def test_the_commands_are_there() -> None:
     assert (ROOT / "realhf" / "launch" / "__main__.py").is_file()
     assert (ROOT / "configs" / "experiment" / "grpo_aws.yaml").is_file()
     makefile = (ROOT / "Makefile").read_text()
-    assert [name for name in ("run", "train", "test") if not re.search(rf"^{name}:", makefile, re.MULTILINE)] == []
+    assert [
+        name
+        for name in ("run", "train", "test")
+        if not re.search(rf"^{name}:", makefile, re.MULTILINE)
+    ] == []
 
 
 @pytest.mark.parametrize("cls", DESIGN, ids=lambda cls: cls.__name__)
@@ -142,7 +152,11 @@ def test_the_trajectory_server_has_its_thirteen_endpoints() -> None:
     """By method and path, in the application that is served."""
     assert len(ENDPOINTS) == 13
     app = create_app(TrajectoryConfig(store="memory"))
-    served = {(method.upper(), path) for path, operations in app.openapi()["paths"].items() for method in operations}
+    served = {
+        (method.upper(), path)
+        for path, operations in app.openapi()["paths"].items()
+        for method in operations
+    }
     assert ENDPOINTS - served == set()
 
 
@@ -157,6 +171,11 @@ def test_words_that_clients_rely_on() -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_model_function_call_has_tests_of_its_own(call: str) -> None:
-    """Each call of a graph alone, on a real model worker, over the RPC: this is how the owner uses the project."""
-    found = [node.name for node in ast.walk(tree(f"tests/mfc/test_{call}.py")) if isinstance(node, FUNCTIONS)]
+    """Each call of a graph alone, on a real model worker, over the RPC: this is how the owner uses
+    the project."""
+    found = [
+        node.name
+        for node in ast.walk(tree(f"tests/mfc/test_{call}.py"))
+        if isinstance(node, FUNCTIONS)
+    ]
     assert [name for name in found if name.startswith("test_")]

@@ -1,4 +1,5 @@
-"""The rules of the house that a machine can check: who may import whom, torch-free modules, no hidden settings."""
+"""The rules of the house that a machine can check: who may import whom, torch-free modules, no
+hidden settings."""
 
 from __future__ import annotations
 
@@ -57,18 +58,21 @@ ROOMS: dict[str, str] = {
     "launch": "api base dataflow env/loader monitor registry scheduler transport",
     "env": "api base env/check env/loader registry",
     "env/adapters": "api base env env/loader web",
-    "aws": "api aws/cli aws/simulator aws/tasks backends/embedded backends/training base env env/containment "
+    "aws": "api aws/cli aws/simulator aws/tasks backends/embedded backends/training base env "
+    "env/containment "
     "env/server rollout web",
-    "aws/episode": "api aws aws/cli aws/grading aws/real_aws aws/simulator aws/tasks base env/loader env/server",
+    "aws/episode": "api aws aws/cli aws/grading aws/real_aws aws/simulator aws/tasks base "
+    "env/loader env/server",
     "aws/playground": "aws aws/episode aws/grading aws/simulator aws/tasks env/server web",
-    "aws/server": "aws aws/episode aws/playground aws/real_aws aws/simulator aws/tasks env/server web",
+    "aws/server": "aws aws/episode aws/playground aws/real_aws aws/simulator aws/tasks env/server "
+    "web",
     "aws/training": "api aws aws/episode aws/simulator aws/tasks base rollout",
     "aws/client": "api aws base env rollout",
     "environments": "api base env/loader",
     "tinker": "api backends/embedded backends/training base web",
 }
-"""Every folder of the product that holds modules, with the folders that it may import from. A row names rows above it
-only, so no two rooms import each other, not even in a circle."""
+"""Every folder of the product that holds modules, with the folders that it may import from. A row
+names rows above it only, so no two rooms import each other, not even in a circle."""
 TORCH_FREE = (
     "realhf/api",
     "realhf/base",
@@ -90,8 +94,8 @@ TORCH_FREE = (
     "workers/trajectory_worker.py",
 )
 PROGRAMS = {"realhf/aws/evaluate.py"}
-"""Commands that put parts of several rooms together, as the launcher does; nothing may import them. So are modules
-called ``__main__``."""
+"""Commands that put parts of several rooms together, as the launcher does; nothing may import them.
+So are modules called ``__main__``."""
 STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 READS_ENVIRONMENT = {
     "realhf/cluster/engines/slurm.py",  # whether it runs in a job, which Slurm says in no other way
@@ -119,7 +123,8 @@ def imported_by(path: Path) -> tuple[str, ...]:
 
 
 def imported(node: ast.AST) -> Iterator[str]:
-    """Full names of what the code below ``node`` imports; relative imports do not exist in this house."""
+    """Full names of what the code below ``node`` imports; relative imports do not exist in this
+    house."""
     for item in statements(node):
         if isinstance(item, ast.Import):
             yield from (alias.name for alias in item.names)
@@ -138,7 +143,8 @@ def statements(node: ast.AST) -> Iterator[ast.AST]:
 
 @cache
 def room(name: str) -> str | None:
-    """'api/config' for 'realhf.api.config.sections', 'workers' for 'workers.env_worker'; None for foreign packages."""
+    """'api/config' for 'realhf.api.config.sections', 'workers' for 'workers.env_worker'; None for
+    foreign packages."""
     first, *rest = name.split(".")
     if first in ("workers", "experiments", "configs"):
         return first
@@ -168,7 +174,11 @@ def test_a_row_of_the_table_names_rows_above_it_only():
 
 
 def test_every_room_has_a_row_and_every_row_a_room():
-    rooms = {own_room(path) for path in modules("realhf") if path.name not in ("__init__.py",) and not is_program(path)}
+    rooms = {
+        own_room(path)
+        for path in modules("realhf")
+        if path.name not in ("__init__.py",) and not is_program(path)
+    }
     assert rooms == set(ROOMS)
 
 
@@ -177,7 +187,9 @@ def test_the_table_allows_no_more_than_is_used():
     used: dict[str, set[str]] = {name: set() for name in ROOMS}
     for path in modules("realhf"):
         if not is_program(path) and (own := own_room(path)) in used:
-            used[own] |= {other for name in imported_by(path) if (other := room(name)) and other != own}
+            used[own] |= {
+                other for name in imported_by(path) if (other := room(name)) and other != own
+            }
     assert {name: " ".join(sorted(others)) for name, others in used.items()} == ROOMS
 
 
@@ -188,23 +200,36 @@ def test_arrows_point_one_way():
 
 def arrows_of_a_module(path: Path) -> None:
     own = own_room(path)
-    assert not {f"{name.rpartition('.')[0].replace('.', '/')}.py" for name in imported_by(path)} & PROGRAMS
+    assert (
+        not {f"{name.rpartition('.')[0].replace('.', '/')}.py" for name in imported_by(path)}
+        & PROGRAMS
+    )
     if own not in ROOMS or is_program(path):
         return
     others = {name: other for name in imported_by(path) if (other := room(name)) and other != own}
     wrong = sorted(name for name, other in others.items() if other not in ROOMS[own].split())
-    assert not wrong, f"{path.relative_to(ROOT)}: {own} may import from {ROOMS[own] or 'no other room'}, not {wrong}"
+    assert not wrong, (
+        f"{path.relative_to(ROOT)}: {own} may import from {ROOMS[own] or 'no other room'}, not "
+        f"{wrong}"
+    )
 
 
 @pytest.mark.parametrize("folder", ["realhf/dataflow", "realhf/rollout", "workers"])
 def test_no_two_modules_import_each_other(folder: str):
     """Not even for type checking: what both need belongs into a module below them."""
-    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in modules(folder)}
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in modules(folder)
+    }
     imports = {
         name: {full if full in paths else full.rpartition(".")[0] for full in imported_by(path)}
         for name, path in paths.items()
     }
-    pairs = [(one, other) for one in paths for other in imports[one] & paths.keys() if one in imports[other]]
+    pairs = [
+        (one, other)
+        for one in paths
+        for other in imports[one] & paths.keys()
+        if one in imports[other]
+    ]
     assert not pairs
 
 
@@ -216,7 +241,10 @@ def test_workers_and_experiments_import_realhf_but_not_the_launcher():
 
 
 def is_type_checking(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+    return isinstance(node, ast.If) and ast.unparse(node.test) in (
+        "TYPE_CHECKING",
+        "typing.TYPE_CHECKING",
+    )
 
 
 @pytest.mark.parametrize("prefix", TORCH_FREE)
@@ -228,15 +256,20 @@ def test_torch_is_not_imported_at_module_level(prefix: str):
     ]
     for path in paths:
         for node in tree(path).body:
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or is_type_checking(node):
+            if isinstance(
+                node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+            ) or is_type_checking(node):
                 continue
-            heavy = [name for name in imported(node) if name.split(".")[0] in ("torch", "transformers")]
+            heavy = [
+                name for name in imported(node) if name.split(".")[0] in ("torch", "transformers")
+            ]
             assert not heavy, f"{path.relative_to(ROOT)} imports {heavy}"
 
 
 @pytest.mark.slow
 def test_torch_free_packages_really_are():
-    """Imports every module of the packages in a fresh process: catches what arrives through others."""
+    """Imports every module of the packages in a fresh process: catches what arrives through
+    others."""
     packages = [name.replace("/", ".") for name in TORCH_FREE if "." not in name]
     code = (
         "import importlib, pkgutil, sys\n"
@@ -259,12 +292,17 @@ def test_torch_free_packages_really_are():
 
 
 def environment_reads(path: Path) -> Iterator[int]:
-    """Lines that ask for an environment variable. Handing an environment on to a child is not a read."""
+    """Lines that ask for an environment variable. Handing an environment on to a child is not a
+    read."""
     text = path.read_text(encoding="utf-8")
     if "getenv" not in text and "environ" not in text.replace("environment", ""):
         return  # What every such line names; to walk through all modules takes half a second.
     for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.getenv", "os.environ.get", "environ.get"):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "os.getenv",
+            "os.environ.get",
+            "environ.get",
+        ):
             yield node.lineno
         if (
             isinstance(node, ast.Subscript)
@@ -281,19 +319,25 @@ def test_the_clients_of_the_aws_environment_need_no_server():
         "import pkgutil, sys, realhf.aws.client as clients\n"
         "for module in pkgutil.iter_modules(clients.__path__, 'realhf.aws.client.'):\n"
         "    __import__(module.name)\n"
-        "found = {'fastapi', 'uvicorn', 'torch', 'ministack', 'realhf.env.server'} & set(sys.modules)\n"
+        "found = {'fastapi', 'uvicorn', 'torch', 'ministack', 'realhf.env.server'} & "
+        "set(sys.modules)\n"
         "assert not found, found\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
 def test_what_makes_no_graph_does_not_load_the_graph_library():
-    """Clients of both servers, the servers, the kit for environments and the workers start without ``networkx``, which
-    takes as long to import as all the rest of a client."""
+    """Clients of both servers, the servers, the kit for environments and the workers start without
+    ``networkx``, which takes as long to import as all the rest of a client."""
     modules = (
         "realhf.trajectory.client",
         "realhf.aws.client.multi_turn_pool",
@@ -316,7 +360,12 @@ def test_what_makes_no_graph_does_not_load_the_graph_library():
         "assert 'networkx' in sys.modules\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *modules], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+        [sys.executable, "-c", code, *modules],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
@@ -338,6 +387,9 @@ def test_no_module_is_named_after_nothing():
 
 def test_the_checks_see_what_they_look_for(tmp_path: Path):
     bad = tmp_path / "bad.py"
-    bad.write_text("import os\nfrom realhf.aws.simulator import pool\nx = os.environ['A'] + os.getenv('B', '')\n")
+    bad.write_text(
+        "import os\nfrom realhf.aws.simulator import pool\nx = os.environ['A'] + os.getenv('B', "
+        "'')\n"
+    )
     assert [room(name) for name in imported_by(bad)] == [None, "aws/simulator"]
     assert len(list(environment_reads(bad))) == 2

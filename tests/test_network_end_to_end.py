@@ -1,5 +1,5 @@
-"""An asynchronous run whose master is on another host than its workers: it trains, and none of its sockets takes
-anybody who has not the keys of the run."""
+"""An asynchronous run whose master is on another host than its workers: it trains, and none of its
+sockets takes anybody who has not the keys of the run."""
 
 from __future__ import annotations
 
@@ -45,17 +45,31 @@ def test_a_run_over_two_hosts_trains_and_takes_no_strangers(tmp_path, tiny_polic
         pytest.skip(str(error))
     folder = tmp_path / "grpo_async" / "default"
     assert json.loads((folder / "summary.json").read_text())["steps"] == STEPS
-    assert not [path for path in folder.rglob("*") if path.is_file() and b"server_secret" in path.read_bytes()]
+    assert not [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and b"server_secret" in path.read_bytes()
+    ]
     on_first = {address for host, address, _ in seen if host == first}
     on_second = {address for host, address, _ in seen if host == second}
     assert (on_first, on_second) == ({first.address}, {second.address})
-    assert len(seen) >= 6, "master, its heartbeat and its control; tensors, stream, tokens, acknowledgements"
+    assert len(seen) >= 6, (
+        "master, its heartbeat and its control; tensors, stream, tokens, acknowledgements"
+    )
 
 
 def run(folder, policy, first, second):
-    """Run the experiment to its end; return every listener that was there, after it has refused a stranger."""
-    places = (f"scheduler.path={ROOT / 'tests' / 'network_scheduler.py'}:ON_HOSTS", f"scheduler.first={first.name}")
-    network = (f"scheduler.second={second.name}", f"network.bind={first.address}", "async_rl.weights=shm")
+    """Run the experiment to its end; return every listener that was there, after it has refused a
+    stranger."""
+    places = (
+        f"scheduler.path={ROOT / 'tests' / 'network_scheduler.py'}:ON_HOSTS",
+        f"scheduler.first={first.name}",
+    )
+    network = (
+        f"scheduler.second={second.name}",
+        f"network.bind={first.address}",
+        "async_rl.weights=shm",
+    )
     command = [sys.executable, "-m", "realhf.launch", *OPTIONS, *places, *network]
     command += [f"fileroot={folder}", "trial_name=default", f"actor.path={policy}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,5 @@
-"""PPO with a critic from the command line: its roles on one worker and on two, killed and gone on with."""
+"""PPO with a critic from the command line: its roles on one worker and on two, killed and gone on
+with."""
 
 from __future__ import annotations
 
@@ -57,7 +58,16 @@ OPTIONS = (
     "monitor.progress=false",
     "torch_threads=1",
 )
-COMPUTED = ("policy/", "critic/", "mismatch/", "batch/", "groups/", "critic_inf/", "ref_inf/", "rew_inf/")
+COMPUTED = (
+    "policy/",
+    "critic/",
+    "mismatch/",
+    "batch/",
+    "groups/",
+    "critic_inf/",
+    "ref_inf/",
+    "rew_inf/",
+)
 
 
 class Run:
@@ -66,8 +76,20 @@ class Run:
     def __init__(self, folder, trial, policy, *options):
         environment = folder / "letters.py"
         environment.write_text(LETTERS)
-        place = (f"env.path={environment}:Letters", f"actor.path={policy}", f"fileroot={folder}", f"trial_name={trial}")
-        self._command = [sys.executable, "-m", "realhf.launch", *OPTIONS, *place, *options]  # The last word counts.
+        place = (
+            f"env.path={environment}:Letters",
+            f"actor.path={policy}",
+            f"fileroot={folder}",
+            f"trial_name={trial}",
+        )
+        self._command = [
+            sys.executable,
+            "-m",
+            "realhf.launch",
+            *OPTIONS,
+            *place,
+            *options,
+        ]  # The last word counts.
         self._rows = folder / "ppo" / trial / "metrics.jsonl"
 
     def rows(self):
@@ -75,26 +97,38 @@ class Run:
         lines = self._rows.read_text().splitlines() if self._rows.exists() else []
         found = {}
         for line in lines:
-            with contextlib.suppress(ValueError):  # The last line may be half written while the run goes on.
+            with contextlib.suppress(
+                ValueError
+            ):  # The last line may be half written while the run goes on.
                 row = json.loads(line)
-                own = {name: row[name] for name in row if name.startswith(COMPUTED) and "seconds" not in name}
+                own = {
+                    name: row[name]
+                    for name in row
+                    if name.startswith(COMPUTED) and "seconds" not in name
+                }
                 found[int(row["step"])] = own
         return found
 
     def finish(self):
         """Run to the end."""
-        done = subprocess.run(self._command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        done = subprocess.run(
+            self._command, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
         assert done.returncode == 0, done.stderr + done.stdout[-2000:]
         return self.rows()
 
     def crash(self, after):
         """Run until ``after`` steps are done, then kill every process of it at once."""
-        with subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as launcher:
+        with subprocess.Popen(
+            self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as launcher:
             everybody: list[psutil.Process] = []
             try:
                 end = time.monotonic() + PATIENCE_S
                 while len(self.rows()) < after:
-                    assert launcher.poll() is None and time.monotonic() < end, "the run ended, or did not come so far"
+                    assert launcher.poll() is None and time.monotonic() < end, (
+                        "the run ended, or did not come so far"
+                    )
                     time.sleep(0.05)
             finally:
                 everybody = kill_all(launcher.pid)
@@ -121,7 +155,8 @@ def test_the_critic_learns_first_and_then_both_do(together):
 
 @pytest.mark.nightly
 def test_apart_and_killed_the_losses_are_the_same(tmp_path, tiny_policy, together):
-    """To the bit: where the critic and the reference compute, and how often the run began, changes nothing."""
+    """To the bit: where the critic and the reference compute, and how often the run began, changes
+    nothing."""
     run = Run(tmp_path, "two", tiny_policy, "critic.workers=[1]", "ref.workers=[1]")
     run.crash(after=KILLED_AFTER)
     before = run.rows()
@@ -133,7 +168,8 @@ def test_apart_and_killed_the_losses_are_the_same(tmp_path, tiny_policy, togethe
 
 @pytest.mark.nightly
 def test_asynchronously_the_critic_learns_beside_the_actor(tmp_path, tiny_policy):
-    """At the trainer, from episodes that rollout workers stream; what the sampler says otherwise is weighed."""
+    """At the trainer, from episodes that rollout workers stream; what the sampler says otherwise is
+    weighed."""
     options = ("experiment=ppo_async", "total_train_steps=2", "rollout.sessions=4")
     rows = Run(tmp_path, "streamed", tiny_policy, *options).finish()
     assert sorted(rows) == [1, 2] and all(row["critic/updates"] == 2 for row in rows.values())

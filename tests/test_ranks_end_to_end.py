@@ -1,4 +1,5 @@
-"""A run whose model is cut over two workers, one of which is killed: it is named at once, and one worker goes on."""
+"""A run whose model is cut over two workers, one of which is killed: it is named at once, and one
+worker goes on."""
 
 import json
 import subprocess
@@ -28,7 +29,15 @@ CUT = ("actor.workers=[0,1]", "actor.backend=fsdp2")
 
 
 def launched(root, *options):
-    command = [sys.executable, "-m", "realhf.launch", *OPTIONS, f"fileroot={root}", "trial_name=default", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "realhf.launch",
+        *OPTIONS,
+        f"fileroot={root}",
+        "trial_name=default",
+        *options,
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

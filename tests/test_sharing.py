@@ -3,16 +3,28 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests.sharing import CALLS, RANKS, FilesThatBelongTogether, place, pytest_xdist_make_scheduler, together
+from tests.sharing import (
+    CALLS,
+    RANKS,
+    FilesThatBelongTogether,
+    place,
+    pytest_xdist_make_scheduler,
+    together,
+)
 
 TESTS = Path(__file__).resolve().parent
 
 
 def test_files_that_run_ranks_are_handed_out_together_and_others_alone():
-    """Whoever imports what starts ranks would otherwise start their server in a process of its own."""
+    """Whoever imports what starts ranks would otherwise start their server in a process of its
+    own."""
     imports = "from tests.backends.parallel.rank_processes import"
     found = {path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")}
-    with_ranks = {name for name in found if f"\n{imports} " in (TESTS.parent / name).read_text(encoding="utf-8")}
+    with_ranks = {
+        name
+        for name in found
+        if f"\n{imports} " in (TESTS.parent / name).read_text(encoding="utf-8")
+    }
     assert len(with_ranks) >= 5 and {together(name) for name in with_ranks} == {RANKS}
     assert {name for name in found if together(name) == RANKS} == with_ranks
     calls = {name for name in found if together(name) == CALLS}
@@ -28,12 +40,20 @@ def test_the_order_of_other_ways_to_share_out_tests_is_left_alone(monkeypatch):
     monkeypatch.setattr(FilesThatBelongTogether, "__init__", lambda self, config, log: None)
     assert pytest_xdist_make_scheduler(config("load"), None) is None
     made = pytest_xdist_make_scheduler(config("loadfile"), None)
-    assert made is not None and made._split_scope("tests/a/test_b.py::test_c[x::y]") == "tests/a/test_b.py"
+    assert (
+        made is not None
+        and made._split_scope("tests/a/test_b.py::test_c[x::y]") == "tests/a/test_b.py"
+    )
     assert made._split_scope("tests/backends/parallel/test_training.py::test_five[dp2]") == RANKS
 
 
 def test_slow_files_come_first_each_in_one_piece_and_mixed_where_processes_share_them():
-    slow = [f"tests/{room}/test_{number}.py::test_{case}" for room in "ab" for number in range(9) for case in "xy"]
+    slow = [
+        f"tests/{room}/test_{number}.py::test_{case}"
+        for room in "ab"
+        for number in range(9)
+        for case in "xy"
+    ]
     found = [("tests/a/test_quick.py::test_z", False), *((nodeid, True) for nodeid in slow)]
 
     def ordered(mixed):

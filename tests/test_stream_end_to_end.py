@@ -1,5 +1,6 @@
-"""``experiment=grpo_stream_http`` with everything real and tiny: a server of the run, a producer with a policy and
-simulators of its own, master, model worker, training; and what a killed run owes to the batches in its hands."""
+"""``experiment=grpo_stream_http`` with everything real and tiny: a server of the run, a producer
+with a policy and simulators of its own, master, model worker, training; and what a killed run owes
+to the batches in its hands."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ class Processes:
 
     def start(self, name, module, *arguments):
         with (self._folder / f"{name}.log").open("wb") as log:
-            process = subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=log, stderr=log)
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments], stdout=log, stderr=log
+            )
         self._running.append(process)
         return process
 
@@ -87,12 +90,16 @@ def leases_of(url):
 
 
 def kill_model_worker(launcher):
-    [worker] = [child for child, line in family(launcher.pid).items() if "workers.model_worker" in line]
+    [worker] = [
+        child for child, line in family(launcher.pid).items() if "workers.model_worker" in line
+    ]
     os.kill(worker.pid, 9)
 
 
 @pytest.mark.nightly
-def test_groups_of_a_producer_are_trained_on_and_a_kill_loses_none(tmp_path, processes, tiny_policy):
+def test_groups_of_a_producer_are_trained_on_and_a_kill_loses_none(
+    tmp_path, processes, tiny_policy
+):
     port = free_port()
     env_port = free_port()
     runs = tmp_path / "runs"
@@ -107,9 +114,17 @@ def test_groups_of_a_producer_are_trained_on_and_a_kill_loses_none(tmp_path, pro
         *TINY,
     )
     env = processes.start(
-        "env", "workers.env_worker", "--port", str(env_port), "--pool-size", "2", "--ministack-base-port", "0"
+        "env",
+        "workers.env_worker",
+        "--port",
+        str(env_port),
+        "--pool-size",
+        "2",
+        "--ministack-base-port",
+        "0",
     )
-    # The first run is killed while it waits for its second batch: the first one is trained on, but in no checkpoint.
+    # The first run is killed while it waits for its second batch: the first one is trained on, but
+    # in no checkpoint.
     first = processes.start("first", "realhf.launch", *launch, f"total_train_steps={STEPS}")
     play = (
         "--server",
@@ -141,7 +156,8 @@ def test_groups_of_a_producer_are_trained_on_and_a_kill_loses_none(tmp_path, pro
     assert first.wait(60) == 1
     assert "model_worker/0 ended before the run did: killed by SIGKILL" in processes.said("first")
     assert "Traceback" not in processes.said("first") and gone(workers, 60)
-    # The second one finds the run and its queue again, is given the first batch again, and trains to the end.
+    # The second one finds the run and its queue again, is given the first batch again, and trains
+    # to the end.
     second = processes.start("second", "realhf.launch", *launch, f"total_train_steps={STEPS}")
     more = processes.start("more", "workers.producer_worker", *play, "--seed", "2", "--groups", "3")
     assert more.wait(DEADLINE_S) == 0, processes.said("more")
@@ -153,7 +169,9 @@ def test_groups_of_a_producer_are_trained_on_and_a_kill_loses_none(tmp_path, pro
     for row in found:
         assert row["stream_gen/n_sequences"] == 4 and row["groups/total"] == 2
         assert row["mismatch/abs_mean"] < 0.5
-    assert found[0]["mismatch/abs_mean"] < 1e-3, "the producer's log-probabilities are the trainer's own"
+    assert found[0]["mismatch/abs_mean"] < 1e-3, (
+        "the producer's log-probabilities are the trainer's own"
+    )
     assert len({row["policy/loss"] for row in found}) == 3 and found[1]["policy/kl_ref"] > 0
     assert "assistant" in (run / "episodes.txt").read_text()
     assert (run / "policy" / "config.json").exists()
@@ -163,8 +181,16 @@ def test_groups_of_a_producer_are_trained_on_and_a_kill_loses_none(tmp_path, pro
 
 
 def check_queue(processes, run, port):
-    """What the run left at its server: every group was trained on, and nothing is in anybody's hands."""
-    processes.start("server", "realhf.trajectory", "--port", str(port), "--store", f"sqlite:{run / 'trajectory'}")
+    """What the run left at its server: every group was trained on, and nothing is in anybody's
+    hands."""
+    processes.start(
+        "server",
+        "realhf.trajectory",
+        "--port",
+        str(port),
+        "--store",
+        f"sqlite:{run / 'trajectory'}",
+    )
     with TrajectoryClient(f"http://127.0.0.1:{port}", retry_for_s=30) as client:
         assert client.status() == {"current_step": 3, "queue_size": 0}
         assert client.leases() == []

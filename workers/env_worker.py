@@ -1,8 +1,9 @@
 """Environment server process.
 
-It runs stand-alone (``aws-env --port 8000 --pool-size 8``, or ``python -m workers.env_worker``) or as part of a run
-(``--master tcp://... --run-id ... --name env/0``), in which case it registers its address and ends with the run. With
-``--env NAME`` it serves that environment, a registered one or ``file.py:Name``; without it, AWS.
+It runs stand-alone (``aws-env --port 8000 --pool-size 8``, or ``python -m workers.env_worker``) or
+as part of a run (``--master tcp://... --run-id ... --name env/0``), in which case it registers its
+address and ends with the run. With ``--env NAME`` it serves that environment, a registered one or
+``file.py:Name``; without it, AWS.
 """
 
 from __future__ import annotations
@@ -49,11 +50,14 @@ class ServerProgram(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal, the end of the run or an error.
 
-    Returns the exit code: 0 after a signal, 2 for an error in the settings, 1 for an environment that fails.
+    Returns the exit code: 0 after a signal, 2 for an error in the settings, 1 for an environment
+    that fails.
     """
     program = choose_program(argv)
     arguments = build_parser(program).parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     if arguments.master:
         return run_guarded(lambda: serve(program, arguments))
     stop = threading.Event()
@@ -89,17 +93,27 @@ def build_parser(program: ServerProgram) -> argparse.ArgumentParser:
     """Return the parser of the server's flags and of those that a launcher passes."""
     parser = argparse.ArgumentParser(
         prog=program.name,
-        description=f"{program.about} Every setting is also a variable, named in brackets; a flag wins over it.",
+        description=f"{program.about} Every setting is also a variable, named in brackets; a flag "
+        f"wins over it.",
     )
-    parser.add_argument("--version", action="version", version=f"{program.name} {realhf.__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"{program.name} {realhf.__version__}"
+    )
     environment = parser.add_argument_group("environment")
-    about = "environment to serve: a registered name, FILE.py:Name or module:Name (without: AWS; its settings differ)"
+    about = (
+        "environment to serve: a registered name, FILE.py:Name or module:Name (without: AWS; its "
+        "settings differ)"
+    )
     environment.add_argument("--env", default="", metavar="NAME", help=about)
     about = "option of the environment, with --env; as often as needed"
-    environment.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help=about)
+    environment.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help=about
+    )
     program.config.add_arguments(parser.add_argument_group("settings"))
     run = parser.add_argument_group("as part of a training run")
-    run.add_argument("--master", default="", help="endpoint of the master worker (none: stand alone)")
+    run.add_argument(
+        "--master", default="", help="endpoint of the master worker (none: stand alone)"
+    )
     run.add_argument("--run-id", default="", help="run that the master belongs to")
     add_key_file(run)
     run.add_argument("--name", default="env/0", help="name of this worker in the roster")
@@ -107,7 +121,8 @@ def build_parser(program: ServerProgram) -> argparse.ArgumentParser:
 
 
 def _interrupt(stop: threading.Event) -> None:
-    """Raise Interrupted in the main thread at the first signal; ignore later ones, so that clean-up is undisturbed."""
+    """Raise Interrupted in the main thread at the first signal; ignore later ones, so that clean-up
+    is undisturbed."""
     if not stop.is_set():
         stop.set()
         raise Interrupted
@@ -116,7 +131,8 @@ def _interrupt(stop: threading.Event) -> None:
 def serve(program: ServerProgram, arguments: argparse.Namespace) -> None:
     """Start the environment and the server, and serve: forever, or until the master says goodbye.
 
-    Raises SettingError, OSError (port in use), RuntimeError (the environment does not start) or MasterLost.
+    Raises SettingError, OSError (port in use), RuntimeError (the environment does not start) or
+    MasterLost.
     """
     keys = read_keys(arguments.key_file)
     network = server_network(arguments.master, keys)
@@ -130,7 +146,9 @@ def serve(program: ServerProgram, arguments: argparse.Namespace) -> None:
                 config = replace(config, tls_cert=path, tls_key=path)
         listener = stack.enter_context(closing(listen(config.host, config.port)))
         served, config = program.prepare(arguments, config)
-        _serve(program.name, served, EnvServer(served, config, listener), config, arguments, network)
+        _serve(
+            program.name, served, EnvServer(served, config, listener), config, arguments, network
+        )
 
 
 def _serve(
@@ -160,7 +178,8 @@ def _serve(
         server.stop()
         served.pool.stop()
         if arguments.env:
-            # Threads that the environment has left running may keep the process from exiting: SIGALRM ends it then.
+            # Threads that the environment has left running may keep the process from exiting:
+            # SIGALRM ends it then.
             signal.alarm(STOP_WITHIN_S)
 
 

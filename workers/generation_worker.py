@@ -48,11 +48,13 @@ from realhf.transport.weights import receive
 from workers.worker_main import network_of, run_planned
 
 LEAVE_WITHIN_S = 15.0
-"""Seconds within which a dismissed worker must exit, even if it hangs in an update: its successor needs the memory."""
+"""Seconds within which a dismissed worker must exit, even if it hangs in an update: its successor
+needs the memory."""
 
 
 class SlotTable:
-    """Map from the cache slots of all clients, which each number theirs from 0, to the slots of the engine.
+    """Map from the cache slots of all clients, which each number theirs from 0, to the slots of the
+    engine.
 
     Thread-safe.
     """
@@ -74,7 +76,9 @@ class SlotTable:
     def release(self, client: str, slots: list[int]) -> list[int]:
         """Remove a client's slots and return the engine's slots."""
         with self._lock:
-            return [self._slots.pop((client, slot)) for slot in slots if (client, slot) in self._slots]
+            return [
+                self._slots.pop((client, slot)) for slot in slots if (client, slot) in self._slots
+            ]
 
     def release_all_but(self, clients: set[str]) -> list[int]:
         """Remove the slots of all clients but these and return the engine's slots."""
@@ -84,7 +88,8 @@ class SlotTable:
 
 
 class VersionGate:
-    """Queue of requests that need newer weights than the engine has. ``version()`` returns the engine's version.
+    """Queue of requests that need newer weights than the engine has. ``version()`` returns the
+    engine's version.
 
     Thread-safe.
 
@@ -100,9 +105,11 @@ class VersionGate:
         """Minimum version, ``go`` and ``give_up`` of each waiting request, by slot."""
         self._lock = threading.Lock()
 
-    def submit(self, slot: int, at_least: int, go: Callable[[], None], give_up: Callable[[], None]) -> None:
-        """Call ``go`` once the engine has version ``at_least``, possibly at once, or ``give_up`` if the slot is dropped
-        before."""
+    def submit(
+        self, slot: int, at_least: int, go: Callable[[], None], give_up: Callable[[], None]
+    ) -> None:
+        """Call ``go`` once the engine has version ``at_least``, possibly at once, or ``give_up`` if
+        the slot is dropped before."""
         with self._lock:
             if self._version() < at_least:
                 self._held[slot] = (at_least, go, give_up)
@@ -110,7 +117,8 @@ class VersionGate:
         go()
 
     def open(self) -> None:
-        """Call ``go`` of the requests whose version the engine has now; to be called after an update."""
+        """Call ``go`` of the requests whose version the engine has now; to be called after an
+        update."""
         with self._lock:
             version = self._version()
             ready = [slot for slot, (at_least, _, _) in self._held.items() if at_least <= version]
@@ -127,8 +135,9 @@ class VersionGate:
 
 
 class PinnedWeights:
-    """A version of the weights that is kept for an evaluation while ``engine`` loads newer ones, in a replica of the
-    engine. If the engine has no replica, the version is available only until the engine loads another one."""
+    """A version of the weights that is kept for an evaluation while ``engine`` loads newer ones, in
+    a replica of the engine. If the engine has no replica, the version is available only until the
+    engine loads another one."""
 
     def __init__(self, engine: StreamingGenerator) -> None:
         self._engine = engine
@@ -152,13 +161,18 @@ class PinnedWeights:
             replica.close()
         return request
 
-    def submit(self, request: GenRequest, gen: GenConfig, stop_ids: Sequence[int], done: Done) -> None:
-        """Sample with the weights of ``request.pinned_version``. Raises ValueError if this version is not pinned."""
+    def submit(
+        self, request: GenRequest, gen: GenConfig, stop_ids: Sequence[int], done: Done
+    ) -> None:
+        """Sample with the weights of ``request.pinned_version``. Raises ValueError if this version
+        is not pinned."""
         with self._lock:
             engine = self._replica or self._engine
             if engine.version != request.pinned_version:
                 raise ValueError(f"weights of version {request.pinned_version} are not kept here")
-            engine.submit(request, replace(gen, temperature=0.0) if request.greedy else gen, stop_ids, done)
+            engine.submit(
+                request, replace(gen, temperature=0.0) if request.greedy else gen, stop_ids, done
+            )
 
     def free(self, slots: Sequence[int]) -> None:
         """Abort the requests of these slots and free their cache."""
@@ -169,8 +183,8 @@ class PinnedWeights:
 
 
 class GenerationWorker:
-    """Process that serves ``generate`` and ``free`` to rollout workers, and weight updates and ``status`` to the
-    master."""
+    """Process that serves ``generate`` and ``free`` to rollout workers, and weight updates and
+    ``status`` to the master."""
 
     def __init__(
         self,
@@ -193,7 +207,9 @@ class GenerationWorker:
         model = plan.spec.models[spec.role]
         self._gen = spec.episodes.gen
         tokenizer = load_tokenizer(model.path, spec.role)
-        chat = TemplateChat(tokenizer, template_kwargs=model.chat_template_kwargs, stop_ids=self._gen.stop_ids)
+        chat = TemplateChat(
+            tokenizer, template_kwargs=model.chat_template_kwargs, stop_ids=self._gen.stop_ids
+        )
         self._stop_ids = chat.stop_ids
         self._engine: StreamingGenerator = self._stack.enter_context(
             make_streaming_generator(
@@ -238,7 +254,8 @@ class GenerationWorker:
         )
 
     def run(self) -> None:
-        """Serve until the master says goodbye. Raises MasterLost, or RuntimeError if the engine's server has ended."""
+        """Serve until the master says goodbye. Raises MasterLost, or RuntimeError if the engine's
+        server has ended."""
         with self._stack:
             self._rpc.run()
         if self._death_reason:
@@ -276,7 +293,8 @@ class GenerationWorker:
             raise ValueError(f"there is no request {request.method!r}")
 
     def _update_weights(self, request: UpdateWeightsRequest) -> UpdateWeightsAnswer:
-        """Stage a version while generation goes on, load it between two tokens, and return digests of the weights."""
+        """Stage a version while generation goes on, load it between two tokens, and return digests
+        of the weights."""
         manifest = request.manifest
         started_at = time.perf_counter()
         with self._tracer.span(f"{WEIGHTS}/stage", version=manifest.version):
@@ -343,7 +361,10 @@ def main() -> int:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    about = "whether a model worker computes on the same GPU, given by the scheduler (default: according to the plan)"
+    about = (
+        "whether a model worker computes on the same GPU, given by the scheduler (default: "
+        "according to the plan)"
+    )
     parser.add_argument("--beside-trainer", choices=("yes", "no"), help=about)
 
 

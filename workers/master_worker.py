@@ -2,7 +2,8 @@
 
     python -m workers.master_worker --run-dir DIR --run-id ID
 
-Its standard output is the event stream of ``realhf.monitor.events``; the first event is its endpoint.
+Its standard output is the event stream of ``realhf.monitor.events``; the first event is its
+endpoint.
 
 The step loop: train step, publish, report, checkpoint, evaluate.
   produces: a new policy version, metrics and checkpoints;
@@ -77,7 +78,8 @@ from workers.worker_main import add_key_file, read_keys
 ACTIVITY_INTERVAL_S = 0.3
 """Interval in seconds at which the display learns which calls run."""
 PROGRESS_INTERVAL_S = 5.0
-"""Interval in seconds at which the display learns how many episodes of an evaluation are finished."""
+"""Interval in seconds at which the display learns how many episodes of an evaluation are
+finished."""
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -93,7 +95,9 @@ class StepAbandoned(Exception):
 class MasterWorker:
     """The master of one run, from the first registration to the summary."""
 
-    def __init__(self, plan: RunPlan, run_id: str, events: EventStream, network: Network = LOOPBACK) -> None:
+    def __init__(
+        self, plan: RunPlan, run_id: str, events: EventStream, network: Network = LOOPBACK
+    ) -> None:
         self._network = network
         self._plan = plan
         self._spec = plan.spec
@@ -113,28 +117,42 @@ class MasterWorker:
         )
         self._checkpoints = CheckpointStore.of_run(self._spec.run_dir, keep=plan.exp_ctrl.keep)
         # Workers that the launcher restarts when they die: the master goes on waiting for them.
-        self._replaceable = {"env/0", *plan.spec.rollout.workers} if plan.spec.rollout else set[str]()
-        self._train_calls = [mfc.name for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP]
-        generate_calls = [mfc.name for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.GENERATE]
+        self._replaceable = (
+            {"env/0", *plan.spec.rollout.workers} if plan.spec.rollout else set[str]()
+        )
+        self._train_calls = [
+            mfc.name for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP
+        ]
+        generate_calls = [
+            mfc.name for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.GENERATE
+        ]
         self._named_calls = choose_calls(self._train_calls, generate_calls)
-        self._roles = Roles(plan.spec, self._rpc, timeout_s=plan.rpc.call_timeout_s, trusted=plan.network.trusted)
+        self._roles = Roles(
+            plan.spec, self._rpc, timeout_s=plan.rpc.call_timeout_s, trusted=plan.network.trusted
+        )
         self._loads = LoadOfSteps()
         self._wall_before = 0.0
         """Seconds that the run took before this start."""
         self._saved_step = 0
         """Completed steps of the last checkpoint."""
         self._step_source: StepSource | None = None
-        """The step source once it is open. Workers may join before; it is notified of these then."""
+        """The step source once it is open. Workers may join before; it is notified of these
+        then."""
         self._processes: dict[str, tuple[int, int]] = {}
         """Pid and start time of the process of each worker, by name."""
-        self._best = BestPolicy(self._spec.run_dir) if plan.exp_ctrl.keep_best and self._spec.evaluation else None
+        self._best = (
+            BestPolicy(self._spec.run_dir)
+            if plan.exp_ctrl.keep_best and self._spec.evaluation
+            else None
+        )
         self._recording: asyncio.Task[None] | None = None
         """Records the last evaluation that was played in parallel with training."""
         self._stop = asyncio.Event()
         self._training = False
 
     def request_stop(self) -> None:
-        """Save a checkpoint of the last finished step and end the run as soon as the running calls allow it.
+        """Save a checkpoint of the last finished step and end the run as soon as the running calls
+        allow it.
 
         Must be called in the event loop. If nothing is unsaved, ``stopped`` is reported at once.
         """
@@ -143,7 +161,8 @@ class MasterWorker:
             self._report_stopped()
 
     async def run(self) -> None:
-        """Run the experiment to its end. Raises the error that ends it early; a requested stop is no error."""
+        """Run the experiment to its end. Raises the error that ends it early; a requested stop is
+        no error."""
         await self._rpc.start()
         self._events.emit("endpoint", address=self._rpc.endpoint, run_id=self._run_id)
         try:
@@ -157,7 +176,9 @@ class MasterWorker:
         async with contextlib.AsyncExitStack() as stack:
             tracer = stack.enter_context(open_trace(self._spec.run_dir, "master"))
             stack.enter_context(run_folder_needed(self._spec.run_dir))
-            checkpoint = await self._find_checkpoint()  # first, so that a run that cannot resume changes nothing
+            checkpoint = (
+                await self._find_checkpoint()
+            )  # first, so that a run that cannot resume changes nothing
             await self._wait_for_workers()
             self._steps = await self._open_steps(checkpoint)
             stack.push_async_callback(self._steps.close)
@@ -184,12 +205,18 @@ class MasterWorker:
     async def _record_launch(self, completed: int) -> None:
         """Record the launch and report from which step on the run has changed options.
 
-        The master does this because the launcher cannot know the step: the newest checkpoint may turn out damaged.
+        The master does this because the launcher cannot know the step: the newest checkpoint may
+        turn out damaged.
         """
         launch = self._plan.launch
-        is_new = await asyncio.to_thread(record_launch, self._spec.run_dir, launch, completed, self._warn)
+        is_new = await asyncio.to_thread(
+            record_launch, self._spec.run_dir, launch, completed, self._warn
+        )
         if is_new and launch.changed:
-            self._warn(f"from step {completed + 1} on the run has other options: {describe_changes(launch.changed)}")
+            self._warn(
+                f"from step {completed + 1} on the run has other options: "
+                f"{describe_changes(launch.changed)}"
+            )
 
     def _warn(self, text: str) -> None:
         self._events.emit("warning", text=text)
@@ -232,15 +259,19 @@ class MasterWorker:
         return addresses
 
     async def _find_checkpoint(self) -> Checkpoint | None:
-        """Return the last valid checkpoint, or None if there is none or recovery is disabled; emit its warnings.
+        """Return the last valid checkpoint, or None if there is none or recovery is disabled; emit
+        its warnings.
 
-        Raises CheckpointError for one that cannot be used, RuntimeError if ``recover_mode=resume`` finds none.
+        Raises CheckpointError for one that cannot be used, RuntimeError if ``recover_mode=resume``
+        finds none.
         """
         checkpoint = None
         if self._plan.recover_mode is not RecoverMode.disabled:
             checkpoint = await asyncio.to_thread(self._checkpoints.latest)
         if checkpoint is None and self._plan.recover_mode is RecoverMode.resume:
-            raise RuntimeError(f"recover_mode=resume: no valid checkpoint in {self._checkpoints.folder}")
+            raise RuntimeError(
+                f"recover_mode=resume: no valid checkpoint in {self._checkpoints.folder}"
+            )
         for warning in checkpoint.warnings if checkpoint else ():
             self._warn(warning)
         self._saved_step = checkpoint.step if checkpoint else 0
@@ -292,8 +323,8 @@ class MasterWorker:
             self._step_source.worker_joined(info)
 
     def _on_worker_gone(self, name: str, reason: str, *, left: bool) -> None:
-        """Handle a worker that is silent, was dismissed, or ``left``. The launcher ends its process and starts
-        another one."""
+        """Handle a worker that is silent, was dismissed, or ``left``. The launcher ends its process
+        and starts another one."""
         pid, started = self._processes[name]
         self._events.emit("lost", name=name, pid=pid, started=started, reason=reason, left=left)
         if name in self._replaceable:
@@ -308,7 +339,9 @@ class MasterWorker:
         total = self._spec.total_train_steps
         if done > 0:
             text = (
-                f"resumed after step {done}" if done < total else f"nothing to train: {done} of {total} steps are done"
+                f"resumed after step {done}"
+                if done < total
+                else f"nothing to train: {done} of {total} steps are done"
             )
             self._log.phase(text)
         if done >= total and not self._evaluation_is_due(done, last=True):
@@ -334,7 +367,9 @@ class MasterWorker:
 
     async def _train_steps(self, done: int, total: int) -> None:
         checkpoint_due = False
-        self._loads.figures(self._rpc.loads())  # start the measurement: load before the first step is not counted
+        self._loads.figures(
+            self._rpc.loads()
+        )  # start the measurement: load before the first step is not counted
         for step in range(done, total):
             try:
                 report = await self._execute(step)
@@ -348,9 +383,9 @@ class MasterWorker:
             await self._unless_stopped(self._steps.publish(step + 1))
             await self._report(report)
             checkpoint_due = checkpoint_due or (step + 1) % self._plan.exp_ctrl.ckpt_freq_steps == 0
-            # A checkpoint waits for the running evaluation, because a resumed run does not repeat evaluations of
-            # earlier steps. If each evaluation lasts until the next one is due, the only time for a checkpoint is
-            # between the two.
+            # A checkpoint waits for the running evaluation, because a resumed run does not repeat
+            # evaluations of earlier steps. If each evaluation lasts until the next one is due, the
+            # only time for a checkpoint is between the two.
             if step + 1 == total or (checkpoint_due and self._evaluation_is_due(step + 1)):
                 await self._unless_stopped(self._wait_for_evaluation())
             if self._stop.is_set():
@@ -364,7 +399,8 @@ class MasterWorker:
     async def _execute(self, step: int) -> StepReport:
         """Run a step.
 
-        After a stop request, a step whose training has begun is finished; otherwise this raises StepAbandoned.
+        After a stop request, a step whose training has begun is finished; otherwise this raises
+        StepAbandoned.
         """
         if self._stop.is_set():
             raise StepAbandoned
@@ -374,11 +410,19 @@ class MasterWorker:
             if running.done():
                 return running.result()
             if self._executor.has_begun_training(step):
-                self._log.phase(f"stopping: step {step + 1} is being trained; its checkpoint follows")
+                self._log.phase(
+                    f"stopping: step {step + 1} is being trained; its checkpoint follows"
+                )
                 return await running
-            calls = [f"{name} {state}" for name, state in self._executor.activity().items() if state.startswith("runs")]
+            calls = [
+                f"{name} {state}"
+                for name, state in self._executor.activity().items()
+                if state.startswith("runs")
+            ]
             if calls:
-                self._log.phase(f"stopping as soon as the running calls have ended: {', '.join(calls)}")
+                self._log.phase(
+                    f"stopping as soon as the running calls have ended: {', '.join(calls)}"
+                )
             await self._executor.settle()
         finally:
             running.cancel()
@@ -388,7 +432,8 @@ class MasterWorker:
         return running.result()
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T] | asyncio.Task[T]) -> None:
-        """Wait for ``work`` or for a stop request. On the request a coroutine is cancelled, while a task goes on.
+        """Wait for ``work`` or for a stop request. On the request a coroutine is cancelled, while a
+        task goes on.
 
         Raises the error of ``work``.
         """
@@ -407,7 +452,9 @@ class MasterWorker:
         """Save a checkpoint of ``completed`` steps if there is none, then raise RunStopped."""
         if completed > self._saved_step:
             if self._is_evaluating():
-                self._events.emit("warning", text="the held-out evaluation in play is cut off and not made again")
+                self._events.emit(
+                    "warning", text="the held-out evaluation in play is cut off and not made again"
+                )
             self._log.phase(f"stopping: saving a checkpoint of step {completed}")
             await self._checkpoint(completed)
         self._report_stopped()
@@ -415,15 +462,23 @@ class MasterWorker:
 
     def _report_stopped(self) -> None:
         step = self._saved_step
-        saved = f"a checkpoint of step {step} is saved" if step else "no step was finished, so nothing new is saved"
+        saved = (
+            f"a checkpoint of step {step} is saved"
+            if step
+            else "no step was finished, so nothing new is saved"
+        )
         self._events.emit("stopped", text=saved)
 
     async def _data_ended(self, completed: int, end: EndOfData) -> None:
-        """Complete the run after the last step for which there was data. Raises RuntimeError if there was none."""
+        """Complete the run after the last step for which there was data. Raises RuntimeError if
+        there was none."""
         if completed == 0:
             raise RuntimeError(f"there is nothing to train on: {end}")
         total = self._spec.total_train_steps
-        self._events.emit("warning", text=f"the data ended after step {completed}, before total_train_steps={total}")
+        self._events.emit(
+            "warning",
+            text=f"the data ended after step {completed}, before total_train_steps={total}",
+        )
         # As before every checkpoint: a resumed run would not repeat the evaluation.
         await self._unless_stopped(self._wait_for_evaluation())
         if self._saved_step < completed:
@@ -455,12 +510,17 @@ class MasterWorker:
                 raise RuntimeError(f"{call.mfc} ended the run at step {step}: {call.stats['stop']}")
 
     async def _show_activity(self) -> None:
-        """Emit an event for the display whenever the running calls change. Runs until it is cancelled."""
+        """Emit an event for the display whenever the running calls change. Runs until it is
+        cancelled."""
         shown: dict[str, Any] = {}
         while True:
             if sections := await self._steps.live():
                 self._events.emit("rollouts", **sections)
-            running = [name for name, state in self._executor.activity().items() if state.startswith("runs")]
+            running = [
+                name
+                for name, state in self._executor.activity().items()
+                if state.startswith("runs")
+            ]
             resident = len(self._executor.buffer)
             capacity = self._executor.buffer.max_size
             now = {"calls": running, "resident": resident, "capacity": capacity}
@@ -470,7 +530,8 @@ class MasterWorker:
             await asyncio.sleep(ACTIVITY_INTERVAL_S)
 
     async def _show_progress(self, call: str, worker: str) -> None:
-        """Emit the number of finished episodes of a call at intervals. Runs until it is cancelled."""
+        """Emit the number of finished episodes of a call at intervals. Runs until it is
+        cancelled."""
         while True:
             await asyncio.sleep(PROGRESS_INTERVAL_S)
             progress = await self._ask(worker, PROGRESS, Nothing())
@@ -478,11 +539,14 @@ class MasterWorker:
                 self._events.emit("progress", call=call, over=progress.over, wanted=progress.wanted)
 
     def _evaluation_is_due(self, step: int, *, last: bool = False) -> bool:
-        """Return whether an evaluation after ``step`` steps is due. ``last``: the run ends with this step."""
+        """Return whether an evaluation after ``step`` steps is due. ``last``: the run ends with
+        this step."""
         evaluation = self._spec.evaluation
         if evaluation is None or self._log.evaluations.at(step) is not None:
             return False
-        return last or step == 0 or (evaluation.every_steps > 0 and step % evaluation.every_steps == 0)
+        return (
+            last or step == 0 or (evaluation.every_steps > 0 and step % evaluation.every_steps == 0)
+        )
 
     async def _evaluate(self, step: int, *, last: bool = False) -> None:
         evaluation = self._spec.evaluation
@@ -495,11 +559,15 @@ class MasterWorker:
             # Export the policy first: training changes the weights while the evaluation is played.
             await self._wait_for_evaluation()
             await self._export_to(evaluation.role, self._best.candidate)
-        if await self._steps.evaluate(step, evaluation, lambda report: self._deliver(step, evaluation, report)):
+        if await self._steps.evaluate(
+            step, evaluation, lambda report: self._deliver(step, evaluation, report)
+        ):
             self._log.phase(f"held-out evaluation {when}" + ("" if last else ", beside training"))
             return
         self._log.phase(f"held-out evaluation {when}")
-        await self._record_evaluation(step, evaluation, await self._run_evaluation(evaluation, step))
+        await self._record_evaluation(
+            step, evaluation, await self._run_evaluation(evaluation, step)
+        )
 
     def _deliver(self, step: int, evaluation: EvaluationSpec, report: Report) -> None:
         """Start to record the report of an evaluation that was played in parallel with training.
@@ -510,7 +578,9 @@ class MasterWorker:
             self._recording.result()
         self._recording = asyncio.create_task(self._record_evaluation(step, evaluation, report))
 
-    async def _record_evaluation(self, step: int, evaluation: EvaluationSpec, report: Report) -> None:
+    async def _record_evaluation(
+        self, step: int, evaluation: EvaluationSpec, report: Report
+    ) -> None:
         """Keep the policy if it is the best so far, then record the evaluation.
 
         In this order, because a resumed run does not repeat a recorded evaluation.
@@ -522,7 +592,9 @@ class MasterWorker:
             await asyncio.to_thread(self._best.discard_candidate)
         self._log.evaluation(step, report)
 
-    async def _keep_if_best(self, best: BestPolicy, step: int, evaluation: EvaluationSpec, report: Report) -> None:
+    async def _keep_if_best(
+        self, best: BestPolicy, step: int, evaluation: EvaluationSpec, report: Report
+    ) -> None:
         metrics = best_policy_metrics(step, report)
         if metrics is None or not best.is_beaten_by(metrics):
             return
@@ -530,33 +602,44 @@ class MasterWorker:
             await self._export_to(evaluation.role, best.candidate)
         elif metrics["version"] != step:
             version = metrics["version"]
-            text = f"the policy of step {step} is not kept as the best: weights of version {version} were evaluated"
+            text = (
+                f"the policy of step {step} is not kept as the best: weights of version {version} "
+                f"were evaluated"
+            )
             self._events.emit("warning", text=text)
             return
         worker = self._roles.workers_of(evaluation.role)[0]
-        request = KeepExportRequest(str(best.candidate), str(best.folder), json.dumps(metrics, indent=1))
+        request = KeepExportRequest(
+            str(best.candidate), str(best.folder), json.dumps(metrics, indent=1)
+        )
         await self._ask(worker, KEEP_EXPORT, request)
         await asyncio.to_thread(best.record, metrics)
         self._log.phase(
-            f"best held-out success so far: {metrics['success']:.1%}; the policy is kept in {best.folder.name}"
+            f"best held-out success so far: {metrics['success']:.1%}; the policy is kept in "
+            f"{best.folder.name}"
         )
 
     async def _wait_for_evaluation(self) -> None:
         """Wait until the evaluation in parallel with training has finished and is recorded."""
         await self._steps.wait_for_evaluation()
         if self._recording is not None:
-            await asyncio.wait([self._recording])  # unlike an await of the task, a cancelled wait does not cancel it
+            await asyncio.wait(
+                [self._recording]
+            )  # unlike an await of the task, a cancelled wait does not cancel it
             self._recording.result()
             self._recording = None
 
     def _is_evaluating(self) -> bool:
         """Return whether an evaluation in parallel with training is being played or recorded."""
-        return self._steps.evaluating or (self._recording is not None and not self._recording.done())
+        return self._steps.evaluating or (
+            self._recording is not None and not self._recording.done()
+        )
 
     async def _run_evaluation(self, evaluation: EvaluationSpec, step: int) -> dict[str, Any]:
         """Run an evaluation on the trainer and return its report.
 
-        The seed is that of the run at every step, so that policies are compared on the same instances.
+        The seed is that of the run at every step, so that policies are compared on the same
+        instances.
         """
         if self._spec.needs_env and self._replaceable:
             await self._rpc.wait_for(["env/0"], self._plan.rpc.connect_timeout_s)
@@ -576,12 +659,16 @@ class MasterWorker:
             return (await self._ask(worker, EVALUATE, request, step=step)).stats
         finally:
             watcher.cancel()
-            await asyncio.gather(watcher, return_exceptions=True)  # progress is only for display: ignore its errors
+            await asyncio.gather(
+                watcher, return_exceptions=True
+            )  # progress is only for display: ignore its errors
 
     # ---- saving
 
     async def _ask(self, worker: str, call: Call[Q, A], request: Q, *, step: int = -1) -> A:
-        return await ask(self._rpc, worker, call, request, timeout_s=self._plan.rpc.call_timeout_s, step=step)
+        return await ask(
+            self._rpc, worker, call, request, timeout_s=self._plan.rpc.call_timeout_s, step=step
+        )
 
     async def _checkpoint(self, step: int) -> None:
         await self._steps.before_checkpoint()
@@ -599,14 +686,26 @@ class MasterWorker:
             raise self._checkpoints.failed(step, draft, error) from error
         folder = await asyncio.to_thread(self._checkpoints.commit, step, draft, state, files)
         self._saved_step = step
-        await asyncio.gather(*(self._ask(worker, COMMITTED, Nothing()) for worker in self._roles.workers))
+        await asyncio.gather(
+            *(self._ask(worker, COMMITTED, Nothing()) for worker in self._roles.workers)
+        )
         await self._steps.checkpointed(step, folder.name)
 
     async def _restore(self, checkpoint: Checkpoint) -> None:
         self._events.emit("phase", text=f"restoring the checkpoint of step {checkpoint.step}")
-        trained = {mfc.model_role for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP}
-        fully_trained = {role for role in trained if (model := self._spec.models.get(role)) and model.lora is None}
-        check_same_models(checkpoint.state["model_paths"], self._model_paths(), restored=fully_trained)
+        trained = {
+            mfc.model_role
+            for mfc in self._spec.mfcs
+            if mfc.interface_type is InterfaceType.TRAIN_STEP
+        }
+        fully_trained = {
+            role
+            for role in trained
+            if (model := self._spec.models.get(role)) and model.lora is None
+        }
+        check_same_models(
+            checkpoint.state["model_paths"], self._model_paths(), restored=fully_trained
+        )
         await self._roles.restore(checkpoint.folder)
         self._executor.load_state_dict(checkpoint.state["executor"])
         self._wall_before = float(checkpoint.state["wall_seconds"])
@@ -615,7 +714,8 @@ class MasterWorker:
         return {role: model.path for role, model in self._spec.models.items()}
 
     async def _export(self) -> None:
-        """Export the policy in Hugging Face format: to ``policy`` in the run folder, or to the run's artifact."""
+        """Export the policy in Hugging Face format: to ``policy`` in the run folder, or to the
+        run's artifact."""
         role = self._spec.export_role
         if role is None:
             return
@@ -638,7 +738,9 @@ class MasterWorker:
         )
         try:
             await asyncio.to_thread(write_report, self._spec.run_dir)
-        except OSError as error:  # the run is finished and saved, so a full disk must not make it fail
+        except (
+            OSError
+        ) as error:  # the run is finished and saved, so a full disk must not make it fail
             self._events.emit("warning", text=f"no report: {error}")
         self._events.emit("done", summary=summary)
 
@@ -649,16 +751,21 @@ class MasterWorker:
 def check_same_models(
     saved: Mapping[str, str], current: Mapping[str, str], restored: Collection[str] = frozenset()
 ) -> None:
-    """Raise RuntimeError unless each role's weights come from the same folder as when the checkpoint was saved.
+    """Raise RuntimeError unless each role's weights come from the same folder as when the
+    checkpoint was saved.
 
-    A checkpoint holds no frozen weights. ``saved`` and ``current`` map roles to paths; two paths may name the same
-    folder. The roles in ``restored`` are exempt, because the checkpoint holds all their weights.
+    A checkpoint holds no frozen weights. ``saved`` and ``current`` map roles to paths; two paths
+    may name the same folder. The roles in ``restored`` are exempt, because the checkpoint holds all
+    their weights.
     """
-    for role in sorted({*saved, *current} - {role for role in restored if role in saved and role in current}):
+    for role in sorted(
+        {*saved, *current} - {role for role in restored if role in saved and role in current}
+    ):
         if not _same_weights(saved.get(role), current.get(role)):
             raise RuntimeError(
                 f"the checkpoint was made with {role} from {saved.get(role)}, this run has it from "
-                f"{current.get(role)}; restore that folder, or start afresh with recover_mode=disabled"
+                f"{current.get(role)}; restore that folder, or start afresh with "
+                f"recover_mode=disabled"
             )
 
 
@@ -666,7 +773,10 @@ def _same_weights(saved: str | None, current: str | None) -> bool:
     if saved is None or current is None:
         return saved == current
     # The name of a warm-start policy is a digest of its inputs, so the folder may have moved.
-    if re.fullmatch(r"policy-[0-9a-f]{16}", name := Path(saved).name) and name == Path(current).name:
+    if (
+        re.fullmatch(r"policy-[0-9a-f]{16}", name := Path(saved).name)
+        and name == Path(current).name
+    ):
         return True
     with contextlib.suppress(OSError):
         return Path(saved).samefile(current)
@@ -675,14 +785,18 @@ def _same_weights(saved: str | None, current: str | None) -> bool:
 
 def main() -> int:
     """Run the master of a plan. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("--run-dir", type=Path, required=True, help="folder with plan.json")
     parser.add_argument("--run-id", required=True)
     add_key_file(parser)
     args = parser.parse_args()
     events = EventStream.on_stdout()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
 
     def work() -> None:
         plan = RunPlan.read(args.run_dir)

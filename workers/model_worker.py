@@ -70,9 +70,12 @@ HOST_CALLS = (CALL, LOAD, EVALUATE, SAVE, RESTORE, COMMITTED, EXPORT, KEEP_EXPOR
 
 
 class ModelWorker:
-    """Process that registers with the master at once and loads its models on the call ``initialize``."""
+    """Process that registers with the master at once and loads its models on the call
+    ``initialize``."""
 
-    def __init__(self, plan: RunPlan, index: int, run_id: str, master: str, network: Network = LOOPBACK) -> None:
+    def __init__(
+        self, plan: RunPlan, index: int, run_id: str, master: str, network: Network = LOOPBACK
+    ) -> None:
         self._plan = plan
         self._index = index
         self._network = network
@@ -92,7 +95,9 @@ class ModelWorker:
         self._trial = WeightTrial()
         self._stack = ExitStack()
         """Closes the separate generation engines."""
-        self._publisher = WeightPublisher(run_id, name, run_dir / "weights", medium, network=network)
+        self._publisher = WeightPublisher(
+            run_id, name, run_dir / "weights", medium, network=network
+        )
         self._rpc = RpcWorker(
             name,
             "model_worker",
@@ -138,13 +143,15 @@ class ModelWorker:
     def _open_world(self, request: OpenWorldRequest) -> OpenWorldAnswer:
         """Open the rendezvous server of the workers that compute together and return its address.
 
-        It listens on the loopback or, for workers on several hosts, on the network. Raises NetworkError if the latter
-        is not trusted.
+        It listens on the loopback or, for workers on several hosts, on the network. Raises
+        NetworkError if the latter is not trusted.
         """
         from realhf.backends.parallel.process_groups import Meeting
 
         if request.several_hosts and not self._network.trusted:
-            raise NetworkError("workers that train together are on several hosts, and network.trusted is not set")
+            raise NetworkError(
+                "workers that train together are on several hosts, and network.trusted is not set"
+            )
         host = self._network.advertised if request.several_hosts else LOOPBACK_ADDRESS
         self._meeting = Meeting(len(self._plan.spec.world), self._plan.rpc.connect_timeout_s, host)
         return OpenWorldAnswer(self._meeting.address)
@@ -152,7 +159,8 @@ class ModelWorker:
     def _join_world(self, address: str, token: str) -> None:
         """Join the other workers at the rendezvous and create the process groups of all roles.
 
-        Every worker creates every group, including those of roles that only others train, as torch requires.
+        Every worker creates every group, including those of roles that only others train, as torch
+        requires.
         """
         from realhf.backends.parallel.process_groups import World, groups_of
 
@@ -173,25 +181,36 @@ class ModelWorker:
         )
         for model in spec.models.values():
             if model.parallel.size > 1:
-                self._world.found(groups_of(model.workers, model.parallel, cut=model.backend == SHARDED))
+                self._world.found(
+                    groups_of(model.workers, model.parallel, cut=model.backend == SHARDED)
+                )
 
     def initialize(self, request: InitializeRequest) -> Nothing:
         """Load the models of this worker and build the interfaces of its calls."""
         spec = self._plan.spec
-        threads = share_of_cores(self._plan.torch_threads, spec.n_model_workers, taken=_generation_threads(spec))
+        threads = share_of_cores(
+            self._plan.torch_threads, spec.n_model_workers, taken=_generation_threads(spec)
+        )
         if self._index in spec.world:
             self._join_world(request.world, request.token)
-        own_specs = {role: model for role, model in spec.models.items() if self._index in model.workers}
+        own_specs = {
+            role: model for role, model in spec.models.items() if self._index in model.workers
+        }
         models: dict[str, Model] = {}
-        # A role that is the frozen base of another one (``base_of``) shares its weights, so it is loaded after it.
+        # A role that is the frozen base of another one (``base_of``) shares its weights, so it is
+        # loaded after it.
         for role, model in sorted(own_specs.items(), key=lambda item: bool(item[1].base_of)):
             shared = models.get(model.base_of)
-            models[role] = self._load(model, threads) if shared is None else _build_base_role(model, shared)
+            models[role] = (
+                self._load(model, threads) if shared is None else _build_base_role(model, shared)
+            )
         calls = call_interfaces(mfc for mfc in spec.mfcs if mfc.model_role in own_specs)
         dataset = None
         if spec.source.worker == self._index and spec.source.dataset_args is not None:
             tokenizer = next(iter(models.values())).tokenizer
-            dataset = datasets.get(spec.source.name)(tokenizer=tokenizer, **spec.source.dataset_args)
+            dataset = datasets.get(spec.source.name)(
+                tokenizer=tokenizer, **spec.source.dataset_args
+            )
         self._host = ModelHost(
             models,
             calls,
@@ -208,14 +227,16 @@ class ModelWorker:
         return Nothing()
 
     def _publish_weights(self, request: PublishWeightsRequest) -> PublishWeightsAnswer:
-        """Publish the weights of a role to the generation workers; in a self-test change or restore them first."""
+        """Publish the weights of a role to the generation workers; in a self-test change or restore
+        them first."""
         if self._host is None:
             raise RuntimeError("publish_weights before initialize")
         with self._tracer.span(f"{WEIGHTS}/publish", version=request.version):
             engine = self._host.engine(request.role, request.version)
             tensors = engine.weights()
             is_sharded = self._plan.spec.models[request.role].parallel.fsdp > 1
-            # A forward pass of a sharded model needs all its workers, so this one cannot score probes alone.
+            # A forward pass of a sharded model needs all its workers, so this one cannot score
+            # probes alone.
             probes = [] if is_sharded else request.probes
             changed, restored = self._trial.step(request.trial, engine, tensors, probes)
             manifest = self._publisher.publish(
@@ -232,7 +253,10 @@ class ModelWorker:
         backend = backends.get(model.backend)(**model.backend_args, **together)
         engine = backend.build(model, seed=spec.seed, total_train_steps=spec.total_train_steps)
         if model.lora is not None and getattr(engine, "adapters", None) is None:
-            raise ValueError(f"{model.role}.lora.rank={model.lora.rank}: the backend {model.backend} has no adapters")
+            raise ValueError(
+                f"{model.role}.lora.rank={model.lora.rank}: the backend {model.backend} has no "
+                f"adapters"
+            )
         if model.tokens_of:
             check_same_tokens(engine.tokenizer, model.role, model.path, model.tokens_of)
         use_threads = getattr(engine, "use_threads", None)
@@ -240,13 +264,17 @@ class ModelWorker:
             use_threads(threads)
         if model.engine.name != "embedded" and self._generates(model.role):
             engine = self._add_generation_engine(model, engine)
-        return Model(model.role, engine, engine.tokenizer, model.chat_template_kwargs, model.tool_parser)
+        return Model(
+            model.role, engine, engine.tokenizer, model.chat_template_kwargs, model.tool_parser
+        )
 
     def _generates(self, role: str) -> bool:
-        """Return whether this worker samples tokens of a role, for training or evaluation; in asynchronous runs the
-        generation workers do."""
+        """Return whether this worker samples tokens of a role, for training or evaluation; in
+        asynchronous runs the generation workers do."""
         spec = self._plan.spec
-        has_generate_call = any(m.model_role == role and m.interface_type is InterfaceType.GENERATE for m in spec.mfcs)
+        has_generate_call = any(
+            m.model_role == role and m.interface_type is InterfaceType.GENERATE for m in spec.mfcs
+        )
         is_evaluated = spec.evaluation is not None and spec.evaluation.role == role
         return spec.rollout is None and (has_generate_call or is_evaluated)
 
@@ -259,7 +287,8 @@ class ModelWorker:
 
         if len(model.workers) > 1:
             raise ValueError(
-                f"engine.name={model.engine.name}: a synchronous run serves {model.role} on one worker, "
+                f"engine.name={model.engine.name}: a synchronous run serves {model.role} on one "
+                f"worker, "
                 f"{model.role}.workers has {len(model.workers)}"
             )
         config = self._plan.rpc
@@ -287,7 +316,8 @@ class ModelWorker:
         return ServedEngine(engine, served)
 
     def _host_handler(self, handler: str) -> Handler:
-        """Return the handler of this name of the ``ModelHost``, which exists only after ``initialize``."""
+        """Return the handler of this name of the ``ModelHost``, which exists only after
+        ``initialize``."""
 
         def run(payload: Any) -> Any:
             if self._host is None:
@@ -300,14 +330,17 @@ class ModelWorker:
 def _build_base_role(model: ModelSpec, trained: Model) -> Model:
     """Return the frozen role that is a trained role with its adapters disabled."""
     engine = trained.engine.base()  # type: ignore[attr-defined]
-    return Model(model.role, engine, trained.tokenizer, model.chat_template_kwargs, model.tool_parser)
+    return Model(
+        model.role, engine, trained.tokenizer, model.chat_template_kwargs, model.tool_parser
+    )
 
 
 def share_of_cores(configured: int, n_model_workers: int, taken: int = 0) -> ComputeThreads:
-    """Return ``configured`` compute threads or, for 0, this worker's share of the usable cores, and set torch to it.
+    """Return ``configured`` compute threads or, for 0, this worker's share of the usable cores, and
+    set torch to it.
 
-    ``taken`` cores are left to generation workers that compute at the same time: threads that wait for each other lose
-    more by sharing a core than they gain.
+    ``taken`` cores are left to generation workers that compute at the same time: threads that wait
+    for each other lose more by sharing a core than they gain.
     """
     import torch
 
@@ -320,7 +353,8 @@ def share_of_cores(configured: int, n_model_workers: int, taken: int = 0) -> Com
 
 
 def _generation_threads(spec: ExperimentSpec) -> int:
-    """Return the number of threads of all generation workers, which compute at the same time as this one."""
+    """Return the number of threads of all generation workers, which compute at the same time as
+    this one."""
     options = spec.rollout.options if spec.rollout else None
     return options.n_generation_workers * options.generation_threads if options else 0
 

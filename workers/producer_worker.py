@@ -1,9 +1,11 @@
-"""Producer: plays AWS episodes with its own copy of a policy and pushes them to a trajectory server.
+"""Producer: plays AWS episodes with its own copy of a policy and pushes them to a trajectory
+server.
 
     aws-env --port 8100 --pool-size 8 &
     python -m workers.producer_worker --server http://127.0.0.1:8000 --env-url http://127.0.0.1:8100 --policy FOLDER
 
-It follows the pace that the server reports, waits for the trainer, and registers again when a new run begins.
+It follows the pace that the server reports, waits for the trainer, and registers again when a new
+run begins.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class NothingPlayed(RuntimeError):
 
 
 class PolicyEpisodes:
-    """Episodes of a policy on tasks of a curriculum, in a pool of sessions. Use it as a context manager."""
+    """Episodes of a policy on tasks of a curriculum, in a pool of sessions. Use it as a context
+    manager."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -59,10 +62,14 @@ class PolicyEpisodes:
         engine = backends.get("torch")().build(spec, seed=options.seed, total_train_steps=1)
         engine.use_threads(threads(torch.get_num_threads()))
         self._model = Model("producer", engine, engine.tokenizer, options.chat_template_kwargs)
-        self._gen = GenConfig(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
+        self._gen = GenConfig(
+            max_new_tokens=options.max_new_tokens, temperature=options.temperature
+        )
         env_options = {"tiers": options.tiers, "tags": options.tags, "pool_size": options.sessions}
         self._tasks = TaskSource(options.seed, "aws", env_options)
-        self._chat = TemplateChat(engine.tokenizer, system_prompt=None, template_kwargs=options.chat_template_kwargs)
+        self._chat = TemplateChat(
+            engine.tokenizer, system_prompt=None, template_kwargs=options.chat_template_kwargs
+        )
         spec = build_environment("aws", env_options)
         limits = Limits(options.max_turns, options.max_total_tokens, options.max_new_tokens)
         agent = TurnAgent(self._chat, limits, spec.system_prompt)
@@ -77,19 +84,24 @@ class PolicyEpisodes:
         self._player.close()
 
     def play(self, count: int) -> list[Mapping[str, Any]]:
-        """Play a group of episodes for each of ``count`` tasks and return the groups, in the server's format.
+        """Play a group of episodes for each of ``count`` tasks and return the groups, in the
+        server's format.
 
         Tasks whose episodes all failed are left out. Raises NothingPlayed if that leaves none.
         """
         items = self._tasks.next_batch(count)
         size = self._options.group_size
         self._rounds += 1
-        engine = ModelEngine(self._model, self._chat, self._gen, self._options.seed * 1_000_003 + self._rounds)
+        engine = ModelEngine(
+            self._model, self._chat, self._gen, self._options.seed * 1_000_003 + self._rounds
+        )
         tasks = [parse_task(item.metadata) for item in items for _ in range(size)]
         requests = [EpisodeRequest(number, task) for number, task in enumerate(tasks)]
         outcomes = self._player.play(requests, engine).outcomes
         outcome_groups = [outcomes[start : start + size] for start in range(0, len(outcomes), size)]
-        self._tasks.record([_build_result(item, group) for item, group in zip(items, outcome_groups, strict=True)])
+        self._tasks.record(
+            [_build_result(item, group) for item, group in zip(items, outcome_groups, strict=True)]
+        )
         groups = [
             group
             for item, members in zip(items, outcome_groups, strict=True)
@@ -101,7 +113,8 @@ class PolicyEpisodes:
 
 
 class Producer:
-    """Client that pushes the groups of ``play(count)`` to the server, as an environment of its current run.
+    """Client that pushes the groups of ``play(count)`` to the server, as an environment of its
+    current run.
 
     ``run``
       produces: pushed groups;
@@ -110,19 +123,25 @@ class Producer:
     """
 
     def __init__(
-        self, client: TrajectoryClient, play: Callable[[int], list[Mapping[str, Any]]], options: argparse.Namespace
+        self,
+        client: TrajectoryClient,
+        play: Callable[[int], list[Mapping[str, Any]]],
+        options: argparse.Namespace,
     ) -> None:
         self._client = client
         self._play = play
         self._options = options
         self._failing_since: float | None = None
-        """Start of the first of the failed rounds in a row, in seconds of ``process_clock``; None after a success."""
+        """Start of the first of the failed rounds in a row, in seconds of ``process_clock``; None
+        after a success."""
         self._warned_at = -WARN_EVERY_S
 
     def run(self) -> int:
-        """Play until ``groups`` are pushed (0: until the run has enough). Returns the number of pushed groups.
+        """Play until ``groups`` are pushed (0: until the run has enough). Returns the number of
+        pushed groups.
 
-        Raises TrajectoryError, and RuntimeError if all episodes have failed for ``patience_s`` seconds.
+        Raises TrajectoryError, and RuntimeError if all episodes have failed for ``patience_s``
+        seconds.
         """
         pushed = 0
         groups: list[Mapping[str, Any]] = []
@@ -146,7 +165,8 @@ class Producer:
         return pushed
 
     def _play_round(self, count: int) -> list[Mapping[str, Any]]:
-        """Play a round; return [] if all its episodes failed, as while the environment's server is away.
+        """Play a round; return [] if all its episodes failed, as while the environment's server is
+        away.
 
         Raises RuntimeError if that has lasted for ``patience_s`` seconds.
         """
@@ -175,12 +195,15 @@ class Producer:
             max_token_length=options.max_total_tokens,
             wait_s=options.patience_s,
         )
-        logger.info("environment %s (%d) of a run of %d steps", env.wandb_name, env.env_id, env.num_steps)
+        logger.info(
+            "environment %s (%d) of a run of %d steps", env.wandb_name, env.env_id, env.num_steps
+        )
 
     def _choose_count(self, pace: Pace, pushed: int) -> int:
         """Return the number of groups of the next round.
 
-        At least one; otherwise at most what the sessions play at once, what is left to push, and the server's pace.
+        At least one; otherwise at most what the sessions play at once, what is left to push, and
+        the server's pace.
         """
         at_once = max(1, self._options.sessions // self._options.group_size)
         remaining = self._options.groups - pushed if self._options.groups else at_once
@@ -189,7 +212,9 @@ class Producer:
     @staticmethod
     def _log_push(groups: Sequence[Mapping[str, Any]]) -> None:
         scores = [score for group in groups for score in group["scores"]]
-        logger.info("pushed %d groups, mean score %.3f", len(groups), sum(scores) / max(1, len(scores)))
+        logger.info(
+            "pushed %d groups, mean score %.3f", len(groups), sum(scores) / max(1, len(scores))
+        )
 
 
 def _build_result(item: SourceItem, outcomes: Sequence[RolloutOutcome]) -> SampleResult:
@@ -199,7 +224,9 @@ def _build_result(item: SourceItem, outcomes: Sequence[RolloutOutcome]) -> Sampl
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the producer's flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     add = parser.add_argument
     add("--server", required=True, help="URL of the trajectory server")
@@ -207,7 +234,8 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--ca-file",
         default="",
-        help="PEM file of the CA that verifies an https server (for the environment's: SSL_CERT_FILE)",
+        help="PEM file of the CA that verifies an https server (for the environment's: "
+        "SSL_CERT_FILE)",
     )
     add("--env-url", required=True, help="URL of an environment server (aws-env)")
     add("--policy", required=True, help="folder or hub id of a policy with the trainer's tokenizer")
@@ -241,11 +269,17 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Play and push until the groups are pushed or the run has ended. Returns the exit code."""
     options = build_parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
     def work() -> None:
-        token = Path(options.token_file).read_text(encoding="utf-8").strip() if options.token_file else ""
+        token = (
+            Path(options.token_file).read_text(encoding="utf-8").strip()
+            if options.token_file
+            else ""
+        )
         with (
             PolicyEpisodes(options) as episodes,
             TrajectoryClient(

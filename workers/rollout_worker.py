@@ -60,7 +60,13 @@ class RolloutWorker:
     """
 
     def __init__(
-        self, plan: RunPlan, spec: RolloutSpec, index: int, run_id: str, master: str, network: Network = LOOPBACK
+        self,
+        plan: RunPlan,
+        spec: RolloutSpec,
+        index: int,
+        run_id: str,
+        master: str,
+        network: Network = LOOPBACK,
     ) -> None:
         self._plan = plan
         self._spec = spec
@@ -87,7 +93,8 @@ class RolloutWorker:
         )
 
     def run(self) -> None:
-        """Serve until the master says goodbye. Raises the error of the rollout loop, or MasterLost."""
+        """Serve until the master says goodbye. Raises the error of the rollout loop, or
+        MasterLost."""
         episodes = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         episodes.start()
         watch = LoopWatch(self._loop, episodes.ident or 0)
@@ -101,12 +108,15 @@ class RolloutWorker:
             raise self._failure
 
     def _watch(self, watch: LoopWatch) -> None:
-        """Stop the worker if an environment or an agent blocks its event loop for longer than the message timeout."""
+        """Stop the worker if an environment or an agent blocks its event loop for longer than the
+        message timeout."""
         limit_s = self._spec.episodes.message_timeout_s
         while True:
             time.sleep(WATCH_S)
             if (seconds := watch.look()) > limit_s:
-                self._failure = RuntimeError(f"its event loop has been blocked for {seconds:.0f} s: {watch.place()}")
+                self._failure = RuntimeError(
+                    f"its event loop has been blocked for {seconds:.0f} s: {watch.place()}"
+                )
                 self._rpc.stop()
                 return
             if seconds:
@@ -124,12 +134,18 @@ class RolloutWorker:
             self._failure = error
             self._rpc.stop()
 
-    async def _play_all(self, control: str, streams: Sequence[str], env_urls: Sequence[str]) -> None:
+    async def _play_all(
+        self, control: str, streams: Sequence[str], env_urls: Sequence[str]
+    ) -> None:
         timeout_s = self._plan.rpc.control_timeout_s
         async with AsyncExitStack() as stack:
-            client = ServiceClient(control, "the master", self._incarnation, self._run_id, self._network)
+            client = ServiceClient(
+                control, "the master", self._incarnation, self._run_id, self._network
+            )
             stack.callback(client.close)
-            producer = StreamProducer(streams, self._incarnation, self._run_id, network=self._network)
+            producer = StreamProducer(
+                streams, self._incarnation, self._run_id, network=self._network
+            )
             stack.callback(producer.close)
             self._generation = GenerationClient(
                 self._incarnation,
@@ -149,10 +165,14 @@ class RolloutWorker:
             )
             await loop.run()
             if not await producer.drain(DRAIN_S):
-                raise RuntimeError(f"the stream did not take {producer.unacked} samples within {DRAIN_S:g} s")
+                raise RuntimeError(
+                    f"the stream did not take {producer.unacked} samples within {DRAIN_S:g} s"
+                )
             await client.ask(STOPPED, Nothing(), timeout_s=timeout_s)
 
-    def _build_players(self, generation: GenerationClient, env_urls: Sequence[str]) -> list[GroupPlayer]:
+    def _build_players(
+        self, generation: GenerationClient, env_urls: Sequence[str]
+    ) -> list[GroupPlayer]:
         """Return a player for each group of sessions."""
         options = self._spec.episodes
         group = options.group_size
@@ -169,7 +189,9 @@ class RolloutWorker:
         self._feedback = Feedback.of(options, chat)
         texts = TokenTexts(tokenizer)
         environment = build_environment(options.environment, options.environment_options)
-        agent = make_agent(self._spec.agent, chat, environment.system_prompt, options, self._spec.agent_args)
+        agent = make_agent(
+            self._spec.agent, chat, environment.system_prompt, options, self._spec.agent_args
+        )
         policy = failure_policy(options.on_failure, options.retries, options.min_group_size)
         self._env_urls = tuple(env_urls) if environment.launch is not None else ()
         return [
@@ -214,23 +236,31 @@ class RolloutWorker:
         )
 
     def _env_address(self, number: int) -> str:
-        """Return the URL of the environment service of a player, with the token and certificate of the run; "" if there
-        is no service."""
+        """Return the URL of the environment service of a player, with the token and certificate of
+        the run; "" if there is no service."""
         urls = self._env_urls
         keys = self._network.keys
         url = self._network.with_token(urls[number % len(urls)]) if urls else ""
         return url if keys is None else with_certificate(url, keys.certificate)
 
     def _on_roster(self, roster: Mapping[str, WorkerInfo]) -> None:
-        urls = tuple(info.endpoints["env"] for _, info in sorted(roster.items()) if "env" in info.endpoints)
+        urls = tuple(
+            info.endpoints["env"] for _, info in sorted(roster.items()) if "env" in info.endpoints
+        )
         if urls and self._env_urls:
             self._env_urls = urls  # a service whose host was lost is restarted elsewhere
         workers = _generation_workers(roster)
-        self._loop.call_soon_threadsafe(lambda: self._generation and self._generation.update(workers))
+        self._loop.call_soon_threadsafe(
+            lambda: self._generation and self._generation.update(workers)
+        )
 
 
 def _generation_workers(roster: Mapping[str, WorkerInfo]) -> dict[str, str]:
-    return {name: info.endpoints["generation"] for name, info in roster.items() if "generation" in info.endpoints}
+    return {
+        name: info.endpoints["generation"]
+        for name, info in roster.items()
+        if "generation" in info.endpoints
+    }
 
 
 def main() -> int:

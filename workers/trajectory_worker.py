@@ -2,7 +2,8 @@
 
     python -m workers.trajectory_worker --master tcp://... --run-id ... --name trajectory/0 [flags of run-api]
 
-It registers its address with the master and ends with the run. For a stand-alone server, use ``run-api``.
+It registers its address with the master and ends with the run. For a stand-alone server, use
+``run-api``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
 """Seconds that the server has to start."""
 STOP_TIMEOUT_S = 40.0
-"""Seconds that the server has to stop. Longer than the time after which it abandons a store that hangs."""
+"""Seconds that the server has to stop. Longer than the time after which it abandons a store that
+hangs."""
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
 REACHED_AT = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -41,13 +43,17 @@ REACHED_AT = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until the master says goodbye. Returns the exit code."""
     arguments = build_parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     return run_guarded(lambda: start(arguments))
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the server's flags and of those that a launcher passes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     TrajectoryConfig.add_arguments(parser.add_argument_group("settings"))
     run = parser.add_argument_group("the training run")
@@ -59,7 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def start(arguments: argparse.Namespace) -> None:
-    """Serve with these flags. In a run with keys, listen on the network and require the run's token.
+    """Serve with these flags. In a run with keys, listen on the network and require the run's
+    token.
 
     Raises SettingError, ValueError for a name without a number, and the errors of ``serve``.
     """
@@ -82,7 +89,9 @@ def serve(config: TrajectoryConfig, arguments: argparse.Namespace, network: Netw
 
     listener = listen(config.host, config.port)
     server = uvicorn.Server(uvicorn_config(config, create_app(config)))
-    thread = threading.Thread(target=server.run, args=([listener],), name="trajectory-server", daemon=True)
+    thread = threading.Thread(
+        target=server.run, args=([listener],), name="trajectory-server", daemon=True
+    )
     thread.start()
     try:
         _wait_until_started(server, thread)
@@ -98,7 +107,10 @@ def serve(config: TrajectoryConfig, arguments: argparse.Namespace, network: Netw
         server.should_exit = True
         thread.join(STOP_TIMEOUT_S)
         if thread.is_alive():
-            logger.error("the trajectory server did not stop in %.0f s; the process ends without it", STOP_TIMEOUT_S)
+            logger.error(
+                "the trajectory server did not stop in %.0f s; the process ends without it",
+                STOP_TIMEOUT_S,
+            )
         listener.close()
 
 
@@ -120,4 +132,6 @@ def _wait_until_started(server: uvicorn.Server, thread: threading.Thread) -> Non
 
 
 if __name__ == "__main__":
-    leave(main())  # exits at once: a server thread that never stops must not run during interpreter shutdown
+    leave(
+        main()
+    )  # exits at once: a server thread that never stops must not run during interpreter shutdown

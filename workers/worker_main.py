@@ -1,4 +1,5 @@
-"""Start-up of the worker processes: command line, plan of the run, plugins, network and registration."""
+"""Start-up of the worker processes: command line, plan of the run, plugins, network and
+registration."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ _CHATTY = ("httpx", "httpx2")
 
 def add_key_file(parser: Any) -> None:
     """Add the flag ``--key-file``. The keys themselves never appear on a command line."""
-    parser.add_argument("--key-file", type=Path, help="file with the keys of the run (none: it is on the loopback)")
+    parser.add_argument(
+        "--key-file", type=Path, help="file with the keys of the run (none: it is on the loopback)"
+    )
 
 
 def read_keys(file: Path | None) -> RunKeys | None:
@@ -34,14 +37,19 @@ def read_keys(file: Path | None) -> RunKeys | None:
 def server_network(master: str, keys: RunKeys | None) -> Network:
     """Return the network of a server that is in no plan.
 
-    It listens on the address from which it reaches the master at ``master``, or on the loopback without a master or
-    without keys.
+    It listens on the address from which it reaches the master at ``master``, or on the loopback
+    without a master or without keys.
     """
-    return Network.of_worker(NetworkConfig(), keys, master) if master and keys is not None else LOOPBACK
+    return (
+        Network.of_worker(NetworkConfig(), keys, master)
+        if master and keys is not None
+        else LOOPBACK
+    )
 
 
 def parse_index(arguments: argparse.Namespace) -> int:
-    """Return the number at the end of a worker's name, such as 0 for ``--name env/0``. Raises ValueError."""
+    """Return the number at the end of a worker's name, such as 0 for ``--name env/0``. Raises
+    ValueError."""
     index = arguments.name.rpartition("/")[2]
     if not index.isdigit():
         raise ValueError(f"--name is {arguments.name!r}; it must end in /<number>")
@@ -49,11 +57,17 @@ def parse_index(arguments: argparse.Namespace) -> int:
 
 
 def follow_master(
-    kind: str, url: str, ended: Callable[[], object], arguments: argparse.Namespace, network: Network
+    kind: str,
+    url: str,
+    ended: Callable[[], object],
+    arguments: argparse.Namespace,
+    network: Network,
 ) -> None:
-    """Register the server at ``url`` with the master and serve until the master says goodbye or the server ends.
+    """Register the server at ``url`` with the master and serve until the master says goodbye or the
+    server ends.
 
-    ``ended()`` must block until the server has ended. Raises ValueError for a name without a number, and MasterLost.
+    ``ended()`` must block until the server has ended. Raises ValueError for a name without a
+    number, and MasterLost.
     """
     worker = RpcWorker(
         arguments.name,
@@ -65,12 +79,15 @@ def follow_master(
         endpoints={kind: network.public_url(url)},
         network=network,
     )
-    threading.Thread(target=lambda: (ended(), worker.stop()), name="watch-server", daemon=True).start()
+    threading.Thread(
+        target=lambda: (ended(), worker.stop()), name="watch-server", daemon=True
+    ).start()
     worker.run()
 
 
 def network_of(plan: RunPlan, arguments: argparse.Namespace) -> Network:
-    """Return the network of a worker. Raises NetworkError without needed keys or a route to the master."""
+    """Return the network of a worker. Raises NetworkError without needed keys or a route to the
+    master."""
     return Network.of_worker(plan.network, read_keys(arguments.key_file), arguments.master)
 
 
@@ -79,11 +96,15 @@ def run_planned(
     work: Callable[[RunPlan, argparse.Namespace], None],
     more: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> int:
-    """Parse the command line of a worker, load the plan and its plugins, and run ``work(plan, arguments)``.
+    """Parse the command line of a worker, load the plan and its plugins, and run ``work(plan,
+    arguments)``.
 
-    ``about`` is the description for ``--help``; ``more(parser)`` may add flags. Returns the exit code.
+    ``about`` is the description for ``--help``; ``more(parser)`` may add flags. Returns the exit
+    code.
     """
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("--run-dir", type=Path, required=True, help="folder with plan.json")
     parser.add_argument("--run-id", required=True)
@@ -93,7 +114,9 @@ def run_planned(
     if more is not None:
         more(parser)
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
 

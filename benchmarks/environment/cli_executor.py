@@ -1,9 +1,10 @@
-"""What one AWS command costs: the ``aws`` program as a subprocess against the warm in-process executor.
+"""What one AWS command costs: the ``aws`` program as a subprocess against the warm in-process
+executor.
 
     python benchmarks/environment/cli_executor.py [--slots 8] [--repeats 20] [--sandbox auto|bwrap|plain]
 
-Both run the same commands against the same real simulators in the same session. Also printed: start of the
-pool, reset, state calls, CPU time by process and memory (PSS) per slot.
+Both run the same commands against the same real simulators in the same session. Also printed: start
+of the pool, reset, state calls, CPU time by process and memory (PSS) per slot.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ from realhf.aws.simulator.pool import MiniStackPool, Slot, worker_environment
 from realhf.env.containment.probe import SANDBOX_MODES
 
 COMMANDS = (
-    "aws s3api list-buckets", "aws s3 ls", "aws s3 mb s3://bench-bucket", "aws sqs create-queue --queue-name bench",
-    "aws sqs list-queues", "aws dynamodb list-tables", "aws iam list-roles", "aws ec2 describe-vpcs",
-    "aws lambda list-functions", "aws sns create-topic --name bench", "aws logs describe-log-groups",
+    "aws s3api "
+    "list-buckets", "aws s3 "
+                    "ls", "aws s3 mb s3://bench-bucket", "aws sqs create-queue --queue-name bench",
+    "aws sqs "
+    "list-queues", "aws dynamodb list-tables", "aws iam list-roles", "aws ec2 describe-vpcs",
+    "aws lambda "
+    "list-functions", "aws sns create-topic --name bench", "aws logs describe-log-groups",
     "aws ssm describe-parameters", "aws kms list-keys", "aws secretsmanager list-secrets",
 )  # fmt: skip
 
@@ -48,7 +53,13 @@ def _spread(samples: Sequence[float]) -> dict[str, float]:
 def _aws_program(slot: Slot, command: str) -> None:
     program = Path(sys.executable).with_name("aws")
     words = [str(program), "--endpoint-url", slot.endpoint, *command.split()[1:]]
-    subprocess.run([sys.executable, *words], env=worker_environment(), capture_output=True, check=False, timeout=60)
+    subprocess.run(
+        [sys.executable, *words],
+        env=worker_environment(),
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
 
 
 def _cpu_ms(pid: int) -> float:
@@ -64,10 +75,16 @@ def _pss_mb(pid: int) -> float:
 def _play(slot: Slot, repeats: int) -> dict[str, object]:
     first = [_timed(lambda command=command: slot.executor.run(command)) for command in COMMANDS]
     before = (_cpu_ms(slot.worker_pid), _cpu_ms(slot.ministack.pid), time.process_time() * 1e3)
-    warm = [_timed(lambda c=command: slot.executor.run(c)) for _ in range(repeats) for command in COMMANDS]
+    warm = [
+        _timed(lambda c=command: slot.executor.run(c))
+        for _ in range(repeats)
+        for command in COMMANDS
+    ]
     after = (_cpu_ms(slot.worker_pid), _cpu_ms(slot.ministack.pid), time.process_time() * 1e3)
     names = ("worker", "simulator", "owner")
-    cpu = {name: round((b - a) / len(warm), 2) for name, a, b in zip(names, before, after, strict=True)}
+    cpu = {
+        name: round((b - a) / len(warm), 2) for name, a, b in zip(names, before, after, strict=True)
+    }
     return {"first_use": _spread(first), "warm": _spread(warm), "cpu_ms_per_command": cpu}
 
 
@@ -87,7 +104,10 @@ def measure(slots: int, repeats: int, sandbox: str) -> dict[str, object]:
     try:
         slot = pool.acquire()
         ours = _play(slot, repeats)
-        program = [_timed(lambda c=command: _aws_program(slot, c)) for command in COMMANDS * max(1, repeats // 10)]
+        program = [
+            _timed(lambda c=command: _aws_program(slot, c))
+            for command in COMMANDS * max(1, repeats // 10)
+        ]
         state = [_timed(lambda: slot.state.call("sqs", "ListQueues")) for _ in range(10 * repeats)]
         reset = [_timed(lambda: slot.reset(1)) for _ in range(5 * repeats)]
         memory = _pss_mb(slot.ministack.pid) + _pss_mb(slot.worker_pid)
@@ -97,7 +117,11 @@ def measure(slots: int, repeats: int, sandbox: str) -> dict[str, object]:
     warm = ours["warm"]
     assert isinstance(warm, dict)
     return {
-        "host": {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "host": {
+            "machine": platform.machine(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+        },
         "slots": slots,
         "sandbox": sandbox,
         "start_ms": round(start_ms),
@@ -114,7 +138,9 @@ def measure(slots: int, repeats: int, sandbox: str) -> dict[str, object]:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--sandbox", choices=SANDBOX_MODES, default="auto")

@@ -1,5 +1,5 @@
-"""The workers of ``coordination.py``: everything is real but the engine, the environment and the training, which answer
-at once.
+"""The workers of ``coordination.py``: everything is real but the engine, the environment and the
+training, which answer at once.
 
     python -m benchmarks.harness.coordination_workers KIND --run-dir DIR --run-id ID --master URL --in-flight GROUPS
 """
@@ -43,8 +43,8 @@ VARIETY = 16
 
 
 class FakeImmediateFlight:
-    """Holds the groups that are in play, and ends the oldest quarter of them when ``groups`` are: so many are in flight
-    all the time, and none waits for anything but the others."""
+    """Holds the groups that are in play, and ends the oldest quarter of them when ``groups`` are:
+    so many are in flight all the time, and none waits for anything but the others."""
 
     def __init__(self, groups: int) -> None:
         self._groups = groups
@@ -63,7 +63,9 @@ class FakeImmediateFlight:
 class FakeImmediatePlayer:
     """A ``Player`` without environment and engine: its groups were made before the run."""
 
-    def __init__(self, flight: FakeImmediateFlight, groups: Sequence[Sequence[RolloutOutcome]]) -> None:
+    def __init__(
+        self, flight: FakeImmediateFlight, groups: Sequence[Sequence[RolloutOutcome]]
+    ) -> None:
         self._flight = flight
         self._groups = groups
 
@@ -162,7 +164,9 @@ class FakeImmediateCalls:
         from realhf.api.model import TrainResult
 
         del model, context
-        return TrainResult({"tokens": float(sample.n_tokens("packed_input_ids"))}, grad_norm=0.0, skipped=False)
+        return TrainResult(
+            {"tokens": float(sample.n_tokens("packed_input_ids"))}, grad_norm=0.0, skipped=False
+        )
 
 
 def model_worker(args: argparse.Namespace) -> None:
@@ -220,7 +224,9 @@ def generation(args: argparse.Namespace) -> None:
         0,
         args.run_id,
         args.master,
-        ordered=dict([UPDATE_WEIGHTS.served_by(weights.update), PROBE_WEIGHTS.served_by(weights.probe)]),
+        ordered=dict(
+            [UPDATE_WEIGHTS.served_by(weights.update), PROBE_WEIGHTS.served_by(weights.probe)]
+        ),
         immediate=dict([STATUS.served_by(status)]),
     ).run()
 
@@ -230,14 +236,18 @@ KINDS = {"model_worker": model_worker, "rollout_worker": rollout_worker, "genera
 
 def main() -> int:
     """Run a worker of the kind that is named. Return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kind", choices=sorted(KINDS))
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--master", required=True)
     parser.add_argument("--in-flight", type=int, required=True, help="groups")
     args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     return run_guarded(lambda: KINDS[args.kind](args))
 
 

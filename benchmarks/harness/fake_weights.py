@@ -1,4 +1,5 @@
-"""Both ends of weight updates for benchmarks without a model: what the self-test at the start of a run asks for."""
+"""Both ends of weight updates for benchmarks without a model: what the self-test at the start of a
+run asks for."""
 
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ from realhf.api.generation import WeightsManifest
 
 FIRST = -1.0
 CHANGED = -2.0
-"""Log-probability of the one token of a probe under the first weights, and under those that the self-test changes."""
+"""Log-probability of the one token of a probe under the first weights, and under those that the
+self-test changes."""
 
 
 def fake_publish(request: PublishWeightsRequest) -> PublishWeightsAnswer:
-    """Publish weights without a tensor, and score the probes of a self-test as the fake engines sample them."""
+    """Publish weights without a tensor, and score the probes of a self-test as the fake engines
+    sample them."""
     manifest = WeightsManifest(request.version, "shm", "nowhere", 0, "", trial=request.trial)
     count = len(request.probes) if request.trial == TRIAL_RESTORE else 0
     return PublishWeightsAnswer(manifest, [[CHANGED]] * count, [[FIRST]] * count)

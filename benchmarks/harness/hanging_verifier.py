@@ -1,5 +1,6 @@
-"""A data set with a verifier that holds the interpreter for ever when the file ``hang`` lies beside it, once for each
-time that somebody makes that file: a regular expression that tries every way to divide a text."""
+"""A data set with a verifier that holds the interpreter for ever when the file ``hang`` lies beside
+it, once for each time that somebody makes that file: a regular expression that tries every way to
+divide a text."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""An asynchronous run of a tiny model whose processes are killed while it goes on, and the balance at its end.
+"""An asynchronous run of a tiny model whose processes are killed while it goes on, and the balance
+at its end.
 
-Everything is real: launcher, master, workers, environment, training; with AWS also environment server and simulators,
-whose latency is simulated, so that episodes take long enough to be killed in. An environment that lives in the rollout
-workers, such as ``sql``, has no processes of its own to kill.
+Everything is real: launcher, master, workers, environment, training; with AWS also environment
+server and simulators, whose latency is simulated, so that episodes take long enough to be killed
+in. An environment that lives in the rollout workers, such as ``sql``, has no processes of its own
+to kill.
 """
 
 from __future__ import annotations
@@ -35,13 +37,15 @@ MARKS = {
     "env": "workers.env_worker",
     "ministack": "realhf.aws.simulator.ministack_server",
 }
-"""Kinds of processes that are killed, and the word of their command line by which they are known."""
+"""Kinds of processes that are killed, and the word of their command line by which they are
+known."""
 FROZEN_ONLY = {"executor": "realhf.aws.cli.zygote"}
 """Kinds of processes that are stopped and not killed here; their own tests do that."""
 SERVICE = ("env", "ministack")
 """Those among them that only an environment with a service has."""
 VERIFIER = "verifier"
-"""Where the environment is a file with a verifier: this one begins to compute, holds the interpreter and never ends."""
+"""Where the environment is a file with a verifier: this one begins to compute, holds the
+interpreter and never ends."""
 FROZEN = "frozen "
 """Begins a fault that stops a process for ever: the run itself has to notice it and to kill it."""
 LAUNCHER = "launcher"
@@ -63,41 +67,61 @@ ON_AWS = (
 )  # fmt: skip
 HANGING = Path(__file__).with_name("hanging_verifier.py")
 """An environment that hangs on request, see ``VERIFIER``; each run has a copy of its own."""
-ELSEWHERE = ("experiment=grpo_async", "rollout.sessions=4", "rollout.max_turns=8", "rollout.max_total_tokens=2000")
+ELSEWHERE = (
+    "experiment=grpo_async",
+    "rollout.sessions=4",
+    "rollout.max_turns=8",
+    "rollout.max_total_tokens=2000",
+)
 """Without a latency, episodes of more turns take long enough to be killed in."""
-SAYINGS = {AWS: ("aws s3api list-buckets", "aws sqs create-queue --queue-name a-b"), "sql": ("select 1", "select 2")}
-"""What the policy says, by environment; else it is that of AWS, which an environment may answer as it likes."""
+SAYINGS = {
+    AWS: ("aws s3api list-buckets", "aws sqs create-queue --queue-name a-b"),
+    "sql": ("select 1", "select 2"),
+}
+"""What the policy says, by environment; else it is that of AWS, which an environment may answer as
+it likes."""
 TAUGHT_STEPS = 200
 GONE_WITHIN_S = 20.0
-"""Ranks of a trainer may unwind one after the other, each for five seconds: one that waits for another in a collective
-hears of its own end afterwards."""
+"""Ranks of a trainer may unwind one after the other, each for five seconds: one that waits for
+another in a collective hears of its own end afterwards."""
 LOOK_S = 0.15
 """How often the run's processes are looked up, so that none that it leaves behind is missed."""
 SILENCE_S = 12.0
 """After this time a process that is stopped has been noticed, with the default options."""
 ANY_MOMENT = 0.3
-"""Share of the kills that come whatever the run does; the others wait until it has got on since the kill before."""
+"""Share of the kills that come whatever the run does; the others wait until it has got on since the
+kill before."""
 
 
 def make_policy(folder: Path, environment: str = AWS) -> Path:
-    """A model of the smallest size and its tokenizer, taught to answer whatever is said with one of ``SAYINGS``: an
-    untrained one would never step the environment."""
+    """A model of the smallest size and its tokenizer, taught to answer whatever is said with one of
+    ``SAYINGS``: an untrained one would never step the environment."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     texts = folder.with_suffix(".jsonl")
     commands = SAYINGS.get(environment, SAYINGS[AWS])
-    talks = [[{"role": "user", "content": "A task"}, {"role": "assistant", "content": command}] for command in commands]
+    talks = [
+        [{"role": "user", "content": "A task"}, {"role": "assistant", "content": command}]
+        for command in commands
+    ]
     texts.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks * 9))
     config = BuiltinModelConfig(
-        vocab_size=320, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64, max_positions=2048
+        vocab_size=320,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        intermediate_size=64,
+        max_positions=2048,
     )
     build_builtin_policy(texts, folder, config, seed=3)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     asked = tokenizer.apply_chat_template(talks[0][:1], add_generation_prompt=True, tokenize=False)
     start = tokenizer(asked)["input_ids"][-1]
-    replies = [[start, *tokenizer(command)["input_ids"], tokenizer.eos_token_id] for command in commands]
+    replies = [
+        [start, *tokenizer(command)["input_ids"], tokenizer.eos_token_id] for command in commands
+    ]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(3)
     torch.set_num_threads(1)  # so small a model only waits for a second one
@@ -114,13 +138,15 @@ def make_policy(folder: Path, environment: str = AWS) -> Path:
 
 
 class Stuck(RuntimeError):
-    """The run did not get on, or did not end, in time. The message ends with the last lines of its log."""
+    """The run did not get on, or did not end, in time. The message ends with the last lines of its
+    log."""
 
 
 @dataclass
 class Verdict:
-    """What is left of a run. ``problems`` is empty where everything balances; ``stop_s``: how long it took until
-    nothing of it ran any more, for each time that ``LAUNCHER`` or ``CTRL_C`` stopped it."""
+    """What is left of a run. ``problems`` is empty where everything balances; ``stop_s``: how long
+    it took until nothing of it ran any more, for each time that ``LAUNCHER`` or ``CTRL_C`` stopped
+    it."""
 
     tally: Tally | None
     kills: Counter[str] = field(default_factory=Counter)
@@ -130,8 +156,9 @@ class Verdict:
 
 
 class KilledRun:
-    """One run below ``runs`` with a policy of ``make_policy``; ``start`` it, also after the launcher was killed. Each
-    start takes ``options`` beside the run's own; the next one may have others."""
+    """One run below ``runs`` with a policy of ``make_policy``; ``start`` it, also after the
+    launcher was killed. Each start takes ``options`` beside the run's own; the next one may have
+    others."""
 
     def __init__(
         self,
@@ -181,7 +208,11 @@ class KilledRun:
         """The command; a second time it goes on with the same run."""
         with self.output.open("ab") as log:
             self._launcher = psutil.Popen(
-                [*self._command, *self.options], stdout=log, stderr=log, start_new_session=True, preexec_fn=_heed_ctrl_c
+                [*self._command, *self.options],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_heed_ctrl_c,
             )
 
     @property
@@ -223,8 +254,8 @@ class KilledRun:
         return True
 
     def freeze(self, kind: str, choice: random.Random) -> psutil.Process | None:
-        """SIGSTOP to one of a kind of workers, which is returned; None where there is none at this moment. A
-        ``VERIFIER`` hangs by itself, for ever."""
+        """SIGSTOP to one of a kind of workers, which is returned; None where there is none at this
+        moment. A ``VERIFIER`` hangs by itself, for ever."""
         if kind == VERIFIER:
             self._hang.touch()
             return None
@@ -236,8 +267,9 @@ class KilledRun:
         return None
 
     def stop(self, how: str, timeout_s: float) -> None:
-        """Kill the launcher (``LAUNCHER``) or send it what Ctrl-C does (``CTRL_C``), wait until nothing of it is left,
-        and start it again, unless the run came to its end first. Raises Stuck."""
+        """Kill the launcher (``LAUNCHER``) or send it what Ctrl-C does (``CTRL_C``), wait until
+        nothing of it is left, and start it again, unless the run came to its end first. Raises
+        Stuck."""
         assert self._launcher is not None
         self._look_at_memory()
         number = signal.SIGKILL if how == LAUNCHER else signal.SIGINT
@@ -248,7 +280,9 @@ class KilledRun:
         if code == 0:
             return
         self.kills[how] += 1
-        if code not in ((-signal.SIGKILL,) if how == LAUNCHER else (128 + signal.SIGINT, -signal.SIGINT)):
+        if code not in (
+            (-signal.SIGKILL,) if how == LAUNCHER else (128 + signal.SIGINT, -signal.SIGINT)
+        ):
             raise Stuck(f"exit code {code} of a run that was stopped by {how}:\n{self.tail()}")
         if left := self.left_over():
             raise Stuck(f"left running {GONE_WITHIN_S:g} s after {how}: {'; '.join(left)}")
@@ -261,7 +295,9 @@ class KilledRun:
         deadline = time.monotonic() + timeout_s
         while self.running:
             if time.monotonic() > deadline:
-                raise Stuck(f"{self.folder.name} did not end within {timeout_s:g} s:\n{self.tail()}")
+                raise Stuck(
+                    f"{self.folder.name} did not end within {timeout_s:g} s:\n{self.tail()}"
+                )
             self.processes()
             time.sleep(LOOK_S)
         return int(self._launcher.wait())
@@ -280,12 +316,15 @@ class KilledRun:
         deadline = time.monotonic() + timeout_s
         while self.running and self.journal_bytes() <= since:
             if time.monotonic() > deadline:
-                raise Stuck(f"{self.folder.name} did not get on within {timeout_s:g} s:\n{self.tail()}")
+                raise Stuck(
+                    f"{self.folder.name} did not get on within {timeout_s:g} s:\n{self.tail()}"
+                )
             self.processes()
             time.sleep(LOOK_S)
 
     def left_over(self, within_s: float = GONE_WITHIN_S) -> list[str]:
-        """Command lines of processes of the run that outlive the launcher by ``within_s`` seconds; they are killed."""
+        """Command lines of processes of the run that outlive the launcher by ``within_s`` seconds;
+        they are killed."""
         _, alive = psutil.wait_procs(list(self._seen), timeout=within_s)
         names = []
         for process in alive:
@@ -297,7 +336,10 @@ class KilledRun:
     def end(self) -> None:
         """Kill what is left of it."""
         self.processes()
-        for process in [*([self._launcher] if self._launcher and self.running else []), *self._seen]:
+        for process in [
+            *([self._launcher] if self._launcher and self.running else []),
+            *self._seen,
+        ]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         if self._launcher is not None:
@@ -309,7 +351,11 @@ class KilledRun:
         if exit_code != 0:
             result.problems.append(f"exit code {exit_code}: {self.tail()}")
         result.problems += [f"left running: {line}" for line in self.left_over()]
-        result.problems += [f"left in /dev/shm: {name}" for name in sorted(self._named_memory) if Path(name).exists()]
+        result.problems += [
+            f"left in /dev/shm: {name}"
+            for name in sorted(self._named_memory)
+            if Path(name).exists()
+        ]
         steps = self.finished_steps()
         if steps != list(range(1, self.steps + 1)):
             result.problems.append(f"steps in metrics.jsonl: {steps}")
@@ -328,8 +374,8 @@ class KilledRun:
         return [row["step"] for row in self.rows()]
 
     def pause(self, seconds: float) -> int:
-        """Stop the launcher and all its processes for so many seconds, as a machine that is moved does. Return how many
-        there were."""
+        """Stop the launcher and all its processes for so many seconds, as a machine that is moved
+        does. Return how many there were."""
         assert self._launcher is not None
         stopped: set[psutil.Process] = set()
         # One that is stopped starts no others: none is missed once a look finds nothing new.
@@ -351,7 +397,10 @@ class KilledRun:
 
     def deaths(self) -> list[str]:
         """Return which workers ended before the run, and why, in the launcher's words."""
-        return [f"{death.process}: {death.why.partition(' (log:')[0]}; {death.then}" for death in deaths(self.folder)]
+        return [
+            f"{death.process}: {death.why.partition(' (log:')[0]}; {death.then}"
+            for death in deaths(self.folder)
+        ]
 
     def tail(self, lines: int = 12) -> str:
         """Return the last lines of what the launcher said."""
@@ -361,9 +410,10 @@ class KilledRun:
 def kill_at_random(
     run: KilledRun, kinds: Sequence[str], choice: random.Random, *, every_s: float, timeout_s: float
 ) -> None:
-    """One kill (or stop, see ``FROZEN``) per entry of ``kinds``, in turn, ``every_s`` seconds after the one before on
-    average, and after the run has got on in the meantime (most of them) or at any moment (``ANY_MOMENT`` of them). Ends
-    with the run. Raises Stuck when it does not get on for ``timeout_s`` seconds."""
+    """One kill (or stop, see ``FROZEN``) per entry of ``kinds``, in turn, ``every_s`` seconds after
+    the one before on average, and after the run has got on in the meantime (most of them) or at any
+    moment (``ANY_MOMENT`` of them). Ends with the run. Raises Stuck when it does not get on for
+    ``timeout_s`` seconds."""
     before = 0
     for kind in kinds:
         # One that hangs before it has registered is noticed after rpc.connect_timeout_s only.
@@ -382,10 +432,13 @@ def kill_at_random(
         before = run.journal_bytes()
 
 
-def freeze_for(run: KilledRun, kind: str, seconds: float, choice: random.Random, *, timeout_s: float) -> float:
-    """Stop one of a kind of workers for so many seconds. Return the longest time in which the run did not get on from
-    then on until it got on after the thaw, or ended. Raises Stuck when that is more than ``timeout_s`` beyond the
-    freeze itself, or beyond the ``SILENCE_S`` after which somebody has to notice it."""
+def freeze_for(
+    run: KilledRun, kind: str, seconds: float, choice: random.Random, *, timeout_s: float
+) -> float:
+    """Stop one of a kind of workers for so many seconds. Return the longest time in which the run
+    did not get on from then on until it got on after the thaw, or ended. Raises Stuck when that is
+    more than ``timeout_s`` beyond the freeze itself, or beyond the ``SILENCE_S`` after which
+    somebody has to notice it."""
     began = moved = time.monotonic()
     victim = run.freeze(kind, choice)
     while victim is None and kind != VERIFIER and run.running:
@@ -408,7 +461,8 @@ def freeze_for(run: KilledRun, kind: str, seconds: float, choice: random.Random,
         longest = max(longest, now - moved)
         if longest > limit_s:
             raise Stuck(
-                f"{run.folder.name} stood still for {limit_s:g} s since {kind} hung for {seconds:g} s:\n{run.tail()}"
+                f"{run.folder.name} stood still for {limit_s:g} s since {kind} hung for "
+                f"{seconds:g} s:\n{run.tail()}"
             )
         if after is None and now >= thaw:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -420,10 +474,13 @@ def freeze_for(run: KilledRun, kind: str, seconds: float, choice: random.Random,
     return longest
 
 
-def pause_again_and_again(run: KilledRun, moments: int, seconds: float, choice: random.Random, timeout_s: float) -> int:
-    """Let the whole run stand still at so many random moments, for so many seconds each: the first two during its
-    start, each later one within a second after a step. Return how many steps were done a step after the last one.
-    Raises Stuck where the run ends, or no step comes for ``timeout_s``."""
+def pause_again_and_again(
+    run: KilledRun, moments: int, seconds: float, choice: random.Random, timeout_s: float
+) -> int:
+    """Let the whole run stand still at so many random moments, for so many seconds each: the first
+    two during its start, each later one within a second after a step. Return how many steps were
+    done a step after the last one. Raises Stuck where the run ends, or no step comes for
+    ``timeout_s``."""
     steps = 0
     for moment in range(moments + 1):
         deadline = time.monotonic() + timeout_s
@@ -445,12 +502,16 @@ def _heed_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _freeze_until_it_is_killed(run: KilledRun, kind: str, choice: random.Random, timeout_s: float) -> None:
+def _freeze_until_it_is_killed(
+    run: KilledRun, kind: str, choice: random.Random, timeout_s: float
+) -> None:
     deadline = time.monotonic() + timeout_s
     victim = None
     while run.running and (victim is None or victim.is_running()):
         if time.monotonic() > deadline:
-            raise Stuck(f"{run.folder.name}: {kind} stands still, and nobody ends it:\n{run.tail()}")
+            raise Stuck(
+                f"{run.folder.name}: {kind} stands still, and nobody ends it:\n{run.tail()}"
+            )
         victim = victim or run.freeze(kind, choice)
         run.processes()
         time.sleep(LOOK_S)

@@ -1,4 +1,5 @@
-"""What a process and everything below it hold: memory, descriptors, processes. For the environment's benchmarks."""
+"""What a process and everything below it hold: memory, descriptors, processes. For the
+environment's benchmarks."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import psutil
 
 @dataclass(frozen=True)
 class Footprint:
-    """``pss_mb``: proportional set size, shared pages counted once in all; ``files``: open descriptors."""
+    """``pss_mb``: proportional set size, shared pages counted once in all; ``files``: open
+    descriptors."""
 
     pss_mb: float
     files: int
@@ -28,19 +30,26 @@ def footprint(pid: int) -> Footprint:
             opened = len(os.listdir(f"/proc/{process.pid}/fd"))
         except OSError:
             continue
-        pss += next((int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")), 0)
+        pss += next(
+            (int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")), 0
+        )
         files += opened
         processes += 1
     return Footprint(pss / 1024, files, processes)
 
 
 def named(pid: int, module: str) -> list[int]:
-    """Descendants of ``pid`` whose command line names ``module`` and that are forked from such a process."""
+    """Descendants of ``pid`` whose command line names ``module`` and that are forked from such a
+    process."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         try:
             parent = process.parent()
-            if module in process.cmdline() and parent is not None and module in parent.cmdline()[:8]:
+            if (
+                module in process.cmdline()
+                and parent is not None
+                and module in parent.cmdline()[:8]
+            ):
                 found.append(process.pid)
         except psutil.Error:
             continue

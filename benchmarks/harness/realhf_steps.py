@@ -2,8 +2,9 @@
 
     python realhf_steps.py SETUP.json
 
-A step is what the calls ``actor_gen`` and ``actor_train`` of a run do in a worker, without an environment: generation
-by the engine that is embedded in the trainer, and the interface of the policy gradient over the batch.
+A step is what the calls ``actor_gen`` and ``actor_train`` of a run do in a worker, without an
+environment: generation by the engine that is embedded in the trainer, and the interface of the
+policy gradient over the batch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from realhf.backends.training.torch_backend import TorchBackend
 
 
 class Steps:
-    """Holds model and interface. ``setup``: what ``benchmarks/trainer.py`` writes for both sides."""
+    """Holds model and interface. ``setup``: what ``benchmarks/trainer.py`` writes for both
+    sides."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self._setup = setup
@@ -47,7 +49,9 @@ class Steps:
         logprobs, completions = self._given() if given else self._generated(number)
         generated = time.perf_counter()
         cpu_generated = time.process_time()
-        stats = self._interface.train_step(self._model, self._batch(completions, logprobs), self._context(number))
+        stats = self._interface.train_step(
+            self._model, self._batch(completions, logprobs), self._context(number)
+        )
         self._engine.version = number + 1
         ended = time.perf_counter()
         return {
@@ -65,8 +69,12 @@ class Steps:
     def _generated(self, number: int) -> tuple[list[list[float]], list[list[int]]]:
         n = self._setup["tokens"]
         config = GenConfig(max_new_tokens=n, min_new_tokens=n)
-        requests = [GenRequest(i, ids, seed=(number << 20) + i) for i, ids in enumerate(self.prompts)]
-        made: list[GenOutput] = self._engine.generator().generate(requests, config, stop_ids=self._stops, seed=number)
+        requests = [
+            GenRequest(i, ids, seed=(number << 20) + i) for i, ids in enumerate(self.prompts)
+        ]
+        made: list[GenOutput] = self._engine.generator().generate(
+            requests, config, stop_ids=self._stops, seed=number
+        )
         return [output.logprobs for output in made], [output.token_ids for output in made]
 
     def _given(self) -> tuple[list[list[float]], list[list[int]]]:
@@ -74,9 +82,14 @@ class Steps:
         completions = self._setup["given"]
         blank = self._batch(completions, [[0.0] * len(ids) for ids in completions])
         found = self._engine.logprobs(blank, temperature=1.0, mb_spec=self._spec)
-        lengths = [len(prompt) + len(ids) - 1 for prompt, ids in zip(self.prompts, completions, strict=True)]
+        lengths = [
+            len(prompt) + len(ids) - 1
+            for prompt, ids in zip(self.prompts, completions, strict=True)
+        ]
         parts = found.split(lengths)
-        return [part[-len(ids) :].tolist() for part, ids in zip(parts, completions, strict=True)], completions
+        return [
+            part[-len(ids) :].tolist() for part, ids in zip(parts, completions, strict=True)
+        ], completions
 
     def _batch(self, completions: list[list[int]], logprobs: list[list[float]]) -> SequenceSample:
         group = self._setup["group"]

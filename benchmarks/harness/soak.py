@@ -1,4 +1,5 @@
-"""Plays many runs of a tiny model in which something befalls its processes, and adds up what became of them."""
+"""Plays many runs of a tiny model in which something befalls its processes, and adds up what became
+of them."""
 
 from __future__ import annotations
 
@@ -19,17 +20,24 @@ from typing import Any
 from harness.killed_run import AWS, KilledRun, Stuck, Verdict, make_policy
 
 Entry = dict[str, Any]
-"""What is known of a run when it is over; ``run`` is its number, and ``problems`` is empty where all balanced."""
+"""What is known of a run when it is over; ``run`` is its number, and ``problems`` is empty where
+all balanced."""
 COMMON = ("runs", "first", "jobs", "json", "keep")
 """Options that do not decide what a run does."""
 
 
 def command_line(about: str | None, *, runs: int, jobs: int) -> argparse.ArgumentParser:
     """Return a parser with the options of every soak; these are their defaults."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=runs, help="so many (%(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="number of the first one (%(default)s)")
-    parser.add_argument("--jobs", type=int, default=jobs, help="runs at the same time (%(default)s)")
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first one (%(default)s)"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=jobs, help="runs at the same time (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the result here, and go on from it")
     parser.add_argument("--keep", type=Path, help="folder for the runs that did not balance")
@@ -37,8 +45,8 @@ def command_line(about: str | None, *, runs: int, jobs: int) -> argparse.Argumen
 
 
 def watched(run: KilledRun, befalls: Callable[[KilledRun], None], end_s: float) -> Verdict:
-    """Start a run, let ``befalls`` do what it does, and judge the run at its end, which comes within ``end_s`` after
-    that. Nothing of it runs afterwards."""
+    """Start a run, let ``befalls`` do what it does, and judge the run at its end, which comes
+    within ``end_s`` after that. Nothing of it runs afterwards."""
     run.start()
     try:
         befalls(run)
@@ -57,7 +65,9 @@ def entry(number: int, verdict: Verdict, **more: Any) -> Entry:
         **more,
         "kills": dict(verdict.kills),
         "tally": asdict(verdict.tally) if verdict.tally else None,
-        "stop_s": {how: [round(value, 2) for value in values] for how, values in verdict.stop_s.items()},
+        "stop_s": {
+            how: [round(value, 2) for value in values] for how, values in verdict.stop_s.items()
+        },
         "problems": verdict.problems,
     }
 
@@ -74,13 +84,17 @@ def soak(
     summary: Callable[[Sequence[Entry]], dict[str, Any]],
     environment: str = AWS,
 ) -> int:
-    """Let ``play`` play all runs, each in a folder of its own with a policy for ``environment``; print a ``line`` for
-    each, and the ``summary``. Runs that the file of ``--json`` holds are not repeated; after Ctrl-C those that go on
-    come to their end, and no other begins. Return the exit status: 1 where a run has problems. Raises SystemExit for a
-    file of other options."""
+    """Let ``play`` play all runs, each in a folder of its own with a policy for ``environment``;
+    print a ``line`` for each, and the ``summary``. Runs that the file of ``--json`` holds are not
+    repeated; after Ctrl-C those that go on come to their end, and no other begins. Return the exit
+    status: 1 where a run has problems. Raises SystemExit for a file of other options."""
     entries = _earlier(options)
     ended = {found["run"] for found in entries}
-    numbers = [number for number in range(options.first, options.first + options.runs) if number not in ended]
+    numbers = [
+        number
+        for number in range(options.first, options.first + options.runs)
+        if number not in ended
+    ]
     lock, stopped, began = threading.Lock(), threading.Event(), time.monotonic()
 
     def one(folder: Path, policy: Path, number: int) -> None:
@@ -106,7 +120,10 @@ def soak(
                     job.result()
             except KeyboardInterrupt:
                 stopped.set()
-                print(f"stops after {time.monotonic() - began:.0f} s, with the runs that go on", file=sys.stderr)
+                print(
+                    f"stops after {time.monotonic() - began:.0f} s, with the runs that go on",
+                    file=sys.stderr,
+                )
                 jobs.shutdown(cancel_futures=True)
     found = summary(entries)
     print(json.dumps(found))
@@ -132,7 +149,9 @@ def _earlier(options: argparse.Namespace) -> list[Entry]:
 
 
 def _save(
-    options: argparse.Namespace, entries: Sequence[Entry], summary: Callable[[Sequence[Entry]], dict[str, Any]]
+    options: argparse.Namespace,
+    entries: Sequence[Entry],
+    summary: Callable[[Sequence[Entry]], dict[str, Any]],
 ) -> None:
     if options.json is not None:
         held = {

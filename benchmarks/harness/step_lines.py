@@ -1,8 +1,9 @@
-"""Lets a measured program take one step at a time, as its parent says. It imports nothing but the standard library,
-because it runs in other environments too.
+"""Lets a measured program take one step at a time, as its parent says. It imports nothing but the
+standard library, because it runs in other environments too.
 
-The parent sends a line for every step (``step``, or ``given`` for one with completions that are given) and ``end``; the
-program answers each with a line of JSON. What it prints otherwise goes to its error output.
+The parent sends a line for every step (``step``, or ``given`` for one with completions that are
+given) and ``end``; the program answers each with a line of JSON. What it prints otherwise goes to
+its error output.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Lines:
 
 
 def peak_bytes() -> int:
-    """Return the sum of the largest resident sizes that this process and those below it had so far (``VmHWM``)."""
+    """Return the sum of the largest resident sizes that this process and those below it had so far
+    (``VmHWM``)."""
     return sum(_peak(pid) for pid in (os.getpid(), *_below(os.getpid())))
 
 
@@ -49,14 +51,18 @@ def _peak(pid: int) -> int:
         text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:
         return 0
-    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("VmHWM:")), 0)
+    return next(
+        (int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("VmHWM:")), 0
+    )
 
 
 def _below(pid: int) -> list[int]:
     found: list[int] = []
     for thread in Path(f"/proc/{pid}/task").iterdir():
         try:
-            children = [int(child) for child in (thread / "children").read_text(encoding="utf-8").split()]
+            children = [
+                int(child) for child in (thread / "children").read_text(encoding="utf-8").split()
+            ]
         except OSError:
             continue
         for child in children:

@@ -1,7 +1,8 @@
-"""Load for a server that speaks the Trajectory Handler API: a small HTTP/1.1 client and groups to push.
+"""Load for a server that speaks the Trajectory Handler API: a small HTTP/1.1 client and groups to
+push.
 
-The same client drives every server. Bodies are made before the clock starts, and responses are read but not parsed
-while it runs, so the client stays cheap.
+The same client drives every server. Bodies are made before the clock starts, and responses are read
+but not parsed while it runs, so the client stays cheap.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Answer:
 
 
 class Http:
-    """One keep-alive connection on a bare socket: a body is copied once, into a buffer that stays."""
+    """One keep-alive connection on a bare socket: a body is copied once, into a buffer that
+    stays."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -103,7 +105,9 @@ class Http:
             self._buffer += bytes(max(size, 2 * len(self._buffer)) - len(self._buffer))
         view = memoryview(self._buffer)
         while self._filled < size:
-            received = await asyncio.get_running_loop().sock_recv_into(self._socket, view[self._filled :])
+            received = await asyncio.get_running_loop().sock_recv_into(
+                self._socket, view[self._filled :]
+            )
             if not received:
                 raise ConnectionError("the server closed the connection")
             self._filled += received
@@ -123,7 +127,9 @@ def group_prefix(rng: random.Random, sequences: int, tokens: int, env_id: int) -
         "tokens": ids,
         "masks": [[-100] * cut + row[cut:] for row in ids],
         "scores": [rng.choice((-1.0, 1.0)) for _ in range(sequences)],
-        "inference_logprobs": [[1.0] * cut + [-rng.random() * 4 for _ in range(tokens - cut)] for _ in ids],
+        "inference_logprobs": [
+            [1.0] * cut + [-rng.random() * 4 for _ in range(tokens - cut)] for _ in ids
+        ],
         "generation_params": {"temperature": 1.0},
         "env_id": env_id,
     }
@@ -139,11 +145,19 @@ def bodies_of(groups: Sequence[bytes], per: int) -> list[bytes]:
     """One body for each group, or JSON arrays of several."""
     if per == 1:
         return list(groups)
-    return [b"[" + b",".join(groups[start : start + per]) + b"]" for start in range(0, len(groups), per)]
+    return [
+        b"[" + b",".join(groups[start : start + per]) + b"]" for start in range(0, len(groups), per)
+    ]
 
 
 async def set_up(
-    port: int, *, envs: int, batch_size: int, group_size: int, tokens: int, minimum: float | None = None
+    port: int,
+    *,
+    envs: int,
+    batch_size: int,
+    group_size: int,
+    tokens: int,
+    minimum: float | None = None,
 ) -> None:
     """Reset, register a trainer, let it ask once, register environments."""
     http = Http(port)
@@ -175,14 +189,17 @@ async def set_up(
 
 @dataclass
 class Pushed:
-    """What a push phase saw. Latencies in seconds; ``refused``: answers 503, honoured and tried again."""
+    """What a push phase saw. Latencies in seconds; ``refused``: answers 503, honoured and tried
+    again."""
 
     seconds: float = 0.0
     latencies: list[float] = field(default_factory=list)
     refused: int = 0
 
 
-async def push(port: int, path: str, bodies: Sequence[bytes], clients: int, **headers: Any) -> Pushed:
+async def push(
+    port: int, path: str, bodies: Sequence[bytes], clients: int, **headers: Any
+) -> Pushed:
     """Push all bodies over so many connections."""
     waiting, pushed = deque(bodies), Pushed()
 
@@ -234,14 +251,19 @@ async def drain(port: int, **headers: Any) -> Pulled:
     http.close()
     for answer in bodies:
         pulled.wire_bytes += len(answer.body)
-        body = gzip.decompress(answer.body) if answer.headers.get("content-encoding") == "gzip" else answer.body
+        body = (
+            gzip.decompress(answer.body)
+            if answer.headers.get("content-encoding") == "gzip"
+            else answer.body
+        )
         pulled.ids.update(ID.findall(body))
     return pulled
 
 
 class Prober:
-    """A process of its own that asks cheap questions all the time and notes how long each waits. Under ``"clock"`` it
-    notes how late it was itself: what a machine with other work to do adds to every wait."""
+    """A process of its own that asks cheap questions all the time and notes how long each waits.
+    Under ``"clock"`` it notes how late it was itself: what a machine with other work to do adds to
+    every wait."""
 
     def __init__(self, port: int, paths: Sequence[str], every_s: float = 0.01) -> None:
         self._ours, theirs = multiprocessing.Pipe()
@@ -296,4 +318,8 @@ async def _probing(pipe: Connection, port: int, paths: list[str], every_s: float
 def quantile(values: Sequence[float], share: float) -> float:
     """The value that so large a share does not exceed; nan of nothing."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))] if ordered else float("nan")
+    return (
+        ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
+        if ordered
+        else float("nan")
+    )

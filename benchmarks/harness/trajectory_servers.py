@@ -1,4 +1,5 @@
-"""Server processes for the trajectory benchmark: the original in its side environment, and ours over each store."""
+"""Server processes for the trajectory benchmark: the original in its side environment, and ours
+over each store."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ _UP_S = 120.0
 
 
 class Server:
-    """One server and whatever processes it starts. ``kind``: original, sqlite or memory. It runs on the cores of the
-    process that starts it."""
+    """One server and whatever processes it starts. ``kind``: original, sqlite or memory. It runs on
+    the cores of the process that starts it."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind = kind
@@ -50,7 +51,9 @@ class Server:
         store = "memory" if self.kind == "memory" else f"sqlite:{self._folder / 'data'}"
         command = PEER if self.kind == "original" else [*OURS, "--store", store]
         with (self._folder / "log").open("ab") as log:
-            self._process = subprocess.Popen([*command, "--port", str(self.port)], stdout=log, stderr=log, cwd=ROOT)
+            self._process = subprocess.Popen(
+                [*command, "--port", str(self.port)], stdout=log, stderr=log, cwd=ROOT
+            )
         deadline = time.monotonic() + _UP_S
         while True:
             try:
@@ -96,6 +99,9 @@ def running(kind: str) -> Iterator[Server]:
 
 def peer_versions() -> str:
     """Versions in the side environment, in words."""
-    code = "import sys, importlib.metadata as m; print(', '.join(f'{name} {m.version(name)}' for name in sys.argv[1:]))"
+    code = (
+        "import sys, importlib.metadata as m; print(', '.join(f'{name} {m.version(name)}' for name "
+        "in sys.argv[1:]))"
+    )
     command = [str(PEER_PYTHON), "-c", code, "atroposlib", "fastapi", "pydantic", "uvicorn"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

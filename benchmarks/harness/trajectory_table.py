@@ -1,4 +1,5 @@
-"""What the trajectory benchmark measured: medians, ratios with their range, the goals, a picture."""
+"""What the trajectory benchmark measured: medians, ratios with their range, the goals, a
+picture."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ WAIT = "longest wait of any request, ms"
 
 @dataclass(frozen=True)
 class Goal:
-    """``ratio``: the limit is for our value over the original's of the same repeat; ``least``: it must not fall below
-    (else: not exceed)."""
+    """``ratio``: the limit is for our value over the original's of the same repeat; ``least``: it
+    must not fall below (else: not exceed)."""
 
     row: str
     server: str
@@ -32,8 +33,13 @@ def goals(depth: int) -> list[Goal]:
         for kind in ("sqlite", "memory")
         for way in PUSHES
     ]
-    pull = [Goal(f"pull {coding}: sequences/s", "sqlite", 10, least=True, ratio=True) for coding in CODINGS]
-    pull += [Goal(f"pull {coding}: p99 of a batch, ms", "sqlite", 25, least=False) for coding in CODINGS]
+    pull = [
+        Goal(f"pull {coding}: sequences/s", "sqlite", 10, least=True, ratio=True)
+        for coding in CODINGS
+    ]
+    pull += [
+        Goal(f"pull {coding}: p99 of a batch, ms", "sqlite", 25, least=False) for coding in CODINGS
+    ]
     waits = [
         Goal(f"{depth} queued{more}: {WAIT}", kind, 20, least=False)
         for more in ("", ", minimums")
@@ -71,8 +77,8 @@ class Table:
         return statistics.median(found) if found else None
 
     def ratios(self, row: str, server: str) -> list[float]:
-        """Ours over the original's, repeat by repeat, in order of size. Each of several repeats of ours goes against
-        the only one of the original where it was measured once."""
+        """Ours over the original's, repeat by repeat, in order of size. Each of several repeats of
+        ours goes against the only one of the original where it was measured once."""
         ours = self._of(row, server)
         theirs = self._of(row, "original")
         theirs = theirs * len(ours) if len(theirs) == 1 else theirs
@@ -98,7 +104,11 @@ class Table:
         found = []
         missed = 0
         for goal in wanted:
-            measured = self.ratios(goal.row, goal.server) if goal.ratio else self._of(goal.row, goal.server)
+            measured = (
+                self.ratios(goal.row, goal.server)
+                if goal.ratio
+                else self._of(goal.row, goal.server)
+            )
             if not measured:
                 continue
             value = statistics.median(measured)
@@ -106,14 +116,16 @@ class Table:
             missed += not reached
             times = " times the original" if goal.ratio else ""
             found.append(
-                f"{'reached' if reached else 'MISSED':<8}{goal.row} ({goal.server}): {_short(value)}{times}, "
+                f"{'reached' if reached else 'MISSED':<8}{goal.row} ({goal.server}): "
+                f"{_short(value)}{times}, "
                 f"at {'least' if goal.least else 'most'} {goal.limit:g} asked"
             )
         return found, missed
 
 
 def draw(table: Table, target: Path) -> None:
-    """Throughput and longest waits as a picture; bars are medians, whiskers the range of the repeats."""
+    """Throughput and longest waits as a picture; bars are medians, whiskers the range of the
+    repeats."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -121,11 +133,15 @@ def draw(table: Table, target: Path) -> None:
 
     rates = [row for row in table.values if row.endswith(": sequences/s")]
     waits = [row for row in table.values if row.endswith(WAIT)]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(14, 4.5), width_ratios=(3, 2), layout="constrained")
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(14, 4.5), width_ratios=(3, 2), layout="constrained"
+    )
     _bars(left, table, rates, [row.removesuffix(": sequences/s") for row in rates])
     left.set_ylabel("sequences per second")
     left.legend()
-    _bars(right, table, waits, [row.removesuffix(f": {WAIT}").replace(", ", ",\n") for row in waits])
+    _bars(
+        right, table, waits, [row.removesuffix(f": {WAIT}").replace(", ", ",\n") for row in waits]
+    )
     right.set_ylabel(WAIT)
     for axes in (left, right):
         axes.set_yscale("log")

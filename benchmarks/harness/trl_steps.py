@@ -2,9 +2,10 @@
 
     .venv-trl/bin/python trl_steps.py SETUP.json
 
-Runs in the environment of TRL, so it imports nothing of ours. Its settings are what one would choose on a CPU: fp32,
-the fused AdamW, no gradient checkpointing, no vLLM, no reference model, nothing written. TRL's own head computes
-log-probabilities in chunks, without the logits of a batch; the kernels of Liger and of the hub need a GPU.
+Runs in the environment of TRL, so it imports nothing of ours. Its settings are what one would
+choose on a CPU: fp32, the fused AdamW, no gradient checkpointing, no vLLM, no reference model,
+nothing written. TRL's own head computes log-probabilities in chunks, without the logits of a batch;
+the kernels of Liger and of the hub need a GPU.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class Steps(TrainerCallback):
 
 
 class MeasuredTrainer(GRPOTrainer):
-    """Is TRL's trainer; it keeps the time of generation, and takes completions that are given where the parent says
-    so."""
+    """Is TRL's trainer; it keeps the time of generation, and takes completions that are given where
+    the parent says so."""
 
     given: list[list[int]]
     use_given = False
@@ -84,7 +85,9 @@ class MeasuredTrainer(GRPOTrainer):
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
         used = time.process_time()
-        found = (self.given, None) if self.use_given else super()._generate_single_turn(*args, **kwargs)
+        found = (
+            (self.given, None) if self.use_given else super()._generate_single_turn(*args, **kwargs)
+        )
         self.generated = time.perf_counter() - began, time.process_time() - used
         self.sampled = sum(map(len, found[0]))
         return found
@@ -137,7 +140,9 @@ def trainer_of(setup: dict[str, Any], out: str) -> MeasuredTrainer:
         dataloader_pin_memory=False,
     )
     prompts = Dataset.from_dict({"prompt": setup["prompts"]})
-    trainer = MeasuredTrainer(model, alternating, config, train_dataset=prompts, processing_class=tokenizer)
+    trainer = MeasuredTrainer(
+        model, alternating, config, train_dataset=prompts, processing_class=tokenizer
+    )
     trainer.given = setup["given"]
     return trainer
 

@@ -1,13 +1,14 @@
-"""Fetches of tensors from another host, beside one TCP stream of iperf3 over the same cable in the same run.
+"""Fetches of tensors from another host, beside one TCP stream of iperf3 over the same cable in the
+same run.
 
     python -m benchmarks.network.data_plane [--rounds 5] [--megabytes 512] [--json FILE]
 
-Two network namespaces stand for the hosts (root, iproute2 and iperf3 are needed). In every round one stream of iperf3
-runs for two seconds, then a reader on the first host fetches a float32 array of a store on the second, in pieces: once
-over TLS, once as with ``network.trusted``: unencrypted after the handshake.
-The time is from the request to the decoded sample. Ratios are taken per round; printed are medians and ranges, and the
-bytes that came for each second of CPU that both ends spent in their processes. Both ends share this machine's cores, as
-iperf3's do.
+Two network namespaces stand for the hosts (root, iproute2 and iperf3 are needed). In every round
+one stream of iperf3 runs for two seconds, then a reader on the first host fetches a float32 array
+of a store on the second, in pieces: once over TLS, once as with ``network.trusted``: unencrypted
+after the handshake. The time is from the request to the decoded sample. Ratios are taken per round;
+printed are medians and ranges, and the bytes that came for each second of CPU that both ends spent
+in their processes. Both ends share this machine's cores, as iperf3's do.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def serve(address: str, key_file: str, trusted: str, megabytes: str) -> None:
 
 
 def fetch(address: str, key_file: str, trusted: str, endpoint: str) -> None:
-    """Fetch the array once for every line of standard input; print seconds, seconds of CPU and bytes."""
+    """Fetch the array once for every line of standard input; print seconds, seconds of CPU and
+    bytes."""
     from realhf.transport.data_plane import DataPlane
     from realhf.transport.tensor_store import TensorStore
 
@@ -83,12 +85,16 @@ def fetch(address: str, key_file: str, trusted: str, endpoint: str) -> None:
 
 def iperf(first: Host, second: Host) -> float:
     """Return the bytes per second that one stream brings from the second host to the first."""
-    server = subprocess.Popen([*first.enter, "iperf3", "-s", "-1", "-B", first.address], stdout=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [*first.enter, "iperf3", "-s", "-1", "-B", first.address], stdout=subprocess.DEVNULL
+    )
     try:
         for _ in range(50):
             time.sleep(0.1)
             command = ["iperf3", "-c", first.address, "-t", str(IPERF_S), "-J"]
-            done = subprocess.run([*second.enter, *command], capture_output=True, text=True, check=False, timeout=60)
+            done = subprocess.run(
+                [*second.enter, *command], capture_output=True, text=True, check=False, timeout=60
+            )
             found = json.loads(done.stdout or "{}")
             if "end" in found and "sum_received" in found["end"]:
                 return found["end"]["sum_received"]["bits_per_second"] / 8
@@ -122,7 +128,9 @@ class Pair:
 def _start(host: Host, *words: str) -> subprocess.Popen[str]:
     command = [*host.enter, sys.executable, "-m", "benchmarks.network.data_plane", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
 
 
 def _line(process: subprocess.Popen[str]) -> str:
@@ -143,7 +151,11 @@ def measure(rounds: int, megabytes: int) -> list[dict[str, float]]:
     from realhf.transport.network import RunKeys
 
     found = []
-    with tempfile.TemporaryDirectory() as folder, two_hosts() as (first, second), contextlib.ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        two_hosts() as (first, second),
+        contextlib.ExitStack() as stack,
+    ):
         keys = str(Path(folder) / "keys")
         RunKeys.make().write(Path(keys))
         pairs = {}
@@ -164,7 +176,9 @@ def measure(rounds: int, megabytes: int) -> list[dict[str, float]]:
 
 def main() -> int:
     """Measure and print. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--json", type=Path)
@@ -192,7 +206,9 @@ def main() -> int:
         text = f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
         print(f"{name:26} {text}{' MB/s' if unit > 1 else ' of one TCP stream'}")
     if args.json:
-        args.json.write_text(json.dumps({"machine": platform.processor(), "cores": os.cpu_count(), "rounds": found}))
+        args.json.write_text(
+            json.dumps({"machine": platform.processor(), "cores": os.cpu_count(), "rounds": found})
+        )
     return 0
 
 

@@ -1,4 +1,5 @@
-"""Makes two network namespaces on this machine that see each other over a cable, as two hosts do."""
+"""Makes two network namespaces on this machine that see each other over a cable, as two hosts
+do."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ class Host:
         try:
             yield
         finally:
-            command_output("ip", "-n", self.name, "route", "del", "blackhole", f"{other.address}/32")
+            command_output(
+                "ip", "-n", self.name, "route", "del", "blackhole", f"{other.address}/32"
+            )
 
     def slow_down(self, mbit_s: float) -> None:
         """Send no faster than this from now on."""
@@ -54,13 +57,15 @@ class Host:
 
     def received_bytes(self) -> int:
         """Return how much has come over the cable."""
-        (link,) = json.loads(command_output("ip", "-n", self.name, "-s", "-j", "link", "show", "cable"))
+        (link,) = json.loads(
+            command_output("ip", "-n", self.name, "-s", "-j", "link", "show", "cable")
+        )
         return int(link["stats64"]["rx"]["bytes"])
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Be in this namespace with the calling thread: sockets that it makes, and processes and threads that it
-        starts."""
+        """Be in this namespace with the calling thread: sockets that it makes, and processes and
+        threads that it starts."""
         libc = ctypes.CDLL(None, use_errno=True)
         own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         there = os.open(NAMES / self.name, os.O_RDONLY | os.O_CLOEXEC)
@@ -92,10 +97,24 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
                 command_output("ip", "netns", "add", host.name)
                 made.append(host)
             first, second = hosts
-            ends = ["name", "cable", "netns", first.name, "type", "veth", "peer", "name", "cable", "netns", second.name]
+            ends = [
+                "name",
+                "cable",
+                "netns",
+                first.name,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "cable",
+                "netns",
+                second.name,
+            ]
             command_output("ip", "link", "add", *ends)
             for host in hosts:
-                command_output("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", "cable")
+                command_output(
+                    "ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", "cable"
+                )
                 for link in ("cable", "lo"):
                     command_output("ip", "-n", host.name, "link", "set", link, "up")
         except subprocess.SubprocessError as error:
@@ -110,4 +129,6 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 def command_output(*command: str) -> str:
     """Run a command and return what it prints. Raises CalledProcessError or TimeoutExpired."""
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMMAND_S).stdout
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=_COMMAND_S
+    ).stdout

@@ -1,4 +1,5 @@
-"""Makes several network namespaces that see each other over a bridge, as hosts at one switch; each can be unplugged."""
+"""Makes several network namespaces that see each other over a bridge, as hosts at one switch; each
+can be unplugged."""
 
 from __future__ import annotations
 
@@ -30,14 +31,17 @@ class Lan:
 
 @contextlib.contextmanager
 def lan(names: Sequence[str]) -> Iterator[Lan]:
-    """Make hosts with these names of at most eight characters, and take them away at the end. Raises NoNamespaces with
-    the reason."""
+    """Make hosts with these names of at most eight characters, and take them away at the end.
+    Raises NoNamespaces with the reason."""
     if shutil.which("ip") is None:
         raise NoNamespaces("the command ip is missing (apt-get install iproute2)")
     tag = secrets.token_hex(3)
     net = f"10.{secrets.randbelow(200) + 20}.{secrets.randbelow(250)}"
     switch = f"realhf-{tag}-switch"
-    hosts = {name: Host(f"realhf-{tag}-{name}", f"{net}.{number}") for number, name in enumerate(names, 1)}
+    hosts = {
+        name: Host(f"realhf-{tag}-{name}", f"{net}.{number}")
+        for number, name in enumerate(names, 1)
+    }
     made: list[str] = []
     try:
         try:
@@ -59,7 +63,19 @@ def lan(names: Sequence[str]) -> Iterator[Lan]:
 
 
 def _plug_in(name: str, host: Host, switch: str) -> None:
-    ends = ["name", "cable", "netns", host.name, "type", "veth", "peer", "name", f"to-{name}", "netns", switch]
+    ends = [
+        "name",
+        "cable",
+        "netns",
+        host.name,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        f"to-{name}",
+        "netns",
+        switch,
+    ]
     command_output("ip", "link", "add", *ends)
     command_output("ip", "-n", switch, "link", "set", f"to-{name}", "master", "bridge", "up")
     command_output("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", "cable")

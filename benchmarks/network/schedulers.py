@@ -1,13 +1,15 @@
-"""The same synchronous run started in several ways, in turns: are losses identical, what does a step cost?
+"""The same synchronous run started in several ways, in turns: are losses identical, what does a
+step cost?
 
     python -m benchmarks.network.schedulers [--rounds 3] [--steps 12] [--schedulers local join ray] [--json FILE]
 
-The run is GRPO on SQL tasks with a small untaught policy, on one machine. With ``join`` the worker that trains runs
-below a host agent that has joined over the loopback, with ``hosts`` below one in another network namespace, over a
-cable and encrypted; with ``ray`` below one that Ray has placed. Losses, and everything else in ``metrics.jsonl`` but
-times, are compared to the last bit, step by step, with those of the first run. The cost of a step is the median over
-all but the first two steps of a run; printed is its ratio to that of the first way in the same round. ``ray`` needs
-Ray, ``hosts`` needs root.
+The run is GRPO on SQL tasks with a small untaught policy, on one machine. With ``join`` the worker
+that trains runs below a host agent that has joined over the loopback, with ``hosts`` below one in
+another network namespace, over a cable and encrypted; with ``ray`` below one that Ray has placed.
+Losses, and everything else in ``metrics.jsonl`` but times, are compared to the last bit, step by
+step, with those of the first run. The cost of a step is the median over all but the first two steps
+of a run; printed is its ratio to that of the first way in the same round. ``ray`` needs Ray,
+``hosts`` needs root.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "trainer"
 WAYS = ("local", "join", "hosts", "ray")
 APART = "apart"
-"""Of two ranks the second is on another host, of a trusted network: the same to rounding, not to the bit."""
+"""Of two ranks the second is on another host, of a trusted network: the same to rounding, not to
+the bit."""
 OPTIONS = (
     "experiment=grpo",
     "env=sql",
@@ -60,17 +63,24 @@ def policy(folder: Path) -> Path:
     from realhf.api.config import BuiltinModelConfig
     from realhf.backends.builtin_policy import build_builtin_policy
 
-    talk = {"messages": [{"role": "user", "content": "How many rows?"}, {"role": "assistant", "content": "SELECT 1"}]}
+    talk = {
+        "messages": [
+            {"role": "user", "content": "How many rows?"},
+            {"role": "assistant", "content": "SELECT 1"},
+        ]
+    }
     (folder / "talks.jsonl").write_text(json.dumps(talk) + "\n")
-    sizes = BuiltinModelConfig(vocab_size=300, hidden_size=128, num_layers=4, num_heads=4, intermediate_size=256)
+    sizes = BuiltinModelConfig(
+        vocab_size=300, hidden_size=128, num_layers=4, num_heads=4, intermediate_size=256
+    )
     build_builtin_policy(folder / "talks.jsonl", folder / "policy", sizes, seed=3)
     return folder / "policy"
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a run is started: options of its launcher, words before its command, and the same for a host agent, if the
-    way needs one that nobody else starts."""
+    """How a run is started: options of its launcher, words before its command, and the same for a
+    host agent, if the way needs one that nobody else starts."""
 
     options: tuple[str, ...] = ()
     enter: tuple[str, ...] = ()
@@ -85,14 +95,23 @@ def way_of(name: str, folder: Path) -> Iterator[Way]:
     if name == "local":
         yield Way()
     elif name == "ray":
-        ray = ("scheduler=ray", "network.bind=127.0.0.1", "scheduler.players=0", "scheduler.trainer_cpus=1")
-        ray += (f"scheduler.wait_s={RUN_S / 2:g}",)  # Ray itself takes a minute to start on a busy machine
+        ray = (
+            "scheduler=ray",
+            "network.bind=127.0.0.1",
+            "scheduler.players=0",
+            "scheduler.trainer_cpus=1",
+        )
+        ray += (
+            f"scheduler.wait_s={RUN_S / 2:g}",
+        )  # Ray itself takes a minute to start on a busy machine
         yield Way((*ray, f"scheduler.key_file={key}", "scheduler.port=0"))
     elif name == "join":
         yield _joined("127.0.0.1", free_port(), key, folder)
     else:
         with two_hosts() as (here, there):
-            way = _joined(here.address, 7788, key, folder, here.enter, there.enter, apart=name == APART)
+            way = _joined(
+                here.address, 7788, key, folder, here.enter, there.enter, apart=name == APART
+            )
             yield way
 
 
@@ -110,7 +129,12 @@ def _joined(
     own = key.with_name(f"{key.name}-{TRAINER}")
     write_private(own, add_hosts(key, [TRAINER]).text())
     options = (
-        *("scheduler=join", f"network.bind={address}", f"scheduler.port={port}", f"scheduler.key_file={key}"),
+        *(
+            "scheduler=join",
+            f"network.bind={address}",
+            f"scheduler.port={port}",
+            f"scheduler.key_file={key}",
+        ),
         f"scheduler.hosts=[{TRAINER}]",
         f"scheduler.placement={{model_worker{'/1' if apart else ''}:{TRAINER}}}",
     )
@@ -120,19 +144,38 @@ def _joined(
 
 
 def run(name: str, folder: Path, actor: Path, steps: int, *options: str) -> list[dict[str, Any]]:
-    """Run once, with further options; the metrics of its steps. Raises RuntimeError with the launcher's last words, and
-    NoNamespaces."""
+    """Run once, with further options; the metrics of its steps. Raises RuntimeError with the
+    launcher's last words, and NoNamespaces."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with way_of(name, folder) as way, contextlib.ExitStack() as stack:
-        given = [*OPTIONS, f"fileroot={folder / 'runs'}", f"actor.path={actor}", f"total_train_steps={steps}"]
-        command = [*way.enter, sys.executable, "-m", "realhf.launch", *given, *way.options, *options]
+        given = [
+            *OPTIONS,
+            f"fileroot={folder / 'runs'}",
+            f"actor.path={actor}",
+            f"total_train_steps={steps}",
+        ]
+        command = [
+            *way.enter,
+            sys.executable,
+            "-m",
+            "realhf.launch",
+            *given,
+            *way.options,
+            *options,
+        ]
         if way.agent:
             words = [*way.agent_enter, sys.executable, "-m", "realhf.worker", *way.agent]
             log = stack.enter_context((folder / "agent.log").open("wb"))
             agent = subprocess.Popen(words, stdout=log, stderr=log, env=environment, cwd=ROOT)
             stack.callback(_end, agent)
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=RUN_S, env=environment, cwd=ROOT, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=RUN_S,
+            env=environment,
+            cwd=ROOT,
+            check=False,
         )
     if done.returncode:
         raise RuntimeError(f"{name}: {(done.stdout + done.stderr)[-2000:]}")
@@ -150,14 +193,19 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def losses(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What each step has computed: everything but how long it took and what its hosts did meanwhile."""
+    """What each step has computed: everything but how long it took and what its hosts did
+    meanwhile."""
     clocked = ("time/", "host/", "throughput/")
-    return [{key: value for key, value in row.items() if not key.startswith(clocked)} for row in rows]
+    return [
+        {key: value for key, value in row.items() if not key.startswith(clocked)} for row in rows
+    ]
 
 
 def main() -> int:
     """Measure and print. Returns 0 when all losses are identical."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--schedulers", nargs="+", choices=WAYS, default=["local", "join", "ray"])
@@ -179,14 +227,23 @@ def main() -> int:
                 same &= identical
                 seconds[way].append(statistics.median(row[STEP_SECONDS] for row in rows[2:]))
                 print(
-                    f"{way:6} {seconds[way][-1]:.4f} s a step, losses {'identical' if identical else 'DIFFER'}",
+                    f"{way:6} {seconds[way][-1]:.4f} s a step, losses "
+                    f"{'identical' if identical else 'DIFFER'}",
                     flush=True,
                 )
     for way in args.schedulers[1:]:
-        ratios = [mine / theirs for mine, theirs in zip(seconds[way], seconds[args.schedulers[0]], strict=True)]
-        print(f"{way} / {args.schedulers[0]}: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+        ratios = [
+            mine / theirs
+            for mine, theirs in zip(seconds[way], seconds[args.schedulers[0]], strict=True)
+        ]
+        print(
+            f"{way} / {args.schedulers[0]}: {statistics.median(ratios):.3f} ({min(ratios):.3f} to "
+            f"{max(ratios):.3f})"
+        )
     if args.json:
-        args.json.write_text(json.dumps({"cores": os.cpu_count(), "seconds": seconds, "identical": same}))
+        args.json.write_text(
+            json.dumps({"cores": os.cpu_count(), "seconds": seconds, "identical": same})
+        )
     return 0 if same else 1
 
 

@@ -1,10 +1,11 @@
-"""What limits a run of a given size: one line per number of GPUs and size of model, from the assumptions below.
+"""What limits a run of a given size: one line per number of GPUs and size of model, from the
+assumptions below.
 
     python -m benchmarks.scale.limits [--json FILE]
 
-Half of the GPUs train, half generate. Every figure is arithmetic on ``Assumptions``, of which those named in
-``MEASURED`` were measured in this repository and the others are data sheets and experience; docs/scaling.md explains
-them.
+Half of the GPUs train, half generate. Every figure is arithmetic on ``Assumptions``, of which those
+named in ``MEASURED`` were measured in this repository and the others are data sheets and
+experience; docs/scaling.md explains them.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Assumptions:
     """Episodes that a GPU generates at once."""
     sampled: int = 2000
     tokens: int = 4000
-    """Of an episode: sampled, and with prompt and answers of the environment; half of them lie in the cache on
-    average."""
+    """Of an episode: sampled, and with prompt and answers of the environment; half of them lie in
+    the cache on average."""
     token_bytes: int = 18
     """Of a token in the stream: id, log-probability, version, two masks."""
     operations_per_token: float = 8.0
@@ -64,9 +65,9 @@ class Assumptions:
     shared: float = 5e9
     """Through memory that two processes of a host share."""
     weights: float = 2e9
-    """Bytes per second of weights that one process sends to other hosts, encrypted. Measured with a record layer
-    above TLS that has been removed; ``benchmarks.network.data_plane`` measures TLS alone. Each engine fetches them
-    for itself."""
+    """Bytes per second of weights that one process sends to other hosts, encrypted. Measured with a
+    record layer above TLS that has been removed; ``benchmarks.network.data_plane`` measures TLS
+    alone. Each engine fetches them for itself."""
     socket: float = 1e9
     """What one process brings through encrypted sockets."""
     digest_bytes_s: float = 1.6e9
@@ -79,7 +80,8 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Line:
-    """Rates are episodes per second; shares are of what there is; times are seconds. ``why``: what limits it."""
+    """Rates are episodes per second; shares are of what there is; times are seconds. ``why``: what
+    limits it."""
 
     gpus: int
     model: str
@@ -106,7 +108,9 @@ def line(gpus: int, model: Model, given: Assumptions) -> Line:
     half = gpus / 2
     fits = train_gpus <= half and engine_gpus <= half
     context = given.in_play * engine_gpus * given.tokens / 2 * model.kv_bytes
-    pass_s = (2 * model.parameters + context) / (engine_gpus * given.bandwidth * given.bandwidth_used)
+    pass_s = (2 * model.parameters + context) / (
+        engine_gpus * given.bandwidth * given.bandwidth_used
+    )
     generation = half * given.in_play / pass_s / given.sampled
     operations = given.operations_per_token * model.parameters * given.tokens
     training = half * given.operations * given.operations_used / operations
@@ -157,14 +161,17 @@ def lines(given: Assumptions | None = None) -> list[Line]:
 def table(found: Sequence[Line]) -> str:
     """Return the cases as a table in Markdown."""
     rows = [
-        "| GPUs | model | GPUs to hold trainer / engine | episodes/s: generation / training | step s | weights s: one "
+        "| GPUs | model | GPUs to hold trainer / engine | episodes/s: generation / training | step "
+        "s | weights s: one "
         "by one / tree | digests s | master | stream: bytes / CPU | limit |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in found:
         rows.append(
-            f"| {one.gpus} | {one.model} | {one.train_gpus} / {one.engine_gpus} | {one.generation:,.2f} / "
-            f"{one.training:,.2f} | {one.step_s:,.1f} | {one.update_s:.2f} / {one.tree_s:.2f} | {one.digest_s:.1f} | "
+            f"| {one.gpus} | {one.model} | {one.train_gpus} / {one.engine_gpus} | "
+            f"{one.generation:,.2f} / "
+            f"{one.training:,.2f} | {one.step_s:,.1f} | {one.update_s:.2f} / {one.tree_s:.2f} | "
+            f"{one.digest_s:.1f} | "
             f"{one.master:.2%} | {one.stream:.2%} / {one.stream_cpu:.2%} | {one.why} |"
         )
     return "\n".join(rows)
@@ -172,7 +179,9 @@ def table(found: Sequence[Line]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table. Return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     found = lines()

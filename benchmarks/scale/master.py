@@ -1,4 +1,5 @@
-"""The master's side of ``python -m benchmarks.scale``: everything here is what a run has, but for the trained model."""
+"""The master's side of ``python -m benchmarks.scale``: everything here is what a run has, but for
+the trained model."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ class Connections:
 
     @staticmethod
     def that_fit(workers: int, parts: int) -> Connections:
-        """Return one of each kind for every worker, or as many as descriptors allow: those for admission first."""
+        """Return one of each kind for every worker, or as many as descriptors allow: those for
+        admission first."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_DESCRIPTORS
         own = min(limit, parts * limit // 2)
         if 4 * workers <= limit and 8 * workers <= parts * limit:
@@ -122,7 +124,11 @@ class Simulation:
         async with AsyncExitStack() as stack:
             beat_s = self._args.heartbeat
             rpc = RpcMaster(
-                RUN_ID, heartbeat_s=beat_s, dead_after_s=4 * beat_s, on_death=self._died, on_join=self._joined
+                RUN_ID,
+                heartbeat_s=beat_s,
+                dead_after_s=4 * beat_s,
+                on_death=self._died,
+                on_join=self._joined,
             )
             await rpc.start()
             stack.push_async_callback(rpc.close)
@@ -139,7 +145,9 @@ class Simulation:
             self._tell("finish")
             say("... every sample in flight is admitted; training, to warm up")
             await self._steps(executor, self._args.warm_up)
-            figures["windows"] = [await self._window(executor, n) for n in range(self._args.windows)]
+            figures["windows"] = [
+                await self._window(executor, n) for n in range(self._args.windows)
+            ]
             if self._args.lose > 0:
                 figures["recovery"] = await self._recover(executor)
             figures["totals"] = rollouts._ledger.state.totals()
@@ -155,7 +163,11 @@ class Simulation:
         args = self._args
         lines = self._connections
         first = 0
-        trainer = {"run-dir": self._plan.spec.run_dir, "generation": args.generation, "patience": args.patience}
+        trainer = {
+            "run-dir": self._plan.spec.run_dir,
+            "generation": args.generation,
+            "patience": args.patience,
+        }
         self._spawn("trainer", trainer, rpc.endpoint)
         for n in range(args.processes):
             count = args.workers * (n + 1) // args.processes - first
@@ -182,7 +194,15 @@ class Simulation:
     def _spawn(self, module: str, fields: dict[str, Any], endpoint: str) -> subprocess.Popen[bytes]:
         options = [text for name, value in fields.items() for text in (f"--{name}", str(value))]
         log = self._plan.spec.run_dir / f"{module}-{len(self._processes)}.log"
-        command = [sys.executable, "-m", f"benchmarks.scale.{module}", "--run-id", RUN_ID, "--master", endpoint]
+        command = [
+            sys.executable,
+            "-m",
+            f"benchmarks.scale.{module}",
+            "--run-id",
+            RUN_ID,
+            "--master",
+            endpoint,
+        ]
         with log.open("wb") as out:
             process = subprocess.Popen(
                 [*command, *options],
@@ -221,7 +241,16 @@ class Simulation:
         folder = spec.run_dir / "journal"
         patience = self._args.patience
         plan = RolloutPlan(
-            spec.rollout, ["model_worker/0"], spec.n_seqs, ENDLESS, 0, folder, RUN_ID, patience, patience, archive=True
+            spec.rollout,
+            ["model_worker/0"],
+            spec.n_seqs,
+            ENDLESS,
+            0,
+            folder,
+            RUN_ID,
+            patience,
+            patience,
+            archive=True,
         )
         source = sources.get(spec.source.name)(seed=spec.seed, **spec.source.args)
         rollouts = await AsyncRollouts.open(plan, rpc, source, say)
@@ -252,7 +281,9 @@ class Simulation:
             while not done():
                 for process in self._processes:
                     if process.poll() is not None:
-                        raise RuntimeError(f"a simulated process ended while {what}; its log is in the run folder")
+                        raise RuntimeError(
+                            f"a simulated process ended while {what}; its log is in the run folder"
+                        )
                 await asyncio.sleep(REPEATED_LOOK_S)
 
     async def _fill(self) -> dict[str, float]:
@@ -268,7 +299,10 @@ class Simulation:
         cpu = _grown(before, thread_seconds())
         wall = time.monotonic() - began
         each = (resident_bytes() - memory) / self._args.episodes
-        say(f"... {self._args.episodes} episodes in flight: {each:.0f} bytes of the master's memory for each")
+        say(
+            f"... {self._args.episodes} episodes in flight: {each:.0f} bytes of the master's "
+            f"memory for each"
+        )
         return {
             "bytes_per_episode": each,
             "before_bytes": memory,
@@ -277,7 +311,8 @@ class Simulation:
         }
 
     async def _rest(self) -> dict[str, float]:
-        """Return the CPU seconds per second while everything is in flight and nothing is finished."""
+        """Return the CPU seconds per second while everything is in flight and nothing is
+        finished."""
         before = thread_seconds()
         began = time.monotonic()
         await asyncio.sleep(self._args.idle)
@@ -340,15 +375,20 @@ class Simulation:
             **{f"{name}_s": seconds for name, seconds in sorted(cpu.items())},
         }
         say(
-            f"... window {number + 1}: {row['per_master_second']:,.0f} episodes per CPU second of the master "
+            f"... window {number + 1}: {row['per_master_second']:,.0f} episodes per CPU second of "
+            f"the master "
             f"({row['per_loop_second']:,.0f} of its loop), {row['per_second']:,.0f} per second here"
         )
         return row
 
     async def _recover(self, executor: FunctionExecutor) -> dict[str, float]:
-        """Let a share of the workers vanish. Returns the seconds until all deaths were noticed, and until as many
-        samples were in flight as before with none of theirs left unplayed."""
-        count = round(self._args.workers * self._args.lose) // self._args.processes * self._args.processes
+        """Let a share of the workers vanish. Returns the seconds until all deaths were noticed, and
+        until as many samples were in flight as before with none of theirs left unplayed."""
+        count = (
+            round(self._args.workers * self._args.lose)
+            // self._args.processes
+            * self._args.processes
+        )
         say(f"... {count} workers vanish")
         training = asyncio.create_task(self._steps(executor, self._args.patience))
         control, before, began = self._control, thread_seconds(), time.monotonic()
@@ -362,7 +402,11 @@ class Simulation:
             if training.done():
                 training.result()
             waiting = control.counters()["waiting"]
-            return len(self._deaths) >= count and not waiting and control.staleness.running >= 0.95 * in_flight
+            return (
+                len(self._deaths) >= count
+                and not waiting
+                and control.staleness.running >= 0.95 * in_flight
+            )
 
         try:
             await self._until(recovered, "it recovered")
@@ -379,7 +423,10 @@ class Simulation:
             "recovered_s": wall,
             "loop_s": cpu["loop"],
         }
-        say(f"... recovered after {wall:.1f} s; the deaths were known after {found['last_noticed_s']:.1f} s")
+        say(
+            f"... recovered after {wall:.1f} s; the deaths were known after "
+            f"{found['last_noticed_s']:.1f} s"
+        )
         return found
 
 

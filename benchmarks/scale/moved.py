@@ -1,5 +1,6 @@
-"""How many bytes of streamed samples the ranks of a trainer fetch from each other, with one receiver and with one on
-each rank: made-up samples, the real choice of receivers, partition and transfer plan. Prints a table; needs no model.
+"""How many bytes of streamed samples the ranks of a trainer fetch from each other, with one
+receiver and with one on each rank: made-up samples, the real choice of receivers, partition and
+transfer plan. Prints a table; needs no model.
 
     python -m benchmarks.scale.moved
 """
@@ -19,9 +20,11 @@ PRODUCERS = 4
 KEY = "packed_input_ids"
 
 
-def step(rng: random.Random, ranks: int, per_rank: int, receivers: int, *, near: bool) -> tuple[int, int, int]:
-    """Return the bytes of a batch, those that an inference fetches, and the most that a rank sends to the others for a
-    group call."""
+def step(
+    rng: random.Random, ranks: int, per_rank: int, receivers: int, *, near: bool
+) -> tuple[int, int, int]:
+    """Return the bytes of a batch, those that an inference fetches, and the most that a rank sends
+    to the others for a group call."""
     names = [f"model_worker/{rank}" for rank in range(ranks)]
     tokens = [int(rng.lognormvariate(9, 0.6)) for _ in range(ranks * per_rank)]
     storage = StorageMap()
@@ -46,7 +49,10 @@ def step(rng: random.Random, ranks: int, per_rank: int, receivers: int, *, near:
 
 
 def _moved(
-    storage: StorageMap, placement: dict[str, list[str]], hosts: dict[str, str], tokens: Sequence[int]
+    storage: StorageMap,
+    placement: dict[str, list[str]],
+    hosts: dict[str, str],
+    tokens: Sequence[int],
 ) -> Counter[str]:
     """Bytes by the rank that sends them."""
     moved: Counter[str] = Counter()
@@ -57,11 +63,16 @@ def _moved(
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--samples", type=int, default=16, help="of a batch, for each rank")
     args = parser.parse_args()
-    print("| ranks | receivers | partition | an inference fetches | the busiest rank sends for a group call |")
+    print(
+        "| ranks | receivers | partition | an inference fetches | the busiest rank sends for a "
+        "group call |"
+    )
     print("|---|---|---|---|---|")
     for ranks in (2, 4, 8, 64):
         for receivers, near in ((1, False), (1, True), (ranks, False), (ranks, True)):
@@ -69,12 +80,17 @@ def main() -> None:
             batch, scored, busiest = map(
                 sum,
                 zip(
-                    *(step(rng, ranks, args.samples, receivers, near=near) for _ in range(args.steps)),
+                    *(
+                        step(rng, ranks, args.samples, receivers, near=near)
+                        for _ in range(args.steps)
+                    ),
                     strict=True,
                 ),
             )
             how = "near to the holder" if near else "by length alone"
-            print(f"| {ranks} | {receivers} | {how} | {scored / batch:.0%} | {busiest / batch:.0%} |")
+            print(
+                f"| {ranks} | {receivers} | {how} | {scored / batch:.0%} | {busiest / batch:.0%} |"
+            )
 
 
 if __name__ == "__main__":

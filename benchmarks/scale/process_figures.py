@@ -10,8 +10,8 @@ _TASKS = Path("/proc/self/task")
 
 
 def thread_seconds() -> dict[str, float]:
-    """Return the CPU seconds of this process by kind of thread: ``loop`` is the calling one, ``zmq`` those that move
-    messages, the others have their names."""
+    """Return the CPU seconds of this process by kind of thread: ``loop`` is the calling one,
+    ``zmq`` those that move messages, the others have their names."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     found: dict[str, float] = {}
     for folder in _TASKS.iterdir():

@@ -1,9 +1,11 @@
-"""The simulated trainer and generation workers of ``python -m benchmarks.scale``: they say what true ones say, at once.
+"""The simulated trainer and generation workers of ``python -m benchmarks.scale``: they say what
+true ones say, at once.
 
     python -m benchmarks.scale.trainer --run-dir DIR --run-id ID --master URL --generation N --patience S
 
-Finished samples come from the simulated rollout workers as lists [id, attempt, order, version]; what the master hears
-of them is what ``StreamDataset`` would tell: rounds of at most 64, one at a time.
+Finished samples come from the simulated rollout workers as lists [id, attempt, order, version];
+what the master hears of them is what ``StreamDataset`` would tell: rounds of at most 64, one at a
+time.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ TOKENS = "packed_input_ids"
 
 
 class FakeImmediateTrainer:
-    """Knows the lengths of every sample that has arrived, and answers each call with metadata of the right form."""
+    """Knows the lengths of every sample that has arrived, and answers each call with metadata of
+    the right form."""
 
     def __init__(self, plan: RunPlan, run_id: str) -> None:
         self._outputs = {mfc.name: mfc.output_keys for mfc in plan.spec.mfcs}
@@ -100,7 +103,9 @@ class FakeImmediateTrainer:
         return OpenStreamAnswer(self.endpoint)
 
     def _restore(self, request: RestoreStreamRequest) -> RestoreStreamAnswer:
-        return RestoreStreamAnswer([Arrival(i, attempt, "", error="not kept") for i, attempt, _ in request.items])
+        return RestoreStreamAnswer(
+            [Arrival(i, attempt, "", error="not kept") for i, attempt, _ in request.items]
+        )
 
     def _prune(self, request: PruneStreamRequest) -> Nothing:
         del request
@@ -121,7 +126,12 @@ class FakeImmediateTrainer:
             return CallAnswer(None, {"tokens": 1.0, "grad_norm": 0.0, "skipped": False}, 0.001, 0.0)
         lengths = [[n - 1 for n in self._lengths(sample_id)] for sample_id in request.ids]
         meta = SequenceSample(
-            request.ids, dict.fromkeys(keys, lengths), dict.fromkeys(keys, "f32"), dict.fromkeys(keys, ()), None, {}
+            request.ids,
+            dict.fromkeys(keys, lengths),
+            dict.fromkeys(keys, "f32"),
+            dict.fromkeys(keys, ()),
+            None,
+            {},
         )
         return CallAnswer([bytes(frame) for frame in encode_sample(meta)], {}, 0.001, 0.0)
 
@@ -182,7 +192,9 @@ def _templates(plan: RunPlan) -> list[tuple[SequenceSample, list[int]]]:
     found = []
     for order, group in enumerate(fake_groups(options.group_size)):
         lease = RolloutLease(f"template-{order}", 0, order, 0, 1.0)
-        meta = decode_sample([bytes(frame) for frame in encode(lease, PlayedGroup(group, seconds=0.001))]).meta()
+        meta = decode_sample(
+            [bytes(frame) for frame in encode(lease, PlayedGroup(group, seconds=0.001))]
+        ).meta()
         found.append((meta, meta.lengths(TOKENS).nested()[0]))
     return found
 
@@ -201,7 +213,9 @@ def generation(index: int, run_id: str, master: str, patience_s: float) -> None:
         index,
         run_id,
         master,
-        ordered=dict([UPDATE_WEIGHTS.served_by(weights.update), PROBE_WEIGHTS.served_by(weights.probe)]),
+        ordered=dict(
+            [UPDATE_WEIGHTS.served_by(weights.update), PROBE_WEIGHTS.served_by(weights.probe)]
+        ),
         immediate=dict([STATUS.served_by(status)]),
         endpoints={"generation": "tcp://127.0.0.1:1"},
         connect_timeout_s=patience_s,
@@ -213,7 +227,9 @@ def serve(args: argparse.Namespace) -> None:
     """Run all of them, each on a thread of its own, until the master says bye."""
     trainer = FakeImmediateTrainer(RunPlan.read(args.run_dir), args.run_id)
     for index in range(args.generation):
-        threading.Thread(target=generation, args=(index, args.run_id, args.master, args.patience), daemon=True).start()
+        threading.Thread(
+            target=generation, args=(index, args.run_id, args.master, args.patience), daemon=True
+        ).start()
     ordered, immediate = trainer.handlers()
     gc.freeze()
     patience_s = args.patience
@@ -232,14 +248,20 @@ def serve(args: argparse.Namespace) -> None:
 
 def main() -> int:
     """Return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--master", required=True)
     parser.add_argument("--generation", type=int, required=True, help="generation workers")
-    parser.add_argument("--patience", type=float, required=True, help="seconds without a sign of the master")
+    parser.add_argument(
+        "--patience", type=float, required=True, help="seconds without a sign of the master"
+    )
     args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     return run_guarded(lambda: serve(args))
 
 

@@ -1,4 +1,5 @@
-"""Many connections of one process that stand for many workers, without a thread or an event loop for each."""
+"""Many connections of one process that stand for many workers, without a thread or an event loop
+for each."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ Receive = Callable[[int, list[bytes]], None]
 
 
 class Wires:
-    """Waits for all connections of the process at once. ``timeout_s`` bounds how long ``turn`` waits."""
+    """Waits for all connections of the process at once. ``timeout_s`` bounds how long ``turn``
+    waits."""
 
     def __init__(self, most_sockets: int) -> None:
         self.context = zmq.Context(io_threads=1)
@@ -50,7 +52,8 @@ class Wires:
 
 
 class Lines:
-    """``count`` DEALER connections to one endpoint; whoever has number n uses line n modulo ``count``."""
+    """``count`` DEALER connections to one endpoint; whoever has number n uses line n modulo
+    ``count``."""
 
     def __init__(self, wires: Wires, endpoint: str, count: int, receive: Receive) -> None:
         self._wires = wires

@@ -1,12 +1,13 @@
-"""Simulated rollout workers of ``python -m benchmarks.scale``: many in one process, each of which says to the master
-what a true one says. Nothing is played: a sample is finished as soon as enough others are in flight.
+"""Simulated rollout workers of ``python -m benchmarks.scale``: many in one process, each of which
+says to the master what a true one says. Nothing is played: a sample is finished as soon as enough
+others are in flight.
 
     python -m benchmarks.scale.workers --part N --run-id ID --master URL --first N --workers N --in-flight N --slots N
         --lines N --rpc-lines N
 
-``--lines``: connections to the master's admission; ``--rpc-lines``: pairs of connections to its RPC, and connections
-for heartbeats. Workers share them where there are fewer than workers. Standard input takes ``ask``, ``finish`` and
-``drop N``.
+``--lines``: connections to the master's admission; ``--rpc-lines``: pairs of connections to its
+RPC, and connections for heartbeats. Workers share them where there are fewer than workers. Standard
+input takes ``ask``, ``finish`` and ``drop N``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ UNACKED = 2048
 ENOUGH = 0.97
 """Share of the samples in flight from which on some are finished."""
 STALL_S = 0.25
-"""After so long without any, samples are finished however few there are: the trainer may wait for them."""
+"""After so long without any, samples are finished however few there are: the trainer may wait for
+them."""
 
 
 class Held(NamedTuple):
@@ -63,7 +65,8 @@ class Simulated:
 
 
 class Part:
-    """The workers of this process, which are numbered from 0 here and from ``first`` on in the run."""
+    """The workers of this process, which are numbered from 0 here and from ``first`` on in the
+    run."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -95,7 +98,9 @@ class Part:
         node = os.uname().nodename
         versions = own_versions()
         for n, worker in enumerate(self._workers):
-            hello = pack_header("hello", self._run, worker.session, versions=versions, node=node, lane="ordered")
+            hello = pack_header(
+                "hello", self._run, worker.session, versions=versions, node=node, lane="ordered"
+            )
             self._ordered.send(n, [hello])
         while not self._over:
             self._wires.turn(0.02)
@@ -124,13 +129,20 @@ class Part:
             return
         kind = header["kind"]
         if kind == "refused":
-            raise RuntimeError(f"the master refused {self._workers[n].name}: {header.get('reason')}")
+            raise RuntimeError(
+                f"the master refused {self._workers[n].name}: {header.get('reason')}"
+            )
         if kind == "hello_ack" and "heartbeat" not in header:
             self._introduce(n)
         elif kind == "hello_ack":
             self._interval = float(header["heartbeat_s"])
             if self._beats is None:
-                self._beats = Lines(self._wires, header["heartbeat"], self._args.rpc_lines, lambda line, frames: None)
+                self._beats = Lines(
+                    self._wires,
+                    header["heartbeat"],
+                    self._args.rpc_lines,
+                    lambda line, frames: None,
+                )
         elif kind == "request" and header["handler"] == PLAY.name:
             self._play(n, PLAY.unpack(unpack_payload(frames[1:])))
             answer = pack_header("reply", self._run, header["session"], id=header["id"])
@@ -138,7 +150,9 @@ class Part:
 
     def _introduce(self, n: int) -> None:
         worker = self._workers[n]
-        info = WorkerInfo(worker.name, "rollout_worker", self._args.first + n, "elsewhere", os.getpid())
+        info = WorkerInfo(
+            worker.name, "rollout_worker", self._args.first + n, "elsewhere", os.getpid()
+        )
         hello = pack_header(
             "hello",
             self._run,
@@ -180,14 +194,24 @@ class Part:
 
     def _ask(self, n: int) -> None:
         worker = self._workers[n]
-        if not worker.alive or not worker.playing or worker.asking or worker.free < 1 or self._service is None:
+        if (
+            not worker.alive
+            or not worker.playing
+            or worker.asking
+            or worker.free < 1
+            or self._service is None
+        ):
             return
         worker.asking = True
         self._number += 1
         self._asked[self._number] = n
         client = f"{worker.name}:{os.getpid()}"
-        header = pack_header("request", self._run, b"", id=self._number, method=ALLOCATE.name, client=client)
-        self._service.send(n, [header, pack_payload(ALLOCATE.pack(AllocateRequest(worker.free, HOLD_S)))])
+        header = pack_header(
+            "request", self._run, b"", id=self._number, method=ALLOCATE.name, client=client
+        )
+        self._service.send(
+            n, [header, pack_payload(ALLOCATE.pack(AllocateRequest(worker.free, HOLD_S)))]
+        )
 
     def _on_service(self, line: int, frames: list[bytes]) -> None:
         header = unpack_header(frames[0])
@@ -200,7 +224,9 @@ class Part:
             return
         leases = ALLOCATE.unpack_answer(unpack_payload(frames[1:]), "the master").leases
         worker.free -= len(leases or ())
-        self._held += [Held(n, lease.id, lease.attempt, lease.order, lease.version) for lease in leases or ()]
+        self._held += [
+            Held(n, lease.id, lease.attempt, lease.order, lease.version) for lease in leases or ()
+        ]
         if leases is None or leases:
             self._ask(n)
 
@@ -209,7 +235,12 @@ class Part:
         now = time.monotonic()
         enough = len(self._held) + self._unacked >= ENOUGH * self._args.in_flight
         stalled = now - self._finished_at > STALL_S
-        if not self._finishes or not self._held or self._unacked >= UNACKED or not (enough or stalled):
+        if (
+            not self._finishes
+            or not self._held
+            or self._unacked >= UNACKED
+            or not (enough or stalled)
+        ):
             return
         self._finished_at = now
         older = range(max(1, len(self._held) // 2))
@@ -240,7 +271,9 @@ class Part:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("run-id", "master"):
         parser.add_argument(f"--{name}", required=True)
     for name in ("part", "first", "workers", "in-flight", "slots", "lines", "rpc-lines"):

@@ -1,4 +1,5 @@
-"""Measures how fast the page of ``python -m realhf.view`` shows a large run, in a headless Chromium.
+"""Measures how fast the page of ``python -m realhf.view`` shows a large run, in a headless
+Chromium.
 
     python -m benchmarks.view [--rollouts 100000] [--repeats 3] [--json FILE]
 
@@ -34,7 +35,10 @@ OPEN_S = 120.0
 SEARCH_S = 120.0
 SOUGHT = "task-123"
 BY_REWARD = "document.querySelector('.head-row .reward').click()"
-SHOWN = "document.documentElement.dataset.page === 'rollouts' && document.querySelectorAll('.row').length > 5"
+SHOWN = (
+    "document.documentElement.dataset.page === 'rollouts' && "
+    "document.querySelectorAll('.row').length > 5"
+)
 
 
 class Server:
@@ -109,7 +113,9 @@ def _searched(page: Chromium) -> float:
 
 def main() -> int:
     """Measure and print. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rollouts", type=int, default=100_000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
@@ -129,7 +135,9 @@ def main() -> int:
         values = [row[name] for row in rows]
         print(f"{name:16} {statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})")
     if args.json:
-        args.json.write_text(json.dumps({"rollouts": args.rollouts, "load": os.getloadavg(), "repeats": rows}))
+        args.json.write_text(
+            json.dumps({"rollouts": args.rollouts, "load": os.getloadavg(), "repeats": rows})
+        )
     return 0
 
 

@@ -1,9 +1,11 @@
-"""Writes a run that nobody trained, for measuring and testing how runs are shown: its numbers and words are invented.
+"""Writes a run that nobody trained, for measuring and testing how runs are shown: its numbers and
+words are invented.
 
     python -m benchmarks.view.made_up_run FOLDER [--rollouts 100000]
 
-Its rollouts are written by the same code as real ones: groups of eight, a twentieth with their tokens, two in a hundred
-failed, tasks that are learned, that are forgotten and that are never solved.
+Its rollouts are written by the same code as real ones: groups of eight, a twentieth with their
+tokens, two in a hundred failed, tasks that are learned, that are forgotten and that are never
+solved.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from realhf.monitor.rollouts.format import FORMAT, PLAY, TRAIN, Header, PlayLine, TrainLine, encode_record
+from realhf.monitor.rollouts.format import (
+    FORMAT,
+    PLAY,
+    TRAIN,
+    Header,
+    PlayLine,
+    TrainLine,
+    encode_record,
+)
 from realhf.monitor.rollouts.writer import ShardWriter
 
 GROUP = 8
@@ -24,15 +34,18 @@ GROUPS_OF_A_STEP = 16
 TASKS = 250
 TEMPLATES = 50
 TOKENS_EVERY = 20
-HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>\x00\x1b[31m\u202e"
+HOSTILE = (
+    "<img src=x "
+    "onerror=\"document.title='owned'\"><script>document.title='owned'</script>\x00\x1b[31m\u202e"
+)
 _MEMBER = 64
 _KINDS = ("beginner", "intermediate", "advanced", "expert", "warmup")
 
 
 class MadeUpRun:
-    """Writes into ``folder`` step by step. The same ``seed`` writes the same rollouts. ``longest``: the first rollout
-    of each step has so many tokens, all of them kept. ``info``: what its environment says for people, of the episode
-    and of its last turn."""
+    """Writes into ``folder`` step by step. The same ``seed`` writes the same rollouts. ``longest``:
+    the first rollout of each step has so many tokens, all of them kept. ``info``: what its
+    environment says for people, of the episode and of its last turn."""
 
     def __init__(
         self,
@@ -51,15 +64,25 @@ class MadeUpRun:
         self._step = 0
         self._untrained: list[TrainLine] = []
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(f"experiment: made_up\nseed: {seed}\nppo:\n  lr: {seed / 1000}\n")
-        header = {"rollouts": FORMAT, "writer": f"made-up-{seed}", "worker": "made-up/0", "began": time.time()}
+        (folder / "config.yaml").write_text(
+            f"experiment: made_up\nseed: {seed}\nppo:\n  lr: {seed / 1000}\n"
+        )
+        header = {
+            "rollouts": FORMAT,
+            "writer": f"made-up-{seed}",
+            "worker": "made-up/0",
+            "began": time.time(),
+        }
         self._shards = {
-            family: ShardWriter(folder / "rollouts", Header(family=family, **header)) for family in (PLAY, TRAIN)
+            family: ShardWriter(folder / "rollouts", Header(family=family, **header))
+            for family in (PLAY, TRAIN)
         }
 
-    def add_step(self, n_groups: int = GROUPS_OF_A_STEP, of: int = 100, *, train: bool = True) -> None:
-        """Write a step of so many groups; ``of`` steps take a task from its beginning to its end. Without ``train``
-        they are only played, until ``train`` is called."""
+    def add_step(
+        self, n_groups: int = GROUPS_OF_A_STEP, of: int = 100, *, train: bool = True
+    ) -> None:
+        """Write a step of so many groups; ``of`` steps take a task from its beginning to its end.
+        Without ``train`` they are only played, until ``train`` is called."""
         self._step += 1
         lines: list[tuple[PlayLine, TrainLine | None]] = []
         for number in range(n_groups):
@@ -113,7 +136,9 @@ class MadeUpRun:
         draw = self._random.random
         failure = ("simulator", "timeout")[task % 2] if draw() < self._failing else None
         success = failure is None and draw() < chance
-        reward = None if failure else 1.0 if success else round(draw() * 0.4, 3) if draw() < 0.5 else 0.0
+        reward = (
+            None if failure else 1.0 if success else round(draw() * 0.4, 3) if draw() < 0.5 else 0.0
+        )
         tokens = self._random.randrange(TOKENS_EVERY) == 0
         play = PlayLine(
             id=name, time=1.7e9 + self._step, step=self._step, version=self._step - 1, task=f"task-{task:03d}",
@@ -138,11 +163,24 @@ class MadeUpRun:
             {"role": "user", "content": f"Do {line.task}. {HOSTILE if line.row == 0 else ''}"},
         ]
         for turn in range(line.turns):
-            call = {"id": f"c{turn}", "name": "shell", "arguments": {"command": f"aws s3 ls bucket-{turn}"}}
+            call = {
+                "id": f"c{turn}",
+                "name": "shell",
+                "arguments": {"command": f"aws s3 ls bucket-{turn}"},
+            }
             said = f"I look at it, {turn}."
-            messages.append({"role": "assistant", "content": said, "tool_calls": [call], "turn": turn})
-            messages.append({"role": "tool", "content": "An error occurred" if line.failure else "bucket\n" * 6})
-        turn = {"reward": 0.0, "version": [line.version, line.version], "n_tokens": 9, "info": {"progress": 0.5}}
+            messages.append(
+                {"role": "assistant", "content": said, "tool_calls": [call], "turn": turn}
+            )
+            messages.append(
+                {"role": "tool", "content": "An error occurred" if line.failure else "bucket\n" * 6}
+            )
+        turn = {
+            "reward": 0.0,
+            "version": [line.version, line.version],
+            "n_tokens": 9,
+            "info": {"progress": 0.5},
+        }
         record = {
             "id": line.id, "task": line.task, "group": line.group, "seed": 1, "env": line.env, "split": line.split,
             "step": line.step, "status": line.failure or "finished", "message": "", "reward": line.reward,
@@ -184,7 +222,9 @@ def write_run(folder: Path, rollouts: int) -> None:
 
 def main() -> None:
     """Write a run of the size that the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rollouts", type=int, default=100_000)
     given = parser.parse_args()

@@ -1,8 +1,9 @@
 """Builds the documentation as a site: make docs
 
-The pages keep their places and links, so the same files read well in the repository. What a page links to is copied
-beside it, pages about the interfaces are made from docstrings, and every page is there as Markdown, too. A broken link,
-a page that the navigation does not name and anything loaded from another server are errors.
+The pages keep their places and links, so the same files read well in the repository. What a page
+links to is copied beside it, pages about the interfaces are made from docstrings, and every page is
+there as Markdown, too. A broken link, a page that the navigation does not name and anything loaded
+from another server are errors.
 """
 
 from __future__ import annotations
@@ -22,9 +23,18 @@ SOURCE = ROOT / "out" / "site-source"
 SITE = ROOT / "site"
 API_ROOMS = ("realhf/api", "realhf/aws/client", "realhf/trajectory/client")
 """Folders whose public classes and functions get pages."""
-TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "AGENTS.md", "examples/README.md")
+TOP = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "AGENTS.md",
+    "examples/README.md",
+)
 """Pages beside those of ``docs/``, where they exist."""
-ELSEWHERE = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=[\"']?(?:https?:)?//[^\"'> ]+")
+ELSEWHERE = re.compile(
+    r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=[\"']?(?:https?:)?//[^\"'> ]+"
+)
 """A tag that has the browser load something from another server."""
 LIBRARIES = re.compile(r"(?<=\")https://[\w.-]+/[^\"\s]*(?:polyfill|\.js)(?=\")")
 """A script or polyfill that a script of the theme names by its address."""
@@ -47,13 +57,18 @@ def linked_files(page: Path) -> Iterator[Path]:
     """Yield what a page links to beside other pages, relative to the repository."""
     for target in _LINK.findall((ROOT / page).read_text(encoding="utf-8")):
         file = (ROOT / page.parent / target).resolve()
-        if "://" not in target and file.is_file() and file.suffix != ".md" and file.is_relative_to(ROOT):
+        if (
+            "://" not in target
+            and file.is_file()
+            and file.suffix != ".md"
+            and file.is_relative_to(ROOT)
+        ):
             yield file.relative_to(ROOT)
 
 
 def navigation(api: dict[str, str]) -> list[dict[str, object]]:
-    """Return the navigation: the tables of ``docs/README.md``, section by section, then the interfaces. Pages that no
-    table names come last, so that none is lost."""
+    """Return the navigation: the tables of ``docs/README.md``, section by section, then the
+    interfaces. Pages that no table names come last, so that none is lost."""
     text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     known = {page.as_posix() for page in pages()}
     left = known - {"README.md", "docs/README.md"}
@@ -102,7 +117,9 @@ def _module(name: str, tree: ast.Module) -> Iterator[str]:
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             yield from _class(node)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
+            "_"
+        ):
             yield f"## `{node.name}`"
             yield _signature(node)
             yield _docstring(node)
@@ -117,8 +134,12 @@ def _class(node: ast.ClassDef) -> Iterator[str]:
         if isinstance(member, ast.AnnAssign) and not ast.unparse(member.target).startswith("_"):
             after = node.body[number + 1] if number + 1 < len(node.body) else None
             said = _text(after.value) if isinstance(after, ast.Expr) else ""
-            yield f"- `{ast.unparse(member.target)}: {ast.unparse(member.annotation)}`" + (f": {said}" if said else "")
-        elif isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef) and not member.name.startswith("_"):
+            yield f"- `{ast.unparse(member.target)}: {ast.unparse(member.annotation)}`" + (
+                f": {said}" if said else ""
+            )
+        elif isinstance(
+            member, ast.FunctionDef | ast.AsyncFunctionDef
+        ) and not member.name.startswith("_"):
             yield f"### `{node.name}.{member.name}`"
             yield _signature(member)
             yield _docstring(member)
@@ -147,9 +168,12 @@ def _docstring(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunc
 
 
 def _markdown(text: str) -> str:
-    """Return a docstring as Markdown: ``code`` with one backtick, and no brackets or tags where none are meant."""
+    """Return a docstring as Markdown: ``code`` with one backtick, and no brackets or tags where
+    none are meant."""
     parts = re.split(r"(`[^`]*`)", text.replace("``", "`"))
-    return "".join(part if part.startswith("`") else re.sub(r"([<\[_])", r"\\\1", part) for part in parts)
+    return "".join(
+        part if part.startswith("`") else re.sub(r"([<\[_])", r"\\\1", part) for part in parts
+    )
 
 
 def index_for_models(api: dict[str, str]) -> str:
@@ -185,7 +209,9 @@ def loaded_from_elsewhere(site: Path) -> list[str]:
         tags = ELSEWHERE.findall(page.read_text(encoding="utf-8"))
         found += [f"{page.relative_to(site)}: {tag}" for tag in tags]
     for sheet in sorted(site.rglob("*.css")):
-        loads = re.findall(r"(?:url\(|@import )[\"']?(?:https?:)?//[^)\"' ]+", sheet.read_text(encoding="utf-8"))
+        loads = re.findall(
+            r"(?:url\(|@import )[\"']?(?:https?:)?//[^)\"' ]+", sheet.read_text(encoding="utf-8")
+        )
         found += [f"{sheet.relative_to(site)}: {load}" for load in loads]
     for script in sorted(site.rglob("*.js")):
         loads = LIBRARIES.findall(script.read_text(encoding="utf-8"))
@@ -197,14 +223,15 @@ def not_twice(site: Path, written: list[Path]) -> list[str]:
     """Return every page that is missing for people or as Markdown."""
     wanted = [*written]
     wanted += [
-        page.with_name("index.html") if page.name == "README.md" else page.with_suffix(".html") for page in written
+        page.with_name("index.html") if page.name == "README.md" else page.with_suffix(".html")
+        for page in written
     ]
     return [f"{page}: is missing" for page in wanted if not (site / page).is_file()]
 
 
 def keep_libraries_away(site: Path) -> None:
-    """Take the addresses out of the theme's scripts from which it would load libraries: for diagrams, which no page
-    has, and for browsers that are many years old."""
+    """Take the addresses out of the theme's scripts from which it would load libraries: for
+    diagrams, which no page has, and for browsers that are many years old."""
     for script in sorted(site.rglob("*.js")):
         text = script.read_text(encoding="utf-8")
         script.write_text(LIBRARIES.sub("data:text/javascript,", text), encoding="utf-8")

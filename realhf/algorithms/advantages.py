@@ -1,9 +1,9 @@
 """Advantage estimators: per response from its group, per turn, and GAE with the values of a critic.
 
-Every estimator takes ``scores`` f32 (n,), ``valid`` bool (n,) and ``group`` i64 (n,), the sample index
-of each sequence, and returns advantages f32 (n,). Invalid sequences are excluded from all statistics
-and get exactly 0, whatever their score (NaN included). Statistics are fp64 and per response, not
-weighted by tokens (docs/reference/dataflow.md 10).
+Every estimator takes ``scores`` f32 (n,), ``valid`` bool (n,) and ``group`` i64 (n,), the sample
+index of each sequence, and returns advantages f32 (n,). Invalid sequences are excluded from all
+statistics and get exactly 0, whatever their score (NaN included). Statistics are fp64 and per
+response, not weighted by tokens (docs/reference/dataflow.md 10).
 
 Source of GAE: Schulman et al. 2016, High-Dimensional Continuous Control Using Generalized Advantage
 Estimation; the formulas are in docs/reference/ppo.md 2.
@@ -28,12 +28,14 @@ Estimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 def grpo(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
     """Return (R - mean) / (unbiased std + 1e-6) within the group.
 
-    It is exactly 0 if all valid scores are equal or fewer than two are valid. Source: Shao et al. 2024,
-    DeepSeekMath.
+    It is exactly 0 if all valid scores are equal or fewer than two are valid. Source: Shao et al.
+    2024, DeepSeekMath.
     """
     score, stats = _group_statistics(scores, valid, group)
     centred = score - stats.mean[group]
-    squares = torch.zeros_like(stats.mean).index_add(0, group, torch.where(valid, centred, 0.0).square())
+    squares = torch.zeros_like(stats.mean).index_add(
+        0, group, torch.where(valid, centred, 0.0).square()
+    )
     std = (squares / (stats.count - 1).clamp(min=1)).sqrt()
     return _finish(centred / (std[group] + _EPS), valid & stats.varied[group])
 
@@ -45,7 +47,8 @@ def grpo_nostd(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
 
 
 def rloo(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
-    """Return R minus the mean of the other valid responses of the group. Source: Ahmadian et al. 2024."""
+    """Return R minus the mean of the other valid responses of the group. Source: Ahmadian et al.
+    2024."""
     score, stats = _group_statistics(scores, valid, group)
     count = stats.count[group]
     others = (stats.mean[group] * count - score) / (count - 1).clamp(min=1)
@@ -55,13 +58,16 @@ def rloo(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
 def maxrl(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
     """Return (R - mean) / mean within the group.
 
-    For rewards of 0 and 1 this gives the gradient of the log-likelihood of success. It is exactly 0 if
-    all valid scores are equal or none is above 0. Source: Tajwar et al. 2026, Maximum Likelihood
+    For rewards of 0 and 1 this gives the gradient of the log-likelihood of success. It is exactly 0
+    if all valid scores are equal or none is above 0. Source: Tajwar et al. 2026, Maximum Likelihood
     Reinforcement Learning. Raises ValueError on a negative valid score.
     """
     score, stats = _group_statistics(scores, valid, group)
     if bool((score < 0).any()):
-        raise ValueError(f"ppo.adv_estimator=maxrl: a reward is {float(score.min()):g}; it takes rewards from 0 on")
+        raise ValueError(
+            f"ppo.adv_estimator=maxrl: a reward is {float(score.min()):g}; it takes rewards from 0 "
+            f"on"
+        )
     mean = stats.mean[group]
     return _finish((score - mean) / torch.where(mean > 0, mean, 1.0), valid & stats.varied[group])
 
@@ -70,9 +76,9 @@ def pass_at_k(scores: Tensor, valid: Tensor, group: Tensor, *, k: int) -> Tensor
     """Return the pass@k advantage: how much a response raises the best score among k responses.
 
     It is (mean of the best score over the size-k subsets that contain the response - mean over all
-    size-k subsets) / (biased std over all subsets + 1e-6). Subsets are drawn from the valid responses
-    of the group; ``k`` is at least 2. It is exactly 0 in a group of at most k valid responses, and if
-    every subset has the same best score.
+    size-k subsets) / (biased std over all subsets + 1e-6). Subsets are drawn from the valid
+    responses of the group; ``k`` is at least 2. It is exactly 0 in a group of at most k valid
+    responses, and if every subset has the same best score.
 
     With rewards of 0 and 1 this is the analytic advantage of Chen et al. 2025, Pass@k Training. The
     best score of a subset generalises its success to all rewards, as in Walder and Karkhanis 2025,
@@ -96,10 +102,12 @@ def _subset_advantages(score: Tensor, k: int) -> Tensor:
     best, order = score.sort()
     if best[k - 1] == best[-1]:
         return torch.zeros_like(score)
-    # Probability that response j is the best of a random subset; of one that contains j; of one that
-    # contains a given response of lower rank.
+    # Probability that response j is the best of a random subset; of one that contains j; of one
+    # that contains a given response of lower rank.
     is_best = _tensor([math.comb(j, k - 1) / math.comb(n, k) for j in range(n)], score)
-    is_best_of_own = _tensor([math.comb(j, k - 1) / math.comb(n - 1, k - 1) for j in range(n)], score)
+    is_best_of_own = _tensor(
+        [math.comb(j, k - 1) / math.comb(n - 1, k - 1) for j in range(n)], score
+    )
     is_best_of_lower = _tensor(
         [math.comb(j - 1, k - 2) / math.comb(n - 1, k - 1) if j else 0.0 for j in range(n)], score
     )
@@ -107,7 +115,9 @@ def _subset_advantages(score: Tensor, k: int) -> Tensor:
     std = (is_best * (best - mean).square()).sum().sqrt()
     # Sum over all responses of higher rank: the suffix sum without the response itself.
     higher = (is_best_of_lower * best).flip(0).cumsum(0).flip(0) - is_best_of_lower * best
-    return torch.zeros_like(score).scatter(0, order, (is_best_of_own * best + higher - mean) / (std + _EPS))
+    return torch.zeros_like(score).scatter(
+        0, order, (is_best_of_own * best + higher - mean) / (std + _EPS)
+    )
 
 
 def _tensor(values: list[float], like: Tensor) -> Tensor:
@@ -122,20 +132,23 @@ def reinforce(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
 def reinforce_pp(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
     """Return R itself, the reward that later steps distribute over the tokens.
 
-    For ``reinforce_pp``, ``return_to_go`` assigns it to earlier tokens and the result is whitened over
-    the batch (Hu 2025, REINFORCE++). For ``gae``, ``generalised_advantages`` subtracts the critic's
-    values.
+    For ``reinforce_pp``, ``return_to_go`` assigns it to earlier tokens and the result is whitened
+    over the batch (Hu 2025, REINFORCE++). For ``gae``, ``generalised_advantages`` subtracts the
+    critic's values.
     """
     score, _ = _group_statistics(scores, valid, group)
     return _finish(score, valid)
 
 
-def return_to_go(rewards: Tensor, mask: Tensor, sequence: Tensor, n_sequences: int, discount: float = 1.0) -> Tensor:
-    """Return sum of discount^(s-t) r_s over s >= t within each sequence, f32 (n,), 0 outside ``mask``.
+def return_to_go(
+    rewards: Tensor, mask: Tensor, sequence: Tensor, n_sequences: int, discount: float = 1.0
+) -> Tensor:
+    """Return sum of discount^(s-t) r_s over s >= t within each sequence, f32 (n,), 0 outside
+    ``mask``.
 
-    Only positions in ``mask`` count, in the sum and in the distance s-t: environment text between two
-    turns is skipped, not discounted. ``sequence`` i64 (n,) is sorted. ``rewards`` may hold any value
-    outside the mask.
+    Only positions in ``mask`` count, in the sum and in the distance s-t: environment text between
+    two turns is skipped, not discounted. ``sequence`` i64 (n,) is sorted. ``rewards`` may hold any
+    value outside the mask.
     """
     owner, rank, longest = _rank_within_owner(sequence[mask], n_sequences)
     table = torch.zeros(n_sequences, longest, dtype=torch.float64)
@@ -166,7 +179,8 @@ def _discounted_sums(table: Tensor, discount: float) -> Tensor:
 
 
 def at_last_token(values: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
-    """Return ``values`` (n_sequences,) at the last ``mask`` position of each sequence, 0 elsewhere, (n,)."""
+    """Return ``values`` (n_sequences,) at the last ``mask`` position of each sequence, 0 elsewhere,
+    (n,)."""
     positions = torch.arange(len(mask), device=mask.device)
     last = torch.full_like(values, -1, dtype=torch.int64)
     last = last.scatter_reduce(0, sequence, torch.where(mask, positions, -1), "amax")
@@ -209,7 +223,9 @@ class _GroupStatistics:
         self.varied = (self.count >= 2) & (highest > lowest)
 
 
-def _group_statistics(scores: Tensor, valid: Tensor, group: Tensor) -> tuple[Tensor, _GroupStatistics]:
+def _group_statistics(
+    scores: Tensor, valid: Tensor, group: Tensor
+) -> tuple[Tensor, _GroupStatistics]:
     """Return the scores in fp64 with 0 at invalid sequences, and the statistics of the groups.
 
     Raises ValueError if a valid score is not finite: failed episodes must be marked invalid.
@@ -228,8 +244,8 @@ def _finish(advantages: Tensor, keep: Tensor) -> Tensor:
 def returns_by_turn(rewards: Tensor, counts: Tensor, discount: float) -> Tensor:
     """Return the discounted return from each turn on, f64 (n_sequences, max_turns).
 
-    Entry (i, k) is the sum of discount^(j-k) r_ij over the turns j >= k of sequence i. Entries after
-    the last turn of a sequence repeat the return of its last turn.
+    Entry (i, k) is the sum of discount^(j-k) r_ij over the turns j >= k of sequence i. Entries
+    after the last turn of a sequence repeat the return of its last turn.
 
     Args:
         rewards: Rewards of the turns, sequence after sequence, f32 (sum of ``counts``,).
@@ -248,14 +264,14 @@ def returns_by_turn(rewards: Tensor, counts: Tensor, discount: float) -> Tensor:
 def turn_advantages(scores: Tensor, valid: Tensor, group: Tensor, estimator: Estimator) -> Tensor:
     """Return the advantage of every turn within its group, f32 (n_sequences, max_turns).
 
-    The return from turn k on is compared with the returns from turn k on of the other sequences of the
-    group. Invalid sequences get 0. An episode that ended earlier takes part with the return of its last
-    turn, so that every comparison includes the whole group. With a reward in the last turn only and no
-    discount, every turn gets the advantage of its episode.
+    The return from turn k on is compared with the returns from turn k on of the other sequences of
+    the group. Invalid sequences get 0. An episode that ended earlier takes part with the return of
+    its last turn, so that every comparison includes the whole group. With a reward in the last turn
+    only and no discount, every turn gets the advantage of its episode.
 
-    This is the turn-level advantage of MT-GRPO (Zeng et al. 2025, Reinforcing Multi-Turn Reasoning in LLM
-    Agents via Turn-Level Credit Assignment), with the return-to-go of REINFORCE (Williams 1992) instead
-    of the turn's reward plus the outcome.
+    This is the turn-level advantage of MT-GRPO (Zeng et al. 2025, Reinforcing Multi-Turn Reasoning
+    in LLM Agents via Turn-Level Credit Assignment), with the return-to-go of REINFORCE (Williams
+    1992) instead of the turn's reward plus the outcome.
 
     Args:
         scores: Return from each turn on, f32 (n_sequences, max_turns).
@@ -268,22 +284,25 @@ def turn_advantages(scores: Tensor, valid: Tensor, group: Tensor, estimator: Est
 
 
 def step_groups(states: Tensor, present: Tensor, group: Tensor) -> Tensor:
-    """Return the index of the step-level group of every present turn, i64 (number of present turns,).
+    """Return the index of the step-level group of every present turn, i64 (number of present
+    turns,).
 
-    A step-level group contains the turns of one group that started in the same state. ``states`` i64
-    and ``present`` bool are (n_sequences, max_turns), ``group`` as for an estimator.
+    A step-level group contains the turns of one group that started in the same state. ``states``
+    i64 and ``present`` bool are (n_sequences, max_turns), ``group`` as for an estimator.
     """
     group_and_state = torch.stack((group[:, None].expand_as(states)[present], states[present]))
     return torch.unique(group_and_state, dim=1, return_inverse=True)[1].flatten()
 
 
-def step_advantages(returns: Tensor, states: Tensor, present: Tensor, group: Tensor, estimator: Estimator) -> Tensor:
+def step_advantages(
+    returns: Tensor, states: Tensor, present: Tensor, group: Tensor, estimator: Estimator
+) -> Tensor:
     """Return the advantage of every turn within its step-level group, f32 (n_sequences, max_turns).
 
     The return from each turn on is compared with those of the other turns of its step-level group
     (``step_groups``). It is 0 where ``present`` is False. An episode that returns to a state counts
-    once per visit. Source: Feng et al. 2025, Group-in-Group Policy Optimization for LLM Agent Training
-    (GiGPO), step relative advantages.
+    once per visit. Source: Feng et al. 2025, Group-in-Group Policy Optimization for LLM Agent
+    Training (GiGPO), step relative advantages.
 
     Args:
         returns: Return from each turn on, f32 (n_sequences, max_turns).
@@ -295,11 +314,15 @@ def step_advantages(returns: Tensor, states: Tensor, present: Tensor, group: Ten
     """
     advantages = torch.zeros_like(returns)
     step_group = step_groups(states, present, group)
-    advantages[present] = estimator(returns[present], torch.ones_like(step_group, dtype=torch.bool), step_group)
+    advantages[present] = estimator(
+        returns[present], torch.ones_like(step_group, dtype=torch.bool), step_group
+    )
     return advantages
 
 
-def spread_over_tokens(advantages: Tensor, turn: Tensor, sequence: Tensor, mask: Tensor, counts: Tensor) -> Tensor:
+def spread_over_tokens(
+    advantages: Tensor, turn: Tensor, sequence: Tensor, mask: Tensor, counts: Tensor
+) -> Tensor:
     """Return the advantage of each token's turn, f32 (n,), 0 outside ``mask``.
 
     Args:
@@ -312,7 +335,11 @@ def spread_over_tokens(advantages: Tensor, turn: Tensor, sequence: Tensor, mask:
     Raises ValueError if a token of the mask is in no turn of its sequence.
     """
     checked_turn = _check_turns(turn, sequence, mask, counts)
-    return torch.where(mask, advantages[sequence, checked_turn], 0.0) if advantages.numel() else torch.zeros(len(mask))
+    return (
+        torch.where(mask, advantages[sequence, checked_turn], 0.0)
+        if advantages.numel()
+        else torch.zeros(len(mask))
+    )
 
 
 def _check_turns(turn: Tensor, sequence: Tensor, mask: Tensor, counts: Tensor) -> Tensor:
@@ -322,7 +349,9 @@ def _check_turns(turn: Tensor, sequence: Tensor, mask: Tensor, counts: Tensor) -
     """
     checked = torch.where(mask, turn.long(), 0)
     if bool(((checked < 0) | (checked >= counts[sequence]))[mask].any()):
-        raise ValueError("turn_ids: a trained token is in no turn that has a reward in turn_rewards")
+        raise ValueError(
+            "turn_ids: a trained token is in no turn that has a reward in turn_rewards"
+        )
     return checked
 
 
@@ -337,11 +366,13 @@ class ValueEstimate(NamedTuple):
     """Positions whose return the critic is trained on, bool (n,)."""
 
 
-def generalised_advantages(rewards: Tensor, values: Tensor, present: Tensor, discount: float, lam: float) -> Tensor:
+def generalised_advantages(
+    rewards: Tensor, values: Tensor, present: Tensor, discount: float, lam: float
+) -> Tensor:
     """Return the GAE advantage of every decision, f64 (n, k); undefined where ``present`` is False.
 
-    Each row holds the decisions of one sequence in order. The value after the last decision is 0: the
-    sequence has ended.
+    Each row holds the decisions of one sequence in order. The value after the last decision is 0:
+    the sequence has ended.
 
     Args:
         rewards: Reward after each decision, f64 (n, k).
@@ -366,12 +397,19 @@ def generalised_advantages(rewards: Tensor, values: Tensor, present: Tensor, dis
 
 
 def token_value_estimate(
-    rewards: Tensor, values: Tensor, mask: Tensor, sequence: Tensor, n_sequences: int, discount: float, lam: float
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    sequence: Tensor,
+    n_sequences: int,
+    discount: float,
+    lam: float,
 ) -> ValueEstimate:
     """Return the GAE estimate with every token of ``mask`` as one decision.
 
     The next decision is the next token of the policy, whatever environment text lies between. The
-    return of a token is its advantage plus its value. Positions outside the mask may hold any value.
+    return of a token is its advantage plus its value. Positions outside the mask may hold any
+    value.
 
     Args:
         rewards: Reward of each predicted token, f32 (n,).
@@ -408,7 +446,8 @@ def turn_value_estimate(
     discount: float,
     lam: float,
 ) -> ValueEstimate:
-    """Return the GAE estimate with every turn as one decision, made in the state before its first token.
+    """Return the GAE estimate with every turn as one decision, made in the state before its first
+    token.
 
     All tokens of a turn get its advantage; the critic is trained on the return of that state.
 
@@ -434,7 +473,9 @@ def turn_value_estimate(
     value_table = torch.zeros(len(counts), max_turns, dtype=torch.float64)
     present = torch.zeros(len(counts), max_turns, dtype=torch.bool)
     reward_table[owner, number] = turn_rewards.double()
-    reward_table.index_put_((sequence[mask], checked_turn[mask]), rewards[mask].double(), accumulate=True)
+    reward_table.index_put_(
+        (sequence[mask], checked_turn[mask]), rewards[mask].double(), accumulate=True
+    )
     value_table[sequence[first], checked_turn[first]] = values[first].double()
     present[sequence[first], checked_turn[first]] = True
     turn_advantage = generalised_advantages(reward_table, value_table, present, discount, lam)
@@ -446,7 +487,8 @@ def turn_value_estimate(
 
 
 def first_of_turn(turn: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
-    """Return which positions of ``mask`` predict the first token of a turn within the mask, bool (n,)."""
+    """Return which positions of ``mask`` predict the first token of a turn within the mask, bool
+    (n,)."""
     positions = torch.nonzero(mask).flatten()
     is_first = torch.ones(len(positions), dtype=torch.bool)
     current = positions[1:]

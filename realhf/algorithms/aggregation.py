@@ -1,7 +1,7 @@
 """Aggregations of token losses into the loss of a minibatch (``ppo.loss_agg``).
 
-``AGGREGATIONS`` is the only definition: the choices of the option, docs/algorithms.md and the weights
-of the tokens are derived from it. This module imports no torch at run time.
+``AGGREGATIONS`` is the only definition: the choices of the option, docs/algorithms.md and the
+weights of the tokens are derived from it. This module imports no torch at run time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Unit:
 class TokenCounts:
     """Token counts of a minibatch per rollout, turn and prompt.
 
-    Every count is f64 and at least 1, so that it can be a divisor. It is a scalar, or (n,) if it differs
-    between tokens.
+    Every count is f64 and at least 1, so that it can be a divisor. It is a scalar, or (n,) if it
+    differs between tokens.
     """
 
     mask: Tensor
@@ -70,7 +70,9 @@ class TokenCounts:
         """Number of turns with at least one token in the rollout of each token, (n,)."""
         # Each token adds 1 / (tokens of its turn), so every turn adds 1 up to rounding.
         share_of_turn = self.mask.double() / self.tokens_in(self.turns)
-        count = share_of_turn.new_zeros(self.rollout.size).index_add(0, self.rollout.index, share_of_turn)
+        count = share_of_turn.new_zeros(self.rollout.size).index_add(
+            0, self.rollout.index, share_of_turn
+        )
         return count[self.rollout.index].round().clamp(min=1)
 
     def _count(self, unit: Unit) -> Tensor:
@@ -96,8 +98,10 @@ class Aggregation:
 
 
 LETTERS = (
-    "T tokens, S rollouts, K turns and P prompts (groups) with a trained token; o_i are the tokens of rollout i, K_i "
-    "its turns, t the tokens of a turn, T_g those of a group. All are counted over the whole minibatch, before "
+    "T tokens, S rollouts, K turns and P prompts (groups) with a trained token; o_i are the tokens "
+    "of rollout i, K_i "
+    "its turns, t the tokens of a turn, T_g those of a group. All are counted over the whole "
+    "minibatch, before "
     "sequences without an advantage are dropped"
 )
 """Explanation of the symbols in the formulas, for docs/algorithms.md."""

@@ -38,28 +38,31 @@ from realhf.api.model import CallContext, ForwardOutputs, Model
 from realhf.api.sample import SequenceSample
 
 VALUES = "values"
-"""Key of the value of the state that each predicted token was sampled in, f32 (L-1), units of rewards."""
+"""Key of the value of the state that each predicted token was sampled in, f32 (L-1), units of
+rewards."""
 TARGETS = "returns"
 """Key of the returns that a minibatch trains on, f32 (L-1), units of the critic's predictions."""
 BEFORE = "values"
-"""Key of the predictions before the step in a minibatch, f32 (L-1), units of the critic's predictions."""
+"""Key of the predictions before the step in a minibatch, f32 (L-1), units of the critic's
+predictions."""
 _MIN_STD = 1e-2
 """Lower bound of the standard deviation of the returns: equal returns must not divide by 0."""
 _REPORTED = ("n_updates", "skipped", "grad_norm", "loss", "lr", "value_clip_fraction")
-"""Reported statistics of the updates; ``loss`` is half the mean squared error in the critic's units."""
+"""Reported statistics of the updates; ``loss`` is half the mean squared error in the critic's
+units."""
 
 
 class CriticInterface:
     """Interface of both calls of a critic, ``critic_inf`` and ``critic_train``.
 
-    One object serves both, because predictions are normalised by the moments of the returns that were
-    trained on (``value_norm``).
+    One object serves both, because predictions are normalised by the moments of the returns that
+    were trained on (``value_norm``).
 
-    ``inference`` computes ``values`` f32 (L-1) from ``packed_input_ids`` and ``loss_mask``: the value of
-    the state in which every trainable token was sampled, in units of rewards, 0 elsewhere.
-    ``train_step`` reads the keys that ``PolicyGradientInterface`` computes advantages from, including
-    ``values``, and computes the same advantages with the same ``ppo`` options. The return of a token is
-    its advantage plus its value.
+    ``inference`` computes ``values`` f32 (L-1) from ``packed_input_ids`` and ``loss_mask``: the
+    value of the state in which every trainable token was sampled, in units of rewards, 0 elsewhere.
+    ``train_step`` reads the keys that ``PolicyGradientInterface`` computes advantages from,
+    including ``values``, and computes the same advantages with the same ``ppo`` options. The return
+    of a token is its advantage plus its value.
     """
 
     def __init__(
@@ -70,8 +73,13 @@ class CriticInterface:
     ) -> None:
         self.options = resolve(ppo, loss_scale_len=loss_scale_len)
         if not self.options.needs_values:
-            raise ValueError(f"ppo.adv_estimator={self.options.adv_estimator}: takes no values of a critic; use gae")
-        self.critic = critic if isinstance(critic, CriticOptions) else CriticOptions(**dict(critic or {}))
+            raise ValueError(
+                f"ppo.adv_estimator={self.options.adv_estimator}: takes no values of a critic; use "
+                f"gae"
+            )
+        self.critic = (
+            critic if isinstance(critic, CriticOptions) else CriticOptions(**dict(critic or {}))
+        )
         self._moments = ReturnMoments(self.critic.value_norm_decay)
         self._guard = NonFiniteGuard(self.options.max_nonfinite_steps)
         self._kl = KLController(self.options)
@@ -83,17 +91,23 @@ class CriticInterface:
 
         Raises ValueError for a model without a value head.
         """
-        predicted = model.engine.forward(sample, lambda outputs, _: outputs.values(), mb_spec=context.mb_spec)
+        predicted = model.engine.forward(
+            sample, lambda outputs, _: outputs.values(), mb_spec=context.mb_spec
+        )
         values = self._moments.denormalise(predicted) if self.critic.value_norm else predicted
         values = torch.where(PredictedTokens.of(sample).mask.to(values.device), values, 0.0)
-        return shifted_sample(sample, VALUES, values), {"n_tokens": float(sample.n_tokens("packed_input_ids"))}
+        return shifted_sample(sample, VALUES, values), {
+            "n_tokens": float(sample.n_tokens("packed_input_ids"))
+        }
 
-    def train_step(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, Any]:
+    def train_step(
+        self, model: Model, sample: SequenceSample, context: CallContext
+    ) -> dict[str, Any]:
         """Train one step: update the moments of the returns, then train on every minibatch.
 
-        Returns statistics. After ``max_nonfinite_steps`` consecutive updates without a finite gradient
-        the statistic ``stop`` contains the reason. Raises ValueError for a missing key, and for a value
-        or reward that is not finite.
+        Returns statistics. After ``max_nonfinite_steps`` consecutive updates without a finite
+        gradient the statistic ``stop`` contains the reason. Raises ValueError for a missing key,
+        and for a value or reward that is not finite.
         """
         sample = apply_count_option(sample, self.options)
         trained = TrainedTokens.of(sample, self.options)
@@ -104,11 +118,16 @@ class CriticInterface:
         stats = _value_statistics(values, estimate)
         results = []
         for part in self._minibatches(self._prepare(sample, values, estimate), context):
-            result = model.engine.train_batch(part, ValueObjective(self.critic.value_clip), mb_spec=context.mb_spec)
+            result = model.engine.train_batch(
+                part, ValueObjective(self.critic.value_clip), mb_spec=context.mb_spec
+            )
             results.append(result)
             if not self._guard.observe(result):
                 break
-        running = {"return_running_mean": self._moments.mean, "return_running_std": self._moments.std}
+        running = {
+            "return_running_mean": self._moments.mean,
+            "return_running_std": self._moments.std,
+        }
         return {
             **stats,
             **(running if self.critic.value_norm else {}),
@@ -116,8 +135,11 @@ class CriticInterface:
             **self._guard.stop_statistics(),
         }
 
-    def _prepare(self, sample: SequenceSample, values: Tensor, estimate: ValueEstimate) -> SequenceSample:
-        """Return tokens, targets and old predictions, with ``loss_mask`` True where a return is trained.
+    def _prepare(
+        self, sample: SequenceSample, values: Tensor, estimate: ValueEstimate
+    ) -> SequenceSample:
+        """Return tokens, targets and old predictions, with ``loss_mask`` True where a return is
+        trained.
 
         Updates the moments of the returns.
         """
@@ -136,7 +158,8 @@ class CriticInterface:
         )
 
     def _minibatches(self, prepared: SequenceSample, context: CallContext) -> list[SequenceSample]:
-        """Return the minibatch of each update with the weight of every position, without empty ones."""
+        """Return the minibatch of each update with the weight of every position, without empty
+        ones."""
         n = self.critic.n_minibatches or self.options.ppo_n_minibatches
         passes = self.critic.sample_reuse or self.options.sample_reuse
         minibatches = []
@@ -149,7 +172,8 @@ class CriticInterface:
         return minibatches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the moments of the returns, the weight of the KL reward and the non-finite counter."""
+        """Return the moments of the returns, the weight of the KL reward and the non-finite
+        counter."""
         return {
             "moments": self._moments.state_dict(),
             "kl_ctl": self._kl.value,
@@ -194,7 +218,9 @@ def _value_statistics(values: Tensor, estimate: ValueEstimate) -> dict[str, floa
     }
 
 
-def value_loss(predicted: Tensor, before: Tensor, target: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+def value_loss(
+    predicted: Tensor, before: Tensor, target: Tensor, clip: float | None
+) -> tuple[Tensor, Tensor]:
     """Return the clipped value loss, f32 (n,), and where its clipped term decides, bool (n,).
 
     The loss is max((v - R)^2, (clip(v, v_old +- clip) - R)^2) / 2, without ``clip`` (v - R)^2 / 2.
@@ -203,22 +229,27 @@ def value_loss(predicted: Tensor, before: Tensor, target: Tensor, clip: float | 
     unclipped = (predicted - target).square()
     if clip is None:
         return unclipped / 2, torch.zeros_like(unclipped, dtype=torch.bool)
-    clipped = (torch.minimum(torch.maximum(predicted, before - clip), before + clip) - target).square()
+    clipped = (
+        torch.minimum(torch.maximum(predicted, before - clip), before + clip) - target
+    ).square()
     return torch.maximum(unclipped, clipped) / 2, clipped > unclipped
 
 
 class ValueObjective:
     """``LossFn`` of a minibatch of the critic.
 
-    Reads ``returns``, ``values`` (the predictions before the step), both in the units of the critic's
-    predictions, and ``loss_weights``, all f32 (L-1). ``loss_mask`` selects the positions.
+    Reads ``returns``, ``values`` (the predictions before the step), both in the units of the
+    critic's predictions, and ``loss_weights``, all f32 (L-1). ``loss_mask`` selects the positions.
     """
 
     def __init__(self, clip: float | None) -> None:
         self._clip = clip
 
-    def __call__(self, outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss of a microbatch (scalar) and the sums of its statistics over positions."""
+    def __call__(
+        self, outputs: ForwardOutputs, part: SequenceSample
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Return the loss of a microbatch (scalar) and the sums of its statistics over
+        positions."""
         predicted = outputs.values()
         device = predicted.device
         mask = PredictedTokens.of(part).mask.to(device)
@@ -234,8 +265,8 @@ class ValueObjective:
 class ReturnMoments:
     """Bias-corrected exponential moving moments of the returns, fp64.
 
-    A batch enters with the weight 1 - ``decay``. Before the first batch the mean is 0 and the standard
-    deviation 1; it is never below 0.01.
+    A batch enters with the weight 1 - ``decay``. Before the first batch the mean is 0 and the
+    standard deviation 1; it is never below 0.01.
     """
 
     def __init__(self, decay: float) -> None:
@@ -275,7 +306,8 @@ class ReturnMoments:
         return max(_MIN_STD, math.sqrt(max(0.0, self._squares / self._weight - self.mean**2)))
 
     def normalise(self, values: Tensor) -> Tensor:
-        """Return ``values`` converted from units of rewards to those of the critic, f32, same shape."""
+        """Return ``values`` converted from units of rewards to those of the critic, f32, same
+        shape."""
         return ((values.double() - self.mean) / self.std).float()
 
     def denormalise(self, predicted: Tensor) -> Tensor:
@@ -288,4 +320,6 @@ class ReturnMoments:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of ``state_dict``. Raises KeyError for a missing entry."""
-        self._sum, self._squares, self._weight = (float(state[name]) for name in ("sum", "squares", "weight"))
+        self._sum, self._squares, self._weight = (
+            float(state[name]) for name in ("sum", "squares", "weight")
+        )

@@ -40,8 +40,8 @@ def overlong_penalty(tokens: Tensor, length: int, buffer: float) -> Tensor:
 def length_penalties(sample: SequenceSample, length: int | None, buffer: float) -> Tensor:
     """Return the ``overlong_penalty`` of each sequence's rollout, f32 (n_sequences,).
 
-    The tokens of a rollout are those in ``loss_mask``, summed over its sequences. Without ``length`` or
-    with ``buffer`` 0 the result is a scalar 0 and ``loss_mask`` is not read.
+    The tokens of a rollout are those in ``loss_mask``, summed over its sequences. Without
+    ``length`` or with ``buffer`` 0 the result is a scalar 0 and ``loss_mask`` is not read.
     """
     if length is None or not buffer:
         return torch.zeros(())
@@ -56,8 +56,8 @@ class OutcomeRewardInterface:
     The reward of a sequence is (``env_rewards`` + reward_bias) * reward_scaling, clipped to
     +-max_reward_clip, f32 (docs/reference/dataflow.md 10, Score), plus the length penalty if
     ``overlong_length`` and ``overlong_buffer`` are set (``length_penalties``). It is NaN if the key
-    ``outcome`` reports a failure: a failed episode has no reward, which differs from reward 0. The key of
-    the result is ``output_key``.
+    ``outcome`` reports a failure: a failed episode has no reward, which differs from reward 0. The
+    key of the result is ``output_key``.
     """
 
     def __init__(
@@ -70,8 +70,14 @@ class OutcomeRewardInterface:
         output_key: str = "rewards",
     ) -> None:
         self._overlong = (overlong_length, overlong_buffer)
-        if not max_reward_clip > 0 or not math.isfinite(reward_scaling) or not math.isfinite(reward_bias):
-            raise ValueError("max_reward_clip must be positive, reward_scaling and reward_bias finite")
+        if (
+            not max_reward_clip > 0
+            or not math.isfinite(reward_scaling)
+            or not math.isfinite(reward_bias)
+        ):
+            raise ValueError(
+                "max_reward_clip must be positive, reward_scaling and reward_bias finite"
+            )
         self._scaling = reward_scaling
         self._bias = reward_bias
         self._clip = max_reward_clip
@@ -82,8 +88,8 @@ class OutcomeRewardInterface:
     ) -> tuple[SequenceSample, dict[str, float]]:
         """Return the rewards, with the lengths of ``env_rewards``, and their statistics.
 
-        ``reward_mean`` is over the ``n_scored`` sequences with a reward. Raises ValueError if a valid
-        rollout has a score that is not finite.
+        ``reward_mean`` is over the ``n_scored`` sequences with a reward. Raises ValueError if a
+        valid rollout has a score that is not finite.
         """
         scores = sample["env_rewards"].float().cpu().numpy()
         if "outcome" in sample.keys:
@@ -105,7 +111,9 @@ class OutcomeRewardInterface:
         return out, {"reward_mean": mean, "n_scored": float(len(finite))}
 
 
-def _check_scores(sample: SequenceSample, scores: FloatArray, valid: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+def _check_scores(
+    sample: SequenceSample, scores: FloatArray, valid: np.ndarray[Any, np.dtype[np.bool_]]
+) -> None:
     """Raise ValueError naming the first sample with a valid rollout whose score is not finite.
 
     Such a score is an error of the environment: leaving it out would bias the mean, and clipping an
@@ -116,15 +124,16 @@ def _check_scores(sample: SequenceSample, scores: FloatArray, valid: np.ndarray[
         row = int(not_finite[0])
         index = int(sample.group_index("env_rewards")[row])
         raise ValueError(
-            f"env_rewards of sample {sample.ids[index]!r} is {scores[row]} for a rollout that did not fail"
+            f"env_rewards of sample {sample.ids[index]!r} is {scores[row]} for a rollout that did "
+            f"not fail"
         )
 
 
 class LogprobInterface:
     """Inference call that computes the log-probabilities of the trainable tokens under a model.
 
-    Reads ``packed_input_ids`` and, if present, ``loss_mask``. The result ``output_key`` is f32 (L-1).
-    ``temperature`` must be the sampling temperature.
+    Reads ``packed_input_ids`` and, if present, ``loss_mask``. The result ``output_key`` is f32
+    (L-1). ``temperature`` must be the sampling temperature.
     """
 
     def __init__(self, output_key: str = "packed_ref_logprobs", temperature: float = 1.0) -> None:
@@ -136,6 +145,11 @@ class LogprobInterface:
     def inference(
         self, model: Model, sample: SequenceSample, context: CallContext
     ) -> tuple[SequenceSample, dict[str, float]]:
-        """Return the sample of ``output_key``, and the number of tokens of the batch (``n_tokens``)."""
-        logprobs = model.engine.logprobs(sample, temperature=self._temperature, mb_spec=context.mb_spec)
-        return shifted_sample(sample, self._key, logprobs), {"n_tokens": float(sample.n_tokens("packed_input_ids"))}
+        """Return the sample of ``output_key``, and the number of tokens of the batch
+        (``n_tokens``)."""
+        logprobs = model.engine.logprobs(
+            sample, temperature=self._temperature, mb_spec=context.mb_spec
+        )
+        return shifted_sample(sample, self._key, logprobs), {
+            "n_tokens": float(sample.n_tokens("packed_input_ids"))
+        }

@@ -64,20 +64,21 @@ PLACE = "place"
 class PolicyGradientInterface:
     """Train call of the policy.
 
-    Reads ``packed_input_ids``, ``loss_mask``, ``packed_logprobs`` and ``rewards``. Optional keys are
-    ``outcome`` (0: valid), ``seq_no_eos_mask``, ``packed_versions``, ``packed_ref_logprobs``,
+    Reads ``packed_input_ids``, ``loss_mask``, ``packed_logprobs`` and ``rewards``. Optional keys
+    are ``outcome`` (0: valid), ``seq_no_eos_mask``, ``packed_versions``, ``packed_ref_logprobs``,
     ``proximal_logprobs``, ``teacher_logprobs`` and ``rollout_index``; with ``credit=turn`` also
-    ``turn_ids`` and ``turn_rewards``, with ``credit=state`` in addition ``turn_states``. The keys of
-    ``COMPONENTS``, if present, weight each token in each term of the loss.
+    ``turn_ids`` and ``turn_rewards``, with ``credit=state`` in addition ``turn_states``. The keys
+    of ``COMPONENTS``, if present, weight each token in each term of the loss.
 
     Advantages are computed once per step from the groups (the rollouts of one sample). Then follow
-    ``sample_reuse`` passes of ``ppo_n_minibatches`` optimizer steps over rollouts, shuffled by seed,
-    step and pass. Sequences with the same ``rollout_index`` belong to one rollout, which counts once
-    wherever sequences are compared, averaged or counted, unless ``ppo.count`` is ``row``.
+    ``sample_reuse`` passes of ``ppo_n_minibatches`` optimizer steps over rollouts, shuffled by
+    seed, step and pass. Sequences with the same ``rollout_index`` belong to one rollout, which
+    counts once wherever sequences are compared, averaged or counted, unless ``ppo.count`` is
+    ``row``.
 
-    A sequence whose advantages are all 0 has no policy gradient, so it is dropped from the forward and
-    backward pass; the normalisers T and S still count it. With a KL term or an entropy bonus such a
-    sequence has a gradient and is kept.
+    A sequence whose advantages are all 0 has no policy gradient, so it is dropped from the forward
+    and backward pass; the normalisers T and S still count it. With a KL term or an entropy bonus
+    such a sequence has a gradient and is kept.
 
     Args:
         ppo: Options of the section ``ppo``, as an object or as plain values.
@@ -109,7 +110,9 @@ class PolicyGradientInterface:
         self._guard = NonFiniteGuard(self.options.max_nonfinite_steps)
         self._kl = KLController(self.options)
 
-    def train_step(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, Any]:
+    def train_step(
+        self, model: Model, sample: SequenceSample, context: CallContext
+    ) -> dict[str, Any]:
         """Train one step and return its statistics. Raises ValueError for a missing key.
 
         After ``max_nonfinite_steps`` consecutive updates without a finite gradient the statistic
@@ -121,13 +124,19 @@ class PolicyGradientInterface:
         if self._rewards_need_proximal and not self.options.needs_actor_inf:
             sample = self._with_proximal(model, sample, context)
         prepared, batch_stats = self.prepare(sample)
-        self._kl.observe(batch_stats.get("kl_of_sequence", 0.0), int(batch_stats["n_trainable_rollouts"]))
+        self._kl.observe(
+            batch_stats.get("kl_of_sequence", 0.0), int(batch_stats["n_trainable_rollouts"])
+        )
         record = RecordedStep(context.step, prepared) if context.recorder.keeps else None
         prepared = record.batch if record is not None else prepared
-        parts = self._minibatches(model, prepared, context) if context.step >= self._first_step else []
+        parts = (
+            self._minibatches(model, prepared, context) if context.step >= self._first_step else []
+        )
         results: list[TrainResult] = []
         for part in parts:
-            objective = PolicyObjective(self.options, context.step, self._temperature, recorded=record is not None)
+            objective = PolicyObjective(
+                self.options, context.step, self._temperature, recorded=record is not None
+            )
             result = model.engine.train_batch(part, objective, mb_spec=context.mb_spec)
             if not results:
                 # Only before the first update do engine and trainer have the same weights.
@@ -146,7 +155,8 @@ class PolicyGradientInterface:
 
     @property
     def _rewards_need_proximal(self) -> bool:
-        """Whether the KL reward or the distillation advantage is computed with the proximal policy."""
+        """Whether the KL reward or the distillation advantage is computed with the proximal
+        policy."""
         options = self.options
         for_teacher = options.needs_teacher and options.prox_logp_method == "recompute"
         return for_teacher or (options.recompute_logprob and options.kl_ctl != 0)
@@ -165,16 +175,26 @@ class PolicyGradientInterface:
         tokens = replace(tokens, mask=tokens.mask & valid_sequences(sample)[tokens.sequence])
         return staleness_statistics(sample["packed_versions"].cpu(), tokens, step)
 
-    def _minibatches(self, model: Model, prepared: SequenceSample, context: CallContext) -> list[SequenceSample]:
+    def _minibatches(
+        self, model: Model, prepared: SequenceSample, context: CallContext
+    ) -> list[SequenceSample]:
         """Return the minibatch of each update, without empty ones.
 
         With several updates the proximal log-probabilities are computed here, before the first one.
         With one update they equal the log-probabilities of its own forward pass.
         """
         options = self.options
-        if options.n_updates > 1 and options.prox_logp_method == "recompute" and PROXIMAL not in prepared.keys:
-            prepared = self._with_proximal(model, prepared, context, only=self._has_gradient(prepared))
-        parts = split_updates(prepared, options.ppo_n_minibatches, options.sample_reuse, context.seed)
+        if (
+            options.n_updates > 1
+            and options.prox_logp_method == "recompute"
+            and PROXIMAL not in prepared.keys
+        ):
+            prepared = self._with_proximal(
+                model, prepared, context, only=self._has_gradient(prepared)
+            )
+        parts = split_updates(
+            prepared, options.ppo_n_minibatches, options.sample_reuse, context.seed
+        )
         return [trained for part in parts if (trained := self._trained_part(part)) is not None]
 
     def _with_proximal(
@@ -189,7 +209,9 @@ class PolicyGradientInterface:
             lengths = torch.from_numpy(sample.lengths("packed_input_ids").values)
             mask = sample["loss_mask"].cpu().bool() & torch.repeat_interleave(only, lengths)
             scored_sample = replace_keys(sample, per_token={"loss_mask": mask})
-        logprobs = model.engine.logprobs(scored_sample, temperature=self._temperature, mb_spec=context.mb_spec)
+        logprobs = model.engine.logprobs(
+            scored_sample, temperature=self._temperature, mb_spec=context.mb_spec
+        )
         return replace_keys(sample, shifted={PROXIMAL: logprobs})
 
     def prepare(self, sample: SequenceSample) -> tuple[SequenceSample, dict[str, float]]:
@@ -209,7 +231,9 @@ class PolicyGradientInterface:
         kl = kl_of_behaviour(sample, self.options, mask)
         advantages, distillation_stats = self._advantages(sample, trained, kl)
         lengths = torch.from_numpy(sample.lengths("packed_input_ids").values)
-        token_mask = sample["loss_mask"].cpu().bool() & torch.repeat_interleave(trained.trainable, lengths)
+        token_mask = sample["loss_mask"].cpu().bool() & torch.repeat_interleave(
+            trained.trainable, lengths
+        )
         has_signal = torch.zeros(len(sample), dtype=torch.bool)
         has_signal[tokens.group[torch.unique(tokens.sequence[advantages != 0])]] = True
         out = replace_keys(
@@ -227,7 +251,11 @@ class PolicyGradientInterface:
             **_entropy_statistics(sample, valid_tokens),
             **self._kl_statistics(kl, trained),
             **distillation_stats,
-            **({"shared_states": shared_states(sample, trained)} if self.options.credit == "state" else {}),
+            **(
+                {"shared_states": shared_states(sample, trained)}
+                if self.options.credit == "state"
+                else {}
+            ),
             "n_sequences": float(tokens.n_sequences),
             "n_rollouts": float(tokens.n_rollouts),
             "n_invalid": float((~valid).sum()),
@@ -241,7 +269,8 @@ class PolicyGradientInterface:
     ) -> tuple[Tensor, dict[str, float]]:
         """Return the advantage of every token, f32 (L-1), and the statistics of the distillation.
 
-        It is the weighted sum of the advantage from rewards and that from a teacher, 0 outside the mask.
+        It is the weighted sum of the advantage from rewards and that from a teacher, 0 outside the
+        mask.
         """
         options = self.options
         mask = trained.tokens.mask
@@ -257,7 +286,8 @@ class PolicyGradientInterface:
         return mixed, {"kl_teacher": float(teacher_kl.double().sum() / mask.sum().clamp(min=1))}
 
     def _kl_statistics(self, kl: Tensor, trained: TrainedTokens) -> dict[str, float]:
-        """Return the number of trainable rollouts and, with a KL reward, its weight and the mean KL.
+        """Return the number of trainable rollouts and, with a KL reward, its weight and the mean
+        KL.
 
         The mean KL is in nats per rollout.
         """
@@ -270,10 +300,16 @@ class PolicyGradientInterface:
     def _trained_keys(self, sample: SequenceSample) -> list[str]:
         """Return the keys of the batch that the loss reads.
 
-        ``proximal_logprobs`` is one of them only if ``actor_inf`` provides it or this call computed it
-        for the reward.
+        ``proximal_logprobs`` is one of them only if ``actor_inf`` provides it or this call computed
+        it for the reward.
         """
-        keys = ["packed_input_ids", "packed_logprobs", "packed_ref_logprobs", ROLLOUT_KEY, *COMPONENTS]
+        keys = [
+            "packed_input_ids",
+            "packed_logprobs",
+            "packed_ref_logprobs",
+            ROLLOUT_KEY,
+            *COMPONENTS,
+        ]
         if AGGREGATIONS[self.options.loss_agg].by_turn:
             keys.append(TURN_IDS)
         if self.options.needs_actor_inf or self._rewards_need_proximal:
@@ -294,7 +330,9 @@ class PolicyGradientInterface:
         """Return which sequences have a gradient, bool (n_sequences,)."""
         tokens = PredictedTokens.of(part)
         options = self.options
-        every_token_has_gradient = options.kl_loss_coef != 0 or options.entropy_coef != 0 or not self._skip_zero
+        every_token_has_gradient = (
+            options.kl_loss_coef != 0 or options.entropy_coef != 0 or not self._skip_zero
+        )
         if every_token_has_gradient:
             return tokens.having(tokens.mask)
         has_gradient = part[ADVANTAGES] != 0
@@ -303,7 +341,8 @@ class PolicyGradientInterface:
         return tokens.having(tokens.mask & has_gradient)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count of consecutive updates without a finite gradient, and the weight of the KL reward."""
+        """Return the count of consecutive updates without a finite gradient, and the weight of the
+        KL reward."""
         return {"nonfinite_in_a_row": self._guard.in_a_row, "kl_ctl": self._kl.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -318,17 +357,23 @@ class PolicyGradientInterface:
 def _length_statistics(
     sample: SequenceSample, tokens: PredictedTokens, valid: Tensor, options: ResolvedOptions
 ) -> dict[str, float]:
-    """Return statistics of the lengths of valid rollouts in sampled tokens; {} without a valid rollout.
+    """Return statistics of the lengths of valid rollouts in sampled tokens; {} without a valid
+    rollout.
 
     ``overlong_fraction`` is the fraction of rollouts whose reward has a length penalty,
     ``too_long_fraction`` of those with a sequence that was cut off by a token limit.
     """
     zeros = torch.zeros(tokens.n_rollouts, dtype=torch.int64)
-    is_valid = torch.zeros(tokens.n_rollouts, dtype=torch.bool).index_fill(0, tokens.rollout[valid], True)
+    is_valid = torch.zeros(tokens.n_rollouts, dtype=torch.bool).index_fill(
+        0, tokens.rollout[valid], True
+    )
     n_tokens = zeros.index_add(0, tokens.owner, tokens.mask.long())[is_valid]
     if not len(n_tokens):
         return {}
-    stats = {"response_tokens_mean": float(n_tokens.double().mean()), "response_tokens_max": float(n_tokens.max())}
+    stats = {
+        "response_tokens_mean": float(n_tokens.double().mean()),
+        "response_tokens_max": float(n_tokens.max()),
+    }
     if options.overlong_length is not None:
         penalty_free = options.overlong_length * (1 - options.overlong_buffer)
         stats["overlong_fraction"] = float((n_tokens > penalty_free).double().mean())
@@ -392,7 +437,8 @@ class RecordedStep:
         self._clipped[place] = kept[CLIPPED] > 0
 
     def rows(self, versions: Tensor | None) -> TrainedRows:
-        """Return the recorded values. ``versions`` i32 (n,) is the version that sampled each token."""
+        """Return the recorded values. ``versions`` i32 (n,) is the version that sampled each
+        token."""
         tokens = self._tokens
         return TrainedRows(
             self._step,
@@ -413,11 +459,11 @@ class RecordedStep:
 def staleness_statistics(versions: Tensor, tokens: PredictedTokens, step: int) -> dict[str, float]:
     """Return the staleness of the rollouts of a train step, in weight versions.
 
-    The staleness of a token is u - v with u = ``step``, the version of the weights that train, and v the
-    version that sampled it (docs/reference/dataflow.md 1). The head is a rollout's oldest token, the
-    tail its newest. The statistics are ``staleness/head_mean``, ``head_max``, ``tail_mean``, and the
-    fractions of rollouts by head staleness, ``hist_0`` ... ``hist_6`` and ``hist_7plus``; {} if no token
-    has a known version.
+    The staleness of a token is u - v with u = ``step``, the version of the weights that train, and
+    v the version that sampled it (docs/reference/dataflow.md 1). The head is a rollout's oldest
+    token, the tail its newest. The statistics are ``staleness/head_mean``, ``head_max``,
+    ``tail_mean``, and the fractions of rollouts by head staleness, ``hist_0`` ... ``hist_6`` and
+    ``hist_7plus``; {} if no token has a known version.
 
     Args:
         versions: Version that sampled each predicted token, -1 if unknown, i32 (n,).
@@ -449,12 +495,17 @@ def staleness_statistics(versions: Tensor, tokens: PredictedTokens, step: int) -
 def mismatch_statistics(differences: Tensor) -> dict[str, float]:
     """Return quantiles of the mismatch between generator and trainer; {} without a token.
 
-    ``differences`` (n,) is |behaviour - current log-probability| of each trained token before the first
-    update. The statistics are ``mismatch/abs_p50``, ``abs_p99`` and ``abs_max``. If the tokens are of
-    older weight versions, the difference also includes the change of the policy since then.
+    ``differences`` (n,) is |behaviour - current log-probability| of each trained token before the
+    first update. The statistics are ``mismatch/abs_p50``, ``abs_p99`` and ``abs_max``. If the
+    tokens are of older weight versions, the difference also includes the change of the policy since
+    then.
     """
     if not len(differences):
         return {}
     ordered = differences.sort().values
-    index_of = {"p50": len(ordered) // 2, "p99": (99 * len(ordered)) // 100, "max": len(ordered) - 1}
+    index_of = {
+        "p50": len(ordered) // 2,
+        "p99": (99 * len(ordered)) // 100,
+        "max": len(ordered) - 1,
+    }
     return {f"mismatch/abs_{name}": float(ordered[index]) for name, index in index_of.items()}

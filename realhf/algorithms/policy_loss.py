@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms.options import ResolvedOptions
-from realhf.algorithms.train_step import CE, KL, RL, WEIGHT_SUMS, PredictedTokens, component_mask, component_sum
+from realhf.algorithms.train_step import (
+    CE,
+    KL,
+    RL,
+    WEIGHT_SUMS,
+    PredictedTokens,
+    component_mask,
+    component_sum,
+)
 from realhf.api.model import ForwardOutputs
 from realhf.api.sample import SequenceSample
 
@@ -33,9 +41,9 @@ RATIO = "ratio"
 CLIPPED = "clipped"
 """Key under which the loss keeps whether a clip decided the loss of a token (1) or not (0)."""
 _MAX_EXPONENT = 20.0
-"""Log-ratios are clamped to +-20 before exp(), so that a large mismatch between the log-probabilities
-of generator and trainer gives a ratio of at most 4.9e8. Far from the fp32 limit (exp(88)), its
-products with advantages and its square stay finite."""
+"""Log-ratios are clamped to +-20 before exp(), so that a large mismatch between the
+log-probabilities of generator and trainer gives a ratio of at most 4.9e8. Far from the fp32 limit
+(exp(88)), its products with advantages and its square stay finite."""
 MAX_KL = 10.0
 """Bound of a token's KL divergence in rewards and statistics, nats."""
 
@@ -46,12 +54,12 @@ def cross_entropy(outputs: ForwardOutputs, logprobs: Tensor, part: SequenceSampl
     return -logprobs
 
 
-TOKEN_TERMS: Mapping[str, Callable[[ForwardOutputs, Tensor, SequenceSample], Tensor]] = MappingProxyType(
-    {CE: cross_entropy}
+TOKEN_TERMS: Mapping[str, Callable[[ForwardOutputs, Tensor, SequenceSample], Tensor]] = (
+    MappingProxyType({CE: cross_entropy})
 )
-"""Additional loss terms by their keys in ``COMPONENTS``. Each function takes the outputs of the forward
-pass, the log-probabilities of the tokens (n,) and the microbatch, and returns the loss of every
-token, (n,). The policy loss and the KL to the reference are not among them."""
+"""Additional loss terms by their keys in ``COMPONENTS``. Each function takes the outputs of the
+forward pass, the log-probabilities of the tokens (n,) and the microbatch, and returns the loss of
+every token, (n,). The policy loss and the KL to the reference are not among them."""
 
 
 class PolicyObjective:
@@ -60,8 +68,8 @@ class PolicyObjective:
     Reads ``packed_logprobs``, ``advantages`` and ``loss_weights`` of each microbatch and, depending
     on the options, ``packed_ref_logprobs``, ``proximal_logprobs`` and ``packed_versions``. The loss
     is the sum of the components in ``COMPONENTS``, each summed over its tokens with its weights.
-    Without ``proximal_logprobs`` the detached current log-probabilities replace them: they are equal
-    before the first update of the step.
+    Without ``proximal_logprobs`` the detached current log-probabilities replace them: they are
+    equal before the first update of the step.
 
     Keeps ``MISMATCH``, |behaviour - current| of the trained tokens and 0 elsewhere. If ``recorded``
     it also keeps ``CURRENT`` (0 outside the mask), ``RATIO`` and ``CLIPPED``.
@@ -74,7 +82,12 @@ class PolicyObjective:
     """
 
     def __init__(
-        self, options: ResolvedOptions, step: int, temperature: float = 1.0, *, recorded: bool = False
+        self,
+        options: ResolvedOptions,
+        step: int,
+        temperature: float = 1.0,
+        *,
+        recorded: bool = False,
     ) -> None:
         self._options = options
         self._step = step
@@ -82,11 +95,15 @@ class PolicyObjective:
         self._recorded = recorded
         self._token_loss = options.token_loss()
 
-    def __call__(self, outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
+    def __call__(
+        self, outputs: ForwardOutputs, part: SequenceSample
+    ) -> tuple[Tensor, dict[str, float]]:
         """Return the loss of a microbatch (scalar) and the sums of its statistics over tokens."""
         options = self._options
         tokens = PredictedTokens.of(part)
-        logprobs, entropy = outputs.logprobs(temperature=self._temperature, with_entropy=options.entropy_coef != 0)
+        logprobs, entropy = outputs.logprobs(
+            temperature=self._temperature, with_entropy=options.entropy_coef != 0
+        )
         device = logprobs.device
         mask = component_mask(part, RL, tokens.mask.to(device))
         behaviour_logprobs = part["packed_logprobs"].to(device)
@@ -94,7 +111,12 @@ class PolicyObjective:
         if options.prox_logp_method is not None:
             old_logprobs = self._proximal_logprobs(part, logprobs.detach(), behaviour_logprobs)
         terms = LossTerms(
-            logprobs, old_logprobs, part[ADVANTAGES].to(device), mask, tokens.sequence.to(device), tokens.n_sequences
+            logprobs,
+            old_logprobs,
+            part[ADVANTAGES].to(device),
+            mask,
+            tokens.sequence.to(device),
+            tokens.n_sequences,
         )
         policy: TokenLoss = self._token_loss(terms, options)
         mismatch = _compute_mismatch(terms, behaviour_logprobs)
@@ -122,24 +144,31 @@ class PolicyObjective:
             stats["entropy"] = float(torch.where(mask, entropy.detach(), 0.0).sum())
         return total, stats
 
-    def _proximal_logprobs(self, part: SequenceSample, current: Tensor, behaviour: Tensor) -> Tensor:
+    def _proximal_logprobs(
+        self, part: SequenceSample, current: Tensor, behaviour: Tensor
+    ) -> Tensor:
         """Return the log-probabilities under the proximal policy, (n,)."""
         if self._options.prox_logp_method == "loglinear":
             versions = part["packed_versions"].to(current.device)
             return loglinear_proximal(current, behaviour, versions, self._step)
         return part[PROXIMAL].to(current.device) if PROXIMAL in part.keys else current
 
-    def _reference_loss(self, part: SequenceSample, logprobs: Tensor, mask: Tensor, stats: dict[str, float]) -> Tensor:
+    def _reference_loss(
+        self, part: SequenceSample, logprobs: Tensor, mask: Tensor, stats: dict[str, float]
+    ) -> Tensor:
         """Return the KL term of the loss, 0 if the loss has none (``kl_loss_coef=0``).
 
         Adds the k3 estimate of the KL to the reference, summed over the trained tokens, and the
         number of tokens whose estimate reached ``MAX_KL`` to ``stats``.
         """
-        # The KL term may apply to tokens without an advantage; the statistics are over trained tokens.
+        # The KL term may apply to tokens without an advantage; the statistics are over trained
+        # tokens.
         kl_mask = component_mask(part, KL, PredictedTokens.of(part).mask.to(mask.device)) | mask
         ref_logprobs = torch.where(kl_mask, part["packed_ref_logprobs"].to(mask.device), 0.0)
         current_logprobs = torch.where(kl_mask, logprobs, 0.0)
-        kl_of_trained = torch.where(mask, kl_estimate(current_logprobs.detach(), ref_logprobs, "k3"), 0.0)
+        kl_of_trained = torch.where(
+            mask, kl_estimate(current_logprobs.detach(), ref_logprobs, "k3"), 0.0
+        )
         stats["kl_ref"] = float(kl_of_trained.sum())
         stats["kl_ref_clamped_fraction"] = float((kl_of_trained >= MAX_KL).sum())
         if self._options.kl_loss_coef == 0:
@@ -158,7 +187,9 @@ def _compute_mismatch(terms: LossTerms, behaviour: Tensor) -> Tensor:
     return (behaviour - torch.where(terms.mask, terms.logprobs.detach(), 0.0)).abs()
 
 
-def _policy_statistics(terms: LossTerms, policy: TokenLoss, behaviour: Tensor, mismatch: Tensor) -> dict[str, float]:
+def _policy_statistics(
+    terms: LossTerms, policy: TokenLoss, behaviour: Tensor, mismatch: Tensor
+) -> dict[str, float]:
     """Sum the statistics of the policy loss over the trained tokens of a microbatch."""
     mask = terms.mask
     behaviour = torch.where(mask, behaviour, 0.0)
@@ -189,7 +220,9 @@ def _add_weight_statistics(
     stats["behav_weight_mean"] = float(torch.where(mask, correction.weight, 0.0).double().sum())
     stats["behav_weight_max"] = float(correction.raw[mask].max()) if bool(mask.any()) else 0.0
     stats["clamped_exponents"] += correction.clamped
-    by_sequence = options.behav_imp_sequence_cap is not None or options.behav_imp_sequence_floor is not None
+    by_sequence = (
+        options.behav_imp_sequence_cap is not None or options.behav_imp_sequence_floor is not None
+    )
     if options.behav_imp_weight_mode == "mask" or by_sequence:
         stats["rejected_fraction"] = float(correction.rejected.sum())
     if options.behav_imp_weight_mode == "truncate":
@@ -212,7 +245,13 @@ def _weight_sums(terms: LossTerms, correction: BehaviourWeight, level: str) -> d
         # All tokens of a sequence carry the same weight: scatter leaves one of them per sequence.
         weights = zeros.scatter(0, owner, weights)[n_tokens > 0]
     has_tokens = n_tokens > 0
-    sums = (len(weights), weights.sum(), weights.square().sum(), has_tokens.sum(), (has_tokens & (n_kept == 0)).sum())
+    sums = (
+        len(weights),
+        weights.sum(),
+        weights.square().sum(),
+        has_tokens.sum(),
+        (has_tokens & (n_kept == 0)).sum(),
+    )
     return dict(zip(WEIGHT_SUMS, map(float, sums), strict=True))
 
 
@@ -244,7 +283,8 @@ class LossTerms:
         return self.sequence_sum(values) / count.clamp(min=1)
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """Return the sum of ``values`` (n,), 0 outside the mask, over each sequence, (n_sequences,)."""
+        """Return the sum of ``values`` (n,), 0 outside the mask, over each sequence,
+        (n_sequences,)."""
         return values.new_zeros(self.n_sequences).index_add(0, self.sequence, values)
 
 
@@ -267,8 +307,8 @@ class TokenLoss:
 def ppo_loss(terms: LossTerms, options: ResolvedOptions) -> TokenLoss:
     """Return the clipped surrogate loss max(-A rho, -A clip(rho)), at most ``c_clip`` |A|.
 
-    The bound ``c_clip`` is the dual clip, which binds only for A < 0. With ``ratio=sequence`` rho is
-    the length-normalised sequence ratio (GSPO, Zheng et al. 2025).
+    The bound ``c_clip`` is the dual clip, which binds only for A < 0. With ``ratio=sequence`` rho
+    is the length-normalised sequence ratio (GSPO, Zheng et al. 2025).
     """
     ratio, clamped = policy_ratio(terms, options.ratio)
     advantages = torch.where(terms.mask, terms.advantages, 0.0)
@@ -281,7 +321,9 @@ def ppo_loss(terms: LossTerms, options: ResolvedOptions) -> TokenLoss:
         bound = options.c_clip * advantages.abs()
         is_dual_clipped = (loss > bound) & (advantages < 0)
         loss = torch.where(is_dual_clipped, bound, loss)
-    return TokenLoss(torch.where(terms.mask, loss, 0.0), ratio.detach(), is_clipped, is_dual_clipped, clamped)
+    return TokenLoss(
+        torch.where(terms.mask, loss, 0.0), ratio.detach(), is_clipped, is_dual_clipped, clamped
+    )
 
 
 def cispo_loss(terms: LossTerms, options: ResolvedOptions) -> TokenLoss:
@@ -294,7 +336,9 @@ def cispo_loss(terms: LossTerms, options: ResolvedOptions) -> TokenLoss:
     weight = ratio.clamp(1 - options.eps_clip, 1 + options.eps_clip_higher)
     advantages = torch.where(terms.mask, terms.advantages, 0.0)
     loss = -weight * advantages * torch.where(terms.mask, terms.logprobs, 0.0)
-    return TokenLoss(loss, ratio, (weight != ratio) & terms.mask, torch.zeros_like(terms.mask), clamped)
+    return TokenLoss(
+        loss, ratio, (weight != ratio) & terms.mask, torch.zeros_like(terms.mask), clamped
+    )
 
 
 def reinforce_loss(terms: LossTerms, options: ResolvedOptions) -> TokenLoss:
@@ -309,15 +353,22 @@ def reinforce_loss(terms: LossTerms, options: ResolvedOptions) -> TokenLoss:
 def policy_ratio(terms: LossTerms, level: str) -> tuple[Tensor, int]:
     """Return the ratio of current to old probability, (n,), and the number of clamped log-ratios.
 
-    The ratio is 1 outside the mask. Level ``token``: exp(logprob - old). Level ``sequence``: the value
-    is the geometric mean over the sequence, the gradient that of the token's own log-probability.
+    The ratio is 1 outside the mask. Level ``token``: exp(logprob - old). Level ``sequence``: the
+    value is the geometric mean over the sequence, the gradient that of the token's own
+    log-probability.
     """
-    log_ratio = torch.where(terms.mask, terms.logprobs, 0.0) - torch.where(terms.mask, terms.old, 0.0)
+    log_ratio = torch.where(terms.mask, terms.logprobs, 0.0) - torch.where(
+        terms.mask, terms.old, 0.0
+    )
     if level == "token":
         return exponential(log_ratio)
     sequence_ratio, clamped = exponential(terms.sequence_mean(log_ratio.detach()))
-    # exp(x - stop_gradient(x)) is 1 with the gradient of x: it attaches the token's gradient to the value.
-    ratio = torch.where(terms.mask, sequence_ratio[terms.sequence], 1.0) * (log_ratio - log_ratio.detach()).exp()
+    # exp(x - stop_gradient(x)) is 1 with the gradient of x: it attaches the token's gradient to the
+    # value.
+    ratio = (
+        torch.where(terms.mask, sequence_ratio[terms.sequence], 1.0)
+        * (log_ratio - log_ratio.detach()).exp()
+    )
     return ratio, clamped
 
 
@@ -328,11 +379,12 @@ def exponential(exponent: Tensor) -> tuple[Tensor, int]:
 
 
 def kl_penalty(a: Tensor, b: Tensor, estimator: str) -> tuple[Tensor, int]:
-    """Return the k2 or k3 estimate of KL(a, b) as a loss term, (n,), and the number of limited exponents.
+    """Return the k2 or k3 estimate of KL(a, b) as a loss term, (n,), and the number of limited
+    exponents.
 
-    Unlike ``kl_estimate`` the value is not clamped: a clamped value has no gradient, while a loss has
-    to pull a token back more strongly the further its probability is below the reference. Beyond a
-    log-ratio of 20, k3 continues linearly.
+    Unlike ``kl_estimate`` the value is not clamped: a clamped value has no gradient, while a loss
+    has to pull a token back more strongly the further its probability is below the reference.
+    Beyond a log-ratio of 20, k3 continues linearly.
     """
     x = a - b
     if estimator == "k2":
@@ -342,13 +394,14 @@ def kl_penalty(a: Tensor, b: Tensor, estimator: str) -> tuple[Tensor, int]:
     exponent = -x
     limited = exponent.clamp(max=_MAX_EXPONENT)
     excess = exponent - limited
-    # First-order expansion around the limit: exp(limit + excess) ~ exp(limit) * (1 + excess). It keeps the
-    # gradient exp(limit), which exp of the clamped exponent alone would lose.
+    # First-order expansion around the limit: exp(limit + excess) ~ exp(limit) * (1 + excess). It
+    # keeps the gradient exp(limit), which exp of the clamped exponent alone would lose.
     return limited.exp() * (1 + excess) - 1 + x, int((excess.detach() > 0).sum())
 
 
 def kl_estimate(a: Tensor, b: Tensor, estimator: str) -> Tensor:
-    """Return an estimate of KL(a, b) in nats at tokens drawn from a, (n,), for rewards and statistics.
+    """Return an estimate of KL(a, b) in nats at tokens drawn from a, (n,), for rewards and
+    statistics.
 
     ``a`` and ``b`` are log-probabilities. With x = a - b: k1 is x, k2 is x^2 / 2, k3 is
     exp(-x) - 1 + x; all are clamped to +-10. Source: Schulman 2020, Approximating KL divergence.
@@ -381,23 +434,27 @@ class BehaviourWeight:
     """Number of log-ratios that were clamped to +-20."""
 
 
-def behaviour_weight(terms: LossTerms, behaviour: Tensor, options: ResolvedOptions) -> BehaviourWeight:
+def behaviour_weight(
+    terms: LossTerms, behaviour: Tensor, options: ResolvedOptions
+) -> BehaviourWeight:
     """Return the weight w of every token: its proximal over its behaviour probability.
 
     ``terms.old`` are the log-probabilities under the proximal policy, ``behaviour`` those under the
-    behaviour policy, f32 (n,). With ``behav_imp_weight_level=sequence`` w is the geometric mean over
-    the trained tokens of the sequence, with ``product`` their product.
+    behaviour policy, f32 (n,). With ``behav_imp_weight_level=sequence`` w is the geometric mean
+    over the trained tokens of the sequence, with ``product`` their product.
 
-    Outside [floor, cap] w is 0 (mode ``mask``, masked importance sampling) or the bound itself (mode
-    ``truncate``, truncated importance sampling; Yao et al. 2025). All tokens of a sequence whose
-    geometric mean is outside the sequence bounds get 0 in every mode (Liu et al. 2025). Source of the
-    decoupled objective: Hilton et al. 2021; Fu et al. 2025, AReaL.
+    Outside [floor, cap] w is 0 (mode ``mask``, masked importance sampling) or the bound itself
+    (mode ``truncate``, truncated importance sampling; Yao et al. 2025). All tokens of a sequence
+    whose geometric mean is outside the sequence bounds get 0 in every mode (Liu et al. 2025).
+    Source of the decoupled objective: Hilton et al. 2021; Fu et al. 2025, AReaL.
     """
     mask = terms.mask
     level = options.behav_imp_weight_level
     log_ratio = torch.where(mask, terms.old, 0.0) - torch.where(mask, behaviour, 0.0)
     sequence_mean = terms.sequence_mean(log_ratio)
-    exponent = {"sequence": sequence_mean, "product": terms.sequence_sum(log_ratio)}.get(level, log_ratio)
+    exponent = {"sequence": sequence_mean, "product": terms.sequence_sum(log_ratio)}.get(
+        level, log_ratio
+    )
     raw, clamped = exponential(exponent)
     raw = torch.where(mask, raw if level == "token" else raw[terms.sequence], 1.0)
     cap = options.behav_imp_weight_cap
@@ -420,15 +477,17 @@ def behaviour_weight(terms: LossTerms, behaviour: Tensor, options: ResolvedOptio
     if sequence_cap is not None:
         sequence_rejected |= sequence_mean > math.log(sequence_cap)
     rejected = rejected | (sequence_rejected[terms.sequence] & mask)
-    return BehaviourWeight(torch.where(rejected, 0.0, weight), raw, rejected, truncated & ~rejected, clamped)
+    return BehaviourWeight(
+        torch.where(rejected, 0.0, weight), raw, rejected, truncated & ~rejected, clamped
+    )
 
 
 def loglinear_proximal(current: Tensor, behaviour: Tensor, versions: Tensor, step: int) -> Tensor:
     """Return interpolated proximal log-probabilities, (n,), which need no forward pass.
 
-    Each lies on the line from the token's behaviour log-probability (weight version v) to its current
-    one (between version u = ``step`` and u + 1), at the fraction (u - v) / (u + 1 - v). Where v >= u,
-    or v is unknown (-1), it is the behaviour log-probability.
+    Each lies on the line from the token's behaviour log-probability (weight version v) to its
+    current one (between version u = ``step`` and u + 1), at the fraction (u - v) / (u + 1 - v).
+    Where v >= u, or v is unknown (-1), it is the behaviour log-probability.
     """
     lag = step - versions
     fraction = torch.where((lag > 0) & (versions >= 0), lag / (lag + 1).clamp(min=1), 0.0)

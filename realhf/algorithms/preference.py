@@ -6,10 +6,10 @@ Designs). The score of a reward model is that of a value head (Christiano et al.
 2022), the score of DPO is beta (log pi - log reference) (Rafailov et al. 2023, Direct Preference
 Optimization).
 
-The two episodes of a pair may be in different microbatches or on different workers. A step therefore
-first computes the scores of all episodes, then trains on the linear loss sum(factor * score). The
-factors are the derivatives of the preference loss with respect to the scores, so both losses have the
-same gradient at the current weights.
+The two episodes of a pair may be in different microbatches or on different workers. A step
+therefore first computes the scores of all episodes, then trains on the linear loss sum(factor *
+score). The factors are the derivatives of the preference loss with respect to the scores, so both
+losses have the same gradient at the current weights.
 """
 
 from __future__ import annotations
@@ -56,11 +56,13 @@ class Pairs:
         return len(self.better)
 
 
-def build_pairs(rewards: Tensor, usable: Tensor, group: Tensor, *, pairing: str = ALL, min_gap: float = 0.0) -> Pairs:
+def build_pairs(
+    rewards: Tensor, usable: Tensor, group: Tensor, *, pairing: str = ALL, min_gap: float = 0.0
+) -> Pairs:
     """Return the pairs of rollouts of the same group whose rewards differ by more than ``min_gap``.
 
-    With ``pairing`` ``EXTREMES`` a group gives only the pair of its best and worst rollout (the first
-    of equal ones).
+    With ``pairing`` ``EXTREMES`` a group gives only the pair of its best and worst rollout (the
+    first of equal ones).
 
     Args:
         rewards: Reward of each rollout, f64 (n,).
@@ -75,7 +77,9 @@ def build_pairs(rewards: Tensor, usable: Tensor, group: Tensor, *, pairing: str 
     for number in torch.unique(group[usable]).tolist():
         members = torch.nonzero(usable & (group == number)).flatten()
         if pairing == EXTREMES:
-            members = torch.stack([members[rewards[members].argmax()], members[rewards[members].argmin()]])
+            members = torch.stack(
+                [members[rewards[members].argmax()], members[rewards[members].argmin()]]
+            )
         gap = rewards[members][:, None] - rewards[members][None, :]
         higher, lower = torch.nonzero(gap > min_gap, as_tuple=True)
         if len(higher):
@@ -91,8 +95,8 @@ def build_pairs(rewards: Tensor, usable: Tensor, group: Tensor, *, pairing: str 
 def pair_loss(margin: Tensor, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
     """Return the preference loss and its derivative with respect to ``margin``, same shape.
 
-    The loss is -(1 - s) log sigmoid(m) - s log sigmoid(-m). Label smoothing s is the probability that a
-    label is wrong (Mitchell 2023, A note on DPO with noisy preferences).
+    The loss is -(1 - s) log sigmoid(m) - s log sigmoid(-m). Label smoothing s is the probability
+    that a label is wrong (Mitchell 2023, A note on DPO with noisy preferences).
     """
     log_sigmoid = torch.nn.functional.logsigmoid
     loss = -(1 - smoothing) * log_sigmoid(margin) - smoothing * log_sigmoid(-margin)
@@ -104,16 +108,21 @@ def held_out_groups(ids: Sequence[str], share: float) -> Tensor:
 
     The choice depends only on the ids, so a resumed run makes the same one.
     """
-    digests = [hashlib.blake2b(f"held-out/{name}".encode("utf-8", "surrogatepass"), digest_size=8) for name in ids]
-    return torch.tensor([int.from_bytes(d.digest(), "big") < share * 2**64 for d in digests], dtype=torch.bool)
+    digests = [
+        hashlib.blake2b(f"held-out/{name}".encode("utf-8", "surrogatepass"), digest_size=8)
+        for name in ids
+    ]
+    return torch.tensor(
+        [int.from_bytes(d.digest(), "big") < share * 2**64 for d in digests], dtype=torch.bool
+    )
 
 
 class PairwiseInterface(ABC):
     """Train call on the pairs of rollouts in the groups of a batch.
 
-    Reads ``packed_input_ids``, ``loss_mask``, ``rewards`` and, if present, ``outcome`` (0: valid) and
-    ``rollout_index``. Only tokens in ``loss_mask`` enter a score; the sequences of one ``rollout_index``
-    have one score together.
+    Reads ``packed_input_ids``, ``loss_mask``, ``rewards`` and, if present, ``outcome`` (0: valid)
+    and ``rollout_index``. Only tokens in ``loss_mask`` enter a score; the sequences of one
+    ``rollout_index`` have one score together.
 
     Args:
         held_out: Fraction of the groups that are only measured, not trained on.
@@ -126,7 +135,12 @@ class PairwiseInterface(ABC):
     """Label smoothing of ``pair_loss``."""
 
     def __init__(
-        self, *, held_out: float = 0.0, pairing: str = ALL, min_gap: float = 0.0, max_nonfinite_steps: int = 3
+        self,
+        *,
+        held_out: float = 0.0,
+        pairing: str = ALL,
+        min_gap: float = 0.0,
+        max_nonfinite_steps: int = 3,
     ) -> None:
         if pairing not in PAIRINGS or not 0 <= held_out < 1 or not min_gap >= 0:
             raise ValueError("held_out in [0, 1), min_gap from 0 on, a known pairing")
@@ -137,18 +151,23 @@ class PairwiseInterface(ABC):
 
     @abstractmethod
     def row_scores(self, model: Model, sample: SequenceSample, context: CallContext) -> Tensor:
-        """Return the score of each sequence, f64 (n_sequences,), 0 for one without a token in the mask."""
+        """Return the score of each sequence, f64 (n_sequences,), 0 for one without a token in the
+        mask."""
 
     @abstractmethod
     def prepare(self, model: Model, sample: SequenceSample, factors: Tensor) -> SequenceSample:
-        """Return the batch on which ``linear_loss`` is the sum of ``factors`` f64 (n_sequences,) times scores."""
+        """Return the batch on which ``linear_loss`` is the sum of ``factors`` f64 (n_sequences,)
+        times scores."""
 
     @abstractmethod
-    def linear_loss(self, outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
+    def linear_loss(
+        self, outputs: ForwardOutputs, part: SequenceSample
+    ) -> tuple[Tensor, dict[str, float]]:
         """Return the loss of a microbatch of the batch of ``prepare`` (a ``LossFn``)."""
 
     def row_weights(self, tokens: PredictedTokens, has_tokens: Tensor) -> Tensor:
-        """Return the weight of each sequence's score in the score of its rollout, f64 (n_sequences,).
+        """Return the weight of each sequence's score in the score of its rollout, f64
+        (n_sequences,).
 
         Here it is 1 for sequences with a token in the mask: the score of a rollout is the sum.
         """
@@ -156,17 +175,20 @@ class PairwiseInterface(ABC):
         return has_tokens.double()
 
     def additional_loss(self, scores: Tensor, pairs: Pairs) -> tuple[float, Tensor]:
-        """Return an additional loss term and its derivative with respect to ``scores``, f64 (n_rollouts,)."""
+        """Return an additional loss term and its derivative with respect to ``scores``, f64
+        (n_rollouts,)."""
         del pairs
         return 0.0, torch.zeros_like(scores)
 
-    def train_step(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, Any]:
+    def train_step(
+        self, model: Model, sample: SequenceSample, context: CallContext
+    ) -> dict[str, Any]:
         """Train one step.
 
-        Returns the loss, and ``pair_accuracy``, ``pair_margin`` and ``n_pairs`` of the training pairs and
-        (prefix ``held_out_``) the held-out pairs, all before the update; and the reason ``stop`` after
-        ``max_nonfinite_steps`` consecutive updates without a finite gradient. A batch without a training
-        pair makes no update.
+        Returns the loss, and ``pair_accuracy``, ``pair_margin`` and ``n_pairs`` of the training
+        pairs and (prefix ``held_out_``) the held-out pairs, all before the update; and the reason
+        ``stop`` after ``max_nonfinite_steps`` consecutive updates without a finite gradient. A
+        batch without a training pair makes no update.
         """
         tokens = PredictedTokens.of(sample)
         has_tokens = tokens.having(tokens.mask)
@@ -176,13 +198,18 @@ class PairwiseInterface(ABC):
             in_pair[part.better] = True
             in_pair[part.worse] = True
         lengths = torch.from_numpy(np.asarray(sample.lengths("packed_input_ids").values))
-        mask = sample["loss_mask"].cpu().bool() & torch.repeat_interleave(in_pair[tokens.rollout], lengths)
+        mask = sample["loss_mask"].cpu().bool() & torch.repeat_interleave(
+            in_pair[tokens.rollout], lengths
+        )
         paired_sample = replace_keys(sample, per_token={"loss_mask": mask})
         row_weights = self.row_weights(tokens, has_tokens)
         row_scores = self.row_scores(model, paired_sample, context)
         scores = torch.zeros(tokens.n_rollouts, dtype=torch.float64)
         scores = scores.index_add(0, tokens.rollout, row_weights * row_scores)
-        stats = {**pair_statistics(scores, pairs), **pair_statistics(scores, held_out_pairs, "held_out_")}
+        stats = {
+            **pair_statistics(scores, pairs),
+            **pair_statistics(scores, held_out_pairs, "held_out_"),
+        }
         if not len(pairs):
             return {**stats, "n_updates": 0.0, "skipped": 0.0}
         loss, derivative = pair_loss(scores[pairs.better] - scores[pairs.worse], self._smoothing)
@@ -202,7 +229,9 @@ class PairwiseInterface(ABC):
             **self._guard.stop_statistics(),
         }
 
-    def _split_pairs(self, sample: SequenceSample, tokens: PredictedTokens, has_tokens: Tensor) -> tuple[Pairs, Pairs]:
+    def _split_pairs(
+        self, sample: SequenceSample, tokens: PredictedTokens, has_tokens: Tensor
+    ) -> tuple[Pairs, Pairs]:
         """Return the training pairs and the held-out pairs.
 
         Raises ValueError if a valid sequence has a reward that is not finite.
@@ -211,7 +240,9 @@ class PairwiseInterface(ABC):
         rewards, has_reward = rollout_means(sample["rewards"].cpu(), usable, tokens.rollout)
         if not bool(torch.isfinite(rewards[has_reward]).all()):
             raise ValueError("a valid sequence has a reward that is not finite")
-        group = torch.zeros_like(tokens.rollout[: len(rewards)]).scatter(0, tokens.rollout, tokens.group)
+        group = torch.zeros_like(tokens.rollout[: len(rewards)]).scatter(
+            0, tokens.rollout, tokens.group
+        )
         is_held_out = held_out_groups(sample.ids, self._held_out)[group]
         options: dict[str, Any] = {"pairing": self._pairing, "min_gap": self._min_gap}
         training = build_pairs(rewards, has_reward & ~is_held_out, group, **options)
@@ -230,8 +261,9 @@ class PairwiseInterface(ABC):
 def pair_statistics(scores: Tensor, pairs: Pairs, prefix: str = "") -> dict[str, float]:
     """Return ``n_pairs`` and, if there is a pair, ``pair_accuracy`` and ``pair_margin``.
 
-    The accuracy is the fraction of pairs whose better rollout has the higher score (a tie counts half),
-    the margin the mean score difference. Both are weighted like the loss. ``scores`` f64 (n_rollouts,).
+    The accuracy is the fraction of pairs whose better rollout has the higher score (a tie counts
+    half), the margin the mean score difference. Both are weighted like the loss. ``scores`` f64
+    (n_rollouts,).
     """
     stats = {f"{prefix}n_pairs": float(len(pairs))}
     if len(pairs):
@@ -246,11 +278,13 @@ class DPOInterface(PairwiseInterface):
     """Train call of DPO.
 
     The score of a rollout is ``beta`` times the sum of log pi - log reference over the tokens in
-    ``loss_mask`` of all its sequences. Reads ``packed_ref_logprobs`` in addition. Logits are divided by
-    ``temperature``; ``smoothing`` is the label smoothing of ``pair_loss``.
+    ``loss_mask`` of all its sequences. Reads ``packed_ref_logprobs`` in addition. Logits are
+    divided by ``temperature``; ``smoothing`` is the label smoothing of ``pair_loss``.
     """
 
-    def __init__(self, *, beta: float = 0.1, smoothing: float = 0.0, temperature: float = 1.0, **options: Any) -> None:
+    def __init__(
+        self, *, beta: float = 0.1, smoothing: float = 0.0, temperature: float = 1.0, **options: Any
+    ) -> None:
         super().__init__(**options)
         if not 0 < beta < math.inf or not temperature > 0 or not 0 <= smoothing < 0.5:
             raise ValueError("beta and temperature must be positive, smoothing in [0, 0.5)")
@@ -260,20 +294,28 @@ class DPOInterface(PairwiseInterface):
 
     def row_scores(self, model: Model, sample: SequenceSample, context: CallContext) -> Tensor:
         """See ``PairwiseInterface``."""
-        logprobs = model.engine.logprobs(sample, temperature=self._temperature, mb_spec=context.mb_spec)
+        logprobs = model.engine.logprobs(
+            sample, temperature=self._temperature, mb_spec=context.mb_spec
+        )
         tokens = PredictedTokens.of(sample)
         log_ratio = logprobs.cpu().double() - sample["packed_ref_logprobs"].cpu().double()
         zeros = torch.zeros(tokens.n_sequences, dtype=torch.float64)
-        return self._beta * zeros.index_add(0, tokens.sequence, torch.where(tokens.mask, log_ratio, 0.0))
+        return self._beta * zeros.index_add(
+            0, tokens.sequence, torch.where(tokens.mask, log_ratio, 0.0)
+        )
 
     def prepare(self, model: Model, sample: SequenceSample, factors: Tensor) -> SequenceSample:
         """See ``PairwiseInterface``."""
         del model
         tokens = PredictedTokens.of(sample)
         weights = torch.where(tokens.mask, self._beta * factors[tokens.sequence], 0.0)
-        return _with_weights(sample.select({"packed_input_ids", "loss_mask"}), weights, factors != 0)
+        return _with_weights(
+            sample.select({"packed_input_ids", "loss_mask"}), weights, factors != 0
+        )
 
-    def linear_loss(self, outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
+    def linear_loss(
+        self, outputs: ForwardOutputs, part: SequenceSample
+    ) -> tuple[Tensor, dict[str, float]]:
         """See ``PairwiseInterface``."""
         logprobs = outputs.logprobs(temperature=self._temperature)[0]
         return _weighted_loss(logprobs, part), {}
@@ -283,13 +325,14 @@ class RewardModelInterface(PairwiseInterface):
     """Train and inference call of a reward model: a model with a value head that scores episodes.
 
     The score of a sequence is the value of the state after the policy's last token; the score of a
-    rollout is the mean over its sequences. With ``center`` c the loss has the additional term
-    c (score(better) + score(worse))^2. It keeps the scores near 0, because the likelihood depends only on
-    their differences (Eisenstein et al. 2023, Helping or Herding?).
+    rollout is the mean over its sequences. With ``center`` c the loss has the additional term c
+    (score(better) + score(worse))^2. It keeps the scores near 0, because the likelihood depends
+    only on their differences (Eisenstein et al. 2023, Helping or Herding?).
 
-    ``inference`` mixes the scores into the rewards of a verifier: (1 - ``weight``) * ``verifier_rewards`` +
-    ``weight`` * sigmoid(score), where the sigmoid is the probability that the rollout is preferred to one
-    of score 0. With ``overlong_length`` and ``overlong_buffer`` the length penalty is added unweighted.
+    ``inference`` mixes the scores into the rewards of a verifier: (1 - ``weight``) *
+    ``verifier_rewards`` + ``weight`` * sigmoid(score), where the sigmoid is the probability that
+    the rollout is preferred to one of score 0. With ``overlong_length`` and ``overlong_buffer`` the
+    length penalty is added unweighted.
     """
 
     def __init__(
@@ -312,7 +355,9 @@ class RewardModelInterface(PairwiseInterface):
         """See ``PairwiseInterface``. Raises ValueError for a model without a value head."""
         tokens = PredictedTokens.of(sample)
         end_rows = truncate_after_policy(sample, model.tokenizer)
-        values = model.engine.forward(end_rows, lambda outputs, _: outputs.values(), mb_spec=context.mb_spec)
+        values = model.engine.forward(
+            end_rows, lambda outputs, _: outputs.values(), mb_spec=context.mb_spec
+        )
         end_tokens = PredictedTokens.of(end_rows)
         scores = torch.zeros(end_tokens.n_sequences, dtype=torch.float64)
         scores[end_tokens.sequence[end_tokens.mask]] = values.cpu().double()[end_tokens.mask]
@@ -322,14 +367,19 @@ class RewardModelInterface(PairwiseInterface):
         """See ``PairwiseInterface``."""
         end_rows = truncate_after_policy(sample, model.tokenizer)
         tokens = PredictedTokens.of(end_rows)
-        return _with_weights(end_rows, torch.where(tokens.mask, factors[tokens.sequence], 0.0), factors != 0)
+        return _with_weights(
+            end_rows, torch.where(tokens.mask, factors[tokens.sequence], 0.0), factors != 0
+        )
 
-    def linear_loss(self, outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
+    def linear_loss(
+        self, outputs: ForwardOutputs, part: SequenceSample
+    ) -> tuple[Tensor, dict[str, float]]:
         """See ``PairwiseInterface``."""
         return _weighted_loss(outputs.values(), part), {}
 
     def row_weights(self, tokens: PredictedTokens, has_tokens: Tensor) -> Tensor:
-        """Return 1 / (number of sequences of the rollout with a token in the mask), f64 (n_sequences,)."""
+        """Return 1 / (number of sequences of the rollout with a token in the mask), f64
+        (n_sequences,)."""
         zeros = torch.zeros(tokens.n_rollouts, dtype=torch.float64)
         count = zeros.index_add(0, tokens.rollout, has_tokens.double())
         return has_tokens.double() / count.clamp(min=1)[tokens.rollout]
@@ -339,7 +389,9 @@ class RewardModelInterface(PairwiseInterface):
         score_sum = scores[pairs.better] + scores[pairs.worse]
         derivative = 2 * self._center * pairs.weight * score_sum
         derivatives = torch.zeros_like(scores)
-        derivatives = derivatives.index_add(0, pairs.better, derivative).index_add(0, pairs.worse, derivative)
+        derivatives = derivatives.index_add(0, pairs.better, derivative).index_add(
+            0, pairs.worse, derivative
+        )
         return self._center * float((pairs.weight * score_sum.square()).sum()), derivatives
 
     def inference(
@@ -347,48 +399,72 @@ class RewardModelInterface(PairwiseInterface):
     ) -> tuple[SequenceSample, dict[str, float]]:
         """Return ``rewards`` f32, one per sequence, and statistics.
 
-        A reward is NaN if that of the verifier is. The statistics are the mean of the rewards, the mean
-        of the model's part, and how often the model agrees with the verifier on the pairs of a group.
+        A reward is NaN if that of the verifier is. The statistics are the mean of the rewards, the
+        mean of the model's part, and how often the model agrees with the verifier on the pairs of a
+        group.
         """
         tokens = PredictedTokens.of(sample)
         verifier_rewards = sample[VERIFIER_REWARDS].cpu().double()
         is_scored = tokens.having(tokens.mask) & torch.isfinite(verifier_rewards)
         row_scores = self.row_scores(model, sample, context)
         zeros = torch.zeros(tokens.n_rollouts, dtype=torch.float64)
-        scores = zeros.index_add(0, tokens.rollout, self.row_weights(tokens, is_scored) * row_scores)
+        scores = zeros.index_add(
+            0, tokens.rollout, self.row_weights(tokens, is_scored) * row_scores
+        )
         preferred = torch.sigmoid(scores)[tokens.rollout]
-        has_score = torch.zeros(tokens.n_rollouts, dtype=torch.bool).index_fill(0, tokens.rollout[is_scored], True)
+        has_score = torch.zeros(tokens.n_rollouts, dtype=torch.bool).index_fill(
+            0, tokens.rollout[is_scored], True
+        )
         mixed = (1 - self._weight) * verifier_rewards + self._weight * preferred
         # A rollout without a token of the policy has no score and keeps the reward of the verifier.
-        rewards = torch.where(has_score[tokens.rollout] & torch.isfinite(verifier_rewards), mixed, verifier_rewards)
+        rewards = torch.where(
+            has_score[tokens.rollout] & torch.isfinite(verifier_rewards), mixed, verifier_rewards
+        )
         rewards = rewards + length_penalties(sample, *self._overlong)
         means, _ = rollout_means(verifier_rewards, is_scored, tokens.rollout)
-        group = torch.zeros_like(tokens.rollout[: len(means)]).scatter(0, tokens.rollout, tokens.group)
-        stats = {"n_scored": float(is_scored.sum()), **pair_statistics(scores, build_pairs(means, has_score, group))}
+        group = torch.zeros_like(tokens.rollout[: len(means)]).scatter(
+            0, tokens.rollout, tokens.group
+        )
+        stats = {
+            "n_scored": float(is_scored.sum()),
+            **pair_statistics(scores, build_pairs(means, has_score, group)),
+        }
         if bool(is_scored.any()):
             stats["reward_mean"] = float(rewards[is_scored].mean())
             stats["model_reward_mean"] = float(preferred[is_scored].mean())
         lengths = {"rewards": sample.lengths(VERIFIER_REWARDS)}
         out = SequenceSample.from_lengths(
-            sample.ids, lengths, {"rewards": "f32"}, {"rewards": ()}, {"rewards": rewards.float()}, {}
+            sample.ids,
+            lengths,
+            {"rewards": "f32"},
+            {"rewards": ()},
+            {"rewards": rewards.float()},
+            {},
         )
         return out, stats
 
 
 def truncate_after_policy(sample: SequenceSample, tokenizer: Any) -> SequenceSample:
-    """Return every sequence cut after the last token of its mask, with an end token that alone is in the mask.
+    """Return every sequence cut after the last token of its mask, with an end token that alone is
+    in the mask.
 
-    The value predicted for the end token is that of the state after the policy's last token. The result
-    has ``packed_input_ids`` and ``loss_mask``. A sequence without a token in its mask is cut after its
-    first token, and its end token is not in the mask.
+    The value predicted for the end token is that of the state after the policy's last token. The
+    result has ``packed_input_ids`` and ``loss_mask``. A sequence without a token in its mask is cut
+    after its first token, and its end token is not in the mask.
     """
-    end = int(tokenizer.eos_token_id) if tokenizer is not None and tokenizer.eos_token_id is not None else 0
+    end = (
+        int(tokenizer.eos_token_id)
+        if tokenizer is not None and tokenizer.eos_token_id is not None
+        else 0
+    )
     lengths = np.asarray(sample.lengths("packed_input_ids").values).tolist()
     rows = list[Tensor]()
     masks = list[Tensor]()
     new_lengths = list[int]()
     for ids, mask in zip(
-        sample["packed_input_ids"].cpu().split(lengths), sample["loss_mask"].cpu().bool().split(lengths), strict=True
+        sample["packed_input_ids"].cpu().split(lengths),
+        sample["loss_mask"].cpu().bool().split(lengths),
+        strict=True,
     ):
         trained = torch.nonzero(mask[1:]).flatten()
         size = int(trained[-1]) + 2 if len(trained) else 1
@@ -413,4 +489,6 @@ def _with_weights(sample: SequenceSample, weights: Tensor, keep: Tensor) -> Sequ
 
 def _weighted_loss(values: Tensor, part: SequenceSample) -> Tensor:
     """Return the sum of ``values`` (n,) times ``loss_weights`` over the mask, a scalar."""
-    return weighted_sum(values, part[WEIGHTS].to(values.device), PredictedTokens.of(part).mask.to(values.device))
+    return weighted_sum(
+        values, part[WEIGHTS].to(values.device), PredictedTokens.of(part).mask.to(values.device)
+    )

@@ -1,7 +1,7 @@
 """Presets of ``ppo.algo`` and tables of the other choices, with formula, source, costs and use.
 
-``python -m realhf.algorithms.presets`` prints them as docs/algorithms.md. The options of the presets are
-the ones that ``resolution.resolve`` applies. This module imports no torch.
+``python -m realhf.algorithms.presets`` prints them as docs/algorithms.md. The options of the
+presets are the ones that ``resolution.resolve`` applies. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Preset:
 
 
 _NO_CLIPPING = {"loss": "reinforce", "loss_agg": "token_mean", "eps_clip_higher": None}
-"""Options of presets without clipping. With another loss, ``eps_clip_higher=None`` is ``eps_clip``."""
+"""Options of presets without clipping. With another loss, ``eps_clip_higher=None`` is
+``eps_clip``."""
 _CLIPPED = "max(-A rho, -A clip(rho))"
 """Formula of the clipped surrogate loss."""
 _NORMED = "A = (R - mean_G) / std_G"
@@ -67,7 +68,10 @@ _NORMED = "A = (R - mean_G) / std_G"
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "grpo": Preset(
-            f"{_NORMED}; {_CLIPPED}", "Shao et al. 2024", "nothing", "the default: no critic, one advantage per rollout"
+            f"{_NORMED}; {_CLIPPED}",
+            "Shao et al. 2024",
+            "nothing",
+            "the default: no critic, one advantage per rollout",
         ),
         "drgrpo": Preset(
             f"A = R - mean_G; {_CLIPPED}",
@@ -77,7 +81,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             {"adv_estimator": "grpo_nostd", "loss_agg": "constant"},
         ),
         "gigpo": Preset(
-            "A = A_E + omega A_S, each (R - mean) / std: R of the episode in its group, and the discounted return from "
+            "A = A_E + omega A_S, each (R - mean) / std: R of the episode in its group, and the "
+            "discounted return from "
             f"the turn on among the turns of the group that started in the same state; {_CLIPPED}",
             "Feng et al. 2025",
             "nothing",
@@ -85,12 +90,19 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             {"credit": "state", "discount": 0.95},
         ),
         "dapo": Preset(
-            f"{_NORMED}; {_CLIPPED} with a higher upper bound; groups without signal are replaced; R falls by up to 1 "
+            f"{_NORMED}; {_CLIPPED} with a higher upper bound; groups without signal are replaced; "
+            f"R falls by up to 1 "
             "over the last fifth of the maximum rollout length",
             "Yu et al. 2025",
             "up to twice the groups of a step (`ppo.dynamic_sampling`)",
-            "in many groups all rollouts succeed or all fail, entropy falls too early, rollouts reach the length limit",
-            {"eps_clip_higher": 0.28, "loss_agg": "token_mean", "dynamic_sampling": 1.0, "overlong_buffer": 0.2},
+            "in many groups all rollouts succeed or all fail, entropy falls too early, rollouts "
+            "reach the length limit",
+            {
+                "eps_clip_higher": 0.28,
+                "loss_agg": "token_mean",
+                "dynamic_sampling": 1.0,
+                "overlong_buffer": 0.2,
+            },
         ),
         "gspo": Preset(
             f"{_NORMED}; {_CLIPPED}, rho the geometric mean over a sequence",
@@ -110,7 +122,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             "A = R - mean of the others of the group; -A lp",
             "Ahmadian et al. 2024",
             "with `kl_ctl` a reference pass",
-            "one update per step: an unbiased gradient; for a KL penalty in the reward set `kl_ctl`",
+            "one update per step: an unbiased gradient; for a KL penalty in the reward set "
+            "`kl_ctl`",
             {**_NO_CLIPPING, "adv_estimator": "rloo"},
         ),
         "reinforce": Preset(
@@ -141,14 +154,18 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             {"rl_weight": 0.0, "distill_weight": 1.0, "loss_agg": "token_mean"},
         ),
         "sdpo": Preset(
-            f"A = log p of the policy with feedback in its prompt - log p of the policy; {_CLIPPED}",
-            "Hübotter et al. 2026, SDPO (for the sampled token, with the current policy as teacher)",
+            f"A = log p of the policy with feedback in its prompt - log p of the policy; "
+            f"{_CLIPPED}",
+            "Hübotter et al. 2026, SDPO (for the sampled token, with the current policy as "
+            "teacher)",
             "two passes over the rollouts with feedback",
-            "the environment reports errors, or some rollouts of a group succeed; `rl_weight=1` adds the reward",
+            "the environment reports errors, or some rollouts of a group succeed; `rl_weight=1` "
+            "adds the reward",
             {"rl_weight": 0.0, "distill_weight": 1.0, "feedback": ANY, "loss_agg": "token_mean"},
         ),
         "ppo": Preset(
-            f"A = sum of (discount gae_lambda)^k delta_(t+k), normalised over the batch; {_CLIPPED}",
+            f"A = sum of (discount gae_lambda)^k delta_(t+k), normalised over the batch; "
+            f"{_CLIPPED}",
             "Schulman et al. 2017",
             "inference and training of a critic, a reference pass",
             "episodes are long and credit per token matters (`experiment=ppo`)",
@@ -186,14 +203,22 @@ CORRECTIONS: Mapping[str, Preset] = MappingProxyType(
             "Yao et al. 2025, truncated importance sampling",
             _PASS,
             "another engine or precision samples: a small bias, no token is excluded",
-            {"behav_imp_weight_mode": "truncate", "behav_imp_weight_cap": 2.0, "behav_imp_weight_level": "token"},
+            {
+                "behav_imp_weight_mode": "truncate",
+                "behav_imp_weight_cap": 2.0,
+                "behav_imp_weight_level": "token",
+            },
         ),
         "seq_tis": Preset(
             "w = min(product of r, 2)",
             "Liu et al. 2025, When speed kills stability",
             _PASS,
             "short responses: no bias of token weights, but a variance that grows with the length",
-            {"behav_imp_weight_mode": "truncate", "behav_imp_weight_cap": 2.0, "behav_imp_weight_level": "product"},
+            {
+                "behav_imp_weight_mode": "truncate",
+                "behav_imp_weight_cap": 2.0,
+                "behav_imp_weight_level": "product",
+            },
         ),
         "seq_mis": Preset(
             "w = product of r if it is in [0.5, 2], else 0",
@@ -208,10 +233,12 @@ CORRECTIONS: Mapping[str, Preset] = MappingProxyType(
             },
         ),
         "mis": Preset(
-            "w = min(r, 2) if the geometric mean of r over the sequence is in [0.999, 1.001], else 0",
+            "w = min(r, 2) if the geometric mean of r over the sequence is in [0.999, 1.001], else "
+            "0",
             "Liu et al. 2025, part 3 (Geo-RS-Token-TIS)",
             _PASS,
-            "long sequences: the bounds of a mean do not depend on the length; widen them for stale samples",
+            "long sequences: the bounds of a mean do not depend on the length; widen them for "
+            "stale samples",
             {
                 "behav_imp_weight_mode": "truncate",
                 "behav_imp_weight_cap": 2.0,
@@ -270,13 +297,23 @@ class Table:
 def options_text(options: Mapping[str, Any]) -> str:
     """Return options as Markdown in command line form, without the section (eps_clip=0.2)."""
     given = {name: value for name, value in options.items() if value is not None}
-    return " ".join(f"`{name}={str(value).lower() if value is True else value}`" for name, value in given.items())
+    return " ".join(
+        f"`{name}={str(value).lower() if value is True else value}`"
+        for name, value in given.items()
+    )
 
 
 def _list_presets_with(option: str, value: str) -> str:
     """Return the presets with this value of an option, as the text of a cell."""
     default = {"adv_estimator": "grpo", "loss": "ppo"}[option]
-    return " ".join(f"`{name}`" for name, row in PRESETS.items() if row.options.get(option, default) == value) or "none"
+    return (
+        " ".join(
+            f"`{name}`"
+            for name, row in PRESETS.items()
+            if row.options.get(option, default) == value
+        )
+        or "none"
+    )
 
 
 ESTIMATORS: Mapping[str, Sequence[str]] = MappingProxyType(
@@ -285,21 +322,32 @@ ESTIMATORS: Mapping[str, Sequence[str]] = MappingProxyType(
         "grpo_nostd": (
             "R - mean_G",
             "Liu et al. 2025, Dr. GRPO",
-            "tasks that nearly all or nearly no rollouts solve should not have more weight than others",
+            "tasks that nearly all or nearly no rollouts solve should not have more weight than "
+            "others",
         ),
-        "rloo": ("R - mean of the others of the group", "Ahmadian et al. 2024", "the gradient has to be unbiased"),
+        "rloo": (
+            "R - mean of the others of the group",
+            "Ahmadian et al. 2024",
+            "the gradient has to be unbiased",
+        ),
         "maxrl": (
             "(R - mean_G) / mean_G, for rewards of at least 0",
             "Tajwar et al. 2026, MaxRL",
-            "hard tasks should have more weight: it is the gradient of the log-likelihood of success",
+            "hard tasks should have more weight: it is the gradient of the log-likelihood of "
+            "success",
         ),
         "pass_at_k": (
-            "(M_i - M) / S: M mean and S std of the best reward over all subsets of `ppo.pass_at_k` rollouts of the "
+            "(M_i - M) / S: M mean and S std of the best reward over all subsets of "
+            "`ppo.pass_at_k` rollouts of the "
             "group, M_i the mean over those with rollout i",
             "Chen et al. 2025, Pass@k Training; Walder & Karkhanis 2025",
             "the best of k attempts counts",
         ),
-        "reinforce": ("R - mean of the batch", "Williams 1992", "as a baseline, or with groups of one rollout"),
+        "reinforce": (
+            "R - mean of the batch",
+            "Williams 1992",
+            "as a baseline, or with groups of one rollout",
+        ),
         "reinforce_pp": (
             "return to go of R - kl_ctl KL",
             "Hu 2025, REINFORCE++",
@@ -331,22 +379,34 @@ TABLES = (
     Table(
         "Presets",
         "ppo.algo",
-        "A preset sets options of the section `ppo`, each of which can be overridden. R is the reward of a rollout, G "
-        "its group, rho the ratio of new to old probability, lp the log-probability. Losses are per token; the weight "
+        "A preset sets options of the section `ppo`, each of which can be overridden. R is the "
+        "reward of a rollout, G "
+        "its group, rho the ratio of new to old probability, lp the log-probability. Losses are "
+        "per token; the weight "
         "of a token is below.",
         ("per token", "source", "sets", "costs", "use it when"),
         {
-            name: (row.formula, row.source, options_text(row.options) or "the defaults", row.costs, row.when)
+            name: (
+                row.formula,
+                row.source,
+                options_text(row.options) or "the defaults",
+                row.costs,
+                row.when,
+            )
             for name, row in PRESETS.items()
         },
     ),
     Table(
         "Advantage estimators",
         "ppo.adv_estimator",
-        "The advantage of a rollout from its reward. A preset sets one; any of them can be combined with a preset, as "
+        "The advantage of a rollout from its reward. A preset sets one; any of them can be "
+        "combined with a preset, as "
         "in `ppo.algo=grpo ppo.adv_estimator=maxrl`.",
         ("advantage", "source", "use it when", "presets with it"),
-        {name: (*cells, _list_presets_with("adv_estimator", name)) for name, cells in ESTIMATORS.items()},
+        {
+            name: (*cells, _list_presets_with("adv_estimator", name))
+            for name, cells in ESTIMATORS.items()
+        },
     ),
     Table(
         "Policy losses",
@@ -358,10 +418,14 @@ TABLES = (
     Table(
         "Off-policy corrections",
         "ppo.correction",
-        "The loss of a token is multiplied by w, without gradient; r is its proximal over its behaviour probability, "
-        "and rho is the ratio to the proximal policy, the weights at the start of the train step. A token with weight "
-        "0 still counts in the aggregation. `policy/rejected_fraction`, `policy/rejected_sequences`, "
-        "`policy/truncated_fraction` and `policy/effective_sample_size` measure the effect of a correction.",
+        "The loss of a token is multiplied by w, without gradient; r is its proximal over its "
+        "behaviour probability, "
+        "and rho is the ratio to the proximal policy, the weights at the start of the train step. "
+        "A token with weight "
+        "0 still counts in the aggregation. `policy/rejected_fraction`, "
+        "`policy/rejected_sequences`, "
+        "`policy/truncated_fraction` and `policy/effective_sample_size` measure the effect of a "
+        "correction.",
         ("weight", "source", "sets", "costs", "use it when"),
         {
             name: (row.formula, row.source, options_text(row.options) or "", row.costs, row.when)
@@ -378,21 +442,27 @@ TABLES = (
     Table(
         "Pairs of episodes",
         "experiment",
-        "Two rollouts of a group with different rewards form a pair, w the better and l the worse one; the mean is "
-        "over the pairs of a group, then over groups. See [reference/preference.md](reference/preference.md).",
+        "Two rollouts of a group with different rewards form a pair, w the better and l the worse "
+        "one; the mean is "
+        "over the pairs of a group, then over groups. See "
+        "[reference/preference.md](reference/preference.md).",
         ("loss of a pair", "source", "costs", "use it when"),
         {
             "dpo": (
-                "-log sigmoid(s_w - s_l), s = preference.beta times the sum of lp - lp_ref over the policy's tokens",
+                "-log sigmoid(s_w - s_l), s = preference.beta times the sum of lp - lp_ref over "
+                "the policy's tokens",
                 "Rafailov et al. 2023",
                 "a reference pass, a scoring pass",
-                "there are good and bad episodes of a task, and the policy should stay near the initial one",
+                "there are good and bad episodes of a task, and the policy should stay near the "
+                "initial one",
             ),
             "reward_model": (
-                "-log sigmoid(s_w - s_l) + preference.center (s_w + s_l)^2, s of a value head after the last token",
+                "-log sigmoid(s_w - s_l) + preference.center (s_w + s_l)^2, s of a value head "
+                "after the last token",
                 "Bradley and Terry 1952; Ouyang et al. 2022",
                 "a scoring pass; later `reward_model.path` scores every rollout",
-                "the verifier discriminates too little: equal rewards for different episodes, or no reward for most",
+                "the verifier discriminates too little: equal rewards for different episodes, or "
+                "no reward for most",
             ),
         },
     ),

@@ -34,7 +34,15 @@ _NEEDS_GROUPS = ("grpo", "grpo_nostd", "rloo", "reinforce_pp_baseline", *OF_SUCC
 _HAS_NO_EFFECT = MappingProxyType({"reinforce": CLIP_OPTIONS, "cispo": ("c_clip",)})
 """For each loss, the options that it does not read."""
 _OF_REWARDS = (
-    *("adv_estimator", "credit", "step_advantage_weight", "discount", "pass_at_k", "adv_norm", "kl_target"),
+    *(
+        "adv_estimator",
+        "credit",
+        "step_advantage_weight",
+        "discount",
+        "pass_at_k",
+        "adv_norm",
+        "kl_target",
+    ),
     *("reward_scaling", "reward_bias", "max_reward_clip"),
 )
 """Options of rewards and of the advantages computed from them."""
@@ -54,7 +62,8 @@ def resolve(
     scored_by_model: bool = False,
     own: Any = None,
 ) -> ResolvedOptions:
-    """Return the options with the values of the preset or custom algorithm ``config.algo`` filled in.
+    """Return the options with the values of the preset or custom algorithm ``config.algo`` filled
+    in.
 
     Args:
         config: The options as given.
@@ -70,7 +79,9 @@ def resolve(
     if wrong := [*problems(config, "ppo", registered_names)]:
         raise ValueError("\n".join(wrong))
     algorithm = algorithm_of(config.algo) if is_own(config.algo) else None
-    preset = PRESETS[config.algo].options if algorithm is None else _own_preset(config.algo, algorithm)
+    preset = (
+        PRESETS[config.algo].options if algorithm is None else _own_preset(config.algo, algorithm)
+    )
     if algorithm is not None:
         config = _apply_off_policy(config, algorithm.preset, sampler_differs=sampler_differs)
     config = _apply_correction(config)
@@ -96,8 +107,8 @@ def resolve(
 def _own_preset(reference: str, algorithm: Algorithm) -> Mapping[str, Any]:
     """Return the options of the section that a custom algorithm sets.
 
-    Raises ValueError for an option that is unknown or out of range, or whose default is not None (then
-    a value that a user sets could not be distinguished from the default).
+    Raises ValueError for an option that is unknown or out of range, or whose default is not None
+    (then a value that a user sets could not be distinguished from the default).
     """
     try:
         wrong = [*problems(policy_gradient_options(algorithm.preset), "ppo", registered_names)]
@@ -123,7 +134,12 @@ def _apply_off_policy(
     def fill(*names: str) -> PolicyGradientOptions:
         """Return ``config`` with those of the named options that only the preset sets."""
         return replace(
-            config, **{name: preset[name] for name in names if name in preset and getattr(config, name) is None}
+            config,
+            **{
+                name: preset[name]
+                for name in names
+                if name in preset and getattr(config, name) is None
+            },
         )
 
     if (config.adv_estimator or preset.get("adv_estimator")) == PASS_AT_K:
@@ -154,8 +170,15 @@ def _custom_algorithm_problems(
     if uses_own_advantages and algorithm.compares and config.group_size < 2:
         yield f"group_size must be at least 2 for the advantages of {algorithm_name}"
     if algorithm.options is not None and not uses_own_loss and not uses_own_advantages:
-        replaced = [f"ppo.{name}={getattr(config, name)}" for name in (LOSS, ADVANTAGES) if getattr(config, name)]
-        yield f"algo={config.algo}: nothing of it that has options is left with {' and '.join(replaced)}; take a preset"
+        replaced = [
+            f"ppo.{name}={getattr(config, name)}"
+            for name in (LOSS, ADVANTAGES)
+            if getattr(config, name)
+        ]
+        yield (
+            f"algo={config.algo}: nothing of it that has options is left with "
+            f"{' and '.join(replaced)}; take a preset"
+        )
 
 
 def _dapo_options(
@@ -167,23 +190,31 @@ def _dapo_options(
 ) -> dict[str, Any]:
     """Return the options of dynamic sampling and of the length penalty.
 
-    If they are not possible with the other options, those of a preset are disabled, while those that
-    the user set raise ValueError. ``longest`` is the maximum number of sampled tokens of an episode.
+    If they are not possible with the other options, those of a preset are disabled, while those
+    that the user set raise ValueError. ``longest`` is the maximum number of sampled tokens of an
+    episode.
     """
     estimator = value["adv_estimator"]
     credit = value["credit"]
-    compares = algorithm.compares if algorithm is not None and estimator == config.algo else estimator in _NEEDS_GROUPS
+    compares = (
+        algorithm.compares
+        if algorithm is not None and estimator == config.algo
+        else estimator in _NEEDS_GROUPS
+    )
     reason = f"credit={credit}" if credit != "episode" else f"adv_estimator {estimator!r}"
-    # Dynamic sampling drops groups with equal rewards of the environment. It needs that such a group has no
-    # gradient; each of these gives it one.
+    # Dynamic sampling drops groups with equal rewards of the environment. It needs that such a
+    # group has no gradient; each of these gives it one.
     signal_of_equal_rewards = {
         "a teacher": value["distill_weight"] != 0,
         "a reward model": scored_by_model,
         reason: not compares or credit != "episode",
     }
-    if config.dynamic_sampling and (sources := [name for name, present in signal_of_equal_rewards.items() if present]):
+    if config.dynamic_sampling and (
+        sources := [name for name, present in signal_of_equal_rewards.items() if present]
+    ):
         raise ValueError(
-            f"ppo.dynamic_sampling={config.dynamic_sampling:g}: with {sources[0]} a group of equal rewards teaches, too"
+            f"ppo.dynamic_sampling={config.dynamic_sampling:g}: with {sources[0]} a group of equal "
+            f"rewards teaches, too"
         )
     allows_penalty = credit == "episode" and estimator != "maxrl" and value["rl_weight"] != 0
     length = value.get("overlong_length", longest)
@@ -196,12 +227,16 @@ def _dapo_options(
         )
         raise ValueError(f"ppo.overlong_buffer={config.overlong_buffer:g}: {why}")
     if config.overlong_buffer and length is None:
-        raise ValueError(f"ppo.overlong_buffer={config.overlong_buffer:g}: needs ppo.overlong_length here")
+        raise ValueError(
+            f"ppo.overlong_buffer={config.overlong_buffer:g}: needs ppo.overlong_length here"
+        )
     buffer = value["overlong_buffer"] if allows_penalty and length is not None else 0.0
     if config.overlong_length is not None and not buffer:
         raise ValueError("ppo.overlong_length has no effect without ppo.overlong_buffer: remove it")
     return {
-        "dynamic_sampling": 0.0 if any(signal_of_equal_rewards.values()) else value["dynamic_sampling"],
+        "dynamic_sampling": 0.0
+        if any(signal_of_equal_rewards.values())
+        else value["dynamic_sampling"],
         "overlong_buffer": buffer,
         "overlong_length": length if buffer else None,
     }
@@ -217,7 +252,8 @@ def _loss_divisor(value: Mapping[str, Any], default: int | None) -> int | None:
     divisor = value.get("loss_scale_len", default)
     if divisor is None:
         raise ValueError(
-            "ppo.loss_agg=constant divides by ppo.loss_scale_len: set it, for example to the most tokens "
+            "ppo.loss_agg=constant divides by ppo.loss_scale_len: set it, for example to the most "
+            "tokens "
             "that the policy can sample in an episode"
         )
     if divisor < 1:
@@ -232,9 +268,15 @@ def _apply_correction(config: PolicyGradientOptions) -> PolicyGradientOptions:
     ``correction`` and ``use_decoupled_loss`` contradict each other.
     """
     decouples = None if config.correction is None else config.correction != "none"
-    if None not in (decouples, config.use_decoupled_loss) and config.use_decoupled_loss != decouples:
+    if (
+        None not in (decouples, config.use_decoupled_loss)
+        and config.use_decoupled_loss != decouples
+    ):
         given = str(config.use_decoupled_loss).lower()
-        raise ValueError(f"ppo.correction={config.correction}: contradicts use_decoupled_loss={given}, remove one")
+        raise ValueError(
+            f"ppo.correction={config.correction}: contradicts use_decoupled_loss={given}, remove "
+            f"one"
+        )
     correction = CORRECTIONS[config.correction].options if config.correction is not None else {}
     idle = _WEIGHT_BOUNDS if config.behav_imp_weight_mode == "none" else ()
     unset = [name for name in correction if name not in idle and getattr(config, name) is None]
@@ -244,8 +286,9 @@ def _apply_correction(config: PolicyGradientOptions) -> PolicyGradientOptions:
 def _uses_decoupled_loss(config: PolicyGradientOptions, sampler_differs: bool) -> bool:
     """Return whether the ratio is against the proximal policy and tokens have a behaviour weight.
 
-    If sampler and trainer differ, their ratio is not 1 before the first update. Without the decoupled
-    loss, the clip would act on this mismatch instead of the update, and nothing would correct it.
+    If sampler and trainer differ, their ratio is not 1 before the first update. Without the
+    decoupled loss, the clip would act on this mismatch instead of the update, and nothing would
+    correct it.
     """
     if config.use_decoupled_loss is not None:
         return config.use_decoupled_loss
@@ -258,12 +301,16 @@ def _recomputes_logprob(config: PolicyGradientOptions, value: Mapping[str, Any])
     """Return whether the ratio is against recomputed log-probabilities instead of the generator's.
 
     It is the default for sequence ratios. Their clip range is about 3e-4, less than the rounding
-    difference of two programs with the same weights: against the generator's log-probabilities a third of
-    the sequences would be clipped at random.
+    difference of two programs with the same weights: against the generator's log-probabilities a
+    third of the sequences would be clipped at random.
     """
     if config.recompute_logprob is not None:
         return config.recompute_logprob
-    return value["ratio"] == "sequence" and value["loss"] != "reinforce" and not value["use_decoupled_loss"]
+    return (
+        value["ratio"] == "sequence"
+        and value["loss"] != "reinforce"
+        and not value["use_decoupled_loss"]
+    )
 
 
 def _off_policy_options(config: PolicyGradientOptions, value: Mapping[str, Any]) -> dict[str, Any]:
@@ -272,7 +319,9 @@ def _off_policy_options(config: PolicyGradientOptions, value: Mapping[str, Any])
     cap = config.behav_imp_weight_cap
     floor = config.behav_imp_weight_floor
     return {
-        "prox_logp_method": _proximal_method(config, value) if decoupled or value["recompute_logprob"] else None,
+        "prox_logp_method": _proximal_method(config, value)
+        if decoupled or value["recompute_logprob"]
+        else None,
         "behav_imp_weight_mode": (config.behav_imp_weight_mode or "mask") if decoupled else "none",
         "behav_imp_weight_cap": DEFAULT_CAP if cap is None else cap,
         "behav_imp_weight_floor": 0.0 if floor is None else floor,
@@ -284,13 +333,15 @@ def _off_policy_options(config: PolicyGradientOptions, value: Mapping[str, Any])
 def _proximal_method(config: PolicyGradientOptions, value: Mapping[str, Any]) -> str:
     """Return the source of the proximal log-probabilities.
 
-    A default of the library does not add a call to the graph: the train call recomputes. An objective
-    that the user set uses ``actor_inf``. So does a critic whose rewards need them, because it has no policy
-    to recompute them with.
+    A default of the library does not add a call to the graph: the train call recomputes. An
+    objective that the user set uses ``actor_inf``. So does a critic whose rewards need them,
+    because it has no policy to recompute them with.
     """
     if config.prox_logp_method is not None:
         return config.prox_logp_method
-    critic_needs_them = value["adv_estimator"] == GAE and value["recompute_logprob"] and value["kl_ctl"] != 0
+    critic_needs_them = (
+        value["adv_estimator"] == GAE and value["recompute_logprob"] and value["kl_ctl"] != 0
+    )
     set_by_user = config.use_decoupled_loss or config.recompute_logprob is not None
     return "actor_inf" if set_by_user or critic_needs_them else "recompute"
 
@@ -315,32 +366,54 @@ def _without_effect(config: PolicyGradientOptions, value: Mapping[str, Any]) -> 
     has_returns = estimator in (*RETURN_TO_GO, GAE) or credit != "episode"
     rules = [
         *((name, True, f"with loss {loss!r}") for name in _HAS_NO_EFFECT.get(loss, ())),
-        ("kl_estimator", no_kl and value["kl_loss_coef"] == 0, "while kl_ctl and kl_loss_coef are 0"),
+        (
+            "kl_estimator",
+            no_kl and value["kl_loss_coef"] == 0,
+            "while kl_ctl and kl_loss_coef are 0",
+        ),
         ("discount", not has_returns, f"with adv_estimator {estimator!r}"),
         *((name, not value["rl_weight"], "with rl_weight 0") for name in _OF_REWARDS),
         ("step_advantage_weight", credit != "state", f"with credit {credit!r}"),
-        ("gae_lambda", estimator != GAE, f"with adv_estimator {estimator!r}: remove it, or use gae"),
-        ("pass_at_k", estimator != PASS_AT_K, f"with adv_estimator {estimator!r}: remove it, or use pass_at_k"),
+        (
+            "gae_lambda",
+            estimator != GAE,
+            f"with adv_estimator {estimator!r}: remove it, or use gae",
+        ),
+        (
+            "pass_at_k",
+            estimator != PASS_AT_K,
+            f"with adv_estimator {estimator!r}: remove it, or use pass_at_k",
+        ),
         ("feedback", not value["distill_weight"], "with distill_weight 0"),
         ("feedback_tokens", value["feedback"] == NONE, "with feedback 'none'"),
         ("kl_target", no_kl, "while kl_ctl is 0: it is where the steering starts, set it"),
         ("kl_horizon", config.kl_target is None, "without ppo.kl_target"),
         ("loss_scale_len", value["loss_agg"] != "constant", f"with loss_agg {value['loss_agg']!r}"),
-        ("prox_logp_method", not decoupled and not recomputed, "without use_decoupled_loss or recompute_logprob"),
+        (
+            "prox_logp_method",
+            not decoupled and not recomputed,
+            "without use_decoupled_loss or recompute_logprob",
+        ),
         *((name, not decoupled, "without use_decoupled_loss") for name in _OF_WEIGHTS),
-        *((name, config.behav_imp_weight_mode == "none", "with behav_imp_weight_mode=none") for name in _WEIGHT_BOUNDS),
+        *(
+            (name, config.behav_imp_weight_mode == "none", "with behav_imp_weight_mode=none")
+            for name in _WEIGHT_BOUNDS
+        ),
     ]
     for name, idle, why in rules:
         if idle and getattr(config, name) != getattr(PolicyGradientOptions, name):
             yield f"{name} has no effect {why}" + ("" if ": " in why else ": remove it")
     if decoupled and recomputed:
         yield (
-            "recompute_logprob has no effect with use_decoupled_loss, which clips against the recomputed policy "
+            "recompute_logprob has no effect with use_decoupled_loss, which clips against the "
+            "recomputed policy "
             "already: remove it"
         )
     bounded = any(getattr(config, name) is not None for name in _SEQUENCE_BOUNDS)
     if loss == "reinforce" and decoupled and config.behav_imp_weight_mode == "none" and not bounded:
-        yield "use_decoupled_loss has no effect with loss 'reinforce' and behav_imp_weight_mode=none"
+        yield (
+            "use_decoupled_loss has no effect with loss 'reinforce' and behav_imp_weight_mode=none"
+        )
     if loss == "reinforce" and recomputed and no_kl:
         yield "recompute_logprob has no effect with loss 'reinforce' and without kl_ctl: remove it"
 
@@ -351,46 +424,71 @@ def _contradictions(config: PolicyGradientOptions, value: Mapping[str, Any]) -> 
     recomputed = value["recompute_logprob"]
     if value["kl_estimator"] == "k1" and value["kl_loss_coef"] != 0:
         yield (
-            f"kl_estimator=k1 has zero expected gradient in the loss (algo {config.algo!r}): use k2 or k3, or "
+            f"kl_estimator=k1 has zero expected gradient in the loss (algo {config.algo!r}): use "
+            f"k2 or k3, or "
             "kl_loss_coef=0 and kl_ctl"
         )
     if value["credit"] == "turn" and estimator in (*RETURN_TO_GO, *OF_SUCCESS):
-        has = "is about whole episodes" if estimator in OF_SUCCESS else "has a return-to-go of its own"
-        yield f"credit=turn: adv_estimator {estimator!r} {has}; use grpo, grpo_nostd, rloo, reinforce or gae"
+        has = (
+            "is about whole episodes"
+            if estimator in OF_SUCCESS
+            else "has a return-to-go of its own"
+        )
+        yield (
+            f"credit=turn: adv_estimator {estimator!r} {has}; use grpo, grpo_nostd, rloo, "
+            f"reinforce or gae"
+        )
     if value["credit"] == "state" and estimator not in OF_STATES:
         yield (
-            f"credit=state: adv_estimator {estimator!r} does not compare the members of a group; use "
+            f"credit=state: adv_estimator {estimator!r} does not compare the members of a group; "
+            f"use "
             f"{', '.join(OF_STATES)}"
         )
     if estimator == PASS_AT_K and not 2 <= (config.pass_at_k or 0) < config.group_size:
         yield (
-            f"pass_at_k={config.pass_at_k}: adv_estimator=pass_at_k compares subsets of this size of the "
+            f"pass_at_k={config.pass_at_k}: adv_estimator=pass_at_k compares subsets of this size "
+            f"of the "
             f"group_size={config.group_size} rollouts: set it from 2 to {config.group_size - 1}"
         )
     if config.prox_logp_method == "loglinear" and recomputed:
-        yield "prox_logp_method=loglinear recomputes nothing: with recompute_logprob use actor_inf or recompute"
-    if estimator == GAE and recomputed and value["kl_ctl"] != 0 and config.prox_logp_method == "recompute":
         yield (
-            "prox_logp_method=recompute: with recompute_logprob and kl_ctl the critic needs what it computes, too; use "
+            "prox_logp_method=loglinear recomputes nothing: with recompute_logprob use actor_inf "
+            "or recompute"
+        )
+    if (
+        estimator == GAE
+        and recomputed
+        and value["kl_ctl"] != 0
+        and config.prox_logp_method == "recompute"
+    ):
+        yield (
+            "prox_logp_method=recompute: with recompute_logprob and kl_ctl the critic needs what "
+            "it computes, too; use "
             "actor_inf"
         )
     for name in ("reward_scaling", "reward_bias"):
         if not math.isfinite(value[name]) or (name == "reward_scaling" and not value[name]):
-            yield f"{name}={value[name]:g}: all rewards would be the same, or no numbers; give a finite one" + (
-                " other than 0" if name == "reward_scaling" else ""
+            yield (
+                f"{name}={value[name]:g}: all rewards would be the same, or no numbers; give a "
+                f"finite one" + (" other than 0" if name == "reward_scaling" else "")
             )
     if value["feedback"] == SOLVED and config.group_size < 2:
-        yield f"feedback={SOLVED}: another rollout of the group has to solve the task; set group_size to at least 2"
+        yield (
+            f"feedback={SOLVED}: another rollout of the group has to solve the task; set "
+            f"group_size to at least 2"
+        )
     if not value["rl_weight"] and not value["distill_weight"]:
         yield "rl_weight=0, distill_weight=0: nothing would be learned; set one of them"
     if not value["rl_weight"] and (estimator == GAE or value["kl_ctl"] != 0):
         yield (
-            f"rl_weight=0: there is no reward to take the KL divergence off (kl_ctl={value['kl_ctl']:g}) or to predict "
+            f"rl_weight=0: there is no reward to take the KL divergence off "
+            f"(kl_ctl={value['kl_ctl']:g}) or to predict "
             f"(adv_estimator {estimator!r}); use kl_loss_coef, or another algo than {config.algo}"
         )
     if value["rl_weight"] not in (0, 1) and not value["distill_weight"]:
         yield (
-            f"rl_weight={value['rl_weight']:g}: it is relative to ppo.distill_weight; without that set "
+            f"rl_weight={value['rl_weight']:g}: it is relative to ppo.distill_weight; without that "
+            f"set "
             "actor.optimizer.lr"
         )
     if config.group_size < 2 and value["rl_weight"] and estimator in _NEEDS_GROUPS:

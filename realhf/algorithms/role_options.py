@@ -23,7 +23,8 @@ class CriticOptions:
     """Options of the critic's training on returns (docs/reference/ppo.md 3)."""
 
     value_norm: bool = option(
-        True, "Normalise the critic's targets by the running mean and standard deviation of the returns."
+        True,
+        "Normalise the critic's targets by the running mean and standard deviation of the returns.",
     )
     value_norm_decay: float = option(
         0.99,
@@ -33,17 +34,23 @@ class CriticOptions:
     )
     value_clip: float | None = option(
         0.2,
-        "Clip range of a value prediction around its value before the train step, in running standard deviations with "
+        "Clip range of a value prediction around its value before the train step, in running "
+        "standard deviations with "
         "critic.value_norm. null disables clipping.",
         above=0,
-        idle="predictions are clipped only from the second update of a step on, and the critic makes one "
+        idle="predictions are clipped only from the second update of a step on, and the critic "
+        "makes one "
         "(critic.n_minibatches times critic.sample_reuse is 1)",
     )
     n_minibatches: int | None = option(
-        None, "Number of minibatches (updates) per pass of the critic, by default ppo.ppo_n_minibatches.", at_least=1
+        None,
+        "Number of minibatches (updates) per pass of the critic, by default ppo.ppo_n_minibatches.",
+        at_least=1,
     )
     sample_reuse: int | None = option(
-        None, "Number of passes of the critic over a batch, by default ppo.sample_reuse.", at_least=1
+        None,
+        "Number of passes of the critic over a batch, by default ppo.sample_reuse.",
+        at_least=1,
     )
 
 
@@ -53,7 +60,8 @@ class CriticOptimizerConfig(OptimizerConfig):
 
     lr: float | None = option(  # pyright: ignore[reportIncompatibleVariableOverride]
         None,
-        f"Peak learning rate, reached after the warm-up; by default {BUILTIN_RATE:g} for the critic of the built-in "
+        f"Peak learning rate, reached after the warm-up; by default {BUILTIN_RATE:g} for the "
+        f"critic of the built-in "
         "policy, and actor.optimizer.lr for every other one.",
         above=0,
         on_resume="warns",
@@ -69,22 +77,27 @@ class CriticOptimizerConfig(OptimizerConfig):
 class RewardModelConfig(ModelConfig):
     """A reward model: a model with a value head that scores episodes.
 
-    ``experiment=reward_model`` trains one; policy-gradient experiments add one of a folder to the rewards.
+    ``experiment=reward_model`` trains one; policy-gradient experiments add one of a folder to the
+    rewards.
     """
 
     path: str = option(
         "",
-        "Folder of a reward model (exported by experiment=reward_model) that contributes to the rewards; empty for "
+        "Folder of a reward model (exported by experiment=reward_model) that contributes to the "
+        "rewards; empty for "
         "none. In experiment=reward_model: initial weights, empty for the actor's initial weights.",
     )
     weight: float = option(
         0.5,
-        "Weight w of the reward model: a reward is (1 - w) times the verifier's plus w times the probability that the "
+        "Weight w of the reward model: a reward is (1 - w) times the verifier's plus w times the "
+        "probability that the "
         "rollout is preferred to one of score 0.",
         above=0,
         at_most=1,
     )
-    optimizer: CriticOptimizerConfig = section(CriticOptimizerConfig, idle="a reward model in a folder trains no more")
+    optimizer: CriticOptimizerConfig = section(
+        CriticOptimizerConfig, idle="a reward model in a folder trains no more"
+    )
 
     def problems(self, name: str) -> Iterator[str]:
         """Yield an error unless the workers are different indices."""
@@ -98,13 +111,18 @@ class CriticConfig(CriticOptions, ModelConfig):
 
     path: str = option(
         ACTOR,
-        "Initial weights of the critic: 'actor' (the actor's initial weights), a folder, or a hub id. A value head "
+        "Initial weights of the critic: 'actor' (the actor's initial weights), a folder, or a hub "
+        "id. A value head "
         "that they lack is initialised to 0.",
     )
     optimizer: CriticOptimizerConfig = section(CriticOptimizerConfig)
-    lora: LoraConfig = section(LoraConfig, idle="a critic trains all its weights, its value head with them")
+    lora: LoraConfig = section(
+        LoraConfig, idle="a critic trains all its weights, its value head with them"
+    )
     warmup_steps: int = option(
-        0, "Number of train steps at the start in which only the critic is trained, not the actor.", at_least=0
+        0,
+        "Number of train steps at the start in which only the critic is trained, not the actor.",
+        at_least=0,
     )
 
     def learning(self, n_minibatches: int, sample_reuse: int) -> dict[str, Any]:
@@ -113,16 +131,29 @@ class CriticConfig(CriticOptions, ModelConfig):
         ``n_minibatches`` and ``sample_reuse`` are those of the actor. With one update per step
         ``value_clip`` is None and not read.
         """
-        has_one_update = (self.n_minibatches or n_minibatches) * (self.sample_reuse or sample_reuse) == 1
+        has_one_update = (self.n_minibatches or n_minibatches) * (
+            self.sample_reuse or sample_reuse
+        ) == 1
         idle = ("value_clip",) if has_one_update else ()
-        active = {every.name: getattr(self, every.name) for every in fields(CriticOptions) if every.name not in idle}
+        active = {
+            every.name: getattr(self, every.name)
+            for every in fields(CriticOptions)
+            if every.name not in idle
+        }
         return {**dict.fromkeys(idle), **active}
 
     def problems(self, name: str) -> Iterator[str]:
-        """Yield an error for each option without effect, an unsupported path and repeated workers."""
+        """Yield an error for each option without effect, an unsupported path and repeated
+        workers."""
         if not self.value_norm and self.value_norm_decay != CriticOptions.value_norm_decay:
-            yield f"{name}.value_norm_decay={self.value_norm_decay}: has no effect without {name}.value_norm"
+            yield (
+                f"{name}.value_norm_decay={self.value_norm_decay}: has no effect without "
+                f"{name}.value_norm"
+            )
         if self.path in ("builtin", "builtin_tiny"):
-            yield f"{name}.path={self.path}: the built-in policy is made for the actor; {name}.path={ACTOR} takes it"
+            yield (
+                f"{name}.path={self.path}: the built-in policy is made for the actor; "
+                f"{name}.path={ACTOR} takes it"
+            )
         if not self.workers or len(set(self.workers)) < len(self.workers):
             yield f"{name}.workers={self.workers}: give different indices of model workers, from 0"

@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realhf.algorithms.train_step import NonFiniteGuard, PredictedTokens, replace_keys, token_weights, weighted_sum
+from realhf.algorithms.train_step import (
+    NonFiniteGuard,
+    PredictedTokens,
+    replace_keys,
+    token_weights,
+    weighted_sum,
+)
 from realhf.api.model import POSITIONS, CallContext, ForwardOutputs, Model
 from realhf.api.sample import SequenceSample
 
@@ -15,20 +21,22 @@ from realhf.api.sample import SequenceSample
 class SFTInterface:
     """Train call of SFT: one optimizer step on the negative log-likelihood of the trainable tokens.
 
-    Reads ``packed_input_ids`` and ``loss_mask``. ``loss_agg`` is a key of ``AGGREGATIONS``; ``token_mean``
-    is -sum(mask * logprob) / T (docs/reference/dataflow.md 10).
+    Reads ``packed_input_ids`` and ``loss_mask``. ``loss_agg`` is a key of ``AGGREGATIONS``;
+    ``token_mean`` is -sum(mask * logprob) / T (docs/reference/dataflow.md 10).
     """
 
     def __init__(self, loss_agg: str = "token_mean", max_nonfinite_steps: int = 3) -> None:
         self._aggregation = loss_agg
         self._guard = NonFiniteGuard(max_nonfinite_steps)
 
-    def train_step(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, Any]:
+    def train_step(
+        self, model: Model, sample: SequenceSample, context: CallContext
+    ) -> dict[str, Any]:
         """Train one step.
 
         Returns the statistics ``loss``, ``nll``, ``grad_norm``, ``lr``, ``n_tokens``,
-        ``positions_per_token`` and ``skipped``, and the reason ``stop`` after ``max_nonfinite_steps``
-        consecutive updates without a finite gradient.
+        ``positions_per_token`` and ``skipped``, and the reason ``stop`` after
+        ``max_nonfinite_steps`` consecutive updates without a finite gradient.
         """
         tokens = PredictedTokens.of(sample)
         weights = token_weights(tokens, self._aggregation)
@@ -48,14 +56,21 @@ class SFTInterface:
             **self._guard.stop_statistics(),
         }
 
-    def evaluate(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, float]:
+    def evaluate(
+        self, model: Model, sample: SequenceSample, context: CallContext
+    ) -> dict[str, float]:
         """Return ``nll`` per trainable token (nats) and ``n_tokens``, without an update."""
         logprobs = model.engine.logprobs(sample, temperature=1.0, mb_spec=context.mb_spec)
         mask = PredictedTokens.of(sample).mask
         n_tokens = int(mask.sum())
-        return {"nll": -float(logprobs[mask].double().sum()) / max(1, n_tokens), "n_tokens": float(n_tokens)}
+        return {
+            "nll": -float(logprobs[mask].double().sum()) / max(1, n_tokens),
+            "n_tokens": float(n_tokens),
+        }
 
-    def loss(self, outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
+    def loss(
+        self, outputs: ForwardOutputs, part: SequenceSample
+    ) -> tuple[Tensor, dict[str, float]]:
         """Return the loss of a microbatch and the sums of its statistics (a ``LossFn``)."""
         return self.loss_of(outputs.logprobs()[0], part)
 

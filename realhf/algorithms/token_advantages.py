@@ -1,7 +1,7 @@
 """Advantages of the tokens of a batch from rewards and KL terms, and the KL controller.
 
-All results depend only on the batch and the options, so that the calls of actor and critic, which may
-run on different workers, each compute the same numbers without communication.
+All results depend only on the batch and the options, so that the calls of actor and critic, which
+may run on different workers, each compute the same numbers without communication.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _REQUIRED_BY = MappingProxyType(
     {
         "packed_ref_logprobs": "a KL term (kl_ctl, kl_loss_coef)",
         "seq_no_eos_mask": "ppo.mask_too_long",
-        "proximal_logprobs": "ppo.prox_logp_method=actor_inf (the call actor_inf makes it; or use recompute)",
+        "proximal_logprobs": "ppo.prox_logp_method=actor_inf (the call actor_inf makes it; or use "
+        "recompute)",
         "packed_logprobs": "ppo.kl_ctl",
         "packed_versions": "ppo.prox_logp_method=loglinear",
         "teacher_logprobs": "ppo.distill_weight (the call teacher_inf makes it)",
@@ -63,7 +64,8 @@ def require_keys(sample: SequenceSample, keys: Iterable[str]) -> None:
 
 
 def apply_count_option(sample: SequenceSample, options: ResolvedOptions) -> SequenceSample:
-    """Return the sample, with ``ppo.count=row`` without ``rollout_index``: each sequence is a rollout."""
+    """Return the sample, with ``ppo.count=row`` without ``rollout_index``: each sequence is a
+    rollout."""
     by_row = options.count == "row" and ROLLOUT_KEY in sample.keys
     return sample.select(sample.keys - {ROLLOUT_KEY}) if by_row else sample
 
@@ -83,7 +85,8 @@ class TrainedTokens:
     def of(sample: SequenceSample, options: ResolvedOptions) -> TrainedTokens:
         """Return the trained tokens of a batch.
 
-        Reads ``loss_mask``, ``rl_weights``, ``outcome`` and, with ``mask_too_long``, ``seq_no_eos_mask``.
+        Reads ``loss_mask``, ``rl_weights``, ``outcome`` and, with ``mask_too_long``,
+        ``seq_no_eos_mask``.
         """
         tokens = PredictedTokens.of(sample)
         valid = valid_sequences(sample)
@@ -93,7 +96,8 @@ class TrainedTokens:
 
 
 def valid_sequences(sample: SequenceSample) -> Tensor:
-    """Return which sequences have a reward, bool (n_sequences,): all without the key ``outcome``."""
+    """Return which sequences have a reward, bool (n_sequences,): all without the key
+    ``outcome``."""
     if "outcome" not in sample.keys:
         return torch.ones(len(sample["rewards"]), dtype=torch.bool)
     return sample["outcome"].cpu() == 0
@@ -109,12 +113,16 @@ def truncated_sequences(sample: SequenceSample) -> Tensor:
 
 
 def token_advantages(
-    sample: SequenceSample, options: ResolvedOptions, trained: TrainedTokens, kl: Tensor, kl_ctl: float
+    sample: SequenceSample,
+    options: ResolvedOptions,
+    trained: TrainedTokens,
+    kl: Tensor,
+    kl_ctl: float,
 ) -> Tensor:
     """Return the advantage of every token, f32 (L-1), 0 outside the mask.
 
-    It is the estimate of the token's sequence (or turn) plus the KL rewards of this and later tokens.
-    Estimators in ``RETURN_TO_GO`` and GAE compute it per token instead.
+    It is the estimate of the token's sequence (or turn) plus the KL rewards of this and later
+    tokens. Estimators in ``RETURN_TO_GO`` and GAE compute it per token instead.
 
     Args:
         sample: The batch.
@@ -134,42 +142,60 @@ def token_advantages(
         per_sequence = _sequence_estimates(sample, options, trained)
         advantages = torch.where(mask, per_sequence[tokens.sequence], 0.0)
         if options.credit == "state":
-            advantages = advantages + options.step_advantage_weight * _step_advantages(sample, options, trained)
+            advantages = advantages + options.step_advantage_weight * _step_advantages(
+                sample, options, trained
+            )
         if options.adv_estimator in RETURN_TO_GO:
             rewards = rewards + at_last_token(per_sequence, mask, tokens.sequence)
-            return return_to_go(rewards, mask, tokens.sequence, tokens.n_sequences, options.discount)
+            return return_to_go(
+                rewards, mask, tokens.sequence, tokens.n_sequences, options.discount
+            )
     if options.kl_ctl == 0:
         return advantages
     return advantages + return_to_go(rewards, mask, tokens.sequence, tokens.n_sequences)
 
 
 def value_estimate(
-    sample: SequenceSample, options: ResolvedOptions, trained: TrainedTokens, kl: Tensor, kl_ctl: float
+    sample: SequenceSample,
+    options: ResolvedOptions,
+    trained: TrainedTokens,
+    kl: Tensor,
+    kl_ctl: float,
 ) -> ValueEstimate:
     """Return GAE advantages and returns from the key ``values`` (``adv_estimator=gae``).
 
-    The arguments are those of ``token_advantages``. Raises ValueError if a value at a trained token is
-    not finite.
+    The arguments are those of ``token_advantages``. Raises ValueError if a value at a trained token
+    is not finite.
     """
     tokens = trained.tokens
     mask = trained.tokens.mask
     require_keys(sample, ("values", *options.turn_keys))
     values = sample["values"].cpu().float()
     if not bool(torch.isfinite(values[mask]).all()):
-        raise ValueError("critic_inf: a value is not finite: the critic has diverged; lower critic.optimizer.lr")
+        raise ValueError(
+            "critic_inf: a value is not finite: the critic has diverged; lower critic.optimizer.lr"
+        )
     rewards = -kl_ctl * kl
     per_sequence = _sequence_estimates(sample, options, trained)
     if options.credit != "turn":
         rewards = rewards + at_last_token(per_sequence, mask, tokens.sequence)
         return token_value_estimate(
-            rewards, values, mask, tokens.sequence, tokens.n_sequences, options.discount, options.gae_lambda
+            rewards,
+            values,
+            mask,
+            tokens.sequence,
+            tokens.n_sequences,
+            options.discount,
+            options.gae_lambda,
         )
     counts = torch.from_numpy(np.asarray(sample.lengths("turn_rewards").values)).long()
     turn_rewards = sample["turn_rewards"].cpu().float()
     # The bias is per episode: it is added once, to the last turn.
     bias = torch.zeros_like(turn_rewards)
     bias[counts.cumsum(0) - 1] = options.reward_bias
-    shaped = shape_rewards((turn_rewards + bias).numpy(), options.reward_scaling, 0.0, options.max_reward_clip)
+    shaped = shape_rewards(
+        (turn_rewards + bias).numpy(), options.reward_scaling, 0.0, options.max_reward_clip
+    )
     return turn_value_estimate(
         rewards,
         torch.from_numpy(shaped),
@@ -198,22 +224,24 @@ def kl_of_behaviour(sample: SequenceSample, options: ResolvedOptions, mask: Tens
     return torch.where(mask, kl_estimate(old, ref, options.kl_estimator), 0.0)
 
 
-def distillation(sample: SequenceSample, options: ResolvedOptions, mask: Tensor) -> tuple[Tensor, Tensor]:
+def distillation(
+    sample: SequenceSample, options: ResolvedOptions, mask: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the distillation advantage of every token and its KL to the teacher, both f32 (L-1).
 
-    The advantage is log p_teacher - log p_old, clamped to +-10; the divergence is the k3 estimate of
-    KL(old, teacher) in nats. Both are 0 outside ``mask``. Raises ValueError for a NaN log-probability of
-    the teacher.
+    The advantage is log p_teacher - log p_old, clamped to +-10; the divergence is the k3 estimate
+    of KL(old, teacher) in nats. Both are 0 outside ``mask``. Raises ValueError for a NaN
+    log-probability of the teacher.
 
     With ``ppo.feedback`` the difference is ``feedback_logratios``, both terms of which one engine
-    computed (Hübotter et al. 2026, SDPO). Otherwise the old policy is the proximal one if it is known
-    before the step. The behaviour policy would not do: the behaviour weights already correct for the
-    difference between generator and trainer, so its log-probabilities would push the policy away from
-    the generator.
+    computed (Hübotter et al. 2026, SDPO). Otherwise the old policy is the proximal one if it is
+    known before the step. The behaviour policy would not do: the behaviour weights already correct
+    for the difference between generator and trainer, so its log-probabilities would push the policy
+    away from the generator.
 
-    The expected policy gradient with this advantage is minus the gradient of the reverse KL divergence
-    at each token, given the tokens before it. Source: Lu 2025, On-Policy Distillation (Thinking
-    Machines); Agarwal et al. 2024, GKD.
+    The expected policy gradient with this advantage is minus the gradient of the reverse KL
+    divergence at each token, given the tokens before it. Source: Lu 2025, On-Policy Distillation
+    (Thinking Machines); Agarwal et al. 2024, GKD.
     """
     if options.needs_feedback:
         require_keys(sample, (FEEDBACK_RATIOS,))
@@ -222,7 +250,9 @@ def distillation(sample: SequenceSample, options: ResolvedOptions, mask: Tensor)
             raise ValueError("feedback_inf: a log-probability is not a number")
         zeros = torch.zeros_like(log_ratio)
         return -kl_estimate(zeros, log_ratio, "k1"), kl_estimate(zeros, log_ratio, "k3")
-    old_key = PROXIMAL if options.prox_logp_method in ("actor_inf", "recompute") else "packed_logprobs"
+    old_key = (
+        PROXIMAL if options.prox_logp_method in ("actor_inf", "recompute") else "packed_logprobs"
+    )
     require_keys(sample, ("teacher_logprobs", old_key))
     old = torch.where(mask, sample[old_key].cpu(), 0.0)
     teacher = torch.where(mask, sample["teacher_logprobs"].cpu(), 0.0)
@@ -244,8 +274,9 @@ def kl_of_rollouts(kl: Tensor, trained: TrainedTokens) -> tuple[float, int]:
 def rollout_means(values: Tensor, valid: Tensor, rollout: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean value of each rollout's valid sequences, f64, and whether it has one, bool.
 
-    ``values`` f32 and ``valid`` bool are (n_sequences,), ``rollout`` i64 (n_sequences,) is the rollout of
-    each sequence; the results are (n_rollouts,). The mean is 0 for a rollout without a valid sequence.
+    ``values`` f32 and ``valid`` bool are (n_sequences,), ``rollout`` i64 (n_sequences,) is the
+    rollout of each sequence; the results are (n_rollouts,). The mean is 0 for a rollout without a
+    valid sequence.
     """
     zeros = torch.zeros(int(rollout.max()) + 1 if len(rollout) else 0, dtype=torch.float64)
     count = zeros.index_add(0, rollout, valid.double())
@@ -256,17 +287,18 @@ def rollout_means(values: Tensor, valid: Tensor, rollout: Tensor) -> tuple[Tenso
 def by_rollout(estimator: Estimator, rollout: Tensor) -> Estimator:
     """Return an estimator over sequences that compares rollouts.
 
-    The inputs and the result of the returned estimator are per sequence; ``rollout`` i64 (n,) is the
-    rollout of each sequence. A rollout counts once in all statistics, with the mean score of its valid
-    sequences. A sequence whose score differs from this mean (an agent may score each of its
-    conversations) gets the advantage that its rollout would have with the sequence's score.
+    The inputs and the result of the returned estimator are per sequence; ``rollout`` i64 (n,) is
+    the rollout of each sequence. A rollout counts once in all statistics, with the mean score of
+    its valid sequences. A sequence whose score differs from this mean (an agent may score each of
+    its conversations) gets the advantage that its rollout would have with the sequence's score.
     """
 
     def estimate(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
         means, has_valid = rollout_means(scores, valid, rollout)
         rollout_scores = means.float()
         if len(rollout_scores) == len(rollout):
-            # One sequence per rollout. The scores are passed on unchanged, NaN of invalid ones included.
+            # One sequence per rollout. The scores are passed on unchanged, NaN of invalid ones
+            # included.
             return estimator(scores, valid, group)
         groups = torch.zeros_like(rollout[: len(rollout_scores)]).scatter(0, rollout, group)
         advantages = torch.where(valid, estimator(rollout_scores, has_valid, groups)[rollout], 0.0)
@@ -287,13 +319,17 @@ def _rollout_estimator(options: ResolvedOptions, trained: TrainedTokens) -> Esti
     return by_rollout(estimator, trained.tokens.rollout)
 
 
-def _sequence_estimates(sample: SequenceSample, options: ResolvedOptions, trained: TrainedTokens) -> Tensor:
+def _sequence_estimates(
+    sample: SequenceSample, options: ResolvedOptions, trained: TrainedTokens
+) -> Tensor:
     """Return the estimator's result for every sequence, f32 (n_sequences,)."""
     estimator = _rollout_estimator(options, trained)
     return estimator(sample["rewards"].cpu().float(), trained.valid, trained.tokens.group)
 
 
-def _turn_advantages(sample: SequenceSample, options: ResolvedOptions, trained: TrainedTokens) -> Tensor:
+def _turn_advantages(
+    sample: SequenceSample, options: ResolvedOptions, trained: TrainedTokens
+) -> Tensor:
     """Return the advantage of every token's turn (``credit=turn``), f32 (L-1), 0 outside the mask.
 
     The return from a turn on gets the same bias, scale and clip as the reward of an episode.
@@ -302,7 +338,9 @@ def _turn_advantages(sample: SequenceSample, options: ResolvedOptions, trained: 
     estimator = _rollout_estimator(options, trained)
     scores, counts = _returns_by_turn(sample, options)
     advantages = turn_advantages(scores, trained.valid, tokens.group, estimator)
-    return spread_over_tokens(advantages, predicted(sample, "turn_ids"), tokens.sequence, tokens.mask, counts)
+    return spread_over_tokens(
+        advantages, predicted(sample, "turn_ids"), tokens.sequence, tokens.mask, counts
+    )
 
 
 def _returns_by_turn(sample: SequenceSample, options: ResolvedOptions) -> tuple[Tensor, Tensor]:
@@ -311,29 +349,37 @@ def _returns_by_turn(sample: SequenceSample, options: ResolvedOptions) -> tuple[
     The returns are f32 (n_sequences, max_turns), the numbers i64 (n_sequences,).
     """
     counts = torch.from_numpy(np.asarray(sample.lengths("turn_rewards").values)).long()
-    returns = returns_by_turn(sample["turn_rewards"].cpu(), counts, options.discount).float().numpy()
-    scores = shape_rewards(returns, options.reward_scaling, options.reward_bias, options.max_reward_clip)
+    returns = (
+        returns_by_turn(sample["turn_rewards"].cpu(), counts, options.discount).float().numpy()
+    )
+    scores = shape_rewards(
+        returns, options.reward_scaling, options.reward_bias, options.max_reward_clip
+    )
     return torch.from_numpy(scores), counts
 
 
-def _step_advantages(sample: SequenceSample, options: ResolvedOptions, trained: TrainedTokens) -> Tensor:
+def _step_advantages(
+    sample: SequenceSample, options: ResolvedOptions, trained: TrainedTokens
+) -> Tensor:
     """Return the step-level advantage of every token's turn (``credit=state``), f32 (L-1).
 
-    It compares the turns of a group that started in the same state, and is 0 outside the mask. Raises
-    ValueError if a trained token is in no turn of its sequence.
+    It compares the turns of a group that started in the same state, and is 0 outside the mask.
+    Raises ValueError if a trained token is in no turn of its sequence.
     """
     tokens = trained.tokens
     estimator = options.estimator()
     scores, counts = _returns_by_turn(sample, options)
     advantages = step_advantages(scores, *_turn_states(sample, trained), tokens.group, estimator)
-    return spread_over_tokens(advantages, predicted(sample, "turn_ids"), tokens.sequence, tokens.mask, counts)
+    return spread_over_tokens(
+        advantages, predicted(sample, "turn_ids"), tokens.sequence, tokens.mask, counts
+    )
 
 
 def shared_states(sample: SequenceSample, trained: TrainedTokens) -> float:
     """Return the fraction of turns that started in the same state as another turn of their group.
 
-    Only these turns have a step-level advantage. Turns of invalid rollouts do not count; the result is
-    0 without a turn.
+    Only these turns have a step-level advantage. Turns of invalid rollouts do not count; the result
+    is 0 without a turn.
     """
     groups = step_groups(*_turn_states(sample, trained), trained.tokens.group)
     return float((torch.bincount(groups)[groups] > 1).double().mean()) if len(groups) else 0.0
@@ -342,8 +388,8 @@ def shared_states(sample: SequenceSample, trained: TrainedTokens) -> float:
 def _turn_states(sample: SequenceSample, trained: TrainedTokens) -> tuple[Tensor, Tensor]:
     """Return the start state of every turn, i64, and which turns are present, bool.
 
-    Both are (n_sequences, max_turns). A turn is present in a sequence that is valid and contains tokens
-    of it.
+    Both are (n_sequences, max_turns). A turn is present in a sequence that is valid and contains
+    tokens of it.
     """
     require_keys(sample, TURN_KEYS)
     counts = torch.from_numpy(np.asarray(sample.lengths("turn_states").values)).long()
@@ -361,11 +407,11 @@ def _turn_states(sample: SequenceSample, trained: TrainedTokens) -> tuple[Tensor
 class KLController:
     """Adaptive weight of the KL divergence in the reward (``value``, initially ``ppo.kl_ctl``).
 
-    With ``ppo.kl_target`` every train step updates
-    value *= 1 + clip(kl / target - 1, +-0.2) * min(1, n / horizon). Here ``kl`` (nats) is the mean over
-    the step's ``n`` trainable rollouts of the sum over a rollout's tokens. A step therefore changes the
-    value by at most a fifth, and it stays positive. Without a target the value is constant.
-    Source: Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences.
+    With ``ppo.kl_target`` every train step updates value *= 1 + clip(kl / target - 1, +-0.2) *
+    min(1, n / horizon). Here ``kl`` (nats) is the mean over the step's ``n`` trainable rollouts of
+    the sum over a rollout's tokens. A step therefore changes the value by at most a fifth, and it
+    stays positive. Without a target the value is constant. Source: Ziegler et al. 2019, Fine-Tuning
+    Language Models from Human Preferences.
     """
 
     def __init__(self, options: ResolvedOptions) -> None:

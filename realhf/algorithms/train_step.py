@@ -32,9 +32,16 @@ COMPONENTS: Mapping[str, float] = MappingProxyType({RL: 1.0, KL: 1.0, CE: 0.0})
 ``loss_mask`` in a batch without that key. Each component is aggregated over its own tokens only, so
 that the number of tokens of one does not scale another. In a microbatch the key holds the token
 weight times the weight of the aggregation (``component_weights``)."""
-WEIGHT_SUMS = ("weights_n", "weights_sum", "weights_squares", "weighed_sequences", "rejected_sequences")
-"""Sums over the behaviour weights of a microbatch: the number of weights, their sum, the sum of their
-squares, the number of sequences with a trained token, and the number of those that were rejected."""
+WEIGHT_SUMS = (
+    "weights_n",
+    "weights_sum",
+    "weights_squares",
+    "weighed_sequences",
+    "rejected_sequences",
+)
+"""Sums over the behaviour weights of a microbatch: the number of weights, their sum, the sum of
+their squares, the number of sequences with a trained token, and the number of those that were
+rejected."""
 _FROM_FIRST_MINIBATCH = ("mismatch_kl", "mismatch_abs")
 """Statistics of a train step that are those of its first minibatch, before any update."""
 _TOTALS = ("clamped_exponents", "n_trained_tokens")
@@ -45,7 +52,8 @@ _NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class PredictedTokens:
-    """Positions of the predicted tokens of a batch: all but the first token of each sequence (L-1)."""
+    """Positions of the predicted tokens of a batch: all but the first token of each sequence
+    (L-1)."""
 
     mask: Tensor
     """Which predicted tokens are trainable, bool (n,)."""
@@ -54,8 +62,9 @@ class PredictedTokens:
     group: Tensor
     """Index of the sample (group of rollouts) of each sequence, i64 (n_sequences,)."""
     rollout: Tensor
-    """Index of the rollout of each sequence, i64 (n_sequences,). A rollout has several sequences where
-    an agent branches, or where reasoning of earlier turns was dropped from the conversation."""
+    """Index of the rollout of each sequence, i64 (n_sequences,). A rollout has several sequences
+    where an agent branches, or where reasoning of earlier turns was dropped from the
+    conversation."""
 
     @property
     def n_sequences(self) -> int:
@@ -106,7 +115,9 @@ def rollouts(sample: SequenceSample) -> Tensor:
     index = sample[ROLLOUT_KEY].cpu().long()
     if len(index) and int(index.min()) < 0:
         raise ValueError(f"{ROLLOUT_KEY}: the number of a rollout is not negative")
-    return torch.unique(group * (int(index.max()) + 1 if len(index) else 1) + index, return_inverse=True)[1]
+    return torch.unique(
+        group * (int(index.max()) + 1 if len(index) else 1) + index, return_inverse=True
+    )[1]
 
 
 def predicted(sample: SequenceSample, key: str) -> Tensor:
@@ -119,7 +130,10 @@ def predicted(sample: SequenceSample, key: str) -> Tensor:
 
 
 def replace_keys(
-    sample: SequenceSample, *, per_token: Mapping[str, Tensor] = _NONE, shifted: Mapping[str, Tensor] = _NONE
+    sample: SequenceSample,
+    *,
+    per_token: Mapping[str, Tensor] = _NONE,
+    shifted: Mapping[str, Tensor] = _NONE,
 ) -> SequenceSample:
     """Return the sample with keys added or replaced.
 
@@ -134,8 +148,11 @@ def replace_keys(
 
 
 def shifted_sample(sample: SequenceSample, key: str, values: Tensor) -> SequenceSample:
-    """Return a sample of the one key ``key``, whose ``values`` have L-1 entries per sequence of ``sample``."""
-    shifted_lengths = [[length - 1 for length in inner] for inner in sample.seqlens["packed_input_ids"]]
+    """Return a sample of the one key ``key``, whose ``values`` have L-1 entries per sequence of
+    ``sample``."""
+    shifted_lengths = [
+        [length - 1 for length in inner] for inner in sample.seqlens["packed_input_ids"]
+    ]
     return SequenceSample.from_tensors(sample.ids, {key: values}, {key: shifted_lengths})
 
 
@@ -143,12 +160,14 @@ def minibatches(sample: SequenceSample, n: int, seed: tuple[int, ...]) -> list[S
     """Split ``sample`` into ``n`` minibatches of similar token counts, deterministic in ``seed``.
 
     With fewer than ``n`` rollouts there are as many minibatches as rollouts. The sequences of a
-    rollout stay together. A group may be split, so values that depend on the group have to be computed
-    before. In shuffled order each rollout joins the minibatch with the fewest tokens: their sizes
-    differ by at most the longest rollout.
+    rollout stay together. A group may be split, so values that depend on the group have to be
+    computed before. In shuffled order each rollout joins the minibatch with the fewest tokens:
+    their sizes differ by at most the longest rollout.
     """
     rollout = rollouts(sample).numpy()
-    lengths = np.bincount(rollout, weights=sample.lengths("packed_input_ids").values).astype(np.int64)
+    lengths = np.bincount(rollout, weights=sample.lengths("packed_input_ids").values).astype(
+        np.int64
+    )
     part_of = np.zeros(len(lengths), dtype=np.int64)
     part_tokens = np.zeros(n, dtype=np.int64)
     for i in np.random.default_rng(seed).permutation(len(lengths)):
@@ -159,14 +178,18 @@ def minibatches(sample: SequenceSample, n: int, seed: tuple[int, ...]) -> list[S
 
 
 def split_updates(sample: SequenceSample, n: int, passes: int, seed: int) -> list[SequenceSample]:
-    """Return the minibatch of each update of a train step: ``n`` in every pass, shuffled per pass."""
+    """Return the minibatch of each update of a train step: ``n`` in every pass, shuffled per
+    pass."""
     if n * passes == 1:
         return [sample]
     return [part for number in range(passes) for part in minibatches(sample, n, (seed, number))]
 
 
-def weighted_part(part: SequenceSample, weights: Mapping[str, Tensor], keep: Tensor) -> SequenceSample | None:
-    """Return the sequences in ``keep``, bool (n_sequences,), with the keys ``weights``; None if empty.
+def weighted_part(
+    part: SequenceSample, weights: Mapping[str, Tensor], keep: Tensor
+) -> SequenceSample | None:
+    """Return the sequences in ``keep``, bool (n_sequences,), with the keys ``weights``; None if
+    empty.
 
     Keys that a loss does not read (``rollout_index``, ``turn_ids``) are dropped.
     """
@@ -174,12 +197,14 @@ def weighted_part(part: SequenceSample, weights: Mapping[str, Tensor], keep: Ten
     return choose_sequences(replace_keys(loss_inputs, shifted=weights), keep.numpy())
 
 
-def component_weights(part: SequenceSample, aggregation: str, loss_scale_len: int = 1) -> dict[str, Tensor]:
+def component_weights(
+    part: SequenceSample, aggregation: str, loss_scale_len: int = 1
+) -> dict[str, Tensor]:
     """Return the weight of every predicted token of a minibatch in each component of the loss.
 
     ``loss_weights`` holds the weights of the aggregation over all trained tokens. Each key of
-    ``COMPONENTS`` in ``part`` holds the weights of the aggregation over the component's tokens, times
-    the token weights in ``part``. All are f32 (L-1).
+    ``COMPONENTS`` in ``part`` holds the weights of the aggregation over the component's tokens,
+    times the token weights in ``part``. All are f32 (L-1).
     """
     tokens = PredictedTokens.of(part)
     turn = predicted(part, TURN_IDS) if TURN_IDS in part.keys else None
@@ -188,7 +213,9 @@ def component_weights(part: SequenceSample, aggregation: str, loss_scale_len: in
         if key in part.keys:
             component_tokens = replace(tokens, mask=component_mask(part, key, tokens.mask))
             given_weights = torch.where(component_tokens.mask, part[key].cpu(), 0.0)
-            weights[key] = token_weights(component_tokens, aggregation, loss_scale_len, turn) * given_weights
+            weights[key] = (
+                token_weights(component_tokens, aggregation, loss_scale_len, turn) * given_weights
+            )
     return weights
 
 
@@ -200,22 +227,26 @@ def component_mask(sample: SequenceSample, component: str, mask: Tensor) -> Tens
 
 
 def component_sum(values: Tensor, part: SequenceSample, component: str) -> Tensor:
-    """Return the weighted sum of ``values`` (n,) over a component's tokens of a microbatch, a scalar.
+    """Return the weighted sum of ``values`` (n,) over a component's tokens of a microbatch, a
+    scalar.
 
     The result keeps the graph of ``values``. Values at other tokens are ignored, NaN included.
     """
     mask = component_mask(part, component, PredictedTokens.of(part).mask.to(values.device))
-    return weighted_sum(values, part[component if component in part.keys else WEIGHTS].to(values.device), mask)
+    return weighted_sum(
+        values, part[component if component in part.keys else WEIGHTS].to(values.device), mask
+    )
 
 
 def token_weights(
     tokens: PredictedTokens, aggregation: str, loss_scale_len: int = 1, turn: Tensor | None = None
 ) -> Tensor:
-    """Return the weight of every token such that sum(weight * loss) is the aggregated loss, f32 (n,).
+    """Return the weight of every token such that sum(weight * loss) is the aggregated loss, f32
+    (n,).
 
     The weights are 0 outside the mask. They are computed over a whole minibatch, so that it can be
-    split into microbatches afterwards, and before sequences without an advantage are dropped, because
-    the normalisers count those too.
+    split into microbatches afterwards, and before sequences without an advantage are dropped,
+    because the normalisers count those too.
 
     Args:
         tokens: The predicted tokens of the minibatch.
@@ -240,14 +271,16 @@ def token_weights(
 
 
 def _number_turns(sequence: Tensor, turn: Tensor) -> Unit:
-    """Number the turns of all sequences. Tokens of a sequence outside its turns (-1) form one more turn."""
+    """Number the turns of all sequences. Tokens of a sequence outside its turns (-1) form one more
+    turn."""
     key = sequence * (int(turn.max()) + 2 if len(turn) else 1) + turn.long() + 1
     unique_keys, index = torch.unique(key, return_inverse=True)
     return Unit(index, len(unique_keys))
 
 
 def weighted_sum(values: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum of weights * values over the mask, a scalar that keeps the graph of ``values``."""
+    """Return the sum of weights * values over the mask, a scalar that keeps the graph of
+    ``values``."""
     return torch.where(mask, values * weights, 0.0).sum()
 
 
@@ -269,11 +302,15 @@ class NonFiniteGuard:
     def stop_statistics(self) -> dict[str, str]:
         """Return ``{"stop": reason}`` if the run has to end, otherwise an empty dict.
 
-        It is added to the statistics of the step: the master ends the run after it has recorded them.
+        It is added to the statistics of the step: the master ends the run after it has recorded
+        them.
         """
         if self.in_a_row < self._limit:
             return {}
-        return {"stop": f"loss or gradient not finite in {self.in_a_row} updates in a row; see nonfinite.jsonl"}
+        return {
+            "stop": f"loss or gradient not finite in {self.in_a_row} updates in a row; see "
+            f"nonfinite.jsonl"
+        }
 
 
 def summary(results: Sequence[TrainResult]) -> dict[str, float]:
@@ -284,7 +321,12 @@ def summary(results: Sequence[TrainResult]) -> dict[str, float]:
     minibatch only, the one that was computed before any update.
     """
     skipped = float(sum(result.skipped for result in results))
-    out = {"n_updates": len(results) - skipped, "skipped": skipped, "n_trained_tokens": 0.0, "grad_norm": 0.0}
+    out = {
+        "n_updates": len(results) - skipped,
+        "skipped": skipped,
+        "n_trained_tokens": 0.0,
+        "grad_norm": 0.0,
+    }
     if not results:
         return out
     n_tokens = sum(result.stats.get("n_trained_tokens", 0.0) for result in results)
@@ -310,7 +352,8 @@ def summary(results: Sequence[TrainResult]) -> dict[str, float]:
 
 
 def _weight_statistics(results: Sequence[TrainResult]) -> dict[str, float]:
-    """Return the effective sample size of the behaviour weights and the fraction of rejected sequences.
+    """Return the effective sample size of the behaviour weights and the fraction of rejected
+    sequences.
 
     The effective sample size is a fraction, (sum w)^2 / (n sum w^2), and 0 if all weights are 0
     (Kish 1965).

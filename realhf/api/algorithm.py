@@ -1,9 +1,10 @@
-"""Defines how a policy-gradient algorithm comes in one file of its author's: advantage, loss, options and preset.
+"""Defines how a policy-gradient algorithm comes in one file of its author's: advantage, loss,
+options and preset.
 
     python -m realhf.launch experiment=grpo env=countdown ppo.algo=FILE.py:NAME algorithm.OPTION=VALUE
 
-``NAME`` is an ``Algorithm``. Every process that computes with it loads the file by its reference; none is edited
-(docs/extend/algorithm.md).
+``NAME`` is an ``Algorithm``. Every process that computes with it loads the file by its reference;
+none is edited (docs/extend/algorithm.md).
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ _ARGUMENTS = {"loss": ("terms", "ppo", "own"), "advantages": ("scores", "valid",
 class Algorithm:
     """Describes an algorithm; everything that it leaves out is that of GRPO.
 
-    ``preset`` gives values to options of the section ``ppo`` that nobody sets, as ``ppo.algo=grpo`` does. ``options``
-    is a dataclass of ``option`` fields with the algorithm's own, which stand in the section ``algorithm``; an instance
-    of it is the last argument, ``own``, of both functions (None without ``options``).
+    ``preset`` gives values to options of the section ``ppo`` that nobody sets, as ``ppo.algo=grpo``
+    does. ``options`` is a dataclass of ``option`` fields with the algorithm's own, which stand in
+    the section ``algorithm``; an instance of it is the last argument, ``own``, of both functions
+    (None without ``options``).
 
-    ``loss(terms, ppo, own)`` returns the ``TokenLoss`` of ``LossTerms`` under the resolved options ``ppo`` of
-    ``realhf.algorithms``; ``clip_options`` names those of ``CLIP_OPTIONS`` that it reads, and setting another one is
-    refused. ``advantages(scores, valid, group, own)`` returns an f32 (n,), exactly 0 where not ``valid``, from f32
-    (n,), bool (n,) and i64 (n,), an entry for each rollout; ``compares`` says that it needs groups of two. All else
-    about both is that of a registered loss and estimator (docs/extend/policy_loss.md).
+    ``loss(terms, ppo, own)`` returns the ``TokenLoss`` of ``LossTerms`` under the resolved options
+    ``ppo`` of ``realhf.algorithms``; ``clip_options`` names those of ``CLIP_OPTIONS`` that it
+    reads, and setting another one is refused. ``advantages(scores, valid, group, own)`` returns an
+    f32 (n,), exactly 0 where not ``valid``, from f32 (n,), bool (n,) and i64 (n,), an entry for
+    each rollout; ``compares`` says that it needs groups of two. All else about both is that of a
+    registered loss and estimator (docs/extend/policy_loss.md).
 
     Raises ValueError on a description that contradicts itself.
     """
@@ -52,7 +55,10 @@ class Algorithm:
     def __post_init__(self) -> None:
         for name, brought in ((LOSS, self.loss), (ADVANTAGES, self.advantages)):
             if brought is not None and name in self.preset:
-                raise ValueError(f"preset: {name}={self.preset[name]} beside a function of its own; leave one out")
+                raise ValueError(
+                    f"preset: {name}={self.preset[name]} beside a function of its own; leave one "
+                    f"out"
+                )
         for name, arguments in _ARGUMENTS.items():
             function = getattr(self, name)
             if function is not None and not _takes(function, len(arguments)):
@@ -62,7 +68,9 @@ class Algorithm:
         if self.clip_options and self.loss is None:
             raise ValueError("clip_options: are about a loss, and there is none")
         if "algo" in self.preset:
-            raise ValueError("preset: algo is what the algorithm itself is named by; write its values out")
+            raise ValueError(
+                "preset: algo is what the algorithm itself is named by; write its values out"
+            )
         self._check_options()
 
     def _check_options(self) -> None:
@@ -75,16 +83,23 @@ class Algorithm:
         try:
             self.options()
         except TypeError as error:
-            raise ValueError(f"options: every field of {self.options.__name__} needs a default ({error})") from None
+            raise ValueError(
+                f"options: every field of {self.options.__name__} needs a default ({error})"
+            ) from None
 
     def defaults(self, reference: str) -> Mapping[str, Any]:
-        """Return the preset, in which what the algorithm brings itself goes by its ``reference``."""
+        """Return the preset, in which what the algorithm brings itself goes by its
+        ``reference``."""
         own = {LOSS: self.loss, ADVANTAGES: self.advantages}
-        return {**self.preset, **{name: reference for name, brought in own.items() if brought is not None}}
+        return {
+            **self.preset,
+            **{name: reference for name, brought in own.items() if brought is not None},
+        }
 
     def own(self, given: Any) -> Any:
-        """Return an instance of ``options`` with the values of ``given``, a section or a mapping (None: the defaults);
-        None where there are no options. Raises ValueError naming an option that is unknown or cannot be."""
+        """Return an instance of ``options`` with the values of ``given``, a section or a mapping
+        (None: the defaults); None where there are no options. Raises ValueError naming an option
+        that is unknown or cannot be."""
         if self.options is None:
             return None
         known = [every.name for every in fields(self.options)]
@@ -116,8 +131,8 @@ def is_own(algo: str) -> bool:
 
 
 def algorithm_of(reference: str) -> Algorithm:
-    """Return the algorithm that ``file.py:Name`` or ``package.module:Name`` means. Raises ValueError with one sentence
-    that says what is wrong and where."""
+    """Return the algorithm that ``file.py:Name`` or ``package.module:Name`` means. Raises
+    ValueError with one sentence that says what is wrong and where."""
     if not split_reference(reference).name:
         raise ValueError(f"ppo.algo={reference}: name the algorithm in it, {reference}:NAME")
     try:
@@ -126,6 +141,12 @@ def algorithm_of(reference: str) -> Algorithm:
         raise ValueError(f"ppo.algo={error}") from None
     found = getattr(module, name)
     if not isinstance(found, Algorithm):
-        kind = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
-        raise ValueError(f"ppo.algo={reference}: is {kind}, expected an Algorithm (realhf.api.algorithm)")
+        kind = (
+            f"the class {found.__name__}"
+            if isinstance(found, type)
+            else f"a {type(found).__name__}"
+        )
+        raise ValueError(
+            f"ppo.algo={reference}: is {kind}, expected an Algorithm (realhf.api.algorithm)"
+        )
     return found

@@ -1,8 +1,9 @@
-"""Defines every request and answer between the processes of a run, leases and arrivals of streamed samples among them
-(docs/reference/dataflow.md 6, 9).
+"""Defines every request and answer between the processes of a run, leases and arrivals of streamed
+samples among them (docs/reference/dataflow.md 6, 9).
 
-The master calls workers (``transport/rpc``); rollout workers and the trainer ask the master, and rollout workers ask
-generation workers (``transport/service``). All processes of a run are of one version, so the forms may change freely.
+The master calls workers (``transport/rpc``); rollout workers and the trainer ask the master, and
+rollout workers ask generation workers (``transport/service``). All processes of a run are of one
+version, so the forms may change freely.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ SAMPLE_REJECTED = "rejected"
 
 
 class RolloutLease(Message, frozen=True):
-    """Describes a sample to be played, which the master has admitted and given to one rollout worker. ``(id, attempt)``
-    is the idempotency key; ``order`` counts admissions; ``version`` is the policy version at admission. The worker has
-    ``deadline_s`` seconds. ``metadata`` and ``values`` are the source's item."""
+    """Describes a sample to be played, which the master has admitted and given to one rollout
+    worker. ``(id, attempt)`` is the idempotency key; ``order`` counts admissions; ``version`` is
+    the policy version at admission. The worker has ``deadline_s`` seconds. ``metadata`` and
+    ``values`` are the source's item."""
 
     id: str
     attempt: int
@@ -39,10 +41,11 @@ class RolloutLease(Message, frozen=True):
 
 
 class EvaluationPart(Message, frozen=True):
-    """Describes a share of a held-out evaluation, which a rollout worker plays beside its samples: of all instances
-    (see ``HeldOutOptions``) every ``parts``-th from ``part`` on, ``greedy`` or at the training temperature. All tokens
-    come from weights of ``version``, which the generation workers ``engines`` keep for it. ``(evaluation, part,
-    greedy)`` names the share; the worker has ``deadline_s`` seconds."""
+    """Describes a share of a held-out evaluation, which a rollout worker plays beside its samples:
+    of all instances (see ``HeldOutOptions``) every ``parts``-th from ``part`` on, ``greedy`` or at
+    the training temperature. All tokens come from weights of ``version``, which the generation
+    workers ``engines`` keep for it. ``(evaluation, part, greedy)`` names the share; the worker has
+    ``deadline_s`` seconds."""
 
     evaluation: int
     part: int
@@ -57,8 +60,8 @@ class EvaluationPart(Message, frozen=True):
 
 
 PayloadRef = list[int]
-"""Where a payload lies: [segment, offset, bytes] in the payload log of the trainer's first rank, and [segment, offset,
-bytes, rank] in that of another one."""
+"""Where a payload lies: [segment, offset, bytes] in the payload log of the trainer's first rank,
+and [segment, offset, bytes, rank] in that of another one."""
 
 
 def rank_of(ref: Sequence[int]) -> int:
@@ -69,13 +72,15 @@ def rank_of(ref: Sequence[int]) -> int:
 ACCEPTED = "accepted"
 DUPLICATE = "duplicate"
 REFUSED = "refused"
-"""Answers to an arrival. ``accepted``: it will be trained; ``duplicate``: this attempt was accepted before, through the
-same receiver; ``refused``: another attempt counts, or none, or this one was accepted through another receiver."""
+"""Answers to an arrival. ``accepted``: it will be trained; ``duplicate``: this attempt was accepted
+before, through the same receiver; ``refused``: another attempt counts, or none, or this one was
+accepted through another receiver."""
 
 
 class Arrival(Message, frozen=True):
-    """Describes a sample that has arrived and is durable. ``ref`` says where it lies, ``meta`` is the encoded
-    metadata-only sample. With ``error`` set the sample is unusable, and ``ref`` and ``meta`` are empty."""
+    """Describes a sample that has arrived and is durable. ``ref`` says where it lies, ``meta`` is
+    the encoded metadata-only sample. With ``error`` set the sample is unusable, and ``ref`` and
+    ``meta`` are empty."""
 
     id: str
     attempt: int
@@ -104,15 +109,16 @@ class Nothing(Message, frozen=True):
 
 
 class InitializeRequest(Message, frozen=True):
-    """Load models. ``world``: where the workers that compute together meet, ``token``: how they know each other there;
-    empty where none do."""
+    """Load models. ``world``: where the workers that compute together meet, ``token``: how they
+    know each other there; empty where none do."""
 
     world: str = ""
     token: str = ""
 
 
 class OpenWorldRequest(Message, frozen=True):
-    """Serve the place where the workers that compute together meet. ``several_hosts``: some are on other hosts."""
+    """Serve the place where the workers that compute together meet. ``several_hosts``: some are on
+    other hosts."""
 
     several_hosts: bool = False
 
@@ -124,7 +130,8 @@ class OpenWorldAnswer(Message, frozen=True):
 
 
 class GroupPart(Message, frozen=True):
-    """One rank's part in a group call: all ranks of a role get the whole batch under the same number ``no``."""
+    """One rank's part in a group call: all ranks of a role get the whole batch under the same
+    number ``no``."""
 
     no: Annotated[int, Meta(ge=1)]
     rank: Annotated[int, Meta(ge=0)]
@@ -132,7 +139,8 @@ class GroupPart(Message, frozen=True):
 
 
 class GatherRequest(Message, frozen=True):
-    """Bring the whole weights of ``role`` together, for what ranks do alone next: on each of them, or on the first."""
+    """Bring the whole weights of ``role`` together, for what ranks do alone next: on each of them,
+    or on the first."""
 
     role: str
     group: GroupPart
@@ -154,8 +162,9 @@ class FetchPart(Message, frozen=True):
 
 
 class CallRequest(Message, frozen=True):
-    """Run the model function call ``mfc`` on these samples, with inputs from the own store and from ``fetches``; in a
-    group call together with other ranks, of which the first alone stores the outputs."""
+    """Run the model function call ``mfc`` on these samples, with inputs from the own store and from
+    ``fetches``; in a group call together with other ranks, of which the first alone stores the
+    outputs."""
 
     mfc: str
     role: str
@@ -170,7 +179,8 @@ class CallRequest(Message, frozen=True):
 
 
 class CallAnswer(Message, frozen=True):
-    """``meta``: frames of the outputs without their tensors, None where the call has none. Times in seconds."""
+    """``meta``: frames of the outputs without their tensors, None where the call has none. Times in
+    seconds."""
 
     meta: list[bytes] | None
     stats: dict[str, Any]
@@ -179,7 +189,8 @@ class CallAnswer(Message, frozen=True):
 
 
 class LoadRequest(Message, frozen=True):
-    """Store the integers that the source drew (key -> one row per id), and what the dataset has for ``metadata``."""
+    """Store the integers that the source drew (key -> one row per id), and what the dataset has for
+    ``metadata``."""
 
     ids: list[str]
     values: dict[str, list[list[int]]]
@@ -220,14 +231,16 @@ HELD = Call("stats", Nothing, HeldAnswer)
 
 
 class Probe(Message, frozen=True):
-    """What an engine sampled after a fixed prefix: the whole sequence, and the log-probabilities of its last tokens."""
+    """What an engine sampled after a fixed prefix: the whole sequence, and the log-probabilities of
+    its last tokens."""
 
     token_ids: list[int]
     logprobs: list[float]
 
 
 class ProgressAnswer(Message, frozen=True):
-    """How many episodes of the call that runs, or ran last, are ``over``, of how many; 0 of 0 where it plays none."""
+    """How many episodes of the call that runs, or ran last, are ``over``, of how many; 0 of 0 where
+    it plays none."""
 
     over: int
     wanted: int
@@ -252,15 +265,17 @@ class EvaluateAnswer(Message, frozen=True):
 
 
 class CheckpointRequest(Message, frozen=True):
-    """Write or read the state of roles, each in its own folder (role -> folder), and of all interfaces in ``folder``.
-    A role's folder is that of all its ranks where several workers train it together."""
+    """Write or read the state of roles, each in its own folder (role -> folder), and of all
+    interfaces in ``folder``. A role's folder is that of all its ranks where several workers train
+    it together."""
 
     roles: dict[str, str]
     folder: str
 
 
 class SavedFile(Message, frozen=True, array_like=True):
-    """A file that a worker wrote and synced: its path, its size in bytes, and its SHA-256 in hexadecimal."""
+    """A file that a worker wrote and synced: its path, its size in bytes, and its SHA-256 in
+    hexadecimal."""
 
     path: str
     size: int
@@ -281,7 +296,8 @@ class ExportRequest(Message, frozen=True):
 
 
 class KeepExportRequest(Message, frozen=True):
-    """Put the exported ``folder`` in the place of ``target``, with ``held_out`` (JSON text) as a file in it."""
+    """Put the exported ``folder`` in the place of ``target``, with ``held_out`` (JSON text) as a
+    file in it."""
 
     folder: str
     target: str
@@ -289,8 +305,9 @@ class KeepExportRequest(Message, frozen=True):
 
 
 class PublishWeightsRequest(Message, frozen=True):
-    """Make the weights of ``role`` available; they must be of this policy version. In a self-test (``trial``) they are
-    changed before, by ``TRIAL_CHANGE``, and changed back by ``TRIAL_RESTORE``."""
+    """Make the weights of ``role`` available; they must be of this policy version. In a self-test
+    (``trial``) they are changed before, by ``TRIAL_CHANGE``, and changed back by
+    ``TRIAL_RESTORE``."""
 
     role: str
     version: int
@@ -299,9 +316,10 @@ class PublishWeightsRequest(Message, frozen=True):
 
 
 class PublishWeightsAnswer(Message, frozen=True):
-    """How to get the weights. ``changed`` and ``restored``, of ``TRIAL_RESTORE``: for each probe the log-probabilities
-    of what was sampled, by the trainer's own forward pass under the changed and under the restored weights; empty where
-    the change did not reach the trainer's model, as where ``weights`` are copies."""
+    """How to get the weights. ``changed`` and ``restored``, of ``TRIAL_RESTORE``: for each probe
+    the log-probabilities of what was sampled, by the trainer's own forward pass under the changed
+    and under the restored weights; empty where the change did not reach the trainer's model, as
+    where ``weights`` are copies."""
 
     manifest: WeightsManifest
     changed: list[list[float]] = field(default_factory=list)
@@ -325,8 +343,9 @@ PUBLISH_WEIGHTS = Call("publish_weights", PublishWeightsRequest, PublishWeightsA
 
 
 class OpenStreamRequest(Message, frozen=True):
-    """Listen for samples. ``control``: the master's service; ``credits``: samples of one producer on their way;
-    ``rank``: the number of this receiver among those of the trainer; the rest bounds what a sample may be."""
+    """Listen for samples. ``control``: the master's service; ``credits``: samples of one producer
+    on their way; ``rank``: the number of this receiver among those of the trainer; the rest bounds
+    what a sample may be."""
 
     control: str
     credits: int
@@ -356,8 +375,8 @@ class RestoreStreamAnswer(Message, frozen=True):
 
 
 class PruneStreamRequest(Message, frozen=True):
-    """``alive``: payloads that a recovery may need; ``newest``: the last one of this receiver that was accepted;
-    ``ranks``: how many receivers there are."""
+    """``alive``: payloads that a recovery may need; ``newest``: the last one of this receiver that
+    was accepted; ``ranks``: how many receivers there are."""
 
     alive: list[PayloadRef]
     newest: PayloadRef | None
@@ -374,8 +393,8 @@ STREAM_CHECK = Call("stream_check", Nothing, Nothing)
 
 
 class PlayRequest(Message, frozen=True):
-    """Begin to take samples from ``control``, play them in the environments ``env``, send each of them to one of the
-    receivers ``streams``."""
+    """Begin to take samples from ``control``, play them in the environments ``env``, send each of
+    them to one of the receivers ``streams``."""
 
     control: str
     streams: list[str]
@@ -397,9 +416,9 @@ class ChangedTensor(Message, frozen=True, array_like=True):
 
 
 class UpdateWeightsAnswer(Message, frozen=True):
-    """How long the weights were on their way, how long generation stood still, and how long digests took. ``held``:
-    what the engine holds now, by the manifest's names; None: it cannot tell. ``changed``: tensors that were not, before
-    this update, what they were after the one before."""
+    """How long the weights were on their way, how long generation stood still, and how long digests
+    took. ``held``: what the engine holds now, by the manifest's names; None: it cannot tell.
+    ``changed``: tensors that were not, before this update, what they were after the one before."""
 
     weight_stage_ms: float
     weight_pause_ms: float
@@ -409,16 +428,16 @@ class UpdateWeightsAnswer(Message, frozen=True):
 
 
 class PinAnswer(Message, frozen=True):
-    """``version``: of the weights in use. ``kept``: requests for this version are answered until ``unpin``, whatever
-    is loaded meanwhile; else only until the next weights are."""
+    """``version``: of the weights in use. ``kept``: requests for this version are answered until
+    ``unpin``, whatever is loaded meanwhile; else only until the next weights are."""
 
     version: int
     kept: bool
 
 
 class StatusAnswer(Message, frozen=True):
-    """A generation worker at the moment ``at_s`` of its clock: ``busy_s`` and ``generated_tokens`` since its start,
-    requests ``running`` and ``waiting`` now."""
+    """A generation worker at the moment ``at_s`` of its clock: ``busy_s`` and ``generated_tokens``
+    since its start, requests ``running`` and ``waiting`` now."""
 
     at_s: float
     busy_s: float
@@ -452,7 +471,8 @@ class AllocateRequest(Message, frozen=True):
 
 
 class AllocateAnswer(Message, frozen=True):
-    """``leases``: None: there is none yet, ask again; []: stop, unless there are shares of an ``evaluation``."""
+    """``leases``: None: there is none yet, ask again; []: stop, unless there are shares of an
+    ``evaluation``."""
 
     leases: list[RolloutLease] | None
     evaluation: list[EvaluationPart] = field(default_factory=list)

@@ -1,13 +1,14 @@
-"""Turns conversations into token ids through the tokenizer's own chat template, without rendering again what was
-sampled.
+"""Turns conversations into token ids through the tokenizer's own chat template, without rendering
+again what was sampled.
 
-The ids a policy sampled are never rendered again: a conversation grows by the ids of the template's text *around* them.
-The text that follows a policy turn is found by rendering a conversation in which a marker stands for the policy's
-words. A list of messages that comes again costs a look-up.
+The ids a policy sampled are never rendered again: a conversation grows by the ids of the template's
+text *around* them. The text that follows a policy turn is found by rendering a conversation in
+which a marker stands for the policy's words. A list of messages that comes again costs a look-up.
 
-A tokenizer reads them as control ids wherever they stand in a text. A file, a web page or a row of a database that
-holds them could end the environment's turn and go on as the policy, the user or the system. Here such a word is broken
-by a space after its first letter, so that it is encoded as ordinary text. Other texts are left alone, to the letter.
+A tokenizer reads them as control ids wherever they stand in a text. A file, a web page or a row of
+a database that holds them could end the environment's turn and go on as the policy, the user or the
+system. Here such a word is broken by a space after its first letter, so that it is encoded as
+ordinary text. Other texts are left alone, to the letter.
 """
 
 from __future__ import annotations
@@ -42,11 +43,14 @@ _LONGEST_CACHED_BYTES = 1 << 15
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte for which each letter stands in the tokens of a byte-level tokenizer: printable characters of Latin-1
-    for themselves, the letters from U+0100 on for the other bytes, in their order."""
+    """The byte for which each letter stands in the tokens of a byte-level tokenizer: printable
+    characters of Latin-1 for themselves, the letters from U+0100 on for the other bytes, in their
+    order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + n): byte for n, byte in enumerate(others)
+    }
 
 
 _BYTE_OF = _byte_alphabet()
@@ -55,18 +59,20 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class ChatTemplateError(ValueError):
-    """The tokenizer has no chat template, or one that cannot render what it is given or drops it."""
+    """The tokenizer has no chat template, or one that cannot render what it is given or drops
+    it."""
 
 
 class TemplateChat:
     """Implements ``realhf.api.rollout.ChatFormat`` with a Hugging Face tokenizer.
 
-    ``system_prompt`` precedes what ``first`` opens. ``template_kwargs`` are variables of the template, e.g.
-    ``enable_thinking``, for everything that is rendered. ``family`` says how its policy writes tool calls
-    (``tool_parser.FAMILIES``): ``tool_parser``, or with "auto" what the template asks for. Control words in messages
-    and tools become ordinary text (``control_words``). A turn ends with the template's own end, the tokenizer's end of
-    a sequence, an id that the model's ``generation_config.json`` names, or one of ``stop_ids``. Raises
-    ChatTemplateError, also for a variable that the template does not read, and for a template that ends a turn with
+    ``system_prompt`` precedes what ``first`` opens. ``template_kwargs`` are variables of the
+    template, e.g. ``enable_thinking``, for everything that is rendered. ``family`` says how its
+    policy writes tool calls (``tool_parser.FAMILIES``): ``tool_parser``, or with "auto" what the
+    template asks for. Control words in messages and tools become ordinary text (``control_words``).
+    A turn ends with the template's own end, the tokenizer's end of a sequence, an id that the
+    model's ``generation_config.json`` names, or one of ``stop_ids``. Raises ChatTemplateError, also
+    for a variable that the template does not read, and for a template that ends a turn with
     nothing.
     """
 
@@ -88,13 +94,19 @@ class TemplateChat:
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
         if idle := unread_variables(tokenizer.get_chat_template(), self._template_kwargs):
-            raise ChatTemplateError(f"chat_template_kwargs: the chat template does not read {', '.join(idle)}")
+            raise ChatTemplateError(
+                f"chat_template_kwargs: the chat template does not read {', '.join(idle)}"
+            )
         with_tools = tokenizer.get_chat_template(tools=[{}])
         self.family = family_of(with_tools) if tool_parser == AUTO else tool_parser
         self._reads_tools = reads_tools(with_tools)
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        self._cached_opening = lru_cache(_CACHED)(lambda key: array("q", self._opening(*marshal.loads(key))))
-        self._cached_following = lru_cache(_CACHED)(lambda key: array("q", self._following(*marshal.loads(key))))
+        self._cached_opening = lru_cache(_CACHED)(
+            lambda key: array("q", self._opening(*marshal.loads(key)))
+        )
+        self._cached_following = lru_cache(_CACHED)(
+            lambda key: array("q", self._following(*marshal.loads(key)))
+        )
         self._cached_forgotten = lru_cache(_CACHED)(self._find_forgotten)
         self._needs_calls = lru_cache(_CACHED)(self._find_whether_calls_are_needed)
         self._before_words = lru_cache(2)(self._find_before_words)
@@ -106,9 +118,9 @@ class TemplateChat:
         self._middle_end = self._find_middle_end()
 
     def opening(self, messages: Messages, tools: Tools = ()) -> list[int]:
-        """Return the ids of the messages that a policy reads first, with the cue for its turn. ``tools`` are JSON
-        schemas, rendered as the template does; no system prompt is added. Raises ChatTemplateError, also for tools
-        that the template does not read."""
+        """Return the ids of the messages that a policy reads first, with the cue for its turn.
+        ``tools`` are JSON schemas, rendered as the template does; no system prompt is added. Raises
+        ChatTemplateError, also for tools that the template does not read."""
         plain = _for_template(messages)
         schemas = self._schemas(tools)
         key = _key(plain, schemas)
@@ -117,25 +129,32 @@ class TemplateChat:
     def following_messages(
         self, messages: Messages, *, ended: bool, tools: Tools = (), end: int | None = None
     ) -> list[int]:
-        """Return the ids between two policy turns: the end of the first, the messages of any roles, and the cue for the
-        next. ``ended``: the policy itself sampled the end of its turn, with the id ``end`` (None: the first that the
-        template writes); then the template's end is left out as far as it was sampled, all of it where the sampled one
-        stands in its place. ``tools`` are those of the opening. Raises ChatTemplateError, also for tools or a role that
-        the template does not show after a policy turn."""
+        """Return the ids between two policy turns: the end of the first, the messages of any roles,
+        and the cue for the next. ``ended``: the policy itself sampled the end of its turn, with the
+        id ``end`` (None: the first that the template writes); then the template's end is left out
+        as far as it was sampled, all of it where the sampled one stands in its place. ``tools`` are
+        those of the opening. Raises ChatTemplateError, also for tools or a role that the template
+        does not show after a policy turn."""
         plain = _for_template(messages)
         schemas = self._schemas(tools)
         key = _key(plain, schemas)
-        ids = self._following(plain, schemas) if key is None else self._cached_following(key).tolist()
+        ids = (
+            self._following(plain, schemas) if key is None else self._cached_following(key).tolist()
+        )
         if ended:
             del ids[: self._sampled_length(ids, end)]
         return ids
 
     def parse(self, token_ids: Sequence[int], tools: Tools = ()) -> AssistantMessage:
-        """Return what a policy turn says (``turn_parser.parse_turn``), counted with its stop id. Never raises."""
-        return parse_turn(self.decode(token_ids), self.family, token_count=len(token_ids), tools=tools)
+        """Return what a policy turn says (``turn_parser.parse_turn``), counted with its stop id.
+        Never raises."""
+        return parse_turn(
+            self.decode(token_ids), self.family, token_count=len(token_ids), tools=tools
+        )
 
     def first(self, text: str) -> list[int]:
-        """Return the ids of the system prompt and one message of the user, with the cue for the policy's turn."""
+        """Return the ids of the system prompt and one message of the user, with the cue for the
+        policy's turn."""
         return self.opening([*self._system, {"role": "user", "content": text}])
 
     def following(self, text: str, *, ended: bool) -> list[int]:
@@ -151,10 +170,10 @@ class TemplateChat:
         return self._ids(text)
 
     def encode_turn(self, message: Mapping[str, Any], tools: Tools = ()) -> list[int]:
-        """Return the ids of a demonstrated policy turn, without its end: its content, and its ``tool_calls`` and
-        ``reasoning_content`` as the template writes them after its cue. Reasoning that the cue opens is closed first.
-        Raises ChatTemplateError when the template does not write the turn, or in a way in which ``parse`` does not find
-        the same calls."""
+        """Return the ids of a demonstrated policy turn, without its end: its content, and its
+        ``tool_calls`` and ``reasoning_content`` as the template writes them after its cue.
+        Reasoning that the cue opens is closed first. Raises ChatTemplateError when the template
+        does not write the turn, or in a way in which ``parse`` does not find the same calls."""
         if message.get("reasoning_content"):
             return self._encode_reasoned(message, tools)
         content = str(message.get("content") or "")
@@ -172,11 +191,14 @@ class TemplateChat:
         return self._ids(before + content)
 
     def _find_before_words(self, with_tools: bool) -> str:
-        """Return what the template writes between its cue and the words of a turn: an empty reasoning where the cue
-        opens one, the channel of gpt-oss, the beginning of an answer of Cohere."""
+        """Return what the template writes between its cue and the words of a turn: an empty
+        reasoning where the cue opens one, the channel of gpt-oss, the beginning of an answer of
+        Cohere."""
         tools = [_PROBE_TOOL] if with_tools else []
         with suppress(ChatTemplateError):
-            before, found, _ = self._written({"role": "assistant", "content": _MARKER}, tools).partition(_MARKER)
+            before, found, _ = self._written(
+                {"role": "assistant", "content": _MARKER}, tools
+            ).partition(_MARKER)
             return before if found else ""
         return ""
 
@@ -205,9 +227,12 @@ class TemplateChat:
         raise ChatTemplateError(f"{_NOT_WRITTEN}{problem}")
 
     def _check_calls(self, text: str, wanted: Sequence[Mapping[str, Any]], tools: Tools) -> None:
-        """Raise ChatTemplateError where the policy's own parser does not read these calls in a demonstrated turn."""
+        """Raise ChatTemplateError where the policy's own parser does not read these calls in a
+        demonstrated turn."""
         functions = [call.get("function", call) for call in wanted]
-        asked = [_plain_call(function["name"], function.get("arguments") or {}) for function in functions]
+        asked = [
+            _plain_call(function["name"], function.get("arguments") or {}) for function in functions
+        ]
         found = parse_turn(text, self.family, tools=tools).tool_calls
         read = [call.problem or _plain_call(call.name, call.arguments) for call in found]
         if read == asked:
@@ -215,13 +240,17 @@ class TemplateChat:
         what = next((call.problem for call in found if call.problem), "")
         what = what or (f"reads {'; '.join(read)}"[:_SHOWN_CHARS] if read else "finds no call")
         raise ChatTemplateError(
-            f"the chat template writes the call {asked[0][:_SHOWN_CHARS]} as {text[:_SHOWN_CHARS]!r}, in which the "
-            f"parser {self.family!r} {what if what.startswith(('reads', 'finds')) else f'sees a mistake: {what}'}; "
-            "choose the parser of this syntax with actor.tool_parser (hermes, xml or llama), or another model"
+            f"the chat template writes the call {asked[0][:_SHOWN_CHARS]} as "
+            f"{text[:_SHOWN_CHARS]!r}, in which the "
+            f"parser {self.family!r} "
+            f"{what if what.startswith(('reads', 'finds')) else f'sees a mistake: {what}'}; "
+            "choose the parser of this syntax with actor.tool_parser (hermes, xml or llama), or "
+            "another model"
         )
 
     def _encode_reasoned(self, message: Mapping[str, Any], tools: Tools) -> list[int]:
-        """Return the ids of a turn with reasoning, which templates write in the last turn of a conversation."""
+        """Return the ids of a turn with reasoning, which templates write in the last turn of a
+        conversation."""
         turn = _for_template([message])[0]
         schemas = self._schemas(tools)
         head = [*self._system, {"role": "user", "content": "task"}]
@@ -232,11 +261,19 @@ class TemplateChat:
         words = (message.get("content") or "").strip()
         calls = turn.get("tool_calls") or ()
         names = [call.get("function", call)["name"] for call in calls]
-        if len(text) != len(whole) - len(before) - len(self._turn_end) or not whole.startswith(before):
-            raise ChatTemplateError("the chat template does not write a turn with reasoning_content as it cues one")
-        if any(part not in text for part in (self._control.broken(thought), self._control.broken(words), *names)):
+        if len(text) != len(whole) - len(before) - len(self._turn_end) or not whole.startswith(
+            before
+        ):
             raise ChatTemplateError(
-                "the chat template does not write reasoning_content; write the reasoning into the content, as the "
+                "the chat template does not write a turn with reasoning_content as it cues one"
+            )
+        if any(
+            part not in text
+            for part in (self._control.broken(thought), self._control.broken(words), *names)
+        ):
+            raise ChatTemplateError(
+                "the chat template does not write reasoning_content; write the reasoning into the "
+                "content, as the "
                 "policy is to say it, or leave it out"
             )
         if calls:
@@ -244,13 +281,14 @@ class TemplateChat:
         return self._ids(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a policy turn. Stop ids are left out, other special tokens stay visible."""
+        """Return the text of a policy turn. Stop ids are left out, other special tokens stay
+        visible."""
         stops = self._stops
         return self._text([i for i in token_ids if i not in stops])
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """Return the bytes that a token adds to the text of a turn, also where they are part of a character; None where
-        the tokenizer does not say. A stop id adds none."""
+        """Return the bytes that a token adds to the text of a turn, also where they are part of a
+        character; None where the tokenizer does not say. A stop id adds none."""
         text = self.decode([token_id])
         if _NO_CHARACTER not in text:
             return text.encode()
@@ -260,13 +298,15 @@ class TemplateChat:
         return bytes(_BYTE_OF[letter] for letter in token) if _BYTE_OF.keys() >= {*token} else None
 
     def forgotten(self, shape: Sequence[Sequence[str]], tools: Tools = ()) -> tuple[bool, ...]:
-        """Return, for each turn of the policy, whether the template leaves its reasoning out of the prompt that follows
-        the last answer. ``shape`` are the roles of the messages of the opening and of the answer to each turn."""
+        """Return, for each turn of the policy, whether the template leaves its reasoning out of the
+        prompt that follows the last answer. ``shape`` are the roles of the messages of the opening
+        and of the answer to each turn."""
         return self._cached_forgotten(tuple(map(tuple, shape)), bool(tools))
 
     def without_reasoning(self, token_ids: Sequence[int]) -> list[int] | None:
-        """Return the ids of a turn without its leading reasoning and the line breaks after it; None where it has none
-        that is closed. They are those that were sampled, unless a token holds both."""
+        """Return the ids of a turn without its leading reasoning and the line breaks after it; None
+        where it has none that is closed. They are those that were sampled, unless a token holds
+        both."""
         ids = list(token_ids)
         text = self.decode(ids)
         place = reasoning_end(text)
@@ -274,7 +314,9 @@ class TemplateChat:
             return None
         start = boundary(ids, self.decode, place)
         return (
-            ids[start:] if start is not None else [*self._ids(text[place:]), *(i for i in ids[-1:] if i in self._stops)]
+            ids[start:]
+            if start is not None
+            else [*self._ids(text[place:]), *(i for i in ids[-1:] if i in self._stops)]
         )
 
     def without_open_reasoning(self, token_ids: Sequence[int]) -> list[int]:
@@ -288,10 +330,15 @@ class TemplateChat:
         return ids[:end] if end is not None else self._ids(text[:place])
 
     def _text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of all ids. A tokenizer that says so of itself would leave out spaces before punctuation."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        """Return the text of all ids. A tokenizer that says so of itself would leave out spaces
+        before punctuation."""
+        return self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
-    def _find_forgotten(self, shape: tuple[tuple[str, ...], ...], with_tools: bool) -> tuple[bool, ...]:
+    def _find_forgotten(
+        self, shape: tuple[tuple[str, ...], ...], with_tools: bool
+    ) -> tuple[bool, ...]:
         """A template that cannot render such a conversation at all forgets nothing of it."""
         tools = [_PROBE_TOOL] if with_tools else []
         reads_key = "reasoning_content" in self._tokenizer.get_chat_template(tools=tools or None)
@@ -307,7 +354,9 @@ class TemplateChat:
 
     def _schemas(self, tools: Tools) -> list[dict[str, Any]]:
         if tools and not self._reads_tools:
-            raise ChatTemplateError("the chat template does not read tools; use a model that was trained with them")
+            raise ChatTemplateError(
+                "the chat template does not read tools; use a model that was trained with them"
+            )
         return [dict(tool) for tool in tools]
 
     def _opening(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
@@ -319,7 +368,9 @@ class TemplateChat:
         after = self._after_calls if with_calls else self._after_marker
         return self._ids(after(messages, tools, generation=True))
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool) -> str:
+    def _render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool
+    ) -> str:
         try:
             return self._tokenizer.apply_chat_template(
                 self._control.broken(messages),
@@ -329,30 +380,50 @@ class TemplateChat:
                 **self._template_kwargs,
             )
         except Exception as error:
-            raise ChatTemplateError(f"the chat template cannot render the messages: {error}") from error
+            raise ChatTemplateError(
+                f"the chat template cannot render the messages: {error}"
+            ) from error
 
     def _framing(self) -> str:
         """Return what the template writes around messages, of all roles that it shows."""
         user = {"role": "user", "content": _PROBE}
         said = {"role": "assistant", "content": _PROBE}
         function = {"name": "tool", "arguments": {}}
-        calls = {**said, "tool_calls": [{"type": "function", "id": "call00000", "function": function}]}
+        calls = {
+            **said,
+            "tool_calls": [{"type": "function", "id": "call00000", "function": function}],
+        }
         told = {"role": "tool", "name": "tool", "tool_call_id": "call00000", "content": _PROBE}
         texts = []
-        for messages in ([{"role": "system", "content": _PROBE}, user], [user, said, user], [user, calls, told, said]):
+        for messages in (
+            [{"role": "system", "content": _PROBE}, user],
+            [user, said, user],
+            [user, calls, told, said],
+        ):
             with suppress(ChatTemplateError):
                 texts.append(self._render(messages, [], generation=True))
         return "".join(texts)
 
-    def _after_marker(self, tail: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool) -> str:
-        head = [*self._system, {"role": "user", "content": "task"}, {"role": "assistant", "content": _MARKER}]
-        _, found, after = self._render([*head, *tail], tools, generation=generation).partition(_MARKER)
+    def _after_marker(
+        self, tail: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool
+    ) -> str:
+        head = [
+            *self._system,
+            {"role": "user", "content": "task"},
+            {"role": "assistant", "content": _MARKER},
+        ]
+        _, found, after = self._render([*head, *tail], tools, generation=generation).partition(
+            _MARKER
+        )
         if not found:
             raise ChatTemplateError("the chat template does not show the assistant's words")
         return after
 
-    def _after_calls(self, tail: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool) -> str:
-        """Return what ``_after_marker`` does, for a template that shows a ``tool`` message after a call only."""
+    def _after_calls(
+        self, tail: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool
+    ) -> str:
+        """Return what ``_after_marker`` does, for a template that shows a ``tool`` message after a
+        call only."""
         said = {"role": "assistant", "content": _MARKER}
         calls = []
         answers = [dict(message) for message in tail]
@@ -366,22 +437,27 @@ class TemplateChat:
         start = self._start_of_end(before)
         if start is None or not whole.startswith(before):
             raise ChatTemplateError(
-                "the chat template ends a turn with calls neither as it ends any other nor with a stop id"
+                "the chat template ends a turn with calls neither as it ends any other nor with a "
+                "stop id"
             )
         return whole[start:]
 
     def _start_of_end(self, text: str) -> int | None:
-        """Return where the end of the turn begins with which a text ends; None where it has none that is known. A turn
-        with calls may end otherwise than one without: in gpt-oss with ``<|call|>``."""
+        """Return where the end of the turn begins with which a text ends; None where it has none
+        that is known. A turn with calls may end otherwise than one without: in gpt-oss with
+        ``<|call|>``."""
         if text.endswith(self._turn_end):
             return len(text) - len(self._turn_end)
         words = self._tokenizer.convert_ids_to_tokens(list(self.stop_ids))
-        places = [text.rfind(word) for word in words if word and not text.rpartition(word)[2].strip()]
+        places = [
+            text.rfind(word) for word in words if word and not text.rpartition(word)[2].strip()
+        ]
         return max((place for place in places if place >= 0), default=None)
 
     def _find_middle_end(self) -> list[int]:
-        """Return the ids, up to the last control id, with which the template ends a policy turn that others follow. It
-        may be another end than that of the last turn: in gpt-oss ``<|end|>`` and ``<|return|>``."""
+        """Return the ids, up to the last control id, with which the template ends a policy turn
+        that others follow. It may be another end than that of the last turn: in gpt-oss ``<|end|>``
+        and ``<|return|>``."""
         text = self._turn_end
         with suppress(ChatTemplateError):
             head = [*self._system, {"role": "user", "content": "task"}]
@@ -404,21 +480,26 @@ class TemplateChat:
         return max(places, default=length)
 
     def _find_whether_calls_are_needed(self, role: str, with_tools: bool) -> bool:
-        """Whether messages of ``role`` are shown only after a turn with calls. Raises ChatTemplateError when they are
-        never shown."""
+        """Whether messages of ``role`` are shown only after a turn with calls. Raises
+        ChatTemplateError when they are never shown."""
         tail = [{"role": role, "content": _PROBE}]
         tools = [_PROBE_TOOL] if with_tools else []
         problem = ""
-        for after in (self._after_marker, self._after_calls) if role == "tool" else (self._after_marker,):
+        for after in (
+            (self._after_marker, self._after_calls) if role == "tool" else (self._after_marker,)
+        ):
             try:
                 if _PROBE in after(tail, tools, generation=True):
                     return after == self._after_calls
             except ChatTemplateError as error:
                 problem = f": {error}"
-        raise ChatTemplateError(f"the chat template does not show a {role!r} message after a policy turn{problem}")
+        raise ChatTemplateError(
+            f"the chat template does not show a {role!r} message after a policy turn{problem}"
+        )
 
     def _ids(self, text: str) -> list[int]:
-        """Half of a surrogate pair, which an environment may echo and no tokenizer takes, becomes U+FFFD."""
+        """Half of a surrogate pair, which an environment may echo and no tokenizer takes, becomes
+        U+FFFD."""
         if not text.isascii():
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -427,7 +508,8 @@ class TemplateChat:
         if not self._turn_end.strip():
             name = getattr(self._tokenizer, "name_or_path", "") or "of actor.path"
             raise ChatTemplateError(
-                f"the chat template of {name!r} writes nothing after a policy turn, so no token ends one and the next "
+                f"the chat template of {name!r} writes nothing after a policy turn, so no token "
+                f"ends one and the next "
                 "message follows at once; use a model whose template ends its turns"
             )
         if unknown := [i for i in further if not 0 <= i < len(self._tokenizer)]:
@@ -440,35 +522,45 @@ class TemplateChat:
         stops += [*_ends_of_generation(getattr(self._tokenizer, "name_or_path", "")), *further]
         if not stops:
             raise ChatTemplateError(
-                "the tokenizer has neither an end-of-sequence token nor one that ends a turn; name one in gen.stop_ids"
+                "the tokenizer has neither an end-of-sequence token nor one that ends a turn; name "
+                "one in gen.stop_ids"
             )
         return tuple(dict.fromkeys(stops))
 
 
 def _ends_of_generation(path: str) -> list[int]:
-    """Return the ids that end a generation as the model's authors say it: ``eos_token_id`` of a folder's or hub id's
-    ``generation_config.json``. Llama 3.1 ends a turn with calls otherwise than one without, and says so nowhere else.
+    """Return the ids that end a generation as the model's authors say it: ``eos_token_id`` of a
+    folder's or hub id's ``generation_config.json``. Llama 3.1 ends a turn with calls otherwise than
+    one without, and says so nowhere else.
     """
     from transformers.utils.hub import cached_file
 
     if not path:
         return []
     with suppress(OSError, ValueError, AttributeError):
-        file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
-        ends = json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id") if file else None
+        file = cached_file(
+            path, "generation_config.json", _raise_exceptions_for_missing_entries=False
+        )
+        ends = (
+            json.loads(Path(file).read_text(encoding="utf-8")).get("eos_token_id") if file else None
+        )
         return [i for i in (ends if isinstance(ends, list) else [ends]) if type(i) is int]
     return []
 
 
 _PROBE_TOOL = {
     "type": "function",
-    "function": {"name": "tool", "description": "", "parameters": {"type": "object", "properties": {}}},
+    "function": {
+        "name": "tool",
+        "description": "",
+        "parameters": {"type": "object", "properties": {}},
+    },
 }
 
 
 def _for_template(messages: Messages) -> list[dict[str, Any]]:
-    """Return the messages as maps that a template reads: there the content is a text even beside calls, and arguments
-    are objects, not JSON texts."""
+    """Return the messages as maps that a template reads: there the content is a text even beside
+    calls, and arguments are objects, not JSON texts."""
     plain = [dict(message) for message in messages]
     for message in plain:
         if message.get("tool_calls"):
@@ -491,7 +583,8 @@ def _plain_call(name: str, arguments: Any) -> str:
 
 
 def _key(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> bytes | None:
-    """Return the content as bytes that ``marshal.loads`` reads, or None for what is too long or no plain JSON."""
+    """Return the content as bytes that ``marshal.loads`` reads, or None for what is too long or no
+    plain JSON."""
     try:
         key = marshal.dumps((messages, tools), 2)
     except ValueError:
@@ -511,11 +604,20 @@ _log = logging.getLogger(__name__)
 
 
 def control_words(tokenizer: Any, framing: str) -> set[str]:
-    """Return the words that a tokenizer reads as control ids: its special tokens, and of its other added ones those
-    that the template writes around messages (``framing``), except tags within a turn."""
+    """Return the words that a tokenizer reads as control ids: its special tokens, and of its other
+    added ones those that the template writes around messages (``framing``), except tags within a
+    turn."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    framed = {each.content for each in added if each.content in framing and not _TAG.fullmatch(each.content)}
-    return {*tokenizer.all_special_tokens, *framed, *(each.content for each in added if each.special)}
+    framed = {
+        each.content
+        for each in added
+        if each.content in framing and not _TAG.fullmatch(each.content)
+    }
+    return {
+        *tokenizer.all_special_tokens,
+        *framed,
+        *(each.content for each in added if each.special),
+    }
 
 
 class ControlWords:
@@ -525,12 +627,14 @@ class ControlWords:
         whole = {word for word in words if word.strip()}
         self._words = _any_of(whole)
         # A template may put the keys of a schema into angle brackets.
-        self._keys = _any_of(whole | {word[1:-1] for word in whole if word[0] == "<" and not _TAG.fullmatch(word)})
+        self._keys = _any_of(
+            whole | {word[1:-1] for word in whole if word[0] == "<" and not _TAG.fullmatch(word)}
+        )
         self._logged = False
 
     def broken(self, value: Any) -> Any:
-        """Return a text, or maps and lists of them, without any whole control word. Raises RecursionError for what is
-        nested too deeply."""
+        """Return a text, or maps and lists of them, without any whole control word. Raises
+        RecursionError for what is nested too deeply."""
         if isinstance(value, str):
             return self._broken(self._words, value)
         if isinstance(value, dict):
@@ -544,10 +648,20 @@ class ControlWords:
 
     def _joined(self, parts: list[Any]) -> list[Any]:
         """A template may join the parts of a content: none of them may end what another begins."""
-        texts = [part.get("text") for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
-        if len(texts) > 1 and self._words is not None and self._words.search("".join(map(str, texts))):
+        texts = [
+            part.get("text")
+            for part in parts
+            if isinstance(part, dict) and isinstance(part.get("text"), str)
+        ]
+        if (
+            len(texts) > 1
+            and self._words is not None
+            and self._words.search("".join(map(str, texts)))
+        ):
             return [
-                {**part, "text": f" {part['text']}"} if isinstance(part, dict) and "text" in part else part
+                {**part, "text": f" {part['text']}"}
+                if isinstance(part, dict) and "text" in part
+                else part
                 for part in parts
             ]
         return parts
@@ -557,16 +671,20 @@ class ControlWords:
             if not self._logged:
                 self._logged = True
                 _log.warning(
-                    "a message holds %r, which controls the chat; the policy reads such words as ordinary text, broken "
+                    "a message holds %r, which controls the chat; the policy reads such words as "
+                    "ordinary text, broken "
                     "by a space (said once)",
                     found[0],
                 )
-            text = words.sub(lambda match: f"{match[0][0]} {match[0][1:]}" if len(match[0]) > 1 else "", text)
+            text = words.sub(
+                lambda match: f"{match[0][0]} {match[0][1:]}" if len(match[0]) > 1 else "", text
+            )
         return text
 
 
 def _any_of(words: Iterable[str]) -> re.Pattern[str] | None:
-    """Words with the same beginning stand together: some tokenizers have hundreds, and a page thousands of brackets."""
+    """Words with the same beginning stand together: some tokenizers have hundreds, and a page
+    thousands of brackets."""
     tails: dict[str, list[str]] = {}
     for word in sorted(words, key=lambda word: (-len(word), word)):
         tails.setdefault(word[:_HEAD], []).append(re.escape(word[_HEAD:]))
@@ -583,21 +701,23 @@ Render = Callable[[list[dict[str, Any]]], str]
 
 
 def reasoning_end(text: str) -> int:
-    """Return where the words of a turn begin after its leading reasoning, 0 where it has none that is closed. The
-    opening tag may have stood in the prompt. Line breaks after the closing tag belong to the reasoning."""
+    """Return where the words of a turn begin after its leading reasoning, 0 where it has none that
+    is closed. The opening tag may have stood in the prompt. Line breaks after the closing tag
+    belong to the reasoning."""
     found = _LEADING.match(text) or _OPENED_BEFORE.match(text)
     return found.end() if found else 0
 
 
 def open_tag_start(text: str) -> int:
-    """Return where the opening tag begins with which a prompt ends; the length of the text where there is none."""
+    """Return where the opening tag begins with which a prompt ends; the length of the text where
+    there is none."""
     found = _OPEN_AT_END.search(text)
     return found.start() if found else len(text)
 
 
 def boundary(ids: Sequence[int], decode: Decode, place: int) -> int | None:
-    """Return how many of ``ids`` make up the first ``place`` characters of their text; None where a token crosses that
-    place."""
+    """Return how many of ``ids`` make up the first ``place`` characters of their text; None where a
+    token crosses that place."""
     low = 0
     high = len(ids)
     while low < high:
@@ -606,23 +726,36 @@ def boundary(ids: Sequence[int], decode: Decode, place: int) -> int | None:
             low = middle + 1
         else:
             high = middle
-    return low if len(decode(ids[:low])) == place and decode(ids[:low]) == decode(ids)[:place] else None
+    return (
+        low
+        if len(decode(ids[:low])) == place and decode(ids[:low]) == decode(ids)[:place]
+        else None
+    )
 
 
 def forgotten_turns(
     render: Render, shape: Sequence[Sequence[str]], *, reads_key: bool, tool_calls: bool
 ) -> tuple[bool, ...]:
-    """Return, for each turn of the policy, whether its reasoning is left out of the prompt after the last answer.
+    """Return, for each turn of the policy, whether its reasoning is left out of the prompt after
+    the last answer.
 
-    ``shape`` are the roles of the messages of the opening and of the answer to each turn. ``render`` makes the text of
-    a prompt; ``reads_key``: reasoning is given as ``reasoning_content``, else within tags. ``tool_calls``: turns that
-    tools answer have calls.
+    ``shape`` are the roles of the messages of the opening and of the answer to each turn.
+    ``render`` makes the text of a prompt; ``reads_key``: reasoning is given as
+    ``reasoning_content``, else within tags. ``tool_calls``: turns that tools answer have calls.
     """
     messages: list[dict[str, Any]] = [{"role": role, "content": "words"} for role in shape[0]]
     for number, roles in enumerate(shape[1:]):
-        calls = [_call(number, place) for place, role in enumerate(roles) if role == "tool" and tool_calls]
+        calls = [
+            _call(number, place)
+            for place, role in enumerate(roles)
+            if role == "tool" and tool_calls
+        ]
         thought = _thought(number)
-        said = {"content": "said", "reasoning_content": thought} if reads_key else {"content": _tagged(thought)}
+        said = (
+            {"content": "said", "reasoning_content": thought}
+            if reads_key
+            else {"content": _tagged(thought)}
+        )
         messages.append({"role": "assistant", **said, **({"tool_calls": calls} if calls else {})})
         ids = iter(calls)
         for role in roles:
@@ -644,4 +777,8 @@ def _tagged(thought: str) -> str:
 
 def _call(number: int, place: int) -> dict[str, Any]:
     function = {"name": "tool", "arguments": {}}
-    return {"id": f"c{number % 10000:04d}{place % 10000:04d}", "type": "function", "function": function}
+    return {
+        "id": f"c{number % 10000:04d}{place % 10000:04d}",
+        "type": "function",
+        "function": function,
+    }

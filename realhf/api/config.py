@@ -30,7 +30,8 @@ _NO_ADAPTERS = "there are no adapters with rank 0"
 
 
 class LRSchedule(Enum):
-    """Learning rate schedule after the warm-up: constant, or a decay to 0 at the last train step."""
+    """Learning rate schedule after the warm-up: constant, or a decay to 0 at the last train
+    step."""
 
     constant = "constant"
     linear = "linear"
@@ -41,11 +42,19 @@ class LRSchedule(Enum):
 class OptimizerConfig:
     """AdamW optimizer. Warm-up and decay span the train steps of the run."""
 
-    lr: float = option(1e-6, "Peak learning rate, reached after the warm-up.", above=0, on_resume="warns")
+    lr: float = option(
+        1e-6, "Peak learning rate, reached after the warm-up.", above=0, on_resume="warns"
+    )
     weight_decay: float = option(0.05, "AdamW weight decay (decoupled).", at_least=0)
-    beta1: float = option(0.9, "AdamW beta1, the decay rate of the first moment.", at_least=0, at_most=1)
-    beta2: float = option(0.95, "AdamW beta2, the decay rate of the second moment.", at_least=0, at_most=1)
-    eps: float = option(1e-5, "AdamW epsilon, added to the denominator for numerical stability.", at_least=0)
+    beta1: float = option(
+        0.9, "AdamW beta1, the decay rate of the first moment.", at_least=0, at_most=1
+    )
+    beta2: float = option(
+        0.95, "AdamW beta2, the decay rate of the second moment.", at_least=0, at_most=1
+    )
+    eps: float = option(
+        1e-5, "AdamW epsilon, added to the denominator for numerical stability.", at_least=0
+    )
     warmup_steps_proportion: float = option(
         0.001,
         "Fraction of the train steps over which the learning rate warms up linearly from 0.",
@@ -53,14 +62,18 @@ class OptimizerConfig:
         at_most=1,
     )
     lr_scheduler_type: LRSchedule = option(
-        LRSchedule.constant, "Learning rate schedule after the warm-up: constant, or linear or cosine decay to 0."
+        LRSchedule.constant,
+        "Learning rate schedule after the warm-up: constant, or linear or cosine decay to 0.",
     )
     gradient_clipping: float = option(
-        1.0, "Maximum gradient norm; larger gradients are rescaled to it. 0 disables clipping.", at_least=0
+        1.0,
+        "Maximum gradient norm; larger gradients are rescaled to it. 0 disables clipping.",
+        at_least=0,
     )
     offload: bool = option(
         False,
-        "Offload the AdamW moments to host memory between steps (GPUs only, backends torch and ddp).",
+        "Offload the AdamW moments to host memory between steps (GPUs only, backends torch and "
+        "ddp).",
         on_resume="free",
     )
 
@@ -72,10 +85,13 @@ class ParallelConfig:
     dp: int = option(0, "Data-parallel size; 0 infers it from the number of workers.", at_least=0)
     fsdp: int = option(
         0,
-        "Number of workers that each replica is sharded over; 0 means all of them with backend fsdp2, otherwise 1.",
+        "Number of workers that each replica is sharded over; 0 means all of them with backend "
+        "fsdp2, otherwise 1.",
         at_least=0,
     )
-    tp: int = option(1, "Tensor-parallel size; no backend supports a value above 1 yet.", at_least=1)
+    tp: int = option(
+        1, "Tensor-parallel size; no backend supports a value above 1 yet.", at_least=1
+    )
 
 
 @dataclass
@@ -84,7 +100,8 @@ class LoraConfig:
 
     rank: int = option(
         0,
-        "Rank of the LoRA adapters, which train while all other weights are frozen; 0 trains the full weights.",
+        "Rank of the LoRA adapters, which train while all other weights are frozen; 0 trains the "
+        "full weights.",
         at_least=0,
     )
     alpha: float = option(
@@ -95,7 +112,8 @@ class LoraConfig:
     )
     targets: list[str] = option(
         [],
-        "Linear layers that get adapters, by name or suffix, e.g. [q_proj, v_proj]; empty means all linear layers "
+        "Linear layers that get adapters, by name or suffix, e.g. [q_proj, v_proj]; empty means "
+        "all linear layers "
         "of the blocks.",
         idle=_NO_ADAPTERS,
     )
@@ -108,25 +126,37 @@ class LoraConfig:
     )
 
     def chosen(self) -> LoraConfig | None:
-        """Return a copy with plain values, or None if ``rank`` is 0, which disables the adapters."""
-        return LoraConfig(self.rank, self.alpha, list(self.targets), self.dropout) if self.rank else None
+        """Return a copy with plain values, or None if ``rank`` is 0, which disables the
+        adapters."""
+        return (
+            LoraConfig(self.rank, self.alpha, list(self.targets), self.dropout)
+            if self.rank
+            else None
+        )
 
 
 @dataclass
 class ModelConfig:
     """A model role: its initial weights, the workers that hold it, and its training."""
 
-    path: str = option("builtin", "Model to load: 'builtin' (the small built-in policy), a folder, or a hub id.")
+    path: str = option(
+        "builtin", "Model to load: 'builtin' (the small built-in policy), a folder, or a hub id."
+    )
     warm_start: bool = option(
         False,
-        "Fine-tune the model of actor.path on demonstrations first, as configured in warm_start; the built-in "
+        "Fine-tune the model of actor.path on demonstrations first, as configured in warm_start; "
+        "the built-in "
         "policy always is.",
-        idle="it applies to pretrained models, in experiments that do not train on demonstrations themselves",
+        idle="it applies to pretrained models, in experiments that do not train on demonstrations "
+        "themselves",
     )
-    workers: list[int] = option([0], "Indices of the model workers that hold the model.", at_least=0, on_resume="free")
+    workers: list[int] = option(
+        [0], "Indices of the model workers that hold the model.", at_least=0, on_resume="free"
+    )
     backend: str = option(
         "torch",
-        "Training backend: torch on one worker, ddp with a replica on each of several, fsdp2 with the model "
+        "Training backend: torch on one worker, ddp with a replica on each of several, fsdp2 with "
+        "the model "
         "sharded over several.",
         registry="backends",
         on_resume="free",
@@ -144,22 +174,27 @@ class ModelConfig:
     )
     compile: bool = option(
         False,
-        "Compile the transformer blocks with torch.compile for training and scoring. The first steps take minutes, "
+        "Compile the transformer blocks with torch.compile for training and scoring. The first "
+        "steps take minutes, "
         "and a compiler is required (g++ on the CPU, triton on GPUs).",
         on_resume="free",
     )
     experts: bool = option(
         False,
-        "Allow training a mixture of experts, without the router's auxiliary loss and with the trainer's own "
+        "Allow training a mixture of experts, without the router's auxiliary loss and with the "
+        "trainer's own "
         "routing, which can differ from the generator's in bfloat16.",
         idle="the model is the actor's, so actor.experts applies",
     )
     chat_template_kwargs: dict[str, Any] = option(
-        {}, "Variables passed to the chat template whenever text is rendered, e.g. {enable_thinking: false}."
+        {},
+        "Variables passed to the chat template whenever text is rendered, e.g. {enable_thinking: "
+        "false}.",
     )
     tool_parser: str = option(
         AUTO,
-        "Syntax in which the policy's tool calls are parsed; auto detects it from the chat template, plain parses "
+        "Syntax in which the policy's tool calls are parsed; auto detects it from the chat "
+        "template, plain parses "
         "none.",
         choices=(AUTO, *FAMILIES),
         idle="the model generates no episodes; actor.tool_parser configures the one that does",
@@ -173,7 +208,9 @@ class ReferenceConfig:
     """The frozen reference policy: the actor's initial weights. With LoRA it is the actor with its
     adapters disabled, on the actor's workers."""
 
-    workers: list[int] = option([0], "Indices of the model workers that hold the reference.", at_least=0)
+    workers: list[int] = option(
+        [0], "Indices of the model workers that hold the reference.", at_least=0
+    )
 
 
 @dataclass
@@ -184,29 +221,49 @@ class TeacherConfig:
 
     path: str = option("", "Folder or hub id of a teacher that runs as a role of the graph.")
     workers: list[int] = option(
-        [0], "Indices of the model workers that hold the teacher of teacher.path.", at_least=0, on_resume="free"
+        [0],
+        "Indices of the model workers that hold the teacher of teacher.path.",
+        at_least=0,
+        on_resume="free",
     )
     dtype: str = option(
-        "float32", "Data type of the weights of teacher.path.", choices=("float32", "bfloat16"), on_resume="free"
+        "float32",
+        "Data type of the weights of teacher.path.",
+        choices=("float32", "bfloat16"),
+        on_resume="free",
     )
     url: str = option(
         "",
-        "URL of a served teacher: an OpenAI-compatible /v1/completions endpoint that returns prompt "
+        "URL of a served teacher: an OpenAI-compatible /v1/completions endpoint that returns "
+        "prompt "
         "log-probabilities, such as vLLM's.",
         on_resume="free",
     )
     model: str = option(
-        "", "Name of the teacher on the server of teacher.url; by default the first model that it lists."
+        "",
+        "Name of the teacher on the server of teacher.url; by default the first model that it "
+        "lists.",
     )
-    token_file: str | None = option(None, "File with the bearer token for teacher.url.", on_resume="free")
-    connections: int = option(16, "Maximum number of concurrent requests to teacher.url.", at_least=1, on_resume="free")
+    token_file: str | None = option(
+        None, "File with the bearer token for teacher.url.", on_resume="free"
+    )
+    connections: int = option(
+        16, "Maximum number of concurrent requests to teacher.url.", at_least=1, on_resume="free"
+    )
 
     def problems(self, name: str) -> Iterator[str]:
-        """Report invalid combinations: a teacher is either loaded from a path or served at a URL."""
+        """Report invalid combinations: a teacher is either loaded from a path or served at a
+        URL."""
         if self.path and self.url:
-            yield f"{name}.path={self.path}, {name}.url={self.url}: there is one teacher; set one of them"
+            yield (
+                f"{name}.path={self.path}, {name}.url={self.url}: there is one teacher; set one of "
+                f"them"
+            )
         if self.path in ("builtin", "builtin_tiny", "actor"):
-            yield f"{name}.path={self.path}: the teacher is another model than the actor; name a folder or a hub id"
+            yield (
+                f"{name}.path={self.path}: the teacher is another model than the actor; name a "
+                f"folder or a hub id"
+            )
         if not self.workers or len(set(self.workers)) < len(self.workers):
             yield f"{name}.workers={self.workers}: give different indices of model workers, from 0"
         if self.url and not re.match(r"https?://[^/]", self.url):
@@ -220,7 +277,9 @@ class BuiltinModelConfig:
     """The small built-in policy, which needs no downloads (Qwen3 architecture)."""
 
     vocab_size: int = option(1536, "Vocabulary size of the tokenizer.", at_least=1)
-    hidden_size: int = option(128, "Hidden size; must be num_heads times an even head dimension.", at_least=1)
+    hidden_size: int = option(
+        128, "Hidden size; must be num_heads times an even head dimension.", at_least=1
+    )
     num_layers: int = option(4, "Number of transformer layers.", at_least=1)
     num_heads: int = option(4, "Number of attention heads per layer.", at_least=1)
     intermediate_size: int = option(384, "Hidden size of the feed-forward networks.", at_least=1)
@@ -232,12 +291,15 @@ class WarmStartOptimizerConfig(OptimizerConfig):
     """AdamW optimizer of the warm start. Warm-up and decay span the train steps of the warm start.
     The learning rate cannot change on resume, because the warm start is already done."""
 
-    lr: float = option(1e-5, "Peak learning rate, reached after the warm-up.", above=0, on_resume="refuses")
+    lr: float = option(
+        1e-5, "Peak learning rate, reached after the warm-up.", above=0, on_resume="refuses"
+    )
 
 
 @dataclass
 class WarmStartConfig:
-    """Supervised warm start of a policy on episodes that a scripted solver played in the environment.
+    """Supervised warm start of a policy on episodes that a scripted solver played in the
+    environment.
 
     The demonstrations have mixed quality, like the logs of real operators: some contain a mistake
     that is not repaired, some a mistake that is. A warm start on perfect episodes only would leave
@@ -245,10 +307,16 @@ class WarmStartConfig:
 
     episodes_per_task: int = option(45, "Number of demonstrations per task template.", at_least=1)
     habit_fraction: float = option(
-        0.35, "Fraction of the demonstrations that contain a mistake and do not repair it.", at_least=0, at_most=1
+        0.35,
+        "Fraction of the demonstrations that contain a mistake and do not repair it.",
+        at_least=0,
+        at_most=1,
     )
     recovery_fraction: float = option(
-        0.15, "Fraction of the demonstrations that contain a mistake and repair it.", at_least=0, at_most=1
+        0.15,
+        "Fraction of the demonstrations that contain a mistake and repair it.",
+        at_least=0,
+        at_most=1,
     )
     train_steps: int = option(400, "Number of train steps of the warm start.", at_least=1)
     batch_size: int = option(32, "Batch size of the warm start, in demonstrations.", at_least=1)
@@ -260,10 +328,13 @@ class WarmStartConfig:
     )
     shipped: bool = option(
         True,
-        "Use the policy that ships with an environment if it was made from the same options, instead of making one.",
+        "Use the policy that ships with an environment if it was made from the same options, "
+        "instead of making one.",
     )
     cache_dir: str | None = option(
-        None, "Folder in which warm starts are cached; defaults to 'warm_start' below fileroot.", on_resume="free"
+        None,
+        "Folder in which warm starts are cached; defaults to 'warm_start' below fileroot.",
+        on_resume="free",
     )
 
 
@@ -272,27 +343,35 @@ class DatasetConfig:
     """The batch size and the curriculum that selects training tasks."""
 
     train_bs_n_seqs: int = option(
-        16, "Samples per train step: groups of rollouts of a task, or supervised episodes.", at_least=1
+        16,
+        "Samples per train step: groups of rollouts of a task, or supervised episodes.",
+        at_least=1,
     )
     curriculum: str = option(
-        "learnability", "Curriculum that draws the tasks.", choices=("learnability", "priority", "uniform")
+        "learnability",
+        "Curriculum that draws the tasks.",
+        choices=("learnability", "priority", "uniform"),
     )
     group_success: str = option(
         "fraction",
-        "What the curriculum counts as a group's success: the fraction of its rollouts that achieved the task, or "
+        "What the curriculum counts as a group's success: the fraction of its rollouts that "
+        "achieved the task, or "
         "whether any did.",
         choices=("fraction", "any"),
     )
     untried_share: float = option(
         1.0,
-        "Maximum share of a step's tasks that come from templates never tried before, once others succeed "
-        "sometimes (curriculum learnability or uniform). With 1 untried templates always come first.",
+        "Maximum share of a step's tasks that come from templates never tried before, once others "
+        "succeed "
+        "sometimes (curriculum learnability or uniform). With 1 untried templates always come "
+        "first.",
         above=0,
         at_most=1,
     )
     priority: dict[str, Any] = option(
         {},
-        "Constants of the priority curriculum that override its preset (key 'preset': standard or slow).",
+        "Constants of the priority curriculum that override its preset (key 'preset': standard or "
+        "slow).",
     )
 
     def problems(self, name: str) -> Iterator[str]:
@@ -315,7 +394,8 @@ class MicroBatchConfig:
     n_mbs: int = option(1, "Minimum number of micro-batches per batch.", at_least=1)
     max_tokens_per_mb: int | None = option(
         2048,
-        "Maximum number of token positions per micro-batch, counting padding, and a shared prefix once. It should "
+        "Maximum number of token positions per micro-batch, counting padding, and a shared prefix "
+        "once. It should "
         "hold the longest sequence; null means 4096.",
         at_least=1,
     )
@@ -327,26 +407,35 @@ class GenConfig:
     distribution."""
 
     max_new_tokens: int = option(64, "Maximum number of tokens per turn.", at_least=1)
-    min_new_tokens: int = option(0, "Minimum number of tokens per turn; training requires 0.", at_least=0)
-    temperature: float = option(1.0, "Sampling temperature, by which the logits are divided.", above=0)
+    min_new_tokens: int = option(
+        0, "Minimum number of tokens per turn; training requires 0.", at_least=0
+    )
+    temperature: float = option(
+        1.0, "Sampling temperature, by which the logits are divided.", above=0
+    )
     top_p: float = option(
         1.0,
-        "Nucleus sampling: draw from the most likely tokens with this total probability; training requires 1.",
+        "Nucleus sampling: draw from the most likely tokens with this total probability; training "
+        "requires 1.",
         above=0,
         at_most=1,
     )
     top_k: int = option(
-        0, "Draw from this many of the most likely tokens, 0 from all; training requires 0.", at_least=0
+        0,
+        "Draw from this many of the most likely tokens, 0 from all; training requires 0.",
+        at_least=0,
     )
     stop_ids: list[int] = option(
         [],
-        "Additional token ids that end a turn, besides the chat template's end of turn, the tokenizer's end of "
+        "Additional token ids that end a turn, besides the chat template's end of turn, the "
+        "tokenizer's end of "
         "sequence and those in generation_config.json.",
         at_least=0,
     )
     new_tokens_per_chunk: int | None = option(
         None,
-        "Maximum number of tokens per engine call; longer turns continue in the next call. Rollouts in lockstep then "
+        "Maximum number of tokens per engine call; longer turns continue in the next call. "
+        "Rollouts in lockstep then "
         "wait for a chunk instead of for the longest turn.",
         at_least=1,
         on_resume="free",
@@ -358,16 +447,22 @@ class GenConfig:
         Training rejects them because the trainer computes log-probabilities of the full
         distribution only. Evaluation may use them."""
         neutral = {"top_p": 1.0, "top_k": 0, "min_new_tokens": 0}
-        return [f"{name}={getattr(self, name)}" for name, value in neutral.items() if getattr(self, name) != value]
+        return [
+            f"{name}={getattr(self, name)}"
+            for name, value in neutral.items()
+            if getattr(self, name) != value
+        ]
 
 
 @dataclass
 class EngineConfig:
-    """The inference engine that samples tokens, in training and evaluation (docs/asynchronous.md)."""
+    """The inference engine that samples tokens, in training and evaluation
+    (docs/asynchronous.md)."""
 
     name: str = option(
         "embedded",
-        "Engine that generates tokens. By default vllm for a pretrained model on a machine with a GPU and vLLM, "
+        "Engine that generates tokens. By default vllm for a pretrained model on a machine with a "
+        "GPU and vLLM, "
         "otherwise embedded.",
         choices=("embedded", "vllm"),
         on_resume="warns",
@@ -386,7 +481,8 @@ class EngineConfig:
     )
     gpu_memory_utilization: float | None = option(
         None,
-        "Fraction of the GPU's memory that a started vLLM server uses; defaults to vLLM's own default.",
+        "Fraction of the GPU's memory that a started vLLM server uses; defaults to vLLM's own "
+        "default.",
         above=0,
         at_most=1,
         on_resume="free",
@@ -396,8 +492,10 @@ class EngineConfig:
     )
     kv_cache_gib: float | None = option(
         None,
-        "Maximum size of the embedded engine's KV cache in GiB; sequences that do not fit are generated after the "
-        "others. Defaults to half of the free memory on a GPU shared with a trainer, 80 % of it on a dedicated GPU, "
+        "Maximum size of the embedded engine's KV cache in GiB; sequences that do not fit are "
+        "generated after the "
+        "others. Defaults to half of the free memory on a GPU shared with a trainer, 80 % of it on "
+        "a dedicated GPU, "
         "and no limit on a CPU.",
         above=0,
         on_resume="free",
@@ -407,13 +505,18 @@ class EngineConfig:
         """Report options that the selected engine does not read: those of another engine, and those
         of a started vLLM server when ``vllm_url`` names a running one."""
         names = [every.name for every in fields(self)]
-        own = {"embedded": {"name", "kv_cache_gib"}, "vllm": {*names} - {"kv_cache_gib"}}.get(self.name, {"name"})
+        own = {"embedded": {"name", "kv_cache_gib"}, "vllm": {*names} - {"kv_cache_gib"}}.get(
+            self.name, {"name"}
+        )
         unused = {name: "name" for name in names if name not in own}
         if self.vllm_url is not None and self.name == "vllm":
             unused |= {name: "vllm_url" for name in own - {"name", "vllm_url"}}
         for option_name, cause in unused.items():
             if getattr(self, option_name) != getattr(EngineConfig, option_name):
-                yield f"{name}.{option_name}: has no effect with {name}.{cause}={getattr(self, cause)}"
+                yield (
+                    f"{name}.{option_name}: has no effect with "
+                    f"{name}.{cause}={getattr(self, cause)}"
+                )
 
 
 ON_FAILURE = ("minimum_group", "retry", "fail_fast")
@@ -425,7 +528,9 @@ class RolloutConfig:
     """Multi-turn episodes: their limits, and the handling of failures."""
 
     max_turns: int = option(6, "Maximum number of turns per episode.", at_least=1)
-    max_total_tokens: int = option(1024, "Maximum number of tokens per sequence, prompt included.", at_least=1)
+    max_total_tokens: int = option(
+        1024, "Maximum number of tokens per sequence, prompt included.", at_least=1
+    )
     min_group_size: int = option(
         2,
         "Minimum number of valid rollouts in a group; a smaller group gives no gradient.",
@@ -433,14 +538,16 @@ class RolloutConfig:
     )
     on_failure: str = option(
         "minimum_group",
-        "What to do about a failed rollout: minimum_group retries it, then drops it if rollout.min_group_size "
+        "What to do about a failed rollout: minimum_group retries it, then drops it if "
+        "rollout.min_group_size "
         "others are valid; retry requires the whole group; fail_fast ends the run.",
         choices=ON_FAILURE,
         on_resume="warns",
     )
     retries: int = option(
         2,
-        "Maximum number of times that a failed rollout is retried, and that a lost session is resumed.",
+        "Maximum number of times that a failed rollout is retried, and that a lost session is "
+        "resumed.",
         at_least=0,
         on_resume="warns",
     )
@@ -449,18 +556,21 @@ class RolloutConfig:
     )
     sessions: int = option(
         0,
-        "Maximum number of concurrent episodes; 0 means as many as the environment allows, or 32 if it sets no limit.",
+        "Maximum number of concurrent episodes; 0 means as many as the environment allows, or 32 "
+        "if it sets no limit.",
         at_least=0,
         on_resume="free",
     )
     agent: str = option(
         "",
-        "Agent that plays the episodes of asynchronous experiments, as file.py:function or module:function; empty "
+        "Agent that plays the episodes of asynchronous experiments, as file.py:function or "
+        "module:function; empty "
         "means the built-in agent.",
     )
     keep_reasoning: bool = option(
         True,
-        "Keep the policy's reasoning of earlier turns in its context. If false, it is dropped as the chat template "
+        "Keep the policy's reasoning of earlier turns in its context. If false, it is dropped as "
+        "the chat template "
         "does, and an episode trains as several sequences.",
     )
 
@@ -468,73 +578,97 @@ class RolloutConfig:
         """Report options without effect: ``fail_fast`` never retries, and an agent manages its own
         conversations."""
         if self.agent and not self.keep_reasoning:
-            yield f"{name}.keep_reasoning=False: no effect with {name}.agent, which sends whole conversations itself"
+            yield (
+                f"{name}.keep_reasoning=False: no effect with {name}.agent, which sends whole "
+                f"conversations itself"
+            )
         if self.on_failure == "fail_fast" and self.retries != RolloutConfig.retries:
             yield f"{name}.retries={self.retries}: no effect with {name}.on_failure=fail_fast"
 
 
 @dataclass
 class AsyncConfig:
-    """Asynchronous training: rollout workers generate while the trainer trains (docs/asynchronous.md)."""
+    """Asynchronous training: rollout workers generate while the trainer trains
+    (docs/asynchronous.md)."""
 
     enabled: bool = option(
         False,
-        "Generate rollouts while the trainer trains. If false, each step generates its own episodes first.",
+        "Generate rollouts while the trainer trains. If false, each step generates its own "
+        "episodes first.",
         idle="no rollouts can run while it trains",
     )
     max_head_offpolicyness: int = option(
         1,
-        "Maximum staleness (eta): the number of weight versions by which the oldest token of a sample may lag behind "
+        "Maximum staleness (eta): the number of weight versions by which the oldest token of a "
+        "sample may lag behind "
         "the weights trained on it. 0 means synchronous batches.",
         at_least=0,
         on_resume="warns",
     )
     max_concurrent_rollouts: int | None = option(
         None,
-        "Maximum number of samples in flight; defaults to the capacity of the environment's sessions plus two batches.",
+        "Maximum number of samples in flight; defaults to the capacity of the environment's "
+        "sessions plus two batches.",
         on_resume="free",
     )
-    n_rollout_workers: int = option(1, "Number of rollout worker processes.", at_least=1, on_resume="free")
-    n_generation_workers: int = option(1, "Number of generation worker processes.", at_least=1, on_resume="free")
-    generation_threads: int = option(1, "Number of compute threads per embedded engine.", at_least=1, on_resume="free")
+    n_rollout_workers: int = option(
+        1, "Number of rollout worker processes.", at_least=1, on_resume="free"
+    )
+    n_generation_workers: int = option(
+        1, "Number of generation worker processes.", at_least=1, on_resume="free"
+    )
+    generation_threads: int = option(
+        1, "Number of compute threads per embedded engine.", at_least=1, on_resume="free"
+    )
     staleness_policy: str = option(
         "wait",
-        "Handling of samples at the staleness limit: wait lets the next step wait for them, drop discards those that "
+        "Handling of samples at the staleness limit: wait lets the next step wait for them, drop "
+        "discards those that "
         "exceed the limit.",
         choices=("wait", "drop"),
         on_resume="warns",
     )
     kv_policy: str = option(
         "recompute",
-        "KV cache of running episodes after a weight update: recompute it under the new weights, or keep it.",
+        "KV cache of running episodes after a weight update: recompute it under the new weights, "
+        "or keep it.",
         choices=("recompute", "keep"),
         on_resume="warns",
     )
     weights: str = option(
         "shm",
-        "Transport of weight updates to the engines: shared memory (shm), files (disk), or the run's sockets (fetch).",
+        "Transport of weight updates to the engines: shared memory (shm), files (disk), or the "
+        "run's sockets (fetch).",
         choices=("shm", "disk", "fetch"),
         retired={"broadcast": "fetch reaches the same hosts, encrypted with the keys of the run"},
         on_resume="free",
     )
     rollout_deadline_s: float = option(
         600.0,
-        "Timeout in seconds for a sample, and for the generation of a turn; after it the sample is requeued.",
+        "Timeout in seconds for a sample, and for the generation of a turn; after it the sample is "
+        "requeued.",
         above=0,
         on_resume="free",
     )
     pause_timeout_s: float = option(
-        30.0, "Timeout in seconds for pausing an engine for a weight update.", above=0, on_resume="free"
+        30.0,
+        "Timeout in seconds for pausing an engine for a weight update.",
+        above=0,
+        on_resume="free",
     )
     recover_retries: int = option(
         1,
-        "Maximum number of restarts from the last checkpoint within recover_window_s, after the master or a model "
+        "Maximum number of restarts from the last checkpoint within recover_window_s, after the "
+        "master or a model "
         "worker died.",
         at_least=0,
         on_resume="free",
     )
     recover_window_s: float = option(
-        3600.0, "Length in seconds of the window in which recover_retries counts restarts.", above=0, on_resume="free"
+        3600.0,
+        "Length in seconds of the window in which recover_retries counts restarts.",
+        above=0,
+        on_resume="free",
     )
     journal_timeout_s: float = option(
         30.0,
@@ -544,22 +678,30 @@ class AsyncConfig:
     )
     keep_journal: bool = option(
         False,
-        "Move obsolete journal segments to the folder 'archive' instead of deleting them, so that every sample can be "
+        "Move obsolete journal segments to the folder 'archive' instead of deleting them, so that "
+        "every sample can be "
         "audited.",
         on_resume="free",
     )
     niceness: int = option(
         0,
-        "Niceness added to rollout, generation and environment processes, so that the trainer gets busy cores first.",
+        "Niceness added to rollout, generation and environment processes, so that the trainer gets "
+        "busy cores first.",
         at_least=0,
         at_most=19,
         on_resume="free",
     )
     max_attempts: int = option(
-        3, "Maximum number of attempts for a sample whose group failed.", at_least=1, on_resume="free"
+        3,
+        "Maximum number of attempts for a sample whose group failed.",
+        at_least=1,
+        on_resume="free",
     )
     max_deaths: int = option(
-        3, "Number of worker deaths during a sample after which it is dropped.", at_least=1, on_resume="free"
+        3,
+        "Number of worker deaths during a sample after which it is dropped.",
+        at_least=1,
+        on_resume="free",
     )
 
 
@@ -572,15 +714,22 @@ class StreamConfig:
     the launcher starts with its queue in the run folder."""
 
     url: str | None = option(
-        None, "URL of a running trajectory server; without one the launcher starts its own.", on_resume="free"
-    )
-    token_file: str | None = option(None, "File with the bearer token for the server.", on_resume="free")
-    ca_file: str | None = option(
         None,
-        "File with CA certificates that verify an https server; defaults to the machine's trust store.",
+        "URL of a running trajectory server; without one the launcher starts its own.",
         on_resume="free",
     )
-    host: str = option("127.0.0.1", "Address that a started server listens on.", idle=_OURS, on_resume="free")
+    token_file: str | None = option(
+        None, "File with the bearer token for the server.", on_resume="free"
+    )
+    ca_file: str | None = option(
+        None,
+        "File with CA certificates that verify an https server; defaults to the machine's trust "
+        "store.",
+        on_resume="free",
+    )
+    host: str = option(
+        "127.0.0.1", "Address that a started server listens on.", idle=_OURS, on_resume="free"
+    )
     port: int = option(
         8000,
         "Port that a started server listens on; 0 means any free port.",
@@ -591,11 +740,14 @@ class StreamConfig:
     )
     max_staleness: int | None = option(
         None,
-        "Maximum number of policy versions that a group may lag behind; without a number there is no limit.",
+        "Maximum number of policy versions that a group may lag behind; without a number there is "
+        "no limit.",
         at_least=0,
         on_resume="warns",
     )
-    wait_s: float = option(900.0, "Timeout in seconds for a step to receive its batch.", above=0, on_resume="free")
+    wait_s: float = option(
+        900.0, "Timeout in seconds for a step to receive its batch.", above=0, on_resume="free"
+    )
 
     def problems(self, name: str) -> Iterator[str]:
         """Report an invalid URL and missing files."""
@@ -614,16 +766,21 @@ class EvaluationConfig:
     episodes_per_task: int = option(
         12, "Number of episodes per task template, sampled at the training temperature.", at_least=0
     )
-    greedy_episodes_per_task: int = option(12, "Number of episodes per task template, decoded greedily.", at_least=0)
+    greedy_episodes_per_task: int = option(
+        12, "Number of episodes per task template, decoded greedily.", at_least=0
+    )
     templates: int = option(
-        200, "Maximum number of task templates (rows of a data set) to evaluate, spread evenly.", at_least=1
+        200,
+        "Maximum number of task templates (rows of a data set) to evaluate, spread evenly.",
+        at_least=1,
     )
     every_steps: int = option(
         0, "Interval between additional evaluations, in train steps; 0 disables them.", at_least=0
     )
     interim_share: float = option(
         0.25,
-        "Fraction of the episodes per task template, rounded up, that evaluations before the last one play.",
+        "Fraction of the episodes per task template, rounded up, that evaluations before the last "
+        "one play.",
         above=0,
         at_most=1,
     )
@@ -631,7 +788,9 @@ class EvaluationConfig:
 
 WILDCARD = "0.0.0.0"
 """Listens on all IPv4 interfaces; not an address that clients can connect to."""
-ADDRESS_WANTED = "give an IPv4 address or a host name, without scheme and port; IPv6 is not supported"
+ADDRESS_WANTED = (
+    "give an IPv4 address or a host name, without scheme and port; IPv6 is not supported"
+)
 """The remedy in error messages about an unusable address."""
 
 
@@ -642,21 +801,24 @@ def no_address(text: str) -> bool:
 
 @dataclass
 class NetworkConfig:
-    """Addresses that the processes of a run listen on. Without ``bind`` all of them use the loopback
-    interface. With it the launcher creates keys for the run, and every socket is encrypted and
-    accepts only peers that hold the keys."""
+    """Addresses that the processes of a run listen on. Without ``bind`` all of them use the
+    loopback interface. With it the launcher creates keys for the run, and every socket is encrypted
+    and accepts only peers that hold the keys."""
 
     bind: str = option(
         "",
-        "IPv4 address or host name that the master listens on; each worker listens on the address from which it "
-        "connects to the master. 0.0.0.0 means all interfaces for all of them, empty the loopback interface.",
+        "IPv4 address or host name that the master listens on; each worker listens on the address "
+        "from which it "
+        "connects to the master. 0.0.0.0 means all interfaces for all of them, empty the loopback "
+        "interface.",
     )
     advertise: str = option(
         "", "Address or host name at which workers connect to the master; defaults to network.bind."
     )
     trusted: bool = option(
         False,
-        "Treat the network as private: send large tensors without encryption, and allow the workers that train a role "
+        "Treat the network as private: send large tensors without encryption, and allow the "
+        "workers that train a role "
         "together to be on several hosts.",
     )
 
@@ -665,12 +827,23 @@ class NetworkConfig:
         for option_name in ("advertise", "trusted"):
             if getattr(self, option_name) and not self.bind:
                 yield f"{name}.{option_name}: has no effect without {name}.bind"
-            elif getattr(self, option_name) and (self.bind == "localhost" or self.bind.startswith("127.")):
-                yield f"{name}.{option_name}: has no effect while {name}.bind={self.bind} is the loopback"
+            elif getattr(self, option_name) and (
+                self.bind == "localhost" or self.bind.startswith("127.")
+            ):
+                yield (
+                    f"{name}.{option_name}: has no effect while {name}.bind={self.bind} is the "
+                    f"loopback"
+                )
         if self.bind == WILDCARD and not self.advertise:
-            yield f"{name}.bind={WILDCARD}: workers cannot be told to connect there; set {name}.advertise"
+            yield (
+                f"{name}.bind={WILDCARD}: workers cannot be told to connect there; set "
+                f"{name}.advertise"
+            )
         if self.advertise == WILDCARD:
-            yield f"{name}.advertise={WILDCARD}: nobody can connect there; give an address of the master's host"
+            yield (
+                f"{name}.advertise={WILDCARD}: nobody can connect there; give an address of the "
+                f"master's host"
+            )
         for option_name, text in (("bind", self.bind), ("advertise", self.advertise)):
             if no_address(text):
                 yield f"{name}.{option_name}={text}: {ADDRESS_WANTED}"
@@ -678,9 +851,12 @@ class NetworkConfig:
 
 @dataclass
 class SchedulerConfig:
-    """The scheduler that starts the processes of a run. The selected scheduler adds its own options."""
+    """The scheduler that starts the processes of a run. The selected scheduler adds its own
+    options."""
 
-    path: str = option("local", "Scheduler to use: a registered name, or FILE.py:Name for a custom one.")
+    path: str = option(
+        "local", "Scheduler to use: a registered name, or FILE.py:Name for a custom one."
+    )
 
 
 @dataclass
@@ -689,13 +865,17 @@ class AllocationConfig:
 
     gpus: list[int] = option(
         [],
-        "GPUs to assign, one each, first to the model workers and then to the generation workers. They are numbered "
-        "from 0 among those visible to the launcher (CUDA_VISIBLE_DEVICES). Empty means all visible ones, with "
+        "GPUs to assign, one each, first to the model workers and then to the generation workers. "
+        "They are numbered "
+        "from 0 among those visible to the launcher (CUDA_VISIBLE_DEVICES). Empty means all "
+        "visible ones, with "
         "separate GPUs for generation if there are enough.",
         at_least=0,
     )
     share: bool = option(
-        False, "Place generation workers on the GPUs of the model workers, round-robin, instead of on separate ones."
+        False,
+        "Place generation workers on the GPUs of the model workers, round-robin, instead of on "
+        "separate ones.",
     )
 
     def problems(self, name: str) -> Iterator[str]:
@@ -714,7 +894,8 @@ class CheckpointConfig:
     keep: int = option(2, "Number of most recent checkpoints to keep on disk.", at_least=1)
     keep_best: bool = option(
         False,
-        "Keep the policy with the best held-out success in best_policy, in addition to the final policy. "
+        "Keep the policy with the best held-out success in best_policy, in addition to the final "
+        "policy. "
         "Asynchronous runs then write the policy to disk before each evaluation.",
     )
 
@@ -723,11 +904,19 @@ class CheckpointConfig:
 class RpcConfig:
     """Timeouts of the control plane, and the transport of tensors between workers."""
 
-    connect_timeout_s: float = option(120.0, "Timeout in seconds for a worker to start and register.", above=0)
-    control_timeout_s: float = option(30.0, "Timeout in seconds for a worker's reply to a control message.", above=0)
-    call_timeout_s: float = option(1800.0, "Timeout in seconds for a call of the dataflow graph.", above=0)
+    connect_timeout_s: float = option(
+        120.0, "Timeout in seconds for a worker to start and register.", above=0
+    )
+    control_timeout_s: float = option(
+        30.0, "Timeout in seconds for a worker's reply to a control message.", above=0
+    )
+    call_timeout_s: float = option(
+        1800.0, "Timeout in seconds for a call of the dataflow graph.", above=0
+    )
     heartbeat_s: float = option(2.0, "Interval in seconds between a worker's heartbeats.", above=0)
-    dead_after_s: float = option(8.0, "Seconds without a message after which a worker counts as dead.", above=0)
+    dead_after_s: float = option(
+        8.0, "Seconds without a message after which a worker counts as dead.", above=0
+    )
     shm: bool = option(True, "Move tensors between workers of one host through shared memory.")
 
     def problems(self, name: str) -> Iterator[str]:
@@ -745,41 +934,58 @@ TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 @dataclass
 class MonitorConfig:
-    """Monitoring of a run: progress display, experiment trackers, transcripts and recorded rollouts."""
+    """Monitoring of a run: progress display, experiment trackers, transcripts and recorded
+    rollouts."""
 
     progress: bool = option(True, "Show a live progress display in the terminal.")
     trackers: list[str] = option(
         ["tensorboard"],
-        "Experiment trackers that receive metrics, evaluations and the configuration. Each but tensorboard needs the "
+        "Experiment trackers that receive metrics, evaluations and the configuration. Each but "
+        "tensorboard needs the "
         "package extra of its name.",
         choices=TRACKERS,
     )
-    episodes_per_step: int = option(2, "Number of sampled episodes per step to write as text.", at_least=0)
+    episodes_per_step: int = option(
+        2, "Number of sampled episodes per step to write as text.", at_least=0
+    )
     rollouts: str = option(
         ALL_ROLLOUTS,
-        "Rollouts to record in the run folder: all, 0 for none, or an approximate number per step, in whole groups.",
+        "Rollouts to record in the run folder: all, 0 for none, or an approximate number per step, "
+        "in whole groups.",
     )
     rollout_tokens: float = option(
         0.25,
-        "Fraction of the recorded groups for which each token's log-probabilities, ratio and advantage are recorded.",
+        "Fraction of the recorded groups for which each token's log-probabilities, ratio and "
+        "advantage are recorded.",
         at_least=0,
         at_most=1,
     )
     rollout_bytes: int = option(
-        2 * 2**30, "Maximum size of the folder of recorded rollouts in bytes; recording stops there.", at_least=0
+        2 * 2**30,
+        "Maximum size of the folder of recorded rollouts in bytes; recording stops there.",
+        at_least=0,
     )
     episodes_every_steps: int = option(
-        20, "Interval in steps between transcripts sent to the trackers; 0 sends only the first step's.", at_least=0
+        20,
+        "Interval in steps between transcripts sent to the trackers; 0 sends only the first "
+        "step's.",
+        at_least=0,
     )
 
     def problems(self, name: str) -> Iterator[str]:
         """Report a value of ``rollouts`` that is neither ``all`` nor a number."""
-        if self.rollouts != ALL_ROLLOUTS and not (self.rollouts.isascii() and self.rollouts.isdigit()):
-            yield f"{name}.rollouts={self.rollouts}: must be all, or a number of rollouts for each step (0 for none)"
+        if self.rollouts != ALL_ROLLOUTS and not (
+            self.rollouts.isascii() and self.rollouts.isdigit()
+        ):
+            yield (
+                f"{name}.rollouts={self.rollouts}: must be all, or a number of rollouts for each "
+                f"step (0 for none)"
+            )
 
 
 class Mode(Enum):
-    """What a launch does: run trains; check validates and stops; graph prints the dataflow graph."""
+    """What a launch does: run trains; check validates and stops; graph prints the dataflow
+    graph."""
 
     run = "run"
     check = "check"
@@ -797,34 +1003,45 @@ class RecoverMode(Enum):
 
 @dataclass
 class ExperimentConfig:
-    """Options of every experiment. An experiment with sections of its own subclasses it and annotates
-    the parameter of its ``build`` function with the subclass."""
+    """Options of every experiment. An experiment with sections of its own subclasses it and
+    annotates the parameter of its ``build`` function with the subclass."""
 
     experiment: str = option(MISSING, "Name of the experiment to run.")
     experiment_path: str | None = option(
         None,
-        "Python file of an experiment outside the package; its YAML file has the same name and folder.",
+        "Python file of an experiment outside the package; its YAML file has the same name and "
+        "folder.",
         on_resume="warns",
     )
     experiment_name: str = option(
-        "${experiment}", "Name of the folder below fileroot that groups the trials.", on_resume="free"
+        "${experiment}",
+        "Name of the folder below fileroot that groups the trials.",
+        on_resume="free",
     )
-    trial_name: str = option("", "Name of the run folder; defaults to the time of the launch.", on_resume="free")
+    trial_name: str = option(
+        "", "Name of the run folder; defaults to the time of the launch.", on_resume="free"
+    )
     fileroot: str = option("runs", "Folder for everything that runs write.", on_resume="free")
     seed: int = option(1, "Seed of all random numbers in the run.", at_least=0, at_most=MAX_SEED)
     mode: Mode = option(
-        Mode.run, "run trains; check validates and stops; graph prints the dataflow graph.", on_resume="free"
+        Mode.run,
+        "run trains; check validates and stops; graph prints the dataflow graph.",
+        on_resume="free",
     )
     recover_mode: RecoverMode = option(
         RecoverMode.auto,
-        "auto resumes from the trial's last valid checkpoint, if any; resume requires one; disabled starts from "
+        "auto resumes from the trial's last valid checkpoint, if any; resume requires one; "
+        "disabled starts from "
         "scratch.",
         on_resume="free",
     )
-    total_train_steps: int = option(60, "Number of train steps of the run.", at_least=1, on_resume="warns")
+    total_train_steps: int = option(
+        60, "Number of train steps of the run.", at_least=1, on_resume="warns"
+    )
     torch_threads: int = option(
         0,
-        "Number of compute threads per model worker; 0 divides the cores that generation workers leave.",
+        "Number of compute threads per model worker; 0 divides the cores that generation workers "
+        "leave.",
         at_least=0,
         on_resume="free",
     )
@@ -835,10 +1052,13 @@ class ExperimentConfig:
         on_resume="free",
         idle="without a KL term (ppo.kl_ctl, ppo.kl_loss_coef) there is no reference model",
     )
-    builtin: BuiltinModelConfig = section(BuiltinModelConfig, idle="it configures the model of actor.path=builtin")
+    builtin: BuiltinModelConfig = section(
+        BuiltinModelConfig, idle="it configures the model of actor.path=builtin"
+    )
     warm_start: WarmStartConfig = section(
         WarmStartConfig,
-        idle="only actor.path=builtin (in environments with a scripted solver) and actor.warm_start=true have a warm "
+        idle="only actor.path=builtin (in environments with a scripted solver) and "
+        "actor.warm_start=true have a warm "
         "start",
     )
     dataset: DatasetConfig = section(DatasetConfig)
@@ -847,7 +1067,9 @@ class ExperimentConfig:
     mb_spec: MicroBatchConfig = section(MicroBatchConfig, on_resume="free")
     rollout: RolloutConfig = section(RolloutConfig)
     stream: StreamConfig = section(StreamConfig)
-    async_rl: AsyncConfig = section(AsyncConfig, idle="it needs async_rl.enabled=true, which grpo_async sets")
+    async_rl: AsyncConfig = section(
+        AsyncConfig, idle="it needs async_rl.enabled=true, which grpo_async sets"
+    )
     evaluation: EvaluationConfig = section(EvaluationConfig, on_resume="warns")
     exp_ctrl: CheckpointConfig = section(CheckpointConfig, on_resume="free")
     scheduler: SchedulerConfig = section(SchedulerConfig, on_resume="free")

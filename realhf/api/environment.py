@@ -1,10 +1,10 @@
 """The contract of an environment: what its author writes, and the types that pass in and out.
 
-An environment is a conversation. ``reset`` opens an episode with messages and tools; ``step`` takes the
-policy's message and answers with messages, until the episode is done. Tokens, engines and training are
-not its concern (``realhf.api.rollout``). A ``Task`` selects the episode, and a ``TaskSet`` provides the
-tasks of training and of held-out evaluation. ``EnvironmentSpec`` describes the environment to the
-programs that play it, and ``EnvironmentDefinition`` is what is registered.
+An environment is a conversation. ``reset`` opens an episode with messages and tools; ``step`` takes
+the policy's message and answers with messages, until the episode is done. Tokens, engines and
+training are not its concern (``realhf.api.rollout``). A ``Task`` selects the episode, and a
+``TaskSet`` provides the tasks of training and of held-out evaluation. ``EnvironmentSpec`` describes
+the environment to the programs that play it, and ``EnvironmentDefinition`` is what is registered.
 
 An environment in ten lines::
 
@@ -24,9 +24,9 @@ An environment in ten lines::
         async def close(self):
             pass
 
-docs/extend/environment.md describes all ways to bring an environment; ``realhf.env.loader`` converts each
-of them to this contract. Messages are mappings with ``role`` and ``content``, and tools are JSON schemas,
-both in the format of the OpenAI chat API.
+docs/extend/environment.md describes all ways to bring an environment; ``realhf.env.loader``
+converts each of them to this contract. Messages are mappings with ``role`` and ``content``, and
+tools are JSON schemas, both in the format of the OpenAI chat API.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ from pathlib import Path
 from typing import Any, NotRequired, Protocol, TypedDict, runtime_checkable
 
 ChatMessage = Mapping[str, Any]
-"""``{"role": "user" | "assistant" | "system" | "tool", "content": text}``. A ``tool`` message may have
-``name`` and ``tool_call_id``, an assistant message ``tool_calls``."""
+"""``{"role": "user" | "assistant" | "system" | "tool", "content": text}``. A ``tool`` message may
+have ``name`` and ``tool_call_id``, an assistant message ``tool_calls``."""
 
 FAILURE_KINDS = ("unavailable", "timeout", "lost", "capacity", "internal")
 """Kinds of environment failures. ``unavailable``: a step was not executed and may be sent again;
 ``timeout``: no answer before the deadline; ``lost``: the session or its server no longer exists;
 ``capacity``: no free session; ``internal``: the environment's code raised or violated the contract."""
 DEFAULT_FAULT_KINDS = "unavailable=9,disconnect=1"
-"""Failures that an environment server injects for tests when no kinds are given, with their weights."""
+"""Failures that an environment server injects for tests when no kinds are given, with their
+weights."""
 
 TRAIN = "train"
 HELD_OUT = "heldout"
@@ -130,8 +131,8 @@ class TextView(TypedDict):
 class Replay(TypedDict):
     """Instructions for replaying an episode by hand on a local web page.
 
-    The viewer links to ``url#play=ORDER``, where ORDER is ``order`` as JSON together with ``commands``:
-    the values of ``did`` of all turns."""
+    The viewer links to ``url#play=ORDER``, where ORDER is ``order`` as JSON together with
+    ``commands``: the values of ``did`` of all turns."""
 
     title: NotRequired[str]
     """Name of the page."""
@@ -171,7 +172,8 @@ class Opening:
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of the tools that the policy may call."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values for people, never shown to the policy. ``OpeningInfo`` lists the reserved keys."""
+    """JSON values for people, never shown to the policy. ``OpeningInfo`` lists the reserved
+    keys."""
     state_key: str = ""
     """Identifier of the initial state, see ``Turn.state_key``."""
 
@@ -180,8 +182,8 @@ class Opening:
 class Turn:
     """The environment's answer to a message of the policy, returned by ``Environment.step``.
 
-    Mistakes of the policy are reported in a message whose content begins with ``error:``; a class with
-    tools answers ``{'error': ...}``.
+    Mistakes of the policy are reported in a message whose content begins with ``error:``; a class
+    with tools answers ``{'error': ...}``.
     """
 
     messages: Sequence[ChatMessage] = ()
@@ -189,7 +191,8 @@ class Turn:
     done: bool = False
     """Whether the episode has ended."""
     reward: float | None = None
-    """Reward of the turn; None for no reward. The rewards of an episode are summed, see ``final``."""
+    """Reward of the turn; None for no reward. The rewards of an episode are summed, see
+    ``final``."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Named components of the reward, for charts."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -209,10 +212,10 @@ class Turn:
 class Environment(Protocol):
     """An environment instance, which plays one episode at a time.
 
-    Many instances run on one event loop, so no method may block. The same task, seed and messages give the
-    same turns, unless the specification has ``deterministic=False``. Answer a wrong message of the policy
-    with a turn; raise EnvironmentFailure if the environment itself fails. Any other exception counts as a
-    failure of the kind ``internal``.
+    Many instances run on one event loop, so no method may block. The same task, seed and messages
+    give the same turns, unless the specification has ``deterministic=False``. Answer a wrong
+    message of the policy with a turn; raise EnvironmentFailure if the environment itself fails. Any
+    other exception counts as a failure of the kind ``internal``.
     """
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
@@ -226,7 +229,8 @@ class Environment(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release all resources. It may be called at any time, and the instance is not used afterwards."""
+        """Release all resources. It may be called at any time, and the instance is not used
+        afterwards."""
         ...
 
 
@@ -245,7 +249,8 @@ class Task:
     seed: int = 0
     """Seed that is passed to ``Environment.reset``."""
     template: str = ""
-    """Display name of the template that the task was instantiated from; "" means the template's id."""
+    """Display name of the template that the task was instantiated from; "" means the template's
+    id."""
     max_turns: int = 0
     """Maximum number of turns, in addition to ``rollout.max_turns``; 0 for no limit of its own."""
 
@@ -262,9 +267,9 @@ class Task:
 class TaskSet(Protocol):
     """The task templates of a split, from which a curriculum draws tasks.
 
-    A finite data set has one template per row; ``instantiate`` then ignores the seed, or draws with it
-    what the row leaves open. An endless set has one template per kind of task, and each seed gives
-    another instance.
+    A finite data set has one template per row; ``instantiate`` then ignores the seed, or draws with
+    it what the row leaves open. An endless set has one template per kind of task, and each seed
+    gives another instance.
     """
 
     @property
@@ -289,9 +294,9 @@ class Demonstration:
     task: Task
     """The task of the episode."""
     turns: tuple[str, ...]
-    """Texts of the turns, with tool calls in the Hermes format
-    (``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``). The chat template of the model that is
-    trained on them converts the calls to its own syntax."""
+    """Texts of the turns, with tool calls in the Hermes format (``<tool_call>{"name": ...,
+    "arguments": {...}}</tool_call>``). The chat template of the model that is trained on them
+    converts the calls to its own syntax."""
     learned: tuple[bool, ...] = ()
     """For each turn, whether the policy should imitate it; () means all of them."""
     kind: str = SOLUTION
@@ -311,13 +316,16 @@ class DemonstrationRequest:
     habit_fraction: float = 0.0
     """Fraction of demonstrations of the kind ``HABIT``, which have ``succeeds=False``."""
     recovery_fraction: float = 0.0
-    """Fraction of demonstrations of the kind ``RECOVERY``. The rest are of the kind ``SOLUTION``."""
+    """Fraction of demonstrations of the kind ``RECOVERY``. The rest are of the kind
+    ``SOLUTION``."""
 
     def kinds(self) -> list[str]:
         """Return the kind of each demonstration of a template: the rounded shares of habits and
         recoveries, then solutions."""
         shares = ((HABIT, self.habit_fraction), (RECOVERY, self.recovery_fraction))
-        kinds = [kind for kind, share in shares for _ in range(round(share * self.episodes_per_task))]
+        kinds = [
+            kind for kind, share in shares for _ in range(round(share * self.episodes_per_task))
+        ]
         return (kinds + [SOLUTION] * self.episodes_per_task)[: self.episodes_per_task]
 
 
@@ -343,7 +351,8 @@ class DemonstrationProgram:
 class EnvironmentService:
     """A server process that the launcher starts and supervises as the worker ``env/0``.
 
-    It is run as ``python -m MODULE --name env/0 --host HOST --port PORT *argv --master ... --run-id ...``."""
+    It is run as ``python -m MODULE --name env/0 --host HOST --port PORT *argv --master ... --run-id
+    ...``."""
 
     module: str
     """Module that is run."""
@@ -363,8 +372,8 @@ class EnvironmentSpec:
     """Name of the environment in messages and charts."""
     make: Callable[[str], Environment]
     """Return a new instance, given the URL of the environment's service ("" without one). A service
-    with a token has the URL ``http://:TOKEN@HOST:PORT``. It is called on the event loop that plays the
-    instance, so it must not block."""
+    with a token has the URL ``http://:TOKEN@HOST:PORT``. It is called on the event loop that plays
+    the instance, so it must not block."""
     tasks: Callable[[str], TaskSet]
     """Return the task set of a split, ``train`` or ``heldout``. The two share no instance."""
     system_prompt: str = ""
@@ -393,7 +402,8 @@ class EnvironmentSpec:
 
 @dataclass(frozen=True)
 class EnvironmentDefinition:
-    """An entry of the registry of environments. Both fields must work without torch, and start nothing."""
+    """An entry of the registry of environments. Both fields must work without torch, and start
+    nothing."""
 
     options: type[Any]
     """Dataclass of the environment's options, the section ``env``."""

@@ -1,5 +1,5 @@
-"""Defines what an evaluation reports: the results of held-out episodes, and their success by group with 95 %
-intervals."""
+"""Defines what an evaluation reports: the results of held-out episodes, and their success by group
+with 95 % intervals."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 from realhf.base.messages import Message
 
 Report = dict[str, dict[str, dict[str, Any]]]
-"""Way of sampling (``sampled``, ``greedy``) -> ``overall`` or a group -> figures, see ``evaluation_report``."""
+"""Way of sampling (``sampled``, ``greedy``) -> ``overall`` or a group -> figures, see
+``evaluation_report``."""
 
 
 class EpisodeResult(Message, frozen=True):
-    """Says how one held-out episode ended. One that is not ``valid`` failed: it says nothing about the policy.
-    ``out_of_turns``: ``rollout.max_turns`` ended it."""
+    """Says how one held-out episode ended. One that is not ``valid`` failed: it says nothing about
+    the policy. ``out_of_turns``: ``rollout.max_turns`` ended it."""
 
     group: str
     valid: bool
@@ -26,11 +27,12 @@ class EpisodeResult(Message, frozen=True):
 
 
 def evaluation_report(results: Sequence[EpisodeResult], version: int) -> dict[str, dict[str, Any]]:
-    """Return {"overall" or group: {success, low, high, reward, turns, out_of_turns, episodes, failed, version}}.
+    """Return {"overall" or group: {success, low, high, reward, turns, out_of_turns, episodes,
+    failed, version}}.
 
-    Failed episodes (environment errors) are counted in ``failed`` and enter no mean; ``low`` and ``high`` are the 95 %
-    Wilson interval of the success rate; ``out_of_turns`` is the share that ``rollout.max_turns`` ended;
-    ``version`` is that of the policy that played all of them.
+    Failed episodes (environment errors) are counted in ``failed`` and enter no mean; ``low`` and
+    ``high`` are the 95 % Wilson interval of the success rate; ``out_of_turns`` is the share that
+    ``rollout.max_turns`` ended; ``version`` is that of the policy that played all of them.
     """
     report = {"overall": _summary(results, version)}
     for group in sorted({result.group for result in results if result.group}):
@@ -61,7 +63,8 @@ Z95 = 1.959964
 
 
 def wilson_interval(successes: float, n: int, z: float = Z95) -> tuple[float, float]:
-    """Return the score interval (low, high) of a proportion (Wilson 1927); (0, 1) without observations."""
+    """Return the score interval (low, high) of a proportion (Wilson 1927); (0, 1) without
+    observations."""
     if n == 0:
         return 0.0, 1.0
     p = successes / n
@@ -71,8 +74,8 @@ def wilson_interval(successes: float, n: int, z: float = Z95) -> tuple[float, fl
 
 
 def mean_interval(values: Sequence[float], z: float = Z95) -> tuple[float, float, float] | None:
-    """Return (mean, low, high) from the standard error of the sample; None without values. A single value has no
-    spread, so its interval is the value itself."""
+    """Return (mean, low, high) from the standard error of the sample; None without values. A single
+    value has no spread, so its interval is the value itself."""
     n = len(values)
     if n == 0:
         return None

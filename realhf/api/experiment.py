@@ -1,15 +1,17 @@
-"""The specification of an experiment: models, model function calls, data source, rollouts and evaluation.
+"""The specification of an experiment: models, model function calls, data source, rollouts and
+evaluation.
 
 An experiment is one Python file and one YAML file in ``configs/experiment/``::
 
     # experiments/my_algorithm.py
     def build(config: ExperimentConfig) -> ExperimentSpec: ...
 
-An experiment with options of its own takes a subclass of ``ExperimentConfig`` (docs/extend/experiment.md).
+An experiment with options of its own takes a subclass of ``ExperimentConfig``
+(docs/extend/experiment.md).
 
-Key names in an ``MFCDef`` are those of the graph. For an interface with other names, the remaps translate in
-the direction of the data: ``{graph name: interface name}`` for inputs, ``{interface name: graph name}`` for
-outputs.
+Key names in an ``MFCDef`` are those of the graph. For an interface with other names, the remaps
+translate in the direction of the data: ``{graph name: interface name}`` for inputs, ``{interface
+name: graph name}`` for outputs.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class InterfaceType(Enum):
 
     @property
     def produces_keys(self) -> bool:
-        """Whether calls of this type return a sample (generation, inference) instead of only statistics."""
+        """Whether calls of this type return a sample (generation, inference) instead of only
+        statistics."""
         return self in (InterfaceType.GENERATE, InterfaceType.INFERENCE)
 
 
@@ -60,7 +63,8 @@ class InterfaceType(Enum):
 class MFCDef:
     """A model function call, a node of the dataflow graph.
 
-    Raises ValueError for values that are invalid by themselves; ``build_graph`` checks the calls together.
+    Raises ValueError for values that are invalid by themselves; ``build_graph`` checks the calls
+    together.
     """
 
     name: str
@@ -88,12 +92,13 @@ class MFCDef:
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     """Splitting into micro-batches."""
     balance: str = "tokens"
-    """How a call is split over several workers: equal numbers of ``tokens`` or an equal ``count`` of samples."""
+    """How a call is split over several workers: equal numbers of ``tokens`` or an equal ``count``
+    of samples."""
     timeout_s: float = 1800.0
     """Timeout of one call in seconds."""
     resample: float = 0.0
-    """For a generating call: maximum number of additional groups that replace groups without ``signal``, as a
-    multiple of the samples of a step; 0 disables dynamic sampling."""
+    """For a generating call: maximum number of additional groups that replace groups without
+    ``signal``, as a multiple of the samples of a step; 0 disables dynamic sampling."""
     signal: GroupSignal = field(default_factory=GroupSignal)
     """Criterion for groups with a learning signal."""
 
@@ -109,19 +114,29 @@ class MFCDef:
         stray_in = sorted(set(self.input_key_remap) - set(declared))
         stray_out = sorted(set(self.output_key_remap.values()) - set(self.output_keys))
         return [
-            (not self.name or self.name.startswith("__"), "the name must not be empty or start with '__'"),
+            (
+                not self.name or self.name.startswith("__"),
+                "the name must not be empty or start with '__'",
+            ),
             (not self.model_role, "model_role is empty"),
             (
-                self.resample < 0 or (self.resample > 0 and self.interface_type is not InterfaceType.GENERATE),
+                self.resample < 0
+                or (self.resample > 0 and self.interface_type is not InterfaceType.GENERATE),
                 f"resample={self.resample:g} is at least 0, and of a call that generates",
             ),
             (self.n_seqs < 1, f"n_seqs is {self.n_seqs}, must be at least 1"),
             (self.timeout_s <= 0, f"timeout_s is {self.timeout_s}, must be positive"),
-            (self.balance not in ("tokens", "count"), f"balance {self.balance!r} is not tokens or count"),
+            (
+                self.balance not in ("tokens", "count"),
+                f"balance {self.balance!r} is not tokens or count",
+            ),
             (bool(twice), f"input keys declared twice: {', '.join(twice)}"),
             (bool(twice_out), f"output keys declared twice: {', '.join(twice_out)}"),
             (bool(stray_in), f"input_key_remap names keys it does not take: {', '.join(stray_in)}"),
-            (bool(stray_out), f"output_key_remap yields keys it does not output: {', '.join(stray_out)}"),
+            (
+                bool(stray_out),
+                f"output_key_remap yields keys it does not output: {', '.join(stray_out)}",
+            ),
             (_not_injective(self.input_key_remap), "input_key_remap maps two keys to one name"),
             (_not_injective(self.output_key_remap), "output_key_remap maps two keys to one name"),
         ]
@@ -133,12 +148,14 @@ def _not_injective(remap: Mapping[str, str]) -> bool:
 
 class _Arguments:
     def to_args(self) -> dict[str, Any]:
-        """Return the arguments of an interface (``env_rollout``) or its evaluation, as JSON can hold them."""
+        """Return the arguments of an interface (``env_rollout``) or its evaluation, as JSON can
+        hold them."""
         return to_json_value(self)
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> Self:
-        """Rebuild the options from ``to_args``. Raises TypeError for an unknown or a missing option."""
+        """Rebuild the options from ``to_args``. Raises TypeError for an unknown or a missing
+        option."""
         return from_json_value(cls, args)
 
 
@@ -222,9 +239,11 @@ class ModelSpec:
     dtype: str = "float32"
     """Data type of the weights."""
     head: str = "lm"
-    """Head of the decoder: ``lm`` (logits of the next token) or ``value`` (one number per position)."""
+    """Head of the decoder: ``lm`` (logits of the next token) or ``value`` (one number per
+    position)."""
     experts: bool | None = False
-    """Whether a mixture of experts is accepted; None for a role that is never trained, which accepts any model."""
+    """Whether a mixture of experts is accepted; None for a role that is never trained, which
+    accepts any model."""
     gradient_checkpointing: bool = False
     """Whether activations are recomputed in the backward pass."""
     compile: bool = False
@@ -234,9 +253,11 @@ class ModelSpec:
     lora: LoraConfig | None = None
     """LoRA adapters to train; None trains all weights."""
     base_of: str = ""
-    """For a frozen role: the role whose model it is with the adapters disabled, on workers that hold both."""
+    """For a frozen role: the role whose model it is with the adapters disabled, on workers that
+    hold both."""
     tokens_of: str = ""
-    """Path of another model whose tokens the role reads, so that its tokenizer must give the same ids."""
+    """Path of another model whose tokens the role reads, so that its tokenizer must give the same
+    ids."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template."""
     tool_parser: str = AUTO
@@ -260,16 +281,17 @@ class SourceSpec:
     worker: int = 0
     """Index of the model worker that stores its tensors."""
     dataset_args: Mapping[str, Any] | None = None
-    """Arguments of the dataset registered under the same name, which the worker reads; None without a dataset."""
+    """Arguments of the dataset registered under the same name, which the worker reads; None without
+    a dataset."""
 
 
 @dataclass(frozen=True)
 class EvaluationSpec:
     """The held-out evaluation.
 
-    ``evaluate(model, args, context)`` of the interface runs before the first and after the last step, outside
-    the training buffer. It returns {"sampled": {"overall" or group: {"success", "low", "high", "episodes", ...}},
-    "greedy": {...}}."""
+    ``evaluate(model, args, context)`` of the interface runs before the first and after the last
+    step, outside the training buffer. It returns {"sampled": {"overall" or group: {"success",
+    "low", "high", "episodes", ...}}, "greedy": {...}}."""
 
     role: str
     """Role that is evaluated."""
@@ -292,7 +314,8 @@ def is_made(artifact: Path) -> bool:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A process that must finish before the workers start, such as the collection of demonstrations.
+    """A process that must finish before the workers start, such as the collection of
+    demonstrations.
 
     It runs as ``python -m module *argv`` and is skipped if ``artifact`` exists.
     """
@@ -302,7 +325,8 @@ class JobSpec:
     module: str
     """Module that is run."""
     argv: tuple[str, ...]
-    """Arguments. ``{artifact}`` is replaced by a temporary path, which is renamed to ``artifact`` on success."""
+    """Arguments. ``{artifact}`` is replaced by a temporary path, which is renamed to ``artifact``
+    on success."""
     artifact: Path
     """File or folder that the job creates."""
     timeout_s: float = 1800.0
@@ -313,8 +337,8 @@ class JobSpec:
 class ServiceSpec:
     """An additional worker of a run, such as a trajectory server.
 
-    It runs as ``python -m module --name NAME --master ... --run-id ... *argv`` and registers with the master,
-    which waits for it. All calls get its address (``CallContext.endpoints``)."""
+    It runs as ``python -m module --name NAME --master ... --run-id ... *argv`` and registers with
+    the master, which waits for it. All calls get its address (``CallContext.endpoints``)."""
 
     name: str
     """Name of the form ``<kind>/<number>``."""
@@ -326,7 +350,8 @@ class ServiceSpec:
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """The part of an asynchronous experiment that rollout workers run (docs/reference/dataflow.md 9)."""
+    """The part of an asynchronous experiment that rollout workers run (docs/reference/dataflow.md
+    9)."""
 
     role: str
     """Role whose weights generate."""
@@ -350,8 +375,8 @@ class RolloutSpec:
 
     @property
     def rows_per_episode(self) -> int:
-        """Maximum number of sequences per episode: an agent may hold several conversations, and an episode whose
-        old reasoning is dropped has up to one row per turn."""
+        """Maximum number of sequences per episode: an agent may hold several conversations, and an
+        episode whose old reasoning is dropped has up to one row per turn."""
         if self.agent:
             return MAX_BRANCHES
         return 1 if self.episodes.keep_reasoning else self.episodes.max_turns
@@ -419,7 +444,8 @@ class ExperimentSpec:
 
     @property
     def world(self) -> tuple[int, ...]:
-        """Indices of the model workers of all roles that train on several workers, in ascending order."""
+        """Indices of the model workers of all roles that train on several workers, in ascending
+        order."""
         groups = [model.workers for model in self.models.values() if model.parallel.size > 1]
         return tuple(sorted({index for workers in groups for index in workers}))
 
@@ -474,5 +500,8 @@ class RunPlan:
 
     @staticmethod
     def read(run_dir: Path) -> RunPlan:
-        """Read the plan of a run folder. Raises FileNotFoundError if the launcher wrote none there."""
-        return from_json_value(RunPlan, json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8")))
+        """Read the plan of a run folder. Raises FileNotFoundError if the launcher wrote none
+        there."""
+        return from_json_value(
+            RunPlan, json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8"))
+        )

@@ -1,4 +1,5 @@
-"""Defines asynchronous generation: engines that requests join and leave between tokens, and their weights."""
+"""Defines asynchronous generation: engines that requests join and leave between tokens, and their
+weights."""
 
 from __future__ import annotations
 
@@ -14,14 +15,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Done = Callable[[GenOutput | Exception], None]
-"""Is called once per submitted request, on a thread of the engine, with its output or with what went wrong."""
+"""Is called once per submitted request, on a thread of the engine, with its output or with what
+went wrong."""
 
 
 class StreamingGenerator(Protocol):
-    """Samples with continuous batching. All methods may be called from any thread; a request is known by its slot.
+    """Samples with continuous batching. All methods may be called from any thread; a request is
+    known by its slot.
 
-    A finished output has the reason ``stop``, ``length`` or ``aborted``. New weights interrupt no request: it goes on
-    under them, and ``GenOutput.versions`` holds for each token the version that sampled it.
+    A finished output has the reason ``stop``, ``length`` or ``aborted``. New weights interrupt no
+    request: it goes on under them, and ``GenOutput.versions`` holds for each token the version that
+    sampled it.
     """
 
     @property
@@ -29,7 +33,9 @@ class StreamingGenerator(Protocol):
         """Policy version of the weights in use; -1 before the first."""
         ...
 
-    def submit(self, request: GenRequest, config: GenConfig, stop_ids: Sequence[int], done: Done) -> None:
+    def submit(
+        self, request: GenRequest, config: GenConfig, stop_ids: Sequence[int], done: Done
+    ) -> None:
         """Queue a request. It waits while the engine is paused or has no weights yet."""
         ...
 
@@ -42,33 +48,37 @@ class StreamingGenerator(Protocol):
         ...
 
     def pause(self, timeout_s: float) -> None:
-        """Stop sampling and return when no token is being sampled any more; sampling starts again at ``resume``. Raises
-        TimeoutError."""
+        """Stop sampling and return when no token is being sampled any more; sampling starts again
+        at ``resume``. Raises TimeoutError."""
         ...
 
     def resume(self) -> None:
         """Start sampling again after ``pause``."""
         ...
 
-    def load_weights(self, version: int, tensors: Mapping[str, Tensor], *, again: bool = False) -> None:
-        """Take new weights between two tokens: all of them or, on an error, none. A version that is in use already is
-        left alone, unless it is to be loaded ``again``; a lower one raises ValueError, so does a tensor that is missing
-        or of another shape."""
+    def load_weights(
+        self, version: int, tensors: Mapping[str, Tensor], *, again: bool = False
+    ) -> None:
+        """Take new weights between two tokens: all of them or, on an error, none. A version that is
+        in use already is left alone, unless it is to be loaded ``again``; a lower one raises
+        ValueError, so does a tensor that is missing or of another shape."""
         ...
 
     def weight_digests(self, names: Sequence[str]) -> dict[str, HeldTensor]:
-        """Return digests of what the engine holds under these names at this moment, leaving out names that it does not
-        know; nothing at all where it cannot tell. Call it while no weights are being loaded."""
+        """Return digests of what the engine holds under these names at this moment, leaving out
+        names that it does not know; nothing at all where it cannot tell. Call it while no weights
+        are being loaded."""
         ...
 
     def replica(self) -> StreamingGenerator | None:
-        """Return a second engine with a copy of the weights in use, which nobody updates; None where there cannot be a
-        second one. Call it while no weights are being loaded."""
+        """Return a second engine with a copy of the weights in use, which nobody updates; None
+        where there cannot be a second one. Call it while no weights are being loaded."""
         ...
 
     def stats(self) -> dict[str, float]:
-        """Return counters since the start: ``generated_tokens``, ``prefill_tokens``, ``reused_tokens``, ``busy_s``
-        (seconds in forward passes), and the numbers of now: ``running``, ``waiting``."""
+        """Return counters since the start: ``generated_tokens``, ``prefill_tokens``,
+        ``reused_tokens``, ``busy_s`` (seconds in forward passes), and the numbers of now:
+        ``running``, ``waiting``."""
         ...
 
     def close(self) -> None:
@@ -93,8 +103,9 @@ class GenerationFailed(RuntimeError):
 
 
 class TensorSlot(Message, frozen=True, array_like=True):
-    """Says where one tensor lies in a flat buffer of weights. ``dtype`` is a tag of ``realhf.api.keys``; ``digest`` was
-    computed on the trainer's own tensor (``realhf.base.tensor_digest``)."""
+    """Says where one tensor lies in a flat buffer of weights. ``dtype`` is a tag of
+    ``realhf.api.keys``; ``digest`` was computed on the trainer's own tensor
+    (``realhf.base.tensor_digest``)."""
 
     name: str
     dtype: str
@@ -105,9 +116,10 @@ class TensorSlot(Message, frozen=True, array_like=True):
 
 
 class HeldTensor(Message, frozen=True, array_like=True):
-    """Says what an engine holds of one tensor: a digest of it in the engine's own element type. ``expected`` is the
-    digest of what it received, converted to that type, where the type is not that of the manifest; else empty. With an
-    empty ``digest`` the tensor is unproven: the engine took it, but does not have it under this name."""
+    """Says what an engine holds of one tensor: a digest of it in the engine's own element type.
+    ``expected`` is the digest of what it received, converted to that type, where the type is not
+    that of the manifest; else empty. With an empty ``digest`` the tensor is unproven: the engine
+    took it, but does not have it under this name."""
 
     dtype: str
     digest: str
@@ -120,11 +132,11 @@ class HeldTensor(Message, frozen=True, array_like=True):
 
 
 class WeightsManifest(Message, frozen=True):
-    """Describes one version of a policy's weights and how to get it. ``medium``: ``shm`` (``location``: name of a
-    segment), ``disk`` (a safetensors file) or ``fetch`` (address and ticket). ``checksum``: hex digest (blake2b, 16
-    bytes) of the flat buffer, tensors in the order of ``slots``, each at its offset; for ``shm``, whose buffer nobody
-    can change, of the tensors' digests. ``trial``: weights of a self-test, which an engine loads though it has this
-    version."""
+    """Describes one version of a policy's weights and how to get it. ``medium``: ``shm``
+    (``location``: name of a segment), ``disk`` (a safetensors file) or ``fetch`` (address and
+    ticket). ``checksum``: hex digest (blake2b, 16 bytes) of the flat buffer, tensors in the order
+    of ``slots``, each at its offset; for ``shm``, whose buffer nobody can change, of the tensors'
+    digests. ``trial``: weights of a self-test, which an engine loads though it has this version."""
 
     version: int
     medium: str

@@ -1,8 +1,9 @@
 """Builds the dataflow graph: model function calls joined by the keys they produce and consume.
 
-Edges are never written down, they follow from keys (docs/reference/dataflow.md 3). ``build_graph`` checks everything
-and reports all problems at once, each naming the model function call and the key. The graph itself is a multigraph of
-``networkx``, which is imported here alone: what makes no graph, such as the clients of both servers, does not load it.
+Edges are never written down, they follow from keys (docs/reference/dataflow.md 3). ``build_graph``
+checks everything and reports all problems at once, each naming the model function call and the key.
+The graph itself is a multigraph of ``networkx``, which is imported here alone: what makes no graph,
+such as the clients of both servers, does not load it.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ class GraphError(ValueError):
 
 
 class DataFlowGraph:
-    """A checked graph; build it with ``build_graph``. ``warnings`` holds what is odd but allowed."""
+    """A checked graph; build it with ``build_graph``. ``warnings`` holds what is odd but
+    allowed."""
 
-    def __init__(self, mfcs: Sequence[MFCDef], dataset_keys: Sequence[str], log_keys: Sequence[str]) -> None:
+    def __init__(
+        self, mfcs: Sequence[MFCDef], dataset_keys: Sequence[str], log_keys: Sequence[str]
+    ) -> None:
         self.mfcs = tuple(mfcs)
         self.dataset_keys = tuple(dataset_keys)
         self.log_keys = tuple(log_keys)
@@ -46,8 +50,8 @@ class DataFlowGraph:
             for key in self._inputs[mfc.name]:
                 self._consumers.setdefault(key, []).append(mfc.name)
         self.nx = self._multigraph()
-        """The calls and the data source as nodes; an edge (producer, consumer, key) for each key that goes between
-        two of them."""
+        """The calls and the data source as nodes; an edge (producer, consumer, key) for each key
+        that goes between two of them."""
 
     def _bound_inputs(self, mfc: MFCDef) -> tuple[str, ...]:
         optional = (key for key in mfc.optional_input_keys if key in self._producers)
@@ -72,11 +76,13 @@ class DataFlowGraph:
         return max(mfc.n_seqs for mfc in self.mfcs)
 
     def inputs(self, name: str) -> tuple[str, ...]:
-        """List the keys the call waits for: its required inputs and those optional ones that somebody produces."""
+        """List the keys the call waits for: its required inputs and those optional ones that
+        somebody produces."""
         return self._inputs[name]
 
     def producers(self, key: str) -> tuple[str, ...]:
-        """Return who makes ``key``: one name in a valid graph (``__dataset__`` for the source), or nobody."""
+        """Return who makes ``key``: one name in a valid graph (``__dataset__`` for the source), or
+        nobody."""
         return tuple(self._producers.get(key, ()))
 
     def consumers(self, key: str) -> tuple[str, ...]:
@@ -84,7 +90,8 @@ class DataFlowGraph:
         return tuple(self._consumers.get(key, ()))
 
     def topological_levels(self) -> list[list[str]]:
-        """Group the calls so that each group needs only earlier groups; calls of one group may overlap."""
+        """Group the calls so that each group needs only earlier groups; calls of one group may
+        overlap."""
         return [sorted(level) for level in nx.topological_generations(self._calls())]
 
     def ancestors(self, name: str) -> frozenset[str]:
@@ -127,7 +134,9 @@ class DataFlowGraph:
         return "\n".join(line.rstrip() for line in lines)
 
     def _merged_edges(self) -> list[tuple[str, str, str]]:
-        merged = {(DATASET, mfc.name): ["metadata"] for mfc in self.mfcs if not self._inputs[mfc.name]}
+        merged = {
+            (DATASET, mfc.name): ["metadata"] for mfc in self.mfcs if not self._inputs[mfc.name]
+        }
         for source, target, key in sorted(self.nx.edges(keys=True)):
             merged.setdefault((source, target), []).append(key)
         return [(source, target, ", ".join(keys)) for (source, target), keys in merged.items()]
@@ -135,14 +144,20 @@ class DataFlowGraph:
     def to_mermaid(self) -> str:
         """Return the graph as Mermaid flowchart text."""
         lines = ["flowchart LR", "  dataset[(dataset)]"]
-        lines += [f'  {m.name}["{m.name}<br/>{m.model_role}.{m.interface_type.value}"]' for m in self.mfcs]
+        lines += [
+            f'  {m.name}["{m.name}<br/>{m.model_role}.{m.interface_type.value}"]' for m in self.mfcs
+        ]
         for source, target, keys in self._merged_edges():
             lines.append(f'  {"dataset" if source == DATASET else source} -- "{keys}" --> {target}')
         return "\n".join(lines) + "\n"
 
     def to_dot(self) -> str:
         """Return the graph as Graphviz text."""
-        lines = ["digraph dataflow {", "  rankdir=LR;", f'  "{DATASET}" [label="dataset", shape=cylinder];']
+        lines = [
+            "digraph dataflow {",
+            "  rankdir=LR;",
+            f'  "{DATASET}" [label="dataset", shape=cylinder];',
+        ]
         for m in self.mfcs:
             label = f"{m.name}\\n{m.model_role}.{m.interface_type.value}"
             lines.append(f'  "{m.name}" [label="{label}", shape=box];')
@@ -159,8 +174,8 @@ def build_graph(
 ) -> DataFlowGraph:
     """Join the calls by their keys and check them.
 
-    ``roles`` are the model roles that exist (None: not checked). An output that nobody reads and that is not
-    in ``log_keys`` is a warning. Raises GraphError with every problem.
+    ``roles`` are the model roles that exist (None: not checked). An output that nobody reads and
+    that is not in ``log_keys`` is a warning. Raises GraphError with every problem.
     """
     calls = tuple(mfcs)
     if not calls:
@@ -176,12 +191,15 @@ def build_graph(
     return graph
 
 
-def to_async(mfcs: Iterable[MFCDef], also: Collection[str] = ("rew_inf",)) -> tuple[list[MFCDef], list[MFCDef]]:
+def to_async(
+    mfcs: Iterable[MFCDef], also: Collection[str] = ("rew_inf",)
+) -> tuple[list[MFCDef], list[MFCDef]]:
     """Return (calls that stay in the graph, calls that rollout workers run instead).
 
-    Every generating call leaves, and so do those named in ``also``. What they produce comes from the stream, so their
-    keys become dataset keys; build the graph of the rest with these (docs/reference/dataflow.md 3). Raises GraphError
-    when nothing generates, or when a call that leaves needs a key that stays behind.
+    Every generating call leaves, and so do those named in ``also``. What they produce comes from
+    the stream, so their keys become dataset keys; build the graph of the rest with these
+    (docs/reference/dataflow.md 3). Raises GraphError when nothing generates, or when a call that
+    leaves needs a key that stays behind.
     """
     calls = list(mfcs)
     leaving = [mfc for mfc in calls if mfc.interface_type is InterfaceType.GENERATE]
@@ -191,7 +209,8 @@ def to_async(mfcs: Iterable[MFCDef], also: Collection[str] = ("rew_inf",)) -> tu
     staying = [mfc for mfc in calls if mfc not in leaving]
     left_behind = {key: mfc.name for mfc in staying for key in mfc.output_keys}
     problems = [
-        f"{mfc.name!r} would be run by rollout workers, but its key {key!r} is produced by {left_behind[key]!r}"
+        f"{mfc.name!r} would be run by rollout workers, but its key {key!r} is produced by "
+        f"{left_behind[key]!r}"
         for mfc in leaving
         for key in mfc.input_keys
         if key in left_behind
@@ -226,7 +245,9 @@ def _input_problems(graph: DataFlowGraph) -> list[str]:
                 continue
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            found.append(f"{mfc.name!r} needs key {key!r}, which no call and no dataset produces{hint}")
+            found.append(
+                f"{mfc.name!r} needs key {key!r}, which no call and no dataset produces{hint}"
+            )
     return found
 
 
@@ -256,7 +277,9 @@ def _output_problems(graph: DataFlowGraph) -> list[str]:
             readers = ", ".join(repr(name) for name in graph.consumers(key))
             if readers:
                 method = mfc.interface_type.value
-                found.append(f"{mfc.name!r} is a {method} and cannot produce key {key!r}, read by {readers}")
+                found.append(
+                    f"{mfc.name!r} is a {method} and cannot produce key {key!r}, read by {readers}"
+                )
     return found
 
 

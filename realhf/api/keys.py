@@ -1,7 +1,8 @@
 """Names sample fields: element types, length rules and meaning (docs/reference/dataflow.md 2).
 
-For a sequence of ``L`` tokens a key of rule ``L`` indexes tokens; rule ``L-1`` ("shifted") puts at position ``t`` the
-quantity for predicting token ``t+1``; rule ``1`` is one value per sequence; ``free`` has its own lengths.
+For a sequence of ``L`` tokens a key of rule ``L`` indexes tokens; rule ``L-1`` ("shifted") puts at
+position ``t`` the quantity for predicting token ``t+1``; rule ``1`` is one value per sequence;
+``free`` has its own lengths.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import MappingProxyType
 
-ITEMSIZE = MappingProxyType({"bool": 1, "u8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 2, "bf16": 2, "f32": 4, "f64": 8})
+ITEMSIZE = MappingProxyType(
+    {"bool": 1, "u8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 2, "bf16": 2, "f32": 4, "f64": 8}
+)
 """Bytes of one element by dtype tag. No other tag is allowed anywhere."""
 
 TORCH_NAMES = MappingProxyType(
@@ -36,7 +39,9 @@ def dtype_tag(dtype: object) -> str:
     """Return the tag of a torch dtype. Raises ValueError for one that samples cannot hold."""
     tag = _TAG_OF_TORCH.get(str(dtype))
     if tag is None:
-        raise ValueError(f"dtype {dtype} is not supported in a sample; supported: {', '.join(ITEMSIZE)}")
+        raise ValueError(
+            f"dtype {dtype} is not supported in a sample; supported: {', '.join(ITEMSIZE)}"
+        )
     return tag
 
 
@@ -53,7 +58,9 @@ class KeySpec:
         if self.dtype not in ITEMSIZE:
             raise ValueError(f"key {self.name!r}: unknown dtype tag {self.dtype!r}")
         if self.rule not in RULES:
-            raise ValueError(f"key {self.name!r}: unknown length rule {self.rule!r}, one of {RULES}")
+            raise ValueError(
+                f"key {self.name!r}: unknown length rule {self.rule!r}, one of {RULES}"
+            )
 
 
 STANDARD_KEYS: tuple[KeySpec, ...] = (
@@ -101,8 +108,8 @@ TURN_KEYS = (TURN_IDS, "turn_rewards", "turn_states")
 
 FEEDBACK_PROMPT = "feedback_prompt_ids"
 FEEDBACK_RATIOS = "feedback_logratios"
-"""The prompt of a row with feedback in it, made by rollouts where a call has it among its inputs; and what the policy
-makes of the row's tokens when it has read that."""
+"""The prompt of a row with feedback in it, made by rollouts where a call has it among its inputs;
+and what the policy makes of the row's tokens when it has read that."""
 NONE, ERRORS, SOLVED, ANY = FEEDBACKS = ("none", "errors", "solved", "any")
 """What a policy may be told of its attempts (``ppo.feedback``)."""
 

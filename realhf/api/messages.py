@@ -1,19 +1,24 @@
-"""Checks the messages and rows that users bring. What is read, rendered or trained is checked here and nowhere else.
+"""Checks the messages and rows that users bring. What is read, rendered or trained is checked here
+and nowhere else.
 
 The entrances, and what calls these functions there:
 
-- rows of demonstrations (JSONL of supervised training and of a warm start): ``realhf.data.chat_dataset``, and the
-  vocabulary that the built-in policy learns from them: ``realhf.backends.builtin_policy``;
-- rows of tasks (``env.data``, ``env.heldout_data`` and an author's ``tasks(split)``): ``realhf.env.loader``;
-- openings and turns of every environment that is played here: ``realhf.rollout.player``; before that those of an
-  author's class in ``realhf.env.loader`` and of a remote server in ``realhf.env.adapters.openenv_episode``; where they
-  are served, ``realhf.env.server.spec``; where they are tried out, ``realhf.env.check``;
-- what a program of the package ``verifiers`` sends to its model: ``realhf.env.adapters.policy_endpoint``;
+- rows of demonstrations (JSONL of supervised training and of a warm start):
+  ``realhf.data.chat_dataset``, and the vocabulary that the built-in policy learns from them:
+  ``realhf.backends.builtin_policy``;
+- rows of tasks (``env.data``, ``env.heldout_data`` and an author's ``tasks(split)``):
+  ``realhf.env.loader``;
+- openings and turns of every environment that is played here: ``realhf.rollout.player``; before
+  that those of an author's class in ``realhf.env.loader`` and of a remote server in
+  ``realhf.env.adapters.openenv_episode``; where they are served, ``realhf.env.server.spec``; where
+  they are tried out, ``realhf.env.check``;
+- what a program of the package ``verifiers`` sends to its model:
+  ``realhf.env.adapters.policy_endpoint``;
 - what an agent sends to the endpoint of the OpenAI API: ``realhf.rollout.openai_requests``.
 
-Preference pairs (``experiment=dpo``) are made of played episodes and bring no rows. The trajectory server carries
-``messages`` to other trainers by rules of its own (docs/reference/trajectory.md 2.6): it wants a role and a content,
-reads neither, and trains token ids.
+Preference pairs (``experiment=dpo``) are made of played episodes and bring no rows. The trajectory
+server carries ``messages`` to other trainers by rules of its own (docs/reference/trajectory.md
+2.6): it wants a role and a content, reads neither, and trains token ids.
 """
 
 from __future__ import annotations
@@ -35,17 +40,19 @@ _INSTEAD = {
     "thinking": "reasoning_content",
     "function_call": "tool_calls",
 }
-"""Keys by which other programs say of a demonstrated turn what is said by another one here, and would be dropped."""
+"""Keys by which other programs say of a demonstrated turn what is said by another one here, and
+would be dropped."""
 
 
 def message_problems(found: Any, what: str, roles: Sequence[str] = ROLES) -> Iterator[str]:
-    """Yield what is wrong with messages: a sentence for each of them that begins with ``what``. Where the role is
-    wrong, it names ``roles``.
+    """Yield what is wrong with messages: a sentence for each of them that begins with ``what``.
+    Where the role is wrong, it names ``roles``.
 
-    A message is JSON with a known role and a text as content, which is null or missing only beside ``tool_calls``.
-    These have a name and arguments, an object or its JSON text. ``reasoning_content`` is text, ``train`` true or false;
-    both are an assistant's. ``name`` and ``tool_call_id`` are text. What is null counts as missing, and so does an
-    empty list of ``tool_calls``, which exports of chats write beside every message.
+    A message is JSON with a known role and a text as content, which is null or missing only beside
+    ``tool_calls``. These have a name and arguments, an object or its JSON text.
+    ``reasoning_content`` is text, ``train`` true or false; both are an assistant's. ``name`` and
+    ``tool_call_id`` are text. What is null counts as missing, and so does an empty list of
+    ``tool_calls``, which exports of chats write beside every message.
     """
     if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Sequence):
         yield f"{what} must be a list of messages, not {shown(found)}"
@@ -92,7 +99,11 @@ def _calls_problem(calls: Any) -> str:
         return f"tool_calls must be a list, not {shown(calls)}"
     for number, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        if (
+            not isinstance(function, Mapping)
+            or not isinstance(function.get("name"), str)
+            or not function["name"]
+        ):
             form = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
             return f"tool_calls[{number}] must be {form}, not {shown(call)}"
         if not _are_arguments(function.get("arguments")):
@@ -111,8 +122,8 @@ def _are_arguments(given: Any) -> bool:
 
 
 def silence(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return why a policy has nothing to answer in messages without problems, as the end of a sentence: there are none,
-    or none but the system's has words or calls; "" where it has."""
+    """Return why a policy has nothing to answer in messages without problems, as the end of a
+    sentence: there are none, or none but the system's has words or calls; "" where it has."""
     if not messages:
         return "has no message"
     if any(_says(message) for message in messages if message["role"] != "system"):
@@ -127,8 +138,9 @@ def _says(message: Mapping[str, Any]) -> bool:
 
 
 def demonstration_problems(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with a row of demonstrations: ``messages``, which open with something that an assistant
-    answers, and perhaps the schemas of ``tools``. A turn that trains says something."""
+    """Yield what is wrong with a row of demonstrations: ``messages``, which open with something
+    that an assistant answers, and perhaps the schemas of ``tools``. A turn that trains says
+    something."""
     if "messages" not in row:
         yield f"the row has no messages (it has {', '.join(map(shown, [*row][:8])) or 'nothing'})"
         return
@@ -144,7 +156,9 @@ def demonstration_problems(row: Mapping[str, Any]) -> Iterator[str]:
     elif problem := silence(messages[: turns[0]]):
         yield f"messages: the opening {problem}"
     for number in turns:
-        yield from (f"messages[{number}]: {problem}" for problem in _turn_problems(messages[number]))
+        yield from (
+            f"messages[{number}]: {problem}" for problem in _turn_problems(messages[number])
+        )
 
 
 def _turn_problems(turn: Mapping[str, Any]) -> Iterator[str]:
@@ -152,19 +166,28 @@ def _turn_problems(turn: Mapping[str, Any]) -> Iterator[str]:
     for key, instead in _INSTEAD.items():
         if turn.get(key) is not None:
             yield f"{key} is not read here; write {instead}"
-    if turn.get("train") is not False and not (_says(turn) or (turn.get("reasoning_content") or "").strip()):
-        yield "the turn is empty and would train the policy to say nothing; leave it out, or write train: false"
+    if turn.get("train") is not False and not (
+        _says(turn) or (turn.get("reasoning_content") or "").strip()
+    ):
+        yield (
+            "the turn is empty and would train the policy to say nothing; leave it out, or write "
+            "train: false"
+        )
 
 
 def tool_problems(found: Any, what: str = "tools") -> Iterator[str]:
-    """Yield what is wrong with the schemas of tools, which are JSON with a name each: a sentence for each of them that
-    begins with ``what``."""
+    """Yield what is wrong with the schemas of tools, which are JSON with a name each: a sentence
+    for each of them that begins with ``what``."""
     if not isinstance(found, (list, tuple)):
         yield f"{what} must be a list of JSON schemas, not {shown(found)}"
         return
     for number, tool in enumerate(found):
         function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        if (
+            not isinstance(function, Mapping)
+            or not isinstance(function.get("name"), str)
+            or not function["name"]
+        ):
             form = '{"type": "function", "function": {"name": ..., ...}}'
             yield f"{what}[{number}] must be {form}, not {shown(tool)}"
         elif problem := json_problem(tool):

@@ -10,9 +10,9 @@
     class Config(ExperimentConfig):
         algorithm: MarginOptions = section(MarginOptions)
 
-The help, the reference page and error messages are generated from the fields. A section whose options depend
-on each other has a method ``problems(self, name)``, see ``Checked``. A field also declares with ``on_resume``
-whether its value may change when a run resumes from a checkpoint.
+The help, the reference page and error messages are generated from the fields. A section whose
+options depend on each other has a method ``problems(self, name)``, see ``Checked``. A field also
+declares with ``on_resume`` whether its value may change when a run resumes from a checkpoint.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from realhf.base.plugin import split_reference
 C = TypeVar("C")
 
 OnResume = Literal["free", "warns", "refuses"]
-"""Effect of a changed option on a run that resumes from a checkpoint. ``free``: the new value is used, since it
-only concerns the execution; ``warns``: the new value is used from there on, with a warning; ``refuses``: an
-error, since it would be another experiment. The default is ``refuses``."""
+"""Effect of a changed option on a run that resumes from a checkpoint. ``free``: the new value is
+used, since it only concerns the execution; ``warns``: the new value is used from there on, with a
+warning; ``refuses``: an error, since it would be another experiment. The default is ``refuses``."""
 
 MAX_SEED = 2**63 - 1
 """Largest seed that all random generators accept as a signed 64-bit integer."""
@@ -72,7 +72,8 @@ class Option:
     """Effect of a change on resume; None for that of the section."""
 
     def bound(self) -> str:
-        """Return the bounds as text, such as ``at least 1`` or ``between 0 and 1``; "" without bounds."""
+        """Return the bounds as text, such as ``at least 1`` or ``between 0 and 1``; "" without
+        bounds."""
         low = self.at_least
         high = self.at_most
         if low is not None and high is not None:
@@ -87,7 +88,8 @@ class Option:
         return " and ".join(parts)
 
     def is_within_bounds(self, value: float) -> bool:
-        """Return whether a number is within the bounds. Infinity is within no bounds, and NaN never."""
+        """Return whether a number is within the bounds. Infinity is within no bounds, and NaN
+        never."""
         low = self.at_least is None or value >= self.at_least
         high = self.at_most is None or value <= self.at_most
         finite = not self.bound() or abs(value) != math.inf
@@ -110,7 +112,8 @@ class Checked(Protocol):
     """A section with checks across its options."""
 
     def problems(self, name: str) -> Iterable[str]:
-        """Yield a line for each invalid combination of options. ``name`` is the section's dotted name.
+        """Yield a line for each invalid combination of options. ``name`` is the section's dotted
+        name.
 
         Called only if each option is valid by itself."""
         ...
@@ -132,57 +135,78 @@ def option(
 ) -> Any:
     """Return a dataclass field for an option; the arguments are those of ``Option``.
 
-    A default list or mapping is copied for every instance. Bounds and choices apply to each item of a list,
-    and None is allowed wherever the type allows it."""
-    properties = Option(about, at_least, above, at_most, tuple(choices), registry, reference, retired, idle, on_resume)
+    A default list or mapping is copied for every instance. Bounds and choices apply to each item of
+    a list, and None is allowed wherever the type allows it."""
+    properties = Option(
+        about,
+        at_least,
+        above,
+        at_most,
+        tuple(choices),
+        registry,
+        reference,
+        retired,
+        idle,
+        on_resume,
+    )
     metadata = {_KEY: properties}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def section(kind: type[Any], *, idle: str = "", on_resume: OnResume | None = None, **changed: Any) -> Any:
+def section(
+    kind: type[Any], *, idle: str = "", on_resume: OnResume | None = None, **changed: Any
+) -> Any:
     """Return a dataclass field for a section of the class ``kind``.
 
-    ``changed`` are defaults that differ from those of ``kind``. ``idle`` and ``on_resume`` apply to all options
-    of the section that have none of their own."""
-    return field(default_factory=lambda: kind(**changed), metadata={_IDLE: idle, _ON_RESUME: on_resume})
+    ``changed`` are defaults that differ from those of ``kind``. ``idle`` and ``on_resume`` apply to
+    all options of the section that have none of their own."""
+    return field(
+        default_factory=lambda: kind(**changed), metadata={_IDLE: idle, _ON_RESUME: on_resume}
+    )
 
 
 def with_path(options: type[Any], path: str, about: str) -> type[Any]:
-    """Return a subclass of ``options`` with an option ``path``, which names the chosen component, or ``options``
-    itself if it has one."""
+    """Return a subclass of ``options`` with an option ``path``, which names the chosen component,
+    or ``options`` itself if it has one."""
     if any(every.name == "path" for every in fields(options)):
         return options
     return _add_field(options, "path", str, option(path, about))
 
 
 def with_section(config: type[C], name: str, kind: type[Any]) -> type[C]:
-    """Return a subclass of ``config`` with a section of the class ``kind``, which replaces one of the same name."""
+    """Return a subclass of ``config`` with a section of the class ``kind``, which replaces one of
+    the same name."""
     replaced = next((every.metadata for every in fields(config) if every.name == name), {})  # type: ignore[arg-type]
     on_resume = replaced[_KEY].on_resume if _KEY in replaced else replaced.get(_ON_RESUME)
     return _add_field(config, name, kind, section(kind, on_resume=on_resume))
 
 
 def _add_field(base: type[Any], name: str, kind: type[Any], default: Any) -> type[Any]:
-    """Return a subclass of ``base`` with one more field, under the same name, module and docstring."""
+    """Return a subclass of ``base`` with one more field, under the same name, module and
+    docstring."""
     derived = make_dataclass(base.__name__, [(name, kind, default)], bases=(base,))
     derived.__module__ = base.__module__
     derived.__doc__ = base.__doc__
     return derived
 
 
-def walk(config: Any, name: str = "", idle: str = "", on_resume: OnResume = "refuses") -> Iterator[NamedOption]:
+def walk(
+    config: Any, name: str = "", idle: str = "", on_resume: OnResume = "refuses"
+) -> Iterator[NamedOption]:
     """Yield all options of a section and its subsections, in the order of the fields.
 
-    Options inherit ``idle`` and ``on_resume`` from their sections. A field that was not created by ``option``
-    has an empty description."""
+    Options inherit ``idle`` and ``on_resume`` from their sections. A field that was not created by
+    ``option`` has an empty description."""
     for every in fields(config):
         value = getattr(config, every.name)
         dotted = f"{name}.{every.name}" if name else every.name
         if is_dataclass(value):
             metadata = every.metadata
-            yield from walk(value, dotted, metadata.get(_IDLE) or idle, metadata.get(_ON_RESUME) or on_resume)
+            yield from walk(
+                value, dotted, metadata.get(_IDLE) or idle, metadata.get(_ON_RESUME) or on_resume
+            )
         else:
             own: Option = every.metadata.get(_KEY, Option())
             inherited = replace(own, idle=own.idle or idle, on_resume=own.on_resume or on_resume)
@@ -197,8 +221,11 @@ def sections(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from sections(value, f"{name}.{every.name}" if name else every.name)
 
 
-def problems(config: Any, name: str = "", known: Callable[[str], Iterable[str]] | None = None) -> Iterator[str]:
-    """Yield a line for each mistake in a section: values out of range or unknown, then the sections' own checks.
+def problems(
+    config: Any, name: str = "", known: Callable[[str], Iterable[str]] | None = None
+) -> Iterator[str]:
+    """Yield a line for each mistake in a section: values out of range or unknown, then the
+    sections' own checks.
 
     ``known`` returns the names of a registry; without it these values are not checked."""
     invalid = []
@@ -221,7 +248,11 @@ def _find_problem(named: NamedOption, known: Callable[[str], Iterable[str]] | No
             continue
         if item in option.retired:
             return f"{name}={item}: is gone; {option.retired[item]} (known: {', '.join(allowed)})"
-        if allowed and item not in allowed and not (option.reference and split_reference(str(item)).place):
+        if (
+            allowed
+            and item not in allowed
+            and not (option.reference and split_reference(str(item)).place)
+        ):
             own = f"; one of your own is {REFERENCE}" if option.reference else ""
             return f"{name}={item}: {_unknown_value(str(item), allowed)}{own}"
         if isinstance(item, (int, float)) and not option.is_within_bounds(item):
@@ -236,4 +267,6 @@ def _format_number(value: float) -> str:
 
 def _unknown_value(value: str, allowed: Sequence[str]) -> str:
     close = difflib.get_close_matches(value, allowed, n=1)
-    return f"unknown (known: {', '.join(allowed)})" + (f"; did you mean {close[0]!r}?" if close else "")
+    return f"unknown (known: {', '.join(allowed)})" + (
+        f"; did you mean {close[0]!r}?" if close else ""
+    )

@@ -1,5 +1,6 @@
-"""Says how far the reward of an environment was proved: of how many wrong plays it paid and how many right ones it
-refused. The passport is one small file that ships with the environment, and each run keeps a copy."""
+"""Says how far the reward of an environment was proved: of how many wrong plays it paid and how
+many right ones it refused. The passport is one small file that ships with the environment, and each
+run keeps a copy."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ _LARGEST = 1 << 20
 
 @dataclass
 class Counts:
-    """Counts plays of one kind: ``wrong`` ones, of which ``paid`` were paid in full, and ``right`` ones, of which
-    ``refused`` were not."""
+    """Counts plays of one kind: ``wrong`` ones, of which ``paid`` were paid in full, and ``right``
+    ones, of which ``refused`` were not."""
 
     wrong: int = 0
     paid: int = 0
@@ -40,7 +41,10 @@ class Counts:
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
-            self.wrong + other.wrong, self.paid + other.paid, self.right + other.right, self.refused + other.refused
+            self.wrong + other.wrong,
+            self.paid + other.paid,
+            self.right + other.right,
+            self.refused + other.refused,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -52,8 +56,8 @@ class Counts:
 
 @dataclass(frozen=True)
 class Passport:
-    """Holds what was found by playing, by kind of play. ``commit`` ("" where it is not known) and ``date`` (a day, as
-    2026-11-28) say of what and when; ``command`` makes it anew."""
+    """Holds what was found by playing, by kind of play. ``commit`` ("" where it is not known) and
+    ``date`` (a day, as 2026-11-28) say of what and when; ``command`` makes it anew."""
 
     environment: str
     command: str
@@ -91,8 +95,8 @@ def _percent(number: int, of: int) -> str:
 
 
 def read_passport(file: Path) -> Passport | None:
-    """Return the passport in a file, None where there is none. Raises ValueError for a file that holds something else,
-    and OSError."""
+    """Return the passport in a file, None where there is none. Raises ValueError for a file that
+    holds something else, and OSError."""
     try:
         with file.open("rb") as opened:
             text = opened.read(_LARGEST)
@@ -101,7 +105,10 @@ def read_passport(file: Path) -> Passport | None:
     try:
         found = json.loads(text)
         names = ("wrong", "paid", "right", "refused")
-        kinds = {str(name): Counts(*(int(counts[one]) for one in names)) for name, counts in found["kinds"].items()}
+        kinds = {
+            str(name): Counts(*(int(counts[one]) for one in names))
+            for name, counts in found["kinds"].items()
+        }
         about = {name: str(found[name]) for name in ("environment", "command", "date", "commit")}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} holds no passport: {type(error).__name__}: {error}") from None

@@ -1,4 +1,5 @@
-"""Rollouts: an episode as token ids for training, and the chat format that encodes conversations as token ids.
+"""Rollouts: an episode as token ids for training, and the chat format that encodes conversations as
+token ids.
 
 ``realhf.api.environment`` is the contract for authors of environments, who need none of this.
 """
@@ -13,12 +14,13 @@ from typing import Any, Protocol
 from realhf.api.environment import FAILURE_KINDS, AssistantMessage, ChatMessage, Task
 
 VALID_STATUSES = frozenset({"achieved", "finished", "max_turns", "token_budget"})
-"""Statuses of episodes that count for training and evaluation. ``achieved``: solved; ``finished``: ended
-without success; ``max_turns``, ``token_budget``: ended by the limit of turns or of tokens."""
+"""Statuses of episodes that count for training and evaluation. ``achieved``: solved; ``finished``:
+ended without success; ``max_turns``, ``token_budget``: ended by the limit of turns or of tokens."""
 POLICY_FAILED = "policy"
 """Status of an episode for which no tokens could be generated."""
 AGENT_FAILED = "agent"
-"""Status of an episode whose agent, a program of the user, raised, timed out or returned no reward."""
+"""Status of an episode whose agent, a program of the user, raised, timed out or returned no
+reward."""
 FAILURE_STATUSES = frozenset({*FAILURE_KINDS, POLICY_FAILED, AGENT_FAILED})
 """Statuses of failed episodes, which have no reward."""
 MAX_BRANCHES = 64
@@ -29,16 +31,20 @@ def parse_task(metadata: Mapping[str, Any]) -> Task:
     """Return the task in the metadata of a sample.
 
     Required keys are ``task`` (the payload as JSON text), ``task_id`` and ``task_seed``; ``group``,
-    ``template_name`` and ``max_turns`` are optional. Raises ValueError that names what is missing or
-    invalid."""
+    ``template_name`` and ``max_turns`` are optional. Raises ValueError that names what is missing
+    or invalid."""
     if missing := [name for name in ("task_id", "task", "task_seed") if metadata.get(name) is None]:
-        raise ValueError(f"a sample without the metadata {', '.join(missing)} says nothing about its task")
+        raise ValueError(
+            f"a sample without the metadata {', '.join(missing)} says nothing about its task"
+        )
     try:
         payload = json.loads(metadata["task"])
     except (TypeError, ValueError):
         payload = None
     if not isinstance(payload, dict):
-        raise ValueError(f"task of {metadata['task_id']} is no JSON object, but {metadata['task']!r:.100}")
+        raise ValueError(
+            f"task of {metadata['task_id']} is no JSON object, but {metadata['task']!r:.100}"
+        )
     return Task(
         str(metadata["task_id"]),
         str(metadata.get("group", "")),
@@ -50,15 +56,19 @@ def parse_task(metadata: Mapping[str, Any]) -> Task:
 
 
 class ChatFormat(Protocol):
-    """Encoder of conversations as token ids. Sampled ids are kept as they are and never re-tokenized."""
+    """Encoder of conversations as token ids. Sampled ids are kept as they are and never
+    re-tokenized."""
 
     @property
     def stop_ids(self) -> Sequence[int]:
         """Token ids that end a policy turn."""
         ...
 
-    def opening(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Return the ids of the first prompt: tools and messages, up to the start of the policy's turn."""
+    def opening(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Return the ids of the first prompt: tools and messages, up to the start of the policy's
+        turn."""
         ...
 
     def following_messages(
@@ -69,23 +79,30 @@ class ChatFormat(Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
         end: int | None = None,
     ) -> list[int]:
-        """Return the ids between two policy turns: the end of the first turn, the messages, and the start
-        of the next turn. With ``ended`` the policy has sampled a stop id itself, which is not repeated;
-        ``end`` is that id, or None if it is not known."""
+        """Return the ids between two policy turns: the end of the first turn, the messages, and the
+        start of the next turn. With ``ended`` the policy has sampled a stop id itself, which is not
+        repeated; ``end`` is that id, or None if it is not known."""
         ...
 
-    def parse(self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> AssistantMessage:
+    def parse(
+        self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> AssistantMessage:
         """Return a policy turn as a message. ``tools`` are those of the opening."""
         ...
 
-    def forgotten(self, shape: Sequence[Sequence[str]], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[bool, ...]:
-        """Return, for each policy turn, whether the chat template drops its reasoning from the next prompt.
+    def forgotten(
+        self, shape: Sequence[Sequence[str]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[bool, ...]:
+        """Return, for each policy turn, whether the chat template drops its reasoning from the next
+        prompt.
 
-        ``shape`` lists the roles of the opening's messages, then the roles of the answer to each turn."""
+        ``shape`` lists the roles of the opening's messages, then the roles of the answer to each
+        turn."""
         ...
 
     def without_reasoning(self, token_ids: Sequence[int]) -> list[int] | None:
-        """Return the ids of a turn without its leading reasoning, or None if it has no closed reasoning."""
+        """Return the ids of a turn without its leading reasoning, or None if it has no closed
+        reasoning."""
         ...
 
     def without_open_reasoning(self, token_ids: Sequence[int]) -> list[int]:
@@ -119,7 +136,8 @@ class PlayedTurn:
 class RolloutOutcome:
     """A finished or failed episode, with the token ids of its conversation.
 
-    A failed episode has ``valid == False`` and ``reward is None``: a failure is never a reward of 0.
+    A failed episode has ``valid == False`` and ``reward is None``: a failure is never a reward of
+    0.
     """
 
     status: str
@@ -127,13 +145,16 @@ class RolloutOutcome:
     prompt_ids: list[int]
     """Token ids of the first prompt."""
     completion_ids: list[int]
-    """Token ids after the first prompt: policy turns, and the environment's answers between them."""
+    """Token ids after the first prompt: policy turns, and the environment's answers between
+    them."""
     logprobs: list[float]
-    """Log-probability of each completion token at sampling; 0.0 for tokens that were not sampled."""
+    """Log-probability of each completion token at sampling; 0.0 for tokens that were not
+    sampled."""
     versions: list[int]
     """Weight version that sampled each completion token; -1 for tokens that were not sampled."""
     loss_mask: list[bool]
-    """For each completion token, whether the policy sampled it. All four lists have the same length."""
+    """For each completion token, whether the policy sampled it. All four lists have the same
+    length."""
     reward: float | None
     """Total reward of the episode; None for a failed one."""
     achieved: bool
@@ -179,7 +200,8 @@ class RolloutOutcome:
     tools: Sequence[Mapping[str, Any]] = field(default=(), compare=False)
     """JSON schemas of the tools."""
     feedback_prompt: Sequence[int] = field(default=(), compare=False)
-    """Token ids of the prompt with feedback on this episode, for self-distillation; empty without feedback."""
+    """Token ids of the prompt with feedback on this episode, for self-distillation; empty without
+    feedback."""
     info: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Details for people from the reset, see ``Opening.info``."""
     steps: tuple[PlayedTurn, ...] = field(default=(), compare=False)
@@ -189,8 +211,8 @@ class RolloutOutcome:
     def truncated(self) -> bool:
         """Whether a limit of tokens ended the episode.
 
-        The limit of turns does not count: an agent that used all its turns without success has failed,
-        and learns from it."""
+        The limit of turns does not count: an agent that used all its turns without success has
+        failed, and learns from it."""
         return self.status == "token_budget" or (self.status == "max_turns" and self.last_turn_cut)
 
     @property

@@ -1,10 +1,13 @@
-"""Defines SequenceSample: a batch of samples as packed tensors, or their metadata only (docs/reference/dataflow.md 2).
+"""Defines SequenceSample: a batch of samples as packed tensors, or their metadata only
+(docs/reference/dataflow.md 2).
 
-Vocabulary: a *sample* is one prompt with its group of sequences; a *key* names one field. Key ``k`` is one tensor
-without padding: sample 0 sequence 0, sample 0 sequence 1, ..., sample 1 sequence 0, ...
+Vocabulary: a *sample* is one prompt with its group of sequences; a *key* names one field. Key ``k``
+is one tensor without padding: sample 0 sequence 0, sample 0 sequence 1, ..., sample 1 sequence 0,
+...
 
-Instances are immutable. Operations never write to tensors and may share storage between samples, so a tensor that has
-been put into a sample must not be written to. torch is imported only by operations that touch tensors.
+Instances are immutable. Operations never write to tensors and may share storage between samples, so
+a tensor that has been put into a sample must not be written to. torch is imported only by
+operations that touch tensors.
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Lengths:
-    """Holds lengths flat: ``values`` int64 (n sequences,) counts the rows of every sequence; ``offsets`` int64 (n
-    samples + 1,) says where each sample's sequences begin. It is immutable. Raises ValueError on a negative length or
-    offsets that do not rise from 0 to ``len(values)``."""
+    """Holds lengths flat: ``values`` int64 (n sequences,) counts the rows of every sequence;
+    ``offsets`` int64 (n samples + 1,) says where each sample's sequences begin. It is immutable.
+    Raises ValueError on a negative length or offsets that do not rise from 0 to ``len(values)``."""
 
     __slots__ = ("_rows", "offsets", "values")
 
@@ -60,7 +63,9 @@ class Lengths:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Lengths):
             return NotImplemented
-        return np.array_equal(self.values, other.values) and np.array_equal(self.offsets, other.offsets)
+        return np.array_equal(self.values, other.values) and np.array_equal(
+            self.offsets, other.offsets
+        )
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
@@ -104,7 +109,8 @@ class Lengths:
 
 
 def joined_lengths(parts: Sequence[Mapping[str, Lengths]]) -> dict[str, Lengths]:
-    """Join the lengths of every key over all parts; keys that share theirs in every part go on sharing."""
+    """Join the lengths of every key over all parts; keys that share theirs in every part go on
+    sharing."""
     joined: dict[tuple[int, ...], Lengths] = {}
     out: dict[str, Lengths] = {}
     for key in parts[0]:
@@ -147,7 +153,8 @@ def take_rows(tensor: Tensor, lengths: Lengths, positions: IntArray) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors of one dtype and shape are equal to the bit, NaN payloads included."""
+    """Return whether two tensors of one dtype and shape are equal to the bit, NaN payloads
+    included."""
     import torch
 
     if not a.numel():
@@ -166,8 +173,9 @@ class DuplicateKeyError(ValueError):
 
 @dataclass(frozen=True)
 class MicroBatchSpec:
-    """Says how a batch is cut by sequence: into at least ``n_mbs`` parts, each of at most ``max_tokens_per_mb``
-    positions, padding included (a single sequence above the cap is a part of its own)."""
+    """Says how a batch is cut by sequence: into at least ``n_mbs`` parts, each of at most
+    ``max_tokens_per_mb`` positions, padding included (a single sequence above the cap is a part of
+    its own)."""
 
     n_mbs: int = 1
     max_tokens_per_mb: int | None = None
@@ -176,7 +184,9 @@ class MicroBatchSpec:
         if self.n_mbs < 1:
             raise ValueError(f"n_mbs must be at least 1, got {self.n_mbs}")
         if self.max_tokens_per_mb is not None and self.max_tokens_per_mb < 1:
-            raise ValueError(f"max_tokens_per_mb must be positive or None, got {self.max_tokens_per_mb}")
+            raise ValueError(
+                f"max_tokens_per_mb must be positive or None, got {self.max_tokens_per_mb}"
+            )
 
 
 def inverse_perm(perm: Sequence[int]) -> list[int]:
@@ -188,8 +198,9 @@ def inverse_perm(perm: Sequence[int]) -> list[int]:
 
 
 class SequenceSample:
-    """Holds a batch of samples; ``data is None`` means metadata only. Raises ValueError when a part of the
-    constructor's input contradicts another (docs/reference/dataflow.md 2, the table of invariants)."""
+    """Holds a batch of samples; ``data is None`` means metadata only. Raises ValueError when a part
+    of the constructor's input contradicts another (docs/reference/dataflow.md 2, the table of
+    invariants)."""
 
     __slots__ = ("_data", "_dtypes", "_ids", "_lengths", "_metadata", "_trailing")
 
@@ -210,7 +221,11 @@ class SequenceSample:
         metadata: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
         self._ids = _checked_ids(ids)
-        for name, mapping in (("dtypes", dtypes), ("trailing_shapes", trailing_shapes), ("data", data)):
+        for name, mapping in (
+            ("dtypes", dtypes),
+            ("trailing_shapes", trailing_shapes),
+            ("data", data),
+        ):
             if mapping is not None and set(mapping) != set(seqlens):
                 odd = sorted(set(mapping) ^ set(seqlens))
                 raise ValueError(f"keys of {name} differ from keys of seqlens: {odd}")
@@ -244,9 +259,11 @@ class SequenceSample:
         data: Mapping[str, Tensor] | None,
         metadata: Mapping[str, Sequence[Any]],
     ) -> SequenceSample:
-        """Build a sample as the constructor does, from lengths that are flat already, as the decoder has them; all is
-        validated."""
-        self = cls._build(_checked_ids(ids), dict(lengths), dict(dtypes), dict(trailing_shapes), None, {})
+        """Build a sample as the constructor does, from lengths that are flat already, as the
+        decoder has them; all is validated."""
+        self = cls._build(
+            _checked_ids(ids), dict(lengths), dict(dtypes), dict(trailing_shapes), None, {}
+        )
         self._data = None if data is None else dict(data)
         self._metadata = {k: list(v) for k, v in metadata.items()}
         self._check()
@@ -279,7 +296,9 @@ class SequenceSample:
             if self._dtypes[key] not in ITEMSIZE:
                 raise ValueError(f"key {key!r}: unknown dtype tag {self._dtypes[key]!r}")
             if any(dim < 0 for dim in self._trailing[key]):
-                raise ValueError(f"key {key!r}: negative trailing dimension in {self._trailing[key]}")
+                raise ValueError(
+                    f"key {key!r}: negative trailing dimension in {self._trailing[key]}"
+                )
             if self._data is not None:
                 self._check_tensor(key, self._data[key])
         self._check_metadata(self._metadata)
@@ -287,15 +306,21 @@ class SequenceSample:
     def _check_metadata(self, metadata: Mapping[str, Sequence[Any]]) -> None:
         for key, column in metadata.items():
             if len(column) != len(self._ids):
-                raise ValueError(f"metadata {key!r} has {len(column)} items for {len(self._ids)} ids")
+                raise ValueError(
+                    f"metadata {key!r} has {len(column)} items for {len(self._ids)} ids"
+                )
             for item in column:
                 if item is not None and not isinstance(item, (str, int, float, bool, bytes)):
-                    raise ValueError(f"metadata {key!r} holds a {type(item).__name__}; scalars only")
+                    raise ValueError(
+                        f"metadata {key!r} holds a {type(item).__name__}; scalars only"
+                    )
 
     def _check_tensor(self, key: str, tensor: Tensor) -> None:
         shape = (self.n_tokens(key), *self._trailing[key])
         if tuple(tensor.shape) != shape:
-            raise ValueError(f"key {key!r}: tensor of shape {tuple(tensor.shape)}, lengths say {shape}")
+            raise ValueError(
+                f"key {key!r}: tensor of shape {tuple(tensor.shape)}, lengths say {shape}"
+            )
         if dtype_tag(tensor.dtype) != self._dtypes[key]:
             raise ValueError(f"key {key!r}: tensor of {tensor.dtype}, declared {self._dtypes[key]}")
 
@@ -394,14 +419,21 @@ class SequenceSample:
 
     def meta(self) -> SequenceSample:
         """Return the same sample without data."""
-        return self._build(self._ids, self._lengths, self._dtypes, self._trailing, None, self._metadata)
+        return self._build(
+            self._ids, self._lengths, self._dtypes, self._trailing, None, self._metadata
+        )
 
-    def annotated(self, metadata: Mapping[str, Sequence[Any]], *, keep: bool = True) -> SequenceSample:
-        """Return the sample with these metadata columns, beside its own ones of other names if ``keep``."""
+    def annotated(
+        self, metadata: Mapping[str, Sequence[Any]], *, keep: bool = True
+    ) -> SequenceSample:
+        """Return the sample with these metadata columns, beside its own ones of other names if
+        ``keep``."""
         columns = {name: list(column) for name, column in metadata.items()}
         self._check_metadata(columns)
         merged = {**self._metadata, **columns} if keep else columns
-        return self._build(self._ids, self._lengths, self._dtypes, self._trailing, self._data, merged)
+        return self._build(
+            self._ids, self._lengths, self._dtypes, self._trailing, self._data, merged
+        )
 
     def select(self, keys: Iterable[str]) -> SequenceSample:
         """Keep only these keys. Raises KeyError on one that is absent."""
@@ -418,7 +450,9 @@ class SequenceSample:
         return self._with_keys(targets)
 
     def _with_keys(self, targets: Mapping[str, str]) -> SequenceSample:
-        data = None if self._data is None else {new: self._data[old] for old, new in targets.items()}
+        data = (
+            None if self._data is None else {new: self._data[old] for old, new in targets.items()}
+        )
         return self._build(
             self._ids,
             {new: self._lengths[old] for old, new in targets.items()},
@@ -429,7 +463,8 @@ class SequenceSample:
         )
 
     def select_ids(self, index: Sequence[int]) -> SequenceSample:
-        """Keep the samples at these positions, in this order. Raises ValueError on a repeated or bad position."""
+        """Keep the samples at these positions, in this order. Raises ValueError on a repeated or
+        bad position."""
         positions = np.asarray(list(index), dtype=np.int64)
         if not len(positions) or len(np.unique(positions)) != len(positions):
             raise ValueError("positions must be non-empty and distinct")
@@ -453,7 +488,8 @@ class SequenceSample:
         return {id(lengths): lengths for lengths in self._lengths.values()}.values()
 
     def reorder(self, perm: Sequence[int]) -> SequenceSample:
-        """Move sample ``perm[i]`` to position ``i``. Raises ValueError unless ``perm`` is a permutation."""
+        """Move sample ``perm[i]`` to position ``i``. Raises ValueError unless ``perm`` is a
+        permutation."""
         if len(perm) != len(self):
             raise ValueError(f"permutation of {len(perm)} for {len(self)} samples")
         return self.select_ids(perm)
@@ -461,13 +497,15 @@ class SequenceSample:
     def to(self, device: Any) -> SequenceSample:
         """Return the sample with its tensors on ``device``; a metadata-only one stays as it is."""
         data = None if self._data is None else {k: t.to(device) for k, t in self._data.items()}
-        return self._build(self._ids, self._lengths, self._dtypes, self._trailing, data, self._metadata)
+        return self._build(
+            self._ids, self._lengths, self._dtypes, self._trailing, data, self._metadata
+        )
 
     # ---- joining and cutting
 
     def update(self, other: SequenceSample) -> SequenceSample:
-        """Add the other's keys to this sample. Ids must agree in order (ValueError), keys must be new
-        (DuplicateKeyError); metadata of the other replaces that of the same name."""
+        """Add the other's keys to this sample. Ids must agree in order (ValueError), keys must be
+        new (DuplicateKeyError); metadata of the other replaces that of the same name."""
         if self._ids != other._ids:
             raise ValueError("update needs the same ids in the same order; reorder first")
         repeated = sorted(self.keys & other.keys)
@@ -492,29 +530,44 @@ class SequenceSample:
         *,
         allow_metadata_loss: bool = False,
     ) -> SequenceSample:
-        """Concatenate samples. Raises ValueError when ids repeat or parts disagree in keys, dtypes, trailing shapes,
-        presence of data or (unless ``allow_metadata_loss``) metadata names."""
+        """Concatenate samples. Raises ValueError when ids repeat or parts disagree in keys, dtypes,
+        trailing shapes, presence of data or (unless ``allow_metadata_loss``) metadata names."""
         if not samples:
             raise ValueError("gather needs at least one sample")
-        parts = list(samples) if keys is None else [s.select(names) for names in [set(keys)] for s in samples]
+        parts = (
+            list(samples)
+            if keys is None
+            else [s.select(names) for names in [set(keys)] for s in samples]
+        )
         first = parts[0]
         shared = set(first._metadata)
         for part in parts[1:]:
             if part._dtypes != first._dtypes or part._trailing != first._trailing:
-                raise ValueError(f"parts disagree in keys, dtypes or trailing shapes: {first} and {part}")
+                raise ValueError(
+                    f"parts disagree in keys, dtypes or trailing shapes: {first} and {part}"
+                )
             if (part._data is None) != (first._data is None):
                 raise ValueError("some parts hold data and some metadata only")
             if set(part._metadata) != shared and not allow_metadata_loss:
-                raise ValueError(f"parts disagree in metadata: {sorted(set(part._metadata) ^ shared)}")
+                raise ValueError(
+                    f"parts disagree in metadata: {sorted(set(part._metadata) ^ shared)}"
+                )
             shared &= set(part._metadata)
         ids = _checked_ids([i for part in parts for i in part._ids])
-        data = None if first._data is None else {k: join_rows([p[k] for p in parts]) for k in first._data}
+        data = (
+            None
+            if first._data is None
+            else {k: join_rows([p[k] for p in parts]) for k in first._data}
+        )
         lengths = joined_lengths([p._lengths for p in parts])
-        metadata = {k: [x for p in parts for x in p._metadata[k]] for k in first._metadata if k in shared}
+        metadata = {
+            k: [x for p in parts for x in p._metadata[k]] for k in first._metadata if k in shared
+        }
         return SequenceSample._build(ids, lengths, first._dtypes, first._trailing, data, metadata)
 
     def costs(self) -> list[int]:
-        """Return the tokens per sample of the key with the most tokens (1 each when there is no key)."""
+        """Return the tokens per sample of the key with the most tokens (1 each when there is no
+        key)."""
         if not self._lengths:
             return [1] * len(self)
         longest = max(sorted(self._lengths), key=self.n_tokens)
@@ -538,11 +591,12 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 def choose_sequences(sample: SequenceSample, keep: Bools) -> SequenceSample | None:
-    """Keep only the sequences of ``packed_input_ids`` where ``keep`` bool (n sequences,) is True, in their order;
-    returns None if there are none.
+    """Keep only the sequences of ``packed_input_ids`` where ``keep`` bool (n sequences,) is True,
+    in their order; returns None if there are none.
 
-    A sample without any is left out, and so is its metadata. A key with one entry per sample stays with its sample.
-    Raises ValueError on a key that has neither one entry per sequence nor one per sample.
+    A sample without any is left out, and so is its metadata. A key with one entry per sample stays
+    with its sample. Raises ValueError on a key that has neither one entry per sequence nor one per
+    sample.
     """
     if not keep.any():
         return None

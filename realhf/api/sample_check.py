@@ -1,4 +1,5 @@
-"""Checks that the keys of a sample are what they are registered as (docs/reference/dataflow.md 2). Imports no torch."""
+"""Checks that the keys of a sample are what they are registered as (docs/reference/dataflow.md 2).
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ TOKENS = "packed_input_ids"
 
 
 def check_standard_keys(sample: SequenceSample) -> None:
-    """Raise ValueError that names key and sample where a registered key has another dtype, shape or number of entries
-    than ``STANDARD_KEYS`` says. Entries are compared with the tokens of the sequence; without the key of these every
-    key of one value a sequence has the same sequences. Other keys, and the lengths of ``free`` ones, may be anything.
+    """Raise ValueError that names key and sample where a registered key has another dtype, shape or
+    number of entries than ``STANDARD_KEYS`` says. Entries are compared with the tokens of the
+    sequence; without the key of these every key of one value a sequence has the same sequences.
+    Other keys, and the lengths of ``free`` ones, may be anything.
     """
     present = [spec for spec in STANDARD_KEYS if spec.name in sample.keys]
     dtypes = sample.dtypes
@@ -21,7 +23,8 @@ def check_standard_keys(sample: SequenceSample) -> None:
     for spec in present:
         if (found := (dtypes[spec.name], shapes[spec.name])) != (spec.dtype, spec.trailing):
             raise ValueError(
-                f"{spec.name} of sample {sample.ids[0]!r} is {_named(*found)}, not {_named(spec.dtype, spec.trailing)}"
+                f"{spec.name} of sample {sample.ids[0]!r} is {_named(*found)}, not "
+                f"{_named(spec.dtype, spec.trailing)}"
             )
     counted = [spec for spec in present if spec.rule != "free"]
     if not counted:
@@ -46,7 +49,11 @@ def _expected(spec: KeySpec, tokens: IntArray) -> IntArray:
 
 
 def _check_lengths(
-    sample: SequenceSample, spec: KeySpec, leader: str, reference: Lengths, expected: IntArray | None
+    sample: SequenceSample,
+    spec: KeySpec,
+    leader: str,
+    reference: Lengths,
+    expected: IntArray | None,
 ) -> None:
     own = sample.lengths(spec.name)
     if not np.array_equal(own.offsets, reference.offsets):
@@ -54,7 +61,8 @@ def _check_lengths(
         others = np.diff(reference.offsets)
         at = int(np.flatnonzero(counts != others)[0])
         raise ValueError(
-            f"{spec.name} of sample {sample.ids[at]!r} has {counts[at]} sequences, {leader} has {others[at]}"
+            f"{spec.name} of sample {sample.ids[at]!r} has {counts[at]} sequences, {leader} has "
+            f"{others[at]}"
         )
     if expected is None or np.array_equal(own.values, expected):
         return
@@ -62,6 +70,7 @@ def _check_lengths(
     at = int(np.searchsorted(own.offsets, row, side="right")) - 1
     length = f" of {reference.values[row]} tokens" if leader == TOKENS else ""
     raise ValueError(
-        f"{spec.name} of sample {sample.ids[at]!r} has {own.values[row]} entries for a sequence{length}, "
+        f"{spec.name} of sample {sample.ids[at]!r} has {own.values[row]} entries for a "
+        f"sequence{length}, "
         f"not {expected[row]}"
     )

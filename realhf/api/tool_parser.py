@@ -1,5 +1,5 @@
-"""Parses what a policy said in a turn: reasoning, tool calls in the form that its chat template asks for, and the
-rest."""
+"""Parses what a policy said in a turn: reasoning, tool calls in the form that its chat template
+asks for, and the rest."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ XML = "xml"
 LLAMA = "llama"
 PLAIN = "plain"
 FAMILIES = (HERMES, XML, LLAMA, PLAIN)
-"""How tool calls are written: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen 2.5 and 3,
-SmolLM); ``<tool_call><function=name><parameter=key>`` (Qwen3-Coder); ``{"name": ..., "parameters": {...}}`` as the
-whole turn (Llama 3); not at all, or in a way that is not known here, so that calls stay text."""
+"""How tool calls are written: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes,
+Qwen 2.5 and 3, SmolLM); ``<tool_call><function=name><parameter=key>`` (Qwen3-Coder); ``{"name":
+..., "parameters": {...}}`` as the whole turn (Llama 3); not at all, or in a way that is not known
+here, so that calls stay text."""
 AUTO = "auto"
 """The value of an option that leaves the choice among ``FAMILIES`` to the chat template."""
 _SET_HERE = frozenset({"messages", "add_generation_prompt", "tokenize", "chat_template", "tools"})
 
 
 def family_of(template: str) -> str:
-    """Return the one of ``FAMILIES`` that a chat template asks for, "plain" when it asks for no other."""
+    """Return the one of ``FAMILIES`` that a chat template asks for, "plain" when it asks for no
+    other."""
     if "<tool_call>" in template:
         return XML if "<function=" in template else HERMES
     if "<|python_tag|>" in template or re.search(r'"parameters\\?":', template):
@@ -42,9 +44,13 @@ def reads_tools(template: str) -> bool:
 
 
 def unread_variables(template: str, names: Iterable[str]) -> list[str]:
-    """Return the names that do not occur in the text of a chat template, and those that are set at every rendering
-    anyway."""
-    return [name for name in names if name in _SET_HERE or not re.search(rf"\b{re.escape(name)}\b", template)]
+    """Return the names that do not occur in the text of a chat template, and those that are set at
+    every rendering anyway."""
+    return [
+        name
+        for name in names
+        if name in _SET_HERE or not re.search(rf"\b{re.escape(name)}\b", template)
+    ]
 
 
 MAX_CALLS = 64
@@ -59,7 +65,8 @@ _BROKEN_END = re.compile(r"</tool_call>|(?=<tool_call>|</?think>)")
 _SPACE = re.compile(r"\s*")
 _BEGUN_CALL = re.compile(r'\{\s*("(name|parameters|type)"|$)')
 _Read = Callable[[str, int, int], tuple[list[ToolCall], int]]
-"""Reads a call that opens at a place: (text, place after the tag, calls so far) to the calls and the place after."""
+"""Reads a call that opens at a place: (text, place after the tag, calls so far) to the calls and
+the place after."""
 
 
 def parse_turn(
@@ -67,11 +74,12 @@ def parse_turn(
 ) -> AssistantMessage:
     """Parse a turn by the template's ``family`` (``FAMILIES``).
 
-    Reasoning is between ``<think>`` and ``</think>``: one that is not closed swallows the rest, a ``</think>`` whose
-    opening stood in the prompt everything before it. Calls within it do not count; tags within a well-formed call are
-    its text. The content is what is left; when something was taken out, without white space at its ends. At most
-    ``MAX_CALLS`` calls are read, the next is a problem that swallows the rest. ``tools`` are schemas that say which
-    arguments are no text, for the family whose calls are not JSON.
+    Reasoning is between ``<think>`` and ``</think>``: one that is not closed swallows the rest, a
+    ``</think>`` whose opening stood in the prompt everything before it. Calls within it do not
+    count; tags within a well-formed call are its text. The content is what is left; when something
+    was taken out, without white space at its ends. At most ``MAX_CALLS`` calls are read, the next
+    is a problem that swallows the rest. ``tools`` are schemas that say which arguments are no text,
+    for the family whose calls are not JSON.
     """
     if family == LLAMA:
         reasoning = ""
@@ -108,7 +116,11 @@ def _scan(text: str, read: _Read | None) -> tuple[str, str, list[ToolCall]]:
             calls = []
             swallowed = found.start()
         elif len(calls) >= MAX_CALLS:
-            calls.append(broken_call(f"a turn has at most {MAX_CALLS} calls", text[found.start() :], len(calls)))
+            calls.append(
+                broken_call(
+                    f"a turn has at most {MAX_CALLS} calls", text[found.start() :], len(calls)
+                )
+            )
             place = len(text)
         elif read is not None:
             more, place = read(text, place, len(calls))
@@ -116,7 +128,11 @@ def _scan(text: str, read: _Read | None) -> tuple[str, str, list[ToolCall]]:
         found = tag.search(text, place)
     said.append(text[place:])
     thoughts = [text[:swallowed], *thoughts]
-    return "\n".join(filter(None, (thought.strip() for thought in thoughts))), "".join(said).strip(), calls
+    return (
+        "\n".join(filter(None, (thought.strip() for thought in thoughts))),
+        "".join(said).strip(),
+        calls,
+    )
 
 
 def _read_hermes(text: str, start: int, number: int) -> tuple[list[ToolCall], int]:
@@ -139,13 +155,18 @@ def _read_hermes(text: str, start: int, number: int) -> tuple[list[ToolCall], in
     return calls, place
 
 
-def _read_xml(text: str, start: int, number: int, *, tools: Sequence[Mapping[str, Any]]) -> tuple[list[ToolCall], int]:
+def _read_xml(
+    text: str, start: int, number: int, *, tools: Sequence[Mapping[str, Any]]
+) -> tuple[list[ToolCall], int]:
     try:
         name, arguments, end = read_xml_call(text, start, tools)
     except CallProblem as error:
         return _broken(str(error), text, start, number)
     call = call_of(
-        {"name": name, "arguments": arguments}, text[start - len(_OPEN) : end], number, arguments_key="arguments"
+        {"name": name, "arguments": arguments},
+        text[start - len(_OPEN) : end],
+        number,
+        arguments_key="arguments",
     )
     return [call], end
 
@@ -159,7 +180,8 @@ def _broken(problem: str, text: str, start: int, number: int) -> tuple[list[Tool
 
 
 def _llama_calls(content: str) -> tuple[str, list[ToolCall]]:
-    """Return the content and the calls of a turn that is either; several calls are separated by semicolons."""
+    """Return the content and the calls of a turn that is either; several calls are separated by
+    semicolons."""
     words = content.strip()
     tagged = words.startswith(_PYTHON_TAG)
     start = _after_space(words, len(_PYTHON_TAG) if tagged else 0)
@@ -168,7 +190,10 @@ def _llama_calls(content: str) -> tuple[str, list[ToolCall]]:
     calls: list[ToolCall] = []
     while start < len(words) or not calls:
         if len(calls) >= MAX_CALLS:
-            return "", [*calls, broken_call(f"a turn has at most {MAX_CALLS} calls", words[start:], len(calls))]
+            return "", [
+                *calls,
+                broken_call(f"a turn has at most {MAX_CALLS} calls", words[start:], len(calls)),
+            ]
         try:
             value, end = read_json(words, start)
         except CallProblem as error:
@@ -201,9 +226,9 @@ class CallProblem(ValueError):
 
 
 def read_json(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at ``text[start]`` and the position after it. Raises CallProblem for what is no
-    JSON, and for what programs read differently: a repeated key, a number beyond 64 bits, half of a surrogate pair, a
-    nesting deeper than ``MAX_DEPTH``."""
+    """Return the JSON value that begins at ``text[start]`` and the position after it. Raises
+    CallProblem for what is no JSON, and for what programs read differently: a repeated key, a
+    number beyond 64 bits, half of a surrogate pair, a nesting deeper than ``MAX_DEPTH``."""
     try:
         value, end = _DECODER.raw_decode(text, start)
     except CallProblem:
@@ -211,13 +236,16 @@ def read_json(text: str, start: int) -> tuple[Any, int]:
     except json.JSONDecodeError as error:
         raise CallProblem(f"no JSON: {error.msg} at character {error.pos - start}") from None
     except (RecursionError, ValueError):
-        raise CallProblem("no JSON that can be read: too deep, or a number that is too long") from None
+        raise CallProblem(
+            "no JSON that can be read: too deep, or a number that is too long"
+        ) from None
     check_value(value)
     return value, end
 
 
 def check_value(value: Any) -> None:
-    """Raise CallProblem for a value of JSON that is nested too deep or holds half of a surrogate pair."""
+    """Raise CallProblem for a value of JSON that is nested too deep or holds half of a surrogate
+    pair."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         if not level:
@@ -236,8 +264,9 @@ def check_value(value: Any) -> None:
 
 
 def call_of(value: Any, text: str, position: int, *, arguments_key: str) -> ToolCall:
-    """Return the call that a JSON value says, the ``position``-th (from 0) of its turn; ``text`` is what the policy
-    wrote. Without the key ``arguments_key`` there are no arguments. What is no call has a ``problem``."""
+    """Return the call that a JSON value says, the ``position``-th (from 0) of its turn; ``text`` is
+    what the policy wrote. Without the key ``arguments_key`` there are no arguments. What is no call
+    has a ``problem``."""
     name = value.get("name") if isinstance(value, dict) else None
     known_name = name if isinstance(name, str) and len(name) <= MAX_NAME_CHARS else ""
     try:
@@ -264,7 +293,9 @@ def _arguments(value: Any, key: str) -> Mapping[str, Any]:
     arguments = value.get(key, {})
     if not isinstance(name, str) or not name.strip() or len(name) > MAX_NAME_CHARS:
         raise CallProblem(f"the name of a call is a text of 1 to {MAX_NAME_CHARS} characters")
-    if unknown := [other for other in value if other not in ("name", key) and other not in _IGNORED]:
+    if unknown := [
+        other for other in value if other not in ("name", key) and other not in _IGNORED
+    ]:
         raise CallProblem(f"a call has the keys name and {key}, not {unknown[0][:64]!r}")
     if not isinstance(arguments, dict):
         raise CallProblem(f"{key} are a JSON object, not {_kind(arguments)}")
@@ -304,7 +335,13 @@ def _constant(word: str) -> float:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a text",
+        bool: "true or false",
+        type(None): "null",
+    }
     return names.get(type(value), "a number")
 
 
@@ -319,10 +356,12 @@ _END = re.compile(r"</function>\s*</tool_call>")
 _PARAMETER_CLOSE = "</parameter>"
 
 
-def read_xml_call(text: str, start: int, tools: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any], int]:
-    """Return the name and the arguments of the call whose body begins at ``start``, and the position after its closing
-    tags. An argument is text, unless the schema of the tool in ``tools`` says that it is none; a null that the schema
-    allows is none. Raises CallProblem."""
+def read_xml_call(
+    text: str, start: int, tools: Sequence[Mapping[str, Any]]
+) -> tuple[str, dict[str, Any], int]:
+    """Return the name and the arguments of the call whose body begins at ``start``, and the
+    position after its closing tags. An argument is text, unless the schema of the tool in ``tools``
+    says that it is none; a null that the schema allows is none. Raises CallProblem."""
     function = _FUNCTION.match(text, start)
     if function is None:
         raise CallProblem("<function=...> does not follow <tool_call>")
@@ -371,8 +410,8 @@ def _resolved(schema: Any, parameters: Mapping[str, Any]) -> Any:
 
 
 def _value(text: str, key: str, types: Mapping[str, Any]) -> Any:
-    """Return the value of an argument whose text carries no type. Templates write what is no text as JSON or, by
-    Jinja's filter ``string``, as Python does: ``True``, ``None``, ``['a']``."""
+    """Return the value of an argument whose text carries no type. Templates write what is no text
+    as JSON or, by Jinja's filter ``string``, as Python does: ``True``, ``None``, ``['a']``."""
     kinds = schema_kinds(types.get(key))
     words = text.strip()
     if "null" in kinds and words in _NULLS:
@@ -395,12 +434,13 @@ def _value(text: str, key: str, types: Mapping[str, Any]) -> Any:
 _NULLS = frozenset({"null", "None"})
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _MOST_PYTHON_CHARS = 20_000
-"""The compiler that reads Python's literals takes some hundred bytes of memory for each character."""
+"""The compiler that reads Python's literals takes some hundred bytes of memory for each
+character."""
 
 
 def _python_value(words: str, key: str, problem: CallProblem) -> Any:
-    """Return a list or map that is written as Python's literal. Raises CallProblem with the ``problem`` of the JSON for
-    what is none either, or holds what JSON cannot."""
+    """Return a list or map that is written as Python's literal. Raises CallProblem with the
+    ``problem`` of the JSON for what is none either, or holds what JSON cannot."""
     if len(words) <= _MOST_PYTHON_CHARS:
         with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             value = ast.literal_eval(words)
@@ -415,7 +455,9 @@ def schema_kinds(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     kinds = schema.get("type")
-    found = {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)}
+    found = {
+        kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)
+    }
     for key in ("anyOf", "oneOf", "allOf"):
         several = schema.get(key)
         for each in several if isinstance(several, list | tuple) else ():

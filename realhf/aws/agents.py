@@ -29,7 +29,13 @@ from realhf.api.rollout import RolloutOutcome
 from realhf.aws.environment import SYSTEM_PROMPT
 from realhf.aws.tasks.captures import fill_setup, resolve
 from realhf.aws.tasks.loader import instantiate, is_name, load_templates
-from realhf.rollout.episode import ContextFull, EpisodeRequest, Limits, RecordingEnvironment, play_episode
+from realhf.rollout.episode import (
+    ContextFull,
+    EpisodeRequest,
+    Limits,
+    RecordingEnvironment,
+    play_episode,
+)
 from realhf.rollout.player import EpisodeAgent, TurnAgent
 
 
@@ -85,7 +91,9 @@ class TextAgent(ABC):
     def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
         """See ``Agent``."""
         del round_index
-        texts = self.act([request.conversation for request in requests if isinstance(request, _TextRequest)])
+        texts = self.act(
+            [request.conversation for request in requests if isinstance(request, _TextRequest)]
+        )
         return [_TextOutput([], [], [], "stop", text=text) for text in texts]
 
     def free(self, slots: Sequence[int]) -> None:
@@ -109,7 +117,9 @@ class _TextEpisodeAgent:
 
     max_turns: int
 
-    async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
+    async def play(
+        self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int
+    ) -> RolloutOutcome:
         """See ``EpisodeAgent``."""
         seen = RecordingEnvironment(env)
         text_turns = _TextTurns(seen, wanted.task.payload["task"]["solution"], llm, slot)
@@ -123,7 +133,9 @@ class _TextTurns:
     tokens = None
     last_turn_cut = False
 
-    def __init__(self, seen: RecordingEnvironment, solution: Sequence[str], llm: TokenSource, slot: int) -> None:
+    def __init__(
+        self, seen: RecordingEnvironment, solution: Sequence[str], llm: TokenSource, slot: int
+    ) -> None:
         self._seen = seen
         self._solution = solution
         self._llm = llm
@@ -133,11 +145,15 @@ class _TextTurns:
     def open(self, opening: Opening) -> None:
         """See ``TurnSource``."""
         reference = fill_setup(list(self._solution), opening.info["setup_answers"])
-        self._conversation = Conversation([dict(message) for message in opening.messages], reference)
+        self._conversation = Conversation(
+            [dict(message) for message in opening.messages], reference
+        )
 
     async def next_turn(self) -> AssistantMessage:
         """See ``TurnSource``."""
-        output = await self._llm.generate(_TextRequest(self._slot, (), conversation=self._conversation))
+        output = await self._llm.generate(
+            _TextRequest(self._slot, (), conversation=self._conversation)
+        )
         if not isinstance(output, _TextOutput):
             raise TypeError("an agent without tokens was played with an engine of tokens")
         if not output.text:
@@ -164,7 +180,9 @@ class ScriptedExpert(TextAgent):
     def act(self, conversations: Sequence[Conversation]) -> list[str]:
         """Return the next reference command of each conversation."""
         remaining = [(one.reference[len(one.outputs) :], one.outputs) for one in conversations]
-        return [resolve(commands[0], outputs) if commands else "" for commands, outputs in remaining]
+        return [
+            resolve(commands[0], outputs) if commands else "" for commands, outputs in remaining
+        ]
 
 
 class RandomAgent(TextAgent):
@@ -179,12 +197,16 @@ class RandomAgent(TextAgent):
 
     def act(self, conversations: Sequence[Conversation]) -> list[str]:
         """Return a random command for each conversation."""
-        return [self._guess(str(conversation.messages[0]["content"])) for conversation in conversations]
+        return [
+            self._guess(str(conversation.messages[0]["content"])) for conversation in conversations
+        ]
 
     def _guess(self, task_text: str) -> str:
         task = instantiate(self._rng.choice(self._templates), self._rng.getrandbits(_SEED_BITS))
         command = self._rng.choice(task.solution)
-        names = [word for word in task_text.replace(",", " ").replace(".", " ").split() if is_name(word)]
+        names = [
+            word for word in task_text.replace(",", " ").replace(".", " ").split() if is_name(word)
+        ]
         if names:
             for value in task.params.values():
                 if is_name(value):
@@ -224,21 +246,31 @@ class LocalModelAgent:
 
         from realhf.backends.embedded.compute_threads import threads as compute_threads
         from realhf.backends.embedded.generation import EmbeddedGenerator
-        from realhf.backends.training.torch_backend import check_chat_template, load_causal_lm, load_tokenizer
+        from realhf.backends.training.torch_backend import (
+            check_chat_template,
+            load_causal_lm,
+            load_tokenizer,
+        )
 
         torch.set_num_threads(threads)
         tokenizer = load_tokenizer(self.path, "model")
         check_chat_template(tokenizer, self.path, "model")
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._engine = EmbeddedGenerator(load_causal_lm(self.path, "model", torch.float32).to(device))
+        self._engine = EmbeddedGenerator(
+            load_causal_lm(self.path, "model", torch.float32).to(device)
+        )
         self._engine.threads = compute_threads(threads)
-        self._chat = TemplateChat(tokenizer, template_kwargs=self.chat_template_kwargs, stop_ids=self.gen.stop_ids)
+        self._chat = TemplateChat(
+            tokenizer, template_kwargs=self.chat_template_kwargs, stop_ids=self.gen.stop_ids
+        )
         return self
 
     def episode_agent(self, max_turns: int) -> EpisodeAgent:
         """See ``Agent``."""
         return TurnAgent(
-            self._chat, Limits(max_turns, self.max_total_tokens, self.gen.max_new_tokens), system_prompt=SYSTEM_PROMPT
+            self._chat,
+            Limits(max_turns, self.max_total_tokens, self.gen.max_new_tokens),
+            system_prompt=SYSTEM_PROMPT,
         )
 
     def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
@@ -278,11 +310,14 @@ class ChatApiAgent(TextAgent):
     def __post_init__(self) -> None:
         self.name = self.name or self.model
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        self._client = httpx.Client(base_url=self.base_url.rstrip("/"), headers=headers, timeout=self.timeout_s)
+        self._client = httpx.Client(
+            base_url=self.base_url.rstrip("/"), headers=headers, timeout=self.timeout_s
+        )
         self._threads = ThreadPoolExecutor(self.concurrency, thread_name_prefix="chat-api")
 
     def act(self, conversations: Sequence[Conversation]) -> list[str]:
-        """Ask the endpoint for the next turn of each conversation, concurrently. Raises AgentError."""
+        """Ask the endpoint for the next turn of each conversation, concurrently. Raises
+        AgentError."""
         return list(self._threads.map(self._reply, conversations))
 
     def close(self) -> None:
@@ -307,7 +342,9 @@ class ChatApiAgent(TextAgent):
         except (KeyError, IndexError, TypeError):
             text = None
         if not isinstance(text, str):
-            raise AgentError(f"{self.base_url}: the answer is not a chat completion: {str(answer)[:200]}")
+            raise AgentError(
+                f"{self.base_url}: the answer is not a chat completion: {str(answer)[:200]}"
+            )
         return text
 
     def _post(self, request: dict[str, Any]) -> Any:
@@ -331,7 +368,11 @@ def served_model(base_url: str, api_key: str = "", timeout_s: float = 10.0) -> s
     """Return the first model that the endpoint lists. Raises AgentError."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        listing = httpx.get(f"{base_url.rstrip('/')}/models", headers=headers, timeout=timeout_s).raise_for_status()
+        listing = httpx.get(
+            f"{base_url.rstrip('/')}/models", headers=headers, timeout=timeout_s
+        ).raise_for_status()
         return listing.json()["data"][0]["id"]
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-        raise AgentError(f"{base_url}/models lists no model ({error}); name it with --model-name") from None
+        raise AgentError(
+            f"{base_url}/models lists no model ({error}); name it with --model-name"
+        ) from None

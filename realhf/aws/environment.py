@@ -39,28 +39,49 @@ from realhf.aws.messages import (
     turn_info,
 )
 from realhf.aws.scripts import HABIT, RECOVERY, write_scripts
-from realhf.aws.tasks.loader import ALL_BUT_TEN, THE_TEN, TrainingTasks, instantiate, load_templates, training_tags
+from realhf.aws.tasks.loader import (
+    ALL_BUT_TEN,
+    THE_TEN,
+    TrainingTasks,
+    instantiate,
+    load_templates,
+    training_tags,
+)
 from realhf.aws.tasks.task import TIERS, TaskError
 from realhf.base.files import matching_files
 from realhf.base.installation import PACKAGE
 from realhf.base.text import shorten
 from realhf.base.tls import without_certificate
-from realhf.env.openenv_client import EnvError, OpenEnvClient, failure_kind, fetch_metadata, without_token
+from realhf.env.openenv_client import (
+    EnvError,
+    OpenEnvClient,
+    failure_kind,
+    fetch_metadata,
+    without_token,
+)
 
 
 @dataclass
 class AwsOptions:
     """The AWS environment server that the launcher starts, and the tasks that are trained on.
 
-    SIMULATED trouble, for tests and benchmarks: step_latency_ms and the options whose names start with fault."""
+    SIMULATED trouble, for tests and benchmarks: step_latency_ms and the options whose names start
+    with fault."""
 
     path: str = option("aws", "The environment is this one.", choices=("aws",))
     pool_size: int = option(
-        16, "This many sessions can be open at once, each with a simulator of its own.", at_least=1, on_resume="free"
+        16,
+        "This many sessions can be open at once, each with a simulator of its own.",
+        at_least=1,
+        on_resume="free",
     )
     host: str = option("127.0.0.1", "The server listens on this address.", on_resume="free")
     port: int = option(
-        0, "The server listens on this port; 0 is any free one.", at_least=0, at_most=65535, on_resume="free"
+        0,
+        "The server listens on this port; 0 is any free one.",
+        at_least=0,
+        at_most=65535,
+        on_resume="free",
     )
     ministack_base_port: int = option(
         0,
@@ -71,53 +92,70 @@ class AwsOptions:
     )
     max_steps: int = option(15, "The server ends an episode after this many commands.", at_least=1)
     tiers: list[str] = option(
-        ["warmup", "beginner", "intermediate"], "Tasks of these tiers are trained on.", choices=TIERS
+        ["warmup", "beginner", "intermediate"],
+        "Tasks of these tiers are trained on.",
+        choices=TIERS,
     )
     tags: list[str] | None = option(
         None,
-        "Templates with any of these tags are trained on, with [] all; without a list the tag 'starter', what the "
+        "Templates with any of these tags are trained on, with [] all; without a list the tag "
+        "'starter', what the "
         "built-in policy can learn, where each of the tiers has such templates, else all.",
     )
     split: str = option(
         "train",
         "The templates that train: train keeps one in five back, all_but_ten only ten, named in "
-        "realhf/aws/tasks/loader.py, which evaluations then play as well, in groups of their own (unseen-...).",
+        "realhf/aws/tasks/loader.py, which evaluations then play as well, in groups of their own "
+        "(unseen-...).",
         choices=("train", ALL_BUT_TEN),
     )
     phrasings: bool = option(
         False,
-        "Training tasks and demonstrations are worded in further ways (realhf/aws/tasks/phrasings.yaml); evaluations "
+        "Training tasks and demonstrations are worded in further ways "
+        "(realhf/aws/tasks/phrasings.yaml); evaluations "
         "keep to those of the templates.",
     )
     slips: bool = option(
         False,
-        "Demonstrations of recovery (warm_start.recovery_fraction) are of slips of the command line, which are not "
+        "Demonstrations of recovery (warm_start.recovery_fraction) are of slips of the command "
+        "line, which are not "
         "imitated: an operation that there is not, or a required option left out.",
     )
     observation_chars: int = option(
         OBSERVATION_CHARS,
-        "The policy reads at most this many characters of an answer, its head and its tail; with 200, ids that the "
+        "The policy reads at most this many characters of an answer, its head and its tail; with "
+        "200, ids that the "
         "solutions of three templates of the higher tiers take from it are cut out.",
         at_least=40,
     )
     show_ids: bool = option(
         False,
-        "Uuids and long hexadecimal ids are shown as they are; else fixed words stand for them, also where the "
+        "Uuids and long hexadecimal ids are shown as they are; else fixed words stand for them, "
+        "also where the "
         "solutions of five templates of the higher tiers name a key or a load balancer by its id.",
     )
     spare_turns: int | None = option(
         None,
-        "An episode ends this many turns after as many as the task's solution has commands (and, where things may have "
-        "drifted, as there are to look at), or after rollout.max_turns where they are fewer; without it after those. A "
+        "An episode ends this many turns after as many as the task's solution has commands (and, "
+        "where things may have "
+        "drifted, as there are to look at), or after rollout.max_turns where they are fewer; "
+        "without it after those. A "
         "policy that fails would else play most of all tokens.",
         at_least=0,
     )
-    chaos: bool = option(False, "Training and evaluation episodes may be perturbed (docs/reference/environment.md 7).")
+    chaos: bool = option(
+        False,
+        "Training and evaluation episodes may be perturbed (docs/reference/environment.md 7).",
+    )
     step_latency_ms: float = option(
         0.0, "SIMULATED: every step takes these milliseconds longer.", at_least=0, on_resume="free"
     )
     fault_rate: float = option(
-        0.0, "SIMULATED: this fraction of the steps fails.", at_least=0, at_most=1, on_resume="warns"
+        0.0,
+        "SIMULATED: this fraction of the steps fails.",
+        at_least=0,
+        at_most=1,
+        on_resume="warns",
     )
     fault_kinds: str = option(
         DEFAULT_FAULT_KINDS,
@@ -125,7 +163,11 @@ class AwsOptions:
         on_resume="warns",
     )
     fault_seed: int = option(
-        0, "SIMULATED: which steps fail is drawn from this seed.", at_least=0, at_most=MAX_SEED, on_resume="warns"
+        0,
+        "SIMULATED: which steps fail is drawn from this seed.",
+        at_least=0,
+        at_most=MAX_SEED,
+        on_resume="warns",
     )
 
     def problems(self, name: str) -> Iterator[str]:
@@ -138,7 +180,9 @@ class AwsOptions:
             return
         try:
             usual, own = (
-                TrainingTasks(self.tiers, training_tags(self.tiers, self.tags, split), split).group_of
+                TrainingTasks(
+                    self.tiers, training_tags(self.tiers, self.tags, split), split
+                ).group_of
                 for split in ("train", self.split)
             )
         except TaskError as error:
@@ -146,25 +190,37 @@ class AwsOptions:
                 yield f"{name}.tags={self.tags}: {error}"
             return
         if self.split != "train" and usual == own:
-            yield f"{name}.split={self.split}: the templates of these tiers and tags are those of split=train"
+            yield (
+                f"{name}.split={self.split}: the templates of these tiers and tags are those of "
+                f"split=train"
+            )
 
 
 def environment_server(options: AwsOptions) -> EnvironmentService:
     """Return the environment server of a run."""
-    argv = ["--pool-size", str(options.pool_size), "--ministack-base-port", str(options.ministack_base_port)]
+    argv = [
+        "--pool-size",
+        str(options.pool_size),
+        "--ministack-base-port",
+        str(options.ministack_base_port),
+    ]
     argv += ["--max-steps", str(options.max_steps)]
     if options.step_latency_ms:
         argv += ["--step-latency-ms", str(options.step_latency_ms)]
     if options.fault_rate:
         argv += ["--fault-rate", str(options.fault_rate), "--fault-kinds", options.fault_kinds]
         argv += ["--fault-seed", str(options.fault_seed)]
-    return EnvironmentService("workers.env_worker", tuple(argv), host=options.host, port=options.port)
+    return EnvironmentService(
+        "workers.env_worker", tuple(argv), host=options.host, port=options.port
+    )
 
 
 T = TypeVar("T")
 SYSTEM_PROMPT = (
-    "You operate an AWS account through the AWS CLI. Reply with exactly one command that starts with "
-    "'aws ' and nothing else. You then see its output, and may send the next command, until the task is done. "
+    "You operate an AWS account through the AWS CLI. Reply with exactly one command that starts "
+    "with "
+    "'aws ' and nothing else. You then see its output, and may send the next command, until the "
+    "task is done. "
     "Leave the account as asked and nothing else behind."
 )
 """-"""
@@ -182,7 +238,9 @@ class AwsTaskSet:
     def __init__(self, options: AwsOptions, split: str) -> None:
         tags = training_tags(options.tiers, options.tags, options.split)
         tasks = TrainingTasks(options.tiers, tags, options.split)
-        self.group_of: Mapping[str, str] = {str(number): tier for number, tier in tasks.group_of.items()}
+        self.group_of: Mapping[str, str] = {
+            str(number): tier for number, tier in tasks.group_of.items()
+        }
         self.groups: Sequence[str] = tasks.groups
         if options.split == ALL_BUT_TEN and split == HELD_OUT:
             unseen = load_templates(options.tiers, tags=tags, split=THE_TEN)
@@ -233,7 +291,9 @@ class AwsEnvironment:
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Start an episode of a whole task, or of any other reset arguments of the server."""
         client = await self._connect()
-        opening = task_opening((await _await_answer(client.reset(**task, seed=seed))).observation, info=replay_of(task))
+        opening = task_opening(
+            (await _await_answer(client.reset(**task, seed=seed))).observation, info=replay_of(task)
+        )
         self._state_key = opening.state_key
         return opening
 
@@ -275,7 +335,11 @@ class AwsEnvironment:
             self._level = metadata.get("reward_mode") == "level"
             correlate = metadata.get("correlation") is True
             self._client = OpenEnvClient(
-                self._address, message_timeout_s=_NEVER_S, token=self._token, tls=self._tls, correlate=correlate
+                self._address,
+                message_timeout_s=_NEVER_S,
+                token=self._token,
+                tls=self._tls,
+                correlate=correlate,
             )
         if not self._client.usable:
             await _await_answer(self._reopen(self._client))
@@ -328,8 +392,18 @@ def build(options: AwsOptions) -> EnvironmentSpec:
 def demonstration_arguments(options: AwsOptions, request: DemonstrationRequest) -> tuple[str, ...]:
     """Return the command-line arguments of the program that plays demonstrations."""
     argv = ["--episodes-per-task", str(request.episodes_per_task), "--seed", str(request.seed)]
-    argv += ["--mix", f"recovery={request.recovery_fraction}", f"habit={request.habit_fraction}", "--learn-mistakes"]
-    argv += ["--tiers", *options.tiers, "--tags", *training_tags(options.tiers, options.tags, options.split)]
+    argv += [
+        "--mix",
+        f"recovery={request.recovery_fraction}",
+        f"habit={request.habit_fraction}",
+        "--learn-mistakes",
+    ]
+    argv += [
+        "--tiers",
+        *options.tiers,
+        "--tags",
+        *training_tags(options.tiers, options.tags, options.split),
+    ]
     if options.split != "train":
         argv += ["--split", options.split]
     if options.observation_chars != OBSERVATION_CHARS:
@@ -339,7 +413,9 @@ def demonstration_arguments(options: AwsOptions, request: DemonstrationRequest) 
     return tuple(argv)
 
 
-def demonstration_scripts(options: AwsOptions, request: DemonstrationRequest) -> Iterator[tuple[str, list[str]]]:
+def demonstration_scripts(
+    options: AwsOptions, request: DemonstrationRequest
+) -> Iterator[tuple[str, list[str]]]:
     """Yield the description of each demonstrated task and the commands of its episode."""
     scripts = write_scripts(
         request.episodes_per_task,

@@ -112,10 +112,20 @@ def play_tasks(
     """
     recorder = _RecordingAgent(agent.episode_agent(max_turns), tasks, on_episode)
     size = min(pool.free_count, max(1, len(tasks)))
-    with pooled_environment(pool, max_steps=max_turns, observation_chars=observation_chars, show_ids=show_ids) as spec:
-        player = BlockingPlayer(Player(spec, "", recorder, size, message_timeout_s=MESSAGE_TIMEOUT_S))
+    with pooled_environment(
+        pool, max_steps=max_turns, observation_chars=observation_chars, show_ids=show_ids
+    ) as spec:
+        player = BlockingPlayer(
+            Player(spec, "", recorder, size, message_timeout_s=MESSAGE_TIMEOUT_S)
+        )
         try:
-            player.play([EpisodeRequest(n, episode_task(task, spare_turns)) for n, task in enumerate(tasks)], agent)
+            player.play(
+                [
+                    EpisodeRequest(n, episode_task(task, spare_turns))
+                    for n, task in enumerate(tasks)
+                ],
+                agent,
+            )
         finally:
             player.close()
     return [recorder.records[place] for place in range(len(tasks))]
@@ -124,23 +134,34 @@ def play_tasks(
 class _RecordingAgent:
     """Plays with ``agent`` and records the result of each episode; see ``EpisodeAgent``."""
 
-    def __init__(self, agent: EpisodeAgent, tasks: Sequence[Task], on_episode: Callable[[EpisodeRecord], None]) -> None:
+    def __init__(
+        self,
+        agent: EpisodeAgent,
+        tasks: Sequence[Task],
+        on_episode: Callable[[EpisodeRecord], None],
+    ) -> None:
         self.records: dict[int, EpisodeRecord] = {}
         self._agent = agent
         self._tasks = tasks
         self._on_episode = on_episode
 
-    async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
+    async def play(
+        self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int
+    ) -> RolloutOutcome:
         """See ``EpisodeAgent``."""
         seen = RecordingEnvironment(env)
         outcome = await self._agent.play(seen, wanted, llm, slot)
-        record = self.records[wanted.index] = _build_record(self._tasks[wanted.index], outcome, seen.turns)
+        record = self.records[wanted.index] = _build_record(
+            self._tasks[wanted.index], outcome, seen.turns
+        )
         self._on_episode(record)
         return outcome
 
 
 def _build_record(task: Task, outcome: RolloutOutcome, turns: Sequence[Turn]) -> EpisodeRecord:
-    seen: list[Mapping[str, Any]] = [turn.info["observation"] for turn in turns if "observation" in turn.info]
+    seen: list[Mapping[str, Any]] = [
+        turn.info["observation"] for turn in turns if "observation" in turn.info
+    ]
     status = "achieved" if outcome.achieved else _WORDS.get(outcome.status, outcome.status)
     return EpisodeRecord(
         task.task_id,
@@ -196,7 +217,11 @@ def _rate(outcomes: Sequence[bool]) -> dict[str, float] | None:
 
 def _mean(values: Sequence[float]) -> dict[str, float] | None:
     interval = mean_interval(values)
-    return None if interval is None else dict(zip(("value", "low", "high"), interval, strict=True), n=len(values))
+    return (
+        None
+        if interval is None
+        else dict(zip(("value", "low", "high"), interval, strict=True), n=len(values))
+    )
 
 
 SPLITS = {
@@ -211,7 +236,9 @@ _TABLE_WIDTH = 130
 _LINE_EVERY_S = 15.0
 
 
-def choose_tasks(split: str, episodes: int, tiers: Sequence[str] | None, tags: Sequence[str], seed: int) -> list[Task]:
+def choose_tasks(
+    split: str, episodes: int, tiers: Sequence[str] | None, tags: Sequence[str], seed: int
+) -> list[Task]:
     """Return ``episodes`` instances of every template of the split. Raises TaskError when there is
     none."""
     templates = load_templates(tiers, tags=tags, split="train" if split == "names" else split)
@@ -219,7 +246,11 @@ def choose_tasks(split: str, episodes: int, tiers: Sequence[str] | None, tags: S
         raise TaskError(f"no template of the split {split!r} has these tiers and tags")
     names = "train" if split == "train" else "heldout"
     first = seed * episodes
-    return [instantiate(t.task_id, number, names) for t in templates for number in range(first, first + episodes)]
+    return [
+        instantiate(t.task_id, number, names)
+        for t in templates
+        for number in range(first, first + episodes)
+    ]
 
 
 @contextmanager
@@ -246,11 +277,18 @@ def make_agent(options: argparse.Namespace) -> Iterator[Agent]:
     gen = GenConfig(temperature=options.temperature, max_new_tokens=options.max_new_tokens)
     label = options.model_name or Path(options.model).name
     yield LocalModelAgent(
-        options.model, gen, options.seed, options.max_total_tokens, label, options.chat_template_kwargs
+        options.model,
+        gen,
+        options.seed,
+        options.max_total_tokens,
+        label,
+        options.chat_template_kwargs,
     ).load(options.threads)
 
 
-def play(agent: Agent, tasks: Sequence[Task], pool: MiniStackPool, options: argparse.Namespace) -> list[EpisodeRecord]:
+def play(
+    agent: Agent, tasks: Sequence[Task], pool: MiniStackPool, options: argparse.Namespace
+) -> list[EpisodeRecord]:
     """Play all episodes of one agent, with progress on standard error: a bar on a terminal,
     otherwise lines."""
     with _progress(agent.name, len(tasks)) as advance:
@@ -297,7 +335,15 @@ def _progress_lines(name: str, total: int, every_s: float) -> Callable[[], None]
 def table(reports: dict[str, dict[str, Any]], title: str) -> Table:
     """Return a table with one row per agent and group."""
     rows = Table(
-        "agent", "tier", "episodes", "success %", "reward", "steps to solve", "hints", "recovery %", title=title
+        "agent",
+        "tier",
+        "episodes",
+        "success %",
+        "reward",
+        "steps to solve",
+        "hints",
+        "recovery %",
+        title=title,
     )
     for agent, groups in reports.items():
         for group, metrics in groups.items():
@@ -318,15 +364,23 @@ def table(reports: dict[str, dict[str, Any]], title: str) -> Table:
 def _percent(interval: dict[str, float] | None) -> str:
     if interval is None:
         return "-"
-    return f"{100 * interval['value']:.1f} [{100 * interval['low']:.0f}, {100 * interval['high']:.0f}]"
+    return (
+        f"{100 * interval['value']:.1f} [{100 * interval['low']:.0f}, {100 * interval['high']:.0f}]"
+    )
 
 
 def _number(interval: dict[str, float] | None) -> str:
-    return "-" if interval is None else f"{interval['value']:.2f} [{interval['low']:.2f}, {interval['high']:.2f}]"
+    return (
+        "-"
+        if interval is None
+        else f"{interval['value']:.2f} [{interval['low']:.2f}, {interval['high']:.2f}]"
+    )
 
 
 _LEAST = {
-    **dict.fromkeys(("episodes", "max_turns", "max_new_tokens", "max_total_tokens", "pool_size", "threads"), 1),
+    **dict.fromkeys(
+        ("episodes", "max_turns", "max_new_tokens", "max_total_tokens", "pool_size", "threads"), 1
+    ),
     **dict.fromkeys(("spare_turns", "temperature"), 0),
     "observation_chars": 40,  # as the option of training
 }
@@ -336,16 +390,23 @@ _LEAST = {
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m realhf.aws.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m realhf.aws.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     add = parser.add_argument
     add(
         "--model",
-        help="folder or hub id of a model, or the base URL (.../v1) of an OpenAI-compatible endpoint; "
+        help="folder or hub id of a model, or the base URL (.../v1) of an OpenAI-compatible "
+        "endpoint; "
         "without it only expert and random agent play",
     )
-    add("--model-name", default="", help="model to ask for at the endpoint (default: the first it lists); label")
+    add(
+        "--model-name",
+        default="",
+        help="model to ask for at the endpoint (default: the first it lists); label",
+    )
     add("--api-key-file", type=Path, help="file that holds the endpoint's key")
     add(
         "--split",
@@ -354,26 +415,50 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="; ".join(f"{name}: {text}" for name, text in SPLITS.items()),
     )
     add("--tiers", nargs="+", choices=TIERS, help="default: all")
-    add("--tags", nargs="*", default=(), help="only templates with one of these tags (starter: the training set)")
+    add(
+        "--tags",
+        nargs="*",
+        default=(),
+        help="only templates with one of these tags (starter: the training set)",
+    )
     add("--episodes", type=int, default=4, help="instances of every template")
     add("--max-turns", type=int, default=15, help="turns of an episode")
-    add("--spare-turns", type=int, help="turns beside as many as the solution has (training: env.spare_turns)")
+    add(
+        "--spare-turns",
+        type=int,
+        help="turns beside as many as the solution has (training: env.spare_turns)",
+    )
     add("--temperature", type=float, default=1.0, help="0: greedy")
     add("--max-new-tokens", type=int, default=96, help="of one turn")
     add("--max-total-tokens", type=int, default=4096, help="of an episode (local model)")
-    add("--observation-chars", type=int, default=200, help="what the model reads of one output (training: 200)")
-    add("--show-ids", action="store_true", help="the model reads uuids and hexadecimal ids (training: env.show_ids)")
+    add(
+        "--observation-chars",
+        type=int,
+        default=200,
+        help="what the model reads of one output (training: 200)",
+    )
+    add(
+        "--show-ids",
+        action="store_true",
+        help="the model reads uuids and hexadecimal ids (training: env.show_ids)",
+    )
     add(
         "--chat-template-kwargs",
         type=json.loads,
         default={},
         metavar="JSON",
-        help="variables of the chat template, e.g. '{\"enable_thinking\": false}' (an endpoint must know the field)",
+        help="variables of the chat template, e.g. '{\"enable_thinking\": false}' (an endpoint "
+        "must know the field)",
     )
     add("--pool-size", type=int, default=8, help="simulators that play in parallel")
     add("--threads", type=int, default=2, help="torch threads of a local model")
     add("--seed", type=int, default=0)
-    add("--out", type=Path, default=Path("evaluation"), help="folder for evaluation.json and evaluation.png")
+    add(
+        "--out",
+        type=Path,
+        default=Path("evaluation"),
+        help="folder for evaluation.json and evaluation.png",
+    )
     options = parser.parse_args(argv)
     for name, least in _LEAST.items():
         value = getattr(options, name)
@@ -386,7 +471,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return the exit status: 0, 1 after an error, 130 after an interrupt."""
     options = parse(argv)
     try:
-        tasks = choose_tasks(options.split, options.episodes, options.tiers, options.tags, options.seed)
+        tasks = choose_tasks(
+            options.split, options.episodes, options.tiers, options.tags, options.seed
+        )
         played = evaluate(tasks, options)
     except (AgentError, TaskError, ValueError, OSError, RuntimeError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
@@ -421,11 +508,16 @@ def write(played: dict[str, list[EpisodeRecord]], options: argparse.Namespace) -
     console = Console()
     Console(width=max(console.width, _TABLE_WIDTH)).print(table(reports, title))
     options.out.mkdir(parents=True, exist_ok=True)
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    settings = {
+        key: str(value) if isinstance(value, Path) else value
+        for key, value in vars(options).items()
+    }
     document = {
         "options": settings,
         "reports": reports,
-        "episodes": {agent: [asdict(record) for record in records] for agent, records in played.items()},
+        "episodes": {
+            agent: [asdict(record) for record in records] for agent, records in played.items()
+        },
     }
     (options.out / "evaluation.json").write_text(json.dumps(document, indent=1) + "\n")
     plot_success(reports, title, options.out / "evaluation.png")
@@ -453,7 +545,9 @@ def plot_success(reports: Mapping[str, Mapping[str, Any]], title: str, path: Pat
             [100 * max(0.0, rate["high"] - rate["value"]) for _, rate in shown],
         ]
         places = [place + (number - (len(reports) - 1) / 2) * width for place, _ in shown]
-        axes.bar(places, values, width * 0.92, yerr=errors, capsize=2, label=agent, error_kw={"lw": 1})
+        axes.bar(
+            places, values, width * 0.92, yerr=errors, capsize=2, label=agent, error_kw={"lw": 1}
+        )
     axes.set_xticks(range(len(groups)), groups)
     axes.set_ylim(0, 105)
     axes.set_ylabel("episodes solved, %")

@@ -33,7 +33,9 @@ def extract_command(text: str) -> str | None:
     for number, line in enumerate(lines):
         start = unwrap(line)
         if start.startswith("aws "):
-            command, closed = next(command_lines("\n".join([start, *_until_fence(lines[number + 1 :])])))
+            command, closed = next(
+                command_lines("\n".join([start, *_until_fence(lines[number + 1 :])]))
+            )
             return command if closed else start.strip()
     return None
 
@@ -65,8 +67,22 @@ NO_COMMAND = "error: no command; reply with one line that starts with aws"
 """Answer to a turn without a command."""
 _DROPPED_KEYS = frozenset(
     {
-        *("ResponseMetadata", "RequestId", "RequestCharged", "ETag", "MD5OfMessageBody", "MD5OfMessageAttributes"),
-        *("ServerSideEncryption", "ChecksumCRC32", "ChecksumCRC64NVME", "ChecksumType", "IsTruncated", "Prefix"),
+        *(
+            "ResponseMetadata",
+            "RequestId",
+            "RequestCharged",
+            "ETag",
+            "MD5OfMessageBody",
+            "MD5OfMessageAttributes",
+        ),
+        *(
+            "ServerSideEncryption",
+            "ChecksumCRC32",
+            "ChecksumCRC64NVME",
+            "ChecksumType",
+            "IsTruncated",
+            "Prefix",
+        ),
         *("ReceiptHandle", "Owner", "BucketArn"),
     }
 )
@@ -83,7 +99,9 @@ _IAM_ID = re.compile(r"\bA[A-Z]{3}[0-9A-Z]{15,17}\b")
 _SECRET_SUFFIX = re.compile(r"(:secret:[\w/+=.@-]+)-[0-9A-Za-z]{6}\b")
 _ERROR_LINE = re.compile(r"error|unknown options|invalid|denied|refused|timed out", re.IGNORECASE)
 """Lines of an error output that state the error."""
-_CALL_ERROR = re.compile(r"^An error occurred \((\w+)\) when calling the (\w+) operation(?: \([^)]*\))?: ?")
+_CALL_ERROR = re.compile(
+    r"^An error occurred \((\w+)\) when calling the (\w+) operation(?: \([^)]*\))?: ?"
+)
 """Prefix of an API error in the output of the AWS CLI."""
 
 
@@ -118,7 +136,9 @@ def _minify(output: str) -> str:
     output = output.strip()
     if output[:1] in ("{", "["):
         try:
-            return json.dumps(_drop_noise(json.loads(output)), separators=(",", ":"), ensure_ascii=False)
+            return json.dumps(
+                _drop_noise(json.loads(output)), separators=(",", ":"), ensure_ascii=False
+            )
         except ValueError:
             pass
     return "\n".join(" ".join(line.split()) for line in output.splitlines() if line.strip())
@@ -163,7 +183,12 @@ def episode_task(task: AwsTask, spare_turns: int | None = None, **reset: Any) ->
     needed = len(task.solution) + len(task.possible_drifts)
     most = 0 if spare_turns is None else max(1, needed + spare_turns)  # 0 would be no limit
     return Task(
-        f"{task.template}-{task.seed}", task.tier, payload, seed=task.seed, template=task.template, max_turns=most
+        f"{task.template}-{task.seed}",
+        task.tier,
+        payload,
+        seed=task.seed,
+        template=task.template,
+        max_turns=most,
     )
 
 
@@ -173,7 +198,11 @@ def replay_of(payload: Mapping[str, Any]) -> dict[str, Any]:
     task = payload.get("task")
     if not isinstance(task, Mapping):
         return {}
-    order = {"task_id": task.get("task_id"), "seed": task.get("seed"), "split": payload.get("split")}
+    order = {
+        "task_id": task.get("task_id"),
+        "seed": task.get("seed"),
+        "split": payload.get("split"),
+    }
     order = {name: value for name, value in order.items() if value is not None}
     start = {"title": "AWS playground", "command": PLAYGROUND_COMMAND, "url": PLAYGROUND_URL}
     return {"replay": {**start, "order": order | {"chaos": bool(payload.get("chaos"))}}}
@@ -185,11 +214,17 @@ def turn_info(command: str, observation: Mapping[str, Any]) -> dict[str, Any]:
     changes = observation.get("account_changes") or ()
     shown = {name: value for name, value in observation.items() if name not in _NOT_SHOWN}
     info: dict[str, Any] = {"did": command, "observation": shown}
-    rows = [[_cell(change, name) for name in _COLUMNS] for change in changes if "more" not in change]
+    rows = [
+        [_cell(change, name) for name in _COLUMNS] for change in changes if "more" not in change
+    ]
     if rows:
         more = sum(change["more"] for change in changes if "more" in change)
         note = f"{more} more calls changed other resources." if more else ""
-        info["view"] = {"title": "What its commands changed in the account", "columns": _COLUMNS, "rows": rows}
+        info["view"] = {
+            "title": "What its commands changed in the account",
+            "columns": _COLUMNS,
+            "rows": rows,
+        }
         info["view"] |= {"note": note} if note else {}
     return info
 
@@ -199,7 +234,9 @@ def _cell(change: Mapping[str, Any], name: str) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def task_opening(observation: Mapping[str, Any], *, info: Mapping[str, Any] | None = None) -> Opening:
+def task_opening(
+    observation: Mapping[str, Any], *, info: Mapping[str, Any] | None = None
+) -> Opening:
     """Return the opening of an episode: the description of its task and, if the task has one, the
     desired state of the account. Without the latter the agent could only guess what drifted."""
     shown = observation.get("task") or {}
@@ -207,7 +244,9 @@ def task_opening(observation: Mapping[str, Any], *, info: Mapping[str, Any] | No
     if shown.get("desired_state_spec"):
         parts.append(shown["desired_state_spec"])
     text = "\n\n".join(parts)
-    return Opening([{"role": "user", "content": text}], info=info or {}, state_key=account_key(observation))
+    return Opening(
+        [{"role": "user", "content": text}], info=info or {}, state_key=account_key(observation)
+    )
 
 
 def account_key(observation: Mapping[str, Any]) -> str:
@@ -243,7 +282,14 @@ def command_turn(
 ) -> Turn:
     """Return the answer to a command. ``final``: its reward is the score of the episode so far."""
     return Turn(
-        [{"role": "user", "content": observation_text(observation, max_chars=observation_chars, show_ids=show_ids)}],
+        [
+            {
+                "role": "user",
+                "content": observation_text(
+                    observation, max_chars=observation_chars, show_ids=show_ids
+                ),
+            }
+        ],
         done=done,
         reward=reward,
         metrics={

@@ -48,7 +48,9 @@ HINT = "hint"
 HABIT = "habit"
 KINDS = (RECOVERY, HABIT, VERIFICATION, HINT, CONTINUATION, CANONICAL)
 """-"""
-DEFAULT_MIX: Mapping[str, float] = MappingProxyType({CONTINUATION: 0.2, RECOVERY: 0.15, VERIFICATION: 0.05, HINT: 0.05})
+DEFAULT_MIX: Mapping[str, float] = MappingProxyType(
+    {CONTINUATION: 0.2, RECOVERY: 0.15, VERIFICATION: 0.05, HINT: 0.05}
+)
 """Shares of the kinds; the rest is canonical."""
 SHORTENED_SHARE = 0.6
 """Share of the mistakes that shorten a name; the others are the template's."""
@@ -109,7 +111,9 @@ def write_scripts(
     """
     unknown = set(mix) - set(KINDS)
     if unknown:
-        raise ValueError(f"unknown kind {sorted(unknown)[0]!r} in the mix; known: {', '.join(sorted(KINDS))}")
+        raise ValueError(
+            f"unknown kind {sorted(unknown)[0]!r} in the mix; known: {', '.join(sorted(KINDS))}"
+        )
     if any(share < 0 for share in mix.values()) or sum(mix.values()) > 1 + 1e-9:
         raise ValueError("the mix holds shares of one: not negative, together at most 1")
     rng = random.Random(f"sft:{seed}")
@@ -121,13 +125,18 @@ def write_scripts(
             continue
         for kind in kinds:
             task = instantiate(template.task_id, rng.getrandbits(_SEED_BITS), rephrased=rephrased)
-            scripts.append(write_script(task, kind, rng, learn_mistakes=learn_mistakes, slips=slips, shown=shown))
+            scripts.append(
+                write_script(
+                    task, kind, rng, learn_mistakes=learn_mistakes, slips=slips, shown=shown
+                )
+            )
     rng.shuffle(scripts)
     return scripts
 
 
 def _states_all_ids(template: Template) -> bool:
-    """Return whether the texts of a template state every id of the set-up that its commands need."""
+    """Return whether the texts of a template state every id of the set-up that its commands
+    need."""
     repairs = [command for drift in template.possible_drifts for command in drift.get("repair", ())]
     stated = [setup_captures([text, template.desired_state_spec]) for text in template.description]
     return setup_captures([*template.solution, *repairs]) <= set.intersection(*stated)
@@ -149,7 +158,11 @@ def write_script(
         return Script(task, kind, number_lines(wrong + wrong[-1:] * (PERSISTENCE - len(wrong))))
     if kind == RECOVERY and slips:
         place = rng.randrange(len(solution))
-        return Script(task, kind, solution[:place] + slip(solution[place].command, rng, shown) + solution[place:])
+        return Script(
+            task,
+            kind,
+            solution[:place] + slip(solution[place].command, rng, shown) + solution[place:],
+        )
     if kind == RECOVERY:
         mistake = _choose_mistake(task, rng, any_way_back=True)
         wrong = number_lines(mistake.commands, learned=learn_mistakes)
@@ -203,7 +216,8 @@ def _choose_mistake(task: Task, rng: random.Random, *, any_way_back: bool) -> _M
 _REMOVALS: Mapping[str, str] = MappingProxyType(
     {
         "athena create-work-group": "athena delete-work-group --work-group {name}",
-        "backup create-backup-vault": "backup delete-backup-vault --backup-vault-name {backup-vault-name}",
+        "backup "
+        "create-backup-vault": "backup delete-backup-vault --backup-vault-name {backup-vault-name}",
         "cloudwatch put-metric-alarm": "cloudwatch delete-alarms --alarm-names {alarm-name}",
         "dynamodb create-table": "dynamodb delete-table --table-name {table-name}",
         "ecr create-repository": "ecr delete-repository --repository-name {repository-name}",
@@ -221,8 +235,10 @@ _REMOVALS: Mapping[str, str] = MappingProxyType(
         "secretsmanager create-secret": (
             "secretsmanager delete-secret --secret-id {name} --force-delete-without-recovery"
         ),
-        "sns create-topic": f"sns delete-topic --topic-arn arn:aws:sns:{REGION}:{ACCOUNT_ID}:{{name}}",
-        "sqs create-queue": f"sqs delete-queue --queue-url http://localhost:4566/{ACCOUNT_ID}/{{queue-name}}",
+        "sns "
+        "create-topic": f"sns delete-topic --topic-arn arn:aws:sns:{REGION}:{ACCOUNT_ID}:{{name}}",
+        "sqs create-queue": f"sqs delete-queue --queue-url "
+        f"http://localhost:4566/{ACCOUNT_ID}/{{queue-name}}",
         "ssm put-parameter": "ssm delete-parameter --name {name}",
     }
 )
@@ -246,7 +262,9 @@ def shorten_names(task: Task) -> tuple[str, ...]:
     commands = task.solution
     for value in drawn:
         commands = tuple(command.replace(value, value.rpartition("-")[0]) for command in commands)
-    return commands if commands != task.solution else tuple(_misspell(command) for command in commands)
+    return (
+        commands if commands != task.solution else tuple(_misspell(command) for command in commands)
+    )
 
 
 def _misspell(command: str) -> str:
@@ -276,8 +294,16 @@ def slip(command: str, rng: random.Random, shown: int) -> tuple[Line, ...]:
         left_out = rng.choice(needed)
         return (Line(" --".join(options[:left_out] + options[left_out + 1 :]), learned=False),)
     verb, _, rest = operation.partition("-")
-    others = [f"{other}-{rest}" for other in _VERBS if other != verb and f"{other}-{rest}" not in ALLOWED[service]]
-    wrong = command.replace(f" {operation}", f" {rng.choice(others)}", 1) if rest and others else _misspell(command)
+    others = [
+        f"{other}-{rest}"
+        for other in _VERBS
+        if other != verb and f"{other}-{rest}" not in ALLOWED[service]
+    ]
+    wrong = (
+        command.replace(f" {operation}", f" {rng.choice(others)}", 1)
+        if rest and others
+        else _misspell(command)
+    )
     look = f"aws {service} help"
     is_listed = operation in shorten(check_command(look).answer or "", shown).split("\n")
     return (Line(wrong, learned=False), *((Line(look),) if is_listed else ()))
@@ -288,7 +314,9 @@ def _service_model(service: str) -> Any:
     """Return botocore's ``ServiceModel`` of a CLI service (pyright cannot follow its types). Raises
     UnknownServiceError."""
     name = "s3" if service == "s3api" else service
-    return ServiceModel(botocore.loaders.create_loader().load_service_model(name, "service-2"), name)
+    return ServiceModel(
+        botocore.loaders.create_loader().load_service_model(name, "service-2"), name
+    )
 
 
 @functools.cache
@@ -299,7 +327,9 @@ def _required_options(service: str, operation: str) -> frozenset[str]:
         model = _service_model(service)
     except UnknownServiceError:
         return frozenset()
-    name = next((name for name in model.operation_names if xform_name(name, "-") == operation), None)
+    name = next(
+        (name for name in model.operation_names if xform_name(name, "-") == operation), None
+    )
     shape = model.operation_model(name).input_shape if name is not None else None
     if shape is None:
         return frozenset()
@@ -323,7 +353,10 @@ def look_command(task: Task) -> str:
 def _listing(service: str) -> str:
     """Return a listing command of this CLI service that needs no argument, "" if there is none."""
     model = _service_model(service)
-    needs = {xform_name(name, "-"): model.operation_model(name).input_shape for name in model.operation_names}
+    needs = {
+        xform_name(name, "-"): model.operation_model(name).input_shape
+        for name in model.operation_names
+    }
     looks = sorted(
         (op for op in ALLOWED[service] if op.startswith(("list-", "describe-")) and op in needs),
         key=lambda op: (op.startswith("describe-"), op),

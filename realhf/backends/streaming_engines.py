@@ -20,7 +20,13 @@ from realhf.api.generation import StreamingGenerator
 from realhf.api.trace import Tracer
 from realhf.backends.embedded.memory import cache_bytes
 from realhf.backends.training.tokenizer_loading import check_dense
-from realhf.base.hf_config import TrainerMemory, context_limit, model_size, trainer_memory, weight_bytes
+from realhf.base.hf_config import (
+    TrainerMemory,
+    context_limit,
+    model_size,
+    trainer_memory,
+    weight_bytes,
+)
 
 if TYPE_CHECKING:
     from realhf.backends.vllm.server import VllmOptions
@@ -37,12 +43,13 @@ def make_streaming_generator(
     on_death: Callable[[str], None],
     shared: bool = False,
 ) -> Iterator[StreamingGenerator]:
-    """Make an engine that has no weights until the first ``load_weights``; a server that it needs is started, and ended
-    with it. ``shared``: a trainer computes on the same device, so that half of what is free there is the most that the
-    engine takes, unless options say otherwise.
+    """Make an engine that has no weights until the first ``load_weights``; a server that it needs
+    is started, and ended with it. ``shared``: a trainer computes on the same device, so that half
+    of what is free there is the most that the engine takes, unless options say otherwise.
 
-    ``log`` is the file of such a server, ``timeout_s`` bounds its start, and ``on_death`` is called on another thread
-    when it ends by itself. Raises ModelLoadError, FileNotFoundError or TimeoutError.
+    ``log`` is the file of such a server, ``timeout_s`` bounds its start, and ``on_death`` is called
+    on another thread when it ends by itself. Raises ModelLoadError, FileNotFoundError or
+    TimeoutError.
     """
     with contextlib.ExitStack() as stack:
         if model.engine.name == "vllm":
@@ -57,14 +64,18 @@ def make_streaming_generator(
 
             policy = options.kv_policy
             pause_s = options.pause_timeout_s
-            engine = VllmGenerator(url, version=-1, kv_policy=policy, pause_timeout_s=pause_s, tracer=tracer)
+            engine = VllmGenerator(
+                url, version=-1, kv_policy=policy, pause_timeout_s=pause_s, tracer=tracer
+            )
         try:
             yield engine
         finally:
             engine.close()
 
 
-def _embedded(model: ModelSpec, options: AsyncConfig, tracer: Tracer, shared: bool) -> StreamingGenerator:
+def _embedded(
+    model: ModelSpec, options: AsyncConfig, tracer: Tracer, shared: bool
+) -> StreamingGenerator:
     from realhf.backends.embedded.continuous_batching import ContinuousGenerator
     from realhf.backends.training.torch_backend import load_causal_lm, named_loading_shortage
 
@@ -74,7 +85,11 @@ def _embedded(model: ModelSpec, options: AsyncConfig, tracer: Tracer, shared: bo
         dtype = getattr(torch, model.dtype)
         weights = load_causal_lm(model.path, model.role, dtype, experts=model.experts).to(device)
     held = _held_by_trainer(model) if shared else None
-    taken = sum(p.nbytes for p in weights.parameters()) + held.weights + held.later if held is not None else 0
+    taken = (
+        sum(p.nbytes for p in weights.parameters()) + held.weights + held.later
+        if held is not None
+        else 0
+    )
     return ContinuousGenerator(
         weights,
         kv_policy=options.kv_policy,
@@ -82,13 +97,20 @@ def _embedded(model: ModelSpec, options: AsyncConfig, tracer: Tracer, shared: bo
         version=-1,
         pause_timeout_s=options.pause_timeout_s,
         tracer=tracer,
-        max_bytes=lambda: cache_bytes(model.engine.kv_cache_gib, weights.device, shared=shared, taken=taken),
+        max_bytes=lambda: cache_bytes(
+            model.engine.kv_cache_gib, weights.device, shared=shared, taken=taken
+        ),
     )
 
 
 @contextlib.contextmanager
 def _vllm_server(
-    model: ModelSpec, options: AsyncConfig, log: Path, timeout_s: float, on_death: Callable[[str], None], shared: bool
+    model: ModelSpec,
+    options: AsyncConfig,
+    log: Path,
+    timeout_s: float,
+    on_death: Callable[[str], None],
+    shared: bool,
 ) -> Iterator[str]:
     """Run a server inside the block and yield its address."""
     from realhf.backends.vllm.server import VllmServer
@@ -118,9 +140,10 @@ def _vllm_server(
 
 
 def server_options(model: ModelSpec, options: AsyncConfig, shared: bool) -> VllmOptions:
-    """Return how a server is started. On CUDA it captures graphs, computes prompts in parts, keeps prefixes and takes
-    weights from the memory of its GPUs. ``shared``: it gets half of what a trainer's GPU has beside the trainer, if no
-    option says how much. Raises RuntimeError, which names options, where that does not hold the weights."""
+    """Return how a server is started. On CUDA it captures graphs, computes prompts in parts, keeps
+    prefixes and takes weights from the memory of its GPUs. ``shared``: it gets half of what a
+    trainer's GPU has beside the trainer, if no option says how much. Raises RuntimeError, which
+    names options, where that does not hold the weights."""
     from realhf.backends.vllm.server import VllmOptions
 
     wanted = model.engine
@@ -140,9 +163,10 @@ def server_options(model: ModelSpec, options: AsyncConfig, shared: bool) -> Vllm
 
 
 def _beside_trainer(model: ModelSpec, free: int, total: int) -> int:
-    """Return the bytes of a GPU that a server gets beside the trainer of its model: half of what is left for it and for
-    the trainer's passes, when the trainer has all that it will hold. Gradients and moments come with its first update,
-    long after the server has taken its share; and whether its weights are there by now, nobody knows."""
+    """Return the bytes of a GPU that a server gets beside the trainer of its model: half of what is
+    left for it and for the trainer's passes, when the trainer has all that it will hold. Gradients
+    and moments come with its first update, long after the server has taken its share; and whether
+    its weights are there by now, nobody knows."""
     size = model_size(model.path)
     held = _held_by_trainer(model)
     if size is None or held is None:
@@ -150,30 +174,43 @@ def _beside_trainer(model: ModelSpec, free: int, total: int) -> int:
     room = min(free - held.later, total - held.weights - held.later) // 2
     needed = weight_bytes(size, model.dtype) // model.engine.tensor_parallel_size
     if room <= needed:
-        gib = [f"{every / 2**30:.3g}" for every in (total, free, held.weights + held.later, max(room, 0), needed)]
+        gib = [
+            f"{every / 2**30:.3g}"
+            for every in (total, free, held.weights + held.later, max(room, 0), needed)
+        ]
         raise RuntimeError(
-            f"vLLM does not fit beside the trainer of {model.role} on a GPU of {gib[0]} GiB with {gib[1]} free: the "
-            f"trainer comes to hold {gib[2]} GiB, which leaves {gib[3]} to vLLM for weights of {gib[4]}; give it a "
-            f"GPU of its own (allocation.gpus), train fewer parameters ({model.role}.lora.rank), set "
-            f"{model.role}.optimizer.offload=true, say yourself what it takes (engine.gpu_memory_utilization), or take "
+            f"vLLM does not fit beside the trainer of {model.role} on a GPU of {gib[0]} GiB with "
+            f"{gib[1]} free: the "
+            f"trainer comes to hold {gib[2]} GiB, which leaves {gib[3]} to vLLM for weights of "
+            f"{gib[4]}; give it a "
+            f"GPU of its own (allocation.gpus), train fewer parameters ({model.role}.lora.rank), "
+            f"set "
+            f"{model.role}.optimizer.offload=true, say yourself what it takes "
+            f"(engine.gpu_memory_utilization), or take "
             "engine.name=embedded"
         )
     return room
 
 
 def _held_by_trainer(model: ModelSpec) -> TrainerMemory | None:
-    """Return what the trainer of a model holds from its first update on; None where that cannot be said."""
+    """Return what the trainer of a model holds from its first update on; None where that cannot be
+    said."""
     size = model_size(model.path)
     if size is None or not model.trainable:
         return None
     offload = model.optimizer is not None and model.optimizer.offload
     rank = model.lora.rank if model.lora is not None else 0
-    return trainer_memory(size, model.dtype, lora_rank=rank, offload=offload, parts=model.parallel.fsdp)
+    return trainer_memory(
+        size, model.dtype, lora_rank=rank, offload=offload, parts=model.parallel.fsdp
+    )
 
 
 def longest_sequence(model: ModelSpec) -> int | None:
-    """Return the configured length of sequences, within the model's context: vLLM refuses a longer one."""
+    """Return the configured length of sequences, within the model's context: vLLM refuses a longer
+    one."""
     config = Path(model.path) / "config.json"
     if model.engine.max_model_len is None or not config.is_file():
         return model.engine.max_model_len
-    return min(model.engine.max_model_len, context_limit(json.loads(config.read_text(encoding="utf-8"))))
+    return min(
+        model.engine.max_model_len, context_limit(json.loads(config.read_text(encoding="utf-8")))
+    )

@@ -1,4 +1,5 @@
-"""Turns dataclasses into plain JSON values and back, so that one process can hand a specification to another."""
+"""Turns dataclasses into plain JSON values and back, so that one process can hand a specification
+to another."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ T = TypeVar("T")
 
 
 def to_json_value(value: Any) -> Any:
-    """Convert a dataclass, or what may stand in one, to what JSON has: maps, lists and scalars. Raises TypeError for
-    anything else."""
+    """Convert a dataclass, or what may stand in one, to what JSON has: maps, lists and scalars.
+    Raises TypeError for anything else."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json_value(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
@@ -33,8 +34,8 @@ def to_json_value(value: Any) -> Any:
 
 
 def from_json_value(kind: type[T], value: Any) -> T:
-    """Rebuild a value of type ``kind`` from what ``to_json_value`` returned, by its type hints. Raises TypeError for a
-    field that a dataclass does not have, or that is missing."""
+    """Rebuild a value of type ``kind`` from what ``to_json_value`` returned, by its type hints.
+    Raises TypeError for a field that a dataclass does not have, or that is missing."""
     return _read(kind, value)
 
 
@@ -42,7 +43,11 @@ def _read(kind: Any, value: Any) -> Any:
     origin = typing.get_origin(kind)
     args = typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return None if value is None else _read(next(one for one in args if one is not type(None)), value)
+        return (
+            None
+            if value is None
+            else _read(next(one for one in args if one is not type(None)), value)
+        )
     if origin is tuple:
         return tuple(_read(args[0] if args else Any, item) for item in value)
     if origin is list:

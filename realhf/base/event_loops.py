@@ -1,5 +1,6 @@
-"""Makes event loops whose timers go by the clock of this process (``process_clock``): those of ``asyncio.timeout``, of
-HTTP and WebSocket clients and of servers. What they wait for gets the seconds in which this process stood still."""
+"""Makes event loops whose timers go by the clock of this process (``process_clock``): those of
+``asyncio.timeout``, of HTTP and WebSocket clients and of servers. What they wait for gets the
+seconds in which this process stood still."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class ClockedLoop(asyncio.SelectorEventLoop):
 
 
 class _Timer:
-    """A timer of uvloop that looks at the clock of this process before it rings. Like ``asyncio.TimerHandle``."""
+    """A timer of uvloop that looks at the clock of this process before it rings. Like
+    ``asyncio.TimerHandle``."""
 
     def __init__(
         self,
@@ -53,7 +55,9 @@ class _Timer:
         self._start()
 
     def _start(self) -> None:
-        self._handle = self._later(max(0.0, self._when - process_clock.now()), self._ring, context=self._context)
+        self._handle = self._later(
+            max(0.0, self._when - process_clock.now()), self._ring, context=self._context
+        )
 
     def _ring(self) -> None:
         if self._when - process_clock.now() > _RESOLUTION_S:
@@ -113,8 +117,8 @@ def _uvloop() -> type[asyncio.AbstractEventLoop]:
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Make the loop that the servers use: a uvloop by the clock of this process; on Windows, which uvloop does not
-    support, one of asyncio."""
+    """Make the loop that the servers use: a uvloop by the clock of this process; on Windows, which
+    uvloop does not support, one of asyncio."""
     return ClockedLoop() if sys.platform == "win32" else _uvloop()()
 
 

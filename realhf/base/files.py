@@ -1,5 +1,5 @@
-"""Writes files and folders that are whole or absent, follows files that grow, and digests those that a result depends
-on."""
+"""Writes files and folders that are whole or absent, follows files that grow, and digests those
+that a result depends on."""
 
 from __future__ import annotations
 
@@ -28,17 +28,25 @@ _PROBE_BYTES = 1 << 20
 
 
 def disk_reason(error: BaseException) -> str:
-    """Why the disk is to blame for an error, here or in another process that put it into words; "" where it is not."""
+    """Why the disk is to blame for an error, here or in another process that put it into words; ""
+    where it is not."""
     number = getattr(error, "errno", None)
     text = str(error)
-    return next((os.strerror(every) for every in DISK_ERRORS if every == number or os.strerror(every) in text), "")
+    return next(
+        (
+            os.strerror(every)
+            for every in DISK_ERRORS
+            if every == number or os.strerror(every) in text
+        ),
+        "",
+    )
 
 
 @contextmanager
 def disk_blamed(folder: Path) -> Iterator[None]:
-    """Raise an OSError that names ``folder`` where a writer in it fails because of the disk. Libraries say what they
-    like of it, torch that a position is unexpected: so who fails without a word of the disk, on one that takes nothing
-    more, has failed because of it."""
+    """Raise an OSError that names ``folder`` where a writer in it fails because of the disk.
+    Libraries say what they like of it, torch that a position is unexpected: so who fails without a
+    word of the disk, on one that takes nothing more, has failed because of it."""
     try:
         yield
     except OSError as error:
@@ -46,7 +54,9 @@ def disk_blamed(folder: Path) -> Iterator[None]:
             error.filename = str(folder)
         raise
     except Exception as error:
-        number = next((every for every in DISK_ERRORS if os.strerror(every) in str(error)), _refusal(folder))
+        number = next(
+            (every for every in DISK_ERRORS if os.strerror(every) in str(error)), _refusal(folder)
+        )
         if number is None:
             raise
         raise OSError(number, os.strerror(number), str(folder)) from error
@@ -70,10 +80,10 @@ def _refusal(folder: Path) -> int | None:
 
 @contextmanager
 def whole_file(out: Path, *, synced: bool = False) -> Iterator[Path]:
-    """Yield a path beside ``out`` to write to. It becomes ``out`` at the end of the block, and is removed where that is
-    not reached: a full disk keeps what was there before and no half of what comes. What a killed process left is
-    replaced by the next one that writes. ``synced``: the file is on the disk under its name when the block has ended.
-    Raises OSError."""
+    """Yield a path beside ``out`` to write to. It becomes ``out`` at the end of the block, and is
+    removed where that is not reached: a full disk keeps what was there before and no half of what
+    comes. What a killed process left is replaced by the next one that writes. ``synced``: the file
+    is on the disk under its name when the block has ended. Raises OSError."""
     if out.is_dir():
         raise IsADirectoryError(errno.EISDIR, "a file is wanted, and it is a folder", str(out))
     partial = out.with_name(f"{out.name}.partial")
@@ -98,13 +108,14 @@ def write_whole(out: Path, text: str, *, synced: bool = False) -> None:
 
 
 class RunFolderError(RuntimeError):
-    """A file of a run folder cannot be read or written; the message names it, the cause and what to do."""
+    """A file of a run folder cannot be read or written; the message names it, the cause and what to
+    do."""
 
 
 @contextmanager
 def run_folder_needed(folder: Path) -> Iterator[None]:
-    """Raise RunFolderError for an OSError about a file in ``folder``, unless the disk is full, which has words of its
-    own."""
+    """Raise RunFolderError for an OSError about a file in ``folder``, unless the disk is full,
+    which has words of its own."""
     try:
         yield
     except OSError as error:
@@ -112,19 +123,23 @@ def run_folder_needed(folder: Path) -> Iterator[None]:
         if not inside or error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise RunFolderError(
-            f"{error.filename} cannot be used: {error.strerror}; put it in order or take it away, then run again, or "
+            f"{error.filename} cannot be used: {error.strerror}; put it in order or take it away, "
+            f"then run again, or "
             "begin anew with recover_mode=disabled, which deletes what the run has"
         ) from error
 
 
 def dangling(path: Path) -> OSError:
-    """Return the error about a link to nowhere, which is what is left of a disk that is not mounted."""
-    return OSError(errno.ENOENT, f"it is a link to {os.readlink(path)}, which is not there", str(path))
+    """Return the error about a link to nowhere, which is what is left of a disk that is not
+    mounted."""
+    return OSError(
+        errno.ENOENT, f"it is a link to {os.readlink(path)}, which is not there", str(path)
+    )
 
 
 def unused_name(path: Path, ending: str) -> Path:
-    """Return a path beside ``path`` that nothing has, to keep under it what could not be read: its name with
-    ``ending``, and a number from the second one on."""
+    """Return a path beside ``path`` that nothing has, to keep under it what could not be read: its
+    name with ``ending``, and a number from the second one on."""
     found = path.with_name(f"{path.name}{ending}")
     number = 1
     while os.path.lexists(found):
@@ -134,8 +149,9 @@ def unused_name(path: Path, ending: str) -> Path:
 
 
 def kept_aside(path: Path) -> Path | None:
-    """Rename a file that holds something which could not be understood, so that the next one that is written leaves it
-    alone, and return its new path; None where there is nothing to keep. Raises OSError."""
+    """Rename a file that holds something which could not be understood, so that the next one that
+    is written leaves it alone, and return its new path; None where there is nothing to keep. Raises
+    OSError."""
     if path.is_symlink() and not path.exists():
         raise dangling(path)
     if not path.exists() or (path.is_file() and path.stat().st_size == 0):
@@ -147,10 +163,11 @@ def kept_aside(path: Path) -> Path | None:
 
 @contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``out`` to write to. It becomes ``out``, in place of what was there, at the end of
-    the block, and is removed where that is not reached. Whoever is killed leaves ``out`` as it was or as it is to be,
-    at any instant, where the file system exchanges two folders in one step; elsewhere the next one that writes puts
-    back what was there. It also removes what killed ones left beside ``out``. Raises OSError."""
+    """Yield an empty folder beside ``out`` to write to. It becomes ``out``, in place of what was
+    there, at the end of the block, and is removed where that is not reached. Whoever is killed
+    leaves ``out`` as it was or as it is to be, at any instant, where the file system exchanges two
+    folders in one step; elsewhere the next one that writes puts back what was there. It also
+    removes what killed ones left beside ``out``. Raises OSError."""
     out.parent.mkdir(parents=True, exist_ok=True)
     recover_folder(out)
     partial, before = (out.with_name(f".{out.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
@@ -177,8 +194,8 @@ def whole_folder(out: Path) -> Iterator[Path]:
 
 
 def recover_folder(out: Path) -> None:
-    """Put ``out`` back where a killed ``whole_folder`` had moved it away, and remove what it left beside it. Nothing
-    that another process still writes is touched. Raises OSError."""
+    """Put ``out`` back where a killed ``whole_folder`` had moved it away, and remove what it left
+    beside it. Nothing that another process still writes is touched. Raises OSError."""
     name = re.compile(rf"\.{re.escape(out.name)}\.(\d+)\.(tmp|old)")
     left = [out.with_name(text) for text in sorted(os.listdir(out.parent)) if name.fullmatch(text)]
     left = [path for path in left if _abandoned(path) and _abandoned(path.with_suffix(".tmp"))]
@@ -190,7 +207,8 @@ def recover_folder(out: Path) -> None:
 
 
 _YOUNG_S = 60.0
-"""A folder that is not locked and younger than this may be that of a process on another host which is about to."""
+"""A folder that is not locked and younger than this may be that of a process on another host which
+is about to."""
 
 
 def _abandoned(path: Path) -> bool:
@@ -204,7 +222,10 @@ def _abandoned(path: Path) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         pid = int(path.suffixes[-2][1:])
-        return not Path(f"/proc/{pid}").exists() or abs(time.time() - os.fstat(handle).st_mtime) > _YOUNG_S
+        return (
+            not Path(f"/proc/{pid}").exists()
+            or abs(time.time() - os.fstat(handle).st_mtime) > _YOUNG_S
+        )
     except BlockingIOError:
         return False
     finally:
@@ -223,11 +244,15 @@ _RENAME_EXCHANGE = 2
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; False where the system or the file system cannot. Raises OSError."""
+    """Exchange two names in one step; False where the system or the file system cannot. Raises
+    OSError."""
     import ctypes  # most processes that import this module never need it
 
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None or call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+    if (
+        call is None
+        or call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
+    ):
         return call is not None
     number = ctypes.get_errno()
     if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
@@ -245,8 +270,8 @@ def sync(path: Path) -> None:
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a plain file for reading. Raises OSError when there is none, and at once for a pipe or a device, at which a
-    reader would wait or which never ends."""
+    """Open a plain file for reading. Raises OSError when there is none, and at once for a pipe or a
+    device, at which a reader would wait or which never ends."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -257,16 +282,17 @@ def open_plain(path: Path) -> BinaryIO:
 CHUNK_BYTES = 8 * 2**20
 """How much is read at once, and the length of the longest line that is understood."""
 _HEAD_BYTES = 512
-"""A file that begins otherwise than before is another one, though it got the number of the one that was deleted."""
+"""A file that begins otherwise than before is another one, though it got the number of the one that
+was deleted."""
 
 
 class LineTail:
     """Reads the whole lines that were added since the last look.
 
-    ``epoch`` counts how often the file was replaced or cut short: lines that were read before then no longer count.
-    What was read of a file that vanishes still counts. ``torn`` is how many bytes stand behind the last whole line.
-    ``tail_bytes``: begin at most so far before the end of the file, but with its first line, which says what file it
-    is.
+    ``epoch`` counts how often the file was replaced or cut short: lines that were read before then
+    no longer count. What was read of a file that vanishes still counts. ``torn`` is how many bytes
+    stand behind the last whole line. ``tail_bytes``: begin at most so far before the end of the
+    file, but with its first line, which says what file it is.
     """
 
     def __init__(self, path: Path, *, tail_bytes: int | None = None) -> None:
@@ -278,9 +304,9 @@ class LineTail:
         self._offset = 0
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the new whole lines without their ends; ``epoch`` is that of all of them from the first on. A torn last
-        line waits for its rest. An absent file, and one that is no plain file, has no lines. Raises OSError when the
-        file cannot be read."""
+        """Yield the new whole lines without their ends; ``epoch`` is that of all of them from the
+        first on. A torn last line waits for its rest. An absent file, and one that is no plain
+        file, has no lines. Raises OSError when the file cannot be read."""
         try:
             file = open_plain(self.path)
         except OSError as error:
@@ -291,7 +317,11 @@ class LineTail:
             about = os.fstat(file.fileno())
             file_id = (about.st_dev, about.st_ino)
             head = file.read(_HEAD_BYTES)
-            fresh = file_id != self._file_id or about.st_size < self._offset or not head.startswith(self._head)
+            fresh = (
+                file_id != self._file_id
+                or about.st_size < self._offset
+                or not head.startswith(self._head)
+            )
             if fresh:
                 self.epoch += self._file_id is not None
                 self._file_id = file_id
@@ -313,7 +343,9 @@ class LineTail:
             end = chunk.rfind(b"\n") + 1
             if end == 0 and len(chunk) < CHUNK_BYTES:
                 break
-            self._offset += end or len(chunk)  # no line of ours is that long: step over it piece by piece
+            self._offset += end or len(
+                chunk
+            )  # no line of ours is that long: step over it piece by piece
             yield from filter(None, chunk[:end].split(b"\n"))
         self.torn = max(0, size - self._offset)
 
@@ -322,8 +354,8 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 
 
 def digest_of(root: Path, folders: Iterable[str]) -> str:
-    """Return a digest of the names and contents of all files in these folders of ``root``, but for compiled and hidden
-    ones."""
+    """Return a digest of the names and contents of all files in these folders of ``root``, but for
+    compiled and hidden ones."""
     digest = hashlib.sha256()
     for folder in sorted(folders):
         for path in sorted((root / folder).rglob("*")):
@@ -335,9 +367,9 @@ def digest_of(root: Path, folders: Iterable[str]) -> str:
 
 
 def imported_files(package: Path, roots: Iterable[str]) -> list[Path]:
-    """Return the files of ``package`` behind the modules ``roots`` (``realhf.api.sample``) and behind everything they
-    import or name in a string, as code does that starts ``python -m``. Raises FileNotFoundError for a root that does
-    not exist."""
+    """Return the files of ``package`` behind the modules ``roots`` (``realhf.api.sample``) and
+    behind everything they import or name in a string, as code does that starts ``python -m``.
+    Raises FileNotFoundError for a root that does not exist."""
     file_of: dict[str, str] = {}
     waiting = list(roots)
     for root in waiting:
@@ -353,8 +385,8 @@ def imported_files(package: Path, roots: Iterable[str]) -> list[Path]:
 
 
 def matching_files(package: Path, patterns: Iterable[str]) -> list[Path]:
-    """Return the files of ``package`` that match any of the patterns. Raises FileNotFoundError for a pattern that
-    matches no file."""
+    """Return the files of ``package`` that match any of the patterns. Raises FileNotFoundError for
+    a pattern that matches no file."""
     found: set[Path] = set()
     for pattern in patterns:
         files = {path for path in package.glob(pattern) if path.is_file() and path.suffix != ".pyc"}
@@ -377,13 +409,18 @@ def _names(module: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _MODULE.fullmatch(node.value):
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and _MODULE.fullmatch(node.value)
+        ):
             yield node.value
 
 
 def _file(package: Path, module: str) -> str:
-    """Return the file of a module of the package, or of a package in it that imports something; empty for others.
-    Plain text: thousands of names are looked up, and a ``Path`` costs more than asking the file system."""
+    """Return the file of a module of the package, or of a package in it that imports something;
+    empty for others. Plain text: thousands of names are looked up, and a ``Path`` costs more than
+    asking the file system."""
     first, _, rest = module.partition(".")
     if first != package.name or not rest:
         return ""
@@ -395,8 +432,8 @@ def _file(package: Path, module: str) -> str:
 
 
 def content_key(options: Any, files: Iterable[Path] = ()) -> str:
-    """Return sixteen hex digits of the SHA-256 over ``options`` (dataclasses, maps, scalars) and over the names and
-    bytes of ``files``. Raises FileNotFoundError for a file that is missing."""
+    """Return sixteen hex digits of the SHA-256 over ``options`` (dataclasses, maps, scalars) and
+    over the names and bytes of ``files``. Raises FileNotFoundError for a file that is missing."""
     digest = hashlib.sha256(json.dumps(to_json_value(options), sort_keys=True).encode())
     for path in sorted(files):
         digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())

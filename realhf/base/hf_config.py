@@ -1,8 +1,8 @@
-"""Reads from the files of a model, without torch, how long its context is, whether it can be trained here, and how
-much memory it takes.
+"""Reads from the files of a model, without torch, how long its context is, whether it can be
+trained here, and how much memory it takes.
 
-What can be trained is a causal decoder whose only state is keys and values for each token: full or sliding-window
-attention, grouped or not, with or without a mixture in the feed-forward networks.
+What can be trained is a causal decoder whose only state is keys and values for each token: full or
+sliding-window attention, grouped or not, with or without a mixture in the feed-forward networks.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from typing import Any
 LARGEST_HEAD = 100_000_000
 """Largest number of bytes that the format safetensors allows for the head of a file."""
 HEAD_FILE = "value_head.safetensors"
-"""Stands beside the weights of the decoder in a folder that a critic or a reward model was exported to."""
+"""Stands beside the weights of the decoder in a folder that a critic or a reward model was exported
+to."""
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """``parameters`` in all; ``matrices`` are the shapes of the linear layers in blocks, which adapters stand beside;
-    ``layers``, ``hidden``, ``inner`` (width of a feed-forward network) and ``key_values`` (numbers that one token keeps
-    in all layers) describe what a token takes."""
+    """``parameters`` in all; ``matrices`` are the shapes of the linear layers in blocks, which
+    adapters stand beside; ``layers``, ``hidden``, ``inner`` (width of a feed-forward network) and
+    ``key_values`` (numbers that one token keeps in all layers) describe what a token takes."""
 
     parameters: int
     matrices: tuple[tuple[int, int], ...]
@@ -42,7 +43,8 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes of what a trainer holds on its device between steps; ``weights`` with the fp32 copies of narrower ones."""
+    """Bytes of what a trainer holds on its device between steps; ``weights`` with the fp32 copies
+    of narrower ones."""
 
     weights: int
     gradients: int
@@ -57,12 +59,15 @@ class TrainerMemory:
 def trainer_memory(
     size: ModelSize, dtype: str, *, lora_rank: int = 0, offload: bool = False, parts: int = 1
 ) -> TrainerMemory:
-    """Return what a worker holds that trains the model in ``dtype``, cut into ``parts``. Gradients add up in fp32, and
-    AdamW has two fp32 moments for each trained parameter, on the device unless ``offload``."""
+    """Return what a worker holds that trains the model in ``dtype``, cut into ``parts``. Gradients
+    add up in fp32, and AdamW has two fp32 moments for each trained parameter, on the device unless
+    ``offload``."""
     trained = size.adapters(lora_rank) if lora_rank else size.parameters
     masters = 4 * trained if dtype != "float32" else 0
     weights = _BYTES[dtype] * (size.parameters + (trained if lora_rank else 0)) + masters
-    return TrainerMemory(weights // parts, 4 * trained // parts, 0 if offload else 8 * trained // parts)
+    return TrainerMemory(
+        weights // parts, 4 * trained // parts, 0 if offload else 8 * trained // parts
+    )
 
 
 def weight_bytes(size: ModelSize, dtype: str) -> int:
@@ -71,18 +76,19 @@ def weight_bytes(size: ModelSize, dtype: str) -> int:
 
 
 def activation_bytes(size: ModelSize, dtype: str, tokens: int, *, checkpointing: bool) -> int:
-    """Estimate what a pass over ``tokens`` tokens keeps for its backward pass. In Llama and Qwen3 a block keeps 10 to
-    12 vectors of the hidden width and four of the feed-forward network; 16 leave room for the ones that stay
-    fp32. With ``checkpointing`` it is one vector for each block, beside all of a single block. Attention is taken to be
-    fused, and logits to be made in chunks, as they are here."""
+    """Estimate what a pass over ``tokens`` tokens keeps for its backward pass. In Llama and Qwen3 a
+    block keeps 10 to 12 vectors of the hidden width and four of the feed-forward network; 16 leave
+    room for the ones that stay fp32. With ``checkpointing`` it is one vector for each block, beside
+    all of a single block. Attention is taken to be fused, and logits to be made in chunks, as they
+    are here."""
     block = 16 * size.hidden + 4 * size.inner
     kept = size.layers * size.hidden + block if checkpointing else size.layers * block
     return _BYTES[dtype] * tokens * kept
 
 
 def model_size(path: str) -> ModelSize | None:
-    """Return the size of the model in a folder, or of a hub id that lies in the cache of the hub's client; None where
-    that cannot be said."""
+    """Return the size of the model in a folder, or of a hub id that lies in the cache of the hub's
+    client; None where that cannot be said."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         with suppress(ImportError, ValueError, OSError):
@@ -97,20 +103,28 @@ def model_size(path: str) -> ModelSize | None:
             return described
         counted = sum(math.prod(shape) for shape in shapes.values())
         return ModelSize(
-            counted, block_matrices(shapes), described.layers, described.hidden, described.inner, described.key_values
+            counted,
+            block_matrices(shapes),
+            described.layers,
+            described.hidden,
+            described.inner,
+            described.key_values,
         )
     return None
 
 
 def size_of(config: Mapping[str, Any]) -> ModelSize:
-    """Return the size of a dense decoder or a mixture with gated feed-forward networks, as its ``config.json`` has it:
-    right within some percent. Raises KeyError or TypeError for a configuration that says too little."""
+    """Return the size of a dense decoder or a mixture with gated feed-forward networks, as its
+    ``config.json`` has it: right within some percent. Raises KeyError or TypeError for a
+    configuration that says too little."""
     text = config.get("text_config") or config
     hidden = int(text.get("hidden_size") or text["n_embd"])
     layers = layer_options(text)
     blocks = [_block(layer, hidden) for layer in layers]
     matrices = tuple(matrix for block, _, _ in blocks for matrix in block)
-    embeddings = int(text["vocab_size"]) * hidden * (1 if text.get("tie_word_embeddings", True) else 2)
+    embeddings = (
+        int(text["vocab_size"]) * hidden * (1 if text.get("tie_word_embeddings", True) else 2)
+    )
     embeddings += int(text.get("n_positions") or 0) * hidden
     parameters = sum(map(math.prod, matrices)) + 2 * hidden * len(layers) + embeddings + hidden
     inner = max(inner for _, inner, _ in blocks)
@@ -119,8 +133,8 @@ def size_of(config: Mapping[str, Any]) -> ModelSize:
 
 
 def _block(layer: Mapping[str, Any], hidden: int) -> tuple[list[tuple[int, int]], int, int]:
-    """Return the shapes of a layer's matrices, the width of its feed-forward network, and how many numbers it keeps for
-    a token."""
+    """Return the shapes of a layer's matrices, the width of its feed-forward network, and how many
+    numbers it keeps for a token."""
     heads = int(layer.get("num_attention_heads") or layer["n_head"])
     kv_heads = int(layer.get("num_key_value_heads") or heads)
     head = int(layer.get("head_dim") or hidden // heads)
@@ -134,18 +148,26 @@ def _block(layer: Mapping[str, Any], hidden: int) -> tuple[list[tuple[int, int]]
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
-_OF_FULL_LAYERS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-"""Options of layers that see all tokens, and the names that they have in the published files of Gemma 4, where
-``attention_k_eq_v`` decides on the second."""
+_OF_FULL_LAYERS = {
+    "head_dim": "global_head_dim",
+    "num_key_value_heads": "num_global_key_value_heads",
+}
+"""Options of layers that see all tokens, and the names that they have in the published files of
+Gemma 4, where ``attention_k_eq_v`` decides on the second."""
 
 
 def layer_options(text: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the options of each layer of the decoder that ``text`` describes: in some models layers have values of
-    their own, in ``per_layer_config``. Raises KeyError or TypeError where the number of layers is not there."""
+    """Return the options of each layer of the decoder that ``text`` describes: in some models
+    layers have values of their own, in ``per_layer_config``. Raises KeyError or TypeError where the
+    number of layers is not there."""
     number = int(text.get("num_hidden_layers") or text["n_layer"])
     kinds = text.get("layer_types")
     given = text.get("per_layer_config")
-    own = {int(index): options for index, options in given.items()} if isinstance(given, Mapping) else {}
+    own = (
+        {int(index): options for index, options in given.items()}
+        if isinstance(given, Mapping)
+        else {}
+    )
     full = {option: text.get(name) for option, name in _OF_FULL_LAYERS.items() if text.get(name)}
     if text.get("attention_k_eq_v") is False:
         full.pop("num_key_value_heads", None)
@@ -157,22 +179,28 @@ def layer_options(text: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor in a folder's safetensors files, read from their heads; files that cannot be read
-    so are left out."""
+    """Return the shape of each tensor in a folder's safetensors files, read from their heads; files
+    that cannot be read so are left out."""
     found: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             with file.open("rb") as content:
                 size = int.from_bytes(content.read(8), "little")
                 head = json.loads(content.read(size)) if size <= LARGEST_HEAD else {}
-            found |= {name: tuple(map(int, about["shape"])) for name, about in head.items() if name != "__metadata__"}
+            found |= {
+                name: tuple(map(int, about["shape"]))
+                for name, about in head.items()
+                if name != "__metadata__"
+            }
     return found
 
 
 def block_matrices(shapes: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, int], ...]:
-    """Return the shapes of the linear layers in blocks: a block has a number, which embeddings and the head have
-    not."""
-    return tuple((shape[0], shape[1]) for name, shape in shapes.items() if is_block_matrix(name, shape))
+    """Return the shapes of the linear layers in blocks: a block has a number, which embeddings and
+    the head have not."""
+    return tuple(
+        (shape[0], shape[1]) for name, shape in shapes.items() if is_block_matrix(name, shape)
+    )
 
 
 def is_block_matrix(name: str, shape: tuple[int, ...]) -> bool:
@@ -184,25 +212,34 @@ def is_block_matrix(name: str, shape: tuple[int, ...]) -> bool:
 UNLIMITED = 1 << 30
 """The limit reported for architectures without positions, whose only bound is memory."""
 _EXTENDED = frozenset({"linear", "yarn"})
-"""Kinds of rotary embedding whose ``factor`` multiplies the length that ``max_position_embeddings`` gives, unless the
-configuration also gives the length before scaling. llama3 already includes the extension."""
+"""Kinds of rotary embedding whose ``factor`` multiplies the length that ``max_position_embeddings``
+gives, unless the configuration also gives the length before scaling. llama3 already includes the
+extension."""
 _BY_LENGTH = frozenset({"dynamic", "longrope", "su"})
-"""Kinds of rotary embedding that turn all tokens of a text otherwise once it is longer than before scaling. The keys
-that generation has kept are then not those of the trainer, which reads the whole text at once. So the context ends
-there."""
+"""Kinds of rotary embedding that turn all tokens of a text otherwise once it is longer than before
+scaling. The keys that generation has kept are then not those of the trainer, which reads the whole
+text at once. So the context ends there."""
 
 
 def context_limit(config: Mapping[str, Any]) -> int:
-    """Return the length of the longest sequence that a model with this ``config.json`` takes. A sliding window does not
-    bound it: layers that see only the last tokens still receive what earlier layers made of older ones.
+    """Return the length of the longest sequence that a model with this ``config.json`` takes. A
+    sliding window does not bound it: layers that see only the last tokens still receive what
+    earlier layers made of older ones.
 
     Source of the rules: vLLM, ``_get_and_verify_max_len``.
     """
     text = _text(config)
-    positions = (text.get(name) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
-    limit = next((int(found) for found in positions if isinstance(found, int | float) and found >= 1), UNLIMITED)
+    positions = (
+        text.get(name) for name in ("max_position_embeddings", "n_positions", "max_seq_len")
+    )
+    limit = next(
+        (int(found) for found in positions if isinstance(found, int | float) and found >= 1),
+        UNLIMITED,
+    )
     kind, rope = _rope(text)
-    before = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
+    before = rope.get("original_max_position_embeddings") or text.get(
+        "original_max_position_embeddings"
+    )
     before = before if isinstance(before, int | float) else None
     if kind in _BY_LENGTH:
         return min(limit, int(before)) if before else limit
@@ -213,10 +250,12 @@ def context_limit(config: Mapping[str, Any]) -> int:
 
 
 def context_reason(config: Mapping[str, Any]) -> str:
-    """Return what ends the context before the length that the model's configuration gives, to be put behind the number;
-    empty if nothing does."""
+    """Return what ends the context before the length that the model's configuration gives, to be
+    put behind the number; empty if nothing does."""
     kind, _ = _rope(_text(config))
-    return f" (its rotary embedding, {kind}, changes for longer texts)" if kind in _BY_LENGTH else ""
+    return (
+        f" (its rotary embedding, {kind}, changes for longer texts)" if kind in _BY_LENGTH else ""
+    )
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -225,7 +264,8 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rope(text: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Return kind and options of the rotary embedding; where layers differ, of the one that depends on the length."""
+    """Return kind and options of the rotary embedding; where layers differ, of the one that depends
+    on the length."""
     given = text.get("rope_parameters") or text.get("rope_scaling") or {}
     given = given if isinstance(given, Mapping) else {}
     ropes = [rope for rope in (given, *given.values()) if isinstance(rope, Mapping)]
@@ -236,10 +276,20 @@ def _rope(text: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 _KEPT = frozenset({"full_attention", "sliding_attention", "attention", "sliding"})
 _KINDS = ("layer_types", "layers_block_type", "block_types")
 _STATE_SPACE = ("mamba", "rwkv", "xlstm", "recurrent_gemma", "zamba", "lfm2")
-_STATE_OPTIONS = ("mamba", "ssm_", "state_size", "conv_L_cache", "rwkv", "linear_conv_kernel", "linear_num")
-"""Beginnings of options that only models with a running state have; older files say nothing of layer types."""
+_STATE_OPTIONS = (
+    "mamba",
+    "ssm_",
+    "state_size",
+    "conv_L_cache",
+    "rwkv",
+    "linear_conv_kernel",
+    "linear_num",
+)
+"""Beginnings of options that only models with a running state have; older files say nothing of
+layer types."""
 _OWN_WINDOWS = ("attention_types", "attention_layers", "keep_window_size")
-"""Options of models that cut what a token sees down by themselves, by columns, whatever mask they are given."""
+"""Options of models that cut what a token sees down by themselves, by columns, whatever mask they
+are given."""
 _ALIBI = frozenset({"bloom", "mpt"})
 _DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "Model")
 """Ends of the names of classes that may be decoders; a bare ``Model`` is what a critic leaves."""
@@ -247,11 +297,13 @@ _DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "Model")
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _MIXES = ("is_moe", "enable_moe_block")
-"""Options that some models have beside the number of experts; where one is false, there are none."""
+"""Options that some models have beside the number of experts; where one is false, there are
+none."""
 
 
 def routed_experts(config: Mapping[str, Any]) -> int:
-    """Return how many experts a router of the model that ``config`` describes chooses from; 0 for a dense model."""
+    """Return how many experts a router of the model that ``config`` describes chooses from; 0 for a
+    dense model."""
     text = _text(config)
     inner = text.get("ffn_config")
     if any(text.get(option) is False for option in _MIXES):
@@ -268,24 +320,26 @@ def _whole(count: Any) -> list[int]:
 
 
 def expert_problem(config: Mapping[str, Any], role: str, *, accepted: bool) -> str | None:
-    """Return why the mixture of experts that ``config`` describes is not trained, unless the role ``accepted`` that
-    with its option ``experts``, or why that does nothing; None if nothing speaks against it. The answer is the end of
-    a sentence that begins with the model's name."""
+    """Return why the mixture of experts that ``config`` describes is not trained, unless the role
+    ``accepted`` that with its option ``experts``, or why that does nothing; None if nothing speaks
+    against it. The answer is the end of a sentence that begins with the model's name."""
     experts = routed_experts(config)
     if accepted and not experts:
         return f"it has no experts, so {role}.experts=true does nothing; remove it"
     if experts and not accepted:
         return (
-            f"its tokens are routed to {experts} experts, and neither is the auxiliary loss of the router computed "
-            "here nor the routing of the generator replayed in training; take a dense model, or set "
+            f"its tokens are routed to {experts} experts, and neither is the auxiliary loss of the "
+            f"router computed "
+            "here nor the routing of the generator replayed in training; take a dense model, or "
+            "set "
             f"{role}.experts=true to train it without them"
         )
     return None
 
 
 def decoder_problem(config: Mapping[str, Any]) -> str | None:
-    """Return why the model that ``config`` describes cannot be sampled from and trained here, as the end of a sentence
-    that begins with its name; None if nothing speaks against it."""
+    """Return why the model that ``config`` describes cannot be sampled from and trained here, as
+    the end of a sentence that begins with its name; None if nothing speaks against it."""
     inner = config.get("text_config")
     return next(_problems(config, inner if isinstance(inner, Mapping) else config), None)
 
@@ -299,32 +353,47 @@ def _problems(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[st
     if names and not any(name.endswith(_DECODERS) for name in names):
         yield f"{names[0]} is not a causal language model"
     kinds = [layers for option in _KINDS if isinstance(layers := text.get(option), list)]
-    odd = dict.fromkeys(str(layer) for layers in kinds for layer in layers if str(layer) not in _KEPT)
+    odd = dict.fromkeys(
+        str(layer) for layers in kinds for layer in layers if str(layer) not in _KEPT
+    )
     if odd:
-        yield f"it has layers of the type {', '.join(odd)}, whose state is not keys and values for each token"
+        yield (
+            f"it has layers of the type {', '.join(odd)}, whose state is not keys and values for "
+            f"each token"
+        )
     elif not kinds or kind.startswith(_STATE_SPACE):
         marks = [option for option in text if option.startswith(_STATE_OPTIONS)]
         if kind.startswith(_STATE_SPACE) or marks:
             told = f"{kind!r} with {marks[0]}" if marks else repr(kind)
-            yield f"it has state-space or linear layers ({told}), whose state is not keys and values for each token"
+            yield (
+                f"it has state-space or linear layers ({told}), whose state is not keys and values "
+                f"for each token"
+            )
     if differing := _differing(text):
         yield differing
     if windowed := next((name for name in _OWN_WINDOWS if _local(text.get(name))), None):
-        yield f"{windowed} gives its layers a window of their own, which generation from cached rows does not have"
+        yield (
+            f"{windowed} gives its layers a window of their own, which generation from cached rows "
+            f"does not have"
+        )
     if kind in _ALIBI or text.get("alibi") is True:
         yield f"{kind!r} tells positions by ALiBi, which generation from cached rows does not have"
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
-        yield f"its weights are quantized ({method or 'by an unknown method'}); save them in float32 or bfloat16 first"
+        yield (
+            f"its weights are quantized ({method or 'by an unknown method'}); save them in float32 "
+            f"or bfloat16 first"
+        )
     if (width := _odd_head(text)) is not None:
         yield f"its attention heads are {width} wide, and rotary positions need an even number"
 
 
 _TRIED = "gemma4"
-"""Beginning of the ``model_type`` of models whose layers are known to read their own options. In transformers 5.23 most
-others raise an error when they are made with such a configuration."""
+"""Beginning of the ``model_type`` of models whose layers are known to read their own options. In
+transformers 5.23 most others raise an error when they are made with such a configuration."""
 _SAME_FOR_ALL = ("attention_chunk_size", "skip")
-"""Options of ``per_layer_config`` that cut layers down in ways that neither cached rows nor masks follow."""
+"""Options of ``per_layer_config`` that cut layers down in ways that neither cached rows nor masks
+follow."""
 
 
 def _differing(text: Mapping[str, Any]) -> str:
@@ -333,14 +402,21 @@ def _differing(text: Mapping[str, Any]) -> str:
     if not isinstance(given, Mapping) or not given:
         return ""
     if not (kind := str(text.get("model_type") or "")).startswith(_TRIED):
-        return f"layers of {kind!r} with options of their own (per_layer_config) were not tried here, but for Gemma 4"
+        return (
+            f"layers of {kind!r} with options of their own (per_layer_config) were not tried here, "
+            f"but for Gemma 4"
+        )
     try:
         layers = layer_options(text)
     except (KeyError, TypeError, ValueError, AttributeError):
         return "its per_layer_config does not say for which layers it is"
     kinds = text.get("layer_types")
-    slides = [not isinstance(kinds, list) or kind == _SLIDING for kind in (kinds or [None] * len(layers))]
-    windows = [layer.get("sliding_window") for layer, slide in zip(layers, slides, strict=False) if slide]
+    slides = [
+        not isinstance(kinds, list) or kind == _SLIDING for kind in (kinds or [None] * len(layers))
+    ]
+    windows = [
+        layer.get("sliding_window") for layer, slide in zip(layers, slides, strict=False) if slide
+    ]
     if len(sizes := sorted({window for window in windows if isinstance(window, int)})) > 1:
         return f"its layers have sliding windows of different sizes ({', '.join(map(str, sizes))})"
     for option in _SAME_FOR_ALL:
@@ -370,6 +446,11 @@ def _head_width(layer: Mapping[str, Any]) -> int | None:
     width = layer.get("head_dim")
     heads = layer.get("num_attention_heads")
     hidden = layer.get("hidden_size")
-    if not isinstance(width, int) and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+    if (
+        not isinstance(width, int)
+        and isinstance(heads, int)
+        and isinstance(hidden, int)
+        and heads > 0
+    ):
         width = hidden // heads
     return width if isinstance(width, int) else None

@@ -20,8 +20,9 @@ OWN = Path("/proc/self/cgroup")
 
 
 def groups(controller: str, mount: Path = MOUNT, own: Path = OWN) -> Iterator[Path]:
-    """Yield the folder of this process's group and those of the groups around it, any of which may have the limit, of
-    version 1 (``controller``) and 2. A container sees its own as the last one, whatever its path is called."""
+    """Yield the folder of this process's group and those of the groups around it, any of which may
+    have the limit, of version 1 (``controller``) and 2. A container sees its own as the last one,
+    whatever its path is called."""
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
@@ -36,8 +37,9 @@ def groups(controller: str, mount: Path = MOUNT, own: Path = OWN) -> Iterator[Pa
 
 
 def usable_cores(mount: Path = MOUNT, own: Path = OWN) -> int:
-    """Return the cores that this process is bound to, or fewer where a control group gives it less time, as a container
-    with a limit of cores does: threads above that are stopped in the middle of their work."""
+    """Return the cores that this process is bound to, or fewer where a control group gives it less
+    time, as a container with a limit of cores does: threads above that are stopped in the middle of
+    their work."""
     cores = len(os.sched_getaffinity(0))
     for group in groups("cpu", mount, own):
         if quota := _quota(group):
@@ -47,13 +49,16 @@ def usable_cores(mount: Path = MOUNT, own: Path = OWN) -> int:
 
 def memory_limit(mount: Path = MOUNT, own: Path = OWN) -> int | None:
     """Return the bytes that the groups of this process may take at most; None for no limit."""
-    found = (number(group, "memory.max", "memory.limit_in_bytes") for group in groups("memory", mount, own))
+    found = (
+        number(group, "memory.max", "memory.limit_in_bytes")
+        for group in groups("memory", mount, own)
+    )
     return min((limit for limit in found if limit is not None), default=None)
 
 
 def memory_left(mount: Path = MOUNT, own: Path = OWN) -> int | None:
-    """Return the bytes that the groups of this process may still take; None for no limit. What the kernel keeps of
-    files counts as left: it is given up when memory is needed."""
+    """Return the bytes that the groups of this process may still take; None for no limit. What the
+    kernel keeps of files counts as left: it is given up when memory is needed."""
     found: list[int] = []
     for group in groups("memory", mount, own):
         most = number(group, "memory.max", "memory.limit_in_bytes")
@@ -64,7 +69,8 @@ def memory_left(mount: Path = MOUNT, own: Path = OWN) -> int | None:
 
 
 def number(group: Path, *names: str) -> int | None:
-    """Return the number in the first of these files that holds one; None where none does, as for no limit."""
+    """Return the number in the first of these files that holds one; None where none does, as for no
+    limit."""
     for name in names:
         try:
             return int((group / name).read_text(encoding="ascii"))
@@ -76,7 +82,11 @@ def number(group: Path, *names: str) -> int | None:
 def counters(file: Path) -> dict[str, int]:
     """Return the numbers of a file of lines "name number"; {} for none."""
     try:
-        rows = (line.split(maxsplit=1) for line in file.read_text(encoding="ascii").splitlines() if " " in line)
+        rows = (
+            line.split(maxsplit=1)
+            for line in file.read_text(encoding="ascii").splitlines()
+            if " " in line
+        )
         return {name: int(text) for name, text in rows}
     except (OSError, ValueError):
         return {}
@@ -84,7 +94,9 @@ def counters(file: Path) -> dict[str, int]:
 
 def _of_files(group: Path) -> int:
     stat = counters(group / "memory.stat")
-    return sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file"))
+    return sum(
+        stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file")
+    )
 
 
 def _quota(group: Path) -> float:
@@ -102,8 +114,9 @@ def _quota(group: Path) -> float:
 
 @dataclass(frozen=True)
 class HostLoad:
-    """Holds one reading of a host: the CPU seconds since its boot in which its cores worked, those that there were, and
-    the fraction of its memory that is in use. All of the machine, whoever uses it."""
+    """Holds one reading of a host: the CPU seconds since its boot in which its cores worked, those
+    that there were, and the fraction of its memory that is in use. All of the machine, whoever uses
+    it."""
 
     busy_s: float
     whole_s: float
@@ -113,7 +126,9 @@ class HostLoad:
     def read() -> HostLoad:
         """Read the load of this host; about 0.1 ms."""
         times = psutil.cpu_times()
-        whole = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # users' time has them
+        whole = (
+            sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        )  # users' time has them
         idle = times.idle + getattr(times, "iowait", 0.0)
         return HostLoad(whole - idle, whole, psutil.virtual_memory().percent / 100)
 
@@ -126,14 +141,19 @@ class HostLoad:
         """Return what ``to_list`` gave; None for anything else."""
         if not isinstance(value, list) or len(value) != 3:
             return None
-        numbers = [float(one) for one in value if isinstance(one, (int, float)) and not isinstance(one, bool)]
+        numbers = [
+            float(one)
+            for one in value
+            if isinstance(one, (int, float)) and not isinstance(one, bool)
+        ]
         if len(numbers) != 3 or not all(math.isfinite(one) and one >= 0 for one in numbers):
             return None
         return HostLoad(numbers[0], numbers[1], min(1.0, numbers[2]))
 
 
 class LoadOfSteps:
-    """Makes figures of the loads of this host and others: of each step what has happened since the step before."""
+    """Makes figures of the loads of this host and others: of each step what has happened since the
+    step before."""
 
     def __init__(self) -> None:
         self._names = {host_token(): _fit(os.uname().nodename)}
@@ -141,10 +161,10 @@ class LoadOfSteps:
         self._cpu: dict[str, float] = {}
 
     def figures(self, others: Iterable[tuple[str, str, HostLoad]]) -> dict[str, float]:
-        """Return ``host/<name>/cpu``, the mean share of its cores that worked since a reading at an earlier step, and
-        ``host/<name>/memory``. ``others``: name, ``host_token`` and a reading of other hosts, of which several may be
-        one. A host that was not read anew keeps its share; one that was read for the first time, or was started anew,
-        has none yet."""
+        """Return ``host/<name>/cpu``, the mean share of its cores that worked since a reading at an
+        earlier step, and ``host/<name>/memory``. ``others``: name, ``host_token`` and a reading of
+        other hosts, of which several may be one. A host that was not read anew keeps its share; one
+        that was read for the first time, or was started anew, has none yet."""
         loads = {host_token(): HostLoad.read()}
         for host, token, load in others:
             self._names.setdefault(token, self._free(_fit(host)))
@@ -168,7 +188,9 @@ class LoadOfSteps:
     def _free(self, name: str) -> str:
         """Return the name, with a number where another host has it."""
         numbered = (f"{name}-{number}" for number in itertools.count(2))
-        return next(one for one in itertools.chain([name], numbered) if one not in self._names.values())
+        return next(
+            one for one in itertools.chain([name], numbered) if one not in self._names.values()
+        )
 
 
 def _fit(host: str) -> str:

@@ -1,9 +1,10 @@
-"""Says where the package and its configurations lie, of which commit, and how an extra that is missing is installed.
+"""Says where the package and its configurations lie, of which commit, and how an extra that is
+missing is installed.
 
 No other module derives a folder from the place of its own file, so files may move between rooms.
 
-The package index has a distribution called like the import name that belongs to somebody else, so nothing may tell a
-person to install that.
+The package index has a distribution called like the import name that belongs to somebody else, so
+nothing may tell a person to install that.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any
 PACKAGE = Path(os.path.abspath(__file__)).parent.parent
 """The folder ``realhf`` itself, in a checkout or among the installed packages."""
 IMPORT_ROOT = PACKAGE.parent
-"""What stands on the import path, so that ``realhf``, ``workers``, ``experiments`` and ``configs`` are found."""
+"""What stands on the import path, so that ``realhf``, ``workers``, ``experiments`` and ``configs``
+are found."""
 CONFIGS = IMPORT_ROOT / "configs"
 """The YAML files that a run is composed of."""
 
@@ -31,8 +33,8 @@ DISTRIBUTION = "realhf-agents"
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra: into the checkout that this code lies in, else of the distribution
-    that was installed."""
+    """Return the command that installs an extra: into the checkout that this code lies in, else of
+    the distribution that was installed."""
     if not (IMPORT_ROOT / "setup.py").is_file():
         return f"pip install '{DISTRIBUTION}[{extra}]'"
     folder = "." if os.path.realpath(os.curdir) == os.path.realpath(IMPORT_ROOT) else IMPORT_ROOT
@@ -46,23 +48,40 @@ class MissingExtra(ModuleNotFoundError):
 def explain_missing_packages() -> None:
     """Have a program of this project end in one line where Python is too old or lacks a package.
 
-    Whoever forgets to activate ``.venv`` runs the programs with a Python that has none of the packages.
+    Whoever forgets to activate ``.venv`` runs the programs with a Python that has none of the
+    packages.
     """
     if sys.version_info < (3, 11):  # noqa: UP036  A checkout is run by whatever Python a person has.
-        sys.exit(f"error: {sys.executable} is Python {sys.version.split()[0]}, realhf needs 3.11 or newer; {_remedy()}")
+        sys.exit(
+            f"error: {sys.executable} is Python {sys.version.split()[0]}, realhf needs 3.11 or "
+            f"newer; {_remedy()}"
+        )
     sys.excepthook = _explain_missing_package
 
 
-def _explain_missing_package(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _explain_missing_package(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     package = (getattr(error, "name", "") or "").partition(".")[0]
-    if not isinstance(error, ModuleNotFoundError) or package in ("", "realhf", "workers", "experiments", "configs"):
+    if not isinstance(error, ModuleNotFoundError) or package in (
+        "",
+        "realhf",
+        "workers",
+        "experiments",
+        "configs",
+    ):
         sys.__excepthook__(kind, error, trace)
     elif isinstance(error, MissingExtra):
-        print(f"error: {error}{'' if _in_own_environment() else f'; or {_remedy()}'}", file=sys.stderr)
+        print(
+            f"error: {error}{'' if _in_own_environment() else f'; or {_remedy()}'}", file=sys.stderr
+        )
     else:
         frames = [frame for frame in extract_tb(trace) if not frame.filename.startswith("<frozen ")]
         where = f" (asked for in {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-        print(f"error: {sys.executable} has no package {package!r}{where}; {_remedy()}", file=sys.stderr)
+        print(
+            f"error: {sys.executable} has no package {package!r}{where}; {_remedy()}",
+            file=sys.stderr,
+        )
 
 
 def _in_own_environment() -> bool:
@@ -80,33 +99,39 @@ def _remedy() -> str:
 
 
 def needs(extra: str, *modules: str) -> None:
-    """Raise MissingExtra with the command that installs ``extra`` where one of the modules is not there. It
-    imports none of them, so a package can begin with it."""
+    """Raise MissingExtra with the command that installs ``extra`` where one of the modules is not
+    there. It imports none of them, so a package can begin with it."""
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         raise MissingExtra(
-            f"not installed here: {', '.join(missing)}; the extra {extra!r} brings it: {install_command(extra)}",
+            f"not installed here: {', '.join(missing)}; the extra {extra!r} brings it: "
+            f"{install_command(extra)}",
             name=missing[0],
         )
 
 
 def needed(module: str, extra: str) -> ModuleType:
-    """Import a module that the adapter ``env.path=extra`` needs, and the extra of that name installs. Raises ValueError
-    that names the extra when it is missing or cannot be imported."""
+    """Import a module that the adapter ``env.path=extra`` needs, and the extra of that name
+    installs. Raises ValueError that names the extra when it is missing or cannot be imported."""
     install = install_command(extra)
     package = module.partition(".")[0]
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == package:
-            raise ValueError(f"env.path={extra} needs the package {package}: {install} ({error})") from None
+            raise ValueError(
+                f"env.path={extra} needs the package {package}: {install} ({error})"
+            ) from None
         raise ValueError(f"env.path={extra}: {package} is not whole: {error}; {install}") from None
     except Exception as error:
-        raise ValueError(f"env.path={extra}: importing {module} raised {type(error).__name__}: {error}") from None
+        raise ValueError(
+            f"env.path={extra}: importing {module} raised {type(error).__name__}: {error}"
+        ) from None
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Return the commit of the source tree and whether files differ from it; commit None outside a repository."""
+    """Return the commit of the source tree and whether files differ from it; commit None outside a
+    repository."""
     commit = _git(folder, "rev-parse", "HEAD")
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "modified": bool(changes) if commit else None}
@@ -114,7 +139,9 @@ def git_state(folder: Path) -> dict[str, Any]:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -22,8 +22,8 @@ class Row(NamedTuple):
 
 
 def read_json_lines(file: Path) -> Iterator[Row]:
-    """Yield the rows of a file; lines that are blank are none. Raises OSError, and ValueError that names file and line
-    for what is no JSON object."""
+    """Yield the rows of a file; lines that are blank are none. Raises OSError, and ValueError that
+    names file and line for what is no JSON object."""
     for number, text in _lines(file):
         where = f"{file}, line {number}"
         try:
@@ -39,7 +39,8 @@ def count_json_lines(file: Path) -> int:
 
 
 def checked_row(values: Any, where: str) -> Row:
-    """Return a row. Raises ValueError that begins with ``where`` for what is no map of plain JSON."""
+    """Return a row. Raises ValueError that begins with ``where`` for what is no map of plain
+    JSON."""
     if not isinstance(values, dict):
         raise ValueError(f"{where}: a row is a map from columns to values, not {shown(values)}")
     if problem := json_problem(values):

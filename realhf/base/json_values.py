@@ -1,4 +1,5 @@
-"""Says of a value that others made whether it is plain JSON, and shows values of any size in messages about them."""
+"""Says of a value that others made whether it is plain JSON, and shows values of any size in
+messages about them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 
 
 class _Short(reprlib.Repr):
-    """Shortens values of any size and depth; ``repr`` itself refuses to write very large numbers."""
+    """Shortens values of any size and depth; ``repr`` itself refuses to write very large
+    numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,7 +21,11 @@ class _Short(reprlib.Repr):
 
     def repr_int(self, x: int, level: int) -> str:
         """A number as such, or its size."""
-        return f"a number of {x.bit_length()} bits" if x.bit_length() > 128 else super().repr_int(x, level)
+        return (
+            f"a number of {x.bit_length()} bits"
+            if x.bit_length() > 128
+            else super().repr_int(x, level)
+        )
 
 
 def shown(value: Any) -> str:
@@ -33,8 +39,8 @@ LONGEST_PATH = 200
 
 
 def json_problem(value: Any) -> str:
-    """Why ``value`` is not JSON, and at which place in it; "" if it is JSON. NaN and infinities are not, nor are keys
-    that are no text."""
+    """Why ``value`` is not JSON, and at which place in it; "" if it is JSON. NaN and infinities are
+    not, nor are keys that are no text."""
     waiting: list[tuple[Any, int, Any]] = [(value, 0, None)]
     while waiting:
         item, depth, place = waiting.pop()

@@ -1,4 +1,5 @@
-"""Runs coroutines for blocking callers in a thread with an event loop, and notices when such a loop is blocked."""
+"""Runs coroutines for blocking callers in a thread with an event loop, and notices when such a loop
+is blocked."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class LoopThread:
-    """Runs coroutines on a loop of its own. ``name`` is the thread's; ``instead`` names what to use in a coroutine.
-    With ``later`` the thread begins with the first ``call``."""
+    """Runs coroutines on a loop of its own. ``name`` is the thread's; ``instead`` names what to use
+    in a coroutine. With ``later`` the thread begins with the first ``call``."""
 
     def __init__(self, name: str, *, instead: str, later: bool = False) -> None:
         self._instead = instead
@@ -50,8 +51,9 @@ class LoopThread:
         check_blocking_caller(self.pid, self._instead)
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run a coroutine and wait for it; its own waits have deadlines, ``timeout_s`` bounds it from outside. When
-        the wait is interrupted the coroutine is cancelled and may roll back first."""
+        """Run a coroutine and wait for it; its own waits have deadlines, ``timeout_s`` bounds it
+        from outside. When the wait is interrupted the coroutine is cancelled and may roll back
+        first."""
         ended = threading.Event()
 
         async def run() -> T:
@@ -70,7 +72,8 @@ class LoopThread:
             raise
 
     def stop(self, timeout_s: float) -> None:
-        """Cancel what still runs and join the thread; one that hangs is left behind with a warning."""
+        """Cancel what still runs and join the thread; one that hangs is left behind with a
+        warning."""
         if os.getpid() != self.pid:
             return
         with self._lock:
@@ -83,11 +86,13 @@ class LoopThread:
             return
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            _LOG.warning("the thread %s did not end within %g s and is abandoned", self._name, timeout_s)
+            _LOG.warning(
+                "the thread %s did not end within %g s and is abandoned", self._name, timeout_s
+            )
 
     def interrupt(self) -> None:
-        """Raise SystemExit in the thread, where it next runs a line of Python: for code that blocks the loop. Code that
-        waits in a call of the system, or catches it, goes on."""
+        """Raise SystemExit in the thread, where it next runs a line of Python: for code that blocks
+        the loop. Code that waits in a call of the system, or catches it, goes on."""
         if self._thread.is_alive() and self._thread.ident is not None:
             ident = ctypes.c_ulong(self._thread.ident)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
@@ -118,8 +123,9 @@ A = TypeVar("A", bound=Closable)
 
 
 class BlockingFace(Generic[A]):
-    """Offers the coroutine methods of ``inner`` to blocking callers of any thread; they run on ``thread``, which is its
-    own and begins with the first of them. Subclasses name them: ``push = blocking(Inner.push)``."""
+    """Offers the coroutine methods of ``inner`` to blocking callers of any thread; they run on
+    ``thread``, which is its own and begins with the first of them. Subclasses name them: ``push =
+    blocking(Inner.push)``."""
 
     def __init__(self, inner: A, name: str) -> None:
         self.inner = inner
@@ -136,9 +142,14 @@ class BlockingFace(Generic[A]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a method of ``inner`` to its end. Raises RuntimeError after ``close``, also by another thread meanwhile,
-        and in a forked child."""
+    def run(
+        self,
+        method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Run a method of ``inner`` to its end. Raises RuntimeError after ``close``, also by
+        another thread meanwhile, and in a forked child."""
         check_process(self.thread.pid)
         if not self._finalizer.alive:
             raise RuntimeError(f"this {type(self).__name__} has been closed")
@@ -150,8 +161,11 @@ class BlockingFace(Generic[A]):
             raise RuntimeError(f"this {type(self).__name__} was closed by another thread") from None
 
 
-def opening(make: Callable[P, A]) -> Callable[[Callable[[Any, A], None]], Callable[Concatenate[Any, P], None]]:
-    """Let the constructor of a face, which takes what ``make`` makes, take the arguments of ``make``."""
+def opening(
+    make: Callable[P, A],
+) -> Callable[[Callable[[Any, A], None]], Callable[Concatenate[Any, P], None]]:
+    """Let the constructor of a face, which takes what ``make`` makes, take the arguments of
+    ``make``."""
 
     def decorate(init: Callable[[Any, A], None]) -> Callable[Concatenate[Any, P], None]:
         @functools.wraps(make.__init__)
@@ -176,11 +190,13 @@ def blocking(
 
 
 def shut_down(thread: LoopThread, inner: Closable, timeout_s: float = _CLOSE_S) -> None:
-    """Close within a bounded time; only forget it in a forked child. The caller may be close(), the garbage collector
-    or the interpreter's end."""
+    """Close within a bounded time; only forget it in a forked child. The caller may be close(), the
+    garbage collector or the interpreter's end."""
     if thread.alive and not thread.is_current():
         with suppress(TimeoutError, RuntimeError):
-            event_loops.result(asyncio.run_coroutine_threadsafe(inner.close(), thread.loop), timeout_s)
+            event_loops.result(
+                asyncio.run_coroutine_threadsafe(inner.close(), thread.loop), timeout_s
+            )
     thread.stop(timeout_s)
 
 
@@ -195,16 +211,21 @@ def check_blocking_caller(pid: int, instead: str) -> None:
 
 
 def check_process(pid: int) -> None:
-    """Raise RuntimeError in a forked child: sockets and loops belong to the process that opened them."""
+    """Raise RuntimeError in a forked child: sockets and loops belong to the process that opened
+    them."""
     if os.getpid() != pid:
-        raise RuntimeError("what holds sessions or connections cannot be used in a forked child; open a new one there")
+        raise RuntimeError(
+            "what holds sessions or connections cannot be used in a forked child; open a new one "
+            "there"
+        )
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
-        # What was posted while the loop stopped becomes a task in the first round, and its caller waits for it.
+        # What was posted while the loop stopped becomes a task in the first round, and its caller
+        # waits for it.
         for _ in range(_DRAIN_ROUNDS):
             loop.run_until_complete(asyncio.sleep(0))
             pending = asyncio.all_tasks(loop)
@@ -217,7 +238,8 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class LoopWatch:
-    """Watches a loop that runs on another thread, ``ident``. Call ``look`` from time to time, on one thread."""
+    """Watches a loop that runs on another thread, ``ident``. Call ``look`` from time to time, on
+    one thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ident: int) -> None:
         self._loop = loop
@@ -227,8 +249,8 @@ class LoopWatch:
         self._asked = process_clock.now()
 
     def look(self) -> float:
-        """Return for how many seconds the loop has answered nothing since it was asked; 0.0 when it has answered.
-        Raises RuntimeError when the loop is closed."""
+        """Return for how many seconds the loop has answered nothing since it was asked; 0.0 when it
+        has answered. Raises RuntimeError when the loop is closed."""
         if not self._answered.is_set():
             return process_clock.now() - self._asked
         self._answered.clear()
@@ -237,11 +259,16 @@ class LoopWatch:
         return 0.0
 
     def place(self) -> str:
-        """Return where the thread of the loop is now: the innermost line that is not of a library, if there is one."""
+        """Return where the thread of the loop is now: the innermost line that is not of a library,
+        if there is one."""
         frame = sys._current_frames().get(self._ident)
         if frame is None:
             return "nowhere: its thread has ended"
         stack = traceback.extract_stack(frame)
-        own = [line for line in stack if "/lib/python" not in line.filename and "/site-packages/" not in line.filename]
+        own = [
+            line
+            for line in stack
+            if "/lib/python" not in line.filename and "/site-packages/" not in line.filename
+        ]
         line = (own or stack)[-1]
         return f"{line.filename}, line {line.lineno}, in {line.name}"

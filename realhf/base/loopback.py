@@ -1,6 +1,7 @@
 """Hosts that are this machine, and free ports of it.
 
-A name that merely resolves to the loopback address does not count, because a foreign page can be given such a name.
+A name that merely resolves to the loopback address does not count, because a foreign page can be
+given such a name.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ _PORTS = range(20_000, 32_000)
 
 
 def free_port() -> int:
-    """Return a port of the loopback that nobody listens on. The kernel gives it to nobody who does not name it, so it
-    stays free for a server that starts some seconds later, or again."""
+    """Return a port of the loopback that nobody listens on. The kernel gives it to nobody who does
+    not name it, so it stays free for a server that starts some seconds later, or again."""
     for _ in range(100):
         port = secrets.choice(_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -1,8 +1,9 @@
 """Serialises the messages between the processes of a run: typed messages to plain data and back.
 
-A message is a ``Message`` (a frozen msgspec struct). ``Call`` joins the name of a request, its form and the form of its
-answer; ``realhf.api.calls`` lists those of a run. A message that does not have its form raises a ``MessageError``
-that names the message and the field. The transport packs plain data and does not know messages.
+A message is a ``Message`` (a frozen msgspec struct). ``Call`` joins the name of a request, its form
+and the form of its answer; ``realhf.api.calls`` lists those of a run. A message that does not have
+its form raises a ``MessageError`` that names the message and the field. The transport packs plain
+data and does not know messages.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ _BYTES = (bytes, bytearray, memoryview)
 
 
 class MessageError(ValueError):
-    """Is raised for a message that does not have its form; the text names the message and the field."""
+    """Is raised for a message that does not have its form; the text names the message and the
+    field."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Is the base of requests, answers and their parts. Fields are annotated; unknown ones are refused."""
+    """Is the base of requests, answers and their parts. Fields are annotated; unknown ones are
+    refused."""
 
 
 M = TypeVar("M", bound=Message)
@@ -32,7 +35,8 @@ A = TypeVar("A", bound=Message)
 
 
 def to_payload(message: Message, name: str = "") -> Any:
-    """Convert a message to maps, lists, scalars and bytes. Raises MessageError for a value that is none of these."""
+    """Convert a message to maps, lists, scalars and bytes. Raises MessageError for a value that is
+    none of these."""
     try:
         return msgspec.to_builtins(message, builtin_types=_BYTES, enc_hook=_plain)
     except (TypeError, ValueError, OverflowError) as error:
@@ -40,7 +44,8 @@ def to_payload(message: Message, name: str = "") -> Any:
 
 
 def from_payload(kind: type[M], payload: Any, name: str = "") -> M:
-    """Rebuild a message from what ``to_payload`` returned. Raises MessageError for anything that is not a ``kind``."""
+    """Rebuild a message from what ``to_payload`` returned. Raises MessageError for anything that is
+    not a ``kind``."""
     try:
         return msgspec.convert(payload, kind, builtin_types=_BYTES)
     except msgspec.ValidationError as error:
@@ -53,8 +58,8 @@ def from_payload(kind: type[M], payload: Any, name: str = "") -> M:
 
 @dataclass(frozen=True)
 class Call(Generic[Q, A]):
-    """Describes a request that one process may send to another: its name on the wire, and the forms of request and
-    answer."""
+    """Describes a request that one process may send to another: its name on the wire, and the forms
+    of request and answer."""
 
     name: str
     request: type[Q]

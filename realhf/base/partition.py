@@ -13,7 +13,8 @@ SHARES = (1.0, 0.95, 0.9, 0.8, 0.7)
 
 
 def balanced_parts(costs: Sequence[int], n_parts: int) -> list[list[int]]:
-    """Partition ``range(len(costs))`` into ``n_parts`` non-empty parts, placing the largest costs first.
+    """Partition ``range(len(costs))`` into ``n_parts`` non-empty parts, placing the largest costs
+    first.
 
     Parts are ordered by their first index. Raises ValueError unless 1 <= n_parts <= len(costs).
     """
@@ -23,21 +24,28 @@ def balanced_parts(costs: Sequence[int], n_parts: int) -> list[list[int]]:
 
 
 def parts_near(costs: Sequence[int], homes: Sequence[int | None], n_parts: int) -> list[list[int]]:
-    """Partition ``range(len(costs))`` into the parts 0 to ``n_parts`` - 1, each index into the part ``homes[index]``
-    where that may be: the largest part costs no more than when the largest costs are placed first, wherever they are at
-    home. No part is empty unless there are fewer items than parts."""
+    """Partition ``range(len(costs))`` into the parts 0 to ``n_parts`` - 1, each index into the part
+    ``homes[index]`` where that may be: the largest part costs no more than when the largest costs
+    are placed first, wherever they are at home. No part is empty unless there are fewer items than
+    parts."""
     order = _heaviest_first(costs)
     usual = _placed(costs, order, [[] for _ in range(n_parts)])
     bound = max(_cost(costs, part) for part in usual)
     for share in SHARES:
         near = _at_home(costs, homes, order, n_parts, share * bound)
-        if max(_cost(costs, part) for part in near) <= bound and (len(costs) < n_parts or all(near)):
+        if max(_cost(costs, part) for part in near) <= bound and (
+            len(costs) < n_parts or all(near)
+        ):
             return [sorted(part) for part in near]
     return [sorted(part) for part in _named(costs, homes, usual)]
 
 
 def _at_home(
-    costs: Sequence[int], homes: Sequence[int | None], order: Sequence[int], n_parts: int, limit: float
+    costs: Sequence[int],
+    homes: Sequence[int | None],
+    order: Sequence[int],
+    n_parts: int,
+    limit: float,
 ) -> list[list[int]]:
     """Let each part have what is at home there up to the limit, then place the rest."""
     parts: list[list[int]] = [[] for _ in range(n_parts)]
@@ -53,7 +61,9 @@ def _at_home(
     return _placed(costs, away, parts)
 
 
-def _placed(costs: Sequence[int], order: Sequence[int], parts: Sequence[Sequence[int]]) -> list[list[int]]:
+def _placed(
+    costs: Sequence[int], order: Sequence[int], parts: Sequence[Sequence[int]]
+) -> list[list[int]]:
     """Add each index to the part that is the lightest then."""
     placed = [list(part) for part in parts]
     heap = [(_cost(costs, indices), len(indices), part) for part, indices in enumerate(placed)]
@@ -65,8 +75,11 @@ def _placed(costs: Sequence[int], order: Sequence[int], parts: Sequence[Sequence
     return placed
 
 
-def _named(costs: Sequence[int], homes: Sequence[int | None], parts: Sequence[list[int]]) -> list[list[int]]:
-    """Reorder the parts so that those come to a place that have the most at home there, the greatest first."""
+def _named(
+    costs: Sequence[int], homes: Sequence[int | None], parts: Sequence[list[int]]
+) -> list[list[int]]:
+    """Reorder the parts so that those come to a place that have the most at home there, the
+    greatest first."""
     at_home = [
         (sum(int(costs[i]) for i in part if homes[i] == home), number, home)
         for number, part in enumerate(parts)

@@ -1,6 +1,8 @@
-"""Imports experiment modules and parts that a person names: by module, or by path where they lie outside the tree.
+"""Imports experiment modules and parts that a person names: by module, or by path where they lie
+outside the tree.
 
-A *reference* names a part: ``file.py:Name``, ``package.module:Name``, or ``file.py`` where the file holds one.
+A *reference* names a part: ``file.py:Name``, ``package.module:Name``, or ``file.py`` where the file
+holds one.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from realhf.base.text import close_to
 
 
 class Reference(NamedTuple):
-    """What a reference consists of: ``place`` is a file or a module, ``name`` what is meant in it. Both are empty where
-    a text is no reference, such as a registered name."""
+    """What a reference consists of: ``place`` is a file or a module, ``name`` what is meant in it.
+    Both are empty where a text is no reference, such as a registered name."""
 
     place: str
     name: str
@@ -34,34 +36,42 @@ class Reference(NamedTuple):
 def split_reference(text: str) -> Reference:
     """Return the parts of a reference."""
     place, _, name = text.rpartition(":") if ":" in text else (text, "", "")
-    return Reference(place, name) if place and (name or place.endswith(".py")) else Reference("", "")
+    return (
+        Reference(place, name) if place and (name or place.endswith(".py")) else Reference("", "")
+    )
 
 
 def absolute(text: str) -> str:
-    """Return a reference with the absolute path of its file, so that every process of a run finds it."""
+    """Return a reference with the absolute path of its file, so that every process of a run finds
+    it."""
     file, colon, name = text.partition(":")
     return f"{Path(file).expanduser().resolve()}{colon}{name}" if file.endswith(".py") else text
 
 
 def load_reference(text: str) -> tuple[ModuleType, str]:
-    """Import the module or file of a reference; returns it, and the name ("" if none is given, else one that it
-    defines). Raises ValueError with one sentence, with the line at which an import failed."""
+    """Import the module or file of a reference; returns it, and the name ("" if none is given, else
+    one that it defines). Raises ValueError with one sentence, with the line at which an import
+    failed."""
     parts = split_reference(text)
     file = parts.file
     if file is not None and not file.is_file():
         raise ValueError(f"{text}: there is no file {file}")
     if file is None and "/" in parts.place:
-        raise ValueError(f"{text}: {parts.place} is no file of Python (.py) and no module (package.module)")
+        raise ValueError(
+            f"{text}: {parts.place} is no file of Python (.py) and no module (package.module)"
+        )
     module = imported(text, lambda: load_plugin(file or parts.place), str(file) if file else "")
     if parts.name and not hasattr(module, parts.name):
         own = [each for each in vars(module) if not each.startswith("_")]
-        raise ValueError(f"{text}: {parts.place} defines no {parts.name!r}{close_to(parts.name, own)}")
+        raise ValueError(
+            f"{text}: {parts.place} defines no {parts.name!r}{close_to(parts.name, own)}"
+        )
     return module, parts.name
 
 
 def imported(text: str, load: Callable[[], Any], file: str = "") -> Any:
-    """Return what ``load`` imports for a reference or registered name. Whatever the author's code raises becomes a
-    ValueError with the line; ``file`` is the author's, where it is known."""
+    """Return what ``load`` imports for a reference or registered name. Whatever the author's code
+    raises becomes a ValueError with the line; ``file`` is the author's, where it is known."""
     try:
         return load()
     except (Exception, SystemExit) as error:
@@ -69,7 +79,8 @@ def imported(text: str, load: Callable[[], Any], file: str = "") -> Any:
 
 
 def _last_file(error: BaseException) -> str:
-    """The file in which an import failed; the importing machinery for a module that does not exist."""
+    """The file in which an import failed; the importing machinery for a module that does not
+    exist."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -77,8 +88,8 @@ def _last_file(error: BaseException) -> str:
 
 
 def load_plugin(plugin: str | Path) -> ModuleType:
-    """Import a module (``experiments.mine``) or a file (``/path/mine.py``, under a name of its own) once per process.
-    Raises whatever its code raises."""
+    """Import a module (``experiments.mine``) or a file (``/path/mine.py``, under a name of its own)
+    once per process. Raises whatever its code raises."""
     if not str(plugin).endswith(".py"):
         return importlib.import_module(str(plugin))
     file = Path(plugin).resolve()
@@ -100,8 +111,11 @@ def load_plugin(plugin: str | Path) -> ModuleType:
 
 
 def located(error: BaseException, file: str) -> str:
-    """The first line of an error, with the line of a user's file where it arose, or from where it was called."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    """The first line of an error, with the line of a user's file where it arose, or from where it
+    was called."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file
+    ]
     line = frames[-1].lineno if frames else getattr(error, "lineno", None)
     text = str(error).splitlines()[0] if str(error) else ""
     return f"{type(error).__name__}: {text} ({file}{f', line {line}' if line else ''})"

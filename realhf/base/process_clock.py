@@ -1,13 +1,14 @@
 """Counts the seconds in which this process could run, for every deadline of the process.
 
 A machine that is moved to another host, ``docker pause`` and SIGSTOP let a process stand still, and
-``time.monotonic()`` goes on. Whoever is waited for may have stood still with it, or have answered and was not read.
-Such seconds count for nobody: ``now`` leaves them out, and so do ``wait`` and the timers of the loops of
-``realhf/base/event_loops.py``. Durations that are reported are measured by ``time.monotonic()``.
+``time.monotonic()`` goes on. Whoever is waited for may have stood still with it, or have answered
+and was not read. Such seconds count for nobody: ``now`` leaves them out, and so do ``wait`` and the
+timers of the loops of ``realhf/base/event_loops.py``. Durations that are reported are measured by
+``time.monotonic()``.
 
-A thread looks at the time every ``EVERY_S`` seconds, and whoever asks for the time looks, too. The process stood still
-when there was no look for much longer, which is also the case while something holds the interpreter. Up to
-``EVERY_S`` + ``LATE_S`` of a pause are not noticed.
+A thread looks at the time every ``EVERY_S`` seconds, and whoever asks for the time looks, too. The
+process stood still when there was no look for much longer, which is also the case while something
+holds the interpreter. Up to ``EVERY_S`` + ``LATE_S`` of a pause are not noticed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _log = logging.getLogger(__name__)
 
 
 class PauseDetector:
-    """Counts the seconds of ``read`` without those in which nobody looked for longer than a busy machine explains."""
+    """Counts the seconds of ``read`` without those in which nobody looked for longer than a busy
+    machine explains."""
 
     def __init__(self, read: Callable[[], float] = time.monotonic, paused_s: float = 0.0) -> None:
         self._read = read
@@ -51,8 +53,8 @@ class PauseDetector:
 
 
 class ProcessClock:
-    """The clock of this process: a ``PauseDetector`` and the thread that keeps it looking, which the first question
-    begins, in a forked child again."""
+    """The clock of this process: a ``PauseDetector`` and the thread that keeps it looking, which
+    the first question begins, in a forked child again."""
 
     def __init__(self) -> None:
         self._pauses = PauseDetector()
@@ -91,7 +93,10 @@ class ProcessClock:
             self._pauses.now()
             paused = self._pauses.paused_s
             if paused - reported > _REPORTED_S:
-                _log.warning("this process stood still for %.1f s, which count for no deadline", paused - reported)
+                _log.warning(
+                    "this process stood still for %.1f s, which count for no deadline",
+                    paused - reported,
+                )
             reported = paused
 
 
@@ -100,14 +105,15 @@ CLOCK = ProcessClock()
 
 
 def now() -> float:
-    """Return the time for deadlines, in seconds: that of ``time.monotonic()`` without pauses of this process."""
+    """Return the time for deadlines, in seconds: that of ``time.monotonic()`` without pauses of
+    this process."""
     return CLOCK.now()
 
 
 def wait(attempt: Callable[[float], T], seconds: float) -> T:
-    """Return what ``attempt(seconds)`` returns, a wait that does not know of pauses and returns something false when
-    the seconds are over, as ``threading.Event.wait``. It is repeated with what is left where this process stood
-    still."""
+    """Return what ``attempt(seconds)`` returns, a wait that does not know of pauses and returns
+    something false when the seconds are over, as ``threading.Event.wait``. It is repeated with what
+    is left where this process stood still."""
     deadline = now() + seconds
     while True:
         found = attempt(max(0.0, deadline - now()))

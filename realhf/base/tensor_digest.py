@@ -1,15 +1,17 @@
-"""Digests of tensors: 128 bits that depend on element type, shape and every bit at its place, computed where it lies.
+"""Digests of tensors: 128 bits that depend on element type, shape and every bit at its place,
+computed where it lies.
 
-A tensor is read as signed bytes ``b`` in rows of ``ROW_BYTES``, the last filled up with zeros. Each row gives sixteen
-sums ``sum(b_i * k_i)`` with fixed keys of seven bits: sixteen linear hashes (Carter and Wegman, "Universal classes of
-hash functions", 1979). A change that was not made with the keys in view keeps one sum with a probability of at most
-2**-7 and all with 2**-112, whatever its pattern. The sums, a thirty-second of the bytes, are read as bytes again, with
-keys of their own, until few rows are left; BLAKE2b joins those with type and shape. Sums are integers that no
-arithmetic below rounds, so every device and every version of the library gives the same digest. It is no signature: who
-knows the keys can make two tensors of one digest.
+A tensor is read as signed bytes ``b`` in rows of ``ROW_BYTES``, the last filled up with zeros. Each
+row gives sixteen sums ``sum(b_i * k_i)`` with fixed keys of seven bits: sixteen linear hashes
+(Carter and Wegman, "Universal classes of hash functions", 1979). A change that was not made with
+the keys in view keeps one sum with a probability of at most 2**-7 and all with 2**-112, whatever
+its pattern. The sums, a thirty-second of the bytes, are read as bytes again, with keys of their
+own, until few rows are left; BLAKE2b joins those with type and shape. Sums are integers that no
+arithmetic below rounds, so every device and every version of the library gives the same digest. It
+is no signature: who knows the keys can make two tensors of one digest.
 
-A CPU that multiplies bytes exactly (AVX512-VNNI and the like) does it by one product of byte matrices; anything else by
-products of floats, which hold integers up to 2**24.
+A CPU that multiplies bytes exactly (AVX512-VNNI and the like) does it by one product of byte
+matrices; anything else by products of floats, which hold integers up to 2**24.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ SUMS = 16
 LAST_ROWS = 32
 """So many rows of sums are not summed again."""
 _BLOCK_ROWS = {"cpu": 1 << 9}
-"""How many rows are computed at once, by kind of device: 1 MiB, which stay in a core's cache (16 MiB elsewhere, for
-devices that are slow to start a kernel)."""
+"""How many rows are computed at once, by kind of device: 1 MiB, which stay in a core's cache (16
+MiB elsewhere, for devices that are slow to start a kernel)."""
 _SIZE = 16
 
 
@@ -64,10 +66,15 @@ class _Place:
         self._device = device
         self._block = _BLOCK_ROWS.get(device.type, 1 << 13)
         self._keys: list[tuple[Tensor, Tensor]] = []
-        self._product = _product_of_bytes if device.type == "cpu" and self._bytes_are_better() else _product_of_floats
+        self._product = (
+            _product_of_bytes
+            if device.type == "cpu" and self._bytes_are_better()
+            else _product_of_floats
+        )
 
     def digest(self, raw: Tensor) -> Tensor:
-        """Return the last sums of bytes, int32 (at most ``LAST_ROWS``, ``SUMS``). ``raw``: int8 (bytes,)."""
+        """Return the last sums of bytes, int32 (at most ``LAST_ROWS``, ``SUMS``). ``raw``: int8
+        (bytes,)."""
         import torch
 
         level = 0
@@ -98,25 +105,32 @@ class _Place:
         while len(self._keys) <= level:
             name = f"{SCHEME}, level {len(self._keys)}"
             raw = bytearray(hashlib.shake_256(name.encode()).digest(ROW_BYTES * SUMS))
-            keys = (torch.frombuffer(raw, dtype=torch.int8).view(ROW_BYTES, SUMS) >> 1).to(self._device)
+            keys = (torch.frombuffer(raw, dtype=torch.int8).view(ROW_BYTES, SUMS) >> 1).to(
+                self._device
+            )
             self._keys.append((keys, keys.float()))
         return self._keys[level]
 
     def _bytes_are_better(self) -> bool:
-        """Try whether products of byte matrices are there, neither round nor saturate (as those of older CPUs do), and
-        are faster than those of floats. Which is taken changes no digest."""
+        """Try whether products of byte matrices are there, neither round nor saturate (as those of
+        older CPUs do), and are faster than those of floats. Which is taken changes no digest."""
         import torch
 
         keys, floats = self._keys_of(0)
         worst = torch.where(keys.T < 0, -128, 127).to(torch.int8)
         rows = torch.cat([worst, ~worst, keys.T]).contiguous()
         try:
-            if not torch.equal(_product_of_bytes(rows, keys, floats), _product_of_floats(rows, keys, floats)):
+            if not torch.equal(
+                _product_of_bytes(rows, keys, floats), _product_of_floats(rows, keys, floats)
+            ):
                 return False
         except (AttributeError, RuntimeError):
             return False
         rows = rows.repeat(6, 1)[: self._block]
-        seconds = [_best_time(lambda p=p: p(rows, keys, floats)) for p in (_product_of_bytes, _product_of_floats)]
+        seconds = [
+            _best_time(lambda p=p: p(rows, keys, floats))
+            for p in (_product_of_bytes, _product_of_floats)
+        ]
         return seconds[0] < seconds[1]
 
 
@@ -133,7 +147,8 @@ def _product_of_floats(rows: Tensor, _: Tensor, keys: Tensor) -> Tensor:
 
 
 def _best_time(work: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of five turns; the first ones prepare what the others use."""
+    """Return the seconds of the fastest of five turns; the first ones prepare what the others
+    use."""
     best = float("inf")
     for _ in range(5):
         begin = time.perf_counter()

@@ -11,14 +11,16 @@ from typing import Any, TextIO, cast
 
 
 class Terminal:
-    """Remembers whether a standard stream was lost. ``lost`` holds the reason, "" as long as there is none."""
+    """Remembers whether a standard stream was lost. ``lost`` holds the reason, "" as long as there
+    is none."""
 
     def __init__(self) -> None:
         self.lost = ""
         self._note: Callable[[str], None] | None = None
 
     def on_loss(self, note: Callable[[str], None]) -> None:
-        """Call ``note`` with the reason when a stream is lost, at once where one is lost already."""
+        """Call ``note`` with the reason when a stream is lost, at once where one is lost
+        already."""
         self._note = note
         if self.lost:
             note(self.lost)
@@ -65,7 +67,8 @@ class _Guarded:
 
     def _lose(self, error: Exception) -> None:
         self._open = False
-        # What the stream still holds must go somewhere, else the flush at exit fails and changes the exit code.
+        # What the stream still holds must go somewhere, else the flush at exit fails and changes
+        # the exit code.
         with contextlib.suppress(OSError, ValueError):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
@@ -78,9 +81,11 @@ class _Guarded:
 
 @contextlib.contextmanager
 def guarded_output() -> Iterator[Terminal]:
-    """Print within the block to streams that may vanish (closed pipe, full disk, terminal gone) without an error.
+    """Print within the block to streams that may vanish (closed pipe, full disk, terminal gone)
+    without an error.
 
-    A standard stream that is closed from the start is one on the null device. The streams of before come back.
+    A standard stream that is closed from the start is one on the null device. The streams of before
+    come back.
     """
     terminal = Terminal()
     before = sys.stdout, sys.stderr
@@ -96,8 +101,8 @@ def guarded_output() -> Iterator[Terminal]:
 
 
 def _null_stream(name: str, terminal: Terminal) -> TextIO:
-    """Return a stream on the null device in place of a closed one, under its number where that is still free: a file
-    that gets the number would be written into by every child."""
+    """Return a stream on the null device in place of a closed one, under its number where that is
+    still free: a file that gets the number would be written into by every child."""
     number = 1 if name == "stdout" else 2
     null = os.open(os.devnull, os.O_WRONLY)
     try:

@@ -1,4 +1,5 @@
-"""Shortens texts, makes them fit for a terminal, reads shell quotes, and names the known word that was meant."""
+"""Shortens texts, makes them fit for a terminal, reads shell quotes, and names the known word that
+was meant."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def printable(text: str, *, colours: bool = True) -> str:
-    """Return a text whose control characters are shown and not obeyed: a terminal would be driven by whoever wrote it.
-    Without ``colours`` the sequences that only set them are left out."""
+    """Return a text whose control characters are shown and not obeyed: a terminal would be driven
+    by whoever wrote it. Without ``colours`` the sequences that only set them are left out."""
     return "".join(map(_visible, text if colours else _COLOURS.sub("", text)))
 
 
@@ -35,7 +36,8 @@ def shorten(text: str, max_chars: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type where it has none; libraries write essays below."""
+    """Return the first line of an error's text, or its type where it has none; libraries write
+    essays below."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
@@ -43,8 +45,8 @@ _MOST_NAMES = 20
 
 
 def close_to(name: str, known: Sequence[str]) -> str:
-    """Return the end of a sentence about an unknown name: a close spelling, and the names that are known (the first
-    20 of them)."""
+    """Return the end of a sentence about an unknown name: a close spelling, and the names that are
+    known (the first 20 of them)."""
     close = difflib.get_close_matches(name[:100], known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     more = f", and {len(known) - _MOST_NAMES} more" if len(known) > _MOST_NAMES else ""
@@ -52,8 +54,8 @@ def close_to(name: str, known: Sequence[str]) -> str:
 
 
 def quote_states(text: str) -> Iterator[tuple[str, str, bool]]:
-    """Yield every character with the state after it: the quote character that is open ("" outside of quotes), and
-    whether the character is a backslash that escapes the next one."""
+    """Yield every character with the state after it: the quote character that is open ("" outside
+    of quotes), and whether the character is a backslash that escapes the next one."""
     quote = ""
     escaped = False
     for char in text:

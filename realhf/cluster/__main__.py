@@ -25,7 +25,8 @@ from realhf.transport.network import write_private
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0; 1 with one line on standard error when the launcher refuses or is not there."""
+    """Return the exit code: 0; 1 with one line on standard error when the launcher refuses or is
+    not there."""
     given = _command_line().parse_args(argv)
     try:
         if given.command == "keys":
@@ -33,7 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         order = None
         if given.command != "status":
-            more = getattr(given, "kind", ""), getattr(given, "count", 0), getattr(given, "new_keys", False)
+            more = (
+                getattr(given, "kind", ""),
+                getattr(given, "count", 0),
+                getattr(given, "new_keys", False),
+            )
             order = OperatorOrder(given.host, *more)
         report = ask_launcher(given.join, given.key_file, given.command, order)
     except (TransportError, OSError) as error:
@@ -53,7 +58,9 @@ def _make_keys(file: Path, hosts: Sequence[str], into: Path | None) -> None:
     if make_keys(file):
         print(f"{file}: keys of a cluster; they stay on this machine")
     elif not hosts:
-        raise FileExistsError(f"{file} is there already; with --host NAME it gets the keys of a host")
+        raise FileExistsError(
+            f"{file} is there already; with --host NAME it gets the keys of a host"
+        )
     if not hosts:
         return
     drawn = add_hosts(file, dict.fromkeys(hosts))
@@ -69,22 +76,37 @@ def _make_keys(file: Path, hosts: Sequence[str], into: Path | None) -> None:
 
 def _command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m realhf.cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m realhf.cluster",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     keys = commands.add_parser("keys", help="make the keys of a cluster")
-    keys.add_argument("file", type=Path, help="the launcher's own file, mode 600; made when it does not exist")
-    keys.add_argument("--host", nargs="+", default=[], metavar="NAME", help="draw new keys for these hosts")
-    keys.add_argument("--into", type=Path, help="write them into this one file; else each into one beside FILE")
+    keys.add_argument(
+        "file", type=Path, help="the launcher's own file, mode 600; made when it does not exist"
+    )
+    keys.add_argument(
+        "--host", nargs="+", default=[], metavar="NAME", help="draw new keys for these hosts"
+    )
+    keys.add_argument(
+        "--into", type=Path, help="write them into this one file; else each into one beside FILE"
+    )
     for name, about in (
         ("status", "print hosts and workers"),
         ("add", "start more workers on a host"),
         ("remove", "let a host leave: its workers end, and its key is taken away"),
     ):
         command = commands.add_parser(name, help=about)
-        command.add_argument("--join", required=True, metavar="tcp://HOST:PORT", help="the launcher's control endpoint")
-        command.add_argument("--key-file", type=Path, required=True, help="the launcher's own file of keys")
+        command.add_argument(
+            "--join",
+            required=True,
+            metavar="tcp://HOST:PORT",
+            help="the launcher's control endpoint",
+        )
+        command.add_argument(
+            "--key-file", type=Path, required=True, help="the launcher's own file of keys"
+        )
         if name != "status":
             command.add_argument("--host", required=True, help="name of the host")
         if name == "add":
@@ -94,7 +116,8 @@ def _command_line() -> argparse.ArgumentParser:
             command.add_argument(
                 "--new-keys",
                 action="store_true",
-                help="the run begins again from its last checkpoint, with new keys: those that the host knows are void",
+                help="the run begins again from its last checkpoint, with new keys: those that the "
+                "host knows are void",
             )
     return parser
 

@@ -1,8 +1,9 @@
-"""Host agent: registers a host with a launcher elsewhere, starts and watches workers, and reports their ends.
+"""Host agent: registers a host with a launcher elsewhere, starts and watches workers, and reports
+their ends.
 
 The agent has one thread. Workers end with the agent, when the launcher requests it, and when the
-launcher has been silent for the time that its welcome states; then the agent tries to register again for
-``patience_s``.
+launcher has been silent for the time that its welcome states; then the agent tries to register
+again for ``patience_s``.
 """
 
 from __future__ import annotations
@@ -51,7 +52,13 @@ from realhf.transport import envelope
 from realhf.transport.envelope import unpack_header
 from realhf.transport.errors import NetworkError, ProtocolError
 from realhf.transport.network import connect_encrypted
-from realhf.transport.sockets import REACHED_WITHIN_S, HandshakeWatch, dealer, describe_unreached, own_versions
+from realhf.transport.sockets import (
+    REACHED_WITHIN_S,
+    HandshakeWatch,
+    dealer,
+    describe_unreached,
+    own_versions,
+)
 
 MARK = ".realhf-host"
 """File in each agent's folder, which the agent that uses the folder keeps locked."""
@@ -90,19 +97,24 @@ def lock_folder(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     mark = folder / MARK
     if not mark.exists() and any(folder.iterdir()):
-        raise ClusterError(f"--folder {folder}: it holds files that are no host agent's; give a folder of its own")
+        raise ClusterError(
+            f"--folder {folder}: it holds files that are no host agent's; give a folder of its own"
+        )
     descriptor = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ClusterError(
-                f"--folder {folder}: another host agent uses it; give this one another --name or --folder"
+                f"--folder {folder}: another host agent uses it; give this one another --name or "
+                f"--folder"
             ) from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-            _log.warning("%s cannot be locked (%s); nothing keeps another agent from using it", folder, error)
+            _log.warning(
+                "%s cannot be locked (%s); nothing keeps another agent from using it", folder, error
+            )
         folder.chmod(0o700)
         yield
     finally:
@@ -118,7 +130,8 @@ POLL_S = 0.2
 TOKEN_BYTES = 256
 """Maximum size of a probe's token."""
 MAX_SILENCE_S = 60.0
-"""Upper limit of the times that a launcher's welcome and requests set: silence, heartbeats, grace."""
+"""Upper limit of the times that a launcher's welcome and requests set: silence, heartbeats,
+grace."""
 PREPARED = (
     "workers.rollout_worker",
     "workers.generation_worker",
@@ -136,10 +149,10 @@ class HostDismissed(Exception):
 class HostAgent:
     """Agent of the host ``name`` for the launcher at ``launcher`` (tcp://HOST:PORT).
 
-    key: key of this host. folder: the agent's own folder, for files of a run. wants: number of workers of
-    each kind that the host asks for. patience_s: seconds that the agent tries to reach the launcher.
-    linger_s: seconds that it waits for another run after one. prepare: keep a process that has imported
-    the modules that workers need, to fork workers from.
+    key: key of this host. folder: the agent's own folder, for files of a run. wants: number of
+    workers of each kind that the host asks for. patience_s: seconds that the agent tries to reach
+    the launcher. linger_s: seconds that it waits for another run after one. prepare: keep a process
+    that has imported the modules that workers need, to fork workers from.
     """
 
     def __init__(
@@ -176,8 +189,9 @@ class HostAgent:
     def run(self) -> None:
         """Serve runs until there are no more.
 
-        Raises NetworkError or ProtocolError if the launcher refuses this host, NetworkError if it is not
-        reached for ``patience_s``, and ClusterError for a folder that is not the agent's own.
+        Raises NetworkError or ProtocolError if the launcher refuses this host, NetworkError if it
+        is not reached for ``patience_s``, and ClusterError for a folder that is not the agent's
+        own.
         """
         with lock_folder(self._folder):
             self._run()
@@ -213,10 +227,11 @@ class HostAgent:
     # ---- registering
 
     def _register(self, limit_s: float, lost: str) -> zmq.Socket[bytes] | None:
-        """Register with the launcher; return the socket, or None if a run has ended and no other began.
+        """Register with the launcher; return the socket, or None if a run has ended and no other
+        began.
 
-        lost: why the launcher was lost before; "" if it was not. Raises NetworkError after ``limit_s``
-        seconds, and ProtocolError if the launcher refuses.
+        lost: why the launcher was lost before; "" if it was not. Raises NetworkError after
+        ``limit_s`` seconds, and ProtocolError if the launcher refuses.
         """
         began = process_clock.now()
         warned = False
@@ -226,7 +241,9 @@ class HostAgent:
             welcomed = False
             try:
                 if welcomed := self._wait_for_welcome(socket, watch, began + limit_s):
-                    _log.info("%s takes part in the run of the launcher at %s", self._name, self._launcher)
+                    _log.info(
+                        "%s takes part in the run of the launcher at %s", self._name, self._launcher
+                    )
                     return socket
                 reached = watch.reached
             finally:
@@ -235,14 +252,18 @@ class HostAgent:
                     socket.close(0)
             if not reached and not warned:
                 _log.warning(
-                    "the launcher at %s %s; it is tried again for %g s", self._launcher, describe_unreached(), limit_s
+                    "the launcher at %s %s; it is tried again for %g s",
+                    self._launcher,
+                    describe_unreached(),
+                    limit_s,
                 )
                 warned = True
         if not lost and limit_s == self._linger_s:
             _log.info("the run is over, and no other began within %g s", limit_s)
             return None
         raise NetworkError(
-            f"the launcher at {self._launcher} was not there for {limit_s:g} s" + (f" ({lost})" * bool(lost))
+            f"the launcher at {self._launcher} was not there for {limit_s:g} s"
+            + (f" ({lost})" * bool(lost))
         )
 
     def _connect(self) -> zmq.Socket[bytes]:
@@ -253,8 +274,11 @@ class HostAgent:
         self._session = os.urandom(16)
         return socket
 
-    def _wait_for_welcome(self, socket: zmq.Socket[bytes], watch: HandshakeWatch, deadline: float) -> bool:
-        """Send hellos until the launcher welcomes this host; return False after REACHED_WITHIN_S without.
+    def _wait_for_welcome(
+        self, socket: zmq.Socket[bytes], watch: HandshakeWatch, deadline: float
+    ) -> bool:
+        """Send hellos until the launcher welcomes this host; return False after REACHED_WITHIN_S
+        without.
 
         The caller then opens a new connection. Raises NetworkError, ProtocolError, HostDismissed.
         """
@@ -263,10 +287,14 @@ class HostAgent:
         while process_clock.now() < min(deadline, began + REACHED_WITHIN_S):
             watch.look()
             if watch.refused:
-                raise NetworkError(f"host {self._name}: the launcher at {self._launcher} {watch.refused}")
+                raise NetworkError(
+                    f"host {self._name}: the launcher at {self._launcher} {watch.refused}"
+                )
             if watch.handshakes and process_clock.now() - last_hello > HELLO_S:
                 hello = describe_host(self._name, self._launcher, self._folder, self._wants)
-                self._send(socket, "hello", hello, versions=own_versions(), node=os.uname().nodename)
+                self._send(
+                    socket, "hello", hello, versions=own_versions(), node=os.uname().nodename
+                )
                 last_hello = process_clock.now()
             if not socket.poll(int(POLL_S * 1000)):
                 continue
@@ -276,7 +304,10 @@ class HostAgent:
                 self._last_message = self._last_ping = process_clock.now()
                 return True
             if isinstance(message, HelloRefusal):
-                raise ProtocolError(f"the launcher at {self._launcher} refused the host {self._name}: {message.reason}")
+                raise ProtocolError(
+                    f"the launcher at {self._launcher} refused the host {self._name}: "
+                    f"{message.reason}"
+                )
             if kind == "leave":
                 raise HostDismissed
         return False
@@ -284,16 +315,21 @@ class HostAgent:
     # ---- serving
 
     def _serve(self, socket: zmq.Socket[bytes]) -> str:
-        """Execute the launcher's requests. Returns "" when the run has ended, else why the launcher is lost."""
+        """Execute the launcher's requests. Returns "" when the run has ended, else why the launcher
+        is lost."""
         self._local.watch(socket.FD)
         try:
             while True:
                 if (end := self._process_messages(socket)) is not None:
                     return end
                 # Checked here because all messages have been read, and the following may take long.
-                if (silent := process_clock.now() - self._last_message) > min(self._welcome.silent_s, MAX_SILENCE_S):
+                if (silent := process_clock.now() - self._last_message) > min(
+                    self._welcome.silent_s, MAX_SILENCE_S
+                ):
                     _log.warning(
-                        "nothing heard of the launcher at %s for %.1f s; its workers end", self._launcher, silent
+                        "nothing heard of the launcher at %s for %.1f s; its workers end",
+                        self._launcher,
+                        silent,
                     )
                     return f"nothing was heard of it for {silent:.1f} s"
                 self._start_waiting(socket)
@@ -317,7 +353,8 @@ class HostAgent:
             self._last_ping = process_clock.now()
 
     def _process_messages(self, socket: zmq.Socket[bytes]) -> str | None:
-        """Process the messages that have arrived; return the result of ``_serve`` if it ends, else None."""
+        """Process the messages that have arrived; return the result of ``_serve`` if it ends, else
+        None."""
         while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # pyright: ignore[reportOperatorIssue]
             try:
                 kind, message = self._receive(socket)
@@ -345,7 +382,11 @@ class HostAgent:
         elif isinstance(message, KillWorker):
             self._kill(socket, message)
         elif isinstance(message, FilePiece):
-            kept = self._keys.keep(message) if self._keys.takes(message) else keep(message, self._folder)
+            kept = (
+                self._keys.keep(message)
+                if self._keys.takes(message)
+                else keep(message, self._folder)
+            )
             if kept.problem:
                 _log.error("cannot keep %s: %s", message.path, kept.problem)
             self._send(socket, "kept", kept)
@@ -353,7 +394,8 @@ class HostAgent:
             self._send(socket, "probed", self._answer_probe(message))
 
     def _start_waiting(self, socket: zmq.Socket[bytes]) -> None:
-        """Start the workers that the launcher has requested, unless the prepared process is still importing."""
+        """Start the workers that the launcher has requested, unless the prepared process is still
+        importing."""
         if self._waiting_starts and not self._prepared.is_importing():
             waiting = [*self._waiting_starts.values()]
             self._waiting_starts = {}
@@ -362,7 +404,15 @@ class HostAgent:
 
     def _start(self, socket: zmq.Socket[bytes], asked: StartWorker) -> None:
         log = Path(asked.log)
-        spec = WorkerSpec(asked.name, asked.module, tuple(asked.argv), log, asked.events, asked.niceness, asked.gpu)
+        spec = WorkerSpec(
+            asked.name,
+            asked.module,
+            tuple(asked.argv),
+            log,
+            asked.events,
+            asked.niceness,
+            asked.gpu,
+        )
         try:
             since = log.stat().st_size if log.exists() else 0
             self._local.start(spec)
@@ -385,9 +435,13 @@ class HostAgent:
             self._local.end(name)
         deadline = process_clock.now() + min(asked.grace_s, MAX_SILENCE_S)
         while self._log_starts and (left := deadline - process_clock.now()) > 0:
-            self._ping(socket)  # a silent host would count as lost, and would not learn of the end of the run
+            self._ping(
+                socket
+            )  # a silent host would count as lost, and would not learn of the end of the run
             self._report(socket, self._local.wait(min(left, POLL_S)))
-            socket.getsockopt(zmq.EVENTS)  # otherwise its descriptor stays readable, and ``wait`` does not wait
+            socket.getsockopt(
+                zmq.EVENTS
+            )  # otherwise its descriptor stays readable, and ``wait`` does not wait
         ended = dict(self._log_starts)
         self._end_all(0.0)
         for name, (log, since) in ended.items():
@@ -397,12 +451,17 @@ class HostAgent:
 
     def _kill(self, socket: zmq.Socket[bytes], asked: KillWorker) -> None:
         if not asked.pid and (never := self._waiting_starts.pop(asked.name, None)) is not None:
-            self._send(socket, "exited", Exited(never.name, -signal.SIGKILL, never.log, 0, b"", asked.cause))
+            self._send(
+                socket,
+                "exited",
+                Exited(never.name, -signal.SIGKILL, never.log, 0, b"", asked.cause),
+            )
         self._local.kill(asked.name, asked.cause, pid=asked.pid, started=asked.started)
 
     @staticmethod
     def _answer_probe(asked: Probe) -> ProbeAnswer:
-        """Read the launcher's token and write the reversed text as proof of a shared folder; return the answer."""
+        """Read the launcher's token and write the reversed text as proof of a shared folder; return
+        the answer."""
         text = ""
         try:
             with Path(asked.token).open("rb") as file:
@@ -425,12 +484,21 @@ class HostAgent:
                 words = f"\n{FATAL}{event.words}\n".encode()
                 tail = tail[len(words) - TAIL_BYTES :] + words
             _log.info("%s has ended: %s", event.name, event.reason)
-            ended = Exited(event.name, event.exit_code, str(event.log), event.log_from, tail, event.cause[:4000])
+            ended = Exited(
+                event.name,
+                event.exit_code,
+                str(event.log),
+                event.log_from,
+                tail,
+                event.cause[:4000],
+            )
             self._send(socket, "exited", ended)
 
     # ---- the wire
 
-    def _send(self, socket: zmq.Socket[bytes], kind: str, message: Message | None = None, **fields: object) -> None:
+    def _send(
+        self, socket: zmq.Socket[bytes], kind: str, message: Message | None = None, **fields: object
+    ) -> None:
         try:
             socket.send_multipart(pack_message(kind, self._session, message, **fields), zmq.NOBLOCK)
         except zmq.ZMQError as error:

@@ -1,8 +1,9 @@
 """Keys of a cluster: those of its launcher, and a revocable key pair for each host.
 
-The launcher's file stays on its machine. A host's file contains the public key of the launcher's control
-endpoint, by which the host authenticates the launcher, and a key pair by which the endpoint authenticates
-the host. It does not allow its owner to act as the launcher, as another host or as an operator.
+The launcher's file stays on its machine. A host's file contains the public key of the launcher's
+control endpoint, by which the host authenticates the launcher, and a key pair by which the endpoint
+authenticates the host. It does not allow its owner to act as the launcher, as another host or as an
+operator.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from typing import Any
 
 from realhf.cluster.placement import LAUNCHER
 from realhf.transport.errors import NetworkError
-from realhf.transport.network import CurvePair, describe_key_fault, keep_in_memory, read_private, write_private
+from realhf.transport.network import (
+    CurvePair,
+    describe_key_fault,
+    keep_in_memory,
+    read_private,
+    write_private,
+)
 
 MAX_KEY_FILE_BYTES = 1 << 20
 """Maximum size of a file of keys, enough for 4096 hosts."""
@@ -50,7 +57,10 @@ class HostKeys:
         """Return the keys of a host. Raises NetworkError if there are none."""
         if name not in self.hosts:
             names = ", ".join(sorted(self.hosts)) or "none"
-            raise NetworkError(f"keys of the cluster: there is no key of host {name!r}, only of {names:.200} (--name)")
+            raise NetworkError(
+                f"keys of the cluster: there is no key of host {name!r}, only of {names:.200} "
+                f"(--name)"
+            )
         return HostKey(self.server_public, self.hosts[name])
 
     def text(self) -> str:
@@ -60,11 +70,14 @@ class HostKeys:
 
     @staticmethod
     def read(path: Path) -> HostKeys:
-        """Read a file of keys; ``-`` is standard input. Raises NetworkError with the file and the problem."""
+        """Read a file of keys; ``-`` is standard input. Raises NetworkError with the file and the
+        problem."""
         found = _read_fields(path, ("server_public", "hosts"), "of a host")
         try:
             hosts = {str(name): CurvePair(**pair) for name, pair in found["hosts"].items()}
-            fault = describe_key_fault(found["server_public"]) and "a key server_public that is no Z85"
+            fault = (
+                describe_key_fault(found["server_public"]) and "a key server_public that is no Z85"
+            )
             faults = (fault, *(pair.describe_fault(name) for name, pair in hosts.items()))
         except (TypeError, AttributeError, ValueError):
             raise NetworkError(f"keys of the cluster: {path} is not a file of keys") from None
@@ -85,7 +98,8 @@ class LauncherKeys:
 
     @staticmethod
     def make() -> LauncherKeys:
-        """Generate the keys of a cluster without hosts. Raises NetworkError if ZeroMQ cannot encrypt."""
+        """Generate the keys of a cluster without hosts. Raises NetworkError if ZeroMQ cannot
+        encrypt."""
         return LauncherKeys(CurvePair.make(), CurvePair.make())
 
     @property
@@ -107,7 +121,8 @@ class LauncherKeys:
             hosts = found["hosts"]
             faults = [server.describe_fault("server"), operator.describe_fault("operator")]
             faults += [
-                describe_key_fault(key) and f"a key of host {name!r:.80} that is none" for name, key in hosts.items()
+                describe_key_fault(key) and f"a key of host {name!r:.80} that is none"
+                for name, key in hosts.items()
             ]
         except (TypeError, AttributeError, ValueError):
             raise NetworkError(f"keys of the cluster: {path} is not a file of keys") from None
@@ -116,7 +131,8 @@ class LauncherKeys:
 
 
 def make_keys(path: Path) -> bool:
-    """Create the launcher's file if it does not exist; return whether it was created. Raises OSError, NetworkError."""
+    """Create the launcher's file if it does not exist; return whether it was created. Raises
+    OSError, NetworkError."""
     if path.exists():
         return False
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -128,22 +144,26 @@ def make_keys(path: Path) -> bool:
 
 
 def add_hosts(path: Path, names: Iterable[str]) -> HostKeys:
-    """Generate a key pair for each of these hosts, and write their public keys into the launcher's file.
+    """Generate a key pair for each of these hosts, and write their public keys into the launcher's
+    file.
 
     An earlier key of a host is replaced. Raises NetworkError or OSError.
     """
     with _lock_file(path):
         keys = LauncherKeys.read(path)
         drawn = {name: CurvePair.make() for name in names}
-        _write_hosts(path, keys, {**keys.hosts, **{name: pair.public for name, pair in drawn.items()}})
+        _write_hosts(
+            path, keys, {**keys.hosts, **{name: pair.public for name, pair in drawn.items()}}
+        )
     return HostKeys(keys.server.public, drawn)
 
 
 class KnownHosts:
-    """Keys that a control endpoint accepts: those in the launcher's file, and those generated for a run.
+    """Keys that a control endpoint accepts: those in the launcher's file, and those generated for a
+    run.
 
-    The file is read again when it changes. Without a file, all keys are generated, and ``file`` is in
-    memory. Raises NetworkError or OSError. Thread-safe.
+    The file is read again when it changes. Without a file, all keys are generated, and ``file`` is
+    in memory. Raises NetworkError or OSError. Thread-safe.
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -164,11 +184,16 @@ class KnownHosts:
 
     def _index_names(self) -> None:
         hosts = (*self.keys.hosts.items(), *self._drawn.items())
-        names = self._leaving | {key: name for name, key in hosts} | {self.keys.operator.public: LAUNCHER}
+        names = (
+            self._leaving
+            | {key: name for name, key in hosts}
+            | {self.keys.operator.public: LAUNCHER}
+        )
         self._names = {key: name for key, name in names.items() if key not in self._revoked}
 
     def name_of(self, key: str) -> str:
-        """Return the owner of a public key: a host's name, ``LAUNCHER`` for an operator, "" if it is unknown.
+        """Return the owner of a public key: a host's name, ``LAUNCHER`` for an operator, "" if it
+        is unknown.
 
         If the file cannot be read at the moment, its previous content counts.
         """
@@ -180,7 +205,8 @@ class KnownHosts:
         return self._names.get(key, "")
 
     def knows(self, key: str) -> bool:
-        """Return whether a new connection with this key is accepted: its owner is known and not being removed."""
+        """Return whether a new connection with this key is accepted: its owner is known and not
+        being removed."""
         return bool(self.name_of(key)) and key not in self._leaving
 
     def has(self, host: str) -> bool:
@@ -205,20 +231,24 @@ class KnownHosts:
     def begin_removal(self, host: str) -> None:
         """Refuse new connections with the keys of a host, and remove it from the launcher's file.
 
-        Its existing connection stays valid until ``revoke``, so that it can report the end of its workers.
-        Raises OSError or NetworkError if the file cannot be changed; this launcher refuses the keys in any case.
+        Its existing connection stays valid until ``revoke``, so that it can report the end of its
+        workers. Raises OSError or NetworkError if the file cannot be changed; this launcher refuses
+        the keys in any case.
         """
         with self._lock:
             self._leaving |= {key: name for key, name in self._names.items() if name == host}
         if host in self.keys.hosts:
             with _lock_file(self.file):
                 keys = LauncherKeys.read(self.file)
-                _write_hosts(self.file, keys, {name: key for name, key in keys.hosts.items() if name != host})
+                _write_hosts(
+                    self.file, keys, {name: key for name, key in keys.hosts.items() if name != host}
+                )
 
 
 @contextlib.contextmanager
 def _lock_file(path: Path) -> Iterator[None]:
-    """Lock the file against other writers: an operator may add hosts while a launcher removes one."""
+    """Lock the file against other writers: an operator may add hosts while a launcher removes
+    one."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # the file system has no locks
@@ -249,11 +279,17 @@ def _read_fields(path: Path, names: tuple[str, ...], whose: str) -> dict[str, An
     if present == sorted(names):
         return dict(found)
     if "client_secret" in present:
-        problem = f"has one key for all hosts, as before; move it away and make new ones: {HOW.format(path)}"
+        problem = (
+            f"has one key for all hosts, as before; move it away and make new ones: "
+            f"{HOW.format(path)}"
+        )
     elif present == ["hosts", "operator", "server"]:
         problem = f"has the keys of the launcher; a host has one of its own: {HOW.format(path)}"
     elif present == ["hosts", "server_public"]:
-        problem = "has the keys of hosts; the launcher and its operators need the file that these were made from"
+        problem = (
+            "has the keys of hosts; the launcher and its operators need the file that these were "
+            "made from"
+        )
     else:
         problem = f"is not a file of keys {whose}"
     raise NetworkError(f"keys of the cluster: {path} {problem}")
@@ -262,4 +298,6 @@ def _read_fields(path: Path, names: tuple[str, ...], whose: str) -> dict[str, An
 def _check_faults(path: Path, faults: Iterable[str]) -> None:
     for fault in faults:
         if fault:
-            raise NetworkError(f"keys of the cluster: {path} holds {fault}; copy the file again, or make new ones")
+            raise NetworkError(
+                f"keys of the cluster: {path} holds {fault}; copy the file again, or make new ones"
+            )

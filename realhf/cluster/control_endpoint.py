@@ -1,7 +1,8 @@
-"""Control endpoint of a launcher for host agents and operators: a ROUTER socket on a thread of its own.
+"""Control endpoint of a launcher for host agents and operators: a ROUTER socket on a thread of its
+own.
 
-Hosts are identified by their keys. The thread answers heartbeats, so that a busy launcher does not look
-dead, and passes everything else to the thread that owns the scheduler. A host is lost after
+Hosts are identified by their keys. The thread answers heartbeats, so that a busy launcher does not
+look dead, and passes everything else to the thread that owns the scheduler. A host is lost after
 ``dead_after_s`` seconds of silence.
 """
 
@@ -46,7 +47,8 @@ CHECK_S = 0.25
 PART_S = 5.0
 """Seconds that ``close`` waits for hosts to confirm the end. Others notice it by the silence."""
 SILENT_FACTOR = 1.25
-"""An agent considers the launcher dead after this many times ``dead_after_s``, so that the launcher decides first."""
+"""An agent considers the launcher dead after this many times ``dead_after_s``, so that the launcher
+decides first."""
 OPERATOR = ("status", "add", "remove")
 """Kinds of messages that only operators may send."""
 
@@ -57,7 +59,8 @@ class HostJoined:
 
     hello: HostHello
     session: bytes
-    """Random number of its agent's registration, which differs for another agent of the same name."""
+    """Random number of its agent's registration, which differs for another agent of the same
+    name."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +119,17 @@ class _Agent:
 class ControlEndpoint:
     """Endpoint at ``bind`` (tcp://HOST:PORT; port 0: any) for the ``known`` hosts and operators.
 
-    dead_after_s: seconds of silence after which a host is lost. refusal: returns why a host must not
-    join, "" if it may; called on the endpoint's thread. ``fileno`` becomes readable when ``events`` has
-    something. Raises AddressTaken or NetworkError.
+    dead_after_s: seconds of silence after which a host is lost. refusal: returns why a host must
+    not join, "" if it may; called on the endpoint's thread. ``fileno`` becomes readable when
+    ``events`` has something. Raises AddressTaken or NetworkError.
     """
 
     def __init__(
-        self, known: KnownHosts, bind: str, dead_after_s: float, refusal: Callable[[HostHello], str] = lambda hello: ""
+        self,
+        known: KnownHosts,
+        bind: str,
+        dead_after_s: float,
+        refusal: Callable[[HostHello], str] = lambda hello: "",
     ) -> None:
         self._known = known
         self._dead_after_s = dead_after_s
@@ -169,8 +176,11 @@ class ControlEndpoint:
                 events.append(self._events.get_nowait())
         return events
 
-    def send(self, host: str, kind: str, message: Message | None = None, *, session: bytes = b"") -> bool:
-        """Send to a host; return False if it is not connected, or by another agent than that of ``session``."""
+    def send(
+        self, host: str, kind: str, message: Message | None = None, *, session: bytes = b""
+    ) -> bool:
+        """Send to a host; return False if it is not connected, or by another agent than that of
+        ``session``."""
         with self._lock:
             peer = self._hosts.get(host)
             if peer is None or (session and peer.session != session):
@@ -190,9 +200,10 @@ class ControlEndpoint:
             self._hosts.pop(host, None)
 
     def close(self) -> None:
-        """Announce the end of the run to all hosts, wait for their confirmations, and release the port."""
-        # Closing a connection with unread data resets it, and the peer loses what was sent before. So
-        # messages are read until each host has confirmed.
+        """Announce the end of the run to all hosts, wait for their confirmations, and release the
+        port."""
+        # Closing a connection with unread data resets it, and the peer loses what was sent before.
+        # So messages are read until each host has confirmed.
         with self._lock:
             self._waiting_for_leave = {peer.session for peer in self._hosts.values()}
             for peer in self._hosts.values():
@@ -224,7 +235,9 @@ class ControlEndpoint:
     def _refuse_other_protocol(self, identity: bytes, header: dict[str, Any]) -> None:
         session = header.get("session")
         if header.get("kind") == "hello" and isinstance(session, bytes):
-            different = describe_version_differences(header.get("versions"), str(header.get("node", "its host")))
+            different = describe_version_differences(
+                header.get("versions"), str(header.get("node", "its host"))
+            )
             self._refuse(identity, session[:16], f"versions differ: {different}")
 
     def _take(self, identity: bytes, header: dict[str, Any], payload: list[Any]) -> None:
@@ -251,13 +264,20 @@ class ControlEndpoint:
             self._on_invalid_message(identity, session, kind, str(error))
             raise
         if isinstance(message, HostHello):
-            if different := describe_version_differences(header.get("versions"), str(header.get("node", message.name))):
+            if different := describe_version_differences(
+                header.get("versions"), str(header.get("node", message.name))
+            ):
                 self._refuse(identity, session, f"versions differ: {different}")
                 return
             self._on_hello(identity, session, message)
         elif kind in OPERATOR and self._sender != LAUNCHER:
-            text = f"the key of host {self._sender} is none of an operator: take the launcher's own file of keys"
-            self._post(identity, pack_message("report", session, OperatorReport([text], failed=True)))
+            text = (
+                f"the key of host {self._sender} is none of an operator: take the launcher's own "
+                f"file of keys"
+            )
+            self._post(
+                identity, pack_message("report", session, OperatorReport([text], failed=True))
+            )
         elif kind in OPERATOR:
             self._emit(OperatorRequest(kind, message, (identity, session)))
         else:
@@ -266,7 +286,10 @@ class ControlEndpoint:
     def _on_invalid_message(self, identity: bytes, session: bytes, kind: str, reason: str) -> None:
         """Answer an invalid message that expects an answer, and report the host it came from."""
         if kind in OPERATOR:
-            self._post(identity, pack_message("report", session, OperatorReport([reason[:4000]], failed=True)))
+            self._post(
+                identity,
+                pack_message("report", session, OperatorReport([reason[:4000]], failed=True)),
+            )
         elif kind == "hello":
             self._refuse(identity, session, reason)
         with self._lock:
@@ -281,11 +304,16 @@ class ControlEndpoint:
     def _on_hello(self, identity: bytes, session: bytes, hello: HostHello) -> None:
         now = process_clock.now()
         if hello.name == LAUNCHER:
-            text = f"{LAUNCHER!r} is the launcher's own machine; name this host otherwise with --name"
+            text = (
+                f"{LAUNCHER!r} is the launcher's own machine; name this host otherwise with --name"
+            )
             self._refuse(identity, session, text)
             return
         if hello.name != self._sender:
-            text = f"its key is that of {self._sender}, and not of a host {hello.name!r} (--name, --key-file)"
+            text = (
+                f"its key is that of {self._sender}, and not of a host {hello.name!r} (--name, "
+                f"--key-file)"
+            )
             self._refuse(identity, session, text)
             return
         if reason := self._refusal(hello):
@@ -302,17 +330,24 @@ class ControlEndpoint:
                 return  # a repeated hello; the welcome was sent
             if known is not None and now - known.heard < SILENT_PINGS * PING_S:
                 if now - self._duplicates.setdefault(session, now) > (SILENT_PINGS + 1) * PING_S:
-                    text = f"a host named {hello.name!r} takes part already; name this one with --name"
+                    text = (
+                        f"a host named {hello.name!r} takes part already; name this one with --name"
+                    )
                     self._refuse(identity, session, text)
                 return  # the earlier agent may have been killed, and this one is its successor: wait
             if known is not None:
                 self._emit(HostLost(hello.name, "its agent was started anew"))
             self._hosts[hello.name] = _Agent(identity, session, now)
             self._duplicates.clear()
-        self._post(identity, pack_message("welcome", session, Welcome(PING_S, SILENT_FACTOR * self._dead_after_s)))
+        self._post(
+            identity,
+            pack_message("welcome", session, Welcome(PING_S, SILENT_FACTOR * self._dead_after_s)),
+        )
         self._emit(HostJoined(hello, session))
 
-    def _on_host_message(self, identity: bytes, session: bytes, kind: str, message: Message) -> None:
+    def _on_host_message(
+        self, identity: bytes, session: bytes, kind: str, message: Message
+    ) -> None:
         with self._lock:
             name = self._name_of(session)
             if name is None or name != self._sender:
@@ -337,7 +372,9 @@ class ControlEndpoint:
         now = process_clock.now()
         with self._lock:
             silent = {
-                name: now - host.heard for name, host in self._hosts.items() if now - host.heard > self._dead_after_s
+                name: now - host.heard
+                for name, host in self._hosts.items()
+                if now - host.heard > self._dead_after_s
             }
             for name in silent:
                 del self._hosts[name]

@@ -1,7 +1,7 @@
 """Transfer of the files that a worker needs on a host: keys, plan, weights, the user's code.
 
-Files are sent in pieces into the agent's own folder. Paths in the plan and on the worker's command line are
-replaced by those of the host.
+Files are sent in pieces into the agent's own folder. Paths in the plan and on the worker's command
+line are replaced by those of the host.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from realhf.cluster.placement import ClusterError
 PROBLEM_CHARACTERS = 500
 """Maximum length of an error text in a receipt."""
 CARRIED = "carried"
-"""Subfolder with paths that contain a digest of the content, so that existing files are not sent again."""
+"""Subfolder with paths that contain a digest of the content, so that existing files are not sent
+again."""
 
 
 def keep(piece: FilePiece, folder: Path) -> FileReceipt:
     """Write a piece of a file below ``folder``; return the receipt.
 
     A file gets its name with its last piece. If a piece cannot be written, the pieces before it are
-    removed and those after it refused. Below ``CARRIED``, bytes that an earlier transfer left are kept,
-    and the receipt contains their number.
+    removed and those after it refused. Below ``CARRIED``, bytes that an earlier transfer left are
+    kept, and the receipt contains their number.
     """
     path = Path(piece.path)
     try:
@@ -53,7 +54,8 @@ def keep(piece: FilePiece, folder: Path) -> FileReceipt:
 
 
 class KeyFiles:
-    """Files of keys from a launcher, kept in memory of this process, with symbolic links in ``folder``/keys.
+    """Files of keys from a launcher, kept in memory of this process, with symbolic links in
+    ``folder``/keys.
 
     When the process ends, no key is left on the host.
     """
@@ -178,23 +180,29 @@ def read_plan(run_dir: Path) -> dict[str, Any]:
 def needed_paths(run_dir: Path) -> dict[str, str]:
     """Return the existing paths in a plan that a worker needs, each with the option that names it.
 
-    These are models and tokenizers, data files, and the user's code. Raises OSError or ValueError if the
-    plan cannot be read.
+    These are models and tokenizers, data files, and the user's code. Raises OSError or ValueError
+    if the plan cannot be read.
     """
     plan = read_plan(run_dir)
     spec = plan["spec"]
     options = {model["path"]: f"{role}.path" for role, model in spec["models"].items()}
-    for text in _find_texts([plan["plugins"], spec.get("rollout"), spec.get("environment"), spec["source"]]):
+    for text in _find_texts(
+        [plan["plugins"], spec.get("rollout"), spec.get("environment"), spec["source"]]
+    ):
         code = _CODE.fullmatch(text)
         path = code["file"] if code else text
         if path.startswith("/") and _check_path(Path.is_file, path):
             options[path] = path
-    return {path: option for path, option in options.items() if path.startswith("/") and _check_path(Path.exists, path)}
+    return {
+        path: option
+        for path, option in options.items()
+        if path.startswith("/") and _check_path(Path.exists, path)
+    }
 
 
 def _check_path(test: Callable[[Path], bool], text: str) -> bool:
-    """Apply ``test`` to a path; return False for a text that cannot be a path, such as a prompt that begins
-    with a slash, and for a path without permission."""
+    """Apply ``test`` to a path; return False for a text that cannot be a path, such as a prompt
+    that begins with a slash, and for a path without permission."""
     try:
         return test(Path(text))
     except OSError:
@@ -202,35 +210,51 @@ def _check_path(test: Callable[[Path], bool], text: str) -> bool:
 
 
 def find_weights_problem(run_dir: Path, host: str, trainer: str, *, shared: bool) -> str:
-    """Return why a generation worker on ``host`` cannot receive weights from the host ``trainer``; "" if it can.
+    """Return why a generation worker on ``host`` cannot receive weights from the host ``trainer``;
+    "" if it can.
 
-    shared: whether ``host`` shares the run folder. Raises OSError or ValueError if the plan cannot be read.
+    shared: whether ``host`` shares the run folder. Raises OSError or ValueError if the plan cannot
+    be read.
     """
     rollout = read_plan(run_dir)["spec"].get("rollout")
     weights = rollout["options"]["weights"] if rollout else ""
     if weights == "shm" and host != trainer:
         return (
-            f"async_rl.weights=shm: memory of {trainer}, the trainer's host, does not reach the host {host}; use fetch"
+            f"async_rl.weights=shm: memory of {trainer}, the trainer's host, does not reach the "
+            f"host {host}; use fetch"
         )
     if weights == "disk" and not shared:
-        return f"async_rl.weights=disk: the host {host} does not share the run folder (fileroot); use fetch"
+        return (
+            f"async_rl.weights=disk: the host {host} does not share the run folder (fileroot); use "
+            f"fetch"
+        )
     return ""
 
 
 def _find_texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    for item in (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
         yield from _find_texts(item)
 
 
 def files_for_host(
-    run_dir: Path, folder: str, key_file: Path | None, *, shared: bool, there: Sequence[str], limit_mb: float, host: str
+    run_dir: Path,
+    folder: str,
+    key_file: Path | None,
+    *,
+    shared: bool,
+    there: Sequence[str],
+    limit_mb: float,
+    host: str,
 ) -> FileTransfer:
     """Return the files to send to a host, with targets in the agent's ``folder``.
 
-    shared: the host shares the run folder, and needs only keys. there: paths with the same content on the
-    host, which it uses in place. limit_mb: maximum size for each option, in MB. Raises ClusterError beyond it.
+    shared: the host shares the run folder, and needs only keys. there: paths with the same content
+    on the host, which it uses in place. limit_mb: maximum size for each option, in MB. Raises
+    ClusterError beyond it.
     """
     transfer = FileTransfer()
     if key_file is not None:
@@ -240,25 +264,32 @@ def files_for_host(
         return transfer
     tag = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
     # Two names in one, of up to 255 bytes each, must not be longer than 255 bytes.
-    transfer.paths[str(run_dir)] = f"{folder}/runs/{run_dir.parent.name[:30]}-{run_dir.name[:30]}-{tag}"
+    transfer.paths[str(run_dir)] = (
+        f"{folder}/runs/{run_dir.parent.name[:30]}-{run_dir.name[:30]}-{tag}"
+    )
     for path, option in needed_paths(run_dir).items():
         if path in there:
             continue
         own = Path(path)
-        # What has changed since the last run goes elsewhere: files that are gone here would stay there and be read.
+        # What has changed since the last run goes elsewhere: files that are gone here would stay
+        # there and be read.
         version = hashlib.sha256(f"{path}\0{fingerprint(own)}".encode()).hexdigest()[:12]
         target = f"{folder}/{CARRIED}/{version}/{own.name}"
         files = [each for each in own.rglob("*") if each.is_file()] if own.is_dir() else [own]
         size = sum(each.stat().st_size for each in files) / 1e6
         if size > limit_mb:
             raise ClusterError(
-                f"{option}={path}: host {host} neither shares the run folder (fileroot) nor has this under the same "
-                f"path, and {size:.0f} MB are more than scheduler.carry_mb={limit_mb:g}; copy it there"
+                f"{option}={path}: host {host} neither shares the run folder (fileroot) nor has "
+                f"this under the same "
+                f"path, and {size:.0f} MB are more than scheduler.carry_mb={limit_mb:g}; copy it "
+                f"there"
             )
         transfer.paths[path] = target
         transfer.files |= {each: target + str(each)[len(path) :] for each in files}
     plan = read_plan(run_dir)
-    transfer.texts[f"{transfer.paths[str(run_dir)]}/{PLAN_FILE}"] = json.dumps(transfer.map_paths_in(plan))
+    transfer.texts[f"{transfer.paths[str(run_dir)]}/{PLAN_FILE}"] = json.dumps(
+        transfer.map_paths_in(plan)
+    )
     return transfer
 
 
@@ -271,8 +302,8 @@ RECEIPT_S = 60.0
 class TransferQueue:
     """Queue of the files for one host and the workers that need them, in order.
 
-    send: (kind, message) -> None sends a message to the host's agent. No method blocks; call ``advance``
-    repeatedly. If the host cannot store a file, none of the queued workers is started.
+    send: (kind, message) -> None sends a message to the host's agent. No method blocks; call
+    ``advance`` repeatedly. If the host cannot store a file, none of the queued workers is started.
     """
 
     def __init__(self, send: Callable[[str, Message], object]) -> None:
@@ -298,7 +329,8 @@ class TransferQueue:
             self._problem = f"cannot keep {receipt.path}: {receipt.problem} (--folder of its agent)"
 
     def advance(self) -> list[tuple[str, str]]:
-        """Send the pieces and start the workers that are due; return (worker, reason) for those that cannot start."""
+        """Send the pieces and start the workers that are due; return (worker, reason) for those
+        that cannot start."""
         late = self._in_flight > 0 and process_clock.now() - self._last_progress > RECEIPT_S
         if late:
             self._in_flight = 0
@@ -311,7 +343,9 @@ class TransferQueue:
                 self._problem = f"cannot be given a file: {error}"
                 break
             if piece is not None:
-                self._last_progress = process_clock.now() if not self._in_flight else self._last_progress
+                self._last_progress = (
+                    process_clock.now() if not self._in_flight else self._last_progress
+                )
                 self._in_flight += 1
                 self.brought.add(piece.path)
                 self._send("file", piece)
@@ -328,7 +362,8 @@ class TransferQueue:
         return failed
 
     def _next_piece(self, pieces: Iterator[FilePiece]) -> FilePiece | None:
-        """Return the next piece that the host does not have, but the last piece of a file in any case; None at the end.
+        """Return the next piece that the host does not have, but the last piece of a file in any
+        case; None at the end.
 
         The last piece gives the file its name.
         """

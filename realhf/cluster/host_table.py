@@ -1,4 +1,5 @@
-"""The launcher's table of joined hosts: their resources, workers, shared files and recent failures."""
+"""The launcher's table of joined hosts: their resources, workers, shared files and recent
+failures."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ from realhf.scheduler.base import WorkerSpec
 
 CLOCKS_APART_S = 5.0
 """Difference of clocks from which a warning is given, in seconds."""
-_SHARES = {None: "fileroot not looked at", True: "shares fileroot", False: "does not share fileroot"}
+_SHARES = {
+    None: "fileroot not looked at",
+    True: "shares fileroot",
+    False: "does not share fileroot",
+}
 PROBE_S = 10.0
 """Seconds within which a host must answer a probe of the run folder."""
 
@@ -37,7 +42,8 @@ QUICK_ENDS = 2
 
 @dataclass
 class HostBackoff:
-    """Failures on a host since a worker last ran there for ``QUICK_S``, and the pause that follows them."""
+    """Failures on a host since a worker last ran there for ``QUICK_S``, and the pause that follows
+    them."""
 
     ends: int = 0
     """Failures in a row."""
@@ -92,7 +98,8 @@ class Host:
 
 
 class HostTable:
-    """Hosts and workers by name, and recent failures of hosts (``troubles``), which outlast a restart of the run."""
+    """Hosts and workers by name, and recent failures of hosts (``troubles``), which outlast a
+    restart of the run."""
 
     def __init__(self, troubles: dict[str, HostBackoff] | None = None) -> None:
         self.hosts: dict[str, Host] = {}
@@ -106,7 +113,8 @@ class HostTable:
     def candidates(self) -> list[CandidateHost]:
         """Return the hosts that may get workers, the launcher's machine first.
 
-        Hosts of one machine share its GPUs, such as the launcher and the agent on the first node of a batch job.
+        Hosts of one machine share its GPUs, such as the launcher and the agent on the first node of
+        a batch job.
         """
         gpus: dict[str, Sequence[str]] = {LAUNCHER: own_gpus()}
         gpus |= {name: host.hello.gpus for name, host in sorted(self.hosts.items())}
@@ -125,11 +133,16 @@ class HostTable:
             cores = host.hello.cores if host else usable_cores()
             shared = bool(host.shared) if host else True
             beside = {
-                worker: number for number, gpu in enumerate(own) for other, worker in holders[gpu] if other != name
+                worker: number
+                for number, gpu in enumerate(own)
+                for other, worker in holders[gpu]
+                if other != name
             }
             offered = frozenset(number for number, gpu in enumerate(own) if seen_by[gpu] > 1)
             rests = self.rest_s(name) > 0
-            candidates.append(CandidateHost(name, cores, len(own), shared, taken[name], beside, offered, rests))
+            candidates.append(
+                CandidateHost(name, cores, len(own), shared, taken[name], beside, offered, rests)
+            )
         return candidates
 
     def _gpus_by_worker(self, host: str, gpus: Sequence[str]) -> Mapping[str, int | None]:
@@ -147,7 +160,8 @@ class HostTable:
     def note_failure(self, worker: RunningWorker, why: str, *, sure: bool) -> str:
         """Record the failure of a worker, and pause its host if the host is the likely cause.
 
-        sure: the host is known to be the cause. Returns a notice for the user if the host is paused, else "".
+        sure: the host is known to be the cause. Returns a notice for the user if the host is
+        paused, else "".
         """
         host = worker.host
         if not sure and process_clock.now() - worker.since >= QUICK_S:
@@ -180,8 +194,10 @@ class HostTable:
         """Yield a line of text for each host and worker."""
         yield f"launcher at {endpoint}: {len(self.hosts)} hosts, {len(self.workers)} workers"
         rows = {LAUNCHER: ""} | {
-            name: f"  {host.hello.address}  {host.hello.cores} cores  {host.hello.memory_gib:.0f} GiB  "
-            f"{len(host.hello.gpus)} GPUs  {_SHARES[host.shared]}{'  leaving' * host.leaving}{self._rest_text(name)}"
+            name: f"  {host.hello.address}  {host.hello.cores} cores  {host.hello.memory_gib:.0f} "
+            f"GiB  "
+            f"{len(host.hello.gpus)} GPUs  "
+            f"{_SHARES[host.shared]}{'  leaving' * host.leaving}{self._rest_text(name)}"
             for name, host in sorted(self.hosts.items())
         }
         for host, text in rows.items():
@@ -200,13 +216,15 @@ def list_warnings(hello: HostHello) -> Iterator[str]:
     apart = hello.clock - time.time()
     if abs(apart) > CLOCKS_APART_S:
         yield (
-            f"host {hello.name}: its clock is {abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} the "
+            f"host {hello.name}: its clock is {abs(apart):.0f} s "
+            f"{'ahead of' if apart > 0 else 'behind'} the "
             "launcher's; times in logs and traces will not fit together (set it by NTP)"
         )
 
 
 class FolderProbe:
-    """Probe whether a host shares ``folder``: it must read a token there, and write an answer next to it.
+    """Probe whether a host shares ``folder``: it must read a token there, and write an answer next
+    to it.
 
     paths: fingerprints of other files by path, which are compared with the host's.
     """

@@ -1,7 +1,7 @@
 """Messages between host agents, operators and the control endpoint of a launcher.
 
-A message is a header of the control protocol, whose ``kind`` determines the ``Message`` of the payload
-frame. Size, types and lengths of everything that arrives are checked before it is used.
+A message is a header of the control protocol, whose ``kind`` determines the ``Message`` of the
+payload frame. Size, types and lengths of everything that arrives are checked before it is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ CONTROL = "control"
 TAIL_BYTES = 64 << 10
 """Maximum size of the end of a worker's log that is sent with its exit."""
 PIECE_BYTES = 128 << 10
-"""Size of the pieces of a file. Each piece counts as a heartbeat, so it must be small enough for a slow link."""
+"""Size of the pieces of a file. Each piece counts as a heartbeat, so it must be small enough for a
+slow link."""
 LINE_CHARACTERS = 1 << 20
 """Length to which a line of a worker's output is cut."""
 
@@ -73,8 +74,8 @@ class HelloRefusal(Message, frozen=True):
 class Nothing(Message, frozen=True):
     """Message without content.
 
-    Kinds: ``ping`` and ``pong``; ``again``: register again; ``over``: the run has ended; ``leave``: the
-    host leaves; ``status``: an operator's request for the state.
+    Kinds: ``ping`` and ``pong``; ``again``: register again; ``over``: the run has ended; ``leave``:
+    the host leaves; ``status``: an operator's request for the state.
     """
 
 
@@ -123,7 +124,8 @@ class FileReceipt(Message, frozen=True):
 
 
 class StartWorker(Message, frozen=True):
-    """Request to start a process. The fields are those of ``WorkerSpec``, with paths of the host."""
+    """Request to start a process. The fields are those of ``WorkerSpec``, with paths of the
+    host."""
 
     name: WorkerName
     module: Text
@@ -156,7 +158,9 @@ class Lines(Message, frozen=True):
     """Lines of a worker's standard output."""
 
     name: WorkerName
-    lines: Annotated[list[Annotated[str, Meta(max_length=LINE_CHARACTERS)]], Meta(max_length=1 << 16)]
+    lines: Annotated[
+        list[Annotated[str, Meta(max_length=LINE_CHARACTERS)]], Meta(max_length=1 << 16)
+    ]
 
 
 class Exited(Message, frozen=True):
@@ -186,7 +190,8 @@ class Ended(Message, frozen=True):
 
 
 class OperatorOrder(Message, frozen=True):
-    """Operator's request to add workers to a host (kind ``add``), or to remove a host (``remove``)."""
+    """Operator's request to add workers to a host (kind ``add``), or to remove a host
+    (``remove``)."""
 
     host: Name
     kind: Annotated[str, Meta(max_length=64)]
@@ -240,13 +245,21 @@ OF_LAUNCHER: Mapping[str, type[Message]] = MappingProxyType(
 """Messages that an agent or an operator accepts, by kind."""
 
 
-def pack_message(kind: str, session: bytes, message: Message | None = None, **fields: Any) -> list[bytes]:
+def pack_message(
+    kind: str, session: bytes, message: Message | None = None, **fields: Any
+) -> list[bytes]:
     """Encode a message as frames. ``fields`` are added to the header."""
-    return [pack_header(kind, CONTROL, session, **fields), pack_payload(to_payload(message or Nothing(), kind))]
+    return [
+        pack_header(kind, CONTROL, session, **fields),
+        pack_payload(to_payload(message or Nothing(), kind)),
+    ]
 
 
-def unpack_message(kind: str, payload: Sequence[Any], known: Mapping[str, type[Message]]) -> Message:
-    """Decode a payload. Raises ProtocolError for a kind that is not in ``known``, and for a malformed payload."""
+def unpack_message(
+    kind: str, payload: Sequence[Any], known: Mapping[str, type[Message]]
+) -> Message:
+    """Decode a payload. Raises ProtocolError for a kind that is not in ``known``, and for a
+    malformed payload."""
     form = known.get(kind)
     if form is None:
         raise ProtocolError(f"unknown message kind {kind!r:.40}")

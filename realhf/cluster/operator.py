@@ -1,4 +1,5 @@
-"""Operators' requests to the launcher of a running job (status, add workers, remove a host), and their answers."""
+"""Operators' requests to the launcher of a running job (status, add workers, remove a host), and
+their answers."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ ANSWER_S = 30.0
 POLL_MS = 100
 
 
-def ask_launcher(launcher: str, key_file: Path, kind: str, message: Message | None = None) -> OperatorReport:
+def ask_launcher(
+    launcher: str, key_file: Path, kind: str, message: Message | None = None
+) -> OperatorReport:
     """Send a request to the launcher at ``launcher`` (tcp://HOST:PORT); return its answer.
 
     key_file: the launcher's own file of keys. Raises NetworkError if the launcher is not reached or
@@ -57,7 +60,9 @@ def ask_launcher(launcher: str, key_file: Path, kind: str, message: Message | No
             if not watch.reached and process_clock.now() - began > REACHED_WITHIN_S:
                 raise NetworkError(f"the launcher at {launcher} {describe_unreached()}")
             if process_clock.now() - began > ANSWER_S:
-                raise ProtocolError(f"the launcher at {launcher} did not answer within {ANSWER_S:g} s")
+                raise ProtocolError(
+                    f"the launcher at {launcher} did not answer within {ANSWER_S:g} s"
+                )
         frame, *payload = socket.recv_multipart()
         answer = unpack_message(field(unpack_header(frame), "kind", str), payload, OF_LAUNCHER)
         if not isinstance(answer, OperatorReport):
@@ -92,7 +97,9 @@ def serve_operator(
     events: list[WorkerEvent] = []
     if asked.kind == "status" or not isinstance(asked.message, OperatorOrder):
         report = OperatorReport([*table.lines(control.endpoint)])
-    elif refusal := _refusal_reason(asked.kind, asked.message, table, running=running, elastic=elastic):
+    elif refusal := _refusal_reason(
+        asked.kind, asked.message, table, running=running, elastic=elastic
+    ):
         report = OperatorReport([refusal], failed=True)
     elif asked.kind == "add":
         order = asked.message
@@ -104,7 +111,9 @@ def serve_operator(
     return events
 
 
-def _refusal_reason(kind: str, order: OperatorOrder, table: HostTable, *, running: bool, elastic: bool) -> str:
+def _refusal_reason(
+    kind: str, order: OperatorOrder, table: HostTable, *, running: bool, elastic: bool
+) -> str:
     if order.host not in table.hosts:
         return f"no host {order.host}; there are {', '.join(sorted(table.hosts)) or 'none'}"
     if not running:
@@ -112,11 +121,23 @@ def _refusal_reason(kind: str, order: OperatorOrder, table: HostTable, *, runnin
     if kind == "add":
         if not elastic:
             return "this run is synchronous: it takes no more workers while it goes on"
-        return "" if order.kind in ELASTIC else f"{order.kind!r} cannot be added, only {' and '.join(ELASTIC)}"
+        return (
+            ""
+            if order.kind in ELASTIC
+            else f"{order.kind!r} cannot be added, only {' and '.join(ELASTIC)}"
+        )
     if order.new_keys:
-        return "" if elastic else "this run is synchronous: stop it; the same command goes on with new keys"
+        return (
+            ""
+            if elastic
+            else "this run is synchronous: stop it; the same command goes on with new keys"
+        )
     trainers = sorted(name for name in table.workers_on(order.host) if kind_of(name) in PACKED)
-    return f"{order.host} holds {', '.join(trainers)}, which the run cannot do without" if trainers else ""
+    return (
+        f"{order.host} holds {', '.join(trainers)}, which the run cannot do without"
+        if trainers
+        else ""
+    )
 
 
 def _remove_host(
@@ -137,7 +158,9 @@ def _remove_host(
         control.dismiss(host)
         table.remove_host(host)
         lines = [f"{host} leaves, and the run begins again with new keys", *lines]
-        return OperatorReport(lines), [BeginAgain(f"host {host} was removed, and the run gets new keys")]
+        return OperatorReport(lines), [
+            BeginAgain(f"host {host} was removed, and the run gets new keys")
+        ]
     table.hosts[host].leave_by = process_clock.now() + LEAVE_S
     waiting = [table.workers.pop(name) for name in table.hosts[host].transfers.withdraw()]
     for name in table.workers_on(host):
@@ -147,4 +170,6 @@ def _remove_host(
         table.remove_host(host)
     cause = f"removed with its host {host}"
     ends = [WorkerExit(each.spec.name, REMOVED, each.spec.log, 0, cause) for each in waiting]
-    return OperatorReport([f"{host} leaves; its workers end: {', '.join(workers) or 'none'}", *lines]), [*ends]
+    return OperatorReport(
+        [f"{host} leaves; its workers end: {', '.join(workers) or 'none'}", *lines]
+    ), [*ends]

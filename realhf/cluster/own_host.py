@@ -24,13 +24,17 @@ from realhf.transport.network import LOOPBACK_ADDRESS, address_towards, host_of,
 
 def host_name() -> str:
     """Return the host's name, reduced to the characters that file names and options allow."""
-    return re.sub(r"[^A-Za-z0-9_.-]", "-", os.uname().nodename.partition(".")[0]).strip("-._")[:63] or "host"
+    return (
+        re.sub(r"[^A-Za-z0-9_.-]", "-", os.uname().nodename.partition(".")[0]).strip("-._")[:63]
+        or "host"
+    )
 
 
 def own_gpus() -> tuple[str, ...]:
     """Return the GPUs that this process sees, in its order.
 
-    The names are equal for all processes of this machine, and different from those of other machines.
+    The names are equal for all processes of this machine, and different from those of other
+    machines.
     """
     try:
         machine = boot_id()
@@ -41,7 +45,8 @@ def own_gpus() -> tuple[str, ...]:
 
 @cache
 def installed_versions() -> dict[str, str]:
-    """Return a digest of the package's own files, and the versions of Python and of packages that affect results."""
+    """Return a digest of the package's own files, and the versions of Python and of packages that
+    affect results."""
     source = digest_of(IMPORT_ROOT, ("realhf", "workers", "experiments", "configs"))
     versions = {name: version for name, version in package_versions(COMPUTING).items() if version}
     return {"source": source[:16], "Python": platform.python_version(), **versions}
@@ -50,7 +55,8 @@ def installed_versions() -> dict[str, str]:
 def describe_differences(theirs: Mapping[str, str]) -> str:
     """Describe how a host's ``installed_versions`` differ from those here; "" if they do not.
 
-    Only the package's files and the packages in ``SAME`` count, without the build part of a version (+cpu).
+    Only the package's files and the packages in ``SAME`` count, without the build part of a version
+    (+cpu).
     """
     here = installed_versions()
     different = [
@@ -103,9 +109,9 @@ SAMPLE_BYTES = 1 << 16
 def fingerprint(path: Path) -> str:
     """Return a digest by which two hosts compare a path; "" if the path does not exist.
 
-    Covers the content of a file, or names and contents of the files in a folder. Of a file larger than
-    ``WHOLE_BYTES``, in a folder ``PART_BYTES``, it covers the size and ``SAMPLES`` pieces: the agent must send
-    heartbeats, and files may be as large as a disk.
+    Covers the content of a file, or names and contents of the files in a folder. Of a file larger
+    than ``WHOLE_BYTES``, in a folder ``PART_BYTES``, it covers the size and ``SAMPLES`` pieces: the
+    agent must send heartbeats, and files may be as large as a disk.
     """
     digest = hashlib.sha256()
     try:
@@ -115,7 +121,9 @@ def fingerprint(path: Path) -> str:
             return ""
         for file in sorted(path.rglob("*")):
             if file.is_file():
-                digest.update(f"{file.relative_to(path)}\0{_digest_file(file, PART_BYTES)}\0".encode())
+                digest.update(
+                    f"{file.relative_to(path)}\0{_digest_file(file, PART_BYTES)}\0".encode()
+                )
     except OSError:
         return ""
     return digest.hexdigest()

@@ -21,7 +21,8 @@ PACKED = ("model_worker",)
 
 @dataclass(frozen=True)
 class CandidateHost:
-    """A host with its resources and their use. Several hosts may be on one machine and see the same GPUs."""
+    """A host with its resources and their use. Several hosts may be on one machine and see the same
+    GPUs."""
 
     name: str
     cores: int
@@ -32,7 +33,8 @@ class CandidateHost:
     workers: Mapping[str, int | None]
     """Workers on the host by name, each with the number of its GPU."""
     beside: Mapping[str, int] = field(default_factory=dict)
-    """Workers of other hosts of the same machine that use a GPU of this host, with its number here."""
+    """Workers of other hosts of the same machine that use a GPU of this host, with its number
+    here."""
     offered: frozenset[int] = frozenset()
     """GPUs that other hosts of the same machine see as well."""
     resting: bool = False
@@ -41,7 +43,9 @@ class CandidateHost:
     @property
     def holders(self) -> dict[str, int]:
         """Workers that use a GPU of this host, with its number."""
-        return {name: gpu for name, gpu in self.workers.items() if gpu is not None} | dict(self.beside)
+        return {name: gpu for name, gpu in self.workers.items() if gpu is not None} | dict(
+            self.beside
+        )
 
     @property
     def free_gpus(self) -> list[int]:
@@ -70,16 +74,18 @@ def find_wished_host(name: str, placement: Mapping[str, str]) -> str:
     return next((host for pattern, host in placement.items() if fnmatchcase(name, pattern)), "")
 
 
-def choose_host(name: str, places: Sequence[CandidateHost], wish: str = "", *, strict: bool = True) -> CandidateHost:
+def choose_host(
+    name: str, places: Sequence[CandidateHost], wish: str = "", *, strict: bool = True
+) -> CandidateHost:
     """Choose the host of a worker.
 
     places: all hosts, the launcher's machine first. wish: name of a wanted host; unless ``strict``,
     another one is chosen if it is missing.
 
-    - Trainers of a run share a host: the launcher's, unless another one has more GPUs. It must share the
-      run folder, into which they write checkpoints.
-    - Other workers go to the host with the fewest workers per core, to the launcher's machine only if
-      there is no other host. Those that use a GPU go to the host with the most free GPUs.
+    - Trainers of a run share a host: the launcher's, unless another one has more GPUs. It must
+      share the run folder, into which they write checkpoints.
+    - Other workers go to the host with the fewest workers per core, to the launcher's machine only
+      if there is no other host. Those that use a GPU go to the host with the most free GPUs.
     - A resting host is chosen only if all hosts but the launcher's are resting.
 
     Raises ClusterError with the requirement and the resources of each host.
@@ -89,7 +95,8 @@ def choose_host(name: str, places: Sequence[CandidateHost], wish: str = "", *, s
         if wanted is None and strict:
             names = ", ".join(place.name for place in places)
             raise ClusterError(
-                f"{name}: there is no host {wish!r} (scheduler.placement, scheduler.hosts), only {names}"
+                f"{name}: there is no host {wish!r} (scheduler.placement, scheduler.hosts), only "
+                f"{names}"
             )
         if wanted is not None and (strict or not wanted.resting):
             return _check_fits(name, wanted)
@@ -100,7 +107,11 @@ def choose_host(name: str, places: Sequence[CandidateHost], wish: str = "", *, s
     hosts = [place for place in joined if not place.resting] or joined or list(places)
     if kind in USES_GPU and any(place.gpus for place in places):
         free = [place for place in places if place.free_gpus]
-        hosts = [place for place in hosts if place.gpus] or free or [place for place in places if place.gpus]
+        hosts = (
+            [place for place in hosts if place.gpus]
+            or free
+            or [place for place in places if place.gpus]
+        )
         return min(hosts, key=lambda place: (-len(place.free_gpus), place.load(), place.name))
     return min(hosts, key=lambda place: (place.load(), place.name))
 
@@ -118,8 +129,10 @@ def _choose_trainer_host(name: str, places: Sequence[CandidateHost]) -> Candidat
 def _check_fits(name: str, place: CandidateHost) -> CandidateHost:
     if kind_of(name) in PACKED and not place.shared:
         raise ClusterError(
-            f"{name} cannot run on {place.name}: it writes checkpoints into the run folder (fileroot), which that host "
-            "does not share; share it, or leave the trainer on the launcher's machine (scheduler.placement)"
+            f"{name} cannot run on {place.name}: it writes checkpoints into the run folder "
+            f"(fileroot), which that host "
+            "does not share; share it, or leave the trainer on the launcher's machine "
+            "(scheduler.placement)"
         )
     return place
 
@@ -127,7 +140,8 @@ def _check_fits(name: str, place: CandidateHost) -> CandidateHost:
 def choose_gpu(name: str, place: CandidateHost) -> int | None:
     """Choose the GPU of a worker on a host; return None if it needs none or there is none.
 
-    Without a free GPU, a worker shares the one with the fewest workers, except a trainer: raises ClusterError.
+    Without a free GPU, a worker shares the one with the fewest workers, except a trainer: raises
+    ClusterError.
     """
     if kind_of(name) not in USES_GPU or not place.gpus:
         return None
@@ -137,14 +151,16 @@ def choose_gpu(name: str, place: CandidateHost) -> int | None:
     if kind_of(name) in PACKED:
         holders = ", ".join(sorted(place.holders))
         raise ClusterError(
-            f"{name}: needs a GPU of its own on {place.name}, which has {place.gpus}, all taken by {holders} "
+            f"{name}: needs a GPU of its own on {place.name}, which has {place.gpus}, all taken by "
+            f"{holders} "
             "(actor.workers, scheduler.placement)"
         )
     return min(range(place.gpus), key=lambda gpu: (taken.count(gpu), gpu))
 
 
 def describe_shared_gpu(name: str, gpu: int | None, place: CandidateHost) -> str:
-    """Describe with which trainers a worker shares its GPU, or with which workers a trainer does; "" if it does not.
+    """Describe with which trainers a worker shares its GPU, or with which workers a trainer does;
+    "" if it does not.
 
     On the launcher's machine sharing may be configured, so only workers of other hosts count.
     """
@@ -154,7 +170,11 @@ def describe_shared_gpu(name: str, gpu: int | None, place: CandidateHost) -> str
     others = [other for other, number in holders.items() if number == gpu]
     if kind_of(name) not in PACKED:
         others = [other for other in others if kind_of(other) in PACKED]
-    return f"{name}: GPU {gpu} of {place.name} is also that of {', '.join(sorted(others))}" if others else ""
+    return (
+        f"{name}: GPU {gpu} of {place.name} is also that of {', '.join(sorted(others))}"
+        if others
+        else ""
+    )
 
 
 def describe_capacity(places: Sequence[CandidateHost]) -> str:

@@ -1,4 +1,5 @@
-"""The launcher's side: a ``Scheduler`` whose workers run on joined hosts and on the launcher's machine."""
+"""The launcher's side: a ``Scheduler`` whose workers run on joined hosts and on the launcher's
+machine."""
 
 from __future__ import annotations
 
@@ -30,7 +31,14 @@ from realhf.cluster.file_transfer import (
     needed_paths,
     read_plan,
 )
-from realhf.cluster.host_table import PROBE_S, FolderProbe, Host, HostTable, RunningWorker, list_warnings
+from realhf.cluster.host_table import (
+    PROBE_S,
+    FolderProbe,
+    Host,
+    HostTable,
+    RunningWorker,
+    list_warnings,
+)
 from realhf.cluster.messages import (
     Ended,
     EndWorker,
@@ -75,7 +83,8 @@ LOST = -9
 class AgentStarter(Protocol):
     """Starter of host agents through an engine, such as Ray or Slurm.
 
-    An agent is ``python -m realhf.worker --join ENDPOINT --key-file FILE --host-agent --name NAME`` on its host.
+    An agent is ``python -m realhf.worker --join ENDPOINT --key-file FILE --host-agent --name NAME``
+    on its host.
     """
 
     @property
@@ -93,8 +102,8 @@ class AgentStarter(Protocol):
     def start_agents(self, endpoint: str, keys: HostKeys) -> None:
         """Begin to start agents that join ``endpoint``, each with its key from ``keys``.
 
-        Called each time before the launcher waits for hosts. A removed host has no key, and need not be
-        started. Raises OSError with a one-line message.
+        Called each time before the launcher waits for hosts. A removed host has no key, and need
+        not be started. Raises OSError with a one-line message.
         """
         ...
 
@@ -114,10 +123,11 @@ def _print_to_stderr(text: str) -> None:
 class ClusterScheduler:
     """Scheduler for joined hosts; see ``Scheduler``.
 
-    Jobs and the master run on the launcher's machine. The control endpoint opens at the first ``start`` and closes
-    with ``stop``; agents then wait for the next run.
+    Jobs and the master run on the launcher's machine. The control endpoint opens at the first
+    ``start`` and closes with ``stop``; agents then wait for the next run.
 
-    starter: starts the agents (None: a person or a batch system does). say: prints a line for the user.
+    starter: starts the agents (None: a person or a batch system does). say: prints a line for the
+    user.
     """
 
     def __init__(
@@ -151,9 +161,9 @@ class ClusterScheduler:
     def start(self, spec: WorkerSpec) -> None:
         """Start a worker on a chosen host; see ``Scheduler``.
 
-        If all suitable hosts are paused after failures (``HostTable.note_failure``), the worker starts when
-        one of them gets workers again. Raises ClusterError if no host is suitable, or if expected hosts do
-        not join.
+        If all suitable hosts are paused after failures (``HostTable.note_failure``), the worker
+        starts when one of them gets workers again. Raises ClusterError if no host is suitable, or
+        if expected hosts do not join.
         """
         control = self._open_endpoint()
         if spec.name in self._table.workers or spec.name in self._delayed:
@@ -187,19 +197,24 @@ class ClusterScheduler:
             self._placed_once.add(spec.name)
             gpu = self._gpu_for(spec, place)
         except ClusterError as error:
-            raise ClusterError(f"{error}; there are {placement.describe_capacity(places)}") from None
+            raise ClusterError(
+                f"{error}; there are {placement.describe_capacity(places)}"
+            ) from None
         if kind_of(spec.name) == "generation":
             trainer = placement.choose_host(
                 "model_worker/0", places, self._wished_host("model_worker/0"), strict=False
             ).name
-            problem = find_weights_problem(spec.log.parent.parent, place.name, trainer, shared=place.shared)
+            problem = find_weights_problem(
+                spec.log.parent.parent, place.name, trainer, shared=place.shared
+            )
             if problem:
                 raise ClusterError(f"{spec.name}: {problem}")
         if text := placement.describe_shared_gpu(spec.name, gpu, place):
             self._backlog.append(Notice(text))
         dealt = gpu is not None and (place.name != LAUNCHER or spec.gpu is None)
         if dealt and kind_of(spec.name) == "generation":
-            # The memory limit of generation depends on this, and the plan does not contain GPUs assigned here.
+            # The memory limit of generation depends on this, and the plan does not contain GPUs
+            # assigned here.
             spec = replace(spec, argv=(*spec.argv, "--beside-trainer", "yes" if text else "no"))
         if place.name == LAUNCHER:
             self._start_here(replace(spec, gpu=gpu))
@@ -209,8 +224,8 @@ class ClusterScheduler:
     def _gpu_for(self, spec: WorkerSpec, place: CandidateHost) -> int | None:
         """Choose the GPU of a worker; return None if it sees all of them.
 
-        On the launcher's machine ``allocation.gpus`` decides. Without it, and if an agent on the same
-        machine assigns its GPUs too, the worker gets a free one. Raises ClusterError.
+        On the launcher's machine ``allocation.gpus`` decides. Without it, and if an agent on the
+        same machine assigns its GPUs too, the worker gets a free one. Raises ClusterError.
         """
         if not self._options.one_gpu_each:
             return spec.gpu if place.name == LAUNCHER else None
@@ -233,7 +248,8 @@ class ClusterScheduler:
         return events
 
     def _start_delayed(self) -> None:
-        """Try to start the workers that wait for a paused host; report the end of one that no longer has a host."""
+        """Try to start the workers that wait for a paused host; report the end of one that no
+        longer has a host."""
         waiting = self._delayed
         self._delayed = {}
         for name, spec in waiting.items():
@@ -268,7 +284,8 @@ class ClusterScheduler:
             self._local.kill(name, cause, pid=pid, started=started)
 
     def stop(self, grace_s: float = 8.0) -> None:
-        """Stop all workers; see ``Scheduler``. Workers of a host that does not answer end with its agent."""
+        """Stop all workers; see ``Scheduler``. Workers of a host that does not answer end with its
+        agent."""
         control = self._control
         try:
             if control is not None:
@@ -303,7 +320,10 @@ class ClusterScheduler:
     def _open_endpoint(self) -> ControlEndpoint:
         if self._control is None:
             if not self._options.address:
-                raise ClusterError("scheduler.address: empty; give the address of this machine that other hosts reach")
+                raise ClusterError(
+                    "scheduler.address: empty; give the address of this machine that other hosts "
+                    "reach"
+                )
             if self._starter is not None:
                 self._starter.check()
             allow_many_connections()  # each host has one
@@ -314,22 +334,28 @@ class ClusterScheduler:
                     if self.key_file is not None:
                         make_keys(self.key_file)
                     self._known = KnownHosts(self.key_file)
-                self._control = ControlEndpoint(self._known, bind, options.dead_after_s, self._refusal_reason)
+                self._control = ControlEndpoint(
+                    self._known, bind, options.dead_after_s, self._refusal_reason
+                )
             except Exception as error:
                 raise ClusterError(
-                    f"the endpoint for host agents (scheduler.address, scheduler.port, scheduler.key_file): {error}"
+                    f"the endpoint for host agents (scheduler.address, scheduler.port, "
+                    f"scheduler.key_file): {error}"
                 ) from None
             self._local.watch(self._control.fileno())
         return self._control
 
     def _refusal_reason(self, hello: HostHello) -> str:
-        different = describe_differences(hello.made_of) if self._options.differing_hosts == "refuse" else ""
+        different = (
+            describe_differences(hello.made_of) if self._options.differing_hosts == "refuse" else ""
+        )
         return different and f"it has {different} (scheduler.differing_hosts=warn takes it)"
 
     def _wait_for_hosts(self, control: ControlEndpoint) -> None:
         """Wait until the expected hosts have joined. Raises ClusterError.
 
-        A restarted run expects its previous hosts, and goes on without the missing ones after ``REJOIN_S``.
+        A restarted run expects its previous hosts, and goes on without the missing ones after
+        ``REJOIN_S``.
         """
         assert self._known is not None
         if self._starter is not None:
@@ -349,7 +375,9 @@ class ClusterScheduler:
                 return
             if not announced:
                 who = _describe_missing(missing, short)
-                self._say(f"waiting {limit_s:g} s for {who}; {self._join_instructions(control, missing)}")
+                self._say(
+                    f"waiting {limit_s:g} s for {who}; {self._join_instructions(control, missing)}"
+                )
                 announced = True
             problem = self._starter.problem() if self._starter is not None else ""
             for name in sorted(missing & set(self._refused)):
@@ -361,7 +389,8 @@ class ClusterScheduler:
                 raise ClusterError(
                     f"{_describe_missing(missing, short)} did not join {control.endpoint}"
                     + (f": {problem}" if problem else f" within {limit_s:g} s")
-                    + f"; joined so far: {joined} (scheduler.hosts, scheduler.min_hosts, scheduler.wait_s)"
+                    + f"; joined so far: {joined} (scheduler.hosts, scheduler.min_hosts, "
+                    f"scheduler.wait_s)"
                 )
             self._wait_here(min(0.5, max(0.01, deadline - process_clock.now())))
 
@@ -374,11 +403,16 @@ class ClusterScheduler:
             return f"who is there: python -m realhf.cluster status {at} {file}"
         keyless = sorted(host for host in missing if not self._known.has(host))
         names = " ".join(keyless) if missing else "NAME"
-        makes = f"; a key for it: python -m realhf.cluster keys {file} --host {names}" if keyless or not missing else ""
+        makes = (
+            f"; a key for it: python -m realhf.cluster keys {file} --host {names}"
+            if keyless or not missing
+            else ""
+        )
         return f"on each: python -m realhf.worker {at} ITS_KEY --host-agent{makes}"
 
     def _probe_folders(self, control: ControlEndpoint, spec: WorkerSpec) -> None:
-        """Probe new hosts for the run folder and other files. A host that does not answer counts as sharing nothing."""
+        """Probe new hosts for the run folder and other files. A host that does not answer counts as
+        sharing nothing."""
         new = {name: host for name, host in self._table.hosts.items() if host.shared is None}
         if not new:
             return
@@ -393,7 +427,9 @@ class ClusterScheduler:
                 control.send(name, "probe", asked[name][1].build_probe(self._probes))
             deadline = process_clock.now() + PROBE_S
             while process_clock.now() < deadline and any(
-                (name, number) not in self._answers for name, (number, _) in asked.items() if name in self._table.hosts
+                (name, number) not in self._answers
+                for name, (number, _) in asked.items()
+                if name in self._table.hosts
             ):
                 self._process_events()
                 self._wait_here(0.05)
@@ -401,8 +437,15 @@ class ClusterScheduler:
                 if (answer := self._answers.pop((name, number), None)) is not None:
                     probe.apply_answer(new[name], answer)
                 elif name in self._table.hosts:
-                    new[name].shared = False  # otherwise every start of a worker would wait for its answer again
-                    text = f"host {name} did not say within {PROBE_S:g} s what it shares; it is taken to share nothing"
+                    new[
+                        name
+                    ].shared = (
+                        False  # otherwise every start of a worker would wait for its answer again
+                    )
+                    text = (
+                        f"host {name} did not say within {PROBE_S:g} s what it shares; it is taken "
+                        f"to share nothing"
+                    )
                     self._backlog.append(Notice(text))
             self._answers.clear()
         finally:
@@ -413,7 +456,9 @@ class ClusterScheduler:
 
     def _start_here(self, spec: WorkerSpec) -> None:
         self._local.start(spec)
-        self._table.workers[spec.name] = RunningWorker(spec, LAUNCHER, process_clock.now(), spec.gpu)
+        self._table.workers[spec.name] = RunningWorker(
+            spec, LAUNCHER, process_clock.now(), spec.gpu
+        )
         self._note_placement(LAUNCHER, spec.name)
 
     def _start_there(self, spec: WorkerSpec, name: str, gpu: int | None) -> None:
@@ -428,8 +473,16 @@ class ClusterScheduler:
             limit_mb=self._options.carry_mb,
             host=name,
         )
-        brought.files = {here: there for here, there in brought.files.items() if there not in host.transfers.brought}
-        brought.texts = {there: text for there, text in brought.texts.items() if there not in host.transfers.brought}
+        brought.files = {
+            here: there
+            for here, there in brought.files.items()
+            if there not in host.transfers.brought
+        }
+        brought.texts = {
+            there: text
+            for there, text in brought.texts.items()
+            if there not in host.transfers.brought
+        }
         host.transfers.brought |= {*brought.files.values(), *brought.texts}
         argv = [brought.map_path(text) for text in spec.argv]
         log = str(spec.log) if shared else brought.map_path(str(spec.log))
@@ -439,8 +492,11 @@ class ClusterScheduler:
         self._advance_transfers(name, host)
         self._note_placement(name, spec.name)
 
-    def _note_placement(self, host: str, process: str = "", *, lost: str = "", made_of: Mapping[str, str] = {}) -> None:
-        """Write an event of a host to the run folder: a placement, its loss, or its versions (``made_of``).
+    def _note_placement(
+        self, host: str, process: str = "", *, lost: str = "", made_of: Mapping[str, str] = {}
+    ) -> None:
+        """Write an event of a host to the run folder: a placement, its loss, or its versions
+        (``made_of``).
 
         Errors are ignored, since a full disk must not end the run.
         """
@@ -458,7 +514,9 @@ class ClusterScheduler:
             self._advance_transfers(name, host)
             if host.leave_by < process_clock.now() and self._control is not None:
                 self._control.dismiss(name)
-                self._on_host_gone(name, f"its host {name} was removed, and did not say how its workers ended")
+                self._on_host_gone(
+                    name, f"its host {name} was removed, and did not say how its workers ended"
+                )
 
     def _advance_transfers(self, name: str, host: Host) -> None:
         """Send a host more of its files; report the end of workers whose files it cannot store."""
@@ -479,7 +537,12 @@ class ClusterScheduler:
         elif isinstance(event, OperatorRequest) and self._control is not None:
             assert self._known is not None
             self._backlog += serve_operator(
-                event, self._control, self._table, self._known, running=self._running, elastic=self._elastic
+                event,
+                self._control,
+                self._table,
+                self._known,
+                running=self._running,
+                elastic=self._elastic,
             )
         elif isinstance(event, InvalidMessage):
             self._on_invalid_message(event)
@@ -490,7 +553,9 @@ class ClusterScheduler:
         hello = event.hello
         control = self._control
         assert control is not None
-        transfers = TransferQueue(lambda kind, message: control.send(hello.name, kind, message, session=event.session))
+        transfers = TransferQueue(
+            lambda kind, message: control.send(hello.name, kind, message, session=event.session)
+        )
         self._table.hosts[hello.name] = Host(hello, transfers)
         self._refused.pop(hello.name, None)
         if self._running:
@@ -507,7 +572,9 @@ class ClusterScheduler:
         if late:
             self._backlog.append(Notice(f"host {hello.name} ({hello.address}) joins the run"))
         self._backlog += [
-            WorkersWanted(hello.name, kind, count) for kind, count in wants.items() if count and kind in ELASTIC
+            WorkersWanted(hello.name, kind, count)
+            for kind, count in wants.items()
+            if count and kind in ELASTIC
         ]
 
     def _on_host_gone(self, name: str, cause: str) -> None:
@@ -516,9 +583,13 @@ class ClusterScheduler:
             self._known.revoke(name)
         left = self._table.remove_host(name)
         self._note_placement(name, lost=cause.partition(": ")[2])
-        self._backlog.append(Notice(f"{cause.removeprefix('its ')}; {len(left)} workers were there"))
+        self._backlog.append(
+            Notice(f"{cause.removeprefix('its ')}; {len(left)} workers were there")
+        )
         for worker, running in left.items():
-            self._backlog.append(WorkerExit(worker, LOST, running.spec.log, _size(running.spec.log), cause))
+            self._backlog.append(
+                WorkerExit(worker, LOST, running.spec.log, _size(running.spec.log), cause)
+            )
 
     def _note_failure(self, worker: RunningWorker, why: str, *, sure: bool) -> None:
         if text := self._table.note_failure(worker, why, sure=sure):
@@ -529,7 +600,9 @@ class ClusterScheduler:
         host = self._table.hosts.get(event.name)
         if host is not None and not host.strange:
             host.strange = True
-            self._backlog.append(Notice(f"host {event.name}: its agent says what no agent says: {event.reason}"))
+            self._backlog.append(
+                Notice(f"host {event.name}: its agent says what no agent says: {event.reason}")
+            )
 
     def _on_host_message(self, event: HostMessage) -> None:
         message = event.message
@@ -553,9 +626,15 @@ class ClusterScheduler:
             del self._table.workers[message.name]
             ended = _worker_exit(message, running, host)
             if ended.exit_code != 0 and not host.leaving:
-                self._note_failure(running, _failure_reason(ended, message), sure=isinstance(message, NotStarted))
+                self._note_failure(
+                    running, _failure_reason(ended, message), sure=isinstance(message, NotStarted)
+                )
             self._backlog.append(ended)
-            if host.leaving and not self._table.workers_on(event.name) and self._control is not None:
+            if (
+                host.leaving
+                and not self._table.workers_on(event.name)
+                and self._control is not None
+            ):
                 self._control.dismiss(event.name)
                 self._table.remove_host(event.name)
 
@@ -563,11 +642,18 @@ class ClusterScheduler:
 def _worker_exit(message: Exited | NotStarted, running: RunningWorker, host: Host) -> WorkerExit:
     """Return the exit of a worker.
 
-    The end of a log on a host without the run folder is appended to the log file here, with its origin.
+    The end of a log on a host without the run folder is appended to the log file here, with its
+    origin.
     """
     log = running.spec.log
     if isinstance(message, NotStarted):
-        return WorkerExit(message.name, 1, log, _size(log), f"host {host.hello.name} cannot start it: {message.reason}")
+        return WorkerExit(
+            message.name,
+            1,
+            log,
+            _size(log),
+            f"host {host.hello.name} cannot start it: {message.reason}",
+        )
     cause = f"removed with its host {host.hello.name}" if host.leaving else message.cause
     words = fatal_line(message.tail)
     if host.shared:
@@ -577,7 +663,9 @@ def _worker_exit(message: Exited | NotStarted, running: RunningWorker, host: Hos
     with contextlib.suppress(OSError):  # a full disk must not end the run
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
-            file.write(f"[end of {message.log} on host {host.hello.name}]\n".encode() + message.tail + end)
+            file.write(
+                f"[end of {message.log} on host {host.hello.name}]\n".encode() + message.tail + end
+            )
     return WorkerExit(message.name, message.exit_code, log, start, cause, words)
 
 
@@ -591,7 +679,8 @@ def _failure_reason(ended: WorkerExit, message: Exited | NotStarted) -> str:
 
 def _unused_notice(hello: HostHello) -> Notice:
     return Notice(
-        f"host {hello.name}: a synchronous run takes no more workers while it goes on; this host gets some when a run "
+        f"host {hello.name}: a synchronous run takes no more workers while it goes on; this host "
+        f"gets some when a run "
         "begins after it has joined"
     )
 
@@ -607,10 +696,18 @@ def _describe_missing(missing: set[str], short: int) -> str:
     """Describe the hosts that are waited for."""
     names = f"host{'s' if len(missing) > 1 else ''} {', '.join(sorted(missing))}" if missing else ""
     further = short - len(missing)
-    more = f"{further} {'more ' if missing else ''}host{'s' if further > 1 else ''}" if further > 0 else ""
+    more = (
+        f"{further} {'more ' if missing else ''}host{'s' if further > 1 else ''}"
+        if further > 0
+        else ""
+    )
     return " and ".join(text for text in (names, more) if text)
 
 
 DEFINITION = SchedulerDefinition(
-    ClusterOptions, ClusterScheduler, several_hosts=True, problems=placement_problems, elsewhere=elsewhere
+    ClusterOptions,
+    ClusterScheduler,
+    several_hosts=True,
+    problems=placement_problems,
+    elsewhere=elsewhere,
 )

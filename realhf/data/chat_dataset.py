@@ -1,4 +1,5 @@
-"""Supervised data: conversations of a JSONL file as tokens, with a loss mask on the assistant's turns."""
+"""Supervised data: conversations of a JSONL file as tokens, with a loss mask on the assistant's
+turns."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ def conversation_tokens(
 ) -> tuple[list[int], list[bool]]:
     """Return token ids and loss mask of a demonstration.
 
-    The ids are the same as those of a played episode with these messages: the same template text around
-    the turns, every turn tokenised separately, nothing after the last turn. An assistant message with
-    ``"train": false`` (a mistake to recover from) stays in the context but not in the loss.
-    ``reasoning_content`` is part of its turn, as the template renders it, and stays in the context of later
-    turns.
+    The ids are the same as those of a played episode with these messages: the same template text
+    around the turns, every turn tokenised separately, nothing after the last turn. An assistant
+    message with ``"train": false`` (a mistake to recover from) stays in the context but not in the
+    loss. ``reasoning_content`` is part of its turn, as the template renders it, and stays in the
+    context of later turns.
 
     Args:
         row: ``messages`` with the roles system, user, assistant and tool and, optionally, the schemas of
@@ -32,8 +33,8 @@ def conversation_tokens(
         chat: Chat template and tokenizer.
         system_prompt: System message before the messages, empty for none.
 
-    Raises ValueError for the first of ``demonstration_problems``, ChatTemplateError for messages that the
-    template cannot render.
+    Raises ValueError for the first of ``demonstration_problems``, ChatTemplateError for messages
+    that the template cannot render.
     """
     for problem in demonstration_problems(row):
         raise ValueError(problem)
@@ -50,7 +51,9 @@ def conversation_tokens(
         ids += turn
         if following is None:
             break
-        between_ids = chat.following_messages(messages[place + 1 : following], ended=True, tools=tools)
+        between_ids = chat.following_messages(
+            messages[place + 1 : following], ended=True, tools=tools
+        )
         mask += [False] * len(between_ids)
         ids += between_ids
     return ids, mask
@@ -59,8 +62,8 @@ def conversation_tokens(
 class ChatDataset:
     """Tokenised rows of a JSONL file, on the worker.
 
-    Raises ValueError if a row is not a valid demonstration or is longer than ``max_tokens``. Truncating it
-    would train on turns without their ends.
+    Raises ValueError if a row is not a valid demonstration or is longer than ``max_tokens``.
+    Truncating it would train on turns without their ends.
     """
 
     def __init__(
@@ -73,7 +76,9 @@ class ChatDataset:
         system_prompt: str = "",
         tool_parser: str = AUTO,
     ) -> None:
-        chat = TemplateChat(tokenizer, template_kwargs=chat_template_kwargs, tool_parser=tool_parser)
+        chat = TemplateChat(
+            tokenizer, template_kwargs=chat_template_kwargs, tool_parser=tool_parser
+        )
         self._rows: list[tuple[list[int], list[bool]]] = []
         for row in read_json_lines(Path(path)):
             try:
@@ -87,7 +92,8 @@ class ChatDataset:
         if n_too_long:
             raise ValueError(
                 f"{path}: {n_too_long} of {len(lengths)} conversations are longer than "
-                f"rollout.max_total_tokens={max_tokens} (the longest has {max(lengths)} tokens): raise "
+                f"rollout.max_total_tokens={max_tokens} (the longest has {max(lengths)} tokens): "
+                f"raise "
                 "it, or leave them out"
             )
 
@@ -95,7 +101,8 @@ class ChatDataset:
         return len(self._rows)
 
     def load(self, ids: Sequence[str], rows: Sequence[int]) -> SequenceSample:
-        """Return these rows as samples ``ids`` with ``packed_input_ids`` i64 (L) and ``loss_mask`` bool (L)."""
+        """Return these rows as samples ``ids`` with ``packed_input_ids`` i64 (L) and ``loss_mask``
+        bool (L)."""
         import torch
 
         selected = [self._rows[row] for row in rows]
@@ -103,15 +110,20 @@ class ChatDataset:
         return SequenceSample.from_tensors(
             tuple(ids),
             {
-                "packed_input_ids": torch.tensor([i for tokens, _ in selected for i in tokens], dtype=torch.int64),
-                "loss_mask": torch.tensor([m for _, mask in selected for m in mask], dtype=torch.bool),
+                "packed_input_ids": torch.tensor(
+                    [i for tokens, _ in selected for i in tokens], dtype=torch.int64
+                ),
+                "loss_mask": torch.tensor(
+                    [m for _, mask in selected for m in mask], dtype=torch.bool
+                ),
             },
             {"packed_input_ids": lengths, "loss_mask": lengths},
         )
 
 
 class ChatDatasetSource:
-    """Order of the rows, on the master: a permutation per (seed, epoch). Sample ids are ``row@epoch``."""
+    """Order of the rows, on the master: a permutation per (seed, epoch). Sample ids are
+    ``row@epoch``."""
 
     def __init__(self, *, seed: int, path: str) -> None:
         self._n_rows = count_json_lines(Path(path))

@@ -1,12 +1,13 @@
 """Write-ahead log of finished samples, kept until a checkpoint covers their training.
 
-Each rank of the trainer has a log of its own, rank 0 in the folder, the others in ``rank-<r>`` below it. It
-can read the logs of all ranks, including those of ranks that only an earlier start of the run had.
+Each rank of the trainer has a log of its own, rank 0 in the folder, the others in ``rank-<r>``
+below it. It can read the logs of all ranks, including those of ranks that only an earlier start of
+the run had.
 
-Segments ``payload-<n>.log`` contain records ``crc32 u32 | frames u32 | size u64 per frame | frames``,
-little-endian; the checksum covers everything after it. A record is valid once ``append`` has returned its
-reference. A log never appends to a segment of an earlier start, so an incomplete record at the end of one is
-harmless. See docs/reference/dataflow.md 9, Journal.
+Segments ``payload-<n>.log`` contain records ``crc32 u32 | frames u32 | size u64 per frame |
+frames``, little-endian; the checksum covers everything after it. A record is valid once ``append``
+has returned its reference. A log never appends to a segment of an earlier start, so an incomplete
+record at the end of one is harmless. See docs/reference/dataflow.md 9, Journal.
 """
 
 from __future__ import annotations
@@ -72,10 +73,11 @@ class PayloadLog:
         return _segments(self._folder)
 
     def append(self, items: Sequence[Sequence[Any]]) -> list[PayloadRef]:
-        """Write one record per item and make all of them durable with one sync; return their references.
+        """Write one record per item and make all of them durable with one sync; return their
+        references.
 
-        An item is a sequence of frames (buffers). After an OSError none of the records is valid, and the
-        next call starts a new segment.
+        An item is a sequence of frames (buffers). After an OSError none of the records is valid,
+        and the next call starts a new segment.
         """
         if not items:
             return []
@@ -127,11 +129,14 @@ class PayloadLog:
             frames.append(bytearray(raw[begin : begin + size]))
             begin += size
         if begin != nbytes:
-            raise PayloadDamaged(f"payload {list(ref)}: its frames have {begin} bytes, it has {nbytes}")
+            raise PayloadDamaged(
+                f"payload {list(ref)}: its frames have {begin} bytes, it has {nbytes}"
+            )
         return frames
 
     def keep_only(self, segments: Collection[int]) -> list[int]:
-        """Delete all segments but these and the active one; return the numbers of the deleted ones."""
+        """Delete all segments but these and the active one; return the numbers of the deleted
+        ones."""
         deleted = [n for n in self.segments() if n not in segments and n != self._active]
         for number in deleted:
             _path(self._folder, number).unlink()

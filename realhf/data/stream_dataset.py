@@ -1,9 +1,9 @@
 """Stream of finished samples from rollout workers into the tensor store of a model worker.
 
-A sample is received, decoded and validated, written to the payload log, put into the store and reported to
-the master. When the master has answered (its ACCEPT is durable then), the sample is acknowledged to its
-producer, which keeps it until then. So a crash at any point loses no sample. A sample that arrives twice is
-recognised by (id, attempt). See docs/reference/dataflow.md 9.
+A sample is received, decoded and validated, written to the payload log, put into the store and
+reported to the master. When the master has answered (its ACCEPT is durable then), the sample is
+acknowledged to its producer, which keeps it until then. So a crash at any point loses no sample. A
+sample that arrives twice is recognised by (id, attempt). See docs/reference/dataflow.md 9.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 Notify = Callable[[list[Arrival]], Sequence[str]]
-"""Function that reports arrivals to the master and returns its answer to each (``accepted``, ``duplicate``,
-``refused``), in order. It blocks, with a timeout of its own. TransportError, TimeoutError and OSError mean
-that the master cannot answer now; the call is then retried."""
+"""Function that reports arrivals to the master and returns its answer to each (``accepted``,
+``duplicate``, ``refused``), in order. It blocks, with a timeout of its own. TransportError,
+TimeoutError and OSError mean that the master cannot answer now; the call is then retried."""
 MAX_ROUND = 64
 """Maximum number of samples that are logged and reported to the master together."""
 RETRY_S = (0.1, 2.0)
@@ -74,7 +74,8 @@ class _StoredAttempt:
     attempt: int
     """Number of the attempt."""
     safe: bool
-    """Whether the master has accepted the attempt. Until then its answer may require to discard it."""
+    """Whether the master has accepted the attempt. Until then its answer may require to discard
+    it."""
 
 
 @dataclass(slots=True)
@@ -152,7 +153,9 @@ class StreamDataset:
         self.check()
         return [self._restore_sample(id, attempt, list(ref)) for id, attempt, ref in items]
 
-    def prune(self, alive: Collection[PayloadRef], newest: PayloadRef | None = None, ranks: int = 1) -> list[int]:
+    def prune(
+        self, alive: Collection[PayloadRef], newest: PayloadRef | None = None, ranks: int = 1
+    ) -> list[int]:
         """Delete the segments of the log without a payload in ``alive``; return their numbers.
 
         Args:
@@ -181,13 +184,17 @@ class StreamDataset:
         self._receiver.check()
 
     def close(self) -> None:
-        """Stop the threads. Producers keep the samples that the master has not answered; the store is unchanged."""
+        """Stop the threads. Producers keep the samples that the master has not answered; the store
+        is unchanged."""
         self._closing.set()
         with self._filled:
             self._filled.notify()
         self._thread.join(timeout=CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            _log.warning("the master has not answered for samples that arrived; not waiting for it any longer")
+            _log.warning(
+                "the master has not answered for samples that arrived; not waiting for it any "
+                "longer"
+            )
         self._receiver.close()
         with self._log_lock:
             self._log.close()
@@ -216,7 +223,8 @@ class StreamDataset:
             _log.exception("the stream of samples failed")
 
     def _next_round(self) -> list[StreamMessage]:
-        """Take queued messages with distinct ids: two attempts at one sample are processed in different rounds."""
+        """Take queued messages with distinct ids: two attempts at one sample are processed in
+        different rounds."""
         ids: set[str] = set()
         messages: list[StreamMessage] = []
         while self._queue and len(messages) < MAX_ROUND and self._queue[0].id not in ids:
@@ -226,11 +234,15 @@ class StreamDataset:
 
     def _process(self, messages: list[StreamMessage]) -> None:
         """Log, store, report and acknowledge the samples of one round."""
-        new_messages = [message for message in messages if not self._is_safe(message.id, message.attempt)]
+        new_messages = [
+            message for message in messages if not self._is_safe(message.id, message.attempt)
+        ]
         self.counts["duplicate"] += len(messages) - len(new_messages)
         items = self._log_samples([(message, *self._read(message)) for message in new_messages])
         for item in items:
-            item.stored = item.sample is not None and self._put(item.arrival, item.sample, safe=False)
+            item.stored = item.sample is not None and self._put(
+                item.arrival, item.sample, safe=False
+            )
         answers = self._report([item.arrival for item in items])
         if answers is None:
             return
@@ -248,14 +260,24 @@ class StreamDataset:
             _log.warning("sample from %s refused: %s", message.producer, error)
             return None, str(error)
 
-    def _log_samples(self, decoded: list[tuple[StreamMessage, SequenceSample | None, str]]) -> list[_RoundItem]:
+    def _log_samples(
+        self, decoded: list[tuple[StreamMessage, SequenceSample | None, str]]
+    ) -> list[_RoundItem]:
         """Write the valid samples to the payload log; return an item for each message."""
         with self._log_lock:
-            refs = iter(self._log.append([message.frames for message, sample, _ in decoded if sample is not None]))
+            refs = iter(
+                self._log.append(
+                    [message.frames for message, sample, _ in decoded if sample is not None]
+                )
+            )
         items: list[_RoundItem] = []
         for message, sample, error in decoded:
             ref, meta = ([], []) if sample is None else (next(refs), _encode_meta(sample))
-            items.append(_RoundItem(Arrival(message.id, message.attempt, message.producer, ref, meta, error), sample))
+            items.append(
+                _RoundItem(
+                    Arrival(message.id, message.attempt, message.producer, ref, meta, error), sample
+                )
+            )
         return items
 
     def _is_safe(self, id: str, attempt: int) -> bool:
@@ -263,7 +285,8 @@ class StreamDataset:
         return self._stored.get(id) == _StoredAttempt(attempt, safe=True)
 
     def _put(self, arrival: Arrival, sample: SequenceSample, *, safe: bool) -> bool:
-        """Put a sample into the store. Return False if the store already has this or another attempt at it."""
+        """Put a sample into the store. Return False if the store already has this or another
+        attempt at it."""
         with self._stored_lock:
             if arrival.id in self._stored:
                 self._mark_safe(arrival, safe)
@@ -284,13 +307,15 @@ class StreamDataset:
             self._store.discard(id, _producer_key(id, attempt))
 
     def _mark_safe(self, arrival: Arrival, safe: bool) -> None:
-        """Record that the master has accepted the stored attempt if ``safe``. Called under the lock."""
+        """Record that the master has accepted the stored attempt if ``safe``. Called under the
+        lock."""
         stored = self._stored.get(arrival.id)
         if stored is not None and stored.attempt == arrival.attempt:
             stored.safe = stored.safe or safe
 
     def _report(self, arrivals: list[Arrival]) -> list[str] | None:
-        """Report arrivals to the master until it answers; return None if this object is closed before."""
+        """Report arrivals to the master until it answers; return None if this object is closed
+        before."""
         if not arrivals:
             return []
         wait = RETRY_S[0]
@@ -300,7 +325,12 @@ class StreamDataset:
                 break
             except (TransportError, OSError) as error:
                 self.counts["notify_retries"] += 1
-                _log.warning("the master did not take %d arrivals, again in %.1f s: %s", len(arrivals), wait, error)
+                _log.warning(
+                    "the master did not take %d arrivals, again in %.1f s: %s",
+                    len(arrivals),
+                    wait,
+                    error,
+                )
                 if self._closing.wait(wait):
                     return None
                 wait = min(2 * wait, RETRY_S[1])
@@ -358,9 +388,17 @@ def _encode_meta(sample: SequenceSample) -> list[bytes]:
 
 
 class StreamHost:
-    """Handlers of the master's calls about the stream of a worker. ``open`` creates its ``StreamDataset``."""
+    """Handlers of the master's calls about the stream of a worker. ``open`` creates its
+    ``StreamDataset``."""
 
-    def __init__(self, run_id: str, worker: str, folder: Path, store: TensorStore, network: Network = LOOPBACK) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        worker: str,
+        folder: Path,
+        store: TensorStore,
+        network: Network = LOOPBACK,
+    ) -> None:
         self._network = network
         self._run_id = run_id
         self._worker = worker
@@ -374,7 +412,9 @@ class StreamHost:
         return dict(
             [
                 STREAM_OPEN.served_by(self.open),
-                STREAM_RESTORE.served_by(lambda asked: RestoreStreamAnswer(self._opened().restore(asked.items))),
+                STREAM_RESTORE.served_by(
+                    lambda asked: RestoreStreamAnswer(self._opened().restore(asked.items))
+                ),
                 STREAM_PRUNE.served_by(self._prune),
                 STREAM_CHECK.served_by(self._check),
             ]
@@ -427,7 +467,9 @@ class StreamHost:
 
     def _notify(self, arrivals: Sequence[Arrival]) -> Sequence[str]:
         assert self._master is not None
-        return self._master.ask(ARRIVED, ArrivedRequest(list(arrivals)), timeout_s=NOTIFY_TIMEOUT_S).answers
+        return self._master.ask(
+            ARRIVED, ArrivedRequest(list(arrivals)), timeout_s=NOTIFY_TIMEOUT_S
+        ).answers
 
 
 @dataclass(frozen=True)
@@ -435,7 +477,8 @@ class SampleLimits:
     """Required format of a finished sample."""
 
     keys: tuple[KeySpec, ...]
-    """Exactly the keys that a sample has, with dtype, trailing shape and length rule. ``packed_input_ids`` is one."""
+    """Exactly the keys that a sample has, with dtype, trailing shape and length rule.
+    ``packed_input_ids`` is one."""
     min_sequences: int = 1
     """Minimum number of sequences."""
     max_sequences: int = 1024
@@ -450,7 +493,8 @@ class SampleLimits:
             raise ValueError("samples of a stream need the key packed_input_ids")
 
     def read(self, id: str, frames: Sequence[Any]) -> SequenceSample:
-        """Return the sample with this id, decoded from ``frames``. Raises CodecError for an invalid one."""
+        """Return the sample with this id, decoded from ``frames``. Raises CodecError for an invalid
+        one."""
         nbytes = sum(memoryview(frame).nbytes for frame in frames)
         if nbytes > self.max_bytes:
             raise CodecError(f"sample {id!r} has {nbytes} bytes, allowed are {self.max_bytes}")
@@ -465,10 +509,13 @@ class SampleLimits:
         tokens: list[int] = sample.lengths("packed_input_ids").values.tolist()
         if not self.min_sequences <= len(tokens) <= self.max_sequences:
             raise CodecError(
-                f"sample {id!r} has {len(tokens)} sequences, allowed are {self.min_sequences} to {self.max_sequences}"
+                f"sample {id!r} has {len(tokens)} sequences, allowed are {self.min_sequences} to "
+                f"{self.max_sequences}"
             )
         if tokens and not 1 <= min(tokens) <= max(tokens) <= self.max_tokens:
-            raise CodecError(f"sample {id!r} has a sequence of no or more than {self.max_tokens} tokens")
+            raise CodecError(
+                f"sample {id!r} has a sequence of no or more than {self.max_tokens} tokens"
+            )
         expected = {"L": tokens, "L-1": [n - 1 for n in tokens], "1": [1] * len(tokens)}
         dtypes = sample.dtypes
         lengths = _length_lists(sample)
@@ -478,7 +525,11 @@ class SampleLimits:
 
 
 def _check_key(
-    sample: SequenceSample, spec: KeySpec, dtype: str, lengths: list[int], expected: dict[str, list[int]]
+    sample: SequenceSample,
+    spec: KeySpec,
+    dtype: str,
+    lengths: list[int],
+    expected: dict[str, list[int]],
 ) -> None:
     """Raise CodecError unless the key conforms to its specification.
 
@@ -487,10 +538,19 @@ def _check_key(
     tensor = sample[spec.name]
     shape = tuple(tensor.shape[1:])
     if dtype != spec.dtype or shape != spec.trailing:
-        raise CodecError(f"{_where(sample, spec)}: {dtype} {shape}, expected {spec.dtype} {spec.trailing}")
+        raise CodecError(
+            f"{_where(sample, spec)}: {dtype} {shape}, expected {spec.dtype} {spec.trailing}"
+        )
     if spec.rule != "free" and lengths != expected[spec.rule]:
-        raise CodecError(f"{_where(sample, spec)}: lengths {lengths!r:.80} do not fit {expected['L']!r:.80} tokens")
-    if spec.dtype in _FLOATS and not _is_finite(tensor) and not _is_finite(_without_failures(sample, spec)):
+        raise CodecError(
+            f"{_where(sample, spec)}: lengths {lengths!r:.80} do not fit {expected['L']!r:.80} "
+            f"tokens"
+        )
+    if (
+        spec.dtype in _FLOATS
+        and not _is_finite(tensor)
+        and not _is_finite(_without_failures(sample, spec))
+    ):
         raise CodecError(f"{_where(sample, spec)}: a value is not finite")
 
 
@@ -509,7 +569,9 @@ def _without_failures(sample: SequenceSample, spec: KeySpec) -> Tensor:
     A failed rollout has no reward, which is encoded as NaN.
     """
     tensor = sample[spec.name]
-    per_rollout = spec.rule == "1" and "outcome" in sample.keys and sample["outcome"].shape == tensor.shape
+    per_rollout = (
+        spec.rule == "1" and "outcome" in sample.keys and sample["outcome"].shape == tensor.shape
+    )
     return tensor[sample["outcome"] == 0] if per_rollout else tensor
 
 

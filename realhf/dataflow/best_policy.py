@@ -1,4 +1,5 @@
-"""Selection of the best evaluated policy of a run (``exp_ctrl.keep_best``), and the record of its metrics."""
+"""Selection of the best evaluated policy of a run (``exp_ctrl.keep_best``), and the record of its
+metrics."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ _DECODINGS = ("sampled", "greedy")
 def best_policy_metrics(step: int, report: Report) -> dict[str, Any] | None:
     """Return the metrics of an evaluation after ``step`` steps by which policies are compared.
 
-    They are {step, version, decoding, success, low, high, episodes, report}: the overall success of sampled episodes,
-    or of greedy ones if none were sampled, with its 95 % confidence interval. None if no episode was valid.
+    They are {step, version, decoding, success, low, high, episodes, report}: the overall success of
+    sampled episodes, or of greedy ones if none were sampled, with its 95 % confidence interval.
+    None if no episode was valid.
     """
     for decoding in _DECODINGS:
         overall = report.get(decoding, {}).get("overall", {})
@@ -46,7 +48,8 @@ def best_policy_metrics(step: int, report: Report) -> dict[str, Any] | None:
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """Return the metrics in a file; None if it does not exist. Raises OSError, ValueError, KeyError and TypeError."""
+    """Return the metrics in a file; None if it does not exist. Raises OSError, ValueError, KeyError
+    and TypeError."""
     try:
         metrics = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -62,9 +65,9 @@ class BestPolicy:
     def __init__(self, run_dir: Path) -> None:
         """Read the metrics of the kept policy, if there is one.
 
-        The file in the policy's folder takes precedence over the one in the run folder: a killed run may have replaced
-        only the former. Raises RuntimeError for a file that cannot be read, since a policy that may be better would be
-        replaced, and for a missing policy.
+        The file in the policy's folder takes precedence over the one in the run folder: a killed
+        run may have replaced only the former. Raises RuntimeError for a file that cannot be read,
+        since a policy that may be better would be replaced, and for a missing policy.
         """
         self.folder = run_dir / BEST_POLICY
         self.candidate = run_dir / CANDIDATE
@@ -76,20 +79,23 @@ class BestPolicy:
             self.metrics = _read(self._file)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RuntimeError(
-                f"{self._file} cannot be read ({error}): it says how good the policy in {BEST_POLICY} is. Move both "
+                f"{self._file} cannot be read ({error}): it says how good the policy in "
+                f"{BEST_POLICY} is. Move both "
                 f"away {ways_out}"
             ) from None
         recover_folder(self.folder)
         if self.metrics is not None and not self.folder.is_dir():
             raise RuntimeError(
-                f"{self.folder} is gone, and {self._file} says how good the policy in it was. Put it back, or move the "
+                f"{self.folder} is gone, and {self._file} says how good the policy in it was. Put "
+                f"it back, or move the "
                 f"file away {ways_out}"
             )
         with suppress(OSError, ValueError, KeyError, TypeError):
             self.metrics = _read(self.folder / HELD_OUT_FILE) or self.metrics
 
     def is_beaten_by(self, metrics: dict[str, Any]) -> bool:
-        """Return whether a policy with these metrics is better than the kept one; of equals the first is kept."""
+        """Return whether a policy with these metrics is better than the kept one; of equals the
+        first is kept."""
         return self.metrics is None or metrics["success"] > self.metrics["success"]
 
     def discard_candidate(self) -> None:

@@ -1,12 +1,14 @@
 """AsyncIOSequenceBuffer: which samples are ready for which model function call.
 
-The buffer holds metadata only and runs in one event loop. Every change of state is synchronous; only waiting is
-asynchronous, so there are no locks on the state and a cancelled waiter leaves nothing half done.
+The buffer holds metadata only and runs in one event loop. Every change of state is synchronous;
+only waiting is asynchronous, so there are no locks on the state and a cancelled waiter leaves
+nothing half done.
 
-Vocabulary: a *lease* is one call's claim on a batch; a *step batch* is the set of samples of one step; *birth* is the
-order of admission. Samples pass through in three operations: ``put_batch`` admits them, ``get_batch_for_rpc`` leases
-them to a call, and ``amend_batch`` adds the outputs of the call. Handling k samples costs O(k), plus sorting the queue
-of a call if samples become ready out of order.
+Vocabulary: a *lease* is one call's claim on a batch; a *step batch* is the set of samples of one
+step; *birth* is the order of admission. Samples pass through in three operations: ``put_batch``
+admits them, ``get_batch_for_rpc`` leases them to a call, and ``amend_batch`` adds the outputs of
+the call. Handling k samples costs O(k), plus sorting the queue of a call if samples become ready
+out of order.
 
 ``put_batch``
   produces: resident samples;
@@ -39,8 +41,9 @@ if TYPE_CHECKING:  # Model workers import this module and make no graph.
 REMEMBERED = 1 << 18
 """Number of ids of departed samples that are remembered, to refuse duplicates.
 
-A sample that is sent again after an interruption is at most a few steps old, and the journal refuses it before. This
-bound also covers a source that repeats itself, up to the usual size of a dataset.
+A sample that is sent again after an interruption is at most a few steps old, and the journal
+refuses it before. This bound also covers a source that repeats itself, up to the usual size of a
+dataset.
 """
 
 
@@ -129,13 +132,17 @@ class BatchLease:
             batches = list(dict(zip(map(id, parts), parts, strict=True)).values())
             kinds = {(batch.dtypes[key], batch.trailing_shapes[key]) for batch in batches}
             if len(kinds) != 1:
-                raise ValueError(f"key {key!r} has several dtypes or shapes in one batch: {sorted(kinds)}")
+                raise ValueError(
+                    f"key {key!r} has several dtypes or shapes in one batch: {sorted(kinds)}"
+                )
             ((dtypes[key], trailing[key]),) = kinds
             if len(batches) == 1:  # the common case, without a Python loop over the samples
                 lengths[key] = batches[0].lengths(key).take(np.array(rows))
             else:
                 nested = {id(batch): batch.lengths(key).nested() for batch in batches}
-                lengths[key] = Lengths.of([nested[id(batch)][row] for batch, row in zip(parts, rows, strict=True)])
+                lengths[key] = Lengths.of(
+                    [nested[id(batch)][row] for batch, row in zip(parts, rows, strict=True)]
+                )
         return SequenceSample.from_lengths(self.ids, lengths, dtypes, trailing, None, self.metadata)
 
 
@@ -154,7 +161,8 @@ class CallState:
     queues: defaultdict[int, deque[Sample]] = field(default_factory=lambda: defaultdict(deque))
     """Samples that are ready for the call, in the order of births, by step batch."""
     not_issued: Counter[int] = field(default_factory=Counter)
-    """Number of samples that the call has neither leased nor completed, ready or not, by step batch."""
+    """Number of samples that the call has neither leased nor completed, ready or not, by step
+    batch."""
     waiters: deque[tuple[int, asyncio.Future[BatchLease]]] = field(default_factory=deque)
     """Callers that wait for a lease, with their step batch."""
     leased: int = 0
@@ -164,8 +172,9 @@ class CallState:
 class AsyncIOSequenceBuffer:
     """Buffer of sample metadata between the calls of the graph.
 
-    ``max_size`` bounds the resident samples. ``on_retire`` is called with each set of samples that every call has
-    completed. The attributes are for reports; change the state through the methods only. The default step batch is 0.
+    ``max_size`` bounds the resident samples. ``on_retire`` is called with each set of samples that
+    every call has completed. The attributes are for reports; change the state through the methods
+    only. The default step batch is 0.
     """
 
     def __init__(
@@ -185,7 +194,9 @@ class AsyncIOSequenceBuffer:
         """One bit for each key, assigned when the key is first seen."""
         inputs = {mfc.name: tuple(graph.inputs(mfc.name)) for mfc in graph.mfcs}
         self.calls = {
-            mfc.name: CallState(mfc.name, mfc.n_seqs, inputs[mfc.name], self._bits_of(inputs[mfc.name]))
+            mfc.name: CallState(
+                mfc.name, mfc.n_seqs, inputs[mfc.name], self._bits_of(inputs[mfc.name])
+            )
             for mfc in graph.mfcs
         }
         self.leases: set[BatchLease] = set()
@@ -213,8 +224,9 @@ class AsyncIOSequenceBuffer:
     async def put_batch(self, meta: SequenceSample, *, step_batch: int = 0) -> None:
         """Admit all samples of a batch together; waits for capacity, in the order of the puts.
 
-        Raises BatchTooLarge at once for a batch that never fits, DuplicateSampleError, BufferClosed after
-        ``close_input``, and ValueError on data or missing keys. A put that is cancelled while it waits changes nothing.
+        Raises BatchTooLarge at once for a batch that never fits, DuplicateSampleError, BufferClosed
+        after ``close_input``, and ValueError on data or missing keys. A put that is cancelled while
+        it waits changes nothing.
         """
         self._check_put(meta)
         self._putters += 1
@@ -239,7 +251,9 @@ class AsyncIOSequenceBuffer:
             raise BatchTooLarge(f"{len(meta)} samples never fit a buffer of {self.max_size}")
         missing = sorted(set(self.graph.required_dataset_keys()) - meta.keys)
         if missing:
-            raise ValueError(f"samples lack dataset keys {missing}, so no call could ever take them")
+            raise ValueError(
+                f"samples lack dataset keys {missing}, so no call could ever take them"
+            )
         known = [i for i in meta.ids if i in self.samples or i in self._departed]
         if known:
             raise DuplicateSampleError(f"{len(known)} samples were put before: {known[:5]}")
@@ -248,7 +262,8 @@ class AsyncIOSequenceBuffer:
         now = time.monotonic()
         first = self.put_total
         samples = [
-            Sample(sample_id, first + i, step_batch, now, len(self.calls)) for i, sample_id in enumerate(meta.ids)
+            Sample(sample_id, first + i, step_batch, now, len(self.calls))
+            for i, sample_id in enumerate(meta.ids)
         ]
         self.put_total += len(samples)
         self.samples.update((sample.id, sample) for sample in samples)
@@ -256,9 +271,11 @@ class AsyncIOSequenceBuffer:
             call.not_issued[step_batch] += len(samples)
         self._add_keys(samples, meta, self.calls)
 
-    def _add_keys(self, samples: Sequence[Sample], meta: SequenceSample, readers: Iterable[str]) -> None:
-        """Add the keys and metadata of ``meta`` to the samples, row by row, and serve the calls ``readers`` with those
-        that have become ready."""
+    def _add_keys(
+        self, samples: Sequence[Sample], meta: SequenceSample, readers: Iterable[str]
+    ) -> None:
+        """Add the keys and metadata of ``meta`` to the samples, row by row, and serve the calls
+        ``readers`` with those that have become ready."""
         keys = meta.keys
         bits = self._bits_of(keys)
         columns = meta.metadata.items()
@@ -272,7 +289,9 @@ class AsyncIOSequenceBuffer:
         for name in readers:
             call = self.calls[name]
             needs = call.bits
-            self._make_ready(call, [s for s in samples if s.bits & needs == needs and name not in s.state])
+            self._make_ready(
+                call, [s for s in samples if s.bits & needs == needs and name not in s.state]
+            )
             self._serve(call)
 
     def _bits_of(self, keys: Iterable[str]) -> int:
@@ -281,7 +300,8 @@ class AsyncIOSequenceBuffer:
 
     @staticmethod
     def _make_ready(call: CallState, samples: Sequence[Sample]) -> None:
-        """Queue samples of one step batch, in the order of births, for a call. Sorts the queue only if needed."""
+        """Queue samples of one step batch, in the order of births, for a call. Sorts the queue only
+        if needed."""
         if not samples:
             return
         for sample in samples:
@@ -290,15 +310,19 @@ class AsyncIOSequenceBuffer:
         in_order = not queue or queue[-1].birth < samples[0].birth
         queue.extend(samples)
         if not in_order:
-            call.queues[samples[0].step_batch] = deque(sorted(queue, key=lambda sample: sample.birth))
+            call.queues[samples[0].step_batch] = deque(
+                sorted(queue, key=lambda sample: sample.birth)
+            )
 
     # ---- getting
 
     async def get_batch_for_rpc(self, mfc: str, step_batch: int = 0) -> BatchLease:
-        """Wait for a batch of ``n_seqs`` samples of the step batch that are ready for ``mfc`` and lease it.
+        """Wait for a batch of ``n_seqs`` samples of the step batch that are ready for ``mfc`` and
+        lease it.
 
-        The oldest ready samples are taken, and callers for one call are served in order. Raises EndOfData when the
-        input is closed and no samples are left, or the exception passed to ``abort``.
+        The oldest ready samples are taken, and callers for one call are served in order. Raises
+        EndOfData when the input is closed and no samples are left, or the exception passed to
+        ``abort``.
         """
         if self.failure is not None:
             raise self.failure
@@ -317,7 +341,8 @@ class AsyncIOSequenceBuffer:
 
     @asynccontextmanager
     async def lease(self, mfc: str, step_batch: int = 0) -> AsyncIterator[BatchLease]:
-        """Lease a batch for a ``with`` block; it is released if the block does not call ``amend_batch``."""
+        """Lease a batch for a ``with`` block; it is released if the block does not call
+        ``amend_batch``."""
         lease = await self.get_batch_for_rpc(mfc, step_batch)
         try:
             yield lease
@@ -328,8 +353,8 @@ class AsyncIOSequenceBuffer:
     def _serve(self, call: CallState) -> None:
         """Lease full batches to the waiters of one call, in order.
 
-        Once the input is closed, also lease a last smaller batch when all its samples are ready, and end the waiters of
-        a step batch without samples.
+        Once the input is closed, also lease a last smaller batch when all its samples are ready,
+        and end the waiters of a step batch without samples.
         """
         waiting = [waiter for waiter in call.waiters if not waiter[1].done()]
         call.waiters.clear()
@@ -354,19 +379,24 @@ class AsyncIOSequenceBuffer:
         self.leases.add(lease)
         return lease
 
-    def exchange(self, lease: BatchLease, replaced: Sequence[str], meta: SequenceSample) -> list[Sample]:
-        """Replace samples of a lease: those named ``replaced`` leave the buffer and are returned, those of ``meta`` are
-        admitted and leased after the remaining ones.
+    def exchange(
+        self, lease: BatchLease, replaced: Sequence[str], meta: SequenceSample
+    ) -> list[Sample]:
+        """Replace samples of a lease: those named ``replaced`` leave the buffer and are returned,
+        those of ``meta`` are admitted and leased after the remaining ones.
 
-        Raises DuplicateSampleError, and ValueError if another call may have started on a replaced sample, the new
-        samples lack an input of the call, or the numbers differ; then nothing has changed.
+        Raises DuplicateSampleError, and ValueError if another call may have started on a replaced
+        sample, the new samples lack an input of the call, or the numbers differ; then nothing has
+        changed.
         """
         call = self._find_call(lease)
         replaced_ids = set(replaced)
         self._check_put(meta)
         leaving = [sample for sample in lease.samples if sample.id in replaced_ids]
         if not len(leaving) == len(replaced) == len(meta):
-            raise ValueError(f"{len(meta)} samples cannot take the place of {len(leaving)} of {len(replaced)}")
+            raise ValueError(
+                f"{len(meta)} samples cannot take the place of {len(leaving)} of {len(replaced)}"
+            )
         if busy := [sample.id for sample in leaving if sample.state.keys() != {call.name}]:
             raise ValueError(f"other calls than {call.name} may run on {busy[:5]} already")
         if not meta.keys.issuperset(call.inputs):
@@ -384,16 +414,20 @@ class AsyncIOSequenceBuffer:
             call.queues[step_batch].remove(sample)
             sample.state[call.name] = "leased"
         call.not_issued[step_batch] -= len(new_samples)
-        lease.replace_samples([sample for sample in lease.samples if sample.id not in replaced_ids] + new_samples)
+        lease.replace_samples(
+            [sample for sample in lease.samples if sample.id not in replaced_ids] + new_samples
+        )
         return leaving
 
     # ---- answering
 
     def amend_batch(self, lease: BatchLease, outputs: SequenceSample | None = None) -> None:
-        """Complete a lease: add the outputs of its call to the samples and lease them to the calls that can now run.
+        """Complete a lease: add the outputs of its call to the samples and lease them to the calls
+        that can now run.
 
-        Samples that every call has completed leave the buffer. Raises DuplicateKeyError, or ValueError on outputs
-        about other samples and on a lease that is not active; then nothing has changed.
+        Samples that every call has completed leave the buffer. Raises DuplicateKeyError, or
+        ValueError on outputs about other samples and on a lease that is not active; then nothing
+        has changed.
         """
         call = self._find_call(lease)
         if outputs is not None:
@@ -404,7 +438,9 @@ class AsyncIOSequenceBuffer:
             sample.state[call.name] = "done"
             sample.calls_left -= 1
         if outputs is not None:
-            readers = dict.fromkeys(name for key in sorted(outputs.keys) for name in self.graph.consumers(key))
+            readers = dict.fromkeys(
+                name for key in sorted(outputs.keys) for name in self.graph.consumers(key)
+            )
             self._add_keys(lease.samples, outputs, readers)
         finished = [sample for sample in lease.samples if not sample.calls_left]
         if finished:
@@ -422,7 +458,8 @@ class AsyncIOSequenceBuffer:
             raise DuplicateKeyError(f"samples already have keys {sorted(present)}")
 
     def release(self, lease: BatchLease, reason: str) -> None:
-        """Make the samples of a lease ready again, at their old place, after the call failed or was cancelled."""
+        """Make the samples of a lease ready again, at their old place, after the call failed or was
+        cancelled."""
         call = self._find_call(lease)
         self.leases.remove(lease)
         call.leased -= len(lease.samples)
@@ -455,7 +492,8 @@ class AsyncIOSequenceBuffer:
     # ---- ending
 
     def close_input(self, reason: str) -> None:
-        """Declare that no more samples will be put: callers drain the rest, then get EndOfData with this reason.
+        """Declare that no more samples will be put: callers drain the rest, then get EndOfData with
+        this reason.
 
         Raises ValueError while a put waits for capacity.
         """
@@ -478,36 +516,46 @@ class AsyncIOSequenceBuffer:
     # ---- reports
 
     def stats(self) -> dict[str, Any]:
-        """Return the number of resident samples, the numbers ready, leased and waiting for each call, the age of the
-        oldest sample in seconds, and totals."""
+        """Return the number of resident samples, the numbers ready, leased and waiting for each
+        call, the age of the oldest sample in seconds, and totals."""
         now = time.monotonic()
         return {
             "resident": len(self),
             "max_size": self.max_size,
             "putters_waiting": self._putters,
-            "oldest_age_s": max((now - sample.put_at for sample in self.samples.values()), default=0.0),
+            "oldest_age_s": max(
+                (now - sample.put_at for sample in self.samples.values()), default=0.0
+            ),
             "put": self.put_total,
             "evicted": self.evicted_total,
             "released": dict(self.released),
             "calls": {
-                name: {"ready": sum(map(len, c.queues.values())), "leased": c.leased, "waiting": len(c.waiters)}
+                name: {
+                    "ready": sum(map(len, c.queues.values())),
+                    "leased": c.leased,
+                    "waiting": len(c.waiters),
+                }
                 for name, c in self.calls.items()
             },
         }
 
     def explain_wait(self, mfc: str, step_batch: int = 0) -> str:
-        """Return why ``mfc`` does not run: the keys that samples lack, and the calls that produce them."""
+        """Return why ``mfc`` does not run: the keys that samples lack, and the calls that produce
+        them."""
         call = self.calls[mfc]
         of_step = [s for s in self.samples.values() if s.step_batch == step_batch]
         not_taken = [s for s in of_step if s.state.get(mfc) not in ("leased", "done")]
         n_ready = sum(mfc in sample.state for sample in not_taken)
         text = (
-            f"{mfc} takes {call.n_seqs} samples of step {step_batch}: {n_ready} ready, {len(not_taken)} not yet taken"
+            f"{mfc} takes {call.n_seqs} samples of step {step_batch}: {n_ready} ready, "
+            f"{len(not_taken)} not yet taken"
         )
         for key in call.inputs:
             n_missing = sum(key not in sample.keys for sample in not_taken)
             if n_missing:
-                text += f"; {n_missing} lack {key!r} (from {' or '.join(self.graph.producers(key))})"
+                text += (
+                    f"; {n_missing} lack {key!r} (from {' or '.join(self.graph.producers(key))})"
+                )
         if len(not_taken) < call.n_seqs:
             text += f"; the source owes {call.n_seqs - len(not_taken)}"
         return text

@@ -1,12 +1,14 @@
 """Recovery checkpoints, written atomically (docs/reference/dataflow.md 12).
 
-A checkpoint is written into ``ckpt-<step>.tmp``, synced, listed with sizes and hashes in ``MANIFEST.json``, renamed to
-``ckpt-<step>``, and only then named by ``LATEST``. Workers sync and hash the files that they write, so that the master,
-which only commits, need not read them again. A process killed at any instant leaves the old checkpoint or the new one,
-never a mix. Reading verifies every byte and falls back to an older checkpoint.
+A checkpoint is written into ``ckpt-<step>.tmp``, synced, listed with sizes and hashes in
+``MANIFEST.json``, renamed to ``ckpt-<step>``, and only then named by ``LATEST``. Workers sync and
+hash the files that they write, so that the master, which only commits, need not read them again. A
+process killed at any instant leaves the old checkpoint or the new one, never a mix. Reading
+verifies every byte and falls back to an older checkpoint.
 
-A run without any checkpoint starts at step 0, but a run whose checkpoints cannot be read is refused: it must not start
-over silently. Reading changes nothing; a damaged checkpoint is renamed when the next one is written.
+A run without any checkpoint starts at step 0, but a run whose checkpoints cannot be read is
+refused: it must not start over silently. Reading changes nothing; a damaged checkpoint is renamed
+when the next one is written.
 """
 
 from __future__ import annotations
@@ -38,16 +40,18 @@ LATEST = "LATEST"
 FOLDER = "checkpoints"
 """Folder of the checkpoints in a run folder."""
 RECORD = "checkpoints.json"
-"""File of a run folder that names the newest checkpoint, so that deleted checkpoints are noticed."""
+"""File of a run folder that names the newest checkpoint, so that deleted checkpoints are
+noticed."""
 SUMMARY = "summary.json"
-"""File of a run folder that only a finished run has; the last step of such a run has a checkpoint."""
+"""File of a run folder that only a finished run has; the last step of such a run has a
+checkpoint."""
 BEGIN_ANEW = "begin anew with recover_mode=disabled, which deletes what the run has"
 """Advice at the end of the errors."""
 
 _NAME = re.compile(r"ckpt-(\d+)(?:-(\d+))?")
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
-"""Errors that mean that a file does not exist. Any other one (EMFILE, EIO, EACCES, ...) may be temporary and says
-nothing about the file."""
+"""Errors that mean that a file does not exist. Any other one (EMFILE, EIO, EACCES, ...) may be
+temporary and says nothing about the file."""
 
 
 class CheckpointError(RuntimeError):
@@ -71,12 +75,17 @@ class Checkpoint:
 class CheckpointStore:
     """The checkpoints below ``folder``, of which the newest ``keep`` are retained.
 
-    ``record`` is a file that is written with each checkpoint. It and the files ``evidence`` exist only if there was a
-    checkpoint.
+    ``record`` is a file that is written with each checkpoint. It and the files ``evidence`` exist
+    only if there was a checkpoint.
     """
 
     def __init__(
-        self, folder: Path, keep: int = 2, *, record: Path | None = None, evidence: Iterable[Path] = ()
+        self,
+        folder: Path,
+        keep: int = 2,
+        *,
+        record: Path | None = None,
+        evidence: Iterable[Path] = (),
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep is {keep}, must be at least 1")
@@ -92,8 +101,8 @@ class CheckpointStore:
         return cls(run_dir / FOLDER, keep, record=run_dir / RECORD, evidence=[run_dir / SUMMARY])
 
     def begin(self, step: int) -> Path:
-        """Create an empty temporary folder for the checkpoint of ``step``, which other processes may fill, and return
-        it. Raises the error that ``failed`` returns."""
+        """Create an empty temporary folder for the checkpoint of ``step``, which other processes
+        may fill, and return it. Raises the error that ``failed`` returns."""
         draft = self.folder / f"{_name(step)}.tmp"
         try:
             self.discard(draft)
@@ -102,16 +111,23 @@ class CheckpointStore:
             raise self.failed(step, draft, error) from error
         return draft
 
-    def commit(self, step: int, draft: Path, state: Mapping[str, Any], saved: Iterable[SavedFile] = ()) -> Path:
+    def commit(
+        self, step: int, draft: Path, state: Mapping[str, Any], saved: Iterable[SavedFile] = ()
+    ) -> Path:
         """Make the filled folder the latest checkpoint and return its final path.
 
-        ``saved`` are the files in it that their writers have synced and hashed; all others are synced and hashed here.
-        Raises the error that ``failed`` returns, also for a file that is missing or does not have its reported size.
+        ``saved`` are the files in it that their writers have synced and hashed; all others are
+        synced and hashed here. Raises the error that ``failed`` returns, also for a file that is
+        missing or does not have its reported size.
         """
         try:
             write_whole(draft / STATE, json.dumps(state), synced=True)
             known = _check_saved(draft, saved)
-            write_whole(draft / MANIFEST, json.dumps(_build_manifest(draft, step, known), indent=1), synced=True)
+            write_whole(
+                draft / MANIFEST,
+                json.dumps(_build_manifest(draft, step, known), indent=1),
+                synced=True,
+            )
             _sync_tree(draft, known)
             final = self._unused_path(step)
             os.rename(draft, final)
@@ -119,7 +135,11 @@ class CheckpointStore:
             self._set_damaged_aside()
             self._point_latest(final)
             if self._record is not None:
-                write_whole(self._record, json.dumps({"newest": final.name, "step": step}) + "\n", synced=True)
+                write_whole(
+                    self._record,
+                    json.dumps({"newest": final.name, "step": step}) + "\n",
+                    synced=True,
+                )
         except OSError as error:
             raise self.failed(step, draft, error) from error
         self._prune(final)
@@ -128,16 +148,18 @@ class CheckpointStore:
     def failed(self, step: int, draft: Path, error: BaseException) -> BaseException:
         """Remove the temporary folder and return the error to raise.
 
-        This is a CheckpointError if the disk is the cause (full, read-only), here or in another process; otherwise it
-        is ``error`` itself.
+        This is a CheckpointError if the disk is the cause (full, read-only), here or in another
+        process; otherwise it is ``error`` itself.
         """
         self.discard(draft)
         reason = disk_reason(error) or (str(error) if isinstance(error, OSError) else "")
         if not reason:
             return error
         return CheckpointError(
-            f"checkpoint of step {step} was not written to {self.folder}: {reason[0].lower()}{reason[1:]}; earlier "
-            "checkpoints are intact. When the disk takes more again, the same trial_name goes on (exp_ctrl.keep=1 "
+            f"checkpoint of step {step} was not written to {self.folder}: "
+            f"{reason[0].lower()}{reason[1:]}; earlier "
+            "checkpoints are intact. When the disk takes more again, the same trial_name goes on "
+            "(exp_ctrl.keep=1 "
             "keeps one checkpoint, monitor.rollouts=0 records no rollouts)"
         )
 
@@ -146,17 +168,21 @@ class CheckpointStore:
         shutil.rmtree(draft, ignore_errors=True)
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest checkpoint that is intact, after verifying every byte; None if there never was one.
+        """Return the newest checkpoint that is intact, after verifying every byte; None if there
+        never was one.
 
-        Its warnings name the damaged ones that were passed over. Raises CheckpointError if there are checkpoints and
-        all are damaged, and if a file cannot be read at the moment. Changes nothing.
+        Its warnings name the damaged ones that were passed over. Raises CheckpointError if there
+        are checkpoints and all are damaged, and if a file cannot be read at the moment. Changes
+        nothing.
         """
         defects: list[str] = []
         for path in self._candidates():
             reason = self._read(_find_defect, path)
             if reason is None:
                 state = self._read(_read_state, path)
-                return Checkpoint(_order(path)[0], path, state, tuple(self._warnings(path, defects)))
+                return Checkpoint(
+                    _order(path)[0], path, state, tuple(self._warnings(path, defects))
+                )
             _log.warning("checkpoint %s is not valid (%s); trying the one before", path, reason)
             self._damaged.add(path)
             defects.append(f"{path.name} ({reason})")
@@ -164,7 +190,8 @@ class CheckpointStore:
         return None
 
     def newest(self) -> tuple[int, dict[str, Any]] | None:
-        """Return the step and the state of the newest checkpoint that looks intact; None if there never was one.
+        """Return the step and the state of the newest checkpoint that looks intact; None if there
+        never was one.
 
         Large files are checked by size only. Raises CheckpointError as ``latest`` does.
         """
@@ -178,43 +205,52 @@ class CheckpointStore:
         return None
 
     def _check_never_any(self, defects: Sequence[str]) -> None:
-        """Raise CheckpointError unless there never was a checkpoint. ``defects``: the damaged ones."""
+        """Raise CheckpointError unless there never was a checkpoint. ``defects``: the damaged
+        ones."""
         if defects:
             raise CheckpointError(
-                f"{self.folder} holds checkpoints and none can be used: {'; '.join(defects)}. Nothing was changed; put "
+                f"{self.folder} holds checkpoints and none can be used: {'; '.join(defects)}. "
+                f"Nothing was changed; put "
                 f"back what is missing, or {BEGIN_ANEW}"
             )
         evidence = next((path for path in self._evidence if os.path.lexists(path)), None)
         if evidence is not None:
             raise CheckpointError(
-                f"{self.folder} holds no checkpoint, though the run has made one ({evidence} is there). Nothing was "
+                f"{self.folder} holds no checkpoint, though the run has made one ({evidence} is "
+                f"there). Nothing was "
                 f"changed; put its checkpoints back, or {BEGIN_ANEW}"
             )
 
     def _read(self, read: Callable[[Path], T], path: Path) -> T:
         """Return ``read(path)``.
 
-        Raises CheckpointError for an OSError, which is no damage: the disk does not answer, or the process lacks
-        permission or file descriptors. Falling back to an older checkpoint would throw away good steps.
+        Raises CheckpointError for an OSError, which is no damage: the disk does not answer, or the
+        process lacks permission or file descriptors. Falling back to an older checkpoint would
+        throw away good steps.
         """
         try:
             return read(path)
         except OSError as error:
             raise CheckpointError(
-                f"{error.filename or path} cannot be read: {error.strerror or error}; this says nothing of the "
-                f"checkpoint {path.name}, so nothing was changed. Run again when it can be read, or {BEGIN_ANEW}"
+                f"{error.filename or path} cannot be read: {error.strerror or error}; this says "
+                f"nothing of the "
+                f"checkpoint {path.name}, so nothing was changed. Run again when it can be read, "
+                f"or {BEGIN_ANEW}"
             ) from error
 
     def _warnings(self, path: Path, defects: Sequence[str]) -> Iterator[str]:
         if defects:
             kept = ", ".join(f"{defect.partition(' ')[0]}{DAMAGED}" for defect in defects)
             yield (
-                f"the run goes on from the checkpoint of step {_order(path)[0]}, because later ones cannot be used: "
-                f"{'; '.join(defects)}. The next checkpoint puts them aside as {kept}, which you may delete"
+                f"the run goes on from the checkpoint of step {_order(path)[0]}, because later "
+                f"ones cannot be used: "
+                f"{'; '.join(defects)}. The next checkpoint puts them aside as {kept}, which you "
+                f"may delete"
             )
         elif (latest_name := self._read_latest()) != path.name:
             yield (
-                f"{self.folder / LATEST} does not name the newest checkpoint ({latest_name}); the run goes on from "
+                f"{self.folder / LATEST} does not name the newest checkpoint ({latest_name}); the "
+                f"run goes on from "
                 f"{path.name}, whose every byte is as written"
             )
 
@@ -228,10 +264,15 @@ class CheckpointStore:
 
     def _candidates(self) -> list[Path]:
         """Return the paths with the name of a checkpoint, newest first."""
-        paths = [self.folder / name for name in self._read(_list_names, self.folder) if _NAME.fullmatch(name)]
+        paths = [
+            self.folder / name
+            for name in self._read(_list_names, self.folder)
+            if _NAME.fullmatch(name)
+        ]
         if paths and (self.folder / LATEST).is_dir():
             raise CheckpointError(
-                f"{self.folder / LATEST} is a folder, and a file is wanted; remove it, or {BEGIN_ANEW}"
+                f"{self.folder / LATEST} is a folder, and a file is wanted; remove it, or "
+                f"{BEGIN_ANEW}"
             )
         return sorted(paths, key=_order, reverse=True)
 
@@ -249,18 +290,22 @@ class CheckpointStore:
         write_whole(self.folder / LATEST, final.name, synced=True)
 
     def _unused_path(self, step: int) -> Path:
-        """Return an unused path for a step. If the step was run before, it has a suffix: nothing valid is ever moved or
-        overwritten."""
+        """Return an unused path for a step. If the step was run before, it has a suffix: nothing
+        valid is ever moved or overwritten."""
         attempt = 0
         while os.path.lexists(final := self.folder / _name(step, attempt)):
             attempt += 1
         return final
 
     def _prune(self, newest: Path) -> None:
-        """Delete the checkpoints older than the last ``keep``, and those newer than the one just written, which belong
-        to a history that was resumed from an earlier step."""
-        older = sorted((f for f in self._folders() if _order(f) < _order(newest)), key=_order, reverse=True)
-        superseded = older[self.keep - 1 :] + [f for f in self._folders() if _order(f) > _order(newest)]
+        """Delete the checkpoints older than the last ``keep``, and those newer than the one just
+        written, which belong to a history that was resumed from an earlier step."""
+        older = sorted(
+            (f for f in self._folders() if _order(f) < _order(newest)), key=_order, reverse=True
+        )
+        superseded = older[self.keep - 1 :] + [
+            f for f in self._folders() if _order(f) > _order(newest)
+        ]
         for path in [*superseded, *self.folder.glob("ckpt-*.tmp")]:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -276,7 +321,9 @@ def _order(folder: Path) -> tuple[int, int]:
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    return sorted(
+        path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST
+    )
 
 
 def saved_file(path: Path) -> SavedFile:
@@ -286,12 +333,19 @@ def saved_file(path: Path) -> SavedFile:
 
 
 def _check_saved(folder: Path, saved: Iterable[SavedFile]) -> dict[Path, SavedFile]:
-    """Return the files that writers reported, by path. Raises OSError for one that is missing or has another size."""
+    """Return the files that writers reported, by path. Raises OSError for one that is missing or
+    has another size."""
     known = {}
     for file in saved:
         path = Path(file.path)
-        if not path.is_relative_to(folder) or not path.is_file() or path.stat().st_size != file.size:
-            raise OSError(f"{file.path} is not there with the {file.size} bytes that its writer reported")
+        if (
+            not path.is_relative_to(folder)
+            or not path.is_file()
+            or path.stat().st_size != file.size
+        ):
+            raise OSError(
+                f"{file.path} is not there with the {file.size} bytes that its writer reported"
+            )
         known[path] = file
     return known
 
@@ -309,8 +363,8 @@ def _build_manifest(folder: Path, step: int, known: Mapping[Path, SavedFile]) ->
 
 
 def _list_names(folder: Path) -> list[str]:
-    """Return the names in a folder; [] if it does not exist. Raises OSError, also for a dangling link, which may point
-    to a disk that is not mounted."""
+    """Return the names in a folder; [] if it does not exist. Raises OSError, also for a dangling
+    link, which may point to a disk that is not mounted."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:
@@ -325,26 +379,33 @@ def _read_manifest(folder: Path) -> dict[str, tuple[int, str]]:
     Raises OSError, ValueError, KeyError and TypeError.
     """
     manifest = json.loads((folder / MANIFEST).read_bytes().decode())
-    files = {str(entry["path"]): (int(entry["size"]), str(entry["sha256"])) for entry in manifest["files"]}
+    files = {
+        str(entry["path"]): (int(entry["size"]), str(entry["sha256"]))
+        for entry in manifest["files"]
+    }
     if manifest["step"] != _order(folder)[0] or STATE not in files:
         raise ValueError("it is about something else")
     return files
 
 
 def _find_defect(folder: Path) -> str | None:
-    """Return why a checkpoint cannot be used; None if it is intact. Raises OSError if it cannot be read now."""
+    """Return why a checkpoint cannot be used; None if it is intact. Raises OSError if it cannot be
+    read now."""
     return _compare(folder, lambda name: True)
 
 
 def _find_rough_defect(folder: Path) -> str | None:
-    """Return why a checkpoint cannot be used, without reading its large files; None if it looks intact."""
+    """Return why a checkpoint cannot be used, without reading its large files; None if it looks
+    intact."""
     return _compare(folder, lambda name: name == STATE)
 
 
 def _compare(folder: Path, is_hashed: Callable[[str], bool]) -> str | None:
-    """Compare a checkpoint with its manifest, by hash for the files that ``is_hashed`` selects and by size for others.
+    """Compare a checkpoint with its manifest, by hash for the files that ``is_hashed`` selects and
+    by size for others.
 
-    Returns the first difference; None if there is none. Raises OSError if that cannot be determined now.
+    Returns the first difference; None if there is none. Raises OSError if that cannot be determined
+    now.
     """
     if not folder.is_dir():
         return "it is no folder" if folder.exists() else "it is a link to nowhere"

@@ -29,7 +29,13 @@ from realhf.api.parallel import Parallel
 from realhf.api.source import ResultSink, SampleResult
 from realhf.base import process_clock
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer, EndOfData, Sample
-from realhf.dataflow.model_function_call import WAITS, CallReport, ModelFunctionCall, StepReport, build_step_report
+from realhf.dataflow.model_function_call import (
+    WAITS,
+    CallReport,
+    ModelFunctionCall,
+    StepReport,
+    build_step_report,
+)
 from realhf.dataflow.step_source import StepLoader
 from realhf.dataflow.storage_map import StorageMap
 from realhf.dataflow.worker_group import ask
@@ -39,18 +45,21 @@ _log = logging.getLogger(__name__)
 
 
 class StallError(RuntimeError):
-    """No call has made progress or run for ``stall_fail_s``; the message says what each call waits for."""
+    """No call has made progress or run for ``stall_fail_s``; the message says what each call waits
+    for."""
 
 
 class FunctionExecutor:
     """Executor of the dataflow graph; owns the buffer, the storage map, the calls and the loader.
 
-    ``workers`` maps a model role to the names of its workers, ``parallel`` to how these train together; ``numbers``
-    counts their group calls. ``make_loader`` and ``results`` are those of a ``StepSource``. ``endpoints`` (kind ->
-    addresses) is passed to every call. Timeouts are in seconds; ``stall_fail_s=0`` disables the stall limit.
+    ``workers`` maps a model role to the names of its workers, ``parallel`` to how these train
+    together; ``numbers`` counts their group calls. ``make_loader`` and ``results`` are those of a
+    ``StepSource``. ``endpoints`` (kind -> addresses) is passed to every call. Timeouts are in
+    seconds; ``stall_fail_s=0`` disables the stall limit.
 
-    Loading goes on for the whole run, one step at a time: the samples of step k + 1 are drawn after the results of step
-    k were recorded, so that a curriculum always sees the same results in the same order.
+    Loading goes on for the whole run, one step at a time: the samples of step k + 1 are drawn after
+    the results of step k were recorded, so that a curriculum always sees the same results in the
+    same order.
 
     Use it as ``async with``, or call ``start`` and ``close``.
     """
@@ -101,7 +110,8 @@ class FunctionExecutor:
         self._control_timeout_s = control_timeout_s
         self._stall_warn_s = stall_warn_s
         self._stall_fail_s = stall_fail_s
-        # (birth, result) by step, of samples that left the buffer trained, or dropped because others replaced them.
+        # (birth, result) by step, of samples that left the buffer trained, or dropped because
+        # others replaced them.
         self._retired: dict[int, list[tuple[int, SampleResult]]] = {}
         self._dropped: dict[int, list[tuple[int, SampleResult]]] = {}
         self._to_clear: list[str] = []
@@ -128,7 +138,8 @@ class FunctionExecutor:
         self._loading = asyncio.create_task(self.load_data(), name="load_data")
 
     async def load_data(self) -> None:
-        """Load step after step, for the whole run. An error fails everything that waits for the buffer."""
+        """Load step after step, for the whole run. An error fails everything that waits for the
+        buffer."""
         try:
             await self.loader.run(self.next_step)
         except Exception as error:
@@ -149,11 +160,13 @@ class FunctionExecutor:
     # ---- a step
 
     async def execute_step(self, step: int) -> StepReport:
-        """Run every call of the graph on the samples of one step, as concurrently as the graph allows.
+        """Run every call of the graph on the samples of one step, as concurrently as the graph
+        allows.
 
-        A training call starts when all other calls of its role have finished the step, so that these see one version
-        of the weights. Raises EndOfData when the source has no samples for this step, MFCFailed (the other calls are
-        cancelled), StallError, or the error of the source.
+        A training call starts when all other calls of its role have finished the step, so that
+        these see one version of the weights. Raises EndOfData when the source has no samples for
+        this step, MFCFailed (the other calls are cancelled), StallError, or the error of the
+        source.
         """
         started_at = time.monotonic()
         self._progressed_at = process_clock.now()
@@ -161,7 +174,9 @@ class FunctionExecutor:
         tasks: dict[str, asyncio.Task[list[CallReport]]] = {}
         self._tasks = tasks
         for name in self.calls:
-            tasks[name] = asyncio.create_task(self._run_mfc(name, step, tasks), name=f"{name}@{step}")
+            tasks[name] = asyncio.create_task(
+                self._run_mfc(name, step, tasks), name=f"{name}@{step}"
+            )
         await self._run_all(list(tasks.values()), step)
         results = self._record(step)
         if not results:
@@ -197,14 +212,19 @@ class FunctionExecutor:
     def _readers_of_weights(self, role: str) -> list[str]:
         """Return the calls of a role that use its weights without training them."""
         train_step = InterfaceType.TRAIN_STEP
-        return [m.name for m in self.graph.mfcs if m.model_role == role and m.interface_type is not train_step]
+        return [
+            m.name
+            for m in self.graph.mfcs
+            if m.model_role == role and m.interface_type is not train_step
+        ]
 
     def _note_progress(self) -> None:
         self._progressed_at = process_clock.now()
         self._peak_resident = max(self._peak_resident, len(self.buffer))
 
     async def _run_all(self, tasks: Sequence[asyncio.Task[Any]], step: int) -> None:
-        """Wait for all tasks of a step. Cancels them and raises at the first failure or at a stall."""
+        """Wait for all tasks of a step. Cancels them and raises at the first failure or at a
+        stall."""
         watcher = asyncio.create_task(self._watch_for_stall(step), name=f"watch@{step}")
         calls = asyncio.create_task(_raise_first_failure(tasks), name=f"step@{step}")
         all_tasks = [*tasks, watcher, calls]
@@ -217,14 +237,17 @@ class FunctionExecutor:
             await asyncio.gather(*all_tasks, return_exceptions=True)
 
     async def _watch_for_stall(self, step: int) -> None:
-        """Log a stall after ``stall_warn_s`` and raise StallError after ``stall_fail_s`` (0: never).
+        """Log a stall after ``stall_warn_s`` and raise StallError after ``stall_fail_s`` (0:
+        never).
 
         A running call is no stall, however long it takes: it has a deadline of its own.
         """
         warned_at = 0.0
         busy_at = 0.0
         while True:
-            await asyncio.sleep(min(self._stall_warn_s, self._stall_fail_s or self._stall_warn_s) / 4)
+            await asyncio.sleep(
+                min(self._stall_warn_s, self._stall_fail_s or self._stall_warn_s) / 4
+            )
             now = process_clock.now()
             busy_at = now if self._is_busy() else busy_at
             idle_s = now - self._progressed_at
@@ -238,32 +261,43 @@ class FunctionExecutor:
         return self.loader.busy or any(call.activity != WAITS for call in self.calls.values())
 
     def explain(self, step: int, idle_s: float) -> str:
-        """Return a report of a stall: what each call waits for, one line per call, and the calls to look at first."""
+        """Return a report of a stall: what each call waits for, one line per call, and the calls to
+        look at first."""
         lines = [f"nothing moved for {idle_s:.0f} s at step {step}:"]
         activity = self.activity()
         for name, state in activity.items():
-            lines.append(f"  {name}: {self.buffer.explain_wait(name, step) if state == WAITS else state}")
+            lines.append(
+                f"  {name}: {self.buffer.explain_wait(name, step) if state == WAITS else state}"
+            )
         lines.append(f"  loader: {self.loader.activity}")
         unfinished = {name for name, state in activity.items() if state != "done"}
         first = sorted(name for name in unfinished if not unfinished & self.graph.ancestors(name))
         if len(first) < len(unfinished):
-            lines.append(f"  look first at {', '.join(first)}: every other call needs what it makes")
+            lines.append(
+                f"  look first at {', '.join(first)}: every other call needs what it makes"
+            )
         return "\n".join(lines)
 
     def activity(self) -> dict[str, str]:
         """Return the state of every call, for displays: it waits, runs on a worker, or is done."""
         done = {name for name, task in self._tasks.items() if task.done()}
-        return {name: "done" if name in done else call.activity for name, call in self.calls.items()}
+        return {
+            name: "done" if name in done else call.activity for name, call in self.calls.items()
+        }
 
     def has_begun_training(self, step: int) -> bool:
-        """Return whether a training call of ``step`` was sent, so that the weights may have changed."""
-        train_calls = (mfc.name for mfc in self.graph.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP)
+        """Return whether a training call of ``step`` was sent, so that the weights may have
+        changed."""
+        train_calls = (
+            mfc.name for mfc in self.graph.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP
+        )
         return any(self.calls[name].last_step_started == step for name in train_calls)
 
     async def settle(self) -> None:
         """Start no further call of the step and wait until the running calls have ended.
 
-        Must be called before ``execute_step`` is cancelled: a group call must not be cut off on some of its workers.
+        Must be called before ``execute_step`` is cancelled: a group call must not be cut off on
+        some of its workers.
         """
         self._settling = True
         for name, task in self._tasks.items():
@@ -300,7 +334,13 @@ class FunctionExecutor:
         self._to_clear = []
         await asyncio.gather(
             *(
-                ask(self._caller, worker, CLEAR, ClearRequest(stored), timeout_s=self._control_timeout_s)
+                ask(
+                    self._caller,
+                    worker,
+                    CLEAR,
+                    ClearRequest(stored),
+                    timeout_s=self._control_timeout_s,
+                )
                 for worker, stored in self.storage.forget(ids).items()
             )
         )
@@ -310,8 +350,8 @@ class FunctionExecutor:
     def state_dict(self) -> dict[str, Any]:
         """Return the master's state that determines the next steps, as JSON types.
 
-        Must be called between steps, or in a step whose training has not begun: that step is then repeated from its
-        beginning.
+        Must be called between steps, or in a step whose training has not begun: that step is then
+        repeated from its beginning.
         """
         return {"next_step": self.next_step, **self.loader.state_dict()}
 

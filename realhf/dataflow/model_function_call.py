@@ -1,8 +1,11 @@
-"""Execution of one node of the graph: lease a batch, split it over the role's workers, gather their answers.
+"""Execution of one node of the graph: lease a batch, split it over the role's workers, gather their
+answers.
 
-A group call, which the workers compute together (``is_group_call``), sends the whole batch to each of them.
+A group call, which the workers compute together (``is_group_call``), sends the whole batch to each
+of them.
 
-Only ids, lengths and statistics pass through the master; the workers fetch tensors from one another.
+Only ids, lengths and statistics pass through the master; the workers fetch tensors from one
+another.
 """
 
 from __future__ import annotations
@@ -105,19 +108,26 @@ def build_step_report(
         for mfc, group in by_mfc.items()
     }
     times = {
-        mfc: {name: sum(getattr(c, name) for c in group) for name in ("queue_s", "call_s", "compute_s", "fetch_s")}
+        mfc: {
+            name: sum(getattr(c, name) for c in group)
+            for name in ("queue_s", "call_s", "compute_s", "fetch_s")
+        }
         for mfc, group in by_mfc.items()
     }
     return StepReport(step, wall_s, tuple(calls), tuple(results), stats, times, buffer, source)
 
 
-def merge_stats(parts: Sequence[Mapping[str, Any]], weights: Sequence[int], *, parallel: bool) -> dict[str, Any]:
-    """Merge the statistics of several shards (``parallel``) or of consecutive calls. ``weights``: samples of each.
+def merge_stats(
+    parts: Sequence[Mapping[str, Any]], weights: Sequence[int], *, parallel: bool
+) -> dict[str, Any]:
+    """Merge the statistics of several shards (``parallel``) or of consecutive calls. ``weights``:
+    samples of each.
 
     The name decides how a statistic is merged:
 
     - ``..._seconds``, ``..._s``: durations; the maximum over shards, the sum over calls;
-    - ``..._tokens``, ``...rollouts``, ``n_...``, ``failed/...``, ``retried/...``, ``skipped``: counts, summed;
+    - ``..._tokens``, ``...rollouts``, ``n_...``, ``failed/...``, ``retried/...``, ``skipped``:
+      counts, summed;
     - other numbers: means, weighted by samples or by the count that ``MEANS_OVER`` gives;
     - lists are concatenated; of any other type the first value is kept.
     """
@@ -137,14 +147,21 @@ def merge_stats(parts: Sequence[Mapping[str, Any]], weights: Sequence[int], *, p
 def _merge(name: str, weighted_values: Sequence[tuple[Any, int]], parallel: bool) -> Any:
     values = [value for value, _ in weighted_values]
     if name == MEANS_OVER:
-        return {key: sum(value.get(key, 0) for value in values) for key in dict.fromkeys(k for v in values for k in v)}
+        return {
+            key: sum(value.get(key, 0) for value in values)
+            for key in dict.fromkeys(k for v in values for k in v)
+        }
     if all(isinstance(value, list) for value in values):
         return [item for value in values for item in value]
     if not all(isinstance(value, (int, float)) for value in values):
         return values[0]
     if name.endswith(("_seconds", "_s")):
         return max(values) if parallel else sum(values)
-    if name.endswith(("_tokens", "rollouts")) or name.startswith(("n_", "failed/", "retried/")) or name == "skipped":
+    if (
+        name.endswith(("_tokens", "rollouts"))
+        or name.startswith(("n_", "failed/", "retried/"))
+        or name == "skipped"
+    ):
         return sum(values)
     total = sum(weight for _, weight in weighted_values)
     return sum(value * weight for value, weight in weighted_values) / total if total else 0.0
@@ -155,9 +172,12 @@ WAITS = "waits"
 
 
 class MFCFailed(RuntimeError):
-    """A call failed; the message names the call, the step, the worker, the samples and the cause."""
+    """A call failed; the message names the call, the step, the worker, the samples and the
+    cause."""
 
-    def __init__(self, mfc: str, step: int, worker: str, ids: Sequence[str], cause: BaseException) -> None:
+    def __init__(
+        self, mfc: str, step: int, worker: str, ids: Sequence[str], cause: BaseException
+    ) -> None:
         shown = ", ".join(ids[:4]) + (", ..." if len(ids) > 4 else "")
         super().__init__(f"{mfc} failed at step {step} on {worker} (samples {shown}): {cause}")
         self.mfc = mfc
@@ -222,9 +242,10 @@ def call_seed(run_seed: int, mfc: str, step: int, call: int, shard: int) -> int:
 class ModelFunctionCall:
     """Runner of one ``MFCDef`` on ``workers``.
 
-    Training and evaluation run on a single worker, or on the number that ``parallel`` says (ValueError otherwise).
-    ``numbers`` counts the group calls of a run. With ``mfc.resample``, ``load_more(step, n)`` returns further samples,
-    and ``on_dropped(step, [(birth, result), ...])`` is called with the samples that they replace.
+    Training and evaluation run on a single worker, or on the number that ``parallel`` says
+    (ValueError otherwise). ``numbers`` counts the group calls of a run. With ``mfc.resample``,
+    ``load_more(step, n)`` returns further samples, and ``on_dropped(step, [(birth, result), ...])``
+    is called with the samples that they replace.
     """
 
     def __init__(
@@ -241,7 +262,9 @@ class ModelFunctionCall:
         parallel: Parallel | None = None,
         numbers: Iterator[int] | None = None,
         load_more: Callable[[int, int], Awaitable[SequenceSample | None]] = _no_more,
-        on_dropped: Callable[[int, Sequence[tuple[int, SampleResult]]], None] = lambda step, results: None,
+        on_dropped: Callable[
+            [int, Sequence[tuple[int, SampleResult]]], None
+        ] = lambda step, results: None,
     ) -> None:
         self._load_more = load_more
         self._on_dropped = on_dropped
@@ -251,7 +274,8 @@ class ModelFunctionCall:
             raise ValueError(f"{mfc.name}: model role {mfc.model_role!r} has no worker")
         if not mfc.interface_type.produces_keys and len(workers) != self._parallel.size:
             raise ValueError(
-                f"{mfc.name}: {mfc.interface_type.value} runs on {self._parallel.size} worker(s), role "
+                f"{mfc.name}: {mfc.interface_type.value} runs on {self._parallel.size} worker(s), "
+                f"role "
                 f"{mfc.model_role!r} has {len(workers)}"
             )
         self.mfc = mfc
@@ -269,20 +293,24 @@ class ModelFunctionCall:
     async def run(self, step: int, call: int) -> CallReport:
         """Run the call on one batch.
 
-        Raises EndOfData when the source is exhausted, and MFCFailed when a worker fails or answers wrongly; the batch
-        is then ready again.
+        Raises EndOfData when the source is exhausted, and MFCFailed when a worker fails or answers
+        wrongly; the batch is then ready again.
         """
         started_at = time.monotonic()
         try:
             async with self._buffer.lease(self.mfc.name, step) as lease:
                 leased_at = time.monotonic()
                 self.last_step_started = step
-                self.activity = f"runs on {', '.join(self._workers)} since {time.strftime('%H:%M:%S')}"
+                self.activity = (
+                    f"runs on {', '.join(self._workers)} since {time.strftime('%H:%M:%S')}"
+                )
                 return await self._run_lease(lease, step, call, leased_at - started_at)
         finally:
             self.activity = WAITS
 
-    async def _run_lease(self, lease: BatchLease, step: int, call: int, queue_s: float) -> CallReport:
+    async def _run_lease(
+        self, lease: BatchLease, step: int, call: int, queue_s: float
+    ) -> CallReport:
         sent_at = time.monotonic()
         rounds = [await self._run_round(lease.ids, lease.meta, step, call)]
         outputs = rounds[0].outputs
@@ -290,7 +318,9 @@ class ModelFunctionCall:
         if self.mfc.resample and outputs is not None:
             outputs, resample_stats = await self._resample(lease, outputs, rounds, step, call)
         self._buffer.amend_batch(lease, outputs)
-        stats = merge_stats([one.stats for one in rounds], [one.n_samples for one in rounds], parallel=False)
+        stats = merge_stats(
+            [one.stats for one in rounds], [one.n_samples for one in rounds], parallel=False
+        )
         return CallReport(
             self.mfc.name,
             lease.ids,
@@ -303,35 +333,58 @@ class ModelFunctionCall:
         )
 
     async def _resample(
-        self, lease: BatchLease, outputs: SequenceSample, rounds: list[_RoundResult], step: int, call: int
+        self,
+        lease: BatchLease,
+        outputs: SequenceSample,
+        rounds: list[_RoundResult],
+        step: int,
+        call: int,
     ) -> tuple[SequenceSample, dict[str, float]]:
-        """Replace the groups without learning signal by further samples, as in the dynamic sampling of DAPO (Yu et al.
-        2025).
+        """Replace the groups without learning signal by further samples, as in the dynamic sampling
+        of DAPO (Yu et al. 2025).
 
-        Runs round after round until every group has a signal, ``mfc.resample`` times the batch was dropped, or the
-        source is exhausted. Appends to ``rounds``; returns the outputs in the order of the lease, and statistics.
+        Runs round after round until every group has a signal, ``mfc.resample`` times the batch was
+        dropped, or the source is exhausted. Appends to ``rounds``; returns the outputs in the order
+        of the lease, and statistics.
         """
         started_at = time.monotonic()
         n_dropped = 0
         max_dropped = int(self.mfc.resample * len(lease.ids))
         while True:
             rows = {sample_id: _metadata_row(outputs, i) for i, sample_id in enumerate(outputs.ids)}
-            flat = [sample_id for sample_id, row in rows.items() if not self.mfc.signal.of(SampleResult.of("", row))]
+            flat = [
+                sample_id
+                for sample_id, row in rows.items()
+                if not self.mfc.signal.of(SampleResult.of("", row))
+            ]
             n_wanted = min(len(flat), max_dropped - n_dropped)
             new_samples = await self._load_more(step, n_wanted) if n_wanted else None
             if new_samples is None:
                 break
             dropped_ids = flat[: len(new_samples)]
             dropped = self._buffer.exchange(lease, dropped_ids, new_samples)
-            self._on_dropped(step, [(s.birth, SampleResult.of(s.id, {**s.metadata, **rows[s.id]})) for s in dropped])
+            self._on_dropped(
+                step,
+                [(s.birth, SampleResult.of(s.id, {**s.metadata, **rows[s.id]})) for s in dropped],
+            )
             n_dropped += len(dropped_ids)
             # The lease now has the kept samples first, then the new ones; so do the outputs below.
-            kept = [i for i, sample_id in enumerate(outputs.ids) if sample_id not in set(dropped_ids)]
+            kept = [
+                i for i, sample_id in enumerate(outputs.ids) if sample_id not in set(dropped_ids)
+            ]
             new_positions = list(range(len(kept), len(lease.ids)))
-            rounds.append(await self._run_round(new_samples.ids, lease.meta.select_ids(new_positions), step, call))
+            rounds.append(
+                await self._run_round(
+                    new_samples.ids, lease.meta.select_ids(new_positions), step, call
+                )
+            )
             new_outputs = rounds[-1].outputs
             assert new_outputs is not None
-            outputs = SequenceSample.gather([outputs.select_ids(kept), new_outputs]) if kept else new_outputs
+            outputs = (
+                SequenceSample.gather([outputs.select_ids(kept), new_outputs])
+                if kept
+                else new_outputs
+            )
         stats = {
             "n_dropped_groups": float(n_dropped),
             "n_resample_rounds": float(len(rounds) - 1),
@@ -340,7 +393,9 @@ class ModelFunctionCall:
         }
         return outputs, stats
 
-    async def _run_round(self, ids: Sequence[str], meta: SequenceSample, step: int, call: int) -> _RoundResult:
+    async def _run_round(
+        self, ids: Sequence[str], meta: SequenceSample, step: int, call: int
+    ) -> _RoundResult:
         """Run samples on the workers and merge their answers. Raises MFCFailed."""
         together = is_group_call(self.mfc, self._parallel)
         try:
@@ -351,49 +406,67 @@ class ModelFunctionCall:
         if self._parallel.fsdp > 1 and self.mfc.interface_type is InterfaceType.GENERATE:
             await self._gather_weights(step, ids)
         answers = await self._call_all(shards, step, call)
-        longest = {name: max(getattr(answer, name) for answer in answers) for name in ("compute_s", "fetch_s")}
+        longest = {
+            name: max(getattr(answer, name) for answer in answers)
+            for name in ("compute_s", "fetch_s")
+        }
         if together:
             self._check_ranks(shards, answers, step)
             shards = shards[:1]
             answers = answers[:1]
             parts = parts[:1]
-        outputs = [self._parse_outputs(shard, answer, step) for shard, answer in zip(shards, answers, strict=True)]
+        outputs = [
+            self._parse_outputs(shard, answer, step)
+            for shard, answer in zip(shards, answers, strict=True)
+        ]
         metas = [output for output in outputs if output is not None]
         for shard, output in zip(shards, metas, strict=False):
             self._storage.record(output.ids, output.keys, shard.worker)
-        # Gathered outputs are in the order of the parts; this permutation restores the order of the batch.
+        # Gathered outputs are in the order of the parts; this permutation restores the order of the
+        # batch.
         order = inverse_perm([i for part in parts for i in part])
         return _RoundResult(
             len(ids),
             SequenceSample.gather(metas).reorder(order) if metas else None,
-            merge_stats([answer.stats for answer in answers], [len(s.meta) for s in shards], parallel=True),
+            merge_stats(
+                [answer.stats for answer in answers], [len(s.meta) for s in shards], parallel=True
+            ),
             longest["compute_s"],
             longest["fetch_s"],
             sum(shard.cost for shard in shards),
         )
 
     def _split(self, meta: SequenceSample) -> list[list[int]]:
-        """Return the positions in the batch for each worker; fewer parts than workers if there are fewer samples."""
+        """Return the positions in the batch for each worker; fewer parts than workers if there are
+        fewer samples."""
         count = min(len(self._workers), len(meta))
         if count == 1:
             return [list(range(len(meta)))]
         if self.mfc.balance == "tokens" and self.mfc.interface_type is InterfaceType.INFERENCE:
-            # Prefer the worker that already stores most of the inputs of a sample: these need not be fetched.
-            return parts_near(meta.costs(), [self._find_home(sample_id, count) for sample_id in meta.ids], count)
+            # Prefer the worker that already stores most of the inputs of a sample: these need not
+            # be fetched.
+            return parts_near(
+                meta.costs(), [self._find_home(sample_id, count) for sample_id in meta.ids], count
+            )
         if self.mfc.balance == "tokens":
             return [part for part in balanced_parts(meta.costs(), count) if part]
-        return [list(range(len(meta) * i // count, len(meta) * (i + 1) // count)) for i in range(count)]
+        return [
+            list(range(len(meta) * i // count, len(meta) * (i + 1) // count)) for i in range(count)
+        ]
 
     def _find_home(self, sample_id: str, count: int) -> int | None:
-        """Return the index of the worker, among the first ``count``, that stores the most inputs of a sample; None if
-        none stores any."""
+        """Return the index of the worker, among the first ``count``, that stores the most inputs of
+        a sample; None if none stores any."""
         owners_by_key = [self._storage.owners(sample_id, key) for key in self.inputs]
-        n_stored = [sum(worker in owners for owners in owners_by_key) for worker in self._workers[:count]]
+        n_stored = [
+            sum(worker in owners for owners in owners_by_key) for worker in self._workers[:count]
+        ]
         most = max(n_stored)
         return n_stored.index(most) if most else None
 
     async def _gather_weights(self, step: int, ids: Sequence[str]) -> None:
-        """Gather the full weights of a sharded model on every worker, so that each can generate for its own samples."""
+        """Gather the full weights of a sharded model on every worker, so that each can generate for
+        its own samples."""
         try:
             await gather_weights(
                 self._caller,
@@ -407,14 +480,21 @@ class ModelFunctionCall:
         except GroupCallFailed as error:
             raise MFCFailed(self.mfc.name, step, error.worker, ids, error.cause) from error
 
-    def _check_ranks(self, shards: Sequence[Shard], answers: Sequence[CallAnswer], step: int) -> None:
+    def _check_ranks(
+        self, shards: Sequence[Shard], answers: Sequence[CallAnswer], step: int
+    ) -> None:
         try:
             check_agreement([answer.stats for answer in answers], self._workers)
         except RanksDiffer as error:
-            raise MFCFailed(self.mfc.name, step, ", ".join(self._workers), shards[0].meta.ids, error) from error
+            raise MFCFailed(
+                self.mfc.name, step, ", ".join(self._workers), shards[0].meta.ids, error
+            ) from error
 
-    def _build_shards(self, meta: SequenceSample, parts: Sequence[Sequence[int]], together: bool) -> list[Shard]:
-        """Return the shard of each worker, with the fetches that bring its inputs there. Raises DataLost."""
+    def _build_shards(
+        self, meta: SequenceSample, parts: Sequence[Sequence[int]], together: bool
+    ) -> list[Shard]:
+        """Return the shard of each worker, with the fetches that bring its inputs there. Raises
+        DataLost."""
         roster = self._caller.roster
         metas = [meta.select_ids(part) for part in parts]
         placement = {worker: m.ids for worker, m in zip(self._workers, metas, strict=False)}
@@ -426,7 +506,13 @@ class ModelFunctionCall:
             size = len(self._workers)
             groups = [GroupPart(number, rank, size) for rank in range(size)]
         return [
-            Shard(worker, m, tuple(fetch for fetch in plan if fetch.dst == worker), sum(m.costs()), group)
+            Shard(
+                worker,
+                m,
+                tuple(fetch for fetch in plan if fetch.dst == worker),
+                sum(m.costs()),
+                group,
+            )
             for worker, m, group in zip(self._workers, metas, groups, strict=False)
         ]
 
@@ -438,7 +524,10 @@ class ModelFunctionCall:
             ids=list(shard.meta.ids),
             keys=list(self.inputs),
             metadata=shard.meta.metadata,
-            fetches=[FetchPart(roster[f.src].data_endpoint, list(f.ids), list(f.keys)) for f in shard.fetches],
+            fetches=[
+                FetchPart(roster[f.src].data_endpoint, list(f.ids), list(f.keys))
+                for f in shard.fetches
+            ],
             step=step,
             seed=call_seed(self._seed, self.mfc.name, step, call, 0 if shard.group else index),
             endpoints=self._endpoints,
@@ -451,7 +540,10 @@ class ModelFunctionCall:
                 self._caller,
                 [shard.worker for shard in shards],
                 CALL,
-                [self._build_request(shard, index, step, call) for index, shard in enumerate(shards)],
+                [
+                    self._build_request(shard, index, step, call)
+                    for index, shard in enumerate(shards)
+                ],
                 together=shards[0].group is not None,
                 timeout_s=self.mfc.timeout_s,
                 step=step,
@@ -459,8 +551,13 @@ class ModelFunctionCall:
             )
         except GroupCallFailed as failed:
             shard = next(shard for shard in shards if shard.worker == failed.worker)
-            raise MFCFailed(self.mfc.name, step, shard.worker, shard.meta.ids, failed.cause) from failed.cause
-        return [self._parse_answer(shard, payload, step) for shard, payload in zip(shards, payloads, strict=True)]
+            raise MFCFailed(
+                self.mfc.name, step, shard.worker, shard.meta.ids, failed.cause
+            ) from failed.cause
+        return [
+            self._parse_answer(shard, payload, step)
+            for shard, payload in zip(shards, payloads, strict=True)
+        ]
 
     def _parse_answer(self, shard: Shard, payload: Any, step: int) -> CallAnswer:
         try:
@@ -471,7 +568,8 @@ class ModelFunctionCall:
     def _parse_outputs(self, shard: Shard, answer: CallAnswer, step: int) -> SequenceSample | None:
         """Return the metadata of an answer's outputs; None for a call without outputs.
 
-        Raises MFCFailed unless they are about the shard's samples, in their order, with exactly the declared keys.
+        Raises MFCFailed unless they are about the shard's samples, in their order, with exactly the
+        declared keys.
         """
         meta = None if answer.meta is None else decode_sample(answer.meta)
         try:
@@ -490,8 +588,11 @@ class ModelFunctionCall:
 
 
 def check_keys(keys: frozenset[str], declared: Sequence[str]) -> None:
-    """Raise WrongReply, which names missing and extra keys, unless ``keys`` are the declared ones."""
+    """Raise WrongReply, which names missing and extra keys, unless ``keys`` are the declared
+    ones."""
     missing = sorted(set(declared) - keys)
     extra = sorted(keys - set(declared))
     if missing or extra:
-        raise WrongReply(f"output keys differ from the declared ones: missing {missing}, extra {extra}")
+        raise WrongReply(
+            f"output keys differ from the declared ones: missing {missing}, extra {extra}"
+        )

@@ -1,9 +1,10 @@
 """Handlers of a model worker: model function calls, data, checkpoints and exports.
 
-The host fetches the inputs of a call from the store or from peers, runs the interface and puts its outputs into the
-store. It knows models and interfaces by their contracts only and contains no algorithm. Every call seeds the random
-states of Python, NumPy and torch with the seed in its request. So a result depends on the call and not on earlier ones,
-and recovery has no random state to restore.
+The host fetches the inputs of a call from the store or from peers, runs the interface and puts its
+outputs into the store. It knows models and interfaces by their contracts only and contains no
+algorithm. Every call seeds the random states of Python, NumPy and torch with the seed in its
+request. So a result depends on the call and not on earlier ones, and recovery has no random state
+to restore.
 """
 
 from __future__ import annotations
@@ -77,31 +78,40 @@ DIGESTS_FILE = "weight_digests.json"
 _log = logging.getLogger(__name__)
 
 
-def write_digests(folder: Path, engine: Engine, weights: Mapping[str, Tensor] | None = None) -> None:
+def write_digests(
+    folder: Path, engine: Engine, weights: Mapping[str, Tensor] | None = None
+) -> None:
     """Write ``weight_digests.json`` for ``weights`` (default: the engine's).
 
-    It holds the digest scheme, the policy version, the joint digest that ``weights.jsonl`` of the run has, and the
-    digest of each tensor by name.
+    It holds the digest scheme, the policy version, the joint digest that ``weights.jsonl`` of the
+    run has, and the digest of each tensor by name.
     """
     tensors = digests(engine.weights() if weights is None else weights)
-    content = {"scheme": SCHEME, "version": engine.version, "digest": joint_digest(tensors), "tensors": tensors}
+    content = {
+        "scheme": SCHEME,
+        "version": engine.version,
+        "digest": joint_digest(tensors),
+        "tensors": tensors,
+    }
     write_whole(folder / DIGESTS_FILE, json.dumps(content, indent=1))
 
 
 def stored_weights(engine: Engine) -> dict[str, Tensor]:
     """Return the tensors that a checkpoint of an engine restores bit-exactly.
 
-    These are its weights, unless the weights are computed from other tensors (merged adapters). Raises HeldInParts as
-    ``weights`` does.
+    These are its weights, unless the weights are computed from other tensors (merged adapters).
+    Raises HeldInParts as ``weights`` does.
     """
     return getattr(engine, "stored_weights", engine.weights)()
 
 
 def check_digests(folder: Path, engine: Engine) -> None:
-    """Raise ValueError, which names the tensor, unless an engine holds the weights of the checkpoint it has loaded.
+    """Raise ValueError, which names the tensor, unless an engine holds the weights of the
+    checkpoint it has loaded.
 
-    Nothing is compared if the folder has no digests, if the engine holds only a part of the weights or, with a warning,
-    if another version of the package used another digest scheme. (The files of a checkpoint also have checksums.)
+    Nothing is compared if the folder has no digests, if the engine holds only a part of the weights
+    or, with a warning, if another version of the package used another digest scheme. (The files of
+    a checkpoint also have checksums.)
     """
     path = folder / DIGESTS_FILE
     if not path.exists():
@@ -118,7 +128,8 @@ def check_digests(folder: Path, engine: Engine) -> None:
     for name in sorted(expected.keys() | restored.keys()):
         if expected.get(name) != restored.get(name):
             raise ValueError(
-                f"checkpoint {folder}: {name} was saved with digest {expected.get(name, 'none')} and is restored with "
+                f"checkpoint {folder}: {name} was saved with digest {expected.get(name, 'none')} "
+                f"and is restored with "
                 f"{restored.get(name, 'none')}"
             )
 
@@ -132,7 +143,8 @@ INTERFACE_STATE = "interfaces.json"
 
 
 class Dataset(Protocol):
-    """Rows stored on a worker. The source on the master chooses the rows, with the metadata field ``row``."""
+    """Rows stored on a worker. The source on the master chooses the rows, with the metadata field
+    ``row``."""
 
     def load(self, ids: Sequence[str], rows: Sequence[int]) -> SequenceSample:
         """Return one sample for each id, from the row at the same position."""
@@ -140,13 +152,15 @@ class Dataset(Protocol):
 
 
 class ModelHost:
-    """The models of one worker by role, and the interfaces of the model function calls that it may get.
+    """The models of one worker by role, and the interfaces of the model function calls that it may
+    get.
 
-    The host owns the policy version: it alone sets ``Engine.version``, to the step's number before every call and to
-    the next number after a train call.
+    The host owns the policy version: it alone sets ``Engine.version``, to the step's number before
+    every call and to the next number after a train call.
 
-    ``given_up()`` says whether the master has cancelled the running call (``RpcWorker.is_running_call_cancelled``).
-    ``addressed(url)`` adds the token of the run to the URL of one of its HTTP servers. ``recorder`` records rollouts.
+    ``given_up()`` says whether the master has cancelled the running call
+    (``RpcWorker.is_running_call_cancelled``). ``addressed(url)`` adds the token of the run to the
+    URL of one of its HTTP servers. ``recorder`` records rollouts.
     """
 
     def __init__(
@@ -182,9 +196,11 @@ class ModelHost:
         self._cleared_during_call: set[str] = set()
         """Those of them that were cleared since it began."""
         self._progress = EpisodeCount()
-        # An evaluation with the arguments of a call shares its interface, including connections that it keeps open.
+        # An evaluation with the arguments of a call shares its interface, including connections
+        # that it keeps open.
         self._evaluators: dict[str, Any] = {
-            interface_key(mfc.interface, mfc.interface_args): interface for mfc, interface in interfaces.values()
+            interface_key(mfc.interface, mfc.interface_args): interface
+            for mfc, interface in interfaces.values()
         }
 
     def handlers(self) -> dict[str, Handler]:
@@ -205,12 +221,22 @@ class ModelHost:
         )
 
     def immediate_handlers(self) -> dict[str, Handler]:
-        """Return the handlers for the immediate lane, by name. These do not wait for a running call."""
-        return dict([CLEAR.served_by(self.clear), ABORT.served_by(self.abort), PROGRESS.served_by(self.progress)])
+        """Return the handlers for the immediate lane, by name. These do not wait for a running
+        call."""
+        return dict(
+            [
+                CLEAR.served_by(self.clear),
+                ABORT.served_by(self.abort),
+                PROGRESS.served_by(self.progress),
+            ]
+        )
 
     def close(self) -> None:
         """Close the interfaces that have a ``close`` method."""
-        all_interfaces = [*(interface for _, interface in self._interfaces.values()), *self._evaluators.values()]
+        all_interfaces = [
+            *(interface for _, interface in self._interfaces.values()),
+            *self._evaluators.values(),
+        ]
         for interface in {id(interface): interface for interface in all_interfaces}.values():
             close = getattr(interface, "close", None)
             if close is not None:
@@ -240,17 +266,23 @@ class ModelHost:
             meta = None
             if outputs is not None and (request.group is None or request.group.rank == 0):
                 meta = self._store_outputs(mfc, outputs, sample.ids, context.step)
-            return CallAnswer(meta, _plain_stats(stats), time.perf_counter() - fetched_at, fetched_at - started_at)
+            return CallAnswer(
+                meta, _plain_stats(stats), time.perf_counter() - fetched_at, fetched_at - started_at
+            )
 
     def _release_generation(self) -> None:
-        """Have the engines of all roles on this worker release their generation memory, which the call needs."""
+        """Have the engines of all roles on this worker release their generation memory, which the
+        call needs."""
         for model in self._models.values():
             release = getattr(model.engine, "release_generation", None)
             if release is not None:
                 release()
 
-    def _join_group(self, role: str, group: GroupPart | None) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a group call with the other ranks of the role; an empty one outside a group call.
+    def _join_group(
+        self, role: str, group: GroupPart | None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a group call with the other ranks of the role; an empty one outside
+        a group call.
 
         Raises RuntimeError if the engine cannot compute on several workers.
         """
@@ -265,7 +297,8 @@ class ModelHost:
         return ranks
 
     def gather(self, request: GatherRequest) -> Nothing:
-        """Gather the full weights of a sharded role, together with the other ranks, until it trains again."""
+        """Gather the full weights of a sharded role, together with the other ranks, until it trains
+        again."""
         with self._join_group(request.role, request.group):
             here = request.everywhere or request.group.rank == 0
             self._model(request.role).engine.gather(here=here)  # pyright: ignore[reportAttributeAccessIssue]
@@ -278,7 +311,9 @@ class ModelHost:
                 self._ranks(role).abort(request.reason)
         return Nothing()
 
-    def _store_outputs(self, mfc: MFCDef, outputs: SequenceSample, ids: Sequence[str], step: int) -> list[bytes]:
+    def _store_outputs(
+        self, mfc: MFCDef, outputs: SequenceSample, ids: Sequence[str], step: int
+    ) -> list[bytes]:
         """Check the outputs of a call, put them into the store and return their encoded metadata.
 
         Raises WrongReply for other samples or keys than expected.
@@ -287,7 +322,9 @@ class ModelHost:
             present = {old: new for old, new in mfc.output_key_remap.items() if old in outputs.keys}
             outputs = outputs.remap_keys(present)
         if outputs.ids != tuple(ids):
-            raise WrongReply(f"{mfc.name}: outputs are about other samples than the inputs, or in another order")
+            raise WrongReply(
+                f"{mfc.name}: outputs are about other samples than the inputs, or in another order"
+            )
         try:
             check_keys(outputs.keys, mfc.output_keys)
         except WrongReply as error:
@@ -296,10 +333,11 @@ class ModelHost:
         return [bytes(frame) for frame in encode_sample(outputs.meta())]
 
     def _load_inputs(self, mfc: MFCDef, request: CallRequest) -> SequenceSample:
-        """Return the call's inputs in the order of its ids, under the names that the interface uses.
+        """Return the call's inputs in the order of its ids, under the names that the interface
+        uses.
 
-        Raises ValueError for a standard key with another dtype or shape than registered, which would silently give
-        wrong results.
+        Raises ValueError for a standard key with another dtype or shape than registered, which
+        would silently give wrong results.
         """
         sample = _remap_inputs(mfc, self._collect(request))
         check_standard_keys(sample)
@@ -311,55 +349,79 @@ class ModelHost:
         keys = request.keys
         if keys and not request.fetches:
             return self._store.get(ids, keys).annotated(request.metadata, keep=False)
-        parts = [self._fetch(part.endpoint, part.ids, part.keys, self._fetch_timeout_s) for part in request.fetches]
+        parts = [
+            self._fetch(part.endpoint, part.ids, part.keys, self._fetch_timeout_s)
+            for part in request.fetches
+        ]
         columns = [self._collect_column(key, ids, parts) for key in keys]
         tensors = {key: column[key] for key, column in zip(keys, columns, strict=True)}
         seqlens = {key: column.seqlens[key] for key, column in zip(keys, columns, strict=True)}
         return SequenceSample.from_tensors(ids, tensors, seqlens, request.metadata)
 
-    def _collect_column(self, key: str, ids: Sequence[str], fetched: Sequence[SequenceSample]) -> SequenceSample:
-        """Return one key of all samples, in the order of ``ids``, from the fetched parts and the store."""
+    def _collect_column(
+        self, key: str, ids: Sequence[str], fetched: Sequence[SequenceSample]
+    ) -> SequenceSample:
+        """Return one key of all samples, in the order of ``ids``, from the fetched parts and the
+        store."""
         parts = [part.select([key]) for part in fetched if key in part.keys]
         fetched_ids = {sample_id for part in parts for sample_id in part.ids}
         local_ids = [sample_id for sample_id in ids if sample_id not in fetched_ids]
         if local_ids:
             parts.append(self._store.get(local_ids, [key]))
-        joined = parts[0] if len(parts) == 1 else SequenceSample.gather(parts, allow_metadata_loss=True)
+        joined = (
+            parts[0] if len(parts) == 1 else SequenceSample.gather(parts, allow_metadata_loss=True)
+        )
         if joined.ids == tuple(ids):
             return joined
         position = {sample_id: i for i, sample_id in enumerate(joined.ids)}
         return joined.select_ids([position[sample_id] for sample_id in ids])
 
-    def _build_context(self, request: CallRequest | EvaluateRequest, mb_spec: MicroBatchSpec) -> CallContext:
+    def _build_context(
+        self, request: CallRequest | EvaluateRequest, mb_spec: MicroBatchSpec
+    ) -> CallContext:
         """Seed the random states and return the context of a call."""
         _seed_everything(request.seed)
-        endpoints = {kind: [self._addressed(url) for url in urls] for kind, urls in request.endpoints.items()}
+        endpoints = {
+            kind: [self._addressed(url) for url in urls] for kind, urls in request.endpoints.items()
+        }
         self._progress = EpisodeCount()
         recorder = self._recorder_of(request)
-        return CallContext(request.step, request.seed, mb_spec, self._run_dir, endpoints, recorder, self._progress)
+        return CallContext(
+            request.step, request.seed, mb_spec, self._run_dir, endpoints, recorder, self._progress
+        )
 
     def _recorder_of(self, request: CallRequest | EvaluateRequest) -> RolloutRecorder:
-        """Return the recorder for rank 0, and for other ranks one that computes the same but writes nothing."""
+        """Return the recorder for rank 0, and for other ranks one that computes the same but writes
+        nothing."""
         group = request.group if isinstance(request, CallRequest) else None
-        return self._recorder if group is None or group.rank == 0 else RolloutRecorder(self._recorder.keeps)
+        return (
+            self._recorder
+            if group is None or group.rank == 0
+            else RolloutRecorder(self._recorder.keeps)
+        )
 
     def _model(self, role: str) -> Model:
         if role not in self._models:
-            raise KeyError(f"this worker has no model role {role!r} (it has {', '.join(sorted(self._models))})")
+            raise KeyError(
+                f"this worker has no model role {role!r} (it has {', '.join(sorted(self._models))})"
+            )
         return self._models[role]
 
     def engine(self, role: str, version: int) -> Engine:
-        """Return the engine of a role. Raises RuntimeError unless its weights are of policy version ``version``."""
+        """Return the engine of a role. Raises RuntimeError unless its weights are of policy version
+        ``version``."""
         engine = self._model(role).engine
         if engine.version != version:
-            raise RuntimeError(f"{role} has weights of version {engine.version}, not of version {version}")
+            raise RuntimeError(
+                f"{role} has weights of version {engine.version}, not of version {version}"
+            )
         return engine
 
     # ---- data
 
     def load(self, request: LoadRequest) -> LoadAnswer:
-        """Store the integers that the source has drawn, as i64, and the dataset's values for the rows that the metadata
-        names."""
+        """Store the integers that the source has drawn, as i64, and the dataset's values for the
+        rows that the metadata names."""
         import torch
 
         with self._working_on(request.ids):
@@ -380,7 +442,8 @@ class ModelHost:
             return LoadAnswer(meta)
 
     def clear(self, request: ClearRequest) -> Nothing:
-        """Free the tensors of samples, including those that the running call will store. Thread-safe."""
+        """Free the tensors of samples, including those that the running call will store.
+        Thread-safe."""
         with self._lock:
             self._cleared_during_call |= self._ids_of_call.intersection(request.ids)
         self._store.clear(request.ids)
@@ -388,15 +451,18 @@ class ModelHost:
 
     @contextlib.contextmanager
     def _working_on(self, ids: Sequence[str]) -> Iterator[None]:
-        """Return the context of a call on samples, which frees at its end those that were cleared during the call.
+        """Return the context of a call on samples, which frees at its end those that were cleared
+        during the call.
 
-        A cancelled call therefore leaves no tensors behind. Raises CallCancelled if it was cancelled before it began.
+        A cancelled call therefore leaves no tensors behind. Raises CallCancelled if it was
+        cancelled before it began.
         """
         with self._lock:
             self._ids_of_call = frozenset(ids)
             self._cleared_during_call = set()
         try:
-            # A clear before this point did not know the samples of this call, but the cancellation came before it.
+            # A clear before this point did not know the samples of this call, but the cancellation
+            # came before it.
             if self._given_up():
                 raise CallCancelled("cancelled as it began")
             yield
@@ -420,7 +486,8 @@ class ModelHost:
     # ---- outside the graph
 
     def evaluate(self, request: EvaluateRequest) -> EvaluateAnswer:
-        """Run an interface's ``evaluate``. The interface is built once for each name and arguments."""
+        """Run an interface's ``evaluate``. The interface is built once for each name and
+        arguments."""
         key = interface_key(request.interface, request.interface_args)
         if key not in self._evaluators:
             build = interface_registry.get(request.interface)
@@ -454,7 +521,8 @@ class ModelHost:
         return SaveAnswer([saved_file(path) for path in [*files, folder / INTERFACE_STATE]])
 
     def restore(self, request: CheckpointRequest) -> Nothing:
-        """Read what ``save`` wrote on this or another worker: calls may have moved between workers since.
+        """Read what ``save`` wrote on this or another worker: calls may have moved between workers
+        since.
 
         Raises ValueError if the restored weights differ from the saved ones.
         """
@@ -465,7 +533,10 @@ class ModelHost:
         own = Path(request.folder)
         states: dict[str, Any] = {}
         # The states of all workers; this worker's own is read last and wins.
-        for path in [*sorted(own.parent.glob(f"*/{INTERFACE_STATE}"), reverse=True), own / INTERFACE_STATE]:
+        for path in [
+            *sorted(own.parent.glob(f"*/{INTERFACE_STATE}"), reverse=True),
+            own / INTERFACE_STATE,
+        ]:
             states |= json.loads(path.read_text()) if path.is_file() else {}
         for name, (_, interface) in self._interfaces.items():
             state = states.get(name, {})
@@ -473,12 +544,14 @@ class ModelHost:
                 interface.load_state_dict(state)
             elif state:
                 raise ValueError(
-                    f"{name}: {type(interface).__name__} has a state in the checkpoint, but no load_state_dict"
+                    f"{name}: {type(interface).__name__} has a state in the checkpoint, but no "
+                    f"load_state_dict"
                 )
         return Nothing()
 
     def committed(self, request: Nothing) -> Nothing:
-        """Call ``committed`` of the interfaces that have it: the checkpoint of the last ``save`` is complete."""
+        """Call ``committed`` of the interfaces that have it: the checkpoint of the last ``save`` is
+        complete."""
         del request
         for _, interface in self._interfaces.values():
             on_committed = getattr(interface, "committed", None)
@@ -487,7 +560,8 @@ class ModelHost:
         return Nothing()
 
     def export(self, request: ExportRequest) -> Nothing:
-        """Write a role in Hugging Face format into ``request.folder``, with the digests of its weights.
+        """Write a role in Hugging Face format into ``request.folder``, with the digests of its
+        weights.
 
         The folder is created or replaced atomically, so an existing folder is complete.
         """
@@ -512,8 +586,8 @@ class ModelHost:
 
 
 def _write_group_digests(folder: Path, engine: Engine) -> list[Path]:
-    """Write the digests of an engine that trains with others and return [their file]; [] if it holds only a part of
-    the weights."""
+    """Write the digests of an engine that trains with others and return [their file]; [] if it
+    holds only a part of the weights."""
     try:
         write_digests(folder, engine, stored_weights(engine))
     except HeldInParts:
@@ -529,7 +603,9 @@ def _span_name(mfc: MFCDef) -> str:
 
 def _remap_inputs(mfc: MFCDef, sample: SequenceSample) -> SequenceSample:
     """Return the sample with its keys under the names that the interface uses."""
-    return sample.remap_keys({old: new for old, new in mfc.input_key_remap.items() if old in sample.keys})
+    return sample.remap_keys(
+        {old: new for old, new in mfc.input_key_remap.items() if old in sample.keys}
+    )
 
 
 def interface_key(name: str, args: Mapping[str, Any]) -> str:
@@ -542,29 +618,39 @@ def _seed_everything(seed: int) -> None:
 
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    # Without an initialised GPU, torch.manual_seed queues a call with a formatted stack each time: a memory leak.
+    # Without an initialised GPU, torch.manual_seed queues a call with a formatted stack each time:
+    # a memory leak.
     seeds = torch if torch.cuda.is_available() else torch.default_generator
     seeds.manual_seed(seed)
 
 
 def _split_result(mfc: MFCDef, result: Any) -> tuple[SequenceSample | None, Mapping[str, Any]]:
-    """Return the result of an interface as (outputs, statistics). Raises WrongReply for a result of another type."""
+    """Return the result of an interface as (outputs, statistics). Raises WrongReply for a result of
+    another type."""
     if isinstance(result, TrainResult):
-        return None, {**result.stats, "grad_norm": result.grad_norm, "skipped": float(result.skipped)}
+        return None, {
+            **result.stats,
+            "grad_norm": result.grad_norm,
+            "skipped": float(result.skipped),
+        }
     if isinstance(result, SequenceSample):
         return result, {}
     if mfc.interface_type.produces_keys:
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], SequenceSample):
             return result
-        raise WrongReply(f"{mfc.name}: {mfc.interface_type.value} answered with a {type(result).__name__}")
+        raise WrongReply(
+            f"{mfc.name}: {mfc.interface_type.value} answered with a {type(result).__name__}"
+        )
     if not isinstance(result, Mapping):
-        raise WrongReply(f"{mfc.name}: {mfc.interface_type.value} answered with a {type(result).__name__}")
+        raise WrongReply(
+            f"{mfc.name}: {mfc.interface_type.value} answered with a {type(result).__name__}"
+        )
     return None, result
 
 
 def _plain_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the statistics with booleans, numbers and NumPy scalars as floats. Other values are left to the encoder,
-    which may refuse them."""
+    """Return the statistics with booleans, numbers and NumPy scalars as floats. Other values are
+    left to the encoder, which may refuse them."""
     return {
         name: float(value) if isinstance(value, (bool, int, float, np.generic)) else value
         for name, value in stats.items()
@@ -574,8 +660,8 @@ def _plain_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
 def call_interfaces(mfcs: Iterable[MFCDef]) -> dict[str, tuple[MFCDef, Any]]:
     """Return {name of a call: (call, interface)}.
 
-    Calls of one role with the same interface and arguments share one object and its state. A critic's inference, for
-    example, denormalises values with the statistics of its training.
+    Calls of one role with the same interface and arguments share one object and its state. A
+    critic's inference, for example, denormalises values with the statistics of its training.
     """
     shared: dict[str, Any] = {}
     by_name = {}

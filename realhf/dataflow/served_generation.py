@@ -1,7 +1,8 @@
-"""Generation for a trainer by a separate engine, such as a vLLM server, in synchronous runs and evaluations.
+"""Generation for a trainer by a separate engine, such as a vLLM server, in synchronous runs and
+evaluations.
 
-The engine gets the trainer's weights before the first token of each version, with the same digests and the same
-self-test as in asynchronous runs.
+The engine gets the trainer's weights before the first token of each version, with the same digests
+and the same self-test as in asynchronous runs.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from realhf.transport.weights import layout
 class ServedGeneration:
     """``GenerationEngine`` on top of a streaming engine that has the weights of ``trainer``.
 
-    ``name`` names the engine in errors, ``probe`` is the token prefix of the self-test, ``timeout_s`` bounds a batch.
-    The owner of the streaming engine closes it.
+    ``name`` names the engine in errors, ``probe`` is the token prefix of the self-test,
+    ``timeout_s`` bounds a batch. The owner of the streaming engine closes it.
     """
 
     def __init__(
@@ -59,12 +60,17 @@ class ServedGeneration:
         return self._context_limit
 
     def generate(
-        self, requests: Sequence[GenRequest], config: GenConfig, *, stop_ids: Sequence[int], seed: int
+        self,
+        requests: Sequence[GenRequest],
+        config: GenConfig,
+        *,
+        stop_ids: Sequence[int],
+        seed: int,
     ) -> list[GenOutput]:
         """Sample a turn for every request with the trainer's current weights.
 
-        Raises ValueError for a slot in two requests, the engine's error for a request, TimeoutError, and WrongWeights
-        if the engine has other weights than the trainer.
+        Raises ValueError for a slot in two requests, the engine's error for a request,
+        TimeoutError, and WrongWeights if the engine has other weights than the trainer.
         """
         if len({request.slot for request in requests}) != len(requests):
             raise ValueError("generate: a slot is named by two requests")
@@ -85,11 +91,14 @@ class ServedGeneration:
             submit(request, index)
         with changed:
             complete = process_clock.wait(
-                lambda left_s: changed.wait_for(lambda: len(outcomes) == len(requests), left_s), self._timeout_s
+                lambda left_s: changed.wait_for(lambda: len(outcomes) == len(requests), left_s),
+                self._timeout_s,
             )
         if not complete:
             self._served.abort([request.slot for request in requests])
-            raise TimeoutError(f"{self._name} did not sample {len(requests)} turns within {self._timeout_s:g} s")
+            raise TimeoutError(
+                f"{self._name} did not sample {len(requests)} turns within {self._timeout_s:g} s"
+            )
         in_order = [outcomes[index] for index in range(len(requests))]
         outputs = [outcome for outcome in in_order if isinstance(outcome, GenOutput)]
         for outcome in in_order:
@@ -103,7 +112,8 @@ class ServedGeneration:
             self._served.free(slots)
 
     def _update_weights(self) -> None:
-        """Load the trainer's weights if their version is another one; run the self-test after the first load."""
+        """Load the trainer's weights if their version is another one; run the self-test after the
+        first load."""
         version = self._trainer.version
         if self._served.version == version:
             return
@@ -125,7 +135,8 @@ class ServedGeneration:
         return manifest.digest
 
     def _run_self_test(self, version: int, digest: str) -> None:
-        """Run the self-test of weight updates, as ``SelfTest`` does between processes. Raises WrongWeights."""
+        """Run the self-test of weight updates, as ``SelfTest`` does between processes. Raises
+        WrongWeights."""
         trial = WeightTrial()
         before = self._probe.sample(ProbeRequest(False))
         trial.step(TRIAL_CHANGE, self._trainer, self._trainer.weights(), [])
@@ -135,9 +146,13 @@ class ServedGeneration:
             probes.append(self._probe.sample(ProbeRequest(False)))
         finally:
             # Restore the trainer's own weights in any case, even if the engine failed.
-            changed_scores, restored_scores = trial.step(TRIAL_RESTORE, self._trainer, self._trainer.weights(), probes)
+            changed_scores, restored_scores = trial.step(
+                TRIAL_RESTORE, self._trainer, self._trainer.weights(), probes
+            )
         if self._load(version, TRIAL_RESTORE) != digest:
-            raise WrongWeights("the trainer's weights are not as they were before the self-test of weight updates")
+            raise WrongWeights(
+                "the trainer's weights are not as they were before the self-test of weight updates"
+            )
         restored = self._probe.sample(ProbeRequest(True))
         scores = (changed_scores[0], restored_scores[0]) if changed_scores else None
         if error := find_probe_error(before, probes[0], restored, scores):
@@ -145,7 +160,8 @@ class ServedGeneration:
 
 
 class ServedEngine:
-    """A trainer's engine whose generation is that of ``ServedGeneration``; all else is delegated to the engine."""
+    """A trainer's engine whose generation is that of ``ServedGeneration``; all else is delegated to
+    the engine."""
 
     def __init__(self, engine: Engine, generation: ServedGeneration) -> None:
         self._engine = engine
@@ -170,7 +186,12 @@ class ServedEngine:
 
 def _derive_seed(seed: int, index: int) -> int:
     """Return the seed of request number ``index`` of a batch with ``seed``."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest(), "little") >> 1
+    return (
+        int.from_bytes(
+            hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest(), "little"
+        )
+        >> 1
+    )
 
 
 def _with_seed(request: GenRequest, seed: int) -> GenRequest:

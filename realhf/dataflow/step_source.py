@@ -1,9 +1,12 @@
-"""Sources of the samples of training steps: the interface of synchronous and asynchronous runs, and the loaders.
+"""Sources of the samples of training steps: the interface of synchronous and asynchronous runs, and
+the loaders.
 
-The samples of step k + 1 are drawn only after the results of step k were recorded. So the source sees the results of
-every earlier step before each draw, always in the same order, and a run is a function of its seed.
+The samples of step k + 1 are drawn only after the results of step k were recorded. So the source
+sees the results of every earlier step before each draw, always in the same order, and a run is a
+function of its seed.
 
-The master's step loop is the same for both kinds of run: train step, publish, report, checkpoint, evaluate.
+The master's step loop is the same for both kinds of run: train step, publish, report, checkpoint,
+evaluate.
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ class StepLoader:
         raise NotImplementedError
 
     async def load_more(self, step: int, n: int) -> SequenceSample | None:
-        """Return up to ``n`` further samples of a loaded step as replacements; None if there are none.
+        """Return up to ``n`` further samples of a loaded step as replacements; None if there are
+        none.
 
         They are in no step batch yet.
         """
@@ -74,7 +78,8 @@ class StepLoader:
 
 
 class SourceLoader(StepLoader):
-    """Loader that draws ``n_seqs`` samples per step from a data source and stores their ``keys`` on ``worker``."""
+    """Loader that draws ``n_seqs`` samples per step from a data source and stores their ``keys`` on
+    ``worker``."""
 
     def __init__(
         self,
@@ -102,7 +107,8 @@ class SourceLoader(StepLoader):
         self._restored: dict[int, list[SourceItem]] = {}
         """Such items from a checkpoint, to be loaded again."""
         self._state_before_more: dict[str, Any] | None = None
-        """State of the source before the first ``load_more`` of the open step; None if there was none."""
+        """State of the source before the first ``load_more`` of the open step; None if there was
+        none."""
         self._activity = "idle"
         self._busy = False
 
@@ -142,8 +148,8 @@ class SourceLoader(StepLoader):
     async def load_more(self, step: int, n: int) -> SequenceSample | None:
         """Draw up to ``n`` further samples of a step and store them; None if the source has none.
 
-        A checkpoint before the end of the step holds the source's state from before these draws: the resumed run plays
-        the step from its beginning and draws them again.
+        A checkpoint before the end of the step holds the source's state from before these draws:
+        the resumed run plays the step from its beginning and draws them again.
         """
         if self._state_before_more is None:
             self._state_before_more = self._source.state_dict()
@@ -151,13 +157,19 @@ class SourceLoader(StepLoader):
         return await self._store(items, step) if items else None
 
     async def _store(self, items: Sequence[SourceItem], step: int) -> SequenceSample:
-        """Store the values of items on the worker and return their metadata. Raises ValueError for a missing key."""
+        """Store the values of items on the worker and return their metadata. Raises ValueError for
+        a missing key."""
         source_keys = [key for key in self._keys if key in items[0].values]
-        incomplete = next((item for item in items if not item.values.keys() >= set(source_keys)), None)
+        incomplete = next(
+            (item for item in items if not item.values.keys() >= set(source_keys)), None
+        )
         if incomplete is not None:
             key = min(set(source_keys) - incomplete.values.keys())
             raise ValueError(f"the source gave sample {incomplete.id!r} without key {key!r}")
-        values = {key: [[int(value) for value in item.values[key]] for item in items] for key in source_keys}
+        values = {
+            key: [[int(value) for value in item.values[key]] for item in items]
+            for key in source_keys
+        }
         metadata = {
             name: [item.metadata[name] for item in items]
             for name in items[0].metadata
@@ -178,7 +190,9 @@ class SourceLoader(StepLoader):
             request = LoadRequest(ids, values, metadata)
             self._busy = True
             try:
-                answer = await ask(self._caller, self._worker, LOAD, request, timeout_s=self._timeout_s, step=step)
+                answer = await ask(
+                    self._caller, self._worker, LOAD, request, timeout_s=self._timeout_s, step=step
+                )
             finally:
                 self._busy = False
             if len(source_keys) < len(self._keys):
@@ -187,7 +201,8 @@ class SourceLoader(StepLoader):
         return meta
 
     def _dataset_meta(self, answer: LoadAnswer, item: SourceItem) -> SequenceSample:
-        """Return the metadata of the keys that the worker's dataset stored because the source does not give them.
+        """Return the metadata of the keys that the worker's dataset stored because the source does
+        not give them.
 
         Raises ValueError for a key that neither gives.
         """
@@ -195,29 +210,39 @@ class SourceLoader(StepLoader):
         missing = set(self._keys) - set(item.values) - (meta.keys if meta else frozenset())
         if meta is None or missing:
             key = ", ".join(sorted(missing))
-            raise ValueError(f"the source gave sample {item.id!r} without key {key!r}, nor has {self._worker} it")
+            raise ValueError(
+                f"the source gave sample {item.id!r} without key {key!r}, nor has {self._worker} it"
+            )
         return meta
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the source's state and the items that are drawn and not finished, which are loaded again."""
+        """Return the source's state and the items that are drawn and not finished, which are loaded
+        again."""
         pending = {
             str(step): [item.to_map() for item in items]
             for step, items in sorted({**self._restored, **self._drawn}.items())
         }
-        source = self._source.state_dict() if self._state_before_more is None else self._state_before_more
+        source = (
+            self._source.state_dict()
+            if self._state_before_more is None
+            else self._state_before_more
+        )
         return {"source": source, "pending": pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned; to be called before ``run``."""
         self._source.load_state_dict(state["source"])
-        self._restored = {int(step): [SourceItem(**item) for item in items] for step, items in state["pending"].items()}
+        self._restored = {
+            int(step): [SourceItem(**item) for item in items]
+            for step, items in state["pending"].items()
+        }
 
 
 class StepSource:
     """Interface to the master of what makes the samples of the steps.
 
-    The defaults are those of a synchronous run: the trainer has the only engine, so there is nothing to publish, to
-    pause or to report.
+    The defaults are those of a synchronous run: the trainer has the only engine, so there is
+    nothing to publish, to pause or to report.
     """
 
     @property
@@ -241,10 +266,14 @@ class StepSource:
     async def publish(self, completed_steps: int) -> None:
         """Publish the policy after ``completed_steps`` to the workers that sample with it."""
 
-    async def evaluate(self, step: int, evaluation: EvaluationSpec, deliver: Callable[[Report], None]) -> bool:
-        """Start a held-out evaluation with the current weights, after ``step`` steps, in parallel with training.
+    async def evaluate(
+        self, step: int, evaluation: EvaluationSpec, deliver: Callable[[Report], None]
+    ) -> bool:
+        """Start a held-out evaluation with the current weights, after ``step`` steps, in parallel
+        with training.
 
-        ``deliver(report)`` is called at its end. Returns False if the trainer has to run the evaluation itself.
+        ``deliver(report)`` is called at its end. Returns False if the trainer has to run the
+        evaluation itself.
         """
         return False
 
@@ -268,14 +297,16 @@ class StepSource:
         return []
 
     async def live(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the metrics that the display shows between steps: {section: {name: value}}; {} for none."""
+        """Return the metrics that the display shows between steps: {section: {name: value}}; {} for
+        none."""
         return {}
 
     async def before_checkpoint(self) -> None:
         """Make durable what the checkpoint will refer to."""
 
     async def save(self, completed_steps: int, folder: Path) -> None:
-        """Write the state that a resumed run needs into the folder of a checkpoint. Raises OSError."""
+        """Write the state that a resumed run needs into the folder of a checkpoint. Raises
+        OSError."""
 
     async def checkpointed(self, completed_steps: int, folder: str) -> None:
         """Handle that a checkpoint has become valid."""
@@ -288,17 +319,30 @@ class StepSource:
 
 
 class SynchronousSteps(StepSource):
-    """Step source of a synchronous run, which draws samples from a data source; the calls of the graph do the rest.
+    """Step source of a synchronous run, which draws samples from a data source; the calls of the
+    graph do the rest.
 
     ``worker`` stores the values of ``keys``; a step has ``n_seqs`` samples.
     """
 
     def __init__(
-        self, source: DataSource, caller: RpcMaster, *, worker: str, keys: Sequence[str], n_seqs: int, timeout_s: float
+        self,
+        source: DataSource,
+        caller: RpcMaster,
+        *,
+        worker: str,
+        keys: Sequence[str],
+        n_seqs: int,
+        timeout_s: float,
     ) -> None:
         self._source = source
         self._caller = caller
-        self._loader_args: dict[str, Any] = {"worker": worker, "keys": keys, "n_seqs": n_seqs, "timeout_s": timeout_s}
+        self._loader_args: dict[str, Any] = {
+            "worker": worker,
+            "keys": keys,
+            "n_seqs": n_seqs,
+            "timeout_s": timeout_s,
+        }
 
     @property
     def results(self) -> ResultSink:

@@ -1,4 +1,5 @@
-"""Map of which worker stores which tensor, and the plan of the transfers that bring a call's inputs to its workers.
+"""Map of which worker stores which tensor, and the plan of the transfers that bring a call's inputs
+to its workers.
 
 Source: docs/reference/dataflow.md 5 and 7.
 """
@@ -29,7 +30,8 @@ class DataLost(KeyError):
 
 
 class StorageMap:
-    """Owners of all values: sample id -> key -> names of the workers that store it. It holds names, never tensors."""
+    """Owners of all values: sample id -> key -> names of the workers that store it. It holds names,
+    never tensors."""
 
     def __init__(self) -> None:
         self._owners: dict[str, dict[str, list[str]]] = {}
@@ -78,12 +80,13 @@ def make_transfer_plan(
     keys: Sequence[str],
     hosts: Mapping[str, str],
 ) -> list[Fetch]:
-    """Return the transfers that bring ``keys`` of the samples ``placement[worker]`` to every worker.
+    """Return the transfers that bring ``keys`` of the samples ``placement[worker]`` to every
+    worker.
 
-    A value that the worker stores is not transferred. Otherwise the source is an owner on the same host (``hosts``:
-    worker -> host) if there is one, and among equals the one with the fewest values planned so far. Transfers between
-    the same two workers are merged if they have the same keys. Raises DataLost if no worker in ``hosts`` stores a
-    value. Pure and deterministic.
+    A value that the worker stores is not transferred. Otherwise the source is an owner on the same
+    host (``hosts``: worker -> host) if there is one, and among equals the one with the fewest
+    values planned so far. Transfers between the same two workers are merged if they have the same
+    keys. Raises DataLost if no worker in ``hosts`` stores a value. Pure and deterministic.
     """
     planned: Counter[str] = Counter()
     fetches: list[Fetch] = []
@@ -104,7 +107,9 @@ def make_transfer_plan(
     return fetches
 
 
-def _merge_fetches(dst: str, keys_by_source: Mapping[str, Mapping[str, Sequence[str]]]) -> list[Fetch]:
+def _merge_fetches(
+    dst: str, keys_by_source: Mapping[str, Mapping[str, Sequence[str]]]
+) -> list[Fetch]:
     """Return one fetch for all samples that ``dst`` reads the same keys of from the same source."""
     fetches = []
     for src in sorted(keys_by_source):

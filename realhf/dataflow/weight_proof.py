@@ -1,4 +1,5 @@
-"""Checks that engines hold, and compute with, the weights that they were sent: digests, probes and trial changes."""
+"""Checks that engines hold, and compute with, the weights that they were sent: digests, probes and
+trial changes."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from realhf.api.calls import TRIAL_CHANGE, TRIAL_RESTORE, ChangedTensor, Probe, ProbeRequest, UpdateWeightsAnswer
+from realhf.api.calls import (
+    TRIAL_CHANGE,
+    TRIAL_RESTORE,
+    ChangedTensor,
+    Probe,
+    ProbeRequest,
+    UpdateWeightsAnswer,
+)
 from realhf.api.config import GenConfig
 from realhf.api.generation import HeldTensor, StreamingGenerator, WeightsManifest
 from realhf.api.keys import TORCH_NAMES
@@ -25,7 +33,8 @@ if TYPE_CHECKING:
 
 
 class HeldWeights:
-    """Digests of the weights of one engine across updates. Not thread-safe: use it in the thread that loads weights."""
+    """Digests of the weights of one engine across updates. Not thread-safe: use it in the thread
+    that loads weights."""
 
     def __init__(self, engine: StreamingGenerator) -> None:
         self._engine = engine
@@ -46,17 +55,24 @@ class HeldWeights:
             if name not in now or now[name].digest != before.digest
         ]
 
-    def after(self, manifest: WeightsManifest, tensors: Mapping[str, Tensor]) -> dict[str, HeldTensor] | None:
-        """Return the tensors that the engine holds after it has loaded ``tensors``; None if it cannot tell.
+    def after(
+        self, manifest: WeightsManifest, tensors: Mapping[str, Tensor]
+    ) -> dict[str, HeldTensor] | None:
+        """Return the tensors that the engine holds after it has loaded ``tensors``; None if it
+        cannot tell.
 
-        A self-test changes only a few tensors: the digests of the others are reused here, and ``changed`` computes them
-        before the next update.
+        A self-test changes only a few tensors: the digests of the others are reused here, and
+        ``changed`` computes them before the next update.
         """
         import torch
 
         known = self._held if manifest.trial else {}
-        unchanged = {s.name for s in manifest.slots if s.name in known and self._sent.get(s.name) == s.digest}
-        held = self._engine.weight_digests([slot.name for slot in manifest.slots if slot.name not in unchanged])
+        unchanged = {
+            s.name for s in manifest.slots if s.name in known and self._sent.get(s.name) == s.digest
+        }
+        held = self._engine.weight_digests(
+            [slot.name for slot in manifest.slots if slot.name not in unchanged]
+        )
         held |= {name: known[name] for name in unchanged}
         self._held = held
         self._sent = {slot.name: slot.digest for slot in manifest.slots}
@@ -67,33 +83,42 @@ class HeldWeights:
         for slot in manifest.slots:
             tensor = held.get(slot.name)
             if tensor is not None and tensor.proven and tensor.dtype != slot.dtype:
-                # The engine keeps another dtype: add the digest that the sent tensor has after this conversion.
+                # The engine keeps another dtype: add the digest that the sent tensor has after this
+                # conversion.
                 converted = tensors[slot.name].to(getattr(torch, TORCH_NAMES[tensor.dtype]))
-                answer[slot.name] = HeldTensor(tensor.dtype, tensor.digest, digester.digest(converted))
+                answer[slot.name] = HeldTensor(
+                    tensor.dtype, tensor.digest, digester.digest(converted)
+                )
         return answer
 
 
 MAX_DISTANCE_TO_TRAINER = 0.2
-"""Largest mean difference between the log-probabilities of an engine and of the trainer under the changed weights, as a
-fraction of the mean difference that the change makes for the trainer. bf16 rounding gives a few hundredths, an engine
-that computes with another matrix about 1."""
+"""Largest mean difference between the log-probabilities of an engine and of the trainer under the
+changed weights, as a fraction of the mean difference that the change makes for the trainer. bf16
+rounding gives a few hundredths, an engine that computes with another matrix about 1."""
 MAX_DISTANCE_AFTER_RESTORE = 0.01
-"""Largest mean difference between the log-probabilities of an engine before the change and after the restoration, as a
-fraction of the same: for engines that are not deterministic."""
+"""Largest mean difference between the log-probabilities of an engine before the change and after
+the restoration, as a fraction of the same: for engines that are not deterministic."""
 
 
 class WrongWeights(RuntimeError):
-    """An engine holds, or computes with, other weights than those it was sent, so its samples are not of the policy."""
+    """An engine holds, or computes with, other weights than those it was sent, so its samples are
+    not of the policy."""
 
 
-def check_held(worker: str, manifest: WeightsManifest, answer: UpdateWeightsAnswer, before: int) -> None:
-    """Raise WrongWeights if an engine does not hold the tensors of the manifest, or its previous weights (version
-    ``before``) changed in use. The error names the tensor, the expected digest and the found one."""
+def check_held(
+    worker: str, manifest: WeightsManifest, answer: UpdateWeightsAnswer, before: int
+) -> None:
+    """Raise WrongWeights if an engine does not hold the tensors of the manifest, or its previous
+    weights (version ``before``) changed in use. The error names the tensor, the expected digest and
+    the found one."""
     if answer.changed:
         first = answer.changed[0]
         raise WrongWeights(
-            f"{worker}: {first.name} changed while version {before} was in use: its digest was {first.before} and is "
-            f"{first.now} ({_share(len(answer.changed), manifest)}); what it sampled since is not of these weights"
+            f"{worker}: {first.name} changed while version {before} was in use: its digest was "
+            f"{first.before} and is "
+            f"{first.now} ({_share(len(answer.changed), manifest)}); what it sampled since is not "
+            f"of these weights"
         )
     if answer.held is None:
         return
@@ -108,7 +133,10 @@ def check_held(worker: str, manifest: WeightsManifest, answer: UpdateWeightsAnsw
             wrong.append(f"{slot.name} should have digest {expected}, found {found}")
     if wrong:
         share = _share(len(wrong), manifest)
-        raise WrongWeights(f"{worker} does not hold the weights of version {manifest.version}: {wrong[0]} ({share})")
+        raise WrongWeights(
+            f"{worker} does not hold the weights of version {manifest.version}: {wrong[0]} "
+            f"({share})"
+        )
 
 
 def _share(count: int, manifest: WeightsManifest) -> str:
@@ -116,21 +144,30 @@ def _share(count: int, manifest: WeightsManifest) -> str:
 
 
 def find_probe_error(
-    before: Probe, changed: Probe, restored: Probe, scores: tuple[Sequence[float], Sequence[float]] | None
+    before: Probe,
+    changed: Probe,
+    restored: Probe,
+    scores: tuple[Sequence[float], Sequence[float]] | None,
 ) -> str:
     """Return what the probes of a self-test show that an engine does wrong; "" if nothing.
 
-    ``before``, ``changed`` and ``restored``: its samples under the original weights, the changed ones and the original
-    ones again. ``scores``: the trainer's log-probabilities of the tokens of ``changed`` under the changed and the
-    original weights; None if it cannot compute them.
+    ``before``, ``changed`` and ``restored``: its samples under the original weights, the changed
+    ones and the original ones again. ``scores``: the trainer's log-probabilities of the tokens of
+    ``changed`` under the changed and the original weights; None if it cannot compute them.
     """
-    if not all(math.isfinite(value) for probe in (before, changed, restored) for value in probe.logprobs):
-        return f"log-probabilities are not finite: {before.logprobs}, {changed.logprobs}, {restored.logprobs}"
+    if not all(
+        math.isfinite(value) for probe in (before, changed, restored) for value in probe.logprobs
+    ):
+        return (
+            f"log-probabilities are not finite: {before.logprobs}, {changed.logprobs}, "
+            f"{restored.logprobs}"
+        )
     if not before.logprobs or not changed.logprobs:
         return "it sampled nothing"
     if changed == before:
         return (
-            "it ignores updates, or answers from a cache: changed weights left the log-probabilities of the probe as "
+            "it ignores updates, or answers from a cache: changed weights left the "
+            "log-probabilities of the probe as "
             f"they were, {before.logprobs}"
         )
     effect = _mean_distance(before, changed)
@@ -140,21 +177,25 @@ def find_probe_error(
         error = fmean(abs(a - b) for a, b in zip(changed.logprobs, trainer_changed, strict=True))
         if error > MAX_DISTANCE_TO_TRAINER * effect:
             return (
-                f"under the changed weights it computes {changed.logprobs}, the trainer {list(trainer_changed)} for "
+                f"under the changed weights it computes {changed.logprobs}, the trainer "
+                f"{list(trainer_changed)} for "
                 "the same tokens: a part of its weights, or of its cache, is not of this version"
             )
     if restored != before and (
-        restored.token_ids != before.token_ids or _mean_distance(before, restored) > MAX_DISTANCE_AFTER_RESTORE * effect
+        restored.token_ids != before.token_ids
+        or _mean_distance(before, restored) > MAX_DISTANCE_AFTER_RESTORE * effect
     ):
         return (
-            f"with the first weights again it computes {restored.logprobs}, before {before.logprobs}: it did not take "
+            f"with the first weights again it computes {restored.logprobs}, before "
+            f"{before.logprobs}: it did not take "
             "all of the update, or answers from a cache"
         )
     return ""
 
 
 def _mean_distance(one: Probe, other: Probe) -> float:
-    """Return the mean absolute difference of the log-probabilities of two probes; infinity if their tokens differ."""
+    """Return the mean absolute difference of the log-probabilities of two probes; infinity if their
+    tokens differ."""
     if one.token_ids != other.token_ids:
         return math.inf
     return fmean(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))
@@ -164,14 +205,18 @@ WEIGHTS_FILE = "weights.jsonl"
 
 
 class WeightRecord:
-    """Record of all weight versions in ``weights.jsonl`` of the run: their digests, and the engines that held them.
+    """Record of all weight versions in ``weights.jsonl`` of the run: their digests, and the engines
+    that held them.
 
-    A resumed run compares its versions with those published before. ``warn(text)`` is called about a difference, and
-    about engines that cannot report their weights.
+    A resumed run compares its versions with those published before. ``warn(text)`` is called about
+    a difference, and about engines that cannot report their weights.
     """
 
-    def __init__(self, folder: Path, warn: Callable[[str], None], *, completed_steps: int = 0) -> None:
-        """Read the versions that a run resumed after ``completed_steps`` has published before. Raises OSError."""
+    def __init__(
+        self, folder: Path, warn: Callable[[str], None], *, completed_steps: int = 0
+    ) -> None:
+        """Read the versions that a run resumed after ``completed_steps`` has published before.
+        Raises OSError."""
         self._path = folder / WEIGHTS_FILE
         self._warn = warn
         self._warned: set[str] = set()
@@ -181,14 +226,16 @@ class WeightRecord:
         self._earlier, unpublished = _read_published(self._path)
         if completed_steps and completed_steps not in {*self._earlier, *unpublished}:
             warn(
-                f"{self._path} does not say which weights version {completed_steps} had; whether the run goes on with "
+                f"{self._path} does not say which weights version {completed_steps} had; whether "
+                f"the run goes on with "
                 "the same ones is not compared"
             )
         if self._path.exists() and not self._path.read_bytes().endswith(b"\n"):
             self._path.open("a").write("\n")  # the process was killed while it wrote the last line
 
     def published(self, manifest: WeightsManifest) -> None:
-        """Record the publication of a version. A repetition of the last one, as by the self-test, is left out."""
+        """Record the publication of a version. A repetition of the last one, as by the self-test,
+        is left out."""
         if (manifest.version, manifest.digest) == self._last:
             return
         self._last = (manifest.version, manifest.digest)
@@ -196,7 +243,8 @@ class WeightRecord:
         earlier = self._earlier.pop(manifest.version, None)
         if earlier is not None and earlier != digest:
             self._warn(
-                f"the weights of version {manifest.version} are not those that this run published before it was "
+                f"the weights of version {manifest.version} are not those that this run published "
+                f"before it was "
                 f"interrupted: digest {digest}, then {earlier}"
             )
         self._earlier.clear()  # later versions of an earlier process belong to another history
@@ -209,19 +257,25 @@ class WeightRecord:
         )
 
     def unpublished(self, version: int) -> None:
-        """Record that a checkpoint holds a version that was not published, because the run stops."""
+        """Record that a checkpoint holds a version that was not published, because the run
+        stops."""
         self._write(event="unpublished", version=version)
 
     def held(self, worker: str, manifest: WeightsManifest, answer: UpdateWeightsAnswer) -> None:
-        """Record that an engine has loaded a version, with the digest of the tensors that it can report."""
+        """Record that an engine has loaded a version, with the digest of the tensors that it can
+        report."""
         if answer.held is not None:
-            digest = joint_digest({name: tensor.digest for name, tensor in answer.held.items() if tensor.proven})
+            digest = joint_digest(
+                {name: tensor.digest for name, tensor in answer.held.items() if tensor.proven}
+            )
             unproven = sorted(name for name, tensor in answer.held.items() if not tensor.proven)
             row = {"version": manifest.version, "digest": digest, "engine": worker}
             self._write(event="held", **row, **({"unproven": len(unproven)} if unproven else {}))
             if unproven:
                 count = f"{len(unproven)} of {len(manifest.slots)} tensors, e.g. {unproven[0]}"
-                self._warn_once(worker, f"the engine of {worker} cannot tell what it holds of {count}")
+                self._warn_once(
+                    worker, f"the engine of {worker} cannot tell what it holds of {count}"
+                )
             return
         self._warn_once(worker, f"the engine of {worker} cannot tell which weights it holds")
 
@@ -259,12 +313,16 @@ def _read_published(path: Path) -> tuple[dict[int, str], set[int]]:
     return digests, unpublished
 
 
-TEXT = "The quick brown fox jumps over the lazy dog, and 0123456789 are the digits; list every bucket, then stop. "
+TEXT = (
+    "The quick brown fox jumps over the lazy dog, and 0123456789 are the digits; list every "
+    "bucket, then stop. "
+)
 """Text of the probe's prefix, repeated as needed."""
 NEW_TOKENS = 4
 """Tokens that an engine samples for a probe."""
-# Tokens of the prefix. vLLM caches blocks of 128 tokens on the CPU and of 16 elsewhere. The long prefix fills a block,
-# so a cache that outlives an update is detected. The short one fills none, for engines that are to keep their cache.
+# Tokens of the prefix. vLLM caches blocks of 128 tokens on the CPU and of 16 elsewhere. The long
+# prefix fills a block, so a cache that outlives an update is detected. The short one fills none,
+# for engines that are to keep their cache.
 SHORT_PREFIX = 12
 LONG_PREFIX = 144
 SLOT = -1
@@ -274,7 +332,8 @@ WAIT_S = 300.0
 
 
 def probe_ids(tokenizer: Any, engine: str, kv_policy: str, limit: int | None) -> list[int]:
-    """Return the token prefix of the probe for an engine of this name. ``limit``: its longest sequence, in tokens."""
+    """Return the token prefix of the probe for an engine of this name. ``limit``: its longest
+    sequence, in tokens."""
     ids = [int(token) for token in tokenizer.encode(TEXT, add_special_tokens=False)] or [0]
     length = LONG_PREFIX if engine == "vllm" and kv_policy == "recompute" else SHORT_PREFIX
     if limit is not None:
@@ -285,8 +344,8 @@ def probe_ids(tokenizer: Any, engine: str, kv_policy: str, limit: int | None) ->
 class WeightProbe:
     """Sampler of probes from one engine.
 
-    With ``kv_policy="recompute"`` the prefix stays cached between two probes on purpose: an engine that must recompute
-    under new weights must not use the cache of other weights.
+    With ``kv_policy="recompute"`` the prefix stays cached between two probes on purpose: an engine
+    that must recompute under new weights must not use the cache of other weights.
     """
 
     def __init__(self, engine: StreamingGenerator, token_ids: list[int], kv_policy: str) -> None:
@@ -295,8 +354,8 @@ class WeightProbe:
         self._frees_cache = kv_policy != "recompute"
 
     def sample(self, request: ProbeRequest) -> Probe:
-        """Return the prefix and the engine's continuation, with log-probabilities. Raises the engine's error, or
-        TimeoutError."""
+        """Return the prefix and the engine's continuation, with log-probabilities. Raises the
+        engine's error, or TimeoutError."""
         finished = threading.Event()
         outcomes: list[GenOutput | Exception] = []
 
@@ -308,7 +367,9 @@ class WeightProbe:
         self._engine.submit(GenRequest(SLOT, self._token_ids, seed=1), config, (), done)
         if not process_clock.wait(finished.wait, WAIT_S):
             self._engine.abort([SLOT])
-            raise TimeoutError(f"the engine did not answer the probe of its weights within {WAIT_S:g} s")
+            raise TimeoutError(
+                f"the engine did not answer the probe of its weights within {WAIT_S:g} s"
+            )
         if request.last or self._frees_cache:
             self._engine.free([SLOT])
         outcome = outcomes[0]
@@ -320,10 +381,11 @@ class WeightProbe:
 class WeightTrial:
     """The temporary change of an engine's weights in a self-test.
 
-    Of the tensors of each shape, the last one is rolled by one along its first dimension: the embedding, one matrix of
-    each kind, norms. This changes the log-probabilities of any model whose token embeddings differ, and can be undone
-    without a copy. A weight with a merged adapter is changed through the adapter, as in training: ``engine.adapters``
-    has ``names``, ``disturb`` and ``restore``.
+    Of the tensors of each shape, the last one is rolled by one along its first dimension: the
+    embedding, one matrix of each kind, norms. This changes the log-probabilities of any model whose
+    token embeddings differ, and can be undone without a copy. A weight with a merged adapter is
+    changed through the adapter, as in training: ``engine.adapters`` has ``names``, ``disturb`` and
+    ``restore``.
     """
 
     def __init__(self) -> None:
@@ -336,11 +398,12 @@ class WeightTrial:
     def step(
         self, trial: int, engine: Engine, tensors: Mapping[str, Tensor], probes: Sequence[Probe]
     ) -> tuple[list[list[float]], list[list[float]]]:
-        """Change ``tensors``, the engine's weights (``TRIAL_CHANGE``), restore them (``TRIAL_RESTORE``), or neither.
+        """Change ``tensors``, the engine's weights (``TRIAL_CHANGE``), restore them
+        (``TRIAL_RESTORE``), or neither.
 
-        A restoration returns the engine's own log-probabilities of the sampled tokens of each probe, before and after
-        it. They are empty if ``tensors`` are copies, so that the engine itself was not changed. Raises RuntimeError on
-        a step out of turn.
+        A restoration returns the engine's own log-probabilities of the sampled tokens of each
+        probe, before and after it. They are empty if ``tensors`` are copies, so that the engine
+        itself was not changed. Raises RuntimeError on a step out of turn.
         """
         if trial == 0 and not self._changed:
             return [], []
@@ -349,7 +412,9 @@ class WeightTrial:
             self.names = self._changed
             self._roll(engine, tensors, 1)
             own = engine.weights()
-            self._in_place = all(own[name].data_ptr() == tensors[name].data_ptr() for name in self._changed)
+            self._in_place = all(
+                own[name].data_ptr() == tensors[name].data_ptr() for name in self._changed
+            )
             return [], []
         if trial != TRIAL_RESTORE or not self._changed:
             raise RuntimeError(f"step {trial} of a self-test of weight updates, out of turn")
@@ -363,7 +428,9 @@ class WeightTrial:
     def _roll(self, engine: Engine, tensors: Mapping[str, Tensor], by: int) -> None:
         """Change the selected weights (``by`` 1) or restore them (``by`` -1)."""
         adapters = getattr(engine, "adapters", None)
-        adapted = adapters.names.intersection(self._changed) if adapters is not None else frozenset()
+        adapted = (
+            adapters.names.intersection(self._changed) if adapters is not None else frozenset()
+        )
         _roll_tensors(tensors, [name for name in self._changed if name not in adapted], by)
         if adapters is not None and by > 0:
             adapters.disturb(adapted)
@@ -372,7 +439,11 @@ class WeightTrial:
 
 
 def _one_of_each_shape(tensors: Mapping[str, Tensor]) -> list[str]:
-    last = {tuple(t.shape): name for name, t in tensors.items() if t.is_floating_point() and t.ndim and len(t) > 1}
+    last = {
+        tuple(t.shape): name
+        for name, t in tensors.items()
+        if t.is_floating_point() and t.ndim and len(t) > 1
+    }
     return list(last.values())
 
 
@@ -389,6 +460,8 @@ def _scores(engine: Engine, probe: Probe) -> list[float]:
     import torch
 
     ids = torch.tensor(probe.token_ids, dtype=torch.int64)
-    sample = SequenceSample.from_tensors(["probe"], {"packed_input_ids": ids}, {"packed_input_ids": [[len(ids)]]})
+    sample = SequenceSample.from_tensors(
+        ["probe"], {"packed_input_ids": ids}, {"packed_input_ids": [[len(ids)]]}
+    )
     logprobs = engine.logprobs(sample, temperature=1.0, mb_spec=MicroBatchSpec())
     return logprobs[len(ids) - 1 - len(probe.logprobs) :].tolist()

@@ -1,7 +1,8 @@
-"""The master's calls to workers: to one, to all ranks of a group call, or to all workers of a model role.
+"""The master's calls to workers: to one, to all ranks of a group call, or to all workers of a model
+role.
 
-A group call is a call that several workers compute together. Each gets the whole batch; the backend divides it among
-them, and the master does not need to know how.
+A group call is a call that several workers compute together. Each gets the whole batch; the backend
+divides it among them, and the master does not need to know how.
 """
 
 from __future__ import annotations
@@ -40,7 +41,14 @@ A = TypeVar("A", bound=Message)
 
 
 async def ask(
-    caller: RpcMaster, worker: str, call: Call[Q, A], request: Q, *, timeout_s: float, step: int = -1, mfc: str = ""
+    caller: RpcMaster,
+    worker: str,
+    call: Call[Q, A],
+    request: Q,
+    *,
+    timeout_s: float,
+    step: int = -1,
+    mfc: str = "",
 ) -> A:
     """Call a worker and return its answer.
 
@@ -48,14 +56,17 @@ async def ask(
     """
     payload = call.pack(request)
     return call.unpack_answer(
-        await caller.call(worker, call.name, payload, timeout_s=timeout_s, step=step, mfc=mfc), worker
+        await caller.call(worker, call.name, payload, timeout_s=timeout_s, step=step, mfc=mfc),
+        worker,
     )
 
 
 ABORT_S = 5.0
-"""Seconds that the ranks of a failed call have to abort. Until then one of them may report the cause."""
+"""Seconds that the ranks of a failed call have to abort. Until then one of them may report the
+cause."""
 TOLERANCE = 1e-5
-"""Allowed relative difference of a statistic between two ranks, which add the same numbers in different orders."""
+"""Allowed relative difference of a statistic between two ranks, which add the same numbers in
+different orders."""
 DURATION = "_seconds"
 """Suffix of the names of statistics that differ between ranks."""
 
@@ -67,8 +78,8 @@ class RanksDiffer(ValueError):
 def is_group_call(mfc: MFCDef, parallel: Parallel) -> bool:
     """Return whether all workers of a role compute this call together.
 
-    Training always is a group call. Inference is one for a model that is sharded over the workers (FSDP), but not for
-    data-parallel copies; generation never is.
+    Training always is a group call. Inference is one for a model that is sharded over the workers
+    (FSDP), but not for data-parallel copies; generation never is.
     """
     if parallel.size == 1 or mfc.interface_type is InterfaceType.GENERATE:
         return False
@@ -94,10 +105,13 @@ async def gather_weights(
     timeout_s: float,
     step: int = -1,
 ) -> None:
-    """Gather the full weights of a sharded role until it trains again: on each of its workers (``everywhere``) or on
-    the first one. Raises GroupCallFailed."""
+    """Gather the full weights of a sharded role until it trains again: on each of its workers
+    (``everywhere``) or on the first one. Raises GroupCallFailed."""
     number = next(numbers)
-    requests = [GatherRequest(role, GroupPart(number, i, len(workers)), everywhere) for i in range(len(workers))]
+    requests = [
+        GatherRequest(role, GroupPart(number, i, len(workers)), everywhere)
+        for i in range(len(workers))
+    ]
     await ask_all(caller, workers, GATHER, requests, together=True, timeout_s=timeout_s, step=step)
 
 
@@ -114,8 +128,9 @@ async def ask_all(
 ) -> list[Any]:
     """Send each worker its request and return the payloads of their answers.
 
-    The requests are sent without an await in between, so that all workers see the calls of several roles in the same
-    order. ``together``: they compute together. Raises GroupCallFailed after cancelling the other calls.
+    The requests are sent without an await in between, so that all workers see the calls of several
+    roles in the same order. ``together``: they compute together. Raises GroupCallFailed after
+    cancelling the other calls.
     """
     payloads = [call.pack(request) for request in requests]
     futures = [
@@ -132,13 +147,18 @@ async def ask_all(
 
 
 async def first_failure(
-    caller: RpcMaster, workers: Sequence[str], futures: Sequence[asyncio.Future[Any]], *, together: bool
+    caller: RpcMaster,
+    workers: Sequence[str],
+    futures: Sequence[asyncio.Future[Any]],
+    *,
+    together: bool,
 ) -> GroupCallFailed | None:
-    """Wait for the answers of all workers; return the first failure, or None when all have answered.
+    """Wait for the answers of all workers; return the first failure, or None when all have
+    answered.
 
-    If they compute ``together``, the failure of one leaves the others waiting for it, so they are asked to abort. A
-    rank that failed by itself is then preferred over ranks that only lost their peers. This takes at most ``ABORT_S``
-    seconds, even when a rank is stuck.
+    If they compute ``together``, the failure of one leaves the others waiting for it, so they are
+    asked to abort. A rank that failed by itself is then preferred over ranks that only lost their
+    peers. This takes at most ``ABORT_S`` seconds, even when a rank is stuck.
     """
     await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
     if together and _find_failures(workers, futures):
@@ -155,7 +175,9 @@ async def first_failure(
     return min(failures, key=lambda failed: is_consequence(failed.cause)) if failures else None
 
 
-def _find_failures(workers: Sequence[str], futures: Sequence[asyncio.Future[Any]]) -> list[GroupCallFailed]:
+def _find_failures(
+    workers: Sequence[str], futures: Sequence[asyncio.Future[Any]]
+) -> list[GroupCallFailed]:
     return [
         GroupCallFailed(worker, error)
         for worker, future in zip(workers, futures, strict=True)
@@ -188,11 +210,13 @@ def _same(first: Any, other: Any) -> bool:
 class Roles:
     """The model workers of a run, ``model_worker/0`` and so on, by model role.
 
-    ``timeout_s`` bounds each call. ``trusted``: the network is private to the run, so workers on several hosts may
-    train together over it.
+    ``timeout_s`` bounds each call. ``trusted``: the network is private to the run, so workers on
+    several hosts may train together over it.
     """
 
-    def __init__(self, spec: ExperimentSpec, caller: RpcMaster, *, timeout_s: float, trusted: bool = False) -> None:
+    def __init__(
+        self, spec: ExperimentSpec, caller: RpcMaster, *, timeout_s: float, trusted: bool = False
+    ) -> None:
         self._spec = spec
         self._caller = caller
         self._timeout_s = timeout_s
@@ -212,7 +236,10 @@ class Roles:
         The first of them does what one worker does for all, such as exports.
         """
         model = self._spec.models[role]
-        return [_worker_name(i) for i in (sorted(model.workers) if model.parallel.size > 1 else model.workers)]
+        return [
+            _worker_name(i)
+            for i in (sorted(model.workers) if model.parallel.size > 1 else model.workers)
+        ]
 
     def by_role(self) -> dict[str, list[str]]:
         """Return the workers of every role."""
@@ -221,8 +248,8 @@ class Roles:
     async def load(self) -> None:
         """Have every worker load its models.
 
-        Workers that compute together connect to the first of them. Raises RuntimeError when these are on several hosts,
-        unless the network is trusted.
+        Workers that compute together connect to the first of them. Raises RuntimeError when these
+        are on several hosts, unless the network is trusted.
         """
         members = [_worker_name(index) for index in self._spec.world]
         roster = {name: self._caller.roster[name] for name in members}
@@ -231,52 +258,78 @@ class Roles:
         if several_hosts and not self._trusted:
             on = ", ".join(f"{name} on {host}" for name, host in hosts.items())
             raise RuntimeError(
-                f"workers that train together must be on one host (and in one network); they are {on}. What they send "
-                "each other is neither encrypted nor authenticated: say network.trusted=true where nobody but the run "
+                f"workers that train together must be on one host (and in one network); they are "
+                f"{on}. What they send "
+                "each other is neither encrypted nor authenticated: say network.trusted=true where "
+                "nobody but the run "
                 "is on the network between them"
             )
         world = token = ""
         if members:
             answer = await ask(
-                self._caller, members[0], OPEN_WORLD, OpenWorldRequest(several_hosts), timeout_s=self._timeout_s
+                self._caller,
+                members[0],
+                OPEN_WORLD,
+                OpenWorldRequest(several_hosts),
+                timeout_s=self._timeout_s,
             )
             world = answer.address
             token = secrets.token_hex(16)
         await self._ask_all(INITIALIZE, [InitializeRequest(world, token)] * len(self.workers))
 
     async def gather_weights(self, role: str) -> None:
-        """Gather the full weights of a sharded role on its first worker, which then publishes, evaluates or exports
-        alone. Does nothing for a role that is not sharded."""
+        """Gather the full weights of a sharded role on its first worker, which then publishes,
+        evaluates or exports alone. Does nothing for a role that is not sharded."""
         if self._spec.models[role].parallel.fsdp > 1:
             await gather_weights(
-                self._caller, self.numbers, role, self.workers_of(role), everywhere=False, timeout_s=self._timeout_s
+                self._caller,
+                self.numbers,
+                role,
+                self.workers_of(role),
+                everywhere=False,
+                timeout_s=self._timeout_s,
             )
 
     async def save(self, folder: Path) -> list[SavedFile]:
         """Have every worker write its state below ``folder``; return the files.
 
-        Each worker has a folder of its own there; a role whose workers train together has one folder for all of them.
+        Each worker has a folder of its own there; a role whose workers train together has one
+        folder for all of them.
         """
-        answers = await self._ask_all(SAVE, [self._build_request(worker, folder) for worker in self.workers])
+        answers = await self._ask_all(
+            SAVE, [self._build_request(worker, folder) for worker in self.workers]
+        )
         return [file for answer in answers for file in answer.files]
 
     async def restore(self, folder: Path) -> None:
-        """Have every worker read its state. The checkpoint may have been written by another assignment of workers."""
-        await self._ask_all(RESTORE, [self._build_request(worker, folder) for worker in self.workers])
+        """Have every worker read its state. The checkpoint may have been written by another
+        assignment of workers."""
+        await self._ask_all(
+            RESTORE, [self._build_request(worker, folder) for worker in self.workers]
+        )
 
     async def _ask_all(self, call: Call[Q, A], requests: Sequence[Q]) -> list[A]:
         """Send its request to every worker; return the answers.
 
-        Raises the failure of the worker that failed by itself; those that compute together with it fail as well.
+        Raises the failure of the worker that failed by itself; those that compute together with it
+        fail as well.
         """
         together = bool(self._spec.world)
         try:
             payloads = await ask_all(
-                self._caller, self.workers, call, requests, together=together, timeout_s=self._timeout_s
+                self._caller,
+                self.workers,
+                call,
+                requests,
+                together=together,
+                timeout_s=self._timeout_s,
             )
         except GroupCallFailed as failed:
             raise failed.cause from None
-        return [call.unpack_answer(payload, worker) for worker, payload in zip(self.workers, payloads, strict=True)]
+        return [
+            call.unpack_answer(payload, worker)
+            for worker, payload in zip(self.workers, payloads, strict=True)
+        ]
 
     def _build_request(self, worker: str, folder: Path) -> CheckpointRequest:
         own = folder / worker.replace("/", "-")
@@ -291,10 +344,13 @@ class Roles:
 def role_folder(checkpoint: Path, role: str) -> Path | None:
     """Return the folder of a role in a checkpoint; None if it has none.
 
-    It is below the folder of the worker that trained the role or, if several did, directly in the checkpoint.
+    It is below the folder of the worker that trained the role or, if several did, directly in the
+    checkpoint.
     """
     shared = checkpoint / role
-    own = [folder for folder in sorted(checkpoint.glob(f"model_worker-*/{role}")) if folder.is_dir()]
+    own = [
+        folder for folder in sorted(checkpoint.glob(f"model_worker-*/{role}")) if folder.is_dir()
+    ]
     return shared if shared.is_dir() else next(iter(own), None)
 
 

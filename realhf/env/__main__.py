@@ -1,4 +1,5 @@
-"""python -m realhf.env check|init|list|play: try an environment, write one, list the registered ones, play one.
+"""python -m realhf.env check|init|list|play: try an environment, write one, list the registered
+ones, play one.
 
 python -m realhf.env list
 python -m realhf.env init guess
@@ -33,7 +34,8 @@ _FILE_COLUMNS = 160
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns the exit status: 2 for wrong arguments, 130 after an interrupt, else the command's."""
+    """Run a command. Returns the exit status: 2 for wrong arguments, 130 after an interrupt, else
+    the command's."""
     arguments = _parsed(_parser(), argv)
     console = Console() if sys.stdout.isatty() else Console(width=_FILE_COLUMNS)
     try:

@@ -1,6 +1,8 @@
-"""Decides which task comes next, by priority, learnability or neither, and offers the tasks as a data source.
+"""Decides which task comes next, by priority, learnability or neither, and offers the tasks as a
+data source.
 
-Choosing reads statistics and draws from the seeded generator; ``record_template`` alone changes them. Thread-safe.
+Choosing reads statistics and draws from the seeded generator; ``record_template`` alone changes
+them. Thread-safe.
 
 *priority* is the classic rule of docs/reference/environment.md 8. *learnability* draws where there is something to
 learn: most training goes to what succeeds sometimes, a little to everything (docs/reference/learning.md 2). Training
@@ -28,15 +30,16 @@ GROUP_SUCCESS = ("fraction", "any")
 WEAK_RATE = 0.7
 _SEED_BITS = 31
 _FAILURES = 3
-"""After so many groups without a valid rollout a template that was never tried comes first no longer."""
+"""After so many groups without a valid rollout a template that was never tried comes first no
+longer."""
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
 class TaskSet(Protocol[T_co]):
-    """Offers a curriculum templates, by name or number, in groups of rising difficulty, and instances of them;
-    ``realhf.api.environment.TaskSet`` is one."""
+    """Offers a curriculum templates, by name or number, in groups of rising difficulty, and
+    instances of them; ``realhf.api.environment.TaskSet`` is one."""
 
     @property
     def group_of(self) -> Mapping[Any, str]:
@@ -55,9 +58,10 @@ class TaskSet(Protocol[T_co]):
 
 @dataclass
 class TemplateRecord:
-    """Holds what is known about one template. ``results``: the last ones, oldest first; ``failures``: groups without a
-    valid rollout; ``successes``/``weight``: the decayed sums of the learnability rate; ``interval`` (0 before
-    graduation) and ``reference``: the spaced repetition schedule."""
+    """Holds what is known about one template. ``results``: the last ones, oldest first;
+    ``failures``: groups without a valid rollout; ``successes``/``weight``: the decayed sums of the
+    learnability rate; ``interval`` (0 before graduation) and ``reference``: the spaced repetition
+    schedule."""
 
     results: list[float] = field(default_factory=list)
     attempts: int = 0
@@ -70,8 +74,8 @@ class TemplateRecord:
 
     @property
     def untried(self) -> bool:
-        """Whether the template has no result yet and can be expected to have one. One whose environment always fails
-        would else take a place in every batch."""
+        """Whether the template has no result yet and can be expected to have one. One whose
+        environment always fails would else take a place in every batch."""
         return not self.attempts and self.failures < _FAILURES
 
     @property
@@ -83,7 +87,8 @@ class TemplateRecord:
 class Curriculum(Generic[T]):
     """Draws tasks, records results and keeps metrics and state: what the strategies have in common.
 
-    Raises ValueError for a task set without templates, LookupError for a template that it does not hold.
+    Raises ValueError for a task set without templates, LookupError for a template that it does not
+    hold.
 
     Args:
         seed: of the draws.
@@ -102,9 +107,13 @@ class Curriculum(Generic[T]):
         group_success: str = "fraction",
     ) -> None:
         if group_success not in GROUP_SUCCESS:
-            raise ValueError(f"group_success is {group_success!r}; allowed: {', '.join(GROUP_SUCCESS)}")
+            raise ValueError(
+                f"group_success is {group_success!r}; allowed: {', '.join(GROUP_SUCCESS)}"
+            )
         if not tasks.group_of:
-            raise ValueError("the curriculum has no task in the groups and with the tags it was given")
+            raise ValueError(
+                "the curriculum has no task in the groups and with the tags it was given"
+            )
         self._tasks = tasks
         self._group_of = dict(tasks.group_of)
         self._groups = [group for group in tasks.groups if group in self._group_of.values()]
@@ -123,9 +132,13 @@ class Curriculum(Generic[T]):
             self._rewards: list[float] = []
 
     def draw(self, count: int) -> list[tuple[Any, int]]:
-        """Return template and seed of ``count`` training tasks for one batch, as different as the strategy allows."""
+        """Return template and seed of ``count`` training tasks for one batch, as different as the
+        strategy allows."""
         with self._lock:
-            return [(template_id, self._rng.getrandbits(_SEED_BITS)) for template_id in self._choose(count)]
+            return [
+                (template_id, self._rng.getrandbits(_SEED_BITS))
+                for template_id in self._choose(count)
+            ]
 
     def next_task(self, seed: int | None = None) -> T:
         """Return the task to play now; ``seed`` fixes the instance instead of drawing it."""
@@ -134,15 +147,21 @@ class Curriculum(Generic[T]):
 
     def next_tasks(self, count: int) -> list[T]:
         """Return ``count`` training tasks for one batch, as different as the strategy allows."""
-        return [self._tasks.instantiate(template_id, seed) for template_id, seed in self.draw(count)]
+        return [
+            self._tasks.instantiate(template_id, seed) for template_id, seed in self.draw(count)
+        ]
 
     def record_result(self, task: Any, achieved: bool | float | None, reward: float = 0.0) -> None:
-        """Record a result for the template of ``task``, its ``task_id``; see ``record_template``."""
+        """Record a result for the template of ``task``, its ``task_id``; see
+        ``record_template``."""
         self.record_template(task.task_id, achieved, reward)
 
-    def record_template(self, task_id: Any, achieved: bool | float | None, reward: float = 0.0) -> None:
-        """Record a result; there is no other way in. A group counts as one episode; ``achieved`` is the fraction of its
-        valid rollouts that achieved the task, None for a group without valid rollouts."""
+    def record_template(
+        self, task_id: Any, achieved: bool | float | None, reward: float = 0.0
+    ) -> None:
+        """Record a result; there is no other way in. A group counts as one episode; ``achieved`` is
+        the fraction of its valid rollouts that achieved the task, None for a group without valid
+        rollouts."""
         self._check_known(task_id)
         with self._lock:
             if achieved is None:
@@ -175,10 +194,11 @@ class Curriculum(Generic[T]):
         raise NotImplementedError
 
     def get_stats(self) -> dict[str, Any]:
-        """Return what a person asks for: ``episode_count``, ``invalid_groups``, ``avg_reward_last_10``;
-        ``skill_profile`` {task id: success rate} of what was tried; lists of task ids ``graduated_tasks``,
-        ``weak_spots`` (below 0.7, not graduated), ``spaced_rep_due``; ``group``, ``group_episodes``,
-        ``group_success_rate``, ``promotions`` [(episode, group)], empty in a strategy that takes all groups at once."""
+        """Return what a person asks for: ``episode_count``, ``invalid_groups``,
+        ``avg_reward_last_10``; ``skill_profile`` {task id: success rate} of what was tried; lists
+        of task ids ``graduated_tasks``, ``weak_spots`` (below 0.7, not graduated),
+        ``spaced_rep_due``; ``group``, ``group_episodes``, ``group_success_rate``, ``promotions``
+        [(episode, group)], empty in a strategy that takes all groups at once."""
         with self._lock:
             tried = {key: record for key, record in self._records.items() if record.attempts}
             rates = {key: self.success_rate(key) for key in tried}
@@ -188,16 +208,23 @@ class Curriculum(Generic[T]):
                 "group_episodes": 0,
                 "group_success_rate": 0.0,
                 "graduated_tasks": [key for key, record in tried.items() if record.graduated],
-                "weak_spots": [key for key, rate in rates.items() if rate < WEAK_RATE and not tried[key].graduated],
+                "weak_spots": [
+                    key
+                    for key, rate in rates.items()
+                    if rate < WEAK_RATE and not tried[key].graduated
+                ],
                 "skill_profile": rates,
                 "spaced_rep_due": [],
-                "avg_reward_last_10": sum(self._rewards) / len(self._rewards) if self._rewards else 0.0,
+                "avg_reward_last_10": sum(self._rewards) / len(self._rewards)
+                if self._rewards
+                else 0.0,
                 "invalid_groups": self._invalid_groups,
                 "promotions": [],
             }
 
     def stats(self) -> dict[str, float]:
-        """Return metrics for the step's log: episodes, invalid groups, mean reward, success rate by group, untried."""
+        """Return metrics for the step's log: episodes, invalid groups, mean reward, success rate by
+        group, untried."""
         with self._lock:
             figures = {
                 "episodes": float(self._episodes),
@@ -230,16 +257,19 @@ class Curriculum(Generic[T]):
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state. Another task set is a warning: known templates keep their records, others
-        start as new. Raises ValueError for another version or strategy."""
+        """Continue from a saved state. Another task set is a warning: known templates keep their
+        records, others start as new. Raises ValueError for another version or strategy."""
         if state.get("version") != STATE_VERSION or state.get("strategy") != self.strategy:
             raise ValueError(
-                f"curriculum state is of version {state.get('version')}, strategy {state.get('strategy')!r}; "
+                f"curriculum state is of version {state.get('version')}, strategy "
+                f"{state.get('strategy')!r}; "
                 f"wanted {STATE_VERSION}, {self.strategy!r}"
             )
         with self._lock:
             if state["tasks"] != self._task_set():
-                logger.warning("the saved curriculum is about another set of tasks; unknown ones start as new")
+                logger.warning(
+                    "the saved curriculum is about another set of tasks; unknown ones start as new"
+                )
             version, internal, gauss = state["rng"]
             self._rng.setstate((version, tuple(internal), gauss))
             self._episodes = state["episodes"]
@@ -247,15 +277,18 @@ class Curriculum(Generic[T]):
             self._rewards = list(state["rewards"])
             saved = state["records"]
             for key in self._records:
-                self._records[key] = TemplateRecord(**saved[str(key)]) if str(key) in saved else TemplateRecord()
+                self._records[key] = (
+                    TemplateRecord(**saved[str(key)]) if str(key) in saved else TemplateRecord()
+                )
 
     def _task_set(self) -> str:
         return hashlib.sha256(json.dumps(sorted(self._group_of.items())).encode()).hexdigest()[:16]
 
 
 class LearnabilityCurriculum(Curriculum[T]):
-    """Draws templates with weight p(1-p) + ``floor``; untried templates come first, but are no more than
-    ``untried_share`` of a batch once others succeed sometimes. ``decay`` forgets older groups."""
+    """Draws templates with weight p(1-p) + ``floor``; untried templates come first, but are no more
+    than ``untried_share`` of a batch once others succeed sometimes. ``decay`` forgets older
+    groups."""
 
     strategy = "learnability"
 
@@ -289,12 +322,20 @@ class LearnabilityCurriculum(Curriculum[T]):
         tried = [template_id for template_id, record in self._records.items() if not record.untried]
         self._rng.shuffle(untried)
         most = count
-        if self._untried_share < 1 and any(self.weight(template_id) > self._floor for template_id in tried):
-            most = int(self._untried_share * count + self._rng.random())  # of batches of one, too, that share
+        if self._untried_share < 1 and any(
+            self.weight(template_id) > self._floor for template_id in tried
+        ):
+            most = int(
+                self._untried_share * count + self._rng.random()
+            )  # of batches of one, too, that share
         chosen = untried[:most]
         if len(chosen) < count:
             templates = self._drawn_from(tried or untried)
-            weights = [self.weight(template_id) for template_id in templates] if tried else [1.0] * len(untried)
+            weights = (
+                [self.weight(template_id) for template_id in templates]
+                if tried
+                else [1.0] * len(untried)
+            )
             chosen += _even_draws(self._rng, templates, weights, count - len(chosen))
         return chosen
 
@@ -307,7 +348,8 @@ class LearnabilityCurriculum(Curriculum[T]):
 
 
 class UniformCurriculum(LearnabilityCurriculum[T]):
-    """Draws all templates alike, but for those whose environment always fails; untried ones come first."""
+    """Draws all templates alike, but for those whose environment always fails; untried ones come
+    first."""
 
     strategy = "uniform"
 
@@ -316,13 +358,17 @@ class UniformCurriculum(LearnabilityCurriculum[T]):
         return 1.0 if self._records[template_id].attempts else self._floor
 
     def _drawn_from(self, templates: list[Any]) -> list[Any]:
-        # Even draws walk through them in their order: with equal weights always the same ones would come together.
+        # Even draws walk through them in their order: with equal weights always the same ones would
+        # come together.
         return self._rng.sample(templates, len(templates))
 
 
-def _even_draws(rng: random.Random, items: Sequence[Any], weights: Sequence[float], count: int) -> list[Any]:
-    """Make ``count`` weighted draws that hit each item within one of its expected number (systematic resampling), in
-    random order: a batch then follows the weights as closely as it can."""
+def _even_draws(
+    rng: random.Random, items: Sequence[Any], weights: Sequence[float], count: int
+) -> list[Any]:
+    """Make ``count`` weighted draws that hit each item within one of its expected number
+    (systematic resampling), in random order: a batch then follows the weights as closely as it
+    can."""
     step = sum(weights) / count
     position = rng.random() * step
     cumulative = weights[0]
@@ -340,9 +386,10 @@ def _even_draws(rng: random.Random, items: Sequence[Any], weights: Sequence[floa
 
 @dataclass(frozen=True)
 class PriorityRule:
-    """Holds the constants of the priority strategy. ``promotion``: least episodes and success rate that lead out of
-    the first group, the second, ...; the last pair holds for all further ones. ``untried``, ``weak``, ``due`` and
-    ``recent``: what they add to a template's score (``weak`` times 1 - rate)."""
+    """Holds the constants of the priority strategy. ``promotion``: least episodes and success rate
+    that lead out of the first group, the second, ...; the last pair holds for all further ones.
+    ``untried``, ``weak``, ``due`` and ``recent``: what they add to a template's score (``weak``
+    times 1 - rate)."""
 
     untried: float = 100.0
     weak: float = 50.0
@@ -365,9 +412,12 @@ class PriorityRule:
 
     @classmethod
     def of(cls, preset: str = "standard", **changes: Any) -> PriorityRule:
-        """Return a preset with some constants changed. Raises ValueError for an unknown preset or constant."""
+        """Return a preset with some constants changed. Raises ValueError for an unknown preset or
+        constant."""
         if preset not in PRESETS:
-            raise ValueError(f"curriculum preset {preset!r} is unknown; known: {', '.join(sorted(PRESETS))}")
+            raise ValueError(
+                f"curriculum preset {preset!r} is unknown; known: {', '.join(sorted(PRESETS))}"
+            )
         try:
             return replace(PRESETS[preset], **changes)
         except TypeError as error:
@@ -383,11 +433,16 @@ PRESETS: Mapping[str, PriorityRule] = {
 def decayed_rate(results: Sequence[float], decay: float) -> float:
     """Return the success rate with weight decay**age, age 0 being the last; 0 without results."""
     weights = [decay**age for age in range(len(results))]
-    return sum(w * r for w, r in zip(weights, reversed(results), strict=True)) / sum(weights) if results else 0.0
+    return (
+        sum(w * r for w, r in zip(weights, reversed(results), strict=True)) / sum(weights)
+        if results
+        else 0.0
+    )
 
 
 class PriorityCurriculum(Curriculum[T]):
-    """Draws the template with the highest priority, among the current group and what is due from those before it."""
+    """Draws the template with the highest priority, among the current group and what is due from
+    those before it."""
 
     strategy = "priority"
 
@@ -440,14 +495,19 @@ class PriorityCurriculum(Curriculum[T]):
             for template_id, group in self._group_of.items()
             if group == self.group or (group in earlier and self._due(self._records[template_id]))
         ]
-        ranked = sorted(candidates, key=lambda template_id: (-self.priority(template_id), self._rng.random()))
+        ranked = sorted(
+            candidates, key=lambda template_id: (-self.priority(template_id), self._rng.random())
+        )
         return [ranked[index % len(ranked)] for index in range(count)]
 
     def _learn(self, template_id: Any, record: TemplateRecord, result: float) -> None:
         rule = self.rule
         due = self._due(record, before=1)
         record.results = [*record.results, result][-rule.window :]
-        mastered = record.attempts >= rule.mastery_attempts and self.success_rate(template_id) >= rule.mastery_rate
+        mastered = (
+            record.attempts >= rule.mastery_attempts
+            and self.success_rate(template_id) >= rule.mastery_rate
+        )
         if not mastered:
             record.interval = 0
         elif not record.graduated:
@@ -455,7 +515,9 @@ class PriorityCurriculum(Curriculum[T]):
             record.reference = self._episodes
         elif due:
             passed = result >= rule.mastery_rate
-            record.interval = min(2 * record.interval, rule.longest_interval) if passed else rule.first_interval
+            record.interval = (
+                min(2 * record.interval, rule.longest_interval) if passed else rule.first_interval
+            )
             record.reference = self._episodes
         if self._group_of[template_id] == self.group:
             self._group_results.append(result)
@@ -477,18 +539,22 @@ class PriorityCurriculum(Curriculum[T]):
             self._promotions.append((self._episodes, self.group))
 
     def get_stats(self) -> dict[str, Any]:
-        """See ``Curriculum``; adds the group, its results, re-tests that are due, and promotions."""
+        """See ``Curriculum``; adds the group, its results, re-tests that are due, and
+        promotions."""
         with self._lock:
             return super().get_stats() | {
                 "group": self.group,
                 "group_episodes": len(self._group_results),
                 "group_success_rate": decayed_rate(self._group_results, self.rule.decay),
-                "spaced_rep_due": [key for key, record in self._records.items() if self._due(record)],
+                "spaced_rep_due": [
+                    key for key, record in self._records.items() if self._due(record)
+                ],
                 "promotions": list(self._promotions),
             }
 
     def stats(self) -> dict[str, float]:
-        """See ``Curriculum``; adds the group's number and episodes, and how many templates are graduated and due."""
+        """See ``Curriculum``; adds the group's number and episodes, and how many templates are
+        graduated and due."""
         with self._lock:
             records = self._records.values()
             return super().stats() | {
@@ -511,14 +577,22 @@ class PriorityCurriculum(Curriculum[T]):
         """See ``Curriculum``. A group that is not known starts at the first."""
         with self._lock:
             if state.get("strategy") == self.strategy and "group" not in state:
-                raise ValueError("the state of this priority curriculum was saved by an earlier release")
+                raise ValueError(
+                    "the state of this priority curriculum was saved by an earlier release"
+                )
             super().load_state_dict(state)
-            self._group_index = self._groups.index(state["group"]) if state["group"] in self._groups else 0
+            self._group_index = (
+                self._groups.index(state["group"]) if state["group"] in self._groups else 0
+            )
             self._group_results = list(state["group_results"])
             self._promotions = [(episode, group) for episode, group in state.get("promotions", [])]
 
 
-STRATEGIES = (LearnabilityCurriculum.strategy, PriorityCurriculum.strategy, UniformCurriculum.strategy)
+STRATEGIES = (
+    LearnabilityCurriculum.strategy,
+    PriorityCurriculum.strategy,
+    UniformCurriculum.strategy,
+)
 
 
 def make_curriculum(
@@ -530,23 +604,30 @@ def make_curriculum(
     untried_share: float = 1.0,
     priority: Mapping[str, Any] | None = None,
 ) -> Curriculum[T]:
-    """Build the curriculum; ``untried_share`` is for all but ``priority``. For this, ``preset`` and constants of
-    ``PriorityRule`` that differ from it may be given. Raises ValueError for an unknown strategy, preset or constant."""
+    """Build the curriculum; ``untried_share`` is for all but ``priority``. For this, ``preset`` and
+    constants of ``PriorityRule`` that differ from it may be given. Raises ValueError for an unknown
+    strategy, preset or constant."""
     if strategy == LearnabilityCurriculum.strategy:
-        return LearnabilityCurriculum(seed, tasks, untried_share=untried_share, group_success=group_success)
+        return LearnabilityCurriculum(
+            seed, tasks, untried_share=untried_share, group_success=group_success
+        )
     if strategy == UniformCurriculum.strategy:
-        return UniformCurriculum(seed, tasks, untried_share=untried_share, group_success=group_success)
+        return UniformCurriculum(
+            seed, tasks, untried_share=untried_share, group_success=group_success
+        )
     if strategy == PriorityCurriculum.strategy:
         rule = PriorityRule.of(**(priority or {}))
         return PriorityCurriculum(seed, tasks, rule=rule, group_success=group_success)
-    raise ValueError(f"curriculum strategy {strategy!r} is unknown; known: {', '.join(sorted(STRATEGIES))}")
+    raise ValueError(
+        f"curriculum strategy {strategy!r} is unknown; known: {', '.join(sorted(STRATEGIES))}"
+    )
 
 
 class TaskSource:
     """Draws tasks of the training split from a curriculum, without end.
 
-    Ids are ``<task id>@<n>`` with n counting from 0. Metadata holds what ``parse_task`` reads, and ``template``, the
-    id in the curriculum. There are no values: the task travels as metadata.
+    Ids are ``<task id>@<n>`` with n counting from 0. Metadata holds what ``parse_task`` reads, and
+    ``template``, the id in the curriculum. There are no values: the task travels as metadata.
     """
 
     def __init__(
@@ -561,7 +642,12 @@ class TaskSource:
     ) -> None:
         self._tasks = build_environment(environment, options or {}).tasks(TRAIN)
         self._curriculum = make_curriculum(
-            strategy, seed, self._tasks, group_success=group_success, untried_share=untried_share, priority=priority
+            strategy,
+            seed,
+            self._tasks,
+            group_success=group_success,
+            untried_share=untried_share,
+            priority=priority,
         )
         self._drawn = 0
 
@@ -575,7 +661,8 @@ class TaskSource:
         return items
 
     def record(self, results: Sequence[SampleResult]) -> None:
-        """Report results to the curriculum; rollouts that failed through no fault of the policy do not count."""
+        """Report results to the curriculum; rollouts that failed through no fault of the policy do
+        not count."""
         for result in results:
             valid = [i for i, reward in enumerate(result.rewards) if reward is not None]
             achieved = sum(bool(result.achieved[i]) for i in valid) / len(valid) if valid else None

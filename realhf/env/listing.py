@@ -17,7 +17,10 @@ from realhf.env.check.calls import described
 from realhf.env.loader.load import build_environment, definition_of
 from realhf.registry import environments
 
-ABOUT = "List the registered environments with their default options: tasks, tools, solver, what they are about."
+ABOUT = (
+    "List the registered environments with their default options: tasks, tools, solver, what they "
+    "are about."
+)
 _RESET_S = 10.0
 
 
@@ -39,14 +42,23 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 def about(name: str) -> dict[str, Any]:
     """Return what the list says of one environment; ``error`` is "" unless it does not load."""
-    row: dict[str, Any] = {"name": name, "groups": {}, "interface": "", "solver": False, "service": "", "about": ""}
+    row: dict[str, Any] = {
+        "name": name,
+        "groups": {},
+        "interface": "",
+        "solver": False,
+        "service": "",
+        "about": "",
+    }
     try:
         definition = definition_of(name)
         row["about"] = _first_sentence(inspect.getdoc(definition.options) or "")
         if needed := getattr(definition.options, "needs", ""):
             return row | {"interface": f"needs env.{needed}", "error": ""}
         spec = build_environment(name, {})
-        row["solver"] = spec.demonstrate is not None or getattr(spec, "demonstrations", None) is not None
+        row["solver"] = (
+            spec.demonstrate is not None or getattr(spec, "demonstrations", None) is not None
+        )
         row["service"] = spec.launch.module if spec.launch else ""
         for split in SPLITS:
             found = [*spec.tasks(split).group_of.values()]
@@ -78,10 +90,20 @@ def _first_sentence(text: str) -> str:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("name", "groups: templates to train on + held out", "policy sees", "solver", "lives in", "about")
+    table = Table(
+        "name",
+        "groups: templates to train on + held out",
+        "policy sees",
+        "solver",
+        "lives in",
+        "about",
+    )
     for row in rows:
         train, held_out = (row["groups"].get(split, {}) for split in SPLITS)
-        groups = ", ".join(f"{group} {train.get(group, 0)}+{held_out.get(group, 0)}" for group in {**train, **held_out})
+        groups = ", ".join(
+            f"{group} {train.get(group, 0)}+{held_out.get(group, 0)}"
+            for group in {**train, **held_out}
+        )
         table.add_row(
             row["name"],
             Text(groups),

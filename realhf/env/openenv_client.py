@@ -1,9 +1,9 @@
 """Drives OpenEnv sessions over a WebSocket and reads what a server reports about itself.
 
-Connecting is a handshake and a state probe. A request whose answer did not arrive (timeout, cancellation, lost
-connection) poisons the connection: it is closed at once and never used again, so a late reply can never be read as the
-answer to another request. Where the server echoes ids, every reply must carry its request's. Source:
-docs/reference/environment.md 2.1, 2.3, 2.4.
+Connecting is a handshake and a state probe. A request whose answer did not arrive (timeout,
+cancellation, lost connection) poisons the connection: it is closed at once and never used again, so
+a late reply can never be read as the answer to another request. Where the server echoes ids, every
+reply must carry its request's. Source: docs/reference/environment.md 2.1, 2.3, 2.4.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 _MAX_REPLY_BYTES = 4 << 20
 _CLOSE_S = 2.0
 _ARITHMETIC = (
-    "a trainer opens one session per episode of its generation batch (per-device batch x accumulation steps x "
+    "a trainer opens one session per episode of its generation batch (per-device batch x "
+    "accumulation steps x "
     "devices), and the server must have at least as many (--pool-size)"
 )
 
@@ -72,13 +73,20 @@ class MessageTimeout(TimeoutError):
 
 
 class EnvError(RuntimeError):
-    """The server answered with an error frame; the session stays usable. ``code`` is the wire's error code;
-    ``retryable``: the server reports that nothing was executed and the request may be sent again; ``details`` is what
-    a stock server says of each field of a message that it refuses, any JSON; ``kind`` is how the environment failed
-    (``realhf.api.environment.FAILURE_KINDS``), "" where the server does not say it."""
+    """The server answered with an error frame; the session stays usable. ``code`` is the wire's
+    error code; ``retryable``: the server reports that nothing was executed and the request may be
+    sent again; ``details`` is what a stock server says of each field of a message that it refuses,
+    any JSON; ``kind`` is how the environment failed (``realhf.api.environment.FAILURE_KINDS``), ""
+    where the server does not say it."""
 
     def __init__(
-        self, code: str, message: str, *, retryable: bool = False, details: Any = None, kind: str = ""
+        self,
+        code: str,
+        message: str,
+        *,
+        retryable: bool = False,
+        details: Any = None,
+        kind: str = "",
     ) -> None:
         super().__init__(f"{code}: {message}")
         self.code = code
@@ -88,7 +96,8 @@ class EnvError(RuntimeError):
 
 
 def failure_kind(error: EnvError | ConnectionError | TimeoutError) -> str:
-    """Return how an environment failed that answered with ``error``, or did not answer (``FAILURE_KINDS``)."""
+    """Return how an environment failed that answered with ``error``, or did not answer
+    (``FAILURE_KINDS``)."""
     if isinstance(error, EnvError):
         return "unavailable" if error.retryable else "internal"
     if isinstance(error, CapacityError):
@@ -108,7 +117,8 @@ class OpenEnvClient:
         correlate: number the requests and check the ids of the replies (for servers whose ``/metadata`` says
             ``"correlation": true``).
 
-    After a loss ``connect`` opens a new session. ``probe`` is the state that the server showed at connecting.
+    After a loss ``connect`` opens a new session. ``probe`` is the state that the server showed at
+    connecting.
     """
 
     def __init__(
@@ -163,7 +173,9 @@ class OpenEnvClient:
         except EnvError as error:
             self.abort()
             if error.code == "CAPACITY_REACHED":
-                raise CapacityError(f"{self.url} refused the session: {error}; {_ARITHMETIC}") from error
+                raise CapacityError(
+                    f"{self.url} refused the session: {error}; {_ARITHMETIC}"
+                ) from error
             raise ConnectError(f"{self.url} refused the session: {error}") from error
         except (OSError, InvalidHandshake, TimeoutError) as error:
             self.abort()
@@ -174,7 +186,8 @@ class OpenEnvClient:
             raise
 
     async def reset(self, /, **kwargs: Any) -> StepResult:
-        """Start an episode. Raises EnvError, ConnectionLost, ConnectionPoisoned or MessageTimeout."""
+        """Start an episode. Raises EnvError, ConnectionLost, ConnectionPoisoned or
+        MessageTimeout."""
         return await self._result({"type": "reset", "data": kwargs})
 
     async def step(self, command: str | Mapping[str, Any]) -> StepResult:
@@ -187,8 +200,8 @@ class OpenEnvClient:
         return (await self._reply({"type": "state"}, "state"))["data"]
 
     async def _first_state(self, connection: ClientConnection) -> dict[str, Any]:
-        """Probe the state. A full server says so and closes, perhaps before it is asked; that answer counts all the
-        same."""
+        """Probe the state. A full server says so and closes, perhaps before it is asked; that
+        answer counts all the same."""
         try:
             return await self.state()
         except ConnectionLost:
@@ -205,7 +218,8 @@ class OpenEnvClient:
             raise self._not_the_wire(error) from error
 
     async def close(self) -> None:
-        """Say goodbye and close, within seconds; harmless when the server is gone or hangs, or when repeated."""
+        """Say goodbye and close, within seconds; harmless when the server is gone or hangs, or when
+        repeated."""
         connection = self._connection
         self._connection = None
         if connection is None:
@@ -245,7 +259,9 @@ class OpenEnvClient:
                 text = await connection.recv()
         except TimeoutError as error:
             self.abort()
-            raise MessageTimeout(f"no reply from {self.url} within {self._message_timeout:g} s") from error
+            raise MessageTimeout(
+                f"no reply from {self.url} within {self._message_timeout:g} s"
+            ) from error
         except ConnectionClosed as error:
             self.abort()
             raise ConnectionLost(f"{self.url} closed the connection: {error}") from error
@@ -257,7 +273,9 @@ class OpenEnvClient:
             if reply["type"] not in (kind, "error"):
                 raise ValueError(f"a {kind} reply was due, not {reply['type']!r}")
             if reply.get("id") != message.get("id"):
-                raise ValueError(f"the reply to request {message.get('id')} was due, not to {reply.get('id')!r}")
+                raise ValueError(
+                    f"the reply to request {message.get('id')} was due, not to {reply.get('id')!r}"
+                )
             data = reply["data"]
             failure = _said(data) if reply["type"] == "error" else None
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -287,7 +305,9 @@ def websocket_url(base_url: str) -> str:
     if not separator or scheme not in schemes or not rest.strip("/"):
         raise ValueError(f"not the address of an environment server: {base_url!r}")
     rest = rest.rstrip("/")
-    return f"{schemes[scheme]}://{rest}" if rest.endswith("/ws") else f"{schemes[scheme]}://{rest}/ws"
+    return (
+        f"{schemes[scheme]}://{rest}" if rest.endswith("/ws") else f"{schemes[scheme]}://{rest}/ws"
+    )
 
 
 def _refusal(url: str, error: InvalidStatus) -> ConnectError:
@@ -308,8 +328,8 @@ _MOST_BYTES = 1 << 20
 
 
 def without_token(url: str) -> tuple[str, str | None]:
-    """Return an address without the token that stands before its host (``http://:TOKEN@HOST``), and the token; None
-    where there is none."""
+    """Return an address without the token that stands before its host (``http://:TOKEN@HOST``), and
+    the token; None where there is none."""
     scheme, separator, rest = url.partition("://")
     before, at, host = rest.partition("@")
     if not at or "/" in before:
@@ -320,8 +340,8 @@ def without_token(url: str) -> tuple[str, str | None]:
 async def fetch_metadata(
     base_url: str, token: str | None = None, timeout_s: float = 20.0, tls: SSLContext | None = None
 ) -> dict[str, Any]:
-    """Return the JSON object at ``/metadata``; {} when the server has none or does not answer in time (connecting tells
-    why). Raises ValueError for a bad address."""
+    """Return the JSON object at ``/metadata``; {} when the server has none or does not answer in
+    time (connecting tells why). Raises ValueError for a bad address."""
     websocket_url(base_url)
     try:
         found = await fetch_page(base_url, "metadata", token, timeout_s, tls)
@@ -331,20 +351,32 @@ async def fetch_metadata(
 
 
 async def fetch_page(
-    base_url: str, page: str, token: str | None = None, timeout_s: float = 20.0, tls: SSLContext | None = None
+    base_url: str,
+    page: str,
+    token: str | None = None,
+    timeout_s: float = 20.0,
+    tls: SSLContext | None = None,
 ) -> Any:
-    """Return the JSON at ``/page`` of a server. ``tls``: as of ``OpenEnvClient``. Raises OSError when nobody answers in
-    time, and ValueError for a bad address, another status than 200, and what is not JSON."""
+    """Return the JSON at ``/page`` of a server. ``tls``: as of ``OpenEnvClient``. Raises OSError
+    when nobody answers in time, and ValueError for a bad address, another status than 200, and what
+    is not JSON."""
     address = urlsplit(websocket_url(base_url))
     path = f"{address.path.removesuffix('/ws')}/{page}"
-    lines = [f"GET {path} HTTP/1.1", f"Host: {address.netloc}", "Accept: application/json", "Connection: close"]
+    lines = [
+        f"GET {path} HTTP/1.1",
+        f"Host: {address.netloc}",
+        "Accept: application/json",
+        "Connection: close",
+    ]
     if token:
         lines.append(f"Authorization: Bearer {token}")
     request = "\r\n".join([*lines, "", ""]).encode()
     secure: SSLContext | bool | None = (tls or True) if address.scheme == "wss" else None
     try:
         async with asyncio.timeout(timeout_s):
-            raw = await _exchange(str(address.hostname), address.port or (443 if secure else 80), secure, request)
+            raw = await _exchange(
+                str(address.hostname), address.port or (443 if secure else 80), secure, request
+            )
     except TimeoutError:
         raise TimeoutError(f"no answer from {base_url} within {timeout_s:g} s") from None
     try:
@@ -353,7 +385,9 @@ async def fetch_page(
         raise ValueError(f"{path} is not an HTTP answer with JSON: {error!r:.200}") from None
 
 
-async def _exchange(host: str, port: int, secure: SSLContext | bool | None, request: bytes) -> bytes:
+async def _exchange(
+    host: str, port: int, secure: SSLContext | bool | None, request: bytes
+) -> bytes:
     reader, writer = await asyncio.open_connection(host, port, ssl=secure)
     try:
         writer.write(request)

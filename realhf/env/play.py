@@ -16,7 +16,16 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from realhf.api.environment import SPLITS, TRAIN, AssistantMessage, Environment, EnvironmentSpec, Opening, Task, Turn
+from realhf.api.environment import (
+    SPLITS,
+    TRAIN,
+    AssistantMessage,
+    Environment,
+    EnvironmentSpec,
+    Opening,
+    Task,
+    Turn,
+)
 from realhf.base.loop_thread import LoopThread
 from realhf.base.text import close_to, printable
 from realhf.env.check.calls import Caller, CallFailed, UserCode, folders_of
@@ -27,8 +36,9 @@ from realhf.env.loader.load import build_environment, parse_options
 
 
 def typed_lines(console: Console, *, terminal: bool) -> Iterator[str]:
-    """Yield what is typed until Ctrl-D or the end; a line that ends with a backslash goes on in the next. A terminal
-    has its editing and history; lines of a pipe are repeated, so that the output is a transcript."""
+    """Yield what is typed until Ctrl-D or the end; a line that ends with a backslash goes on in the
+    next. A terminal has its editing and history; lines of a pipe are repeated, so that the output
+    is a transcript."""
     if terminal:
         import readline  # noqa: F401 (it is what gives ``input`` its editing)
     text = ""
@@ -71,7 +81,14 @@ Type what a policy would say. A line that ends with a backslash goes on in the n
 /help                      show this
 /quit                      end the game (so does Ctrl-D)
 //text                     say /text"""
-_WORDS = {"/help": HELP, "/tools": TOOLS, "/restart": RESTART, "/next": NEXT, "/quit": QUIT, "/exit": QUIT}
+_WORDS = {
+    "/help": HELP,
+    "/tools": TOOLS,
+    "/restart": RESTART,
+    "/next": NEXT,
+    "/quit": QUIT,
+    "/exit": QUIT,
+}
 
 
 @dataclass(frozen=True)
@@ -85,14 +102,18 @@ class Typed:
 
 
 def read_line(line: str, tools: Sequence[Mapping[str, Any]]) -> Typed:
-    """Return what a line means. Raises ValueError with one sentence for a line that means nothing."""
+    """Return what a line means. Raises ValueError with one sentence for a line that means
+    nothing."""
     if line.startswith("//") or not line.startswith("/"):
         return Typed(SAY, line.removeprefix("/") if line.startswith("//") else line)
     word, _, rest = line.partition(" ")
     if word == "/tool":
         return _call(rest.strip(), dict(functions(tools)))
     if word not in _WORDS or rest.strip():
-        raise ValueError(f"{line[:60]!r} is no command (/help shows them; //... says a text that begins with a slash)")
+        raise ValueError(
+            f"{line[:60]!r} is no command (/help shows them; //... says a text that begins with a "
+            f"slash)"
+        )
     return Typed(_WORDS[word])
 
 
@@ -137,7 +158,9 @@ def _value(key: str, text: str, schema: Any) -> Any:
     except (json.JSONDecodeError, RecursionError):
         if kind in (None, "null") or not isinstance(kind, str):
             return text
-        raise ValueError(f"{key} is of the type {kind}, and {text!r} is none (JSON sends it all the same)") from None
+        raise ValueError(
+            f"{key} is of the type {kind}, and {text!r} is none (JSON sends it all the same)"
+        ) from None
 
 
 _LONGEST = 20_000
@@ -145,7 +168,8 @@ _STYLES = {"system": "magenta", "user": "cyan", "tool": "yellow", "assistant": "
 
 
 def _shown(text: object) -> str:
-    """Return a text whose control characters are shown and not obeyed, cut after 20,000 characters."""
+    """Return a text whose control characters are shown and not obeyed, cut after 20,000
+    characters."""
     shown = str(text)
     cut = f"… ({len(shown) - _LONGEST:,} more characters)" if len(shown) > _LONGEST else ""
     return printable(shown[:_LONGEST]) + cut
@@ -173,7 +197,9 @@ class Board:
         """Show the tools, each with its parameters."""
         if not tools:
             self.line("no tools: the environment reads plain text", "dim")
-        about = {tool["function"]["name"]: tool["function"].get("description", "") for tool in tools}
+        about = {
+            tool["function"]["name"]: tool["function"].get("description", "") for tool in tools
+        }
         for name, parameters in functions(tools):
             self.line(f"tool {signature(name, parameters)}", "yellow")
             self.line(f"     {about[name]}", "dim")
@@ -181,11 +207,15 @@ class Board:
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Show messages of the environment."""
         for message in messages:
-            self.message(str(message.get("role")), message.get("content") or message.get("tool_calls", ""))
+            self.message(
+                str(message.get("role")), message.get("content") or message.get("tool_calls", "")
+            )
 
     def message(self, role: str, content: object) -> None:
         """Show one message."""
-        self._console.print(Text(f"{_shown(role)}: ", style=_STYLES.get(role, "")), end="", soft_wrap=True)
+        self._console.print(
+            Text(f"{_shown(role)}: ", style=_STYLES.get(role, "")), end="", soft_wrap=True
+        )
         self._console.print(Text(_shown(content)), soft_wrap=True)
 
     def turn(self, turn: Turn, so_far: float) -> None:
@@ -198,7 +228,9 @@ class Board:
         parts += [f"{name} {value:g}" for name, value in turn.metrics.items()]
         self.line("  ".join([*parts, f"return {so_far:g}"]), "dim")
         if turn.info:
-            self.line(f"info {json.dumps(turn.info, ensure_ascii=False, default=repr)[:_LONGEST]}", "dim")
+            self.line(
+                f"info {json.dumps(turn.info, ensure_ascii=False, default=repr)[:_LONGEST]}", "dim"
+            )
 
     def line(self, text: str, style: str = "") -> None:
         """Print a line."""
@@ -232,8 +264,8 @@ _CLOSE_S = 3.0
 
 
 def choose_task(spec: EnvironmentSpec, split: str, template: str, seed: int) -> Task:
-    """Return the instance that ``seed`` draws of a template, which it draws too when ``template`` is "". Raises
-    ValueError for a template that the split does not have."""
+    """Return the instance that ``seed`` draws of a template, which it draws too when ``template``
+    is "". Raises ValueError for a template that the split does not have."""
     tasks = spec.tasks(split)
     known = [*tasks.group_of]
     if not known:
@@ -244,10 +276,12 @@ def choose_task(spec: EnvironmentSpec, split: str, template: str, seed: int) -> 
 
 
 class Game:
-    """Plays episodes of ``spec`` on an event loop of its own; ``timeout_s`` bounds every call of the environment. Close
-    it at the end."""
+    """Plays episodes of ``spec`` on an event loop of its own; ``timeout_s`` bounds every call of
+    the environment. Close it at the end."""
 
-    def __init__(self, spec: EnvironmentSpec, board: Board, code: UserCode, timeout_s: float) -> None:
+    def __init__(
+        self, spec: EnvironmentSpec, board: Board, code: UserCode, timeout_s: float
+    ) -> None:
         self._spec = spec
         self._board = board
         self._timeout_s = timeout_s
@@ -259,8 +293,8 @@ class Game:
         self._over = True
 
     def play(self, lines: Iterable[str], split: str, template: str, seed: int) -> int:
-        """Play until the lines end. Returns 0, or 1 when the environment failed in the last episode. Raises ValueError
-        for a task that does not exist."""
+        """Play until the lines end. Returns 0, or 1 when the environment failed in the last
+        episode. Raises ValueError for a task that does not exist."""
         task = choose_task(self._spec, split, template, seed)
         whole = self._begin(task, split, seed)
         for line in lines:
@@ -281,18 +315,23 @@ class Game:
             elif typed.kind == TOOLS:
                 self._board.tools(self._opening.tools if self._opening else ())
             elif self._over:
-                self._board.line("the episode is over: /restart begins it again, /next another one, /quit ends", "red")
+                self._board.line(
+                    "the episode is over: /restart begins it again, /next another one, /quit ends",
+                    "red",
+                )
             else:
                 whole = self._say(typed, task)
         return 0 if whole else 1
 
     def close(self) -> None:
-        """Close the environment and end the loop, within a few seconds. Raises CallFailed for an environment that does
-        not close."""
+        """Close the environment and end the loop, within a few seconds. Raises CallFailed for an
+        environment that does not close."""
         self._timeout_s = min(self._timeout_s, _CLOSE_S)
         try:
             if self._environment is not None and self._is_blocked():
-                raise CallFailed("it blocks the event loop and cannot be closed", "", "blocked", hung=True)
+                raise CallFailed(
+                    "it blocks the event loop and cannot be closed", "", "blocked", hung=True
+                )
             self._release()
         finally:
             self._loop.stop(_STOP_S)
@@ -306,7 +345,9 @@ class Game:
             if self._environment is None:
                 self._environment = self._made()
             environment = self._environment
-            opening = self._call("reset", task.id, lambda: environment.reset(task.payload, seed=task.seed))
+            opening = self._call(
+                "reset", task.id, lambda: environment.reset(task.payload, seed=task.seed)
+            )
         except CallFailed as error:
             return self._failed(error)
         problems = [*opening_problems(opening, self._spec.system_prompt)]
@@ -347,9 +388,13 @@ class Game:
             self._board.line(f"the episode is over, its return is {self._return:g}", "bold")
 
     def _failed(self, error: CallFailed) -> bool:
-        """Say that the environment failed, and let go of the instance: nobody knows what state it is in."""
+        """Say that the environment failed, and let go of the instance: nobody knows what state it
+        is in."""
         self._over = True
-        self._board.line(f"the environment failed: {error.what}{f', at {error.where}' if error.where else ''}", "red")
+        self._board.line(
+            f"the environment failed: {error.what}{f', at {error.where}' if error.where else ''}",
+            "red",
+        )
         try:
             self._release()
         except CallFailed as again:
@@ -382,7 +427,9 @@ class Game:
         try:
             return future.result(self._timeout_s + 2 * _STOP_S)
         except TimeoutError:
-            raise CallFailed("it blocks the event loop and gives no answer", "", "blocked", hung=True) from None
+            raise CallFailed(
+                "it blocks the event loop and gives no answer", "", "blocked", hung=True
+            ) from None
         finally:
             future.cancel()
 
@@ -404,20 +451,30 @@ _LARGEST_SEED = 1 << 31
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.description = ABOUT
-    parser.add_argument("reference", metavar="ENVIRONMENT", help="a registered name, file.py:Name or module:Name")
-    parser.add_argument("options", nargs="*", default=[], metavar="option=value", help="options of the environment")
+    parser.add_argument(
+        "reference", metavar="ENVIRONMENT", help="a registered name, file.py:Name or module:Name"
+    )
+    parser.add_argument(
+        "options", nargs="*", default=[], metavar="option=value", help="options of the environment"
+    )
     parser.add_argument("--task", default="", metavar="ID", help="template of the task (drawn)")
     parser.add_argument("--seed", type=int, help="instance of the task (drawn)")
-    parser.add_argument("--split", choices=SPLITS, default=TRAIN, help="tasks of training, or those held out")
-    parser.add_argument("--timeout", type=seconds, default=60.0, metavar="S", help="seconds one call may take (60)")
+    parser.add_argument(
+        "--split", choices=SPLITS, default=TRAIN, help="tasks of training, or those held out"
+    )
+    parser.add_argument(
+        "--timeout", type=seconds, default=60.0, metavar="S", help="seconds one call may take (60)"
+    )
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Play until the person has had enough. Returns the exit status; raises ValueError for wrong arguments."""
+    """Play until the person has had enough. Returns the exit status; raises ValueError for wrong
+    arguments."""
     spec = build_environment(arguments.reference, parse_options(arguments.options))
     if spec.launch is not None:
         raise ValueError(
-            f"{spec.name} is played on a service ({spec.launch.module}), which `play` does not start; a service may "
+            f"{spec.name} is played on a service ({spec.launch.module}), which `play` does not "
+            f"start; a service may "
             "have a page of its own for that"
         )
     seed = random.randrange(_LARGEST_SEED) if arguments.seed is None else arguments.seed

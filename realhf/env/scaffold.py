@@ -1,4 +1,5 @@
-"""Writes a working start for an environment of one's own, with a test: ``python -m realhf.env init``."""
+"""Writes a working start for an environment of one's own, with a test: ``python -m realhf.env
+init``."""
 
 from __future__ import annotations
 
@@ -34,13 +35,20 @@ class Start(NamedTuple):
 
 
 def write_start(name: str, env_format: str, folder: Path) -> Start:
-    """Write ``NAME.py`` and ``test_NAME.py``, both or none. ``env_format`` is a key of ``DOORS``. Raises ValueError for
-    a name that is no valid module name or is taken by another module, and for files that exist or cannot be written."""
+    """Write ``NAME.py`` and ``test_NAME.py``, both or none. ``env_format`` is a key of ``DOORS``.
+    Raises ValueError for a name that is no valid module name or is taken by another module, and for
+    files that exist or cannot be written."""
     check_name(name)
     title = "".join(part.capitalize() for part in name.split("_"))
-    words = {"module": name, "name": title, "about": f"{title}: a start for an environment of your own. Change it."}
+    words = {
+        "module": name,
+        "name": title,
+        "about": f"{title}: a start for an environment of your own. Change it.",
+    }
     files = (folder / f"{name}.py", folder / f"test_{name}.py")
-    texts = [_template(template).substitute(words) for template in (env_format, f"test_{env_format}")]
+    texts = [
+        _template(template).substitute(words) for template in (env_format, f"test_{env_format}")
+    ]
     if existing := [file for file in files if file.exists() or file.is_symlink()]:
         raise ValueError(f"{existing[0]} is there already, and nothing was written")
     written: list[Path] = []
@@ -59,26 +67,41 @@ def write_start(name: str, env_format: str, folder: Path) -> Start:
 def check_name(name: str) -> None:
     """Raise ValueError if a name is no valid module name, or is taken by another module."""
     if not _NAME.fullmatch(name) or len(name) > _LONGEST or keyword.iskeyword(name):
-        raise ValueError(f"{name[:_LONGEST]!r} is no name: write a small letter, then letters, digits and underscores")
+        raise ValueError(
+            f"{name[:_LONGEST]!r} is no name: write a small letter, then letters, digits and "
+            f"underscores"
+        )
     if importlib.util.find_spec(name) is not None and not Path(f"{name}.py").exists():
-        raise ValueError(f"{name!r} is the name of another module, which it would hide: choose another name")
+        raise ValueError(
+            f"{name!r} is the name of another module, which it would hide: choose another name"
+        )
 
 
 def _next_commands(file: Path, title: str, env_format: str) -> tuple[str, ...]:
     reference = f"{file}:{'reward' if env_format == 'dataset' else title}"
     train = f"python -m realhf.launch experiment=grpo env.path={reference}"
     if env_format == "agent":
-        train = f"python -m realhf.launch experiment=grpo_async env.path={reference} rollout.agent={file}:solve"
-    return (f"python -m realhf.env check {reference}", f"python -m realhf.env play {reference}", train)
+        train = (
+            f"python -m realhf.launch experiment=grpo_async env.path={reference} "
+            f"rollout.agent={file}:solve"
+        )
+    return (
+        f"python -m realhf.env check {reference}",
+        f"python -m realhf.env play {reference}",
+        train,
+    )
 
 
 def _template(name: str) -> Template:
-    return Template((resources.files("realhf.env") / "templates" / f"{name}.txt").read_text(encoding="utf-8"))
+    return Template(
+        (resources.files("realhf.env") / "templates" / f"{name}.txt").read_text(encoding="utf-8")
+    )
 
 
 ABOUT = "\n".join(
     [
-        "Write NAME.py, a working environment of less than 60 lines to change, and test_NAME.py, which checks it.",
+        "Write NAME.py, a working environment of less than 60 lines to change, and test_NAME.py, "
+        "which checks it.",
         "Files that are there already are left alone.",
         "",
         *(f"--door {name:<8} {about}" for name, about in DOORS.items()),
@@ -90,15 +113,25 @@ ABOUT = "\n".join(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.description = ABOUT
-    parser.add_argument("name", metavar="NAME", help="small letters, digits and underscores: guess, my_game")
-    parser.add_argument("--door", choices=[*DOORS], default="class", help="how it is written (class)")
-    parser.add_argument("--folder", type=Path, default=Path(), help="where the files go (the working directory)")
+    parser.add_argument(
+        "name", metavar="NAME", help="small letters, digits and underscores: guess, my_game"
+    )
+    parser.add_argument(
+        "--door", choices=[*DOORS], default="class", help="how it is written (class)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path(), help="where the files go (the working directory)"
+    )
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Write the files and say what comes next. Returns 0; raises ValueError for what cannot be written."""
+    """Write the files and say what comes next. Returns 0; raises ValueError for what cannot be
+    written."""
     start = write_start(arguments.name, arguments.door, arguments.folder)
-    lines = [f"wrote {start.files[0]} and {start.files[1]}; next:", *(f"    {command}" for command in start.commands)]
+    lines = [
+        f"wrote {start.files[0]} and {start.files[1]}; next:",
+        *(f"    {command}" for command in start.commands),
+    ]
     for line in lines:
         console.print(Text(line), soft_wrap=True)
     return 0

@@ -1,4 +1,5 @@
-"""Countdown: reach a number by arithmetic on given numbers, judged by a verifier that is a pure function.
+"""Countdown: reach a number by arithmetic on given numbers, judged by a verifier that is a pure
+function.
 
     answer  := step (separator step)*          separator: "," or a line break
     step    := sum ["=" value]
@@ -7,17 +8,18 @@
     atom    := number | "(" sum ")"
     value   := ["-"] number ["/" number]
 
-``3*4=12, 12+5=17`` reaches 17 from 3, 4 and 5, and so does ``3*4+5``. A step takes numbers from a pool, each once, and
-adds its value to the pool if that is a non-negative integer, so that a later step may use it. A stated value must be
-right. Values are exact fractions.
+``3*4=12, 12+5=17`` reaches 17 from 3, 4 and 5, and so does ``3*4+5``. A step takes numbers from a
+pool, each once, and adds its value to the pool if that is a non-negative integer, so that a later
+step may use it. A stated value must be right. Values are exact fractions.
 
-The text is hostile input. Every number is taken from the pool as it is read, so no value exceeds what the given numbers
-allow; length, depth and digits are bounded before anything is computed.
+The text is hostile input. Every number is taken from the pool as it is read, so no value exceeds
+what the given numbers allow; length, depth and digits are bounded before anything is computed.
 
 - *solution*: the steps that reach the target.
-- *recovery*: a line of steps that misses it, and on the next line the right steps. Only the last line is judged.
-- *habit*: an answer that fails. Most claim the target: the last step states it although its operation has another
-  value. The others miss it honestly.
+- *recovery*: a line of steps that misses it, and on the next line the right steps. Only the last
+  line is judged.
+- *habit*: an answer that fails. Most claim the target: the last step states it although its
+  operation has another value. The others miss it honestly.
 
 Solutions are drawn together with the puzzle, without a search.
 """
@@ -220,15 +222,23 @@ def judge(completion: str, numbers: Sequence[int], target: int) -> CountdownVerd
     if not found.operations:
         return CountdownVerdict(False, False, "a number alone is no arithmetic")
     if found.value != target:
-        return CountdownVerdict(True, False, f"the last step comes to {_format_value(found.value)}, not to {target}")
+        return CountdownVerdict(
+            True, False, f"the last step comes to {_format_value(found.value)}, not to {target}"
+        )
     return CountdownVerdict(True, True)
 
 
 def reward(
-    completion: str, *, numbers: Sequence[int], target: int, partial_credit: float = PARTIAL_CREDIT, **row: Any
+    completion: str,
+    *,
+    numbers: Sequence[int],
+    target: int,
+    partial_credit: float = PARTIAL_CREDIT,
+    **row: Any,
 ) -> float:
-    """Return 1 for steps that reach ``target`` from ``numbers``, each used at most once; ``partial_credit`` for right
-    arithmetic on them that comes to something else; 0 for everything else. Other columns of the row do not matter."""
+    """Return 1 for steps that reach ``target`` from ``numbers``, each used at most once;
+    ``partial_credit`` for right arithmetic on them that comes to something else; 0 for everything
+    else. Other columns of the row do not matter."""
     verdict = judge(completion, numbers, target)
     return 1.0 if verdict.solved else partial_credit * verdict.valid
 
@@ -347,7 +357,9 @@ def _draw_solution(numbers: Sequence[int], level: Level, rng: random.Random) -> 
     steps = []
     while len(pool) > 1:
         left, right = (pool.pop(rng.randrange(len(pool))) for _ in range(2))
-        possible = [step for step in list_operations(left, right) if step.value <= level.most_target]
+        possible = [
+            step for step in list_operations(left, right) if step.value <= level.most_target
+        ]
         if not possible:
             return ()
         step = rng.choice(possible)
@@ -362,7 +374,9 @@ def _has_shortcut(numbers: Sequence[int], target: int) -> bool:
     if target in numbers:
         return True
     pairs = [(a, b) for i, a in enumerate(numbers) for b in numbers[i + 1 :]]
-    return len(numbers) > 2 and any(step.value == target for a, b in pairs for step in list_operations(a, b))
+    return len(numbers) > 2 and any(
+        step.value == target for a, b in pairs for step in list_operations(a, b)
+    )
 
 
 class CountdownTasks(GroupedTaskSet):
@@ -370,7 +384,9 @@ class CountdownTasks(GroupedTaskSet):
     numbers and target occurs in both splits. Payloads are rows for ``reward``. Raises ValueError
     for an unknown level or split."""
 
-    def __init__(self, levels: Iterable[str], split: str, partial_credit: float = PARTIAL_CREDIT) -> None:
+    def __init__(
+        self, levels: Iterable[str], split: str, partial_credit: float = PARTIAL_CREDIT
+    ) -> None:
         super().__init__({name: name for name in LEVELS}, [*LEVELS], levels, split, what="level")
         self._partial_credit = partial_credit
 
@@ -378,7 +394,9 @@ class CountdownTasks(GroupedTaskSet):
         """Return the puzzle for ``seed``, with its solution. Raises KeyError for a level that is
         not in the set."""
         level = LEVELS[self.group_of[template_id]]
-        return draw_puzzle(level, self.split, random.Random(f"countdown {self.split} {template_id} {seed}"))
+        return draw_puzzle(
+            level, self.split, random.Random(f"countdown {self.split} {template_id} {seed}")
+        )
 
     def instantiate(self, template_id: str, seed: int) -> Task:
         """Return the instance for ``seed``. Raises KeyError for a level that is not in the set."""
@@ -389,7 +407,9 @@ class CountdownTasks(GroupedTaskSet):
             "target": puzzle.target,
             "partial_credit": self._partial_credit,
         }
-        return Task(f"{template_id}/{seed}", group=self.group_of[template_id], payload=row, seed=seed)
+        return Task(
+            f"{template_id}/{seed}", group=self.group_of[template_id], payload=row, seed=seed
+        )
 
 
 def prompt(numbers: Iterable[int], target: int) -> str:
@@ -412,15 +432,21 @@ def demonstrations(tasks: CountdownTasks, request: DemonstrationRequest) -> Iter
         yield demonstration(tasks, level, rng.getrandbits(_SEED_BITS), kind, rng)
 
 
-def demonstration(tasks: CountdownTasks, level: str, seed: int, kind: str, rng: random.Random) -> Demonstration:
+def demonstration(
+    tasks: CountdownTasks, level: str, seed: int, kind: str, rng: random.Random
+) -> Demonstration:
     """Return an answer of a kind for the instance that ``seed`` draws."""
     puzzle = tasks.puzzle(level, seed)
     right = format_steps(puzzle.solution)
     if kind == HABIT:
-        answer = claim_target(puzzle, rng) if rng.random() < CLAIMED_SHARE else miss_target(puzzle, rng)
+        answer = (
+            claim_target(puzzle, rng) if rng.random() < CLAIMED_SHARE else miss_target(puzzle, rng)
+        )
     else:
         answer = f"{miss_target(puzzle, rng)}\n{right}" if kind == RECOVERY else right
-    return Demonstration(tasks.instantiate(level, seed), (answer,), kind=kind, succeeds=kind != HABIT)
+    return Demonstration(
+        tasks.instantiate(level, seed), (answer,), kind=kind, succeeds=kind != HABIT
+    )
 
 
 def format_steps(steps: tuple[Step, ...]) -> str:
@@ -431,7 +457,9 @@ def format_steps(steps: tuple[Step, ...]) -> str:
 def miss_target(puzzle: Puzzle, rng: random.Random) -> str:
     """Return valid arithmetic that does not reach the target: the last operation is replaced."""
     last = puzzle.solution[-1]
-    others = [step for step in list_operations(last.left, last.right) if step.value != puzzle.target]
+    others = [
+        step for step in list_operations(last.left, last.right) if step.value != puzzle.target
+    ]
     if not others:  # 1 and 1, to 2: the only puzzle in which every other operation is idle
         others = [Step(last.left, "*", last.right, last.left * last.right)]
     return format_steps((*puzzle.solution[:-1], rng.choice(others)))
@@ -460,9 +488,14 @@ SYSTEM_PROMPT = (
 class CountdownOptions:
     """Countdown: reach a number by arithmetic on given numbers, in a single turn."""
 
-    levels: list[str] = option([*LEVELS], "Puzzles are drawn from these levels.", choices=tuple(LEVELS))
+    levels: list[str] = option(
+        [*LEVELS], "Puzzles are drawn from these levels.", choices=tuple(LEVELS)
+    )
     partial_credit: float = option(
-        PARTIAL_CREDIT, "Right arithmetic that misses the target earns this much.", at_least=0, at_most=1
+        PARTIAL_CREDIT,
+        "Right arithmetic that misses the target earns this much.",
+        at_least=0,
+        at_most=1,
     )
 
 

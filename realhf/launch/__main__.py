@@ -25,8 +25,8 @@ ABOUT = HELP | {"--version", "--options-reference"}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a launch and return its exit code.
 
-    0: success; 1: a process failed; 2: an invalid configuration; 130, 143: stopped by SIGINT, SIGTERM. The loss
-    of the terminal (``| head``) affects neither the run nor the exit code."""
+    0: success; 1: a process failed; 2: an invalid configuration; 130, 143: stopped by SIGINT,
+    SIGTERM. The loss of the terminal (``| head``) affects neither the run nor the exit code."""
     started_at = time.time()
     with guarded_output() as terminal:
         return _main(sys.argv[1:] if arguments is None else list(arguments), started_at, terminal)
@@ -61,7 +61,9 @@ def _main(arguments: Sequence[str], started_at: float, terminal: Terminal) -> in
 
         return run_to_the_end(built, arguments, started_at, resumption, terminal)
     except ConfigError as error:
-        print("\n".join(f"config error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        print(
+            "\n".join(f"config error: {line}" for line in str(error).splitlines()), file=sys.stderr
+        )
         return 2
     except KeyboardInterrupt:
         print("error: stopped by SIGINT", file=sys.stderr)
@@ -69,7 +71,8 @@ def _main(arguments: Sequence[str], started_at: float, terminal: Terminal) -> in
 
 
 def _about(arguments: Sequence[str]) -> str:
-    """Return the requested text: the version, the reference page, or the help for one or all experiments."""
+    """Return the requested text: the version, the reference page, or the help for one or all
+    experiments."""
     if "--version" in arguments:
         return f"realhf {realhf.__version__}"
 

@@ -11,7 +11,14 @@ import psutil
 from realhf.api.config import AllocationConfig, ConfigError, ExperimentConfig
 from realhf.api.experiment import ExperimentSpec, InterfaceType, ModelSpec
 from realhf.api.parallel import SHARDED
-from realhf.base.hf_config import ModelSize, activation_bytes, model_size, size_of, trainer_memory, weight_bytes
+from realhf.base.hf_config import (
+    ModelSize,
+    activation_bytes,
+    model_size,
+    size_of,
+    trainer_memory,
+    weight_bytes,
+)
 from realhf.base.host_resources import memory_left
 from realhf.launch.checks import BUILTIN, BUILTIN_PATHS, TINY_VOCAB
 from realhf.scheduler.gpus import VISIBLE, visible_gpus
@@ -25,29 +32,38 @@ def allocate(
 ) -> dict[str, int]:
     """Return the GPU of each worker that computes, by worker name.
 
-    GPUs are numbered among the ``gpu_count`` ones that this process sees (None: count them). Workers for
-    which ``elsewhere`` is true are omitted, since their host assigns GPUs. Without ``allocation.gpus`` the
-    workers are spread over all GPUs; the result is then empty, and workers see all GPUs, if there is at most
-    one GPU, all roles compute on the CPU, or a generation server uses tensor parallelism. Raises ConfigError
-    with the numbers of required and available GPUs."""
+    GPUs are numbered among the ``gpu_count`` ones that this process sees (None: count them).
+    Workers for which ``elsewhere`` is true are omitted, since their host assigns GPUs. Without
+    ``allocation.gpus`` the workers are spread over all GPUs; the result is then empty, and workers
+    see all GPUs, if there is at most one GPU, all roles compute on the CPU, or a generation server
+    uses tensor parallelism. Raises ConfigError with the numbers of required and available GPUs."""
     gpu_count = len(visible_gpus()) if gpu_count is None else gpu_count
     assigned = _assign(spec, allocation, gpu_count, elsewhere)
     for model in spec.models.values():
         parallel_size = model.engine.tensor_parallel_size
         if assigned and parallel_size > 1:
             raise ConfigError(
-                f"engine.tensor_parallel_size={parallel_size}: each worker sees one GPU here, with allocation.gpus or "
-                "a role on several workers; start the server yourself and name it in engine.vllm_url"
+                f"engine.tensor_parallel_size={parallel_size}: each worker sees one GPU here, with "
+                f"allocation.gpus or "
+                "a role on several workers; start the server yourself and name it in "
+                "engine.vllm_url"
             )
     return assigned
 
 
 def _assign(
-    spec: ExperimentSpec, allocation: AllocationConfig, gpu_count: int, elsewhere: Callable[[str], bool] | None
+    spec: ExperimentSpec,
+    allocation: AllocationConfig,
+    gpu_count: int,
+    elsewhere: Callable[[str], bool] | None,
 ) -> dict[str, int]:
     """Return the GPUs as ``allocate`` does, with or without named ones."""
     names = [f"model_worker/{index}" for index in range(spec.n_model_workers)]
-    names += [name for name in (spec.rollout.workers if spec.rollout else ()) if name.startswith("generation/")]
+    names += [
+        name
+        for name in (spec.rollout.workers if spec.rollout else ())
+        if name.startswith("generation/")
+    ]
     local = [name for name in names if elsewhere is None or not elsewhere(name)]
     models = [name for name in local if name.startswith("model_worker/")]
     generators = local[len(models) :]
@@ -56,28 +72,41 @@ def _assign(
     gpus = list(allocation.gpus)
     needed = len(models) if allocation.share else len(models) + len(generators)
     if len(gpus) < needed:
-        further = "" if allocation.share or not generators else f" and {len(generators)} generation worker(s)"
+        further = (
+            ""
+            if allocation.share or not generators
+            else f" and {len(generators)} generation worker(s)"
+        )
         raise ConfigError(
-            f"allocation.gpus={gpus}: {len(models)} model worker(s){further} need {needed} GPUs, {len(gpus)} are named"
+            f"allocation.gpus={gpus}: {len(models)} model worker(s){further} need {needed} GPUs, "
+            f"{len(gpus)} are named"
             + ("; allocation.share=true puts generation beside training" if further else "")
         )
     if missing := [gpu for gpu in gpus if gpu >= gpu_count]:
         raise ConfigError(
-            f"allocation.gpus={gpus}: {gpu_count} GPUs are visible here (those of {VISIBLE}, or else of this machine), "
+            f"allocation.gpus={gpus}: {gpu_count} GPUs are visible here (those of {VISIBLE}, or "
+            f"else of this machine), "
             f"so there is no number {missing[0]}"
         )
     assigned = dict(zip(models, gpus, strict=False))
     remaining = gpus[: len(models)] if allocation.share and models else gpus[len(models) :]
-    return assigned | {name: remaining[number % len(remaining)] for number, name in enumerate(generators)}
+    return assigned | {
+        name: remaining[number % len(remaining)] for number, name in enumerate(generators)
+    }
 
 
-def _spread(spec: ExperimentSpec, models: list[str], generators: list[str], gpu_count: int) -> dict[str, int]:
+def _spread(
+    spec: ExperimentSpec, models: list[str], generators: list[str], gpu_count: int
+) -> dict[str, int]:
     """Return the GPUs if none are named: one per worker round-robin, model workers first.
 
-    Generation workers use other GPUs than model workers if there are enough. Workers that train a role
-    together must have different GPUs, since NCCL rejects two ranks on one GPU. Raises ConfigError."""
+    Generation workers use other GPUs than model workers if there are enough. Workers that train a
+    role together must have different GPUs, since NCCL rejects two ranks on one GPU. Raises
+    ConfigError."""
     on_gpus = [
-        model for model in spec.models.values() if not str(model.backend_args.get("device", "auto")).startswith("cpu")
+        model
+        for model in spec.models.values()
+        if not str(model.backend_args.get("device", "auto")).startswith("cpu")
     ]
     parallel = [model for model in on_gpus if model.parallel.size > 1]
     if not on_gpus or not models:
@@ -85,23 +114,33 @@ def _spread(spec: ExperimentSpec, models: list[str], generators: list[str], gpu_
     workers = [*models, *generators]
     if parallel and gpu_count < len(workers):
         further = f" and {len(generators)} generation worker(s)" if generators else ""
-        advice = "; allocation.gpus with allocation.share=true puts generation beside training" if further else ""
+        advice = (
+            "; allocation.gpus with allocation.share=true puts generation beside training"
+            if further
+            else ""
+        )
         raise ConfigError(
-            f"allocation.gpus=[]: {parallel[0].role} trains on {parallel[0].parallel.size} workers, each with a GPU of "
-            f"its own; {len(models)} model worker(s){further} need {len(workers)} GPUs, {gpu_count} are visible here"
-            f"{advice}; an empty {VISIBLE} in the environment of the launcher keeps the run on the CPU"
+            f"allocation.gpus=[]: {parallel[0].role} trains on {parallel[0].parallel.size} "
+            f"workers, each with a GPU of "
+            f"its own; {len(models)} model worker(s){further} need {len(workers)} GPUs, "
+            f"{gpu_count} are visible here"
+            f"{advice}; an empty {VISIBLE} in the environment of the launcher keeps the run on the "
+            f"CPU"
         )
     tensor_parallel = any(model.engine.tensor_parallel_size > 1 for model in spec.models.values())
     if not parallel and (gpu_count == 1 or tensor_parallel):
         return {}
     assigned = {name: number % gpu_count for number, name in enumerate(models)}
     remaining = range(len(models), gpu_count) if len(models) < gpu_count else range(gpu_count)
-    return assigned | {name: remaining[number % len(remaining)] for number, name in enumerate(generators)}
+    return assigned | {
+        name: remaining[number % len(remaining)] for number, name in enumerate(generators)
+    }
 
 
 def check_offload(spec: ExperimentSpec, gpu_count: int | None = None) -> None:
-    """Raise ConfigError for a role with ``optimizer.offload`` that trains on the CPU, or whose backend shards the
-    moments. ``gpu_count`` is the number of GPUs (None: count those that this process sees)."""
+    """Raise ConfigError for a role with ``optimizer.offload`` that trains on the CPU, or whose
+    backend shards the moments. ``gpu_count`` is the number of GPUs (None: count those that this
+    process sees)."""
     for model in spec.models.values():
         if not (model.trainable and model.optimizer is not None and model.optimizer.offload):
             continue
@@ -110,12 +149,14 @@ def check_offload(spec: ExperimentSpec, gpu_count: int | None = None) -> None:
         gpus = len(visible_gpus()) if gpu_count is None else gpu_count
         if device.startswith("cpu") or (device == "auto" and not gpus):
             raise ConfigError(
-                f"{option}: has no effect on the CPU, where {model.role} trains (experiment {spec.name}, {gpus} GPUs "
+                f"{option}: has no effect on the CPU, where {model.role} trains (experiment "
+                f"{spec.name}, {gpus} GPUs "
                 "are visible here): moments are in the memory of the host already"
             )
         if model.backend == SHARDED:
             raise ConfigError(
-                f"{option}: backend {SHARDED} cuts moments over workers and does not offload them; use torch or ddp"
+                f"{option}: backend {SHARDED} cuts moments over workers and does not offload them; "
+                f"use torch or ddp"
             )
 
 
@@ -127,7 +168,8 @@ MICRO_BATCH_TOKENS = 4096
 """Tokens of a micro-batch if mb_spec.max_tokens_per_mb is not set."""
 MEMORY_ADVICE = (
     "lower mb_spec.max_tokens_per_mb, rollout.sessions or rollout.max_total_tokens, set "
-    "actor.gradient_checkpointing=true, actor.lora.rank or ppo.kl_loss_coef=0 (no reference), or take a smaller model"
+    "actor.gradient_checkpointing=true, actor.lora.rank or ppo.kl_loss_coef=0 (no reference), or "
+    "take a smaller model"
 )
 """Options that reduce the memory of a trainer."""
 COLUMNS = ("weights", "gradients", "moments", "activations", "keys, values")
@@ -160,12 +202,14 @@ def estimate_needs(
 ) -> list[MemoryNeed]:
     """Return the estimated memory of each role in each process that computes.
 
-    ``gpus`` maps workers to GPUs; a worker without an entry computes on GPU 0 if ``gpu_count`` is positive,
-    else on the host."""
+    ``gpus`` maps workers to GPUs; a worker without an entry computes on GPU 0 if ``gpu_count`` is
+    positive, else on the host."""
     needs = []
     for model in spec.models.values():
         size = _model_size(model, config)
-        on_gpu = gpu_count > 0 and not str(model.backend_args.get("device", "auto")).startswith("cpu")
+        on_gpu = gpu_count > 0 and not str(model.backend_args.get("device", "auto")).startswith(
+            "cpu"
+        )
         device = lambda name, on_gpu=on_gpu: gpus.get(name, 0) if on_gpu else None
         for index in model.workers:
             name = f"model_worker/{index}"
@@ -184,8 +228,8 @@ def estimate_needs(
 
 
 def memory_lines(needs: list[MemoryNeed], free: Mapping[int | None, int]) -> Iterator[str]:
-    """Yield the estimate as text: a line per process and role, then the sum of each device with its free bytes
-    (``free``, from ``free_bytes``)."""
+    """Yield the estimate as text: a line per process and role, then the sum of each device with its
+    free bytes (``free``, from ``free_bytes``)."""
     if not needs:
         return
     yield "memory, estimated, GiB: " + "  ".join(COLUMNS)
@@ -195,7 +239,11 @@ def memory_lines(needs: list[MemoryNeed], free: Mapping[int | None, int]) -> Ite
         if need.bytes is None:
             yield f"{label}: the size of {need.path} is not known, since it is not here yet"
         else:
-            yield f"{label}: " + "  ".join(f"{every / GIB:.3g}" for every in need.bytes) + f"  = {need.total / GIB:.3g}"
+            yield (
+                f"{label}: "
+                + "  ".join(f"{every / GIB:.3g}" for every in need.bytes)
+                + f"  = {need.total / GIB:.3g}"
+            )
     for device in sorted({need.device for need in needs}, key=str):
         where = "host" if device is None else f"GPU {device}"
         available = free.get(device)
@@ -204,28 +252,32 @@ def memory_lines(needs: list[MemoryNeed], free: Mapping[int | None, int]) -> Ite
 
 
 def shortages(needs: list[MemoryNeed], free: Mapping[int | None, int]) -> Iterator[str]:
-    """Yield a warning for each device with less free memory than estimated, with the options that reduce it."""
+    """Yield a warning for each device with less free memory than estimated, with the options that
+    reduce it."""
     for device in sorted({need.device for need in needs}, key=str):
         needed = _total_on(needs, device)
         available = free.get(device)
         if available is not None and needed > available:
             where = "this machine" if device is None else f"GPU {device}"
             yield (
-                f"{where} has {available / GIB:.1f} GiB free, and this run is estimated to take {needed / GIB:.1f}: "
+                f"{where} has {available / GIB:.1f} GiB free, and this run is estimated to take "
+                f"{needed / GIB:.1f}: "
                 f"{MEMORY_ADVICE}"
             )
 
 
 def free_bytes(gpu_count: int) -> dict[int | None, int]:
-    """Return the free bytes of the host (key None), within the limit of this process's control group, and of
-    each of ``gpu_count`` GPUs, if ``nvidia-smi`` reports them."""
+    """Return the free bytes of the host (key None), within the limit of this process's control
+    group, and of each of ``gpu_count`` GPUs, if ``nvidia-smi`` reports them."""
     available = psutil.virtual_memory().available
     left = memory_left()
     free: dict[int | None, int] = {None: available if left is None else min(available, left)}
     if gpu_count:
         query = ("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
         try:
-            output = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+            output = subprocess.run(
+                query, capture_output=True, text=True, timeout=20, check=True
+            ).stdout.split()
             free |= {number: int(mib) * 2**20 for number, mib in enumerate(output[:gpu_count])}
         except (OSError, ValueError, subprocess.SubprocessError):
             pass
@@ -240,8 +292,8 @@ def _total_on(needs: list[MemoryNeed], device: int | None) -> int:
 
 
 def _model_size(model: ModelSpec, config: ExperimentConfig) -> ModelSize | None:
-    """Return the size of a role's model, or None if it is not known. A model that a warm start has yet to create
-    is as large as the actor."""
+    """Return the size of a role's model, or None if it is not known. A model that a warm start has
+    yet to create is as large as the actor."""
     size = model_size(model.path)
     if size is not None:
         return size
@@ -262,13 +314,22 @@ def _model_size(model: ModelSpec, config: ExperimentConfig) -> ModelSize | None:
 def _model_worker_bytes(
     spec: ExperimentSpec, model: ModelSpec, size: ModelSize, config: ExperimentConfig
 ) -> tuple[int, ...]:
-    """Return the bytes by ``COLUMNS`` of a role in a model worker: its training state or weights alone, and the
-    KV cache of the episodes that the worker samples itself."""
-    tokens = max(config.mb_spec.max_tokens_per_mb or MICRO_BATCH_TOKENS, config.rollout.max_total_tokens)
-    sampling_args = [mfc.interface_args for mfc in spec.mfcs if mfc.interface_type is InterfaceType.GENERATE]
+    """Return the bytes by ``COLUMNS`` of a role in a model worker: its training state or weights
+    alone, and the KV cache of the episodes that the worker samples itself."""
+    tokens = max(
+        config.mb_spec.max_tokens_per_mb or MICRO_BATCH_TOKENS, config.rollout.max_total_tokens
+    )
+    sampling_args = [
+        mfc.interface_args for mfc in spec.mfcs if mfc.interface_type is InterfaceType.GENERATE
+    ]
     if spec.evaluation is not None:
         sampling_args.append(spec.evaluation.interface_args)
-    samples = spec.rollout is None and sampling_args and model.role == "actor" and model.engine.name == "embedded"
+    samples = (
+        spec.rollout is None
+        and sampling_args
+        and model.role == "actor"
+        and model.engine.name == "embedded"
+    )
     kv_cache = 0
     if samples:
         sessions = max(int(args.get("sessions", 1)) for args in sampling_args)
@@ -282,11 +343,24 @@ def _model_worker_bytes(
         offload=model.optimizer is not None and model.optimizer.offload,
         parts=model.parallel.fsdp,
     )
-    activations = activation_bytes(size, model.dtype, tokens, checkpointing=model.gradient_checkpointing)
+    activations = activation_bytes(
+        size, model.dtype, tokens, checkpointing=model.gradient_checkpointing
+    )
     return (training.weights, training.gradients, training.moments, activations, kv_cache)
 
 
-def _kv_cache_bytes(model: ModelSpec, size: ModelSize, config: ExperimentConfig, episodes: float) -> int:
-    """Return the KV cache size of ``episodes`` full episodes in bytes, limited by ``engine.kv_cache_gib``."""
-    full = int(episodes * config.rollout.max_total_tokens) * size.key_values * (4 if model.dtype == "float32" else 2)
-    return full if model.engine.kv_cache_gib is None else min(full, int(model.engine.kv_cache_gib * GIB))
+def _kv_cache_bytes(
+    model: ModelSpec, size: ModelSize, config: ExperimentConfig, episodes: float
+) -> int:
+    """Return the KV cache size of ``episodes`` full episodes in bytes, limited by
+    ``engine.kv_cache_gib``."""
+    full = (
+        int(episodes * config.rollout.max_total_tokens)
+        * size.key_values
+        * (4 if model.dtype == "float32" else 2)
+    )
+    return (
+        full
+        if model.engine.kv_cache_gib is None
+        else min(full, int(model.engine.kv_cache_gib * GIB))
+    )

@@ -1,9 +1,9 @@
-"""Construction of an experiment from a configuration: calls ``build``, infers the graph, and rejects options
-without effect.
+"""Construction of an experiment from a configuration: calls ``build``, infers the graph, and
+rejects options without effect.
 
-``build`` gets a *watched* configuration, which records the options that are read. An option that was set
-but never read has no effect, and is reported as an error. A choice such as ``model=`` serves many
-experiments, so only one of its options has to be read.
+``build`` gets a *watched* configuration, which records the options that are read. An option that
+was set but never read has no effect, and is reported as an error. A choice such as ``model=``
+serves many experiments, so only one of its options has to be read.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from realhf.launch.plugins import ExperimentFile, definition_of, located, option
 from realhf.scheduler.gpus import visible_gpus
 
 LARGE_RATE = 5e-5
-"""Learning rate of reinforcement learning above which a warning is shown if all weights of a pretrained
-model are trained. 1e-6 is usual; 3e-5 worked for a model of 135 million parameters."""
+"""Learning rate of reinforcement learning above which a warning is shown if all weights of a
+pretrained model are trained. 1e-6 is usual; 3e-5 worked for a model of 135 million parameters."""
 LARGE_SUPERVISED_RATE = 5e-4
-"""The same for supervised learning. 1e-5 is usual; 2e-4 worked for a model of 135 million parameters."""
+"""The same for supervised learning. 1e-5 is usual; 2e-4 worked for a model of 135 million
+parameters."""
 LORA_FACTOR = 20
 """Factor on both limits with LoRA, which usually takes learning rates about ten times as large."""
 
@@ -58,7 +59,8 @@ class BuiltExperiment:
     """Names of the options that have an effect in this experiment."""
 
     def plan(self, spec: ExperimentSpec, started_at: float) -> RunPlan:
-        """Return the plan for the workers of ``spec``, which is this experiment or one that runs before it.
+        """Return the plan for the workers of ``spec``, which is this experiment or one that runs
+        before it.
 
         ``started_at`` is the time of the launch in seconds since the epoch."""
         config = self.config
@@ -77,12 +79,13 @@ class BuiltExperiment:
 
 
 def build_experiment(composed: Composed) -> BuiltExperiment:
-    """Build and check an experiment. Raises ConfigError for a mistake in the experiment or its graph, and for
-    options without effect."""
+    """Build and check an experiment. Raises ConfigError for a mistake in the experiment or its
+    graph, and for options without effect."""
     config = composed.config
     watched_config, reads = watch_reads(config)
     spec = _call_build(composed.file, watched_config)
-    # The specification may hold watched sections; its JSON form, which the workers read, has plain ones.
+    # The specification may hold watched sections; its JSON form, which the workers read, has plain
+    # ones.
     plain = to_json_value(spec)
     check_effects(composed, reads)
     _check_environment(composed, plain)
@@ -96,16 +99,22 @@ def build_experiment(composed: Composed) -> BuiltExperiment:
     _check_hosts(config, all_specs)
     if config.exp_ctrl.keep_best and spec.evaluation is None:
         raise ConfigError(
-            f"exp_ctrl.keep_best=true: experiment {spec.name} makes no held-out evaluation, so no policy is the best"
+            f"exp_ctrl.keep_best=true: experiment {spec.name} makes no held-out evaluation, so no "
+            f"policy is the best"
         )
     *_, graph = [build_spec_graph(every) for every in all_specs]
     return BuiltExperiment(
-        config, composed.file.plugin, from_json_value(ExperimentSpec, plain), graph, effective_options(config, reads)
+        config,
+        composed.file.plugin,
+        from_json_value(ExperimentSpec, plain),
+        graph,
+        effective_options(config, reads),
     )
 
 
 def build_spec_graph(spec: ExperimentSpec) -> DataFlowGraph:
-    """Return the dataflow graph of an experiment. Raises ConfigError that lists all of its mistakes."""
+    """Return the dataflow graph of an experiment. Raises ConfigError that lists all of its
+    mistakes."""
     try:
         return build_graph(spec.mfcs, spec.source.keys, spec.log_keys, roles=spec.models.keys())
     except GraphError as error:
@@ -123,8 +132,8 @@ def print_graph(built: BuiltExperiment) -> int:
 
 
 def print_check(built: BuiltExperiment, arguments: Sequence[str] = ()) -> int:
-    """Print a summary of the run and of what runs before it, and the scheduler's batch script for a launch
-    with these arguments, if it has one. Return the exit code 0."""
+    """Print a summary of the run and of what runs before it, and the scheduler's batch script for a
+    launch with these arguments, if it has one. Return the exit code 0."""
     spec = built.spec
     print(
         f"{spec.name}: {len(spec.mfcs)} calls on {spec.n_model_workers} model worker(s), "
@@ -132,13 +141,20 @@ def print_check(built: BuiltExperiment, arguments: Sequence[str] = ()) -> int:
     )
     for earlier in spec.before:
         made = earlier.artifact is not None and is_made(earlier.artifact)
-        rates = [f"learning rate {model.optimizer.lr:g}" for model in _trained_models(earlier) if model.optimizer]
+        rates = [
+            f"learning rate {model.optimizer.lr:g}"
+            for model in _trained_models(earlier)
+            if model.optimizer
+        ]
         steps = "made already" if made else f"{earlier.total_train_steps} steps"
         print(f"before: {earlier.name} ({', '.join([steps, *rates])})")
     for model in _trained_models(spec):
         if model.optimizer is not None:
             adapters = f", adapters of rank {model.lora.rank}" if model.lora is not None else ""
-            print(f"trains: {model.role} with learning rate {model.optimizer.lr:g}, from {model.path}{adapters}")
+            print(
+                f"trains: {model.role} with learning rate {model.optimizer.lr:g}, from "
+                f"{model.path}{adapters}"
+            )
     needs, free = _estimate_memory(built)
     print("\n".join(memory_lines(needs, free)))
     chosen = built.config.scheduler
@@ -149,8 +165,8 @@ def print_check(built: BuiltExperiment, arguments: Sequence[str] = ()) -> int:
 
 
 def advice(built: BuiltExperiment) -> Iterator[str]:
-    """Yield warnings: the experiment's own advice, a run that needs more memory than is free, and learning
-    rates that are probably too large for a pretrained model."""
+    """Yield warnings: the experiment's own advice, a run that needs more memory than is free, and
+    learning rates that are probably too large for a pretrained model."""
     for spec in (*built.spec.before, built.spec):
         yield from spec.advice
     yield from shortages(*_estimate_memory(built))
@@ -159,18 +175,22 @@ def advice(built: BuiltExperiment) -> Iterator[str]:
     for spec in (*built.spec.before, built.spec):
         supervised = all(mfc.interface == "sft" for mfc in spec.mfcs)
         for model in _trained_models(spec):
-            limit = (LARGE_SUPERVISED_RATE if supervised else LARGE_RATE) * (LORA_FACTOR if model.lora else 1)
+            limit = (LARGE_SUPERVISED_RATE if supervised else LARGE_RATE) * (
+                LORA_FACTOR if model.lora else 1
+            )
             if model.optimizer is not None and model.optimizer.lr > limit:
                 option = "warm_start" if spec is not built.spec else model.role
                 yield (
-                    f"{option}.optimizer.lr={model.optimizer.lr:g} is large for a pretrained model: above {limit:g}, "
-                    f"{'supervised' if supervised else 'reinforcement'} learning mostly destroys what it knows"
+                    f"{option}.optimizer.lr={model.optimizer.lr:g} is large for a pretrained "
+                    f"model: above {limit:g}, "
+                    f"{'supervised' if supervised else 'reinforcement'} learning mostly destroys "
+                    f"what it knows"
                 )
 
 
 def _estimate_memory(built: BuiltExperiment) -> tuple[list[MemoryNeed], dict[int | None, int]]:
-    """Return the estimated memory of all processes, and the free bytes of each device. Both are empty for a
-    scheduler of several hosts, whose memory is not known."""
+    """Return the estimated memory of all processes, and the free bytes of each device. Both are
+    empty for a scheduler of several hosts, whose memory is not known."""
     if definition_of(built.config.scheduler.path).several_hosts:
         return [], {}
     gpu_count = len(visible_gpus())
@@ -191,7 +211,9 @@ def _call_build(file: ExperimentFile, config: ExperimentConfig) -> ExperimentSpe
     except ValueError as error:
         raise ConfigError(str(error)) from None
     except Exception as error:
-        raise ConfigError(f"experiment={file.name}: {located(error, str(file.module.__file__))}") from None
+        raise ConfigError(
+            f"experiment={file.name}: {located(error, str(file.module.__file__))}"
+        ) from None
     if not isinstance(spec, ExperimentSpec):
         raise ConfigError(f"experiment={file.name}: build(config) returned a {type(spec).__name__}")
     return spec
@@ -200,17 +222,23 @@ def _call_build(file: ExperimentFile, config: ExperimentConfig) -> ExperimentSpe
 def _assign_gpus(spec: ExperimentSpec, config: ExperimentConfig) -> dict[str, int]:
     """Return the GPU of each worker that runs on this machine. Raises ConfigError."""
     elsewhere = definition_of(config.scheduler.path).elsewhere
-    return allocate(spec, config.allocation, elsewhere=elsewhere and partial(elsewhere, options_of(config.scheduler)))
+    return allocate(
+        spec,
+        config.allocation,
+        elsewhere=elsewhere and partial(elsewhere, options_of(config.scheduler)),
+    )
 
 
 def _check_workers(spec: ExperimentSpec) -> None:
-    """Raise ConfigError for model workers without a model, and for roles on a wrong number of workers."""
+    """Raise ConfigError for model workers without a model, and for roles on a wrong number of
+    workers."""
     used = {index for model in spec.models.values() for index in model.workers}
     unused = sorted(set(range(spec.n_model_workers)) - used)
     if unused:
         raise ConfigError(
             f"experiment {spec.name}: model workers are numbered from 0 without gaps; "
-            f"{unused} of 0..{spec.n_model_workers - 1} hold no model (see actor.workers, ref.workers, critic.workers, "
+            f"{unused} of 0..{spec.n_model_workers - 1} hold no model (see actor.workers, "
+            f"ref.workers, critic.workers, "
             "teacher.workers)"
         )
     if spec.source.worker not in used:
@@ -220,10 +248,15 @@ def _check_workers(spec: ExperimentSpec) -> None:
         )
     for mfc in spec.mfcs:
         model = spec.models.get(mfc.model_role)
-        if model is not None and not mfc.interface_type.produces_keys and len(model.workers) != model.parallel.size:
+        if (
+            model is not None
+            and not mfc.interface_type.produces_keys
+            and len(model.workers) != model.parallel.size
+        ):
             raise ConfigError(
                 f"{mfc.model_role}.workers={list(model.workers)}: the call {mfc.name} "
-                f"({mfc.interface_type.value}) runs on {model.parallel.size} worker(s) of its backend {model.backend}; "
+                f"({mfc.interface_type.value}) runs on {model.parallel.size} worker(s) of its "
+                f"backend {model.backend}; "
                 f"name so many"
             )
 
@@ -234,23 +267,27 @@ def _check_heads(spec: ExperimentSpec) -> None:
         model = spec.models.get(mfc.model_role)
         if model is not None and mfc.interface == "critic" and model.head != "value":
             raise ConfigError(
-                f"{mfc.model_role}.head={model.head}: the call {mfc.name} asks for values, which only a model with a "
+                f"{mfc.model_role}.head={model.head}: the call {mfc.name} asks for values, which "
+                f"only a model with a "
                 "value head gives: ModelSpec(head='value')"
             )
 
 
 def _check_hosts(config: ExperimentConfig, specs: Sequence[ExperimentSpec]) -> None:
-    """Raise ConfigError if workers on other hosts could not connect, or if the scheduler rejects its options
-    for these experiments."""
+    """Raise ConfigError if workers on other hosts could not connect, or if the scheduler rejects
+    its options for these experiments."""
     definition = definition_of(config.scheduler.path)
     finds_addresses = definition.script is not None and config.mode is Mode.check
     if not config.network.bind and definition.several_hosts and not finds_addresses:
         raise ConfigError(
-            f"scheduler={config.scheduler.path}: its workers may run on other hosts; set network.bind to the address "
+            f"scheduler={config.scheduler.path}: its workers may run on other hosts; set "
+            f"network.bind to the address "
             "of this machine that they reach"
         )
     names = [name for spec in specs for name in _process_names(spec)]
-    for problem in definition.problems(config.scheduler, names) if definition.problems is not None else ():
+    for problem in (
+        definition.problems(config.scheduler, names) if definition.problems is not None else ()
+    ):
         raise ConfigError(f"scheduler.{problem}")
 
 
@@ -264,15 +301,18 @@ def _process_names(spec: ExperimentSpec) -> Iterator[str]:
 
 
 def _check_served_actor(spec: ExperimentSpec) -> None:
-    """Raise ConfigError for a synchronous run that samples with a server from a role on several workers."""
+    """Raise ConfigError for a synchronous run that samples with a server from a role on several
+    workers."""
     sampling = {mfc.model_role for mfc in spec.mfcs if mfc.interface_type is InterfaceType.GENERATE}
     if spec.evaluation is not None:
         sampling.add(spec.evaluation.role)
     for model in spec.models.values() if spec.rollout is None else ():
         if model.role in sampling and model.engine.name != "embedded" and len(model.workers) > 1:
             raise ConfigError(
-                f"engine.name={model.engine.name}: a synchronous run serves {model.role} on one worker, but "
-                f"{model.role}.workers={list(model.workers)}; use one worker, engine.name=embedded, or an asynchronous "
+                f"engine.name={model.engine.name}: a synchronous run serves {model.role} on one "
+                f"worker, but "
+                f"{model.role}.workers={list(model.workers)}; use one worker, "
+                f"engine.name=embedded, or an asynchronous "
                 "experiment"
             )
 
@@ -297,7 +337,8 @@ LAUNCHER_SECTIONS = ("exp_ctrl.", "network.", "rpc.", "monitor.", "scheduler.", 
 
 
 def watch_reads(config: ExperimentConfig) -> tuple[ExperimentConfig, set[str]]:
-    """Return a copy of ``config``, and a set that collects the name of each option that is read from the copy."""
+    """Return a copy of ``config``, and a set that collects the name of each option that is read
+    from the copy."""
     reads: set[str] = set()
     return _watch_section(config, "", reads), reads
 
@@ -325,12 +366,14 @@ def _has_effect(name: str, reads: set[str]) -> bool:
 
 
 def effective_options(config: ExperimentConfig, reads: set[str]) -> tuple[str, ...]:
-    """Return the names of the options that were read while the experiment was built, and of the launcher's own."""
+    """Return the names of the options that were read while the experiment was built, and of the
+    launcher's own."""
     return tuple(sorted(found.name for found in walk(config) if _has_effect(found.name, reads)))
 
 
 def check_effects(composed: Composed, reads: set[str]) -> None:
-    """Raise ConfigError for options that were set but not read, with the reason in the field's ``idle`` text."""
+    """Raise ConfigError for options that were set but not read, with the reason in the field's
+    ``idle`` text."""
     experiment = composed.config.experiment
     reasons = {found.name: found.option.idle for found in walk(composed.config)}
 
@@ -344,7 +387,10 @@ def check_effects(composed: Composed, reads: set[str]) -> None:
         lines.append(f"option {name} has no effect in experiment {experiment}{why}{where}")
     for choice, options in composed.chosen.items():
         if options and idle(options) == list(options):
-            lines.append(f"{choice} has no effect in experiment {experiment}: it reads none of {', '.join(options)}")
+            lines.append(
+                f"{choice} has no effect in experiment {experiment}: it reads none of "
+                f"{', '.join(options)}"
+            )
     if lines:
         raise ConfigError("\n".join(lines))
 
@@ -353,12 +399,13 @@ ENVIRONMENT = "env."
 
 
 def _check_environment(composed: Composed, plain: Any) -> None:
-    """Raise ConfigError for options of the environment that were set and do not change the experiment.
+    """Raise ConfigError for options of the environment that were set and do not change the
+    experiment.
 
-    The environment's factory reads all of its options at once, so reads do not show which of them have an
-    effect. Instead, the experiment is built again with each option at its default and compared with
-    ``plain``, the experiment as JSON values. Options that have their default value, or whose default makes
-    the build fail, are skipped."""
+    The environment's factory reads all of its options at once, so reads do not show which of them
+    have an effect. Instead, the experiment is built again with each option at its default and
+    compared with ``plain``, the experiment as JSON values. Options that have their default value,
+    or whose default makes the build fail, are skipped."""
     lines = []
     for name in dict.fromkeys((*composed.overridden, *composed.written)):
         if not name.startswith(ENVIRONMENT) or name == f"{ENVIRONMENT}path":
@@ -377,7 +424,8 @@ def _check_environment(composed: Composed, plain: Any) -> None:
         if without == plain:
             where = f" (set in {composed.written[name]})" if name in composed.written else ""
             lines.append(
-                f"option {name} has no effect in experiment {config.experiment}: it plays no episodes that this option "
+                f"option {name} has no effect in experiment {config.experiment}: it plays no "
+                f"episodes that this option "
                 f"is about{where}"
             )
     if lines:
@@ -388,5 +436,7 @@ def _default_of(section: Any, option: str) -> Any:
     """Return the default value of a section's option; MISSING if the section has no such option."""
     for every in fields(section):
         if every.name == option:
-            return every.default_factory() if every.default_factory is not MISSING else every.default
+            return (
+                every.default_factory() if every.default_factory is not MISSING else every.default
+            )
     return MISSING

@@ -18,7 +18,14 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from realhf.api.chat_template import unread_variables
-from realhf.api.config import ConfigError, ExperimentConfig, ModelConfig, RecoverMode, TeacherConfig, run_folder
+from realhf.api.config import (
+    ConfigError,
+    ExperimentConfig,
+    ModelConfig,
+    RecoverMode,
+    TeacherConfig,
+    run_folder,
+)
 from realhf.api.option import problems, sections
 from realhf.api.parallel import SHARDED
 from realhf.base.hf_config import (
@@ -38,8 +45,8 @@ from realhf.scheduler.gpus import visible_gpus
 
 
 def check_config(config: ExperimentConfig) -> None:
-    """Raise ConfigError that lists all invalid values. The experiment's module must be imported already, so
-    that the names that it registers are known."""
+    """Raise ConfigError that lists all invalid values. The experiment's module must be imported
+    already, so that the names that it registers are known."""
     lines = [
         *problems(config, known=registered_names),
         *_sampling_problems(config),
@@ -57,9 +64,14 @@ def check_config(config: ExperimentConfig) -> None:
 
 
 def _other_model_problems(config: ExperimentConfig) -> Iterator[str]:
-    """Check the experiment's other models, such as a critic, whose path may refer to the actor's weights."""
+    """Check the experiment's other models, such as a critic, whose path may refer to the actor's
+    weights."""
     for role, model in sections(config):
-        if isinstance(model, ModelConfig) and role != "actor" and model.path not in ("", "actor", *BUILTIN_PATHS):
+        if (
+            isinstance(model, ModelConfig)
+            and role != "actor"
+            and model.path not in ("", "actor", *BUILTIN_PATHS)
+        ):
             yield from model_problems(role, model, config.rollout.max_total_tokens, renders=False)
             yield from checkpoint_problems(role, model.path)
             yield from vocabulary_problems(role, model, config.actor, config.builtin.vocab_size)
@@ -74,13 +86,15 @@ def _other_model_problems(config: ExperimentConfig) -> Iterator[str]:
 def _served_expert_problems(config: ExperimentConfig) -> Iterator[str]:
     if config.actor.experts and config.engine.name == "vllm":
         yield (
-            "actor.experts=true: vLLM keeps a tensor for each expert and the trainer one for all of them, so new "
+            "actor.experts=true: vLLM keeps a tensor for each expert and the trainer one for all "
+            "of them, so new "
             "weights would not fit; use engine.name=embedded"
         )
 
 
 def _host_problems(config: ExperimentConfig) -> Iterator[str]:
-    """Check what a run would miss on this machine after its first minutes: vLLM, trackers, a writable folder."""
+    """Check what a run would miss on this machine after its first minutes: vLLM, trackers, a
+    writable folder."""
     engine = config.engine
     elsewhere = definition_of(config.scheduler.path).several_hosts
     if (
@@ -90,15 +104,19 @@ def _host_problems(config: ExperimentConfig) -> Iterator[str]:
         and not which(os.path.expanduser(engine.vllm_executable))
     ):
         yield (
-            f"engine.vllm_executable={engine.vllm_executable}: no such program here, so engine.name=vllm starts no "
-            "server; install vLLM in an environment of its own and name its program, or a server that runs with "
+            f"engine.vllm_executable={engine.vllm_executable}: no such program here, so "
+            f"engine.name=vllm starts no "
+            "server; install vLLM in an environment of its own and name its program, or a server "
+            "that runs with "
             "engine.vllm_url"
         )
     for name in config.monitor.trackers:
         if find_spec(name) is None:
             yield f"monitor.trackers: {name} is not installed: {install_command(name)}"
     existing = run_folder(config)
-    while not os.path.exists(existing):  # Unlike this, Path.exists raises if a parent folder is not accessible.
+    while not os.path.exists(
+        existing
+    ):  # Unlike this, Path.exists raises if a parent folder is not accessible.
         existing = existing.parent
     try:
         TemporaryFile(dir=existing).close()
@@ -109,7 +127,8 @@ def _host_problems(config: ExperimentConfig) -> Iterator[str]:
 def _sampling_problems(config: ExperimentConfig) -> Iterator[str]:
     for cut in config.gen.truncations():
         yield (
-            f"gen.{cut}: tokens would be drawn from a cut distribution and trained with the log-probabilities of "
+            f"gen.{cut}: tokens would be drawn from a cut distribution and trained with the "
+            f"log-probabilities of "
             "the whole one; training samples with top_p=1, top_k=0 and min_new_tokens=0"
         )
 
@@ -118,9 +137,15 @@ def _name_and_worker_problems(config: ExperimentConfig) -> Iterator[str]:
     for role, workers in (("actor", config.actor.workers), ("ref", config.ref.workers)):
         if not workers or min(workers) < 0 or len(set(workers)) < len(workers):
             yield f"{role}.workers={workers}: give different indices of model workers, from 0"
-    for option, text in (("experiment_name", config.experiment_name), ("trial_name", config.trial_name)):
+    for option, text in (
+        ("experiment_name", config.experiment_name),
+        ("trial_name", config.trial_name),
+    ):
         if not re.fullmatch(r"[\w.-]+", text) or text.startswith("."):
-            yield f"{option}={_shorten(text)!r}: use letters, digits, '_', '-' and '.'; it names a folder"
+            yield (
+                f"{option}={_shorten(text)!r}: use letters, digits, '_', '-' and '.'; it names a "
+                f"folder"
+            )
     yield from _path_length_problems(config)
 
 
@@ -129,12 +154,17 @@ _INSIDE_BYTES = 512
 
 
 def _path_length_problems(config: ExperimentConfig) -> Iterator[str]:
-    """Check that the file system accepts the names of the run folder and its parents, and paths inside it."""
+    """Check that the file system accepts the names of the run folder and its parents, and paths
+    inside it."""
     folder = run_folder(config)
     existing = next(path for path in folder.parents if os.path.isdir(path))
     max_bytes = os.pathconf(existing, "PC_NAME_MAX")
     parts = [("fileroot", part) for part in folder.parts[:-2]]
-    for option, text in (*parts, ("experiment_name", config.experiment_name), ("trial_name", config.trial_name)):
+    for option, text in (
+        *parts,
+        ("experiment_name", config.experiment_name),
+        ("trial_name", config.trial_name),
+    ):
         size = len(os.fsencode(text))
         if size > max_bytes:
             named = f"{option}={_shorten(text)}: a name of {size} bytes"
@@ -143,7 +173,8 @@ def _path_length_problems(config: ExperimentConfig) -> Iterator[str]:
     max_path_bytes = os.pathconf(existing, "PC_PATH_MAX") - _INSIDE_BYTES
     if len(os.fsencode(folder)) > max_path_bytes:
         yield (
-            f"fileroot={_shorten(config.fileroot)}: the run folder's path has more than {max_path_bytes} bytes; "
+            f"fileroot={_shorten(config.fileroot)}: the run folder's path has more than "
+            f"{max_path_bytes} bytes; "
             "shorten it"
         )
 
@@ -157,10 +188,13 @@ def _size_problems(config: ExperimentConfig) -> Iterator[str]:
     hidden = config.builtin.hidden_size
     if config.actor.path in BUILTIN_PATHS:
         if heads < 1 or hidden % heads or (hidden // heads) % 2:
-            yield f"builtin.hidden_size={hidden}: must be num_heads={heads} times an even head width"
+            yield (
+                f"builtin.hidden_size={hidden}: must be num_heads={heads} times an even head width"
+            )
         if config.rollout.max_total_tokens > config.builtin.max_positions:
             yield (
-                f"rollout.max_total_tokens={config.rollout.max_total_tokens}: the built-in policy has "
+                f"rollout.max_total_tokens={config.rollout.max_total_tokens}: the built-in policy "
+                f"has "
                 f"builtin.max_positions={config.builtin.max_positions}"
             )
     folder = run_folder(config)
@@ -182,8 +216,8 @@ TINY_VOCAB = 260
 PRETRAINED = "models/smollm2_135m"
 """Folder of model=smollm2_135m, which looks like a hub id."""
 VLLM_START_S = 600.0
-"""Time in seconds that a vLLM server gets to load a model, compile and capture graphs, if it was selected
-automatically."""
+"""Time in seconds that a vLLM server gets to load a model, compile and capture graphs, if it was
+selected automatically."""
 BUILTIN_VARIABLES = ("show_system", "show_tools")
 """Variables that the chat template of the built-in policy reads."""
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
@@ -191,11 +225,11 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 
 
 def start_untrained(config: ExperimentConfig) -> str:
-    """Replace ``actor.path=builtin`` by the untrained policy if the environment has no scripted solver for a warm
-    start.
+    """Replace ``actor.path=builtin`` by the untrained policy if the environment has no scripted
+    solver for a warm start.
 
-    Return a warning about it, or "" if nothing was changed. Experiments that need demonstrations raise an
-    error themselves."""
+    Return a warning about it, or "" if nothing was changed. Experiments that need demonstrations
+    raise an error themselves."""
     chosen: Any = getattr(config, "env", None)
     if config.actor.path != BUILTIN or not hasattr(chosen, "path"):
         return ""
@@ -207,47 +241,67 @@ def start_untrained(config: ExperimentConfig) -> str:
         return ""
     config.actor.path = BUILTIN_TINY
     return (
-        f"the environment {spec.name} has no scripted solver and actor.path names no model, so the built-in policy "
-        "starts untrained, with a token for each byte. It tries the machinery and learns next to nothing; "
+        f"the environment {spec.name} has no scripted solver and actor.path names no model, so the "
+        f"built-in policy "
+        "starts untrained, with a token for each byte. It tries the machinery and learns next to "
+        "nothing; "
         "actor.path=FOLDER trains a model of your own"
     )
 
 
 def choose_engine(config: ExperimentConfig, given: Collection[str]) -> str:
-    """Select vLLM for a pretrained model if this machine has a GPU and vLLM, unless the options set by the user
-    (``given``) choose an engine.
+    """Select vLLM for a pretrained model if this machine has a GPU and vLLM, unless the options set
+    by the user (``given``) choose an engine.
 
     Return a warning if the embedded engine is used on a GPU, else ""."""
     engine = config.engine
     path = config.actor.path
-    if {"engine.name", "engine.kv_cache_gib"} & {*given} or path in BUILTIN_PATHS or not visible_gpus():
+    if (
+        {"engine.name", "engine.kv_cache_gib"} & {*given}
+        or path in BUILTIN_PATHS
+        or not visible_gpus()
+    ):
         return ""
     slow = (
-        "engine.name=embedded copies all keys and values of a row for every token that it samples on a GPU, so that "
+        "engine.name=embedded copies all keys and values of a row for every token that it samples "
+        "on a GPU, so that "
         "generation is many times as slow as with vLLM"
     )
     if config.actor.experts:
         return f"{slow}, which takes no weights of experts from the trainer"
     if len(config.actor.workers) > 1:
-        return f"{slow}, which serves an actor of several workers in asynchronous experiments only (engine.name=vllm)"
-    if engine.vllm_url is None and shutil.which(str(Path(engine.vllm_executable).expanduser())) is None:
-        return f"{slow}, which is not here (engine.vllm_executable={engine.vllm_executable}): install it"
+        return (
+            f"{slow}, which serves an actor of several workers in asynchronous experiments only "
+            f"(engine.name=vllm)"
+        )
+    if (
+        engine.vllm_url is None
+        and shutil.which(str(Path(engine.vllm_executable).expanduser())) is None
+    ):
+        return (
+            f"{slow}, which is not here (engine.vllm_executable={engine.vllm_executable}): install "
+            f"it"
+        )
     engine.name = "vllm"
     if "rpc.connect_timeout_s" not in given:
         config.rpc.connect_timeout_s = max(VLLM_START_S, config.rpc.connect_timeout_s)
     return ""
 
 
-def model_problems(role: str, model: ModelConfig, max_total_tokens: int, *, renders: bool = True) -> Iterator[str]:
+def model_problems(
+    role: str, model: ModelConfig, max_total_tokens: int, *, renders: bool = True
+) -> Iterator[str]:
     """Yield what is wrong with a role's model folder.
 
-    It must hold a supported decoder with a matching tokenizer, a context of ``max_total_tokens``, and a chat
-    template if the role ``renders`` texts. A path ``owner/name`` may be a hub id, which is not inspected."""
+    It must hold a supported decoder with a matching tokenizer, a context of ``max_total_tokens``,
+    and a chat template if the role ``renders`` texts. A path ``owner/name`` may be a hub id, which
+    is not inspected."""
     folder = Path(model.path).expanduser()
     if model.path in BUILTIN_PATHS:
         if idle := [name for name in model.chat_template_kwargs if name not in BUILTIN_VARIABLES]:
             yield (
-                f"{role}.chat_template_kwargs: the chat template of the built-in policy does not read "
+                f"{role}.chat_template_kwargs: the chat template of the built-in policy does not "
+                f"read "
                 f"{', '.join(idle)} (it reads {', '.join(BUILTIN_VARIABLES)})"
             )
         if problem := expert_problem({}, role, accepted=model.experts):
@@ -256,7 +310,9 @@ def model_problems(role: str, model: ModelConfig, max_total_tokens: int, *, rend
     if not folder.is_dir():
         if model.path == PRETRAINED:
             yield f"{role}.path={model.path}: no such folder; `make model` makes it"
-        elif model.path.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model.path):
+        elif model.path.startswith((".", "/", "~")) or not re.fullmatch(
+            r"[\w.-]+(/[\w.-]+)?", model.path
+        ):
             yield f"{role}.path={model.path}: no such folder"
         elif "/" not in model.path:
             yield f"{role}.path={model.path}: no such folder (and a hub id reads owner/name)"
@@ -266,15 +322,21 @@ def model_problems(role: str, model: ModelConfig, max_total_tokens: int, *, rend
         return
     template = _chat_template(folder) if renders else "-"
     if not template:
-        yield f"{role}.path={model.path}: the tokenizer has no chat template; use an instruction-tuned model"
+        yield (
+            f"{role}.path={model.path}: the tokenizer has no chat template; use an "
+            f"instruction-tuned model"
+        )
     elif renders and (idle := unread_variables(template, model.chat_template_kwargs)):
-        yield f"{role}.chat_template_kwargs: the chat template of {model.path} does not read {', '.join(idle)}"
+        yield (
+            f"{role}.chat_template_kwargs: the chat template of {model.path} does not read "
+            f"{', '.join(idle)}"
+        )
     yield from _weights_problems(role, model, folder, max_total_tokens)
 
 
 def is_builtin(path: str) -> bool:
-    """Return whether ``actor.path`` is the built-in policy: by name, or the folder of a trained one, which is
-    recognized by its chat template."""
+    """Return whether ``actor.path`` is the built-in policy: by name, or the folder of a trained
+    one, which is recognized by its chat template."""
     folder = Path(path).expanduser()
     return path in BUILTIN_PATHS or (
         folder.is_dir() and all(name in _chat_template(folder) for name in BUILTIN_VARIABLES)
@@ -288,44 +350,70 @@ def checkpoint_problems(role: str, path: str) -> Iterator[str]:
         return
     if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
         yield f"{role}.path={path}: the folder holds no weights (*.safetensors)"
-    # Check only the format that transformers reads: the folder may have the index of another one without its files.
+    # Check only the format that transformers reads: the folder may have the index of another one
+    # without its files.
     formats = (("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "*.bin"))
     single_file = next((name for name, files in formats if any(folder.glob(files))), "")
     index = folder / f"{single_file}.index.json"
     if single_file and not (folder / single_file).is_file() and index.is_file():
         weight_map = _read_json(index).get("weight_map")
-        files = {str(name) for name in weight_map.values()} if isinstance(weight_map, dict) else set()
+        files = (
+            {str(name) for name in weight_map.values()} if isinstance(weight_map, dict) else set()
+        )
         if missing := sorted(name for name in files if not (folder / name).is_file()):
-            yield f"{role}.path={path}: {len(missing)} of {len(files)} files of its weights are missing: {missing[0]}"
+            yield (
+                f"{role}.path={path}: {len(missing)} of {len(files)} files of its weights are "
+                f"missing: {missing[0]}"
+            )
 
 
-def _weights_problems(role: str, model: ModelConfig, folder: Path, max_total_tokens: int) -> Iterator[str]:
-    """Yield reasons in a model's configuration why it cannot be trained, and mismatches between its files."""
+def _weights_problems(
+    role: str, model: ModelConfig, folder: Path, max_total_tokens: int
+) -> Iterator[str]:
+    """Yield reasons in a model's configuration why it cannot be trained, and mismatches between its
+    files."""
     path = model.path
     model_config = _read_json(folder / "config.json")
     if not model_config:
         yield f"{role}.path={path}: config.json describes no model"
         return
-    if problem := decoder_problem(model_config) or expert_problem(model_config, role, accepted=model.experts):
+    if problem := decoder_problem(model_config) or expert_problem(
+        model_config, role, accepted=model.experts
+    ):
         yield f"{role}.path={path}: {problem}"
     limit = context_limit(model_config)
     if max_total_tokens > limit:
         reason = context_reason(model_config)
-        yield f"rollout.max_total_tokens={max_total_tokens}: the context of {path} holds {limit} tokens{reason}"
+        yield (
+            f"rollout.max_total_tokens={max_total_tokens}: the context of {path} holds {limit} "
+            f"tokens{reason}"
+        )
     if (size := _vocabulary_size(folder)) is None:
         return
     vocab, added = _token_ids(folder)
     if (highest := max((*vocab.values(), *added.values()), default=-1)) >= size:
-        yield f"{role}.path={path}: the tokenizer has the id {highest}, the model's vocabulary {size} tokens"
-    embedding_rows = (shape[0] for name, shape in tensor_shapes(folder).items() if name.endswith(_EMBEDDINGS) and shape)
+        yield (
+            f"{role}.path={path}: the tokenizer has the id {highest}, the model's vocabulary "
+            f"{size} tokens"
+        )
+    embedding_rows = (
+        shape[0]
+        for name, shape in tensor_shapes(folder).items()
+        if name.endswith(_EMBEDDINGS) and shape
+    )
     if (rows := next(embedding_rows, size)) != size:
-        yield f"{role}.path={path}: the checkpoint embeds {rows} tokens, config.json says vocab_size={size}"
+        yield (
+            f"{role}.path={path}: the checkpoint embeds {rows} tokens, config.json says "
+            f"vocab_size={size}"
+        )
 
 
-def vocabulary_problems(role: str, model: ModelConfig, actor: ModelConfig, builtin_vocab: int) -> Iterator[str]:
-    """Yield how the vocabulary of a role that reads the actor's tokens differs from the actor's, in size or in
-    token ids, as far as both folders show it. ``builtin_vocab`` is the vocabulary size of the built-in policy,
-    whose tokenizer does not exist yet."""
+def vocabulary_problems(
+    role: str, model: ModelConfig, actor: ModelConfig, builtin_vocab: int
+) -> Iterator[str]:
+    """Yield how the vocabulary of a role that reads the actor's tokens differs from the actor's, in
+    size or in token ids, as far as both folders show it. ``builtin_vocab`` is the vocabulary size
+    of the built-in policy, whose tokenizer does not exist yet."""
     folder = Path(model.path).expanduser()
     actor_folder = Path(actor.path).expanduser()
     builtin_size = {BUILTIN: builtin_vocab, BUILTIN_TINY: TINY_VOCAB}.get(actor.path)
@@ -333,18 +421,21 @@ def vocabulary_problems(role: str, model: ModelConfig, actor: ModelConfig, built
     actor_size = builtin_size or _vocabulary_size(actor_folder)
     if size is not None and actor_size is not None and size != actor_size:
         yield (
-            f"{role}.path={model.path}: its vocabulary has {size} tokens, that of actor.path={actor.path} has "
+            f"{role}.path={model.path}: its vocabulary has {size} tokens, that of "
+            f"actor.path={actor.path} has "
             f"{actor_size}; the {role} reads the actor's tokens"
         )
     elif not builtin_size and (difference := _compare_token_ids(folder, actor_folder)):
         yield (
-            f"{role}.path={model.path}: its tokenizer {difference} of actor.path={actor.path}; the {role} reads the "
+            f"{role}.path={model.path}: its tokenizer {difference} of actor.path={actor.path}; the "
+            f"{role} reads the "
             "actor's tokens"
         )
 
 
 def _compare_token_ids(folder: Path, other: Path) -> str:
-    """Return how the token ids of two tokenizers differ, or "" if they do not or the files do not show it.
+    """Return how the token ids of two tokenizers differ, or "" if they do not or the files do not
+    show it.
 
     Added tokens that only one of them has are no difference."""
     vocab, added = _token_ids(folder)
@@ -357,31 +448,49 @@ def _compare_token_ids(folder: Path, other: Path) -> str:
     other_tokens = {number: token for token, number in other_vocab.items()}
     for token, number in vocab.items():
         if other_tokens.get(number, token) != token:
-            return f"gives the id {number} to {token[:40]!r}, not to {other_tokens[number][:40]!r} as that"
+            return (
+                f"gives the id {number} to {token[:40]!r}, not to {other_tokens[number][:40]!r} as "
+                f"that"
+            )
     return ""
 
 
 def _token_ids(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the ids of the vocabulary in ``tokenizer.json`` and of its added tokens; empty if not readable."""
+    """Return the ids of the vocabulary in ``tokenizer.json`` and of its added tokens; empty if not
+    readable."""
     tokenizer = _read_json(folder / "tokenizer.json")
     model = tokenizer.get("model")
     added = tokenizer.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     pairs: Iterable[tuple[Any, Any]] = vocab.items() if isinstance(vocab, dict) else ()
     if isinstance(vocab, list):  # Unigram models list [piece, score] in the order of the ids.
-        pairs = ((piece[0], number) for number, piece in enumerate(vocab) if isinstance(piece, list) and piece)
-    tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    return _valid_pairs(pairs), _valid_pairs((token.get("content"), token.get("id")) for token in tokens)
+        pairs = (
+            (piece[0], number)
+            for number, piece in enumerate(vocab)
+            if isinstance(piece, list) and piece
+        )
+    tokens = (
+        [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    )
+    return _valid_pairs(pairs), _valid_pairs(
+        (token.get("content"), token.get("id")) for token in tokens
+    )
 
 
 def _valid_pairs(pairs: Iterable[tuple[Any, Any]]) -> dict[str, int]:
-    return {token: number for token, number in pairs if isinstance(token, str) and isinstance(number, int)}
+    return {
+        token: number
+        for token, number in pairs
+        if isinstance(token, str) and isinstance(number, int)
+    }
 
 
 def _vocabulary_size(folder: Path) -> int | None:
     model_config = _read_json(folder / "config.json")
     text_config = model_config.get("text_config")
-    size = model_config.get("vocab_size", text_config.get("vocab_size") if isinstance(text_config, dict) else None)
+    size = model_config.get(
+        "vocab_size", text_config.get("vocab_size") if isinstance(text_config, dict) else None
+    )
     return size if isinstance(size, int) else None
 
 
@@ -394,7 +503,8 @@ def _chat_template(folder: Path) -> str:
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
-    """Return the object in a JSON file; {} if the file is missing, invalid or holds something else."""
+    """Return the object in a JSON file; {} if the file is missing, invalid or holds something
+    else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -405,32 +515,45 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 _PACKAGE = "peft"
 """Package that implements LoRA."""
 _BUILTIN_LAYERS = tuple(
-    f"{part}.{name}_proj" for part, names in (("self_attn", "qkvo"), ("mlp", ("gate", "up", "down"))) for name in names
+    f"{part}.{name}_proj"
+    for part, names in (("self_attn", "qkvo"), ("mlp", ("gate", "up", "down")))
+    for name in names
 )
 """Names of the linear layers in a block of the built-in policy."""
 
 
 def adapter_problems(role: str, model: ModelConfig) -> Iterator[str]:
-    """Yield what prevents LoRA: a missing peft, a backend without adapters, or targets that no layer matches, as
-    far as the model's files show its layers."""
+    """Yield what prevents LoRA: a missing peft, a backend without adapters, or targets that no
+    layer matches, as far as the model's files show its layers."""
     lora = model.lora
     if not lora.rank:
         return
     if find_spec(_PACKAGE) is None:
-        yield f"{role}.lora.rank={lora.rank}: adapters need the package {_PACKAGE}: {install_command('lora')}"
+        yield (
+            f"{role}.lora.rank={lora.rank}: adapters need the package {_PACKAGE}: "
+            f"{install_command('lora')}"
+        )
     if model.backend == SHARDED:
         yield (
-            f"{role}.lora.rank={lora.rank}: backend {SHARDED} cuts a model of which all weights train; adapters train "
+            f"{role}.lora.rank={lora.rank}: backend {SHARDED} cuts a model of which all weights "
+            f"train; adapters train "
             "with torch on one worker, and with ddp on several"
         )
     shapes = tensor_shapes(Path(model.path).expanduser()) if model.path not in BUILTIN_PATHS else {}
-    linear = [name.removesuffix(".weight") for name, shape in shapes.items() if is_block_matrix(name, shape)]
-    layers = [name for name in linear if ".experts." not in name]  # The trainer fuses experts into one tensor.
+    linear = [
+        name.removesuffix(".weight")
+        for name, shape in shapes.items()
+        if is_block_matrix(name, shape)
+    ]
+    layers = [
+        name for name in linear if ".experts." not in name
+    ]  # The trainer fuses experts into one tensor.
     layers = _BUILTIN_LAYERS if model.path in BUILTIN_PATHS else layers
     for target in lora.targets:
         if layers and not any(name == target or name.endswith(f".{target}") for name in layers):
             names = sorted({name.rpartition(".")[2] for name in layers})
             yield (
-                f"{role}.lora.targets: no linear layer of the blocks of {model.path} is called {target!r} (there are "
+                f"{role}.lora.targets: no linear layer of the blocks of {model.path} is called "
+                f"{target!r} (there are "
                 f"{', '.join(names)})"
             )

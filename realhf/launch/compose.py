@@ -1,5 +1,5 @@
-"""Composition of an experiment's configuration from the command line and YAML files, through Hydra, with one-line
-errors.
+"""Composition of an experiment's configuration from the command line and YAML files, through Hydra,
+with one-line errors.
 
 Importing this module is cheap: Hydra is imported by ``compose_config``, and torch never.
 """
@@ -36,8 +36,8 @@ from realhf.registry import environments
 GROUPS = ("experiment", "model", "env", "scheduler")
 """Configuration groups, whose files are selected with ``GROUP=NAME``."""
 BUILTIN_DEFAULTS = "builtin_policy.yaml"
-"""File in the configuration folder with the defaults of the built-in policy, which replace the library's.
-``builtin_policy_NAME.yaml`` has those for the environment NAME."""
+"""File in the configuration folder with the defaults of the built-in policy, which replace the
+library's. ``builtin_policy_NAME.yaml`` has those for the environment NAME."""
 
 
 class Composed(NamedTuple):
@@ -73,25 +73,32 @@ class EnvironmentMissing(ConfigError):
 def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Composed:
     """Return the configuration for ``key=value`` arguments.
 
-    Imports the experiment's file, which defines the class of the configuration. Raises ConfigError that names
-    the option."""
+    Imports the experiment's file, which defines the class of the configuration. Raises ConfigError
+    that names the option."""
     pairs = [_parse_argument(text) for text in arguments]
     given = {pair.key: pair.value for pair in pairs}
     user_file = _user_file(given.get("experiment_path"))
     if user_file is not None:
         given.setdefault("experiment", user_file.stem)
     name = _check_experiment(given.get("experiment"), config_dir, user_file)
-    own = user_file.with_suffix(".yaml") if user_file else config_dir / "experiment" / f"{name}.yaml"
+    own = (
+        user_file.with_suffix(".yaml") if user_file else config_dir / "experiment" / f"{name}.yaml"
+    )
     _check_choices(given, config_dir)
     environment = _chosen_path("env", given, config_dir, own)
     scheduler = _chosen_path("scheduler", given, config_dir, own)
     algorithm = _chosen_path("ppo", given, config_dir, own, "algo")
-    typed = next((f"{key}={value}" for key, value in reversed(pairs) if key in ("env.path", "env")), "")
-    _check_environment(name, typed, environment, _path_in(own, "env", bases=config_dir / "experiment"), config_dir)
+    typed = next(
+        (f"{key}={value}" for key, value in reversed(pairs) if key in ("env.path", "env")), ""
+    )
+    _check_environment(
+        name, typed, environment, _path_in(own, "env", bases=config_dir / "experiment"), config_dir
+    )
     file = load_experiment(config_dir, name, user_file, environment)
     if environment is None and hasattr(file.module, "config_class"):
         raise EnvironmentMissing(
-            f"experiment={name}: choose an environment with env=NAME (known: {', '.join(environments)}), or with "
+            f"experiment={name}: choose an environment with env=NAME (known: "
+            f"{', '.join(environments)}), or with "
             "env.path=FILE.py:Name"
         )
     if scheduler is not None:
@@ -99,7 +106,11 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
             file = file._replace(config_class=with_scheduler(file.config_class, scheduler))
         except ValueError as error:
             raise ConfigError(f"scheduler.path: {error}") from None
-    if algorithm is not None and is_own(algorithm) and "ppo.algo" in Schema(file.config_class).options:
+    if (
+        algorithm is not None
+        and is_own(algorithm)
+        and "ppo.algo" in Schema(file.config_class).options
+    ):
         try:
             file = file._replace(config_class=with_algorithm(file.config_class, algorithm))
         except ValueError as error:
@@ -109,7 +120,10 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
     if "env" in schema.sections and not hasattr(file.module, "config_class"):
         has = str(schema.options["env.path"].value) if "env.path" in schema.options else ""
         _check_environment(name, typed, environment, has, config_dir)
-    if given.get("env") not in (None, *_files("env", config_dir)):  # A registered environment without a YAML file.
+    if given.get("env") not in (
+        None,
+        *_files("env", config_dir),
+    ):  # A registered environment without a YAML file.
         given["env.path"] = given.pop("env")
     _check_texts(schema, given, config_dir, own, user_file)
     # Options that hold a mapping have no fixed keys, so Hydra needs "++" to accept new ones.
@@ -119,15 +133,21 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
         if key != "experiment_path"
     ]
     try:
-        config, defaults = _compose_with_defaults(overrides, given, config_dir, schema, user_file, environment)
+        config, defaults = _compose_with_defaults(
+            overrides, given, config_dir, schema, user_file, environment
+        )
     except _UnknownOption as unknown:
         raise ConfigError(_describe_unknown(unknown.option, name, schema, config_dir)) from None
     _check_scheduler(config, scheduler, own)
     _check_algorithm(config, algorithm, own)
     config.experiment_path = str(user_file) if user_file else None
-    overridden = tuple(schema.mapping_of(pair.key) or pair.key for pair in pairs if pair.key not in GROUPS)
+    overridden = tuple(
+        schema.mapping_of(pair.key) or pair.key for pair in pairs if pair.key not in GROUPS
+    )
     chosen = {
-        f"{group}={given[group]}": tuple(schema.set_in(config_dir / group / f"{given[group]}.yaml", group))
+        f"{group}={given[group]}": tuple(
+            schema.set_in(config_dir / group / f"{given[group]}.yaml", group)
+        )
         for group in GROUPS[1:]
         if group in given
     }
@@ -147,7 +167,8 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
 
 
 def make_trial_name() -> str:
-    """Return a default trial name: the local time, and a random suffix for launches within the same second."""
+    """Return a default trial name: the local time, and a random suffix for launches within the same
+    second."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
@@ -170,27 +191,40 @@ def _compose_with_defaults(
     user_file: Path | None,
     environment: str | None,
 ) -> tuple[ExperimentConfig, Mapping[str, Any]]:
-    """Return the configuration, and the defaults of the built-in policy that were applied, by option.
+    """Return the configuration, and the defaults of the built-in policy that were applied, by
+    option.
 
-    These defaults apply only if the actor is the built-in policy, some of them only in one environment. Any
-    file may set the actor and the environment, so both are guessed first, and the configuration is composed
-    again if the guess was wrong."""
+    These defaults apply only if the actor is the built-in policy, some of them only in one
+    environment. Any file may set the actor and the environment, so both are guessed first, and the
+    configuration is composed again if the guess was wrong."""
     from omegaconf import OmegaConf
 
     def default_files(builtin: bool, environment: str) -> list[Path]:
         general = config_dir / BUILTIN_DEFAULTS
         special = config_dir / f"{general.stem}_{environment}.yaml"
-        return [general, *([special] if environment.isidentifier() and special.is_file() else [])] if builtin else []
+        return (
+            [general, *([special] if environment.isidentifier() and special.is_file() else [])]
+            if builtin
+            else []
+        )
 
     builtin = (
-        is_builtin(given["actor.path"]) if "actor.path" in given else given.get("model", BUILTIN).startswith(BUILTIN)
+        is_builtin(given["actor.path"])
+        if "actor.path" in given
+        else given.get("model", BUILTIN).startswith(BUILTIN)
     )
     next_files = default_files(builtin, environment or "")
-    for _ in range(3):  # Adding or removing default files may in turn change the actor or the environment.
+    for _ in range(
+        3
+    ):  # Adding or removing default files may in turn change the actor or the environment.
         files = next_files
         values = OmegaConf.to_container(OmegaConf.merge(*map(_read_yaml, files))) if files else {}
-        config = _compose(overrides, config_dir, schema, user_file, cast("Mapping[str, Any]", values))
-        next_files = default_files(is_builtin(config.actor.path), getattr(getattr(config, "env", None), "path", ""))
+        config = _compose(
+            overrides, config_dir, schema, user_file, cast("Mapping[str, Any]", values)
+        )
+        next_files = default_files(
+            is_builtin(config.actor.path), getattr(getattr(config, "env", None), "path", "")
+        )
         if next_files == files:
             break
     defaults = {name: value for file in files for name, value in schema.set_in(file).items()}
@@ -202,9 +236,9 @@ def _options_in_yaml(
 ) -> dict[str, str]:
     """Return the options that YAML files of the experiment set, with the file.
 
-    For files that the experiment's own file builds on, only values that differ from the library's default (or
-    from the built-in policy's ``defaults``) are detected. An option that is set back to its default, by another
-    file or the command line, counts as not set."""
+    For files that the experiment's own file builds on, only values that differ from the library's
+    default (or from the built-in policy's ``defaults``) are detected. An option that is set back to
+    its default, by another file or the command line, counts as not set."""
     options = schema.set_in(own)
     written = dict.fromkeys(options, own.name)
     builds_on = own.exists() and re.search(r"(?m)^defaults:", own.read_text("utf-8")) is not None
@@ -222,7 +256,8 @@ def experiment_names(config_dir: Path = CONFIGS) -> list[str]:
 
 
 def choices(group: str, config_dir: Path = CONFIGS) -> list[str]:
-    """Return the names that can be selected in a group: its files, and for ``env`` all registered environments."""
+    """Return the names that can be selected in a group: its files, and for ``env`` all registered
+    environments."""
     return sorted({*_files(group, config_dir), *(environments if group == "env" else ())})
 
 
@@ -236,15 +271,19 @@ def _parse_argument(text: str) -> Argument:
         raise ConfigError(f"argument {text!r} is not of the form key=value")
     plus, key, value = match.groups()
     if plus and key != "experiment_path":
-        raise ConfigError(f"option {plus}{key}: options cannot be added, only set: write {key}={value}")
+        raise ConfigError(
+            f"option {plus}{key}: options cannot be added, only set: write {key}={value}"
+        )
     return Argument(key, value)
 
 
-def _chosen_path(section: str, given: dict[str, str], config_dir: Path, own: Path, option: str = "path") -> str | None:
+def _chosen_path(
+    section: str, given: dict[str, str], config_dir: Path, own: Path, option: str = "path"
+) -> str | None:
     """Return the chosen environment, scheduler or algorithm (``section``), or None.
 
-    It is chosen by ``option``, by the file of ``section=NAME``, or by the experiment's YAML file ``own``. A path
-    in ``given`` is made absolute, so that every process finds it."""
+    It is chosen by ``option``, by the file of ``section=NAME``, or by the experiment's YAML file
+    ``own``. A path in ``given`` is made absolute, so that every process finds it."""
     name = option
     option = f"{section}.{option}"
     if option in given:
@@ -259,39 +298,57 @@ def _chosen_path(section: str, given: dict[str, str], config_dir: Path, own: Pat
     )
 
 
-def _check_environment(experiment: str, typed: str, chosen: str | None, fixed: str | None, config_dir: Path) -> None:
-    """Raise ConfigError if the argument ``typed`` chooses an environment for an experiment with a fixed one.
+def _check_environment(
+    experiment: str, typed: str, chosen: str | None, fixed: str | None, config_dir: Path
+) -> None:
+    """Raise ConfigError if the argument ``typed`` chooses an environment for an experiment with a
+    fixed one.
 
     ``fixed`` is that environment, "" for one without a name, None if the experiment has none."""
     if not typed or fixed in (None, chosen):
         return
     general = experiment.replace(f"_{fixed}", "") if fixed else ""
-    general = general if general != experiment and general in experiment_names(config_dir) else "grpo"
+    general = (
+        general if general != experiment and general in experiment_names(config_dir) else "grpo"
+    )
     owned = f"the environment {fixed}" if fixed else "an environment of its own"
-    raise ConfigError(f"{typed}: experiment {experiment} has {owned}; type experiment={general} {typed}")
+    raise ConfigError(
+        f"{typed}: experiment {experiment} has {owned}; type experiment={general} {typed}"
+    )
 
 
 def _check_scheduler(config: ExperimentConfig, chosen: str | None, own: Path) -> None:
-    """Raise ConfigError for a scheduler that was set in a file which is read too late to add its options."""
+    """Raise ConfigError for a scheduler that was set in a file which is read too late to add its
+    options."""
     if absolute(config.scheduler.path) != absolute(chosen or ExperimentConfig().scheduler.path):
         raise ConfigError(
-            f"scheduler.path={config.scheduler.path}: set it in {own.name} or on the command line; no "
+            f"scheduler.path={config.scheduler.path}: set it in {own.name} or on the command line; "
+            f"no "
             "other choice (model=, env=) can make this one"
         )
 
 
 def _check_algorithm(config: ExperimentConfig, chosen: str | None, own: Path) -> None:
-    """Raise ConfigError for a custom algorithm that was set in a file which is read too late to add its options."""
+    """Raise ConfigError for a custom algorithm that was set in a file which is read too late to add
+    its options."""
     section: Any = getattr(config, "ppo", None)
     algo = getattr(section, "algo", "")
     if is_own(algo) and absolute(algo) != absolute(chosen or ""):
-        raise ConfigError(f"ppo.algo={algo}: set it in {own.name} or on the command line; no other choice can make it")
+        raise ConfigError(
+            f"ppo.algo={algo}: set it in {own.name} or on the command line; no other choice can "
+            f"make it"
+        )
 
 
 def _path_in(
-    path: Path, section: str, option: str = "path", bases: Path | None = None, seen: frozenset[str] = frozenset()
+    path: Path,
+    section: str,
+    option: str = "path",
+    bases: Path | None = None,
+    seen: frozenset[str] = frozenset(),
 ) -> str | None:
-    """Return ``section.option`` as set by a YAML file, or by the files in the folder ``bases`` that it builds on.
+    """Return ``section.option`` as set by a YAML file, or by the files in the folder ``bases`` that
+    it builds on.
 
     ``seen`` are the files that build on it, to end cycles."""
     content = read_yaml_mapping(path)
@@ -300,7 +357,10 @@ def _path_in(
     if isinstance(value, str) or bases is None:
         return value if isinstance(value, str) else None
     base_names = (base for base in reversed(base_experiments(content, path)) if base not in seen)
-    values = (_path_in(bases / f"{base}.yaml", section, option, bases, seen | {path.stem}) for base in base_names)
+    values = (
+        _path_in(bases / f"{base}.yaml", section, option, bases, seen | {path.stem})
+        for base in base_names
+    )
     return next((inherited for inherited in values if inherited is not None), None)
 
 
@@ -321,14 +381,22 @@ def _check_choices(given: Mapping[str, str], config_dir: Path) -> None:
     }
     for key in GROUPS[1:]:
         if key in given and given[key] not in (names := choices(key, config_dir)):
-            raise ConfigError(f"{key}={given[key]}: {_unknown_name('choice', given[key], names)}{own.get(key, '')}")
+            raise ConfigError(
+                f"{key}={given[key]}: "
+                f"{_unknown_name('choice', given[key], names)}{own.get(key, '')}"
+            )
 
 
-def _check_names(pairs: Sequence[Argument], experiment: str, schema: Schema, config_dir: Path) -> None:
+def _check_names(
+    pairs: Sequence[Argument], experiment: str, schema: Schema, config_dir: Path
+) -> None:
     for key, value in pairs:
         if key in GROUPS[1:]:
             if key == "env" and key not in schema.sections:
-                raise ConfigError(f"{key}={value} has no effect in experiment {experiment}: it has no section {key}")
+                raise ConfigError(
+                    f"{key}={value} has no effect in experiment {experiment}: it has no section "
+                    f"{key}"
+                )
         elif key in schema.sections:
             raise ConfigError(
                 f"{key}={value}: {key} is a section; set one of its options, e.g. "
@@ -339,12 +407,18 @@ def _check_names(pairs: Sequence[Argument], experiment: str, schema: Schema, con
 
 
 def _describe_unknown(name: str, experiment: str, schema: Schema, config_dir: Path) -> str:
-    """Return the error message about an option that the experiment does not have, with those that have it."""
+    """Return the error message about an option that the experiment does not have, with those that
+    have it."""
     owners = [
-        other for other, its in shipped_schemas(config_dir).items() if name in its.options or name in its.sections
+        other
+        for other, its in shipped_schemas(config_dir).items()
+        if name in its.options or name in its.sections
     ]
     if owners:
-        return f"option {name} has no effect in experiment {experiment}: it belongs to {', '.join(owners)}"
+        return (
+            f"option {name} has no effect in experiment {experiment}: it belongs to "
+            f"{', '.join(owners)}"
+        )
     return schema.unknown(name)
 
 
@@ -371,8 +445,8 @@ _ITEM = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^'"\[\]{}(),]*""")
 
 
 def _quote_texts(kind: TextKind, value: str) -> str:
-    """Return a command-line value with quotes around strings that Hydra would read as a number or boolean, so that
-    ``1e5`` remains a string."""
+    """Return a command-line value with quotes around strings that Hydra would read as a number or
+    boolean, so that ``1e5`` remains a string."""
     if kind == "one":
         return _quote(value)
     inner = value.strip()
@@ -402,9 +476,11 @@ def _quote(text: str) -> str:
     return f"'{text}'" if isinstance(value, (bool, int, float)) else text
 
 
-def _check_texts(schema: Schema, given: Mapping[str, str], config_dir: Path, own: Path, user_file: Path | None) -> None:
-    """Raise ConfigError for an unquoted string in a YAML file that YAML reads as another value with a different
-    text, such as ``1e5`` as 100000.0."""
+def _check_texts(
+    schema: Schema, given: Mapping[str, str], config_dir: Path, own: Path, user_file: Path | None
+) -> None:
+    """Raise ConfigError for an unquoted string in a YAML file that YAML reads as another value with
+    a different text, such as ``1e5`` as 100000.0."""
     import yaml
     from omegaconf import OmegaConf
 
@@ -419,22 +495,32 @@ def _check_texts(schema: Schema, given: Mapping[str, str], config_dir: Path, own
             unchanged = isinstance(value, (str, int, float)) and str(value) == raw
             if value is not None and not unchanged:
                 raise ConfigError(
-                    f"{path}: {name}: {raw} is {value!r} in YAML and the option is a text; put it in quotes: '{raw}'"
+                    f"{path}: {name}: {raw} is {value!r} in YAML and the option is a text; put it "
+                    f"in quotes: '{raw}'"
                 )
 
 
-def _yaml_files(given: Mapping[str, str], config_dir: Path, own: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the YAML files of a configuration with their group ("" for experiments): the experiment's file, those it
-    builds on, and those that they or the command line choose."""
+def _yaml_files(
+    given: Mapping[str, str], config_dir: Path, own: Path
+) -> Iterator[tuple[Path, str]]:
+    """Yield the YAML files of a configuration with their group ("" for experiments): the
+    experiment's file, those it builds on, and those that they or the command line choose."""
     chosen = {(group, given[group]) for group in GROUPS[1:] if group in given}
     experiment_files = [own]
     for path in experiment_files:
         content = read_yaml_mapping(path)
-        bases = (config_dir / "experiment" / f"{base}.yaml" for base in base_experiments(content, path))
+        bases = (
+            config_dir / "experiment" / f"{base}.yaml" for base in base_experiments(content, path)
+        )
         experiment_files += [base for base in bases if base not in experiment_files]
         for entry in content.get("defaults") or []:
             for group, choice in entry.items() if isinstance(entry, dict) else ():
-                chosen.add((str(group).removeprefix("override ").strip(" /").partition("@")[0], str(choice)))
+                chosen.add(
+                    (
+                        str(group).removeprefix("override ").strip(" /").partition("@")[0],
+                        str(choice),
+                    )
+                )
     yield from ((path, "") for path in experiment_files)
     yield from ((config_dir / group / f"{choice}.yaml", group) for group, choice in sorted(chosen))
 
@@ -448,7 +534,11 @@ class _UnknownOption(Exception):
 
 
 def _compose(
-    overrides: list[str], config_dir: Path, schema: Schema, user_file: Path | None, policy_defaults: Mapping[str, Any]
+    overrides: list[str],
+    config_dir: Path,
+    schema: Schema,
+    user_file: Path | None,
+    policy_defaults: Mapping[str, Any],
 ) -> ExperimentConfig:
     """Compose the configuration with Hydra. Raises ConfigError or _UnknownOption."""
     from hydra import compose, initialize_config_dir
@@ -463,7 +553,9 @@ def _compose(
     except (OmegaConfBaseException, ValueError) as error:
         what = str(error).splitlines()[0]
         key = getattr(error, "full_key", "")
-        raise ConfigError(f"the option {key!r} of {schema.kind.__name__} cannot be declared so: {what}") from None
+        raise ConfigError(
+            f"the option {key!r} of {schema.kind.__name__} cannot be declared so: {what}"
+        ) from None
     store.store(name="policy_defaults", node=dict(policy_defaults))
     if user_file is not None:
         node = {"experiment": user_file.stem, **_read_yaml(user_file.with_suffix(".yaml"))}
@@ -480,41 +572,54 @@ def _compose(
 
 @lru_cache(maxsize=8)
 def _structured_config(kind: type[ExperimentConfig]) -> Any:
-    """Return the OmegaConf schema of a configuration class. It can be cached because Hydra copies it."""
+    """Return the OmegaConf schema of a configuration class. It can be cached because Hydra copies
+    it."""
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(kind)
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
-    """Return the mapping in a YAML file, {} if the file does not exist. Raises ConfigError for any other content."""
+    """Return the mapping in a YAML file, {} if the file does not exist. Raises ConfigError for any
+    other content."""
     import yaml
 
     try:
-        content = (yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None) or {}
+        content = (
+            yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+        ) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: must hold options (name: value), not a {type(content).__name__}")
+        raise ConfigError(
+            f"{path}: must hold options (name: value), not a {type(content).__name__}"
+        )
     return content
 
 
 def _raise_one_line(error: Exception, overrides: Sequence[str]) -> NoReturn:
-    """Raise ConfigError with one line that names the option, extracted from Hydra's chain of exceptions."""
+    """Raise ConfigError with one line that names the option, extracted from Hydra's chain of
+    exceptions."""
     unparsed = getattr(error, "override", None)
     if unparsed:
-        raise ConfigError(f"{unparsed}: not a value; text with special characters needs quotes") from None
+        raise ConfigError(
+            f"{unparsed}: not a value; text with special characters needs quotes"
+        ) from None
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
     lines = [line.strip() for line in f"{cause}\n{error}".splitlines() if line.strip()]
     lines = [line for line in lines if not line.endswith("raised while composing config:")] or lines
-    full_key = next((line.partition(":")[2].strip() for line in lines if line.startswith("full_key:")), "")
+    full_key = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("full_key:")), ""
+    )
     override = next((text for text in overrides if text.partition("=")[0] == full_key), full_key)
     name = re.search(r"Key '([\w.]+)' (?:is )?not in", lines[0])
     if name:
         raise _UnknownOption(full_key or name.group(1)) from None
-    raise ConfigError(f"{override}: {lines[0]}" if override and override not in lines[0] else lines[0]) from None
+    raise ConfigError(
+        f"{override}: {lines[0]}" if override and override not in lines[0] else lines[0]
+    ) from None
 
 
 class Schema:
@@ -530,25 +635,28 @@ class Schema:
 
     @cached_property
     def sections(self) -> Mapping[str, Any]:
-        """The sections with their defaults, by dotted name, without the configuration as a whole."""
+        """The sections with their defaults, by dotted name, without the configuration as a
+        whole."""
         return {name: part for name, part in sections(self.kind()) if name}
 
     @cached_property
     def _types(self) -> Mapping[str, Any]:
-        """The types of options and sections by dotted name. Raises ConfigError for an annotation that cannot be
-        evaluated."""
+        """The types of options and sections by dotted name. Raises ConfigError for an annotation
+        that cannot be evaluated."""
         types = {}
         for name, part in sections(self.kind()):
             try:
                 hints = typing.get_type_hints(type(part))
             except (NameError, TypeError, AttributeError) as error:
-                raise ConfigError(f"the options of {type(part).__name__} cannot be declared so: {error}") from None
+                raise ConfigError(
+                    f"the options of {type(part).__name__} cannot be declared so: {error}"
+                ) from None
             types |= {f"{name}.{field}" if name else field: kind for field, kind in hints.items()}
         return types
 
     def text_kind(self, key: str) -> TextKind:
-        """Return whether an option, or a key of a mapping option, is a string or a list of strings, possibly
-        nullable. Groups are strings."""
+        """Return whether an option, or a key of a mapping option, is a string or a list of strings,
+        possibly nullable. Groups are strings."""
         if key in GROUPS:
             return "one"
         mapping = self.mapping_of(key)
@@ -561,7 +669,8 @@ class Schema:
         return "list" if is_list and _without_null(typing.get_args(kind)[0]) is str else ""
 
     def plain_texts(self, path: Path, group: str = "") -> Iterator[tuple[str, str]]:
-        """Yield each unquoted string value of a YAML file as the option's dotted name and the raw text.
+        """Yield each unquoted string value of a YAML file as the option's dotted name and the raw
+        text.
 
         ``group``: see ``set_in``."""
         import yaml
@@ -574,7 +683,11 @@ class Schema:
             kind = self.text_kind(name)
             items = node.value if isinstance(node, yaml.SequenceNode) else [node]
             if kind == ("list" if isinstance(node, yaml.SequenceNode) else "one"):
-                plain = (item for item in items if isinstance(item, yaml.ScalarNode) and item.style is None)
+                plain = (
+                    item
+                    for item in items
+                    if isinstance(item, yaml.ScalarNode) and item.style is None
+                )
                 yield from ((name, item.value) for item in plain)
 
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -587,19 +700,25 @@ class Schema:
         return next((name for name in mappings if key == name or key.startswith(f"{name}.")), "")
 
     def unknown(self, name: str) -> str:
-        """Return the error message about an unknown option: the closest one, with its description."""
+        """Return the error message about an unknown option: the closest one, with its
+        description."""
         close = close_name(name, [*self.options]) or self._same_leaf(name)
         if not close:
             return f"unknown option {name!r}"
-        return f"unknown option {name!r}; did you mean {close!r}? {self.options[close].option.about}".rstrip()
+        return (
+            f"unknown option {name!r}; did you mean {close!r}? "
+            f"{self.options[close].option.about}".rstrip()
+        )
 
     def _same_leaf(self, name: str) -> str:
-        """Return an option whose last part resembles that of ``name`` (``lr`` finds ``actor.optimizer.lr``), or ""."""
+        """Return an option whose last part resembles that of ``name`` (``lr`` finds
+        ``actor.optimizer.lr``), or ""."""
         leaves = {option.rpartition(".")[2]: option for option in reversed([*self.options])}
         return leaves.get(close_name(name.rpartition(".")[2], [*leaves], cutoff=0.75), "")
 
     def set_in(self, path: Path, group: str = "") -> dict[str, Any]:
-        """Return the options that a YAML file itself sets, by dotted name; {} if the file does not exist.
+        """Return the options that a YAML file itself sets, by dotted name; {} if the file does not
+        exist.
 
         The options of a group's file belong to the section of that name, unless the file contains
         ``@package _global_``."""
@@ -615,7 +734,11 @@ class Schema:
 
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         prefix = f"{group}." if group and "@package _global_" not in text else ""
-        return {name: value for name, value in flat(yaml.safe_load(text) or {}, prefix) if name in self.options}
+        return {
+            name: value
+            for name, value in flat(yaml.safe_load(text) or {}, prefix)
+            if name in self.options
+        }
 
 
 def _without_null(kind: Any) -> Any:

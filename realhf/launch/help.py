@@ -1,5 +1,5 @@
-"""Documentation of all options, generated from the fields of the configuration: the text of ``--help`` and the
-reference page.
+"""Documentation of all options, generated from the fields of the configuration: the text of
+``--help`` and the reference page.
 
 python -m realhf.launch --options-reference
 """
@@ -16,14 +16,22 @@ from realhf.api.config import ExperimentConfig
 from realhf.api.option import REFERENCE, NamedOption, Option, walk
 from realhf.base.installation import CONFIGS
 from realhf.env.loader.load import with_environment
-from realhf.launch.compose import GROUPS, EnvironmentMissing, Schema, choices, compose_config, shipped_schemas
+from realhf.launch.compose import (
+    GROUPS,
+    EnvironmentMissing,
+    Schema,
+    choices,
+    compose_config,
+    shipped_schemas,
+)
 from realhf.launch.plugins import with_scheduler
 from realhf.registry import environments, registered_names, schedulers
 
 _COLUMN = 44
 """Column in which the descriptions begin, unless an option is longer."""
 _ANY_ENVIRONMENT = "countdown"
-"""Environment used to describe an experiment for which none was chosen; its own options are omitted."""
+"""Environment used to describe an experiment for which none was chosen; its own options are
+omitted."""
 _USAGE = """usage: python -m realhf.launch experiment=NAME [key=value ...]
        python -m realhf.launch --version
 
@@ -52,16 +60,25 @@ def help_text(config_dir: Path = CONFIGS) -> str:
     for section, (owners, schema) in _own_sections(config_dir).items():
         lines += ["", f"Of {', '.join(owners)}:", *_terminal(_within(schema, section))]
     for name, schema in scheduler_schemas().items():
-        lines += ["", f"Of the scheduler {name} (scheduler.path={name}):", *_terminal(_scheduler_options(schema))]
+        lines += [
+            "",
+            f"Of the scheduler {name} (scheduler.path={name}):",
+            *_terminal(_scheduler_options(schema)),
+        ]
     for name, schema in environment_schemas().items():
-        lines += ["", f"Of the environment {name} (env.path={name}):", *_terminal(_within(schema, "env"))]
+        lines += [
+            "",
+            f"Of the environment {name} (env.path={name}):",
+            *_terminal(_within(schema, "env")),
+        ]
     return "\n".join(lines)
 
 
 def experiment_help(arguments: Sequence[str], config_dir: Path = CONFIGS) -> str:
     """Return the options of one experiment, with the values of its YAML and the command line.
 
-    Without an environment among ``arguments`` the environment's options are omitted. Raises ConfigError."""
+    Without an environment among ``arguments`` the environment's options are omitted. Raises
+    ConfigError."""
     has_environment = True
     try:
         composed = compose_config(arguments, config_dir)
@@ -70,10 +87,21 @@ def experiment_help(arguments: Sequence[str], config_dir: Path = CONFIGS) -> str
         composed = compose_config([*arguments, f"env.path={_ANY_ENVIRONMENT}"], config_dir)
     about = inspect.getdoc(composed.file.module) or ""
     lines = [f"{composed.file.name}: {about}", "", "Options with the values of this experiment:"]
-    options = [named for named in walk(composed.config) if has_environment or not named.name.startswith("env.")]
+    options = [
+        named
+        for named in walk(composed.config)
+        if has_environment or not named.name.startswith("env.")
+    ]
     if not has_environment:
-        more = f"choose an environment with env=NAME ({', '.join(environments)}) or env.path=FILE.py:Name"
-        lines.insert(2, f"To run it, {more}; with one --help shows its options and the values that it changes, too.\n")
+        more = (
+            f"choose an environment with env=NAME ({', '.join(environments)}) or "
+            f"env.path=FILE.py:Name"
+        )
+        lines.insert(
+            2,
+            f"To run it, {more}; with one --help shows its options and the values that it changes, "
+            f"too.\n",
+        )
     return "\n".join([*lines, *_terminal(options)])
 
 
@@ -92,7 +120,11 @@ def options_reference(config_dir: Path = CONFIGS) -> str:
     for name, schema in scheduler_schemas().items():
         kind = type(schema.sections["scheduler"])
         about = (inspect.getdoc(kind) or "").replace("``", "`")
-        parts += ["## scheduler\n", f"{about} Of the scheduler `{name}`.\n", _table(_scheduler_options(schema))]
+        parts += [
+            "## scheduler\n",
+            f"{about} Of the scheduler `{name}`.\n",
+            _table(_scheduler_options(schema)),
+        ]
     for name, schema in environment_schemas().items():
         parts += _chapter("env", schema, f" Of the environment `{name}`.")
     return "\n".join(parts)
@@ -104,7 +136,8 @@ def environment_schemas() -> Mapping[str, Schema]:
 
 
 def scheduler_schemas() -> Mapping[str, Schema]:
-    """Return a schema with the section ``scheduler`` of each registered scheduler that has options."""
+    """Return a schema with the section ``scheduler`` of each registered scheduler that has
+    options."""
     schemas = {name: Schema(with_scheduler(ExperimentConfig, name)) for name in schedulers}
     return {name: schema for name, schema in schemas.items() if any(_scheduler_options(schema))}
 
@@ -115,8 +148,8 @@ def _scheduler_options(schema: Schema) -> Iterator[NamedOption]:
 
 
 def _own_sections(config_dir: Path) -> Mapping[str, tuple[list[str], Schema]]:
-    """Return the sections that shipped experiments add, except ``env``: the experiments that have the section, and
-    a schema that contains it."""
+    """Return the sections that shipped experiments add, except ``env``: the experiments that have
+    the section, and a schema that contains it."""
     common = Schema().sections
     owners = {}
     for name, schema in shipped_schemas(config_dir).items():
@@ -127,7 +160,8 @@ def _own_sections(config_dir: Path) -> Mapping[str, tuple[list[str], Schema]]:
 
 
 def _chapter(section: str, schema: Schema, aside: str = "") -> list[str]:
-    """Return the chapter about a section: its heading, its docstring followed by ``aside``, and its table."""
+    """Return the chapter about a section: its heading, its docstring followed by ``aside``, and its
+    table."""
     kind = type(schema.sections[section])
     about = (inspect.getdoc(kind) or "").replace("``", "`")
     return [f"## {section}\n", f"{about}{aside}\n", _table(_within(schema, section))]
@@ -155,7 +189,8 @@ def _table(options: Iterable[NamedOption]) -> str:
     for name, option, value in options:
         default = f"`{text}`" if (text := _format_value(value)) else ""
         rows.append(
-            f"| `{name}` | {default} | {option.about} | {_allowed_values(option, value)} | {option.on_resume} |"
+            f"| `{name}` | {default} | {option.about} | {_allowed_values(option, value)} | "
+            f"{option.on_resume} |"
         )
     return "\n".join([*rows, ""])
 
@@ -166,11 +201,14 @@ def _allowed_values(option: Option, value: Any) -> str:
         return ", ".join(registered_names(option.registry))
     if option.choices:
         return ", ".join([*option.choices, *([REFERENCE] if option.reference else [])])
-    return ", ".join(item.value for item in type(value)) if isinstance(value, Enum) else option.bound()
+    return (
+        ", ".join(item.value for item in type(value)) if isinstance(value, Enum) else option.bound()
+    )
 
 
 def _format_value(value: Any) -> str:
-    """Return a value as it is written on the command line; "" for None and for a required option."""
+    """Return a value as it is written on the command line; "" for None and for a required
+    option."""
     if value is None or value == "???":
         return ""
     if isinstance(value, list):

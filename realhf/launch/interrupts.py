@@ -1,4 +1,5 @@
-"""Handling of SIGINT and SIGTERM in the launcher: a stop that first saves a checkpoint, or an exception."""
+"""Handling of SIGINT and SIGTERM in the launcher: a stop that first saves a checkpoint, or an
+exception."""
 
 from __future__ import annotations
 
@@ -15,23 +16,27 @@ class Interrupted(Exception):
     """Stop of a launch by SIGINT or SIGTERM. ``outcome`` tells what the run saved."""
 
     def __init__(self, signum: int, outcome: str = "") -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name}" + (f"; {outcome}" if outcome else ""))
+        super().__init__(
+            f"stopped by {signal.Signals(signum).name}" + (f"; {outcome}" if outcome else "")
+        )
         self.exit_code = 128 + signum
 
 
 class StopSignals:
     """Signal handlers of a launch.
 
-    While the run can save its progress (``deferred``), the first signal only sets ``requested``, which the
-    launcher's loop checks. Otherwise, and from the second signal on, a signal raises ``Interrupted`` in the main
-    thread. Signals after that are ignored, so that they do not disturb the clean-up.
+    While the run can save its progress (``deferred``), the first signal only sets ``requested``,
+    which the launcher's loop checks. Otherwise, and from the second signal on, a signal raises
+    ``Interrupted`` in the main thread. Signals after that are ignored, so that they do not disturb
+    the clean-up.
     """
 
     def __init__(self) -> None:
         self.requested: int | None = None
         """The signal that asked the run to save and stop, if any."""
         self.deferred = False
-        """Whether the first signal lets the run save a checkpoint instead of raising ``Interrupted``."""
+        """Whether the first signal lets the run save a checkpoint instead of raising
+        ``Interrupted``."""
         self._raised = False
 
     @contextlib.contextmanager
@@ -52,16 +57,21 @@ class StopSignals:
             self.requested = signum
             return
         self._raised = True
-        raise Interrupted(signum, "no checkpoint was waited for" if self.requested is not None else "")
+        raise Interrupted(
+            signum, "no checkpoint was waited for" if self.requested is not None else ""
+        )
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Defer SIGINT and SIGTERM until the end of the block, in the main thread. An interrupted clean-up would leave
-    processes behind."""
+    """Defer SIGINT and SIGTERM until the end of the block, in the main thread. An interrupted
+    clean-up would leave processes behind."""
     received: list[int] = []
     numbers = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
-    handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers}
+    handlers = {
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in numbers
+    }
     try:
         yield
     finally:

@@ -1,5 +1,5 @@
-"""Loading of user-selected components: the experiment's file with its configuration class, the scheduler, and the
-options of a custom algorithm."""
+"""Loading of user-selected components: the experiment's file with its configuration class, the
+scheduler, and the options of a custom algorithm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from typing import Any, NamedTuple, TypeVar
 from realhf.api.algorithm import algorithm_of
 from realhf.api.config import ConfigError, ExperimentConfig
 from realhf.api.option import walk, with_path, with_section
-from realhf.base.plugin import absolute, imported, load_plugin, load_reference, located, split_reference
+from realhf.base.plugin import (
+    absolute,
+    imported,
+    load_plugin,
+    load_reference,
+    located,
+    split_reference,
+)
 from realhf.base.text import close_to
 from realhf.registry import REGISTRIES, schedulers
 from realhf.scheduler.base import Scheduler, SchedulerDefinition
@@ -39,8 +46,9 @@ def load_experiment(
 ) -> ExperimentFile:
     """Import the experiment ``name``, or the one in ``user_file``, which registers its components.
 
-    ``environment`` is the chosen environment, for an experiment that defines ``config_class(environment)``.
-    Raises ConfigError that names the line of a mistake in the file."""
+    ``environment`` is the chosen environment, for an experiment that defines
+    ``config_class(environment)``. Raises ConfigError that names the line of a mistake in the
+    file."""
     plugin = str(user_file) if user_file else f"experiments.{_find_module(config_dir, name)}"
     try:
         module = load_plugin(plugin)
@@ -57,7 +65,8 @@ def load_experiment(
 
 
 def config_class(name: str, module: ModuleType) -> type[ExperimentConfig]:
-    """Return the annotated class of the first parameter of ``build``, or ``ExperimentConfig`` without annotation.
+    """Return the annotated class of the first parameter of ``build``, or ``ExperimentConfig``
+    without annotation.
 
     Raises ConfigError for a module without ``build`` and for an invalid annotation or class."""
     build = getattr(module, "build", None)
@@ -69,46 +78,65 @@ def config_class(name: str, module: ModuleType) -> type[ExperimentConfig]:
     try:
         kind = _evaluate_annotation(first.annotation, vars(module))
     except Exception as error:
-        raise ConfigError(f"experiment={name}: build({first.name}: {first.annotation}): {error}") from None
+        raise ConfigError(
+            f"experiment={name}: build({first.name}: {first.annotation}): {error}"
+        ) from None
     if not (isinstance(kind, type) and issubclass(kind, ExperimentConfig)):
-        raise ConfigError(f"experiment={name}: build({first.name}: {first.annotation}) must take an ExperimentConfig")
+        raise ConfigError(
+            f"experiment={name}: build({first.name}: {first.annotation}) must take an "
+            f"ExperimentConfig"
+        )
     _check_class(name, kind)
     return kind
 
 
 def _check_class(name: str, kind: type[ExperimentConfig]) -> None:
-    """Raise ConfigError for a class with a missing @dataclass, options without a default, or unknown registries."""
+    """Raise ConfigError for a class with a missing @dataclass, options without a default, or
+    unknown registries."""
     for part in kind.__mro__:
         if inspect.get_annotations(part) and "__dataclass_params__" not in vars(part):
-            raise ConfigError(f"experiment={name}: the class {part.__name__} lacks @dataclass, so it adds no options")
+            raise ConfigError(
+                f"experiment={name}: the class {part.__name__} lacks @dataclass, so it adds no "
+                f"options"
+            )
     try:
         options = [*walk(kind())]
     except TypeError as error:
-        raise ConfigError(f"experiment={name}: every option of {kind.__name__} needs a default: {error}") from None
+        raise ConfigError(
+            f"experiment={name}: every option of {kind.__name__} needs a default: {error}"
+        ) from None
     for option, about, _ in options:
         if about.registry and about.registry not in REGISTRIES:
             known = ", ".join(REGISTRIES)
-            raise ConfigError(f"experiment={name}: option {option}: no registry {about.registry!r} (known: {known})")
+            raise ConfigError(
+                f"experiment={name}: option {option}: no registry {about.registry!r} (known: "
+                f"{known})"
+            )
 
 
 def _evaluate_annotation(annotation: Any, names: Mapping[str, Any]) -> Any:
-    """Return the class that an annotation, possibly a string, refers to in a module with these names."""
+    """Return the class that an annotation, possibly a string, refers to in a module with these
+    names."""
     holder = type("Holder", (), {"__annotations__": {"config": annotation}})
     return typing.get_type_hints(holder, globalns=dict(names), localns={})["config"]
 
 
 def base_experiments(content: Mapping[str, Any], path: Path) -> list[str]:
-    """Return the names of the experiments that the YAML file at ``path`` builds on, in ascending precedence.
+    """Return the names of the experiments that the YAML file at ``path`` builds on, in ascending
+    precedence.
 
     Raises ConfigError if its ``defaults`` are not a list."""
     defaults = content.get("defaults") or []
     if not isinstance(defaults, list):
         raise ConfigError(f"{path}: defaults must be a list of names")
-    return [base for base in defaults if isinstance(base, str) and base not in ("_self_", path.stem)]
+    return [
+        base for base in defaults if isinstance(base, str) and base not in ("_self_", path.stem)
+    ]
 
 
 def read_yaml_mapping(path: Path) -> Mapping[str, Any]:
-    """Return the mapping in a YAML file; {} if the file is missing, invalid or holds something else."""
+    """Return the mapping in a YAML file; {} if the file is missing, invalid or holds something
+    else."""
     import yaml
 
     try:
@@ -121,8 +149,9 @@ def read_yaml_mapping(path: Path) -> Mapping[str, Any]:
 def _find_module(config_dir: Path, name: str, seen: frozenset[str] = frozenset()) -> str:
     """Return the name of the module in ``experiments`` for the YAML file of this name.
 
-    It is the file's key ``experiment`` if set and importable, else the module of the experiment that the file
-    builds on, else its own name. ``seen`` are the experiments that build on it, to end cycles."""
+    It is the file's key ``experiment`` if set and importable, else the module of the experiment
+    that the file builds on, else its own name. ``seen`` are the experiments that build on it, to
+    end cycles."""
     path = config_dir / "experiment" / f"{name}.yaml"
     content = read_yaml_mapping(path)
     bases = [base for base in base_experiments(content, path) if base not in seen]
@@ -138,7 +167,8 @@ METHODS = ("start", "wait", "kill", "stop")
 
 
 def definition_of(reference: str) -> SchedulerDefinition:
-    """Return the scheduler that ``reference`` names: a registered name, ``file.py:Name`` or ``package.module:Name``.
+    """Return the scheduler that ``reference`` names: a registered name, ``file.py:Name`` or
+    ``package.module:Name``.
 
     Raises ValueError with one sentence about the cause and its location."""
     if reference in schedulers:
@@ -147,11 +177,18 @@ def definition_of(reference: str) -> SchedulerDefinition:
         raise ValueError(f"{reference}: name the scheduler in it, {reference}:NAME")
     elif not split_reference(reference).name:
         known = close_to(reference, [*schedulers])
-        raise ValueError(f"unknown scheduler {reference!r}{known}; one of your own is file.py:Name or module:Name")
+        raise ValueError(
+            f"unknown scheduler {reference!r}{known}; one of your own is file.py:Name or "
+            f"module:Name"
+        )
     else:
         definition = getattr(*load_reference(reference))
     if not isinstance(definition, SchedulerDefinition):
-        kind = f"the class {definition.__name__}" if isinstance(definition, type) else type(definition).__name__
+        kind = (
+            f"the class {definition.__name__}"
+            if isinstance(definition, type)
+            else type(definition).__name__
+        )
         raise ValueError(f"{reference}: found {kind}, expected a SchedulerDefinition")
     return definition
 
@@ -164,47 +201,61 @@ def with_scheduler(config: type[C], reference: str) -> type[C]:
     if not (isinstance(options, type) and is_dataclass(options)):
         raise ValueError(f"{reference}: options must be a dataclass, not {options!r}")
     if any(field.name == "path" for field in fields(options)):
-        raise ValueError(f"{reference}: {options.__name__}.path: this name is taken, call the option otherwise")
+        raise ValueError(
+            f"{reference}: {options.__name__}.path: this name is taken, call the option otherwise"
+        )
     about = "Scheduler to use: a registered name, or FILE.py:Name for a custom one."
     try:
         kind = with_path(options, absolute(reference), about)
         kind()
     except Exception as error:
-        raise ValueError(f"{reference}: {options.__name__}: {located(error, _file_of(reference))}") from None
+        raise ValueError(
+            f"{reference}: {options.__name__}: {located(error, _file_of(reference))}"
+        ) from None
     return with_section(config, "scheduler", kind)
 
 
 def with_algorithm(config: type[C], reference: str) -> type[C]:
-    """Return ``config`` with the options of a custom algorithm as its section ``algorithm``, or ``config`` itself if
-    the algorithm has none.
+    """Return ``config`` with the options of a custom algorithm as its section ``algorithm``, or
+    ``config`` itself if the algorithm has none.
 
     Raises ValueError for an unknown algorithm, and if ``config`` has a section of that name."""
     options = algorithm_of(reference).options
     if options is None:
         return config
     if any(every.name == "algorithm" for every in fields(config)):
-        raise ValueError(f"ppo.algo={reference}: has options, and the experiment has a section algorithm of its own")
+        raise ValueError(
+            f"ppo.algo={reference}: has options, and the experiment has a section algorithm of its "
+            f"own"
+        )
     try:
         return with_section(config, "algorithm", options)
     except Exception as error:
-        raise ValueError(f"ppo.algo={reference}: {options.__name__}: {located(error, _file_of(reference))}") from None
+        raise ValueError(
+            f"ppo.algo={reference}: {options.__name__}: {located(error, _file_of(reference))}"
+        ) from None
 
 
 def options_of(section: Any) -> Any:
-    """Return the section ``scheduler`` of a configuration as an instance of the scheduler's own options class."""
+    """Return the section ``scheduler`` of a configuration as an instance of the scheduler's own
+    options class."""
     options = definition_of(section.path).options
     return options(**{field.name: getattr(section, field.name) for field in fields(options)})
 
 
 def make_scheduler(section: Any) -> Scheduler:
-    """Return the scheduler for the section ``scheduler`` of a configuration. Raises ValueError if it cannot be made."""
+    """Return the scheduler for the section ``scheduler`` of a configuration. Raises ValueError if
+    it cannot be made."""
     definition = definition_of(section.path)
     try:
         scheduler = definition.make(options_of(section))
     except Exception as error:
         raise ValueError(f"{section.path}: {located(error, _file_of(section.path))}") from error
     if missing := [name for name in METHODS if not callable(getattr(scheduler, name, None))]:
-        raise ValueError(f"{section.path}: make returned a {type(scheduler).__name__} without {', '.join(missing)}")
+        raise ValueError(
+            f"{section.path}: make returned a {type(scheduler).__name__} without "
+            f"{', '.join(missing)}"
+        )
     return scheduler
 
 

@@ -1,9 +1,10 @@
-"""Process supervision of a run: starts the workers, detects failures, and restarts workers or the whole run.
+"""Process supervision of a run: starts the workers, detects failures, and restarts workers or the
+whole run.
 
-A worker counts as dead when its process has exited, or when the master, its host or its start reports it
-lost. In the latter case the launcher kills the process, so that every death ends in an exit. The worker is
-then restarted or dropped; if the run cannot continue without it, the run restarts from its last checkpoint
-or fails.
+A worker counts as dead when its process has exited, or when the master, its host or its start
+reports it lost. In the latter case the launcher kills the process, so that every death ends in an
+exit. The worker is then restarted or dropped; if the run cannot continue without it, the run
+restarts from its last checkpoint or fails.
 """
 
 from __future__ import annotations
@@ -49,15 +50,17 @@ STOP_GRACE_S = 4.0
 """Time in seconds between SIGTERM and SIGKILL when the run's processes are stopped."""
 LEAVE_TIMEOUT_S = 15.0
 """Time in seconds that the processes get to exit after the master has reported the summary."""
-STOPS = "the run saves a checkpoint of its last finished step and ends; a second signal ends it without"
+STOPS = (
+    "the run saves a checkpoint of its last finished step and ends; a second signal ends it without"
+)
 BEGINS_AGAIN = "the run begins again from its last checkpoint"
 PUNCTUAL_S = 5.0
-"""If one wait took longer than this many seconds, the launcher was suspended or busy. It then reads the
-queued messages of the master before it enforces deadlines."""
+"""If one wait took longer than this many seconds, the launcher was suspended or busy. It then reads
+the queued messages of the master before it enforces deadlines."""
 MASTER_GRACE_S = 5.0
-"""Time in seconds to wait for the master's exit before another exit is blamed. A worker that exits cleanly
-was dismissed by the master, which ends later and knows the reason; one that lost its connection to the
-master may simply have noticed the master's death first."""
+"""Time in seconds to wait for the master's exit before another exit is blamed. A worker that exits
+cleanly was dismissed by the master, which ends later and knows the reason; one that lost its
+connection to the master may simply have noticed the master's death first."""
 TAIL_LINES = 8
 """Number of log lines quoted for a process that failed without a message."""
 LESS_MEMORY = {
@@ -80,7 +83,8 @@ class RunRestart(Exception):
 
 
 class WorkerFailed(LaunchError):
-    """The failure of a worker that the run cannot continue without. The run's saved state is intact."""
+    """The failure of a worker that the run cannot continue without. The run's saved state is
+    intact."""
 
 
 def run_job(job: JobSpec, scheduler: Scheduler, log: Path, display: Display) -> None:
@@ -96,7 +100,9 @@ def run_job(job: JobSpec, scheduler: Scheduler, log: Path, display: Display) -> 
         exits: list[WorkerExit] = []
         while not exits:
             if process_clock.now() > deadline:
-                raise LaunchError(f"{worker.name} did not finish within {job.timeout_s:g} s (log: {log})")
+                raise LaunchError(
+                    f"{worker.name} did not finish within {job.timeout_s:g} s (log: {log})"
+                )
             exits = [event for event in scheduler.wait(1.0) if isinstance(event, WorkerExit)]
         if exits[0].exit_code != 0:
             raise LaunchError(failure_message(exits[0]))
@@ -120,27 +126,38 @@ def run_job(job: JobSpec, scheduler: Scheduler, log: Path, display: Display) -> 
 def run_workers(
     plan: RunPlan, scheduler: Scheduler, display: Display, signals: StopSignals | None = None
 ) -> dict[str, Any]:
-    """Start the master and the workers, supervise them, stop them all, and return the run's summary.
+    """Start the master and the workers, supervise them, stop them all, and return the run's
+    summary.
 
-    An asynchronous run recovers from the deaths of workers by itself. Raises LaunchError that names the
-    worker whose failure was final, and Interrupted after the run has saved the checkpoint that
+    An asynchronous run recovers from the deaths of workers by itself. Raises LaunchError that names
+    the worker whose failure was final, and Interrupted after the run has saved the checkpoint that
     ``signals`` requested."""
     signals = signals or StopSignals()
     rollout = plan.spec.rollout
     failures: deque[float] = deque()
-    if rollout is not None and (environment := plan.spec.environment) is not None and environment.port == 0:
+    if (
+        rollout is not None
+        and (environment := plan.spec.environment) is not None
+        and environment.port == 0
+    ):
         # A restarted server must have the same address as before.
-        plan = replace(plan, spec=replace(plan.spec, environment=replace(environment, port=free_port())))
+        plan = replace(
+            plan, spec=replace(plan.spec, environment=replace(environment, port=free_port()))
+        )
     while True:
         plan.write()
         try:
-            # The master itself waits connect_timeout_s for each worker. Twice that leaves time for hosts that
-            # receive files before they can start a worker.
-            supervisor = Supervisor(replaces=rollout is not None, join_s=2 * plan.rpc.connect_timeout_s)
+            # The master itself waits connect_timeout_s for each worker. Twice that leaves time for
+            # hosts that receive files before they can start a worker.
+            supervisor = Supervisor(
+                replaces=rollout is not None, join_s=2 * plan.rpc.connect_timeout_s
+            )
             return _run_once(plan, scheduler, display, supervisor, signals)
         except (LaunchError, RunRestart) as error:
             if signals.requested is not None:
-                raise Interrupted(signals.requested, "the run failed before it could save a checkpoint") from error
+                raise Interrupted(
+                    signals.requested, "the run failed before it could save a checkpoint"
+                ) from error
             if isinstance(error, LaunchError) and not isinstance(error, WorkerFailed):
                 raise
             failed = isinstance(error, WorkerFailed)
@@ -151,7 +168,8 @@ def run_workers(
 
 
 def _may_restart(failures: deque[float], options: AsyncConfig) -> bool:
-    """Record a failure, and return whether those within ``recover_window_s`` do not exceed ``recover_retries``.
+    """Record a failure, and return whether those within ``recover_window_s`` do not exceed
+    ``recover_retries``.
 
     ``failures`` holds the times of earlier failures in seconds of the process clock."""
     failures.append(process_clock.now())
@@ -161,7 +179,11 @@ def _may_restart(failures: deque[float], options: AsyncConfig) -> bool:
 
 
 def _run_once(
-    plan: RunPlan, scheduler: Scheduler, display: Display, supervisor: Supervisor, signals: StopSignals
+    plan: RunPlan,
+    scheduler: Scheduler,
+    display: Display,
+    supervisor: Supervisor,
+    signals: StopSignals,
 ) -> dict[str, Any]:
     """Run all processes until the master has ended, and return the summary that it reported."""
     summary: dict[str, Any] | None = None
@@ -196,7 +218,11 @@ def _run_once(
                     elastic.wanted.append(event)
                 elif isinstance(event, BeginAgain) and summary is None:
                     raise RunRestart(event.why)
-                message = parse_event(event.text) if isinstance(event, WorkerLine) and event.name == MASTER else None
+                message = (
+                    parse_event(event.text)
+                    if isinstance(event, WorkerLine) and event.name == MASTER
+                    else None
+                )
                 if message is None or supervisor.on_message(message):
                     continue
                 display.show(message)
@@ -213,16 +239,24 @@ def _run_once(
                     signals.deferred = False
                     summary = message["summary"]
                     leave_by = process_clock.now() + LEAVE_TIMEOUT_S
-            # If this process was suspended, or busy with the files of a host, the workers may be on time
-            # although their messages have not been read yet.
+            # If this process was suspended, or busy with the files of a host, the workers may be on
+            # time although their messages have not been read yet.
             punctual = process_clock.now() - waiting_since < PUNCTUAL_S
             for order in supervisor.pop_kill_orders() if punctual else ():
                 scheduler.kill(order.name, order.cause, pid=order.pid, started=order.started)
             if exits:
                 ended += exits
-                judge_at = process_clock.now() + (MASTER_GRACE_S if all(map(_may_follow_master, ended)) else 0.0)
+                judge_at = process_clock.now() + (
+                    MASTER_GRACE_S if all(map(_may_follow_master, ended)) else 0.0
+                )
             if ended and summary is None and process_clock.now() >= judge_at:
-                _replace_workers(sorted(ended, key=_root_cause_rank), scheduler, display, supervisor, plan.spec.run_dir)
+                _replace_workers(
+                    sorted(ended, key=_root_cause_rank),
+                    scheduler,
+                    display,
+                    supervisor,
+                    plan.spec.run_dir,
+                )
                 ended.clear()
             if plan.spec.rollout is not None and summary is None:
                 elastic.start_wanted(scheduler, supervisor, display)
@@ -240,14 +274,22 @@ def _run_once(
 
 
 def _replace_workers(
-    exits: Sequence[WorkerExit], scheduler: Scheduler, display: Display, supervisor: Supervisor, run_dir: Path
+    exits: Sequence[WorkerExit],
+    scheduler: Scheduler,
+    display: Display,
+    supervisor: Supervisor,
+    run_dir: Path,
 ) -> None:
     """Restart the workers that ended, and report each death on the display and in the run folder.
 
-    Raises WorkerFailed for the first worker that cannot be restarted and that the run cannot continue
-    without; none of the others is restarted then."""
+    Raises WorkerFailed for the first worker that cannot be restarted and that the run cannot
+    continue without; none of the others is restarted then."""
     successors = {exit_.name: supervisor.successor(exit_) for exit_ in exits}
-    vital = [name for name, spec in successors.items() if spec is None and not supervisor.is_dispensable(name)]
+    vital = [
+        name
+        for name, spec in successors.items()
+        if spec is None and not supervisor.is_dispensable(name)
+    ]
     for exit_ in exits:
         spec = successors[exit_.name]
         message = failure_message(exit_)
@@ -272,20 +314,27 @@ def _replace_workers(
             then = f"{refused or 'it failed too often'}; the run goes on without it"
         else:
             then = refused
-        note_death(run_dir, exit_.name, message.splitlines()[0], then or "the run cannot go on without it")
+        note_death(
+            run_dir, exit_.name, message.splitlines()[0], then or "the run cannot go on without it"
+        )
         if spec is None and not supervisor.is_dispensable(exit_.name):
             raise WorkerFailed(f"{message}; {refused}" if refused else message)
         display.show({"kind": "warning", "text": f"{message}{'; ' if spec else chr(10)}{then}"})
 
 
 def failure_message(exit_: WorkerExit) -> str:
-    """Return a line about the cause of an exit, with the last lines of the log if no cause is known."""
+    """Return a line about the cause of an exit, with the last lines of the log if no cause is
+    known."""
     where = f"(log: {exit_.log})"
     cause = failure_cause(exit_.log, exit_.log_from, exit_.words) if exit_.exit_code > 0 else None
     kind = exit_.name.partition("/")[0]
     section = SECTIONS.get(kind)
-    if cause and section:  # Name a server's flags (--pool-size) by their options here (env.pool_size).
-        cause = re.sub(r"--([a-z][a-z-]*)", lambda flag: f"{section}." + flag[1].replace("-", "_"), cause)
+    if (
+        cause and section
+    ):  # Name a server's flags (--pool-size) by their options here (env.pool_size).
+        cause = re.sub(
+            r"--([a-z][a-z-]*)", lambda flag: f"{section}." + flag[1].replace("-", "_"), cause
+        )
     if cause:
         return f"{exit_.name} failed: {cause} {where}"
     if exit_.cause.startswith(OOM_KILLED):
@@ -301,16 +350,19 @@ def _is_clean(exit_: WorkerExit) -> bool:
 
 
 def _may_follow_master(exit_: WorkerExit) -> bool:
-    """Return whether a worker may have ended because of the master: cleanly, or with a lost connection to it."""
+    """Return whether a worker may have ended because of the master: cleanly, or with a lost
+    connection to it."""
     cause = (
-        failure_cause(exit_.log, exit_.log_from, exit_.words) if exit_.exit_code > 0 and exit_.name != MASTER else None
+        failure_cause(exit_.log, exit_.log_from, exit_.words)
+        if exit_.exit_code > 0 and exit_.name != MASTER
+        else None
     )
     return _is_clean(exit_) or (cause is not None and LOST_MASTER in cause)
 
 
 def _root_cause_rank(exit_: WorkerExit) -> tuple[bool, bool, bool]:
-    """Return a sort key that puts the most likely root cause first: killed workers, then failed workers,
-    then the master, which reports failures of others, then clean exits."""
+    """Return a sort key that puts the most likely root cause first: killed workers, then failed
+    workers, then the master, which reports failures of others, then clean exits."""
     return _is_clean(exit_), exit_.exit_code >= 0, exit_.name == MASTER
 
 
@@ -321,8 +373,8 @@ def _log_path(spec: ExperimentSpec, name: str) -> Path:
 def make_keys(plan: RunPlan) -> Path | None:
     """Create the keys of a run that listens on more than the loopback interface.
 
-    Return the file that its processes read them from, which exists only while this process lives; None
-    for any other run. Raises OSError."""
+    Return the file that its processes read them from, which exists only while this process lives;
+    None for any other run. Raises OSError."""
     bind = plan.network.bind
     return RunKeys.make().in_memory() if bind and not is_loopback_host(bind) else None
 
@@ -333,28 +385,49 @@ def _keys_option(key_file: Path | None) -> tuple[str, ...]:
 
 def _master_spec(plan: RunPlan, run_id: str, key_file: Path | None = None) -> WorkerSpec:
     argv = ("--run-dir", str(plan.spec.run_dir), "--run-id", run_id, *_keys_option(key_file))
-    return WorkerSpec(MASTER, "workers.master_worker", argv, _log_path(plan.spec, MASTER), events=True)
+    return WorkerSpec(
+        MASTER, "workers.master_worker", argv, _log_path(plan.spec, MASTER), events=True
+    )
 
 
-def worker_specs(plan: RunPlan, run_id: str, master: str, key_file: Path | None = None) -> list[WorkerSpec]:
+def worker_specs(
+    plan: RunPlan, run_id: str, master: str, key_file: Path | None = None
+) -> list[WorkerSpec]:
     """Return all processes of a run except the master, in the order in which they are started.
 
-    Model workers come before generation workers, which can use the remaining GPUs. ``master`` is the
-    master's address; ``key_file`` holds the run's keys, if it has any."""
+    Model workers come before generation workers, which can use the remaining GPUs. ``master`` is
+    the master's address; ``key_file`` holds the run's keys, if it has any."""
     spec = plan.spec
     join = ("--run-id", run_id, "--master", master, *_keys_option(key_file))
     niceness = spec.rollout.options.niceness if spec.rollout else 0
     workers = []
     if (server := spec.environment) is not None:
-        argv = ("--name", "env/0", "--host", server.host, "--port", str(server.port), *server.argv, *join)
-        workers.append(WorkerSpec("env/0", server.module, argv, _log_path(spec, "env/0"), niceness=niceness))
+        argv = (
+            "--name",
+            "env/0",
+            "--host",
+            server.host,
+            "--port",
+            str(server.port),
+            *server.argv,
+            *join,
+        )
+        workers.append(
+            WorkerSpec("env/0", server.module, argv, _log_path(spec, "env/0"), niceness=niceness)
+        )
     for service in spec.services:
         argv = ("--name", service.name, *service.argv, *join)
-        workers.append(WorkerSpec(service.name, service.module, argv, _log_path(spec, service.name)))
+        workers.append(
+            WorkerSpec(service.name, service.module, argv, _log_path(spec, service.name))
+        )
     for index in range(spec.n_model_workers):
         argv = ("--run-dir", str(spec.run_dir), "--index", str(index), *join)
         name = f"model_worker/{index}"
-        workers.append(WorkerSpec(name, "workers.model_worker", argv, _log_path(spec, name), gpu=plan.gpus.get(name)))
+        workers.append(
+            WorkerSpec(
+                name, "workers.model_worker", argv, _log_path(spec, name), gpu=plan.gpus.get(name)
+            )
+        )
     names = spec.rollout.workers if spec.rollout else ()
     return workers + [_rollout_side_spec(plan, name, join) for name in names]
 
@@ -366,11 +439,14 @@ def _rollout_side_spec(plan: RunPlan, name: str, join: tuple[str, ...]) -> Worke
     module = "workers.generation_worker" if kind == "generation" else "workers.rollout_worker"
     argv = ("--run-dir", str(spec.run_dir), "--index", number, *join)
     niceness = spec.rollout.options.niceness if spec.rollout else 0
-    return WorkerSpec(name, module, argv, _log_path(spec, name), niceness=niceness, gpu=plan.gpus.get(name))
+    return WorkerSpec(
+        name, module, argv, _log_path(spec, name), niceness=niceness, gpu=plan.gpus.get(name)
+    )
 
 
 class ElasticWorkers:
-    """Additional workers of a running asynchronous run, on hosts that joined it with spare capacity."""
+    """Additional workers of a running asynchronous run, on hosts that joined it with spare
+    capacity."""
 
     def __init__(self, plan: RunPlan, run_id: str, key_file: Path | None) -> None:
         self._plan = plan
@@ -385,7 +461,8 @@ class ElasticWorkers:
         """Address of the master, "" until it listens."""
 
     def start_wanted(self, scheduler: Scheduler, supervisor: Supervisor, display: Display) -> None:
-        """Start the requested workers. Requests for a host that has left since are dropped with a warning."""
+        """Start the requested workers. Requests for a host that has left since are dropped with a
+        warning."""
         if not self.master:
             return
         join = ("--run-id", self._run_id, "--master", self.master, *_keys_option(self._key_file))
@@ -400,7 +477,9 @@ class ElasticWorkers:
             except OSError as error:
                 display.show({"kind": "warning", "text": str(error)})
             else:
-                display.show({"kind": "warning", "text": f"{', '.join(names)} are started on {request.host}"})
+                display.show(
+                    {"kind": "warning", "text": f"{', '.join(names)} are started on {request.host}"}
+                )
             self._next_number[request.kind] += request.count
         self.wanted.clear()
 
@@ -412,12 +491,13 @@ ONE_OF_SEVERAL = ("rollout_worker", "generation")
 MAX_ERRORS = 3
 """Number of errors of a worker after which it is not restarted."""
 MAX_QUICK_DEATHS = 3
-"""Number of successive deaths within ``QUICK_S`` of the start after which a worker is not restarted."""
+"""Number of successive deaths within ``QUICK_S`` of the start after which a worker is not
+restarted."""
 QUICK_S = 10.0
 """Lifetime in seconds below which a death counts as quick."""
 LEAVE_S = 30.0
-"""Time in seconds that the process of a worker gets to exit after it has left the master. A worker that
-stops a vLLM server takes up to 20 s, and reports its reason only then."""
+"""Time in seconds that the process of a worker gets to exit after it has left the master. A worker
+that stops a vLLM server takes up to 20 s, and reports its reason only then."""
 MASTER = "master"
 """Name of the master process."""
 
@@ -433,16 +513,17 @@ class KillOrder:
     pid: int = 0
     """Process id; 0 for the current process of this name."""
     started: int = 0
-    """Start time of the process in clock ticks, which tells it from a later one with the same pid; 0 if unknown."""
+    """Start time of the process in clock ticks, which tells it from a later one with the same pid;
+    0 if unknown."""
 
 
 class Supervisor:
     """State of the worker processes of one run, and the restart policy.
 
-    With ``replaces``, as in asynchronous runs, a worker is restarted after up to ``MAX_ERRORS`` errors of
-    its own, and after any number of kills unless it dies ``MAX_QUICK_DEATHS`` times in a row within
-    ``QUICK_S`` seconds of its start. ``join_s`` is the time in seconds that a worker gets to register
-    with the master."""
+    With ``replaces``, as in asynchronous runs, a worker is restarted after up to ``MAX_ERRORS``
+    errors of its own, and after any number of kills unless it dies ``MAX_QUICK_DEATHS`` times in a
+    row within ``QUICK_S`` seconds of its start. ``join_s`` is the time in seconds that a worker
+    gets to register with the master."""
 
     def __init__(self, *, replaces: bool = True, join_s: float = 240.0) -> None:
         self._replaces = replaces
@@ -469,12 +550,14 @@ class Supervisor:
         self._join_deadlines[spec.name] = process_clock.now() + self._join_s
 
     def on_deferred_start(self, name: str) -> None:
-        """Record that a worker whose start was deferred is started now; its time to register begins again."""
+        """Record that a worker whose start was deferred is started now; its time to register begins
+        again."""
         if name in self._running:
             self.on_start(self._specs[name][0])
 
     def on_message(self, message: Mapping[str, Any]) -> bool:
-        """Process a message of the master about a worker's life. Return False for any other message."""
+        """Process a message of the master about a worker's life. Return False for any other
+        message."""
         if message["kind"] == "joined":
             self._join_deadlines.pop(message["name"], None)
         elif message["kind"] == "endpoint":
@@ -494,8 +577,8 @@ class Supervisor:
         return True
 
     def pop_kill_orders(self) -> list[KillOrder]:
-        """Return the workers to kill now, each once: those that did not register in time, and those that
-        the master has lost."""
+        """Return the workers to kill now, each once: those that did not register in time, and those
+        that the master has lost."""
         now = process_clock.now()
         late = [name for name, deadline in self._join_deadlines.items() if deadline <= now]
         due = [name for name, (due_at, _) in self._kill_orders.items() if due_at <= now]
@@ -513,7 +596,8 @@ class Supervisor:
         self._kill_orders.pop(exit_.name, None)
 
     def successor(self, exit_: WorkerExit) -> WorkerSpec | None:
-        """Return the worker to start in place of one that ended, or None if it is not to be restarted.
+        """Return the worker to start in place of one that ended, or None if it is not to be
+        restarted.
 
         Without it the run continues only if the worker ``is_dispensable``."""
         kind = exit_.name.partition("/")[0]
@@ -522,16 +606,22 @@ class Supervisor:
             return None
         spec, since = self._specs[exit_.name]
         # An early exit with code 0 counts as an error: an environment's code may call sys.exit().
-        self._errors[exit_.name] += exit_.exit_code > 0 or (exit_.exit_code == 0 and exit_.name not in self._left)
+        self._errors[exit_.name] += exit_.exit_code > 0 or (
+            exit_.exit_code == 0 and exit_.name not in self._left
+        )
         quick = process_clock.now() - since < QUICK_S
         self._quick_deaths[exit_.name] = self._quick_deaths[exit_.name] + 1 if quick else 0
-        if self._errors[exit_.name] > MAX_ERRORS or self._quick_deaths[exit_.name] > MAX_QUICK_DEATHS:
+        if (
+            self._errors[exit_.name] > MAX_ERRORS
+            or self._quick_deaths[exit_.name] > MAX_QUICK_DEATHS
+        ):
             return None
         self.restarts[kind] += 1
         return spec
 
     def is_dispensable(self, name: str) -> bool:
-        """Return whether the run can continue without a worker because others of its kind are running."""
+        """Return whether the run can continue without a worker because others of its kind are
+        running."""
         kind = name.partition("/")[0]
         others = any(other.startswith(f"{kind}/") for other in self._running)
         return self._replaces and kind in ONE_OF_SEVERAL and others

@@ -1,7 +1,8 @@
-"""Resumption of a run: the checkpoint in its folder, and the options that differ from those of the run so far.
+"""Resumption of a run: the checkpoint in its folder, and the options that differ from those of the
+run so far.
 
-``on_resume`` of each option (``realhf/api/option.py``) tells whether it may differ. A run's options are stored
-with each checkpoint, and before the first one in ``config.yaml``.
+``on_resume`` of each option (``realhf/api/option.py``) tells whether it may differ. A run's options
+are stored with each checkpoint, and before the first one in ``config.yaml``.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Resumption(NamedTuple):
     """The state that a run resumes from."""
 
     completed_steps: int
-    """Steps of the newest checkpoint that seems complete. The master, which reads all of it, may fall back to an
-    earlier one."""
+    """Steps of the newest checkpoint that seems complete. The master, which reads all of it, may
+    fall back to an earlier one."""
     changed: tuple[OptionChange, ...]
     """Changed options that deserve a warning."""
     options_known: bool
@@ -55,15 +56,18 @@ class Resumption(NamedTuple):
     def warnings(self) -> Iterator[str]:
         """Yield warnings for the user."""
         if not self.options_known:
-            yield "it is not known which options the run had so far, so they were not compared with those of now"
+            yield (
+                "it is not known which options the run had so far, so they were not compared with "
+                "those of now"
+            )
 
 
 def check_resume(config: ExperimentConfig, effective: Sequence[str] = ()) -> Resumption | None:
     """Return the state in the run folder to resume from, None if there is none.
 
-    Only changes of the ``effective`` options are considered (() means all), since others make no difference and
-    could not be set back. Raises ConfigError for changes that would make it another experiment, and for changes
-    without effect because the run is complete."""
+    Only changes of the ``effective`` options are considered (() means all), since others make no
+    difference and could not be set back. Raises ConfigError for changes that would make it another
+    experiment, and for changes without effect because the run is complete."""
     folder = run_folder(config)
     if config.recover_mode is RecoverMode.disabled:
         return None
@@ -80,15 +84,19 @@ def check_resume(config: ExperimentConfig, effective: Sequence[str] = ()) -> Res
     start = f"trial_name={config.trial_name}: {folder} holds a run"
     if refused := [change for change in changes if change.on_resume == "refuses"]:
         raise ConfigError(
-            f"{start} that has made {step} steps with other options: {_format_changes(refused)}; choose another "
-            "trial_name, go on with the options that it has, or begin it anew with recover_mode=disabled"
+            f"{start} that has made {step} steps with other options: {_format_changes(refused)}; "
+            f"choose another "
+            "trial_name, go on with the options that it has, or begin it anew with "
+            "recover_mode=disabled"
         )
     warned = [change for change in changes if change.on_resume == "warns"]
     late = [change for change in warned if change.name != "total_train_steps"]
     if late and step >= config.total_train_steps:
         raise ConfigError(
-            f"{start} that is complete with {step} steps, so other options have no effect: {_format_changes(late)}; "
-            "choose another trial_name, train further with a larger total_train_steps, or begin anew with "
+            f"{start} that is complete with {step} steps, so other options have no effect: "
+            f"{_format_changes(late)}; "
+            "choose another trial_name, train further with a larger total_train_steps, or begin "
+            "anew with "
             "recover_mode=disabled"
         )
     return Resumption(step, tuple(warned), bool(before))
@@ -100,24 +108,41 @@ def plain_options(config: ExperimentConfig) -> dict[str, Any]:
 
 
 def find_changes(config: ExperimentConfig, before: Mapping[str, Any]) -> list[OptionChange]:
-    """Return the options whose values differ from those in ``before``, which has JSON values by dotted name.
+    """Return the options whose values differ from those in ``before``, which has JSON values by
+    dotted name.
 
-    An option missing in ``before``, as after an update of the library, is taken to have had its default. If the
-    experiment, environment or scheduler itself has changed, its options that are missing in ``before`` are not
-    compared. Changes of the experiment, environment and model come first."""
+    An option missing in ``before``, as after an update of the library, is taken to have had its
+    default. If the experiment, environment or scheduler itself has changed, its options that are
+    missing in ``before`` are not compared. Changes of the experiment, environment and model come
+    first."""
     defaults = plain_options(type(config)())
     # Before this option existed, experiments named *_async were the asynchronous ones.
     defaults["async_rl.enabled"] = str(before.get("experiment", "")).endswith("_async")
     changes = [
-        OptionChange(name, option.on_resume or "refuses", before.get(name, defaults[name]), to_json_value(value))
+        OptionChange(
+            name,
+            option.on_resume or "refuses",
+            before.get(name, defaults[name]),
+            to_json_value(value),
+        )
         for name, option, value in walk(config)
     ]
     changes = [change for change in changes if not _is_same_value(change.before, change.now)]
-    replaced = [change.name.removesuffix("path") for change in changes if change.name in ("env.path", "scheduler.path")]
+    replaced = [
+        change.name.removesuffix("path")
+        for change in changes
+        if change.name in ("env.path", "scheduler.path")
+    ]
     if any(change.name == "experiment" for change in changes):
         replaced = [""]
-    changes = [change for change in changes if change.name in before or not change.name.startswith(tuple(replaced))]
-    return sorted(changes, key=lambda change: change.name not in ("experiment", "env.path", "actor.path"))
+    changes = [
+        change
+        for change in changes
+        if change.name in before or not change.name.startswith(tuple(replaced))
+    ]
+    return sorted(
+        changes, key=lambda change: change.name not in ("experiment", "env.path", "actor.path")
+    )
 
 
 def resume_line(arguments: Sequence[str], trial_name: str) -> str:
@@ -131,7 +156,8 @@ _MISSING = object()
 
 
 def _read_options(run_dir: Path, config: ExperimentConfig) -> dict[str, Any]:
-    """Return the options in the ``config.yaml`` of a run that ``config`` has too, by dotted name."""
+    """Return the options in the ``config.yaml`` of a run that ``config`` has too, by dotted
+    name."""
     content = read_config(run_dir)
     options = {}
     for name in plain_options(config):
@@ -145,7 +171,9 @@ def _read_options(run_dir: Path, config: ExperimentConfig) -> dict[str, Any]:
 
 def _has_content(folder: Path) -> bool:
     """Return whether a folder contains a non-empty file."""
-    return folder.is_dir() and any(path.is_file() and path.stat().st_size for path in folder.rglob("*"))
+    return folder.is_dir() and any(
+        path.is_file() and path.stat().st_size for path in folder.rglob("*")
+    )
 
 
 def _is_same_value(before: Any, now: Any) -> bool:

@@ -1,4 +1,5 @@
-"""Execution of an experiment: earlier experiments, jobs, then workers; and the table of files in a run folder."""
+"""Execution of an experiment: earlier experiments, jobs, then workers; and the table of files in a
+run folder."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def run_to_the_end(
 ) -> int:
     """Run an experiment and return the exit code. No process of the run is left in any case.
 
-    ``resumption`` is the state that the run resumes from. The loss of ``terminal`` is recorded in the logs."""
+    ``resumption`` is the state that the run resumes from. The loss of ``terminal`` is recorded in
+    the logs."""
     launch = _describe_launch(built, arguments, started_at, resumption)
     config = built.config
     named = any(text.startswith("trial_name=") for text in arguments)
@@ -58,11 +60,15 @@ def run_to_the_end(
         with adopt_orphans(), signals.installed(), _locked(built.spec.run_dir):
             if config.recover_mode is RecoverMode.disabled:
                 for path in list(removable(built.spec.run_dir)):
-                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(
+                        missing_ok=True
+                    )
             check_kinds(built.spec.run_dir)
             if terminal is not None:
                 terminal.on_loss(lambda reason: _record_terminal_loss(built.spec.run_dir, reason))
-            if resumption is None:  # A resumed run's master records the launch once it knows the checkpoint.
+            if (
+                resumption is None
+            ):  # A resumed run's master records the launch once it knows the checkpoint.
                 record_launch(built.spec.run_dir, launch, 0)
             environment = getattr(getattr(config, "env", None), "path", "")
             copy_passport(environment, built.spec.run_dir)
@@ -72,7 +78,9 @@ def run_to_the_end(
     except Interrupted as stop:
         text = f"{stop}; what was saved is in {built.spec.run_dir}"
         cause = stop.__context__  # A failure whose clean-up was interrupted.
-        return _print_error(f"{cause}\n{text}" if isinstance(cause, LaunchError) else text, stop.exit_code, go_on)
+        return _print_error(
+            f"{cause}\n{text}" if isinstance(cause, LaunchError) else text, stop.exit_code, go_on
+        )
     except LaunchError as error:
         return _print_error(str(error), 1, go_on)
     except OSError as error:
@@ -82,8 +90,8 @@ def run_to_the_end(
 
 
 def copy_passport(reference: str, run_dir: Path) -> None:
-    """Copy the passport of an environment ("" for none) to a run folder. If the environment has none, a passport in
-    the run folder is deleted. Raises OSError."""
+    """Copy the passport of an environment ("" for none) to a run folder. If the environment has
+    none, a passport in the run folder is deleted. Raises OSError."""
     copy = run_dir / PASSPORT_FILE
     try:
         write_whole(copy, passport_file(reference).read_text(encoding="utf-8", errors="replace"))
@@ -97,11 +105,16 @@ def _record_terminal_loss(run_dir: Path, reason: str) -> None:
     with contextlib.suppress(OSError):  # A full disk may be the reason.
         log.parent.mkdir(exist_ok=True)
         with log.open("a", encoding="utf-8") as file:
-            file.write(f"{datetime.now().astimezone().isoformat()} {reason}; the run goes on without it\n")
+            file.write(
+                f"{datetime.now().astimezone().isoformat()} {reason}; the run goes on without it\n"
+            )
 
 
 def _describe_launch(
-    built: BuiltExperiment, arguments: Sequence[str], started_at: float, resumption: Resumption | None
+    built: BuiltExperiment,
+    arguments: Sequence[str],
+    started_at: float,
+    resumption: Resumption | None,
 ) -> Launch:
     """Return the record of this launch for the run folder."""
     from omegaconf import OmegaConf
@@ -124,7 +137,9 @@ def _run_with_display(
     signals: StopSignals,
 ) -> dict[str, Any]:
     config = built.config
-    display = make_display(f"{config.experiment_name}/{config.trial_name}", live=config.monitor.progress)
+    display = make_display(
+        f"{config.experiment_name}/{config.trial_name}", live=config.monitor.progress
+    )
     try:
         for text in resumption.warnings() if resumption else ():
             display.show({"kind": "warning", "text": text})
@@ -141,12 +156,16 @@ def _run(
     signals: StopSignals,
     launch: Launch | None = None,
 ) -> dict[str, Any]:
-    """Run an experiment after the experiments and jobs that it depends on, and return its summary."""
+    """Run an experiment after the experiments and jobs that it depends on, and return its
+    summary."""
     for earlier in spec.before:
         if earlier.artifact is not None and is_made(earlier.artifact):
             display.say(f"{earlier.name}: found {earlier.artifact}")
             continue
-        display.say(f"{earlier.name}: {earlier.total_train_steps} steps, into {earlier.artifact or earlier.run_dir}")
+        display.say(
+            f"{earlier.name}: {earlier.total_train_steps} steps, into "
+            f"{earlier.artifact or earlier.run_dir}"
+        )
         _run(built, earlier, time.time(), display, signals)
     spec.run_dir.mkdir(parents=True, exist_ok=True)
     for job in spec.jobs:
@@ -197,13 +216,15 @@ def _print_results(summary: dict[str, Any], run_dir: Path) -> None:
     if table is not None:
         console.print(table)
     console.print(
-        f"{summary['steps']} steps in {summary['wall_seconds']:.0f} s, {summary['tokens_per_second']:.0f} tokens/s",
+        f"{summary['steps']} steps in {summary['wall_seconds']:.0f} s, "
+        f"{summary['tokens_per_second']:.0f} tokens/s",
         highlight=False,
     )
     if best := summary.get("best_policy"):
         after = f"after step {best['step']}" if best["step"] else "before training"
         console.print(
-            f"best held-out success {100 * best['success']:.1f} %, {after}, is kept in {run_dir / BEST_POLICY}",
+            f"best held-out success {100 * best['success']:.1f} %, {after}, is kept in "
+            f"{run_dir / BEST_POLICY}",
             highlight=False,
             markup=False,
             soft_wrap=True,
@@ -215,7 +236,8 @@ def _print_results(summary: dict[str, Any], run_dir: Path) -> None:
 
 
 WriteMode = Literal["whole", "appended", "folder"]
-"""How a file is written: replaced atomically, appended to, or as a folder that its writer manages."""
+"""How a file is written: replaced atomically, appended to, or as a folder that its writer
+manages."""
 
 
 class RunFile(NamedTuple):
@@ -228,8 +250,8 @@ class RunFile(NamedTuple):
     written: WriteMode
     """How it is written."""
     kept: bool = False
-    """Whether it is kept when the run starts over (``recover_mode=disabled``). Everything that a run has learned or
-    recorded is deleted, so that two histories are not read as one."""
+    """Whether it is kept when the run starts over (``recover_mode=disabled``). Everything that a
+    run has learned or recorded is deleted, so that two histories are not read as one."""
     read: bool = False
     """Whether a resumed run reads it, so that it must be readable."""
 
@@ -277,24 +299,30 @@ RUN_FILES = (
 
 
 def removable(run_dir: Path) -> Iterator[Path]:
-    """Yield the existing files to delete when a run starts over, including incomplete files of killed processes and
-    damaged ones that were set aside."""
+    """Yield the existing files to delete when a run starts over, including incomplete files of
+    killed processes and damaged ones that were set aside."""
     for file in RUN_FILES:
         if not file.kept:
             leftovers = (f".{file.name}.*.tmp", f".{file.name}.*.old")
-            for pattern in (file.name, f"{file.name}.partial", f"{file.name}{DAMAGED}*", *leftovers):
+            for pattern in (
+                file.name,
+                f"{file.name}.partial",
+                f"{file.name}{DAMAGED}*",
+                *leftovers,
+            ):
                 yield from run_dir.glob(pattern)
 
 
 def check_kinds(run_dir: Path) -> None:
-    """Raise ConfigError for the first entry of ``RUN_FILES`` that is a folder instead of a file or vice versa, a broken
-    link, or not readable although a resumed run reads it. Otherwise the run would fail later, with some files
-    changed already."""
+    """Raise ConfigError for the first entry of ``RUN_FILES`` that is a folder instead of a file or
+    vice versa, a broken link, or not readable although a resumed run reads it. Otherwise the run
+    would fail later, with some files changed already."""
     for file in RUN_FILES:
         for path in sorted(path for path in run_dir.iterdir() if path.match(file.name)):
             if fault := _find_fault(file, path):
                 raise ConfigError(
-                    f"trial_name: {path} {fault}; put it in order or take it away, or begin anew with "
+                    f"trial_name: {path} {fault}; put it in order or take it away, or begin anew "
+                    f"with "
                     "recover_mode=disabled"
                 )
 
@@ -317,4 +345,6 @@ def _find_fault(file: RunFile, path: Path) -> str:
 def unknown_files(run_dir: Path) -> list[str]:
     """Return the names in a run folder that are not in ``RUN_FILES``."""
     known = [pattern for file in RUN_FILES for pattern in (file.name, f"{file.name}{DAMAGED}*")]
-    return sorted(path.name for path in run_dir.iterdir() if not any(path.match(pattern) for pattern in known))
+    return sorted(
+        path.name for path in run_dir.iterdir() if not any(path.match(pattern) for pattern in known)
+    )

@@ -26,23 +26,30 @@ _SCRIPTS_PER_TASK = 3
 
 
 def check_tool_calls(built: BuiltExperiment) -> None:
-    """Raise ConfigError if the environment has tools and the chat template of ``actor.path`` does not show them, or
-    writes calls that the parser does not read.
+    """Raise ConfigError if the environment has tools and the chat template of ``actor.path`` does
+    not show them, or writes calls that the parser does not read.
 
-    The built-in policy, hub ids, and environments whose tools are only known during episodes are not checked;
-    their problems appear in the training data or the first episodes."""
+    The built-in policy, hub ids, and environments whose tools are only known during episodes are
+    not checked; their problems appear in the training data or the first episodes."""
     config = built.config
     chosen: Any = getattr(config, "env", None)
     path = config.actor.path
     if not hasattr(chosen, "path") or not Path(path).expanduser().is_dir() or is_builtin(path):
         return
     environment = chosen_environment(chosen)
-    supervised = any(mfc.interface == "sft" for spec in (*built.spec.before, built.spec) for mfc in spec.mfcs)
+    supervised = any(
+        mfc.interface == "sft" for spec in (*built.spec.before, built.spec) for mfc in spec.mfcs
+    )
     learns = supervised and environment.spec.demonstrate is not None
     if not environment.spec.tools or (config.actor.tool_parser == PLAIN and not learns):
         return
     arguments = [environment.reference, "--options", json.dumps(dict(environment.options))]
-    arguments += ["--model", str(Path(path).expanduser()), "--tool-parser", config.actor.tool_parser]
+    arguments += [
+        "--model",
+        str(Path(path).expanduser()),
+        "--tool-parser",
+        config.actor.tool_parser,
+    ]
     arguments += ["--template-kwargs", json.dumps(dict(config.actor.chat_template_kwargs))]
     if learns:
         options: Any = config.warm_start  # type: ignore[attr-defined]
@@ -55,7 +62,11 @@ def check_tool_calls(built: BuiltExperiment) -> None:
         arguments += ["--request", json.dumps(request)]
     try:
         done = subprocess.run(
-            [sys.executable, "-m", _CHECK, *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            [sys.executable, "-m", _CHECK, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(
@@ -63,7 +74,10 @@ def check_tool_calls(built: BuiltExperiment) -> None:
             f"python -m {_CHECK} {environment.reference} --model {path} does it alone"
         ) from None
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["the check of its calls of tools died without a word"]
+        lines = done.stderr.strip().splitlines() or [
+            "the check of its calls of tools died without a word"
+        ]
         raise ConfigError(
-            f"actor.path={path}: {lines[-1]}; the environment {environment.spec.name} would see no call of its tools"
+            f"actor.path={path}: {lines[-1]}; the environment {environment.spec.name} would see no "
+            f"call of its tools"
         )

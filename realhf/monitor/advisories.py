@@ -13,7 +13,9 @@ from realhf.monitor.provenance import read_config
 from realhf.monitor.rollouts.reader import RolloutStore
 from realhf.monitor.rollouts.reader import Row as RolloutRow
 
-OPTION = re.compile(r"\b(?:ppo|actor|critic|env|gen|rollout|async_rl|evaluation)\.[a-z_]\w*(?:\.[a-z]\w*)*")
+OPTION = re.compile(
+    r"\b(?:ppo|actor|critic|env|gen|rollout|async_rl|evaluation)\.[a-z_]\w*(?:\.[a-z]\w*)*"
+)
 """An option in the text of an advice."""
 
 
@@ -27,22 +29,34 @@ def advise(
 ) -> list[Advisory]:
     """Return the advisories for a run, the most severe first, then by step.
 
-    rows: as from ``read_metrics``, in order. index: lines of rollouts (``template``, ``failure``, ``step``).
-    evaluations: reports with the number of completed steps. staleness_bound: by the run's options.
-    effective: options that have an effect in the run, if known; others in an advice are marked as idle.
-    Values that are not numbers are ignored.
+    rows: as from ``read_metrics``, in order. index: lines of rollouts (``template``, ``failure``,
+    ``step``). evaluations: reports with the number of completed steps. staleness_bound: by the
+    run's options. effective: options that have an effect in the run, if known; others in an advice
+    are marked as idle. Values that are not numbers are ignored.
     """
     evidence = Evidence(rows, index, sorted(evaluations, key=lambda pair: pair[0]), staleness_bound)
-    advisories = [_note_idle_options(advisory, effective) for rule in RULES for advisory in rule(evidence)]
-    return sorted(advisories, key=lambda advisory: (SEVERITIES.index(advisory.severity), advisory.since, advisory.id))
+    advisories = [
+        _note_idle_options(advisory, effective) for rule in RULES for advisory in rule(evidence)
+    ]
+    return sorted(
+        advisories,
+        key=lambda advisory: (SEVERITIES.index(advisory.severity), advisory.since, advisory.id),
+    )
 
 
 def _note_idle_options(advisory: Advisory, effective: Collection[str] | None) -> Advisory:
-    """Append to the advice which of its options have no effect in this run, since rules serve all algorithms."""
-    idle = [name for name in OPTION.findall(advisory.advice) if name not in effective] if effective else []
+    """Append to the advice which of its options have no effect in this run, since rules serve all
+    algorithms."""
+    idle = (
+        [name for name in OPTION.findall(advisory.advice) if name not in effective]
+        if effective
+        else []
+    )
     if not idle:
         return advisory
-    return replace(advisory, advice=f"{advisory.advice} (Without effect in this run: {', '.join(idle)}.)")
+    return replace(
+        advisory, advice=f"{advisory.advice} (Without effect in this run: {', '.join(idle)}.)"
+    )
 
 
 def advise_run(
@@ -51,7 +65,8 @@ def advise_run(
     evaluations: Sequence[tuple[int, Mapping[str, Any]]],
     effective: Collection[str] | None,
 ) -> list[Advisory]:
-    """Return the advisories for the run in a folder, as ``advise`` does. The folder may contain no rollouts."""
+    """Return the advisories for the run in a folder, as ``advise`` does. The folder may contain no
+    rollouts."""
     store = RolloutStore(run_dir)
     store.refresh()
     try:
@@ -59,12 +74,17 @@ def advise_run(
     except (KeyError, TypeError, ValueError):
         bound = None
     return advise(
-        rows, index_rollouts(store.rows()), evaluations=evaluations, staleness_bound=bound, effective=effective
+        rows,
+        index_rollouts(store.rows()),
+        evaluations=evaluations,
+        staleness_bound=bound,
+        effective=effective,
     )
 
 
 def index_rollouts(rollouts: Iterable[RolloutRow]) -> list[dict[str, Any]]:
-    """Return the fields of rollouts that rules use, one entry per rollout however many conversations it had."""
+    """Return the fields of rollouts that rules use, one entry per rollout however many
+    conversations it had."""
     return [
         {
             "template": row.play.template or row.play.task,

@@ -72,7 +72,8 @@ Condition = Callable[[MetricRow], bool | None]
 
 
 def read_number(row: MetricRow, name: str) -> float | None:
-    """Return a metric as a float, including NaN and infinities; None if it is missing or not a number."""
+    """Return a metric as a float, including NaN and infinities; None if it is missing or not a
+    number."""
     value = row.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
@@ -106,7 +107,9 @@ def step_of(row: MetricRow) -> int:
     return int(step) if step is not None and math.isfinite(step) else 0
 
 
-def find_start(rows: Sequence[MetricRow], holds: Condition, least: int = LASTING_STEPS) -> int | None:
+def find_start(
+    rows: Sequence[MetricRow], holds: Condition, least: int = LASTING_STEPS
+) -> int | None:
     """Return the step since which a condition holds without interruption up to the end.
 
     None if it does not hold at the end, or has held for fewer than ``least`` steps. Rows for which
@@ -151,7 +154,8 @@ def all_of(*conditions: Condition) -> Condition:
 
 
 def _find_start_or_recent(run: Evidence, holds: Condition) -> int:
-    """Return the step since which a condition holds; the first of the recent steps if it does not hold now."""
+    """Return the step since which a condition holds; the first of the recent steps if it does not
+    hold now."""
     return find_start(run.rows, holds, 1) or step_of(run.recent[0])
 
 
@@ -168,15 +172,18 @@ def _condition_rule(
 ) -> Rule:
     """Build the rule that reports a condition which has held for ``least`` steps up to the end.
 
-    text: may contain ``{since}`` and the keys of ``metrics``. metrics: metric by key, of which the mean over the
-    recent steps is inserted. shown_by: filter of the training rollouts from ``since`` on that show the problem.
+    text: may contain ``{since}`` and the keys of ``metrics``. metrics: metric by key, of which the
+    mean over the recent steps is inserted. shown_by: filter of the training rollouts from ``since``
+    on that show the problem.
     """
 
     def rule(run: Evidence) -> Iterator[Advisory]:
         since = find_start(run.rows, holds, least)
         if since is not None:
             now = {key: mean(run.recent, metric) or 0.0 for key, metric in metrics.items()}
-            rollouts: RolloutFilter = {} if shown_by is None else {"split": "train", **shown_by, "step_min": since}
+            rollouts: RolloutFilter = (
+                {} if shown_by is None else {"split": "train", **shown_by, "step_min": since}
+            )
             yield Advisory(name, severity, text.format(since=since, **now), since, advice, rollouts)
 
     return rule
@@ -191,11 +198,14 @@ LITTLE_SIGNAL = 0.2
 TRUNCATED = 0.2
 """Fraction of truncated sequences above which a warning is given."""
 OUT_OF_TURNS = 0.5
-"""The same of episodes that the limit of turns ends; it is high because a failing policy uses all its turns."""
+"""The same of episodes that the limit of turns ends; it is high because a failing policy uses all
+its turns."""
 UNSURE = 0.5
-"""An evaluation without success has too few episodes for a verdict if its interval reaches this success rate."""
+"""An evaluation without success has too few episodes for a verdict if its interval reaches this
+success rate."""
 TURNS_ADVICE = (
-    "Raise rollout.max_turns, with room for the tokens of these turns (rollout.max_total_tokens), or choose tasks that "
+    "Raise rollout.max_turns, with room for the tokens of these turns (rollout.max_total_tokens), "
+    "or choose tasks that "
     "take fewer. Read some of them first: a policy that repeats itself is not helped by more turns."
 )
 GROWN = 2.0
@@ -219,10 +229,12 @@ def check_group_signal(run: Evidence) -> Iterator[Advisory]:
     yield Advisory(
         "few_groups_teach",
         WARNING,
-        f"{sum(signal):.0f} of the {sum(groups):.0f} groups of the last {RECENT} steps had an advantage; the others "
+        f"{sum(signal):.0f} of the {sum(groups):.0f} groups of the last {RECENT} steps had an "
+        f"advantage; the others "
         "cost as much and taught nothing.",
         step_of(run.recent[0]),
-        "Choose tasks that the policy solves sometimes (the curriculum's options), or raise ppo.group_size.",
+        "Choose tasks that the policy solves sometimes (the curriculum's options), or raise "
+        "ppo.group_size.",
         {"split": "train", "step_min": step_of(run.recent[0])},
     )
 
@@ -239,9 +251,11 @@ def check_length(run: Evidence) -> Iterator[Advisory]:
     yield Advisory(
         "length_exploding" if longer else "length_collapsing",
         WARNING,
-        f"A sequence has {now:.0f} sampled tokens; in the first {RECENT} steps it had {before:.0f}.",
+        f"A sequence has {now:.0f} sampled tokens; in the first {RECENT} steps it had "
+        f"{before:.0f}.",
         since,
-        "Look whether the reward pays for length; ppo.loss_agg decides how the length of a sequence counts.",
+        "Look whether the reward pays for length; ppo.loss_agg decides how the length of a "
+        "sequence counts.",
         {"split": "train", "step_min": since, "length_min" if longer else "length_max": limit},
     )
 
@@ -251,17 +265,24 @@ def check_groups(run: Evidence) -> Iterator[Advisory]:
     overall = mean(run.recent, SUCCESS)
     if overall is None or overall < 4 * FALLEN_BEHIND:
         return
-    names = sorted({name for row in run.recent for name in row if name.startswith("success/")} - {SUCCESS})
+    names = sorted(
+        {name for row in run.recent for name in row if name.startswith("success/")} - {SUCCESS}
+    )
     for name in names:
         value = mean(run.recent, name)
-        if value is None or value >= FALLEN_BEHIND or len(finite_values(run.rows, name)) < LASTING_STEPS:
+        if (
+            value is None
+            or value >= FALLEN_BEHIND
+            or len(finite_values(run.rows, name)) < LASTING_STEPS
+        ):
             continue
         group = name.removeprefix("success/")
         since = _find_start_or_recent(run, below(name, FALLEN_BEHIND))
         yield Advisory(
             "group_failing",
             WARNING,
-            f"Tasks of the group {group!r} succeed in {value:.0%} of the rollouts, all together in {overall:.0%}.",
+            f"Tasks of the group {group!r} succeed in {value:.0%} of the rollouts, all together in "
+            f"{overall:.0%}.",
             since,
             "Read such rollouts: tasks may be too hard for now, or impossible.",
             {"split": "train", "group": group, "outcome": "unsolved", "step_min": since},
@@ -280,14 +301,16 @@ def check_evaluation_age(run: Evidence) -> Iterator[Advisory]:
         yield Advisory(
             "evaluation_stale",
             INFO,
-            f"The last evaluation was made after step {steps[-1]}; {now - steps[-1]} steps were trained since.",
+            f"The last evaluation was made after step {steps[-1]}; {now - steps[-1]} steps were "
+            f"trained since.",
             steps[-1],
             "evaluation.every_steps evaluates beside training.",
         )
 
 
 def check_held_out_trend(run: Evidence) -> Iterator[Advisory]:
-    """Held-out success falls below the interval of its best, while the training reward has risen."""
+    """Held-out success falls below the interval of its best, while the training reward has
+    risen."""
     way, points = _held_out_evaluations(run)
     if len(points) < 2:
         return
@@ -295,17 +318,22 @@ def check_held_out_trend(run: Evidence) -> Iterator[Advisory]:
     last_step, last = points[-1]
     if not last["high"] < best["low"]:
         return
-    before = mean([row for row in run.rows if step_of(row) <= best_step][-RECENT:] or run.rows[:RECENT], "reward/mean")
+    before = mean(
+        [row for row in run.rows if step_of(row) <= best_step][-RECENT:] or run.rows[:RECENT],
+        "reward/mean",
+    )
     now = mean(run.recent, "reward/mean")
     if before is None or now is None or now <= before:
         return
     yield Advisory(
         "evaluation_falls",
         CRITICAL,
-        f"Held-out success fell from {best['success']:.0%} after step {best_step} to {last['success']:.0%} after step "
+        f"Held-out success fell from {best['success']:.0%} after step {best_step} to "
+        f"{last['success']:.0%} after step "
         f"{last_step}, while the training reward rose from {before:.3g} to {now:.3g}.",
         best_step,
-        "The policy fits its training tasks: take more of them, raise ppo.kl_loss_coef, or go back to the "
+        "The policy fits its training tasks: take more of them, raise ppo.kl_loss_coef, or go back "
+        "to the "
         f"checkpoint of step {best_step}.",
         {"split": f"eval/{way}", "outcome": "unsolved", "step_min": last_step},
     )
@@ -324,9 +352,12 @@ def check_held_out_success(run: Evidence) -> Iterator[Advisory]:
         WARNING,
         f"No held-out episode succeeded {_when(step)} ({_of_episodes(last)}{way}).",
         step,
-        "Read some of them: what a policy says must be what the environment reads, and gen.max_new_tokens, "
-        "rollout.max_turns and rollout.max_total_tokens must leave room for a solution. Begin with easier tasks "
-        "(options of env) or a warm start (actor.warm_start=true). An environment that never reports the metric "
+        "Read some of them: what a policy says must be what the environment reads, and "
+        "gen.max_new_tokens, "
+        "rollout.max_turns and rollout.max_total_tokens must leave room for a solution. Begin with "
+        "easier tasks "
+        "(options of env) or a warm start (actor.warm_start=true). An environment that never "
+        "reports the metric "
         "success has no successful episode.",
         {"split": f"eval/{way}", "outcome": "unsolved", "step_min": step, "step_max": step},
     )
@@ -345,7 +376,8 @@ def check_held_out_turns(run: Evidence) -> Iterator[Advisory]:
     yield Advisory(
         "held_out_out_of_turns",
         WARNING,
-        f"{share * episodes:.0f} of {episodes:.0f} held-out episodes {_when(step)} ({way}) were cut by "
+        f"{share * episodes:.0f} of {episodes:.0f} held-out episodes {_when(step)} ({way}) were "
+        f"cut by "
         "rollout.max_turns before they succeeded.",
         step,
         TURNS_ADVICE,
@@ -354,9 +386,17 @@ def check_held_out_turns(run: Evidence) -> Iterator[Advisory]:
 
 
 def _held_out_evaluations(run: Evidence) -> tuple[str, list[tuple[int, dict[str, float]]]]:
-    """Return the sampling method that represents the run, and its evaluations as (step, results of all groups)."""
-    way = next((way for way in WAYS if any(_read_overall(report, way) for _, report in run.evaluations)), WAYS[0])
-    return way, [(step, entry) for step, report in run.evaluations if (entry := _read_overall(report, way)) is not None]
+    """Return the sampling method that represents the run, and its evaluations as (step, results of
+    all groups)."""
+    way = next(
+        (way for way in WAYS if any(_read_overall(report, way) for _, report in run.evaluations)),
+        WAYS[0],
+    )
+    return way, [
+        (step, entry)
+        for step, report in run.evaluations
+        if (entry := _read_overall(report, way)) is not None
+    ]
 
 
 def _when(step: int) -> str:
@@ -368,7 +408,8 @@ def _of_episodes(entry: Mapping[str, float]) -> str:
 
 
 def _read_overall(report: Mapping[str, Any], way: str) -> dict[str, float] | None:
-    """Return the results of all groups together for one sampling method; None if they are incomplete."""
+    """Return the results of all groups together for one sampling method; None if they are
+    incomplete."""
     groups = report.get(way)
     entry = groups.get("overall") if isinstance(groups, Mapping) else None
     if not isinstance(entry, Mapping):
@@ -415,7 +456,8 @@ def check_entropy(run: Evidence) -> Iterator[Advisory]:
     yield Advisory(
         "entropy_collapse",
         WARNING,
-        f"Entropy fell from {before:.3g} to {now:.3g} nats a token: the rollouts of a group hardly differ any more.",
+        f"Entropy fell from {before:.3g} to {now:.3g} nats a token: the rollouts of a group hardly "
+        f"differ any more.",
         since,
         "Raise ppo.entropy_coef or ppo.eps_clip_higher, or lower actor.optimizer.lr.",
         {"split": "train", "step_min": since},
@@ -426,7 +468,9 @@ def check_kl(run: Evidence) -> Iterator[Advisory]:
     """The policy leaves its reference."""
     before = mean(run.early, "policy/kl_ref")
     now = mean(run.recent, "policy/kl_ref")
-    if now is None or not (now > DRIFTED_KL or (before is not None and now > max(SOME_KL, GROWN_KL * before))):
+    if now is None or not (
+        now > DRIFTED_KL or (before is not None and now > max(SOME_KL, GROWN_KL * before))
+    ):
         return
     limit = DRIFTED_KL if before is None else min(DRIFTED_KL, max(SOME_KL, GROWN_KL * before))
     yield Advisory(
@@ -452,7 +496,11 @@ def check_mismatch(run: Evidence) -> Iterator[Advisory]:
         WARNING,
         f"Engine and trainer are {now:.3g} nats apart (KL of a token)"
         + ("" if before is None else f", at the beginning {before:.3g}")
-        + ("." if p99 is None else f"; 99 % of the log-probabilities differ by less than {p99:.3g}."),
+        + (
+            "."
+            if p99 is None
+            else f"; 99 % of the log-probabilities differ by less than {p99:.3g}."
+        ),
         since,
         "Lower async_rl.max_head_offpolicyness, correct with ppo.use_decoupled_loss=true and "
         "ppo.behav_imp_weight_mode, and compare dtypes of engine and trainer.",
@@ -470,9 +518,11 @@ def check_gradient_norm(run: Evidence) -> Iterator[Advisory]:
         yield Advisory(
             "gradient_spike",
             WARNING,
-            f"The gradient's norm was {_finite_norm(worst):.3g} at step {step_of(worst)}; usual are {usual:.3g}.",
+            f"The gradient's norm was {_finite_norm(worst):.3g} at step {step_of(worst)}; usual "
+            f"are {usual:.3g}.",
             step_of(worst),
-            "Lower actor.optimizer.gradient_clipping or actor.optimizer.lr; look at the rollouts of that step.",
+            "Lower actor.optimizer.gradient_clipping or actor.optimizer.lr; look at the rollouts "
+            "of that step.",
             {"split": "train", "step_min": step_of(worst), "step_max": step_of(worst)},
         )
 
@@ -490,7 +540,8 @@ def check_finite_updates(run: Evidence) -> Iterator[Advisory]:
             yield Advisory(
                 f"{call}_not_finite",
                 CRITICAL if _is_bad(run.rows[-1], call) else WARNING,
-                f"Loss or gradient of the {title} was not finite at {len(bad)} of {len(run.rows)} steps, last at step "
+                f"Loss or gradient of the {title} was not finite at {len(bad)} of {len(run.rows)} "
+                f"steps, last at step "
                 f"{step_of(bad[-1])}; such updates are left out.",
                 step_of(bad[0]),
                 "nonfinite.jsonl names the samples. Lower the learning rate, or train in float32.",
@@ -501,7 +552,9 @@ def check_finite_updates(run: Evidence) -> Iterator[Advisory]:
 def _is_bad(row: MetricRow, call: str) -> bool:
     if (read_number(row, f"{call}/skipped") or 0.0) > 0:
         return True
-    values: Sequence[float | None] = [read_number(row, f"{call}/{name}") for name in ("loss", "grad_norm")]
+    values: Sequence[float | None] = [
+        read_number(row, f"{call}/{name}") for name in ("loss", "grad_norm")
+    ]
     return any(value is not None and not math.isfinite(value) for value in values)
 
 
@@ -509,11 +562,16 @@ def check_ratio(run: Evidence) -> Iterator[Advisory]:
     """Single tokens have become far likelier than they were when sampled."""
     since = find_start(run.rows, above("policy/ratio_max", LARGE_RATIO))
     if since is not None:
-        largest = max(value for row in run.recent if (value := read_number(row, "policy/ratio_max")) is not None)
+        largest = max(
+            value
+            for row in run.recent
+            if (value := read_number(row, "policy/ratio_max")) is not None
+        )
         yield Advisory(
             "ratio_large",
             WARNING,
-            f"The largest ratio of a step has been above {LARGE_RATIO:g} since step {since} (up to {largest:.3g}).",
+            f"The largest ratio of a step has been above {LARGE_RATIO:g} since step {since} (up to "
+            f"{largest:.3g}).",
             since,
             "Look at the mismatch and at staleness; ppo.c_clip bounds what such a token costs.",
             {"split": "train", "step_min": since},
@@ -549,7 +607,9 @@ def check_failure_rate(run: Evidence) -> Iterator[Advisory]:
     """Many rollouts fail, or more than before."""
     now = _failed_share(run.recent)
     before = _failed_share(run.early)
-    if now is None or not (now > MANY_FAILURES or (before is not None and now > max(SOME_FAILURES, RISEN * before))):
+    if now is None or not (
+        now > MANY_FAILURES or (before is not None and now > max(SOME_FAILURES, RISEN * before))
+    ):
         return
     kinds: Counter[str] = Counter()
     for row in run.recent:
@@ -564,7 +624,8 @@ def check_failure_rate(run: Evidence) -> Iterator[Advisory]:
         + ("" if before is None else f", at the beginning {before:.0%}")
         + (f" ({counts})." if counts else "."),
         step_of(run.recent[0]),
-        "Read what failed and the log of the environment; rollout.message_timeout_s, env.pool_size and rollout.retries "
+        "Read what failed and the log of the environment; rollout.message_timeout_s, env.pool_size "
+        "and rollout.retries "
         "decide how much is borne.",
         {"split": "train", "outcome": "failed", "step_min": step_of(run.recent[0])},
     )
@@ -591,7 +652,11 @@ def check_failing_tasks(run: Evidence) -> Iterator[Advisory]:
         if failure:
             failed[task] += 1
             first[task] = min(first.get(task, step), step)
-    bad = [task for task, count in failed.most_common() if played[task] >= ATTEMPTS and count >= FAILS * played[task]]
+    bad = [
+        task
+        for task, count in failed.most_common()
+        if played[task] >= ATTEMPTS and count >= FAILS * played[task]
+    ]
     for task in bad[:MAX_TASKS]:
         yield Advisory(
             "task_failing",
@@ -599,7 +664,8 @@ def check_failing_tasks(run: Evidence) -> Iterator[Advisory]:
             f"{failed[task]} of {played[task]} rollouts of the task {task!r} failed"
             + (f" ({len(bad)} tasks fail like that)." if len(bad) > 1 else "."),
             first[task],
-            "A failure is the environment's or the agent's, not the policy's: play this task alone, or leave it out.",
+            "A failure is the environment's or the agent's, not the policy's: play this task "
+            "alone, or leave it out.",
             {"template": task, "outcome": "failed"},
         )
 
@@ -614,10 +680,12 @@ def check_staleness(run: Evidence) -> Iterator[Advisory]:
         yield Advisory(
             "staleness_at_bound",
             INFO,
-            f"Samples have been {mean(run.recent, 'staleness/mean') or 0.0:.2g} versions old on average since step "
+            f"Samples have been {mean(run.recent, 'staleness/mean') or 0.0:.2g} versions old on "
+            f"average since step "
             f"{since}; the bound is {bound:g}: generation is as far ahead as it may be.",
             since,
-            "A smaller async_rl.max_head_offpolicyness costs little speed here; compare the mismatch.",
+            "A smaller async_rl.max_head_offpolicyness costs little speed here; compare the "
+            "mismatch.",
             {"split": "train", "step_min": since, "staleness_min": bound},
         )
 
@@ -635,9 +703,14 @@ def check_throughput(run: Evidence) -> Iterator[Advisory]:
         "throughput_halved",
         WARNING,
         f"{now:.0f} tokens/s, in the first half {before:.0f}"
-        + ("." if seconds is None or usual is None else f"; a step takes {seconds:.3g} s instead of {usual:.3g} s."),
+        + (
+            "."
+            if seconds is None or usual is None
+            else f"; a step takes {seconds:.3g} s instead of {usual:.3g} s."
+        ),
         since,
-        "The timeline shows which part became slower; other programs on the machine are a usual cause.",
+        "The timeline shows which part became slower; other programs on the machine are a usual "
+        "cause.",
     )
 
 
@@ -646,24 +719,34 @@ def check_discarded_samples(run: Evidence) -> Iterator[Advisory]:
     if not run.rows:
         return
     last = run.rows[-1]
-    lost = sum(sum(finite_values([last], f"admission/{name}")) for name in ("rejected", "dropped", "given_up"))
+    lost = sum(
+        sum(finite_values([last], f"admission/{name}"))
+        for name in ("rejected", "dropped", "given_up")
+    )
     kept = sum(finite_values([last], "admission/accepted"))
     if kept + lost < 20 or lost <= DISCARDED * (kept + lost):
         return
-    since = next((step_of(row) for row in run.rows if sum(finite_values([row], "admission/rejected"))), step_of(last))
+    since = next(
+        (step_of(row) for row in run.rows if sum(finite_values([row], "admission/rejected"))),
+        step_of(last),
+    )
     yield Advisory(
         "samples_discarded",
         WARNING,
-        f"{lost:.0f} samples were played for nothing (rejected, dropped or given up), {kept:.0f} were accepted.",
+        f"{lost:.0f} samples were played for nothing (rejected, dropped or given up), {kept:.0f} "
+        f"were accepted.",
         since,
-        "Look at the failures; rollout.retries and rollout.min_group_size decide when a whole sample is rejected.",
+        "Look at the failures; rollout.retries and rollout.min_group_size decide when a whole "
+        "sample is rejected.",
         {"split": "train", "outcome": "failed"},
     )
 
 
 def check_updates(run: Evidence) -> Iterator[Advisory]:
     """Train steps make no update of the policy although groups have a signal."""
-    since = find_start(run.rows, all_of(is_equal("policy/updates", 0.0), above("groups/with_signal", 0.0)))
+    since = find_start(
+        run.rows, all_of(is_equal("policy/updates", 0.0), above("groups/with_signal", 0.0))
+    )
     if since is not None and not sum(finite_values(run.recent, "policy/skipped")):
         yield Advisory(
             "no_updates",
@@ -678,7 +761,11 @@ def _batch_waits(row: MetricRow) -> bool | None:
     """Return whether a whole batch of finished samples is staged and no sample may be admitted."""
     groups = read_number(row, ALL_GROUPS) or 0.0
     staged = read_number(row, "admission/staged")
-    return None if staged is None or groups <= 0 else staged >= groups and read_number(row, "admission/capacity") == 0
+    return (
+        None
+        if staged is None or groups <= 0
+        else staged >= groups and read_number(row, "admission/capacity") == 0
+    )
 
 
 RULES: tuple[Rule, ...] = (
@@ -686,8 +773,10 @@ RULES: tuple[Rule, ...] = (
         "all_groups_zero",
         CRITICAL,
         all_of(is_equal(SIGNAL, 0.0), is_equal(SUCCESS, 0.0)),
-        "No rollout has succeeded since step {since}, and no group has an advantage: the policy learns nothing.",
-        "Begin with easier tasks (options of env), more rollouts of each (ppo.group_size), or a warm start "
+        "No rollout has succeeded since step {since}, and no group has an advantage: the policy "
+        "learns nothing.",
+        "Begin with easier tasks (options of env), more rollouts of each (ppo.group_size), or a "
+        "warm start "
         "(actor.warm_start=true).",
         {"outcome": "unsolved"},
     ),
@@ -695,7 +784,8 @@ RULES: tuple[Rule, ...] = (
         "all_groups_one",
         WARNING,
         all_of(is_equal(SIGNAL, 0.0), is_equal(SUCCESS, 1.0)),
-        "Every rollout has succeeded since step {since}, and no group has an advantage: nothing is left to learn.",
+        "Every rollout has succeeded since step {since}, and no group has an advantage: nothing is "
+        "left to learn.",
         "Take harder tasks (options of env), or stop here.",
         {"outcome": "success"},
     ),
@@ -703,7 +793,8 @@ RULES: tuple[Rule, ...] = (
         "reward_flat",
         CRITICAL,
         all_of(below(SPREAD, 1e-6), above(SUCCESS, 0.0), below(SUCCESS, 1.0)),
-        "All rewards have been equal since step {since} (mean {reward:.3g}), yet some rollouts succeed.",
+        "All rewards have been equal since step {since} (mean {reward:.3g}), yet some rollouts "
+        "succeed.",
         "Look at how the environment rewards, and at ppo.max_reward_clip and ppo.reward_scaling.",
         {},
         reward="reward/mean",
@@ -713,8 +804,10 @@ RULES: tuple[Rule, ...] = (
         "truncation",
         WARNING,
         above("length/truncated", TRUNCATED),
-        f"A token limit has ended more than {TRUNCATED:.0%} of the sequences since step {{since}} (now {{share:.0%}}).",
-        "Raise gen.max_new_tokens or rollout.max_total_tokens, or mask such sequences (ppo.mask_too_long=true).",
+        f"A token limit has ended more than {TRUNCATED:.0%} of the sequences since step {{since}} "
+        f"(now {{share:.0%}}).",
+        "Raise gen.max_new_tokens or rollout.max_total_tokens, or mask such sequences "
+        "(ppo.mask_too_long=true).",
         {"outcome": "truncated"},
         share="length/truncated",
     ),
@@ -722,7 +815,8 @@ RULES: tuple[Rule, ...] = (
         "out_of_turns",
         WARNING,
         above("length/out_of_turns", OUT_OF_TURNS),
-        f"rollout.max_turns has ended more than {OUT_OF_TURNS:.0%} of the rollouts before they succeeded since step "
+        f"rollout.max_turns has ended more than {OUT_OF_TURNS:.0%} of the rollouts before they "
+        f"succeeded since step "
         "{since} (now {share:.0%}).",
         TURNS_ADVICE,
         {"outcome": "unsolved"},
@@ -743,7 +837,8 @@ RULES: tuple[Rule, ...] = (
         "clip_fraction_high",
         WARNING,
         above("policy/clip_fraction", CLIPPED),
-        f"The clip has decided more than {CLIPPED:.0%} of the tokens since step {{since}} (now {{share:.0%}}).",
+        f"The clip has decided more than {CLIPPED:.0%} of the tokens since step {{since}} (now "
+        f"{{share:.0%}}).",
         "Lower actor.optimizer.lr, ppo.sample_reuse or ppo.ppo_n_minibatches, or staleness.",
         {"clip_min": CLIPPED},
         share="policy/clip_fraction",
@@ -754,15 +849,18 @@ RULES: tuple[Rule, ...] = (
         CRITICAL,
         is_equal("policy/lr", 0.0),
         "The learning rate has been 0 since step {since}: the weights do not change.",
-        "See actor.optimizer.lr and its schedule; a larger total_train_steps stretches the schedule.",
+        "See actor.optimizer.lr and its schedule; a larger total_train_steps stretches the "
+        "schedule.",
     ),
     _condition_rule(
         "critic_useless",
         WARNING,
         below("critic/explained_variance", 0.0),
-        "The critic has explained less than nothing of the returns since step {since} (variance {value:.3g}): their "
+        "The critic has explained less than nothing of the returns since step {since} (variance "
+        "{value:.3g}): their "
         "mean would be a better guess.",
-        "Give the critic steps of its own (critic.warmup_steps), a higher critic.optimizer.lr or more passes "
+        "Give the critic steps of its own (critic.warmup_steps), a higher critic.optimizer.lr or "
+        "more passes "
         "(critic.sample_reuse).",
         least=RECENT,
         value="critic/explained_variance",
@@ -773,7 +871,8 @@ RULES: tuple[Rule, ...] = (
         "trainer_starved",
         WARNING,
         all_of(below(TRAINING, IDLE), above(GENERATION, BUSY)),
-        "The trainer has worked {training:.0%} of the time since step {since}, while generation works "
+        "The trainer has worked {training:.0%} of the time since step {since}, while generation "
+        "works "
         "{generation:.0%}: it waits for rollouts.",
         "Give generation more: async_rl.n_generation_workers, more devices, shorter rollouts.",
         least=RECENT,
@@ -784,9 +883,11 @@ RULES: tuple[Rule, ...] = (
         "generation_starved",
         WARNING,
         all_of(below(GENERATION, IDLE), below(TRAINING, BUSY), above("admission/capacity", 0.0)),
-        "Generation has worked {generation:.0%} of the time since step {since}, although {capacity:.0f} samples might "
+        "Generation has worked {generation:.0%} of the time since step {since}, although "
+        "{capacity:.0f} samples might "
         "be admitted: episodes wait for their environment.",
-        "Play more at once: env.pool_size, async_rl.n_rollout_workers; look how long the environment takes.",
+        "Play more at once: env.pool_size, async_rl.n_rollout_workers; look how long the "
+        "environment takes.",
         least=RECENT,
         generation=GENERATION,
         capacity="admission/capacity",
@@ -795,9 +896,11 @@ RULES: tuple[Rule, ...] = (
         "buffer_full",
         INFO,
         _batch_waits,
-        "At least a whole batch of finished samples has waited for the trainer since step {since}, and nothing is "
+        "At least a whole batch of finished samples has waited for the trainer since step {since}, "
+        "and nothing is "
         "admitted meanwhile (generation works {generation:.0%} of the time).",
-        "The trainer is the slower side: give it more workers (actor.workers), or generation fewer.",
+        "The trainer is the slower side: give it more workers (actor.workers), or generation "
+        "fewer.",
         least=RECENT,
         generation=GENERATION,
     ),

@@ -18,7 +18,13 @@ from rich.text import Text
 from realhf.base import process_clock
 from realhf.base.text import printable
 from realhf.monitor.metrics import success_by_group
-from realhf.monitor.summary import STEP_TIME, flatten_rollouts, rollout_labels, rollout_metrics, time_split
+from realhf.monitor.summary import (
+    STEP_TIME,
+    flatten_rollouts,
+    rollout_labels,
+    rollout_metrics,
+    time_split,
+)
 
 _BAR = 24
 _STEP_METRICS = {
@@ -32,11 +38,13 @@ _ROLLOUT_COLUMNS = 6
 _STEP_LINE_S = 2.0
 """Minimum seconds between two lines about steps without a live panel."""
 _BETWEEN_LINE_S = 30.0
-"""Seconds without a line after which a display without a panel prints the progress of the current step."""
+"""Seconds without a line after which a display without a panel prints the progress of the current
+step."""
 
 
 def make_display(title: str, *, live: bool, console: Console | None = None) -> Display:
-    """Return a live display if ``live`` is set and the console is a terminal, else one of plain lines."""
+    """Return a live display if ``live`` is set and the console is a terminal, else one of plain
+    lines."""
     console = console or Console()
     return LiveDisplay(console, title) if live and console.is_terminal else Display(console)
 
@@ -54,7 +62,8 @@ class Display:
         self._last_line = process_clock.now()
 
     def show(self, event: Mapping[str, Any]) -> None:
-        """Print a line for the event, unless it is of a kind that is printed at intervals and not due."""
+        """Print a line for the event, unless it is of a kind that is printed at intervals and not
+        due."""
         if event["kind"] == "phase":
             self.say(event["text"])
         elif event["kind"] == "warning":
@@ -76,7 +85,9 @@ class Display:
         """Print ``text`` after the seconds since the start."""
         self._last_line = process_clock.now()
         stamp = f"{time.monotonic() - self._began:7.1f} s  "
-        shown = printable(text, colours=False)  # may contain output of programs that the policy has written
+        shown = printable(
+            text, colours=False
+        )  # may contain output of programs that the policy has written
         self._console.print(Text(stamp, style="dim").append(shown), soft_wrap=True)
 
     def close(self) -> None:
@@ -94,11 +105,14 @@ class LiveDisplay(Display):
         self._activity: Mapping[str, Any] = {}
         self._rollouts: dict[str, Any] = {}
         self._phase = ""
-        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
+        self._live = Live(
+            console=console, get_renderable=self._render, refresh_per_second=4, transient=True
+        )
         self._live.start()
 
     def show(self, event: Mapping[str, Any]) -> None:
-        """Update the panel by an event; warnings, evaluations and other kinds become lines above it."""
+        """Update the panel by an event; warnings, evaluations and other kinds become lines above
+        it."""
         if event["kind"] == "activity":
             self._activity = event
         elif event["kind"] == "phase":
@@ -147,7 +161,11 @@ class LiveDisplay(Display):
     def _eta(self, event: Mapping[str, Any]) -> str:
         assert self._first_step is not None
         done = event["step"] - self._first_step[0]
-        per_step = (time.monotonic() - self._first_step[1]) / done if done else event["metrics"].get(STEP_TIME, 0)
+        per_step = (
+            (time.monotonic() - self._first_step[1]) / done
+            if done
+            else event["metrics"].get(STEP_TIME, 0)
+        )
         return _format_duration(per_step * (event["total"] - event["step"]))
 
     def _metrics_table(self, metrics: Mapping[str, Any]) -> Table:
@@ -168,7 +186,9 @@ class LiveDisplay(Display):
         calls = printable(", ".join(self._activity.get("calls", []))) or "-"
         buffer = f"{self._activity.get('resident', 0)}/{self._activity.get('capacity', 0)}"
         phase = f"   {self._phase}" if self._phase else ""
-        return Text.assemble(("running ", "dim"), calls, ("   buffer ", "dim"), buffer, ("   samples", "dim"), phase)
+        return Text.assemble(
+            ("running ", "dim"), calls, ("   buffer ", "dim"), buffer, ("   samples", "dim"), phase
+        )
 
 
 def step_line(event: Mapping[str, Any]) -> str:
@@ -180,10 +200,14 @@ def step_line(event: Mapping[str, Any]) -> str:
             parts.append(f"{label} {_format_number(value)}")
     groups = success_by_group(metrics)
     if groups:
-        parts.append("(" + ", ".join(f"{group} {value:.0%}" for group, value in groups.items()) + ")")
+        parts.append(
+            "(" + ", ".join(f"{group} {value:.0%}" for group, value in groups.items()) + ")"
+        )
     if (speed := metrics.get(_SPEED)) is not None:
         parts.append(f"{speed:.0f} tokens/s")
-    split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in time_split(metrics).items() if seconds >= 0.05)
+    split = ", ".join(
+        f"{name} {seconds:.1f}" for name, seconds in time_split(metrics).items() if seconds >= 0.05
+    )
     if STEP_TIME in metrics:
         parts.append(f"{metrics[STEP_TIME]:.1f} s" + (f" ({split})" if split else ""))
     if "buffer/resident" in metrics:
@@ -194,7 +218,12 @@ def step_line(event: Mapping[str, Any]) -> str:
 
 def rollouts_line(event: Mapping[str, Any]) -> str:
     """Return the metrics of the rollouts between two steps in one line."""
-    return "  ".join(["rollouts:", *[f"{label} {text}" for label, text in rollout_labels(flatten_rollouts(event))]])
+    return "  ".join(
+        [
+            "rollouts:",
+            *[f"{label} {text}" for label, text in rollout_labels(flatten_rollouts(event))],
+        ]
+    )
 
 
 def progress_line(event: Mapping[str, Any]) -> str:
@@ -209,9 +238,14 @@ def evaluation_line(event: Mapping[str, Any]) -> str:
     """Return the held-out success of an evaluation in one line."""
     parts = [f"held-out, {event['when']}:"]
     for kind, entries in event["report"].items():
-        shares = {name: f"{entry['success']:.1%}" if entry["episodes"] else "-" for name, entry in entries.items()}
+        shares = {
+            name: f"{entry['success']:.1%}" if entry["episodes"] else "-"
+            for name, entry in entries.items()
+        }
         groups = ", ".join(f"{name} {share}" for name, share in shares.items())
-        failed = f", {entries['overall']['failed']} failed" if entries["overall"].get("failed") else ""
+        failed = (
+            f", {entries['overall']['failed']} failed" if entries["overall"].get("failed") else ""
+        )
         parts.append(f"{kind} {groups} ({entries['overall']['episodes']} episodes{failed})")
     return "  ".join(parts)
 
@@ -224,7 +258,9 @@ def _rollout_tables(metrics: Mapping[str, Any]) -> list[Table]:
         table = Table.grid(padding=(0, 3))
         table.add_row(
             *[
-                Text.assemble((f"{label} ", "dim"), (text, "bold red" if label == "failed" else "bold"))
+                Text.assemble(
+                    (f"{label} ", "dim"), (text, "bold red" if label == "failed" else "bold")
+                )
                 for label, text in shown[start : start + _ROLLOUT_COLUMNS]
             ]
         )
@@ -238,7 +274,11 @@ def _time_split_table(metrics: Mapping[str, Any]) -> Table:
     whole = sum(split.values()) or 1.0
     for name, seconds in sorted(split.items(), key=lambda item: -item[1]):
         share = seconds / whole
-        table.add_row(Text(name, style="dim"), "█" * max(1, round(_BAR * share)), f"{seconds:.2f} s  {share:.0%}")
+        table.add_row(
+            Text(name, style="dim"),
+            "█" * max(1, round(_BAR * share)),
+            f"{seconds:.2f} s  {share:.0%}",
+        )
     return table
 
 
@@ -250,4 +290,8 @@ def _format_number(value: float | None) -> str:
 
 def _format_duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+    return (
+        f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+        if minutes >= 60
+        else f"{minutes}:{rest:02d}"
+    )

@@ -1,10 +1,11 @@
 """Events of the master for the launcher: one JSON map per line on the master's standard output.
 
-Kinds: ``endpoint`` {address, run_id}, ``phase`` {text}, ``activity`` {calls, resident, capacity}, ``step`` {step,
-total, metrics}, ``evaluation`` {when, report}, ``progress`` {call, over, wanted} of a call that plays episodes,
-``warning`` {text}, ``done`` {summary}, ``stopped`` {text} of a run that was asked to end early and has saved what it
-could; for the launcher's supervision ``joined`` {name} and ``lost`` {name, pid, started, reason, left}; between the
-steps of an asynchronous run ``rollouts`` {admission, generation, rollout}: see ``realhf.monitor.summary``.
+Kinds: ``endpoint`` {address, run_id}, ``phase`` {text}, ``activity`` {calls, resident, capacity},
+``step`` {step, total, metrics}, ``evaluation`` {when, report}, ``progress`` {call, over, wanted} of
+a call that plays episodes, ``warning`` {text}, ``done`` {summary}, ``stopped`` {text} of a run that
+was asked to end early and has saved what it could; for the launcher's supervision ``joined`` {name}
+and ``lost`` {name, pid, started, reason, left}; between the steps of an asynchronous run
+``rollouts`` {admission, generation, rollout}: see ``realhf.monitor.summary``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class EventStream:
 
     @staticmethod
     def on_stdout() -> EventStream:
-        """Reserve standard output for events; redirect other output to standard error from now on."""
+        """Reserve standard output for events; redirect other output to standard error from now
+        on."""
         stream = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
         sys.stdout.flush()
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

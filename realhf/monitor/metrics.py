@@ -1,7 +1,7 @@
 """Catalogue of the metrics of a step, and their public names.
 
-One scheme serves synchronous and asynchronous runs. ``docs/metrics.md`` is generated from these tables:
-``python -m realhf.monitor.metrics`` prints it.
+One scheme serves synchronous and asynchronous runs. ``docs/metrics.md`` is generated from these
+tables: ``python -m realhf.monitor.metrics`` prints it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Metric:
     unit: str
     meaning: str
     sources: tuple[str, ...] = ()
-    """Names under which calls or parts of the master report the number; () if only under the public name."""
+    """Names under which calls or parts of the master report the number; () if only under the public
+    name."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Section:
 
 
 def _rollout_metric(name: str, unit: str, meaning: str, own: str) -> Metric:
-    """Return a metric of the rollouts, reported by the call that plays them or for an asynchronous step's samples."""
+    """Return a metric of the rollouts, reported by the call that plays them or for an asynchronous
+    step's samples."""
     return Metric(name, unit, meaning, (f"{ROLLOUT_CALL}/{own}", f"rollout/{own}"))
 
 
@@ -56,27 +58,43 @@ def _critic_metric(name: str, unit: str, meaning: str, own: str = "") -> Metric:
 
 REWARDS = Section(
     "Reward and success",
-    "Means over the valid rollouts played for the step; a failed rollout has no reward and enters none of them.",
+    "Means over the valid rollouts played for the step; a failed rollout has no reward and enters "
+    "none of them.",
     (
         _rollout_metric(
             "reward/mean",
             "reward",
-            "mean reward of a rollout as the environment gave it; of a run without rollouts of its own "
+            "mean reward of a rollout as the environment gave it; of a run without rollouts of its "
+            "own "
             "(`grpo_stream_http`) the same as `reward/trained_mean`",
             "reward",
         ),
-        _policy_metric("reward/std", "reward", "standard deviation of the rewards that were trained on", "reward_std"),
+        _policy_metric(
+            "reward/std",
+            "reward",
+            "standard deviation of the rewards that were trained on",
+            "reward_std",
+        ),
         _policy_metric(
             "reward/trained_mean",
             "reward",
             "mean reward of a rollout that was trained on: scaled, shifted, clipped",
             "reward_mean",
         ),
-        _rollout_metric("reward/part/<name>", "reward", "mean of a named part of the reward", "reward/<name>"),
-        _rollout_metric(f"success/{OVERALL}", "fraction", "rollouts that reached the goal", "success"),
-        _rollout_metric("success/<group>", "fraction", "the same for one group of tasks", "success/<group>"),
         _rollout_metric(
-            "environment/<name>", "its own", "mean of a metric that the environment reports", "metric/<name>"
+            "reward/part/<name>", "reward", "mean of a named part of the reward", "reward/<name>"
+        ),
+        _rollout_metric(
+            f"success/{OVERALL}", "fraction", "rollouts that reached the goal", "success"
+        ),
+        _rollout_metric(
+            "success/<group>", "fraction", "the same for one group of tasks", "success/<group>"
+        ),
+        _rollout_metric(
+            "environment/<name>",
+            "its own",
+            "mean of a metric that the environment reports",
+            "metric/<name>",
         ),
         _policy_metric(
             "groups/with_signal",
@@ -87,7 +105,8 @@ REWARDS = Section(
         _policy_metric(
             "groups/shared_states",
             "fraction",
-            "turns that began in a state in which another turn of their group did, with `ppo.credit=state` only: the "
+            "turns that began in a state in which another turn of their group did, with "
+            "`ppo.credit=state` only: the "
             "others have no step-level advantage",
             "shared_states",
         ),
@@ -95,18 +114,24 @@ REWARDS = Section(
         _rollout_metric(
             "groups/dropped",
             "count",
-            "with `ppo.dynamic_sampling`: groups with all rewards equal that gave way to others, each of which was "
-            "played in addition; they are in all means of this section but `reward/trained_mean` and `reward/std`",
+            "with `ppo.dynamic_sampling`: groups with all rewards equal that gave way to others, "
+            "each of which was "
+            "played in addition; they are in all means of this section but `reward/trained_mean` "
+            "and `reward/std`",
             "n_dropped_groups",
         ),
         _rollout_metric(
             "groups/flat",
             "count",
-            "with `ppo.dynamic_sampling`: such groups that were trained on, because its bound was reached",
+            "with `ppo.dynamic_sampling`: such groups that were trained on, because its bound was "
+            "reached",
             "n_groups_without_signal",
         ),
         _rollout_metric(
-            "groups/extra_rounds", "count", "rounds of play that they cost (synchronous)", "n_resample_rounds"
+            "groups/extra_rounds",
+            "count",
+            "rounds of play that they cost (synchronous)",
+            "n_resample_rounds",
         ),
         _rollout_metric("groups/extra_s", "seconds", "time of these rounds", "resample_seconds"),
     ),
@@ -123,12 +148,15 @@ LENGTHS = Section(
             "rollouts whose reward `ppo.overlong_buffer` made smaller for their length",
             "overlong_fraction",
         ),
-        _policy_metric("length/truncated", "fraction", "rollouts that a token limit ended", "too_long_fraction"),
+        _policy_metric(
+            "length/truncated", "fraction", "rollouts that a token limit ended", "too_long_fraction"
+        ),
         _rollout_metric("length/turns", "turns", "mean number of turns of a rollout", "turns"),
         _rollout_metric(
             "length/out_of_turns",
             "fraction",
-            "rollouts that `rollout.max_turns` ended before they succeeded, where their task would have allowed "
+            "rollouts that `rollout.max_turns` ended before they succeeded, where their task would "
+            "have allowed "
             "another turn",
             "out_of_turns",
         ),
@@ -138,9 +166,17 @@ ROLLOUTS = Section(
     "Rollouts and failures",
     "Counts of the step's samples alone, in both kinds of runs.",
     (
-        _rollout_metric("rollouts/played", "count", "rollouts of the step's samples, failed ones included", "rollouts"),
         _rollout_metric(
-            "rollouts/failed", "count", "those without a result: they are trained on by nobody", "failed_rollouts"
+            "rollouts/played",
+            "count",
+            "rollouts of the step's samples, failed ones included",
+            "rollouts",
+        ),
+        _rollout_metric(
+            "rollouts/failed",
+            "count",
+            "those without a result: they are trained on by nobody",
+            "failed_rollouts",
         ),
         Metric(
             "rollouts/tokens",
@@ -148,7 +184,12 @@ ROLLOUTS = Section(
             "tokens sampled for the step",
             (f"{ROLLOUT_CALL}/generated_tokens", "rollout/tokens"),
         ),
-        Metric("failures/<kind>", "count", "rollouts that failed, by kind", (f"{ROLLOUT_CALL}/failed/<kind>",)),
+        Metric(
+            "failures/<kind>",
+            "count",
+            "rollouts that failed, by kind",
+            (f"{ROLLOUT_CALL}/failed/<kind>",),
+        ),
         Metric(
             "retries/<kind>",
             "count",
@@ -159,76 +200,125 @@ ROLLOUTS = Section(
 )
 POLICY = Section(
     "Policy",
-    f"What `{POLICY_CALL}`, or the only train call of an experiment of one's own, returns. Means over trained tokens.",
+    f"What `{POLICY_CALL}`, or the only train call of an experiment of one's own, returns. Means "
+    f"over trained tokens.",
     (
         _policy_metric("policy/loss", "", "loss, averaged over the updates of the step"),
-        _policy_metric("policy/loss_<component>", "", "what a component (`ce`) adds to that", "loss_<component>"),
+        _policy_metric(
+            "policy/loss_<component>",
+            "",
+            "what a component (`ce`) adds to that",
+            "loss_<component>",
+        ),
         _policy_metric("policy/nll", "nats", "negative log-likelihood of a token (supervised)"),
         _policy_metric(
             "policy/entropy",
             "nats",
-            "entropy of a token's distribution, **estimated**: the mean of -log p of the sampled tokens under the "
+            "entropy of a token's distribution, **estimated**: the mean of -log p of the sampled "
+            "tokens under the "
             "policy that sampled them, over all valid sequences",
             "entropy_estimate",
         ),
         _policy_metric(
             "policy/entropy_exact",
             "nats",
-            "entropy over the whole vocabulary under the weights that train, with `ppo.entropy_coef` only",
+            "entropy over the whole vocabulary under the weights that train, with "
+            "`ppo.entropy_coef` only",
             "entropy",
         ),
         _policy_metric(
-            "policy/kl_ref", "nats", "KL divergence from the reference (k3 estimate), with a reference only"
+            "policy/kl_ref",
+            "nats",
+            "KL divergence from the reference (k3 estimate), with a reference only",
         ),
         _policy_metric(
-            "policy/kl_ref_clamped_fraction", "fraction", "tokens that lie further off and enter that mean with 10 nats"
+            "policy/kl_ref_clamped_fraction",
+            "fraction",
+            "tokens that lie further off and enter that mean with 10 nats",
         ),
         _policy_metric(
             "policy/kl_teacher",
             "nats",
-            "KL divergence of the policy that sampled from the teacher (with `ppo.feedback` itself, told what became "
+            "KL divergence of the policy that sampled from the teacher (with `ppo.feedback` "
+            "itself, told what became "
             "of its rollouts), a token (k3 estimate), with `ppo.distill_weight` only",
         ),
         _policy_metric(
-            "policy/kl_sequence", "nats", "KL term of the reward, a rollout, with `ppo.kl_ctl`", "kl_of_sequence"
+            "policy/kl_sequence",
+            "nats",
+            "KL term of the reward, a rollout, with `ppo.kl_ctl`",
+            "kl_of_sequence",
         ),
-        _policy_metric("policy/kl_coefficient", "", "weight of the KL term in the reward at this step", "kl_ctl"),
+        _policy_metric(
+            "policy/kl_coefficient",
+            "",
+            "weight of the KL term in the reward at this step",
+            "kl_ctl",
+        ),
         _policy_metric("policy/ratio_mean", "", "mean ratio of new to old probability"),
         _policy_metric("policy/ratio_max", "", "largest ratio"),
         _policy_metric("policy/clip_fraction", "fraction", "tokens whose ratio the clip decided"),
-        _policy_metric("policy/dual_clip_fraction", "fraction", "tokens that the dual clip decided"),
-        _policy_metric("policy/clamped_exponents", "count", "tokens whose log-ratio was beyond +-20 and was cut"),
+        _policy_metric(
+            "policy/dual_clip_fraction", "fraction", "tokens that the dual clip decided"
+        ),
+        _policy_metric(
+            "policy/clamped_exponents",
+            "count",
+            "tokens whose log-ratio was beyond +-20 and was cut",
+        ),
         _policy_metric(
             "policy/behaviour_weight_mean",
             "",
             "mean weight that corrects for the behaviour policy, as used",
             "behav_weight_mean",
         ),
-        _policy_metric("policy/behaviour_weight_max", "", "largest such weight before any bound", "behav_weight_max"),
         _policy_metric(
-            "policy/rejected_fraction", "fraction", "tokens left out because that weight was beyond a bound"
+            "policy/behaviour_weight_max",
+            "",
+            "largest such weight before any bound",
+            "behav_weight_max",
         ),
-        _policy_metric("policy/rejected_sequences", "fraction", "sequences that bounds left out whole"),
-        _policy_metric("policy/truncated_fraction", "fraction", "tokens whose weight was cut to its bound"),
+        _policy_metric(
+            "policy/rejected_fraction",
+            "fraction",
+            "tokens left out because that weight was beyond a bound",
+        ),
+        _policy_metric(
+            "policy/rejected_sequences", "fraction", "sequences that bounds left out whole"
+        ),
+        _policy_metric(
+            "policy/truncated_fraction", "fraction", "tokens whose weight was cut to its bound"
+        ),
         _policy_metric(
             "policy/effective_sample_size",
             "fraction",
-            "of the weights as used, over tokens, or sequences where `ppo.behav_imp_weight_level` is theirs: "
+            "of the weights as used, over tokens, or sequences where `ppo.behav_imp_weight_level` "
+            "is theirs: "
             "(sum w)^2 / (n sum w^2)",
         ),
-        _policy_metric("policy/grad_norm", "", "norm of the gradient before clipping, averaged over the updates"),
+        _policy_metric(
+            "policy/grad_norm",
+            "",
+            "norm of the gradient before clipping, averaged over the updates",
+        ),
         _policy_metric("policy/lr", "", "learning rate"),
         _policy_metric("policy/updates", "count", "optimizer steps that were made", "n_updates"),
-        _policy_metric("policy/skipped", "count", "optimizer steps left out: loss or gradient was not finite"),
+        _policy_metric(
+            "policy/skipped", "count", "optimizer steps left out: loss or gradient was not finite"
+        ),
     ),
 )
 PREFERENCE = Section(
     "Pairs of episodes",
-    "Of `experiment=dpo` and `experiment=reward_model`, before the update of the step; every group counts as much as "
+    "Of `experiment=dpo` and `experiment=reward_model`, before the update of the step; every group "
+    "counts as much as "
     "every other one. Held-out groups train nothing (`preference.held_out`). A draw counts half.",
     (
         _policy_metric(
-            "preference/accuracy", "fraction", "training pairs whose better episode scores higher", "pair_accuracy"
+            "preference/accuracy",
+            "fraction",
+            "training pairs whose better episode scores higher",
+            "pair_accuracy",
         ),
         _policy_metric(
             "preference/margin",
@@ -243,22 +333,44 @@ PREFERENCE = Section(
             "held-out pairs whose better episode scores higher",
             "held_out_pair_accuracy",
         ),
-        _policy_metric("preference/held_out_margin", "reward", "by how much it does", "held_out_pair_margin"),
+        _policy_metric(
+            "preference/held_out_margin", "reward", "by how much it does", "held_out_pair_margin"
+        ),
         _policy_metric("preference/held_out_pairs", "count", "held-out pairs", "held_out_n_pairs"),
-        Metric("reward_inf/model_reward_mean", "reward", "mean of the reward model's part, before its weight"),
-        Metric("reward_inf/pair_accuracy", "fraction", "pairs of a group that it orders as the verifier does"),
-        Metric("reward_inf/pair_margin", "reward", "by how much the better one of these scores higher"),
+        Metric(
+            "reward_inf/model_reward_mean",
+            "reward",
+            "mean of the reward model's part, before its weight",
+        ),
+        Metric(
+            "reward_inf/pair_accuracy",
+            "fraction",
+            "pairs of a group that it orders as the verifier does",
+        ),
+        Metric(
+            "reward_inf/pair_margin", "reward", "by how much the better one of these scores higher"
+        ),
         Metric("reward_inf/n_pairs", "count", "these pairs"),
     ),
 )
 OFF_POLICY = Section(
     "Mismatch and staleness",
-    "The mismatch compares the log-probabilities of the engine that sampled with those of the trainer before its first "
-    "update. Of fresh samples it is the error of the engine; of older ones the policy has moved as well.",
+    "The mismatch compares the log-probabilities of the engine that sampled with those of the "
+    "trainer before its first "
+    "update. Of fresh samples it is the error of the engine; of older ones the policy has moved as "
+    "well.",
     (
-        _policy_metric("mismatch/kl", "nats", "KL divergence of engine and trainer (k3 estimate)", "mismatch_kl"),
         _policy_metric(
-            "mismatch/abs_mean", "nats", "mean absolute difference of a token's log-probability", "mismatch_abs"
+            "mismatch/kl",
+            "nats",
+            "KL divergence of engine and trainer (k3 estimate)",
+            "mismatch_kl",
+        ),
+        _policy_metric(
+            "mismatch/abs_mean",
+            "nats",
+            "mean absolute difference of a token's log-probability",
+            "mismatch_abs",
         ),
         _policy_metric("mismatch/abs_p50", "nats", "its median", "mismatch/abs_p50"),
         _policy_metric("mismatch/abs_p99", "nats", "its 99th percentile", "mismatch/abs_p99"),
@@ -266,12 +378,15 @@ OFF_POLICY = Section(
         Metric(
             "staleness/mean",
             "versions",
-            "versions between the weights that sampled a rollout's oldest token and those that train: mean",
+            "versions between the weights that sampled a rollout's oldest token and those that "
+            "train: mean",
             ("staleness/head_mean",),
         ),
         Metric("staleness/max", "versions", "the same: maximum", ("staleness/head_max",)),
         Metric("staleness/tail_mean", "versions", "of a rollout's newest token: mean"),
-        Metric("staleness/hist_<lag>", "fraction", "rollouts by the staleness of their oldest token"),
+        Metric(
+            "staleness/hist_<lag>", "fraction", "rollouts by the staleness of their oldest token"
+        ),
     ),
 )
 BATCH = Section(
@@ -279,14 +394,33 @@ BATCH = Section(
     "What the train step was made of.",
     (
         _policy_metric("batch/rollouts", "count", "rollouts", "n_rollouts"),
-        _policy_metric("batch/sequences", "count", "sequences: rows of rollouts, mostly one of each", "n_sequences"),
-        _policy_metric("batch/invalid", "count", "sequences of failed rollouts: masked", "n_invalid"),
-        _policy_metric("batch/trainable", "count", "sequences with at least one trainable token", "n_trainable"),
-        _policy_metric("batch/trainable_rollouts", "count", "rollouts with such a sequence", "n_trainable_rollouts"),
-        _policy_metric("batch/tokens", "tokens", "trainable tokens", "n_tokens"),
-        _policy_metric("batch/trained_tokens", "tokens", "tokens of all updates together", "n_trained_tokens"),
         _policy_metric(
-            "batch/positions_per_token", "", "positions computed for each trainable token", "positions_per_token"
+            "batch/sequences",
+            "count",
+            "sequences: rows of rollouts, mostly one of each",
+            "n_sequences",
+        ),
+        _policy_metric(
+            "batch/invalid", "count", "sequences of failed rollouts: masked", "n_invalid"
+        ),
+        _policy_metric(
+            "batch/trainable", "count", "sequences with at least one trainable token", "n_trainable"
+        ),
+        _policy_metric(
+            "batch/trainable_rollouts",
+            "count",
+            "rollouts with such a sequence",
+            "n_trainable_rollouts",
+        ),
+        _policy_metric("batch/tokens", "tokens", "trainable tokens", "n_tokens"),
+        _policy_metric(
+            "batch/trained_tokens", "tokens", "tokens of all updates together", "n_trained_tokens"
+        ),
+        _policy_metric(
+            "batch/positions_per_token",
+            "",
+            "positions computed for each trainable token",
+            "positions_per_token",
         ),
     ),
 )
@@ -296,20 +430,37 @@ CRITIC = Section(
     (
         _critic_metric("critic/loss", "", "half the mean squared error in the critic's own units"),
         _critic_metric(
-            "critic/explained_variance", "", "1 - Var(return - value) / Var(return); 1 is perfect, below 0 useless"
+            "critic/explained_variance",
+            "",
+            "1 - Var(return - value) / Var(return); 1 is perfect, below 0 useless",
         ),
         _critic_metric("critic/value_mean", "reward", "mean value"),
-        _critic_metric("critic/value_error", "reward", "root of the mean squared error of the values"),
+        _critic_metric(
+            "critic/value_error", "reward", "root of the mean squared error of the values"
+        ),
         _critic_metric("critic/return_mean", "reward", "mean return"),
         _critic_metric("critic/return_std", "reward", "standard deviation of the returns"),
-        _critic_metric("critic/return_running_mean", "reward", "mean that values are normalised with"),
-        _critic_metric("critic/return_running_std", "reward", "standard deviation that values are normalised with"),
-        _critic_metric("critic/clip_fraction", "fraction", "values whose loss the clip decided", "value_clip_fraction"),
+        _critic_metric(
+            "critic/return_running_mean", "reward", "mean that values are normalised with"
+        ),
+        _critic_metric(
+            "critic/return_running_std",
+            "reward",
+            "standard deviation that values are normalised with",
+        ),
+        _critic_metric(
+            "critic/clip_fraction",
+            "fraction",
+            "values whose loss the clip decided",
+            "value_clip_fraction",
+        ),
         _critic_metric("critic/grad_norm", "", "norm of the gradient before clipping"),
         _critic_metric("critic/lr", "", "learning rate"),
         _critic_metric("critic/values", "count", "tokens with a value", "n_values"),
         _critic_metric("critic/updates", "count", "optimizer steps that were made", "n_updates"),
-        _critic_metric("critic/skipped", "count", "optimizer steps left out: loss or gradient was not finite"),
+        _critic_metric(
+            "critic/skipped", "count", "optimizer steps left out: loss or gradient was not finite"
+        ),
     ),
 )
 TIME = Section(
@@ -323,34 +474,74 @@ TIME = Section(
             "a model function call computes; of several workers the longest",
             ("seconds/<call>",),
         ),
-        Metric("time/fetch/<call>", "seconds", "it waits for data of other workers", ("fetch_seconds/<call>",)),
+        Metric(
+            "time/fetch/<call>",
+            "seconds",
+            "it waits for data of other workers",
+            ("fetch_seconds/<call>",),
+        ),
         Metric("time/queue/<call>", "seconds", "it waits for its batch", ("queue_seconds/<call>",)),
-        Metric("time/part/<call>/generation", "seconds", "playing: the model samples", ("<call>/generation_seconds",)),
-        Metric("time/part/<call>/environment", "seconds", "playing: the environment works", ("<call>/env_seconds",)),
-        Metric("time/part/<call>/rollouts", "seconds", "playing, altogether", ("<call>/rollout_seconds",)),
-        Metric("time/episode/p50", "seconds", "an episode, median (asynchronous)", ("rollout/episode_s_p50",)),
-        Metric("time/episode/p99", "seconds", "an episode, 99th percentile (asynchronous)", ("rollout/episode_s_p99",)),
+        Metric(
+            "time/part/<call>/generation",
+            "seconds",
+            "playing: the model samples",
+            ("<call>/generation_seconds",),
+        ),
+        Metric(
+            "time/part/<call>/environment",
+            "seconds",
+            "playing: the environment works",
+            ("<call>/env_seconds",),
+        ),
+        Metric(
+            "time/part/<call>/rollouts",
+            "seconds",
+            "playing, altogether",
+            ("<call>/rollout_seconds",),
+        ),
+        Metric(
+            "time/episode/p50",
+            "seconds",
+            "an episode, median (asynchronous)",
+            ("rollout/episode_s_p50",),
+        ),
+        Metric(
+            "time/episode/p99",
+            "seconds",
+            "an episode, 99th percentile (asynchronous)",
+            ("rollout/episode_s_p99",),
+        ),
         Metric(
             "throughput/tokens",
             "tokens",
             "tokens sampled for the step; trained ones where none are sampled",
             ("tokens",),
         ),
-        Metric("throughput/tokens_per_second", "tokens/s", "those by the time of the step", ("tokens_per_second",)),
+        Metric(
+            "throughput/tokens_per_second",
+            "tokens/s",
+            "those by the time of the step",
+            ("tokens_per_second",),
+        ),
     ),
 )
 HOSTS = Section(
     "Hosts",
-    "Of the whole machine, whoever uses it, since the step before; of several hosts each, by the name it calls itself.",
+    "Of the whole machine, whoever uses it, since the step before; of several hosts each, by the "
+    "name it calls itself.",
     (
         Metric("host/<name>/cpu", "fraction", "its cores that worked, mean"),
-        Metric("host/<name>/memory", "fraction", "its memory that is in use, at the end of the step"),
+        Metric(
+            "host/<name>/memory", "fraction", "its memory that is in use, at the end of the step"
+        ),
     ),
 )
 ASYNCHRONOUS = Section(
     "Asynchronous runs",
-    "Counters of admission count from the start of the run (`accepted`, `consumed`) or its last resumption. Between "
-    "steps the display also has `failures_total/<kind>` and `retries_total/<kind>`, counted since the last resumption.",
+    "Counters of admission count from the start of the run (`accepted`, `consumed`) or its last "
+    "resumption. Between "
+    "steps the display also has `failures_total/<kind>` and `retries_total/<kind>`, counted since "
+    "the last resumption.",
     (
         Metric("admission/running", "samples", "in play"),
         Metric("admission/accepted", "samples", "finished and accepted"),
@@ -358,24 +549,33 @@ ASYNCHRONOUS = Section(
         Metric("admission/rejected", "samples", "ended without a sample"),
         Metric("admission/dropped", "samples", "accepted and discarded later"),
         Metric("admission/admitted", "samples", "given to rollout workers"),
-        Metric("admission/version", "version", "the lowest version that a living generation worker has"),
+        Metric(
+            "admission/version", "version", "the lowest version that a living generation worker has"
+        ),
         Metric("admission/capacity", "samples", "may be admitted now"),
         Metric("admission/staged", "samples", "finished, waiting for the trainer"),
         Metric("admission/waiting", "samples", "given back, waiting to be played again"),
         Metric("admission/lost_attempts", "count", "attempts lost with a worker"),
         Metric("admission/given_up", "samples", "given up after too many attempts or deaths"),
         Metric("admission/refused", "samples", "refused as too old or malformed"),
-        Metric("generation/occupancy", "fraction", "time in which the generation workers were busy"),
+        Metric(
+            "generation/occupancy", "fraction", "time in which the generation workers were busy"
+        ),
         Metric("generation/tokens_per_second", "tokens/s", "tokens that all of them sampled"),
         Metric("generation/running", "count", "requests being sampled"),
         Metric("generation/waiting", "count", "requests that wait for a place"),
-        Metric("generation/weight_<part>_ms", "ms", "the last update of weights: publishing, staging, pause, digest"),
+        Metric(
+            "generation/weight_<part>_ms",
+            "ms",
+            "the last update of weights: publishing, staging, pause, digest",
+        ),
         Metric("training/occupancy", "fraction", "time in which the train calls computed"),
     ),
 )
 STREAM = Section(
     "Batches of a trajectory server",
-    "Of the call that draws them (`stream_gen`); versions are compared with those that producers name.",
+    "Of the call that draws them (`stream_gen`); versions are compared with those that producers "
+    "name.",
     (
         Metric("stream_gen/n_groups", "count", "groups of the batch"),
         Metric("stream_gen/n_sequences", "count", "sequences of the batch"),
@@ -385,7 +585,9 @@ STREAM = Section(
         Metric("stream_gen/n_rescored", "count", "sequences that came without log-probabilities"),
         Metric("stream_gen/staleness_max", "versions", "of the oldest sequence"),
         Metric("stream_gen/staleness_min", "versions", "of the newest sequence"),
-        Metric("stream_gen/n_<problem>", "count", "sequences that cannot be trained on, by problem"),
+        Metric(
+            "stream_gen/n_<problem>", "count", "sequences that cannot be trained on, by problem"
+        ),
     ),
 )
 OTHERS = Section(
@@ -396,26 +598,44 @@ OTHERS = Section(
         Metric("source/<name>", "its own", "what the data source or the curriculum reports"),
         Metric("<call>/n_tokens", "tokens", "tokens of the sequences that the call scored"),
         Metric("<call>/n_scored", "count", "sequences that got a reward"),
-        Metric("<call>/told", "fraction", "trainable sequences that the policy judged with feedback (`feedback_inf`)"),
+        Metric(
+            "<call>/told",
+            "fraction",
+            "trainable sequences that the policy judged with feedback (`feedback_inf`)",
+        ),
         Metric("<call>/reward_mean", "reward", "their mean reward"),
         Metric(
-            "<call>/<name>", "its own", "any other number that a call returns: see [extend/metric.md](extend/metric.md)"
+            "<call>/<name>",
+            "its own",
+            "any other number that a call returns: see [extend/metric.md](extend/metric.md)",
         ),
     ),
 )
 EVALUATIONS = Section(
     "Evaluations",
-    "Of held-out episodes, kept in `evaluations.json` and sent to the trackers; they are in no row of "
-    "`metrics.jsonl`. `<split>` is `heldout` in the experiments that ship, `<way>` is `sampled` or `greedy`, `<group>` "
+    "Of held-out episodes, kept in `evaluations.json` and sent to the trackers; they are in no row "
+    "of "
+    "`metrics.jsonl`. `<split>` is `heldout` in the experiments that ship, `<way>` is `sampled` or "
+    "`greedy`, `<group>` "
     "is `overall` or a group of tasks.",
     (
         Metric("eval/<split>/<way>/success/<group>", "fraction", "episodes that reached the goal"),
-        Metric("eval/<split>/<way>/success_low/<group>", "fraction", "lower end of its 95 % Wilson interval"),
+        Metric(
+            "eval/<split>/<way>/success_low/<group>",
+            "fraction",
+            "lower end of its 95 % Wilson interval",
+        ),
         Metric("eval/<split>/<way>/success_high/<group>", "fraction", "upper end"),
         Metric("eval/<split>/<way>/reward/<group>", "reward", "mean reward"),
         Metric("eval/<split>/<way>/turns/<group>", "turns", "mean number of turns"),
-        Metric("eval/<split>/<way>/out_of_turns/<group>", "fraction", "episodes that `rollout.max_turns` ended"),
-        Metric("eval/<split>/<way>/failed/<group>", "count", "episodes that failed and are in no mean"),
+        Metric(
+            "eval/<split>/<way>/out_of_turns/<group>",
+            "fraction",
+            "episodes that `rollout.max_turns` ended",
+        ),
+        Metric(
+            "eval/<split>/<way>/failed/<group>", "count", "episodes that failed and are in no mean"
+        ),
     ),
 )
 SECTIONS = (
@@ -448,16 +668,18 @@ def public_names(
 ) -> dict[str, Any]:
     """Return the row with public names, in the same order.
 
-    policy_call, rollout_call: calls whose statistics are those of the policy and of the rollouts. Numbers
-    without a public name keep their names, so a row with public names does not change. If two numbers
-    have the same public name, the first is used.
+    policy_call, rollout_call: calls whose statistics are those of the policy and of the rollouts.
+    Numbers without a public name keep their names, so a row with public names does not change. If
+    two numbers have the same public name, the first is used.
     """
     aliases = {policy_call: POLICY_CALL, rollout_call: ROLLOUT_CALL}
     named: dict[str, Any] = {}
     for name, value in row.items():
         call, slash, own = name.partition("/")
         known = public_name(f"{aliases[call]}/{own}" if slash and call in aliases else name)
-        if known is None or known.startswith("time/part/"):  # Parts of a call's time are named after the call itself.
+        if known is None or known.startswith(
+            "time/part/"
+        ):  # Parts of a call's time are named after the call itself.
             known = public_name(name)
         named.setdefault(known or name, value)
     if REWARD not in named and TRAINED_REWARD in named:
@@ -466,12 +688,16 @@ def public_names(
 
 
 def choose_calls(train_calls: Sequence[str], generate_calls: Sequence[str]) -> dict[str, str]:
-    """Return the arguments ``policy_call`` and ``rollout_call`` of ``public_names`` for the calls of a graph.
+    """Return the arguments ``policy_call`` and ``rollout_call`` of ``public_names`` for the calls
+    of a graph.
 
-    Each is the only call of its kind apart from the critic's, or else the one of the built-in experiments.
+    Each is the only call of its kind apart from the critic's, or else the one of the built-in
+    experiments.
     """
     return {
-        "policy_call": _choose_call([name for name in train_calls if name != CRITIC_CALL], POLICY_CALL),
+        "policy_call": _choose_call(
+            [name for name in train_calls if name != CRITIC_CALL], POLICY_CALL
+        ),
         "rollout_call": _choose_call(generate_calls, ROLLOUT_CALL),
     }
 
@@ -481,7 +707,8 @@ def _choose_call(calls: Sequence[str], usual: str) -> str:
 
 
 def public_name(name: str) -> str | None:
-    """Return the public name of a number that is reported as ``name``; None if it has no other name."""
+    """Return the public name of a number that is reported as ``name``; None if it has no other
+    name."""
     exact, patterns = _index_sources()
     if name in exact:
         return exact[name]
@@ -491,8 +718,11 @@ def public_name(name: str) -> str | None:
     return None
 
 
-def evaluation_metrics(report: Mapping[str, Mapping[str, Mapping[str, Any]]], split: str) -> dict[str, float]:
-    """Return the numbers of an evaluation report (``realhf.api.evaluation.Report``) by public name."""
+def evaluation_metrics(
+    report: Mapping[str, Mapping[str, Mapping[str, Any]]], split: str
+) -> dict[str, float]:
+    """Return the numbers of an evaluation report (``realhf.api.evaluation.Report``) by public
+    name."""
     names = {"success": "success", "low": "success_low", "high": "success_high"}
     names |= {name: name for name in ("reward", "turns", "out_of_turns", "failed")}
     return {
@@ -507,7 +737,9 @@ def evaluation_metrics(report: Mapping[str, Mapping[str, Mapping[str, Any]]], sp
 def success_by_group(row: Mapping[str, Any]) -> dict[str, float]:
     """Return {group: success} of a step's rollouts, without the entry of all groups together."""
     start = "success/"
-    success = {name.removeprefix(start): value for name, value in row.items() if name.startswith(start)}
+    success = {
+        name.removeprefix(start): value for name, value in row.items() if name.startswith(start)
+    }
     return {group: value for group, value in success.items() if group != OVERALL}
 
 
@@ -516,13 +748,21 @@ def _compile_pattern(name: str) -> re.Pattern[str]:
     parts = _PLACEHOLDER.split(name)[::2]
     inner = [f"(?P<{word}>{'[^/]+' if word in _ONE_PART else '.+'})" for word in words]
     return re.compile(
-        "".join(re.escape(part) + (inner[at] if at < len(inner) else "") for at, part in enumerate(parts))
+        "".join(
+            re.escape(part) + (inner[at] if at < len(inner) else "")
+            for at, part in enumerate(parts)
+        )
     )
 
 
 @cache
 def _index_sources() -> tuple[dict[str, str], list[tuple[re.Pattern[str], str]]]:
-    pairs = [(source, metric.name) for section in SECTIONS for metric in section.metrics for source in metric.sources]
+    pairs = [
+        (source, metric.name)
+        for section in SECTIONS
+        for metric in section.metrics
+        for source in metric.sources
+    ]
     exact = {source: name for source, name in pairs if "<" not in source}
     return exact, [(_compile_pattern(source), name) for source, name in pairs if "<" in source]
 
@@ -544,7 +784,9 @@ def render_page() -> str:
     """Return ``docs/metrics.md`` as Markdown."""
     parts = [_HEAD]
     for section in SECTIONS:
-        rows = [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in section.metrics]
+        rows = [
+            f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in section.metrics
+        ]
         parts += [
             f"## {section.title}",
             section.introduction,

@@ -1,4 +1,5 @@
-"""Provenance of a run: options, commit, package versions, Python and command line of each launch."""
+"""Provenance of a run: options, commit, package versions, Python and command line of each
+launch."""
 
 from __future__ import annotations
 
@@ -66,13 +67,18 @@ def origin(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def record_launch(
-    run_dir: Path, launch: Launch, completed_steps: int, warn: Callable[[str], None] = lambda text: None
+    run_dir: Path,
+    launch: Launch,
+    completed_steps: int,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> bool:
-    """Write ``config.yaml`` and ``provenance.json`` of a launch that continues after ``completed_steps``.
+    """Write ``config.yaml`` and ``provenance.json`` of a launch that continues after
+    ``completed_steps``.
 
-    Key ``launches`` has the history: the time of each launch, its completed steps, command line, commit, and changed
-    options. A launch is recorded once, however often the run restarts by itself. Returns whether it was
-    recorded now. warn: called with a message if a damaged history is replaced. Raises OSError.
+    Key ``launches`` has the history: the time of each launch, its completed steps, command line,
+    commit, and changed options. A launch is recorded once, however often the run restarts by
+    itself. Returns whether it was recorded now. warn: called with a message if a damaged history is
+    replaced. Raises OSError.
     """
     if not launch.at:
         return False
@@ -95,13 +101,17 @@ def record_launch(
 
 
 def _warn_of_lost_history(path: Path, completed_steps: int, warn: Callable[[str], None]) -> None:
-    """Rename a file that contains no launch, and warn; warn of a missing file if the run has completed steps.
+    """Rename a file that contains no launch, and warn; warn of a missing file if the run has
+    completed steps.
 
     Raises OSError if the file cannot be read at the moment.
     """
     kept = kept_aside(path)
     if kept is not None:
-        warn(f"{path} cannot be understood and is kept as {kept.name}: the launches of before are not in the new one")
+        warn(
+            f"{path} cannot be understood and is kept as {kept.name}: the launches of before are "
+            f"not in the new one"
+        )
     elif completed_steps:
         warn(f"{path} is gone: the launches of before are not in the new one")
 
@@ -124,7 +134,13 @@ def _format_value(value: Any) -> str:
         return f"[{','.join(map(_format_value, value))}]"
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{_format_value(item)}" for key, item in value.items()) + "}"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value) or "''"
+    return (
+        "null"
+        if value is None
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value) or "''"
+    )
 
 
 def launches(run_dir: Path) -> list[dict[str, Any]]:

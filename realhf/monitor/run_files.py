@@ -1,8 +1,8 @@
 """Files of a run folder: evaluations, episodes, graph, and the ends and hosts of processes.
 
-A resumed run reads its evaluations from ``evaluations.json``. ``deaths.jsonl`` has a line for each end of a
-process. ``placements.jsonl`` has one for each start of a process on a host and for each lost host; only
-schedulers for several hosts write it. Times are by the launcher's clock.
+A resumed run reads its evaluations from ``evaluations.json``. ``deaths.jsonl`` has a line for each
+end of a process. ``placements.jsonl`` has one for each start of a process on a host and for each
+lost host; only schedulers for several hosts write it. Times are by the launcher's clock.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class Evaluations:
         except ValueError as error:
             kept = kept_aside(self._path)
             fate = f"is kept as {kept.name}; " if kept else ""
-            warn(f"{self._path} cannot be understood ({error}) and {fate}the run goes on without its evaluations")
+            warn(
+                f"{self._path} cannot be understood ({error}) and {fate}the run goes on without "
+                f"its evaluations"
+            )
 
     def at(self, step: int) -> dict[str, Any] | None:
         """Return the report after ``step`` steps, 0 being before training; None without one."""
@@ -83,7 +86,10 @@ def _read_reports(path: Path) -> dict[int, dict[str, Any]]:
         raise ValueError("it is no map of evaluations")
     for report in content.values():
         groups = report.values() if isinstance(report, dict) else [None]
-        if not all(isinstance(group, dict) and all(isinstance(e, dict) for e in group.values()) for group in groups):
+        if not all(
+            isinstance(group, dict) and all(isinstance(e, dict) for e in group.values())
+            for group in groups
+        ):
             raise ValueError("it holds something that is no evaluation")
     return {int(step): report for step, report in content.items()}
 
@@ -122,7 +128,8 @@ class Death(msgspec.Struct, frozen=True):
 
 
 def note_death(run_dir: Path, process: str, why: str, then: str) -> None:
-    """Append the end of a process to ``deaths.jsonl``. Errors are ignored: a full disk must not end the run."""
+    """Append the end of a process to ``deaths.jsonl``. Errors are ignored: a full disk must not end
+    the run."""
     words = (text.encode(errors="replace").decode() for text in (process, why, then))
     with contextlib.suppress(OSError):
         _append_line(run_dir / DEATHS_FILE, Death(time.time(), *words))
@@ -140,7 +147,8 @@ _MOST_PLACEMENT_BYTES = 16 << 20
 
 
 class Placement(msgspec.Struct, omit_defaults=True):
-    """An event of a host: the start of a process, the loss of the host, or the record of its versions."""
+    """An event of a host: the start of a process, the loss of the host, or the record of its
+    versions."""
 
     at: float
     """Time in seconds since the epoch."""
@@ -164,8 +172,8 @@ def note_placement(
 class HostLanes:
     """Hosts of a run's processes over time.
 
-    ``hosts``: names of all hosts that had a process, the launcher's machine first. ``lost``: (us since the
-    epoch, host, reason) of each lost host. Both are empty for a run on one machine.
+    ``hosts``: names of all hosts that had a process, the launcher's machine first. ``lost``: (us
+    since the epoch, host, reason) of each lost host. Both are empty for a run on one machine.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -183,7 +191,8 @@ class HostLanes:
         self.hosts = sorted(names, key=lambda name: (name != LAUNCHER, name))
 
     def at(self, process: str, moment: int) -> str:
-        """Return the host of a process at a moment (us since the epoch); "" for a run on one machine.
+        """Return the host of a process at a moment (us since the epoch); "" for a run on one
+        machine.
 
         This is where it was last started before, or, if clocks differ, where it was first started.
         """
@@ -194,7 +203,11 @@ class HostLanes:
 
     def processes(self, host: str) -> list[str]:
         """Return the names of all processes that have run on a host, sorted."""
-        return sorted(process for process, starts in self._starts.items() if any(at == host for _, at in starts))
+        return sorted(
+            process
+            for process, starts in self._starts.items()
+            if any(at == host for _, at in starts)
+        )
 
 
 _Row = TypeVar("_Row", bound=msgspec.Struct)

@@ -1,4 +1,5 @@
-"""Log of a run: metrics, events, transcripts and trackers while it works, and the summary at its end.
+"""Log of a run: metrics, events, transcripts and trackers while it works, and the summary at its
+end.
 
 The names in a row are those of ``realhf.monitor.metrics``.
 """
@@ -22,7 +23,13 @@ from realhf.monitor.advisories import advise_run
 from realhf.monitor.events import EventStream
 from realhf.monitor.metrics import evaluation_metrics, public_names
 from realhf.monitor.provenance import effective_options, read_provenance
-from realhf.monitor.run_files import EPISODES_FILE, EVALUATIONS_FILE, NONFINITE_FILE, Evaluations, append_episodes
+from realhf.monitor.run_files import (
+    EPISODES_FILE,
+    EVALUATIONS_FILE,
+    NONFINITE_FILE,
+    Evaluations,
+    append_episodes,
+)
 from realhf.monitor.summary import build_summary, write_summary
 from realhf.monitor.trace import merge_traces
 from realhf.monitor.trackers import TrackerStream
@@ -40,7 +47,8 @@ class ParsedMetrics(NamedTuple):
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics file, in order, by public names, also for runs of earlier versions.
+    """Return the rows of a run's metrics file, in order, by public names, also for runs of earlier
+    versions.
 
     A truncated last line and damaged lines are skipped. Raises OSError.
     """
@@ -48,7 +56,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def parse_metrics(run_dir: Path) -> ParsedMetrics:
-    """Return the rows as ``read_metrics`` does, and the numbers of damaged lines. Raises OSError."""
+    """Return the rows as ``read_metrics`` does, and the numbers of damaged lines. Raises
+    OSError."""
     path = run_dir / METRICS_FILE
     try:
         data = path.read_bytes()
@@ -73,7 +82,9 @@ def _parse_row(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     has_step = isinstance(row, dict) and type(row.get("step")) is int
-    return row if has_step and all(isinstance(value, (int, float)) for value in row.values()) else {}
+    return (
+        row if has_step and all(isinstance(value, (int, float)) for value in row.values()) else {}
+    )
 
 
 def flatten_step(
@@ -86,11 +97,12 @@ def flatten_step(
     source: Mapping[str, float],
     train_calls: Sequence[str],
 ) -> dict[str, float]:
-    """Flatten the report of a step into {name: number}, with the calls' own names (see ``public_names``).
+    """Flatten the report of a step into {name: number}, with the calls' own names (see
+    ``public_names``).
 
-    wall_s: duration of the step. stats: results of each call. times: seconds of each call (compute_s, fetch_s,
-    queue_s). tokens: number of input tokens of each call. Tokens per second are the generated tokens, or
-    the trained ones if none were generated, over the whole step.
+    wall_s: duration of the step. stats: results of each call. times: seconds of each call
+    (compute_s, fetch_s, queue_s). tokens: number of input tokens of each call. Tokens per second
+    are the generated tokens, or the trained ones if none were generated, over the whole step.
     """
     metrics: dict[str, float] = {"step_seconds": wall_s}
     for call, values in stats.items():
@@ -107,7 +119,9 @@ def flatten_step(
     metrics["tokens"] = generated or float(sum(tokens.get(call, 0) for call in train_calls))
     metrics["tokens_per_second"] = metrics["tokens"] / wall_s if wall_s > 0 else 0.0
     metrics["buffer/resident"] = float(buffer.get("peak_resident", 0))
-    metrics |= {f"source/{name}": float(value) for name, value in source.items() if _is_number(value)}
+    metrics |= {
+        f"source/{name}": float(value) for name, value in source.items() if _is_number(value)
+    }
     return metrics
 
 
@@ -123,12 +137,12 @@ def _is_number(value: Any) -> bool:
 class RunLog:
     """Writer of a run's reports.
 
-    completed_steps: 0 for a fresh start. Rows that a killed run wrote after it are dropped, so that each
-    step is in ``metrics.jsonl`` once. tracer: marks the end of every step in the master's trace.
-    evaluation: determines the name of the evaluated split.
+    completed_steps: 0 for a fresh start. Rows that a killed run wrote after it are dropped, so that
+    each step is in ``metrics.jsonl`` once. tracer: marks the end of every step in the master's
+    trace. evaluation: determines the name of the evaluated split.
 
-    Rows are not kept in memory: the summary reads the file, and warns of steps without rows. A row that
-    cannot be written ends the run with an OSError.
+    Rows are not kept in memory: the summary reads the file, and warns of steps without rows. A row
+    that cannot be written ends the run with an OSError.
     """
 
     def __init__(
@@ -149,14 +163,20 @@ class RunLog:
         self._split = str(evaluation.args.get("split", HELD_OUT)) if evaluation else HELD_OUT
         self._rollouts_every = config.episodes_every_steps
         if completed_steps and not os.path.lexists(run_dir / EVALUATIONS_FILE):
-            self._warn(f"{run_dir / EVALUATIONS_FILE} is gone: the run goes on without the evaluations of before")
+            self._warn(
+                f"{run_dir / EVALUATIONS_FILE} is gone: the run goes on without the evaluations of "
+                f"before"
+            )
         self.evaluations = Evaluations(run_dir, self._warn)
         self._began = self._last = completed_steps
         rows = self._read_complete_rows(completed_steps)
         self.evaluations.forget_after(completed_steps if completed_steps else -1)
         write_whole(run_dir / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in rows))
         past = [(row["step"], {name: row[name] for name in row if name != "step"}) for row in rows]
-        past += [(step, evaluation_metrics(report, self._split)) for step, report in self.evaluations.all()]
+        past += [
+            (step, evaluation_metrics(report, self._split))
+            for step, report in self.evaluations.all()
+        ]
         self._trackers = TrackerStream(
             run_dir,
             config.trackers,
@@ -182,8 +202,13 @@ class RunLog:
         missing = sorted(set(range(1, completed_steps + 1)) - {row["step"] for row in rows})
         kept = kept_aside(path) if parsed.damaged else None
         if kept is not None:
-            lines = ", ".join(map(str, parsed.damaged[:8])) + (", ..." if len(parsed.damaged) > 8 else "")
-            self._warn(f"{path} is damaged in line {lines} and is kept as {kept.name}; the run goes on without them")
+            lines = ", ".join(map(str, parsed.damaged[:8])) + (
+                ", ..." if len(parsed.damaged) > 8 else ""
+            )
+            self._warn(
+                f"{path} is damaged in line {lines} and is kept as {kept.name}; the run goes on "
+                f"without them"
+            )
         elif missing:
             self._warn(f"{path} lacks {_list_steps(missing)}; the run goes on without them")
         return rows
@@ -218,19 +243,26 @@ class RunLog:
     def _rows(self) -> list[dict[str, Any]]:
         """Read the rows of all steps, and warn of steps of this process without rows."""
         rows = read_metrics(self._run_dir)
-        missing = sorted(set(range(self._began + 1, self._last + 1)) - {row["step"] for row in rows})
+        missing = sorted(
+            set(range(self._began + 1, self._last + 1)) - {row["step"] for row in rows}
+        )
         if missing:
             self._warn(
-                f"the rows of {_list_steps(missing)} are lost: {self._run_dir / METRICS_FILE} was changed during the "
+                f"the rows of {_list_steps(missing)} are lost: {self._run_dir / METRICS_FILE} was "
+                f"changed during the "
                 "run, or they are no numbers; the summary goes without them"
             )
         return rows
 
-    def record_skipped(self, step: int, call: str, ids: Sequence[str], stats: Mapping[str, Any]) -> None:
+    def record_skipped(
+        self, step: int, call: str, ids: Sequence[str], stats: Mapping[str, Any]
+    ) -> None:
         """Record a step whose update was skipped because loss or gradient was not finite."""
         texts = {key: str(value) for key, value in stats.items()}  # JSON has no NaN and infinities
         with (self._run_dir / NONFINITE_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "call": call, "ids": list(ids), "stats": texts}) + "\n")
+            file.write(
+                json.dumps({"step": step, "call": call, "ids": list(ids), "stats": texts}) + "\n"
+            )
         self._events.emit(
             "warning",
             text=f"step {step}: {call} skipped its update, loss or gradient was not "
@@ -242,7 +274,11 @@ class RunLog:
         self.evaluations.add(step, report)
         self._trackers.metrics(step, evaluation_metrics(report, self._split))
         when = "before training" if step == 0 else f"after step {step}"
-        versions = {int(entry.get("version", step)) for groups in report.values() for entry in groups.values()}
+        versions = {
+            int(entry.get("version", step))
+            for groups in report.values()
+            for entry in groups.values()
+        }
         if versions != {step}:
             when += f", with the weights of version {', '.join(map(str, sorted(versions)))}"
         self._events.emit("evaluation", when=when, report=report)
@@ -252,7 +288,11 @@ class RunLog:
         self._events.emit("phase", text=text)
 
     def finish(
-        self, *, wall_seconds: float, train_calls: Sequence[str], best: Mapping[str, Any] | None = None
+        self,
+        *,
+        wall_seconds: float,
+        train_calls: Sequence[str],
+        best: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Write ``summary.json`` and ``trace.json``; return the summary.
 
@@ -268,22 +308,31 @@ class RunLog:
             train_calls=train_calls,
         )
         advisories = advise_run(
-            self._run_dir, rows, self.evaluations.all(), effective_options(read_provenance(self._run_dir))
+            self._run_dir,
+            rows,
+            self.evaluations.all(),
+            effective_options(read_provenance(self._run_dir)),
         )
         summary["advisories"] = [asdict(advisory) for advisory in advisories]
         if best is not None:
-            summary["best_policy"] = {name: value for name, value in best.items() if name != "report"}
+            summary["best_policy"] = {
+                name: value for name, value in best.items() if name != "report"
+            }
         write_summary(summary, self._run_dir)
         try:
             merge_traces(self._run_dir)
-        except OSError as error:  # the run has ended and is saved: a full disk must not make it fail
+        except (
+            OSError
+        ) as error:  # the run has ended and is saved: a full disk must not make it fail
             self._events.emit("warning", text=f"no trace: {error}")
         return summary
 
     def close(self, *, failed: bool = False) -> None:
-        """Close the trackers; may block until they have sent their data. failed: the run ended early."""
+        """Close the trackers; may block until they have sent their data. failed: the run ended
+        early."""
         self._trackers.close(failed=failed)
 
     async def leave(self, kind: object, *_: object) -> None:
-        """Close without blocking the event loop; ``kind`` as the first argument of ``__aexit__``."""
+        """Close without blocking the event loop; ``kind`` as the first argument of
+        ``__aexit__``."""
         await asyncio.to_thread(self.close, failed=kind is not None)

@@ -1,9 +1,9 @@
 """Summary of a run's metrics: labels for the display, ``summary.json`` and the final table.
 
-Names are those of ``metrics.jsonl``: ``staleness/..``, ``admission/..``, ``generation/..``, ``training/..``.
-``admission/accepted`` counts from the start of the run, the other admission counters from the start or the last
-resumption. ``failures/<kind>`` and ``retries/<kind>`` count in one step, with ``_total`` from the start or the
-last resumption.
+Names are those of ``metrics.jsonl``: ``staleness/..``, ``admission/..``, ``generation/..``,
+``training/..``. ``admission/accepted`` counts from the start of the run, the other admission
+counters from the start or the last resumption. ``failures/<kind>`` and ``retries/<kind>`` count in
+one step, with ``_total`` from the start or the last resumption.
 """
 
 from __future__ import annotations
@@ -26,17 +26,27 @@ _NO_CALLS = ("step", "episode", "fetch", "queue", "part")
 
 def call_times(row: MetricRow) -> dict[str, float]:
     """Return the seconds that each model function call of a step computed."""
-    times = {name.removeprefix(CALL_TIME): value for name, value in row.items() if name.startswith(CALL_TIME)}
+    times = {
+        name.removeprefix(CALL_TIME): value
+        for name, value in row.items()
+        if name.startswith(CALL_TIME)
+    }
     return {call: value for call, value in times.items() if call.partition("/")[0] not in _NO_CALLS}
 
 
 def part_seconds(row: MetricRow, part: str) -> float:
-    """Return the total seconds of a step's calls in ``part``: generation, environment or rollouts."""
-    return sum(value for name, value in row.items() if name.startswith(PART_TIME) and name.endswith(f"/{part}"))
+    """Return the total seconds of a step's calls in ``part``: generation, environment or
+    rollouts."""
+    return sum(
+        value
+        for name, value in row.items()
+        if name.startswith(PART_TIME) and name.endswith(f"/{part}")
+    )
 
 
 def time_split(row: MetricRow) -> dict[str, float]:
-    """Return the seconds of a step by cause: environment, generation, each other call by name, and other."""
+    """Return the seconds of a step by cause: environment, generation, each other call by name, and
+    other."""
     split: dict[str, float] = {}
     for name, seconds in call_times(row).items():
         environment = row.get(f"{PART_TIME}{name}/environment")
@@ -84,11 +94,14 @@ def rollout_metrics(row: MetricRow) -> dict[str, Any]:
 
 
 def flatten_rollouts(event: Mapping[str, Any]) -> dict[str, float]:
-    """Flatten an event ``rollouts``, {group: {name: number or {..}}}, to the names in ``metrics.jsonl``."""
+    """Flatten an event ``rollouts``, {group: {name: number or {..}}}, to the names in
+    ``metrics.jsonl``."""
     metrics: dict[str, float] = {}
     for name, value in event.items():
         if isinstance(value, Mapping):
-            metrics |= {f"{name}/{inner}": number for inner, number in flatten_rollouts(value).items()}
+            metrics |= {
+                f"{name}/{inner}": number for inner, number in flatten_rollouts(value).items()
+            }
         elif isinstance(value, (int, float)):
             metrics[name] = float(value)
     return metrics
@@ -97,7 +110,11 @@ def flatten_rollouts(event: Mapping[str, Any]) -> dict[str, float]:
 def count_by_kind(row: MetricRow, counter: str) -> dict[str, float]:
     """Return the nonzero values of ``<counter>/<kind>`` as {kind: count}."""
     start = f"{counter}/"
-    return {name.removeprefix(start): value for name, value in row.items() if name.startswith(start) and value}
+    return {
+        name.removeprefix(start): value
+        for name, value in row.items()
+        if name.startswith(start) and value
+    }
 
 
 def rollout_labels(row: MetricRow) -> list[tuple[str, str]]:
@@ -111,7 +128,10 @@ def rollout_labels(row: MetricRow) -> list[tuple[str, str]]:
         ("accepted", _number(row, "admission/accepted")),
         ("rejected", _nonzero(row, "admission/rejected")),
         ("dropped", _nonzero(row, "admission/dropped")),
-        ("episode", _join(_seconds(row, "time/episode/p50"), _seconds(row, "time/episode/p99", "p99 "))),
+        (
+            "episode",
+            _join(_seconds(row, "time/episode/p50"), _seconds(row, "time/episode/p99", "p99 ")),
+        ),
         ("turns", _number(row, "length/turns")),
         ("new weights stop", _number(row, "generation/weight_pause_ms", after=" ms")),
         ("failed", _counts(row, "failures_total") or _counts(row, "failures")),
@@ -123,14 +143,20 @@ def rollout_labels(row: MetricRow) -> list[tuple[str, str]]:
 def rollout_summary(rows: Sequence[MetricRow]) -> dict[str, Any]:
     """Summarise the metrics of the rollouts over a whole run."""
     kinds = {
-        counter: sorted({kind for row in rows for kind in count_by_kind(row, counter)}) for counter in FAILURE_COUNTERS
+        counter: sorted({kind for row in rows for kind in count_by_kind(row, counter)})
+        for counter in FAILURE_COUNTERS
     }
     return {
         "staleness_head_mean": mean(rows, "staleness/mean"),
-        "staleness_head_max": max((row["staleness/max"] for row in rows if "staleness/max" in row), default=None),
+        "staleness_head_max": max(
+            (row["staleness/max"] for row in rows if "staleness/max" in row), default=None
+        ),
         "generation_occupancy": mean(rows, "generation/occupancy"),
         "training_occupancy": mean(rows, "training/occupancy"),
-        "accepted": next((row["admission/accepted"] for row in reversed(rows) if "admission/accepted" in row), 0.0),
+        "accepted": next(
+            (row["admission/accepted"] for row in reversed(rows) if "admission/accepted" in row),
+            0.0,
+        ),
         **{name: counter_increase(rows, f"admission/{name}") for name in ("rejected", "dropped")},
         "failed": {kind: total(rows, f"failures/{kind}") for kind in kinds["failures"]},
         "retried": {kind: total(rows, f"retries/{kind}") for kind in kinds["retries"]},
@@ -138,7 +164,8 @@ def rollout_summary(rows: Sequence[MetricRow]) -> dict[str, Any]:
 
 
 def counter_increase(rows: Sequence[MetricRow], name: str) -> float:
-    """Return the total increase of a counter over all steps, also across resumptions, which reset it."""
+    """Return the total increase of a counter over all steps, also across resumptions, which reset
+    it."""
     whole = 0.0
     before = 0.0
     for row in rows:
@@ -149,7 +176,9 @@ def counter_increase(rows: Sequence[MetricRow], name: str) -> float:
 
 
 def _number(row: MetricRow, name: str, before: str = "", after: str = "") -> str:
-    return f"{before}{row[name]:{'.3g' if row[name] < 1000 else '.0f'}}{after}" if name in row else ""
+    return (
+        f"{before}{row[name]:{'.3g' if row[name] < 1000 else '.0f'}}{after}" if name in row else ""
+    )
 
 
 def _nonzero(row: MetricRow, name: str) -> str:
@@ -165,7 +194,9 @@ def _seconds(row: MetricRow, name: str, before: str = "") -> str:
 
 
 def _counts(row: MetricRow, counter: str) -> str:
-    return ", ".join(f"{kind} {value:.0f}" for kind, value in sorted(count_by_kind(row, counter).items()))
+    return ", ".join(
+        f"{kind} {value:.0f}" for kind, value in sorted(count_by_kind(row, counter).items())
+    )
 
 
 def _join(*parts: str) -> str:
@@ -185,8 +216,9 @@ def build_summary(
 ) -> dict[str, Any]:
     """Build the summary of a run.
 
-    before, after: evaluations before and after training. wall_seconds: since the launch, including the warm
-    start. Other times are totals over the steps, in seconds. ``*_interval``: 95 % intervals [low, high].
+    before, after: evaluations before and after training. wall_seconds: since the launch, including
+    the warm start. Other times are totals over the steps, in seconds. ``*_interval``: 95 %
+    intervals [low, high].
     """
     generated = total(rows, "throughput/tokens")
     took = total(rows, STEP_TIME)
@@ -198,21 +230,31 @@ def build_summary(
         "tokens_per_second": generated / took if took else 0.0,
         "env_seconds": sum(part_seconds(row, "environment") for row in rows),
         "generation_seconds": sum(part_seconds(row, "generation") for row in rows),
-        "train_seconds": sum(call_times(row).get(call, 0.0) for row in rows for call in train_calls),
+        "train_seconds": sum(
+            call_times(row).get(call, 0.0) for row in rows for call in train_calls
+        ),
         "mismatch_kl": mean(rows, "mismatch/kl"),
     }
     for when, report in (("before", before), ("after", after)):
         for kind, suffix in (("sampled", ""), ("greedy", "_greedy")):
             # A group whose episodes have all failed has no result.
-            groups = {name: entry for name, entry in (report or {}).get(kind, {}).items() if entry["episodes"]}
+            groups = {
+                name: entry
+                for name, entry in (report or {}).get(kind, {}).items()
+                if entry["episodes"]
+            }
             summary |= {
-                f"heldout_success_{when}{suffix}": {name: entry["success"] for name, entry in groups.items()},
+                f"heldout_success_{when}{suffix}": {
+                    name: entry["success"] for name, entry in groups.items()
+                },
                 f"heldout_interval_{when}{suffix}": {
                     name: [entry["low"], entry["high"]]
                     for name, entry in groups.items()
                     if "low" in entry and "high" in entry
                 },
-                f"heldout_episodes_{when}{suffix}": {name: int(entry["episodes"]) for name, entry in groups.items()},
+                f"heldout_episodes_{when}{suffix}": {
+                    name: int(entry["episodes"]) for name, entry in groups.items()
+                },
             }
     if is_asynchronous(rows):
         summary["asynchronous"] = rollout_summary(rows)
@@ -227,7 +269,8 @@ def write_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
 def build_held_out_table(summary: Mapping[str, Any]) -> Any:
     """Build a rich table of held-out success before and after training by group.
 
-    It has intervals and numbers of episodes (``117, 468`` if they differ). None without an evaluation.
+    It has intervals and numbers of episodes (``117, 468`` if they differ). None without an
+    evaluation.
     """
     from rich.table import Table
     from rich.text import Text
@@ -242,11 +285,17 @@ def build_held_out_table(summary: Mapping[str, Any]) -> Any:
         episodes = [summary[f"heldout_episodes_{when}{suffix}"] for when in ("before", "after")]
         for name in dict.fromkeys([*before, *after]):
             table.add_row(
-                Text(f"{printable(name)}, {label}"),  # the environment's author chose the name of the group
+                Text(
+                    f"{printable(name)}, {label}"
+                ),  # the environment's author chose the name of the group
                 _cell(before.get(name), summary[f"heldout_interval_before{suffix}"].get(name)),
                 _cell(after.get(name), summary[f"heldout_interval_after{suffix}"].get(name)),
-                f"{100 * (after[name] - before[name]):+.1f}" if name in before and name in after else "",
-                ", ".join(dict.fromkeys(str(counted[name]) for counted in episodes if name in counted)),
+                f"{100 * (after[name] - before[name]):+.1f}"
+                if name in before and name in after
+                else "",
+                ", ".join(
+                    dict.fromkeys(str(counted[name]) for counted in episodes if name in counted)
+                ),
             )
         table.add_section()
     return table
@@ -255,4 +304,6 @@ def build_held_out_table(summary: Mapping[str, Any]) -> Any:
 def _cell(success: float | None, interval: Sequence[float] | None) -> str:
     if success is None:
         return ""
-    return f"{100 * success:.1f} %" + (f" [{100 * interval[0]:.0f}, {100 * interval[1]:.0f}]" if interval else "")
+    return f"{100 * success:.1f} %" + (
+        f" [{100 * interval[0]:.0f}, {100 * interval[1]:.0f}]" if interval else ""
+    )

@@ -1,8 +1,9 @@
 """Trace of a run: one file per process while it runs, and ``trace.json`` for Perfetto at its end.
 
-Numbers of processes and lines are computed from their names, so that a restarted worker continues its line, and
-files can be joined without being parsed. Trace viewers drop spans of one line that overlap without being
-nested, as those of concurrent coroutines do; ``Lanes`` moves the later one to another lane.
+Numbers of processes and lines are computed from their names, so that a restarted worker continues
+its line, and files can be joined without being parsed. Trace viewers drop spans of one line that
+overlap without being nested, as those of concurrent coroutines do; ``Lanes`` moves the later one to
+another lane.
 
 python -m realhf.monitor.trace RUN_DIR        # trace.json out of what is there
 """
@@ -67,7 +68,8 @@ def process_number(process: str) -> int:
 
 
 def line_number(process: str, line: str) -> int:
-    """Return the number of a line of a process: 31 bits, hashed so that lines of different processes differ."""
+    """Return the number of a line of a process: 31 bits, hashed so that lines of different
+    processes differ."""
     return zlib.crc32(f"{process}\n{line}".encode(errors="replace")) & 0x7FFFFFFF
 
 
@@ -87,14 +89,21 @@ def process_events(process: str) -> list[TraceEvent]:
     pid = process_number(process)
     return [
         TraceEvent("process_name", METADATA, 0, pid, 0, args={"name": process}),
-        TraceEvent("process_sort_index", METADATA, 0, pid, 0, args={"sort_index": display_rank(process)}),
+        TraceEvent(
+            "process_sort_index", METADATA, 0, pid, 0, args={"sort_index": display_rank(process)}
+        ),
     ]
 
 
 def line_event(process: str, line: str) -> TraceEvent:
     """Build the event that names a line of a process."""
     return TraceEvent(
-        "thread_name", METADATA, 0, process_number(process), line_number(process, line), args={"name": line}
+        "thread_name",
+        METADATA,
+        0,
+        process_number(process),
+        line_number(process, line),
+        args={"name": line},
     )
 
 
@@ -111,7 +120,8 @@ class Lanes:
         self._lanes: dict[str, list[deque[tuple[int, int]]]] = {}
 
     def place(self, line: str, began: int, ended: int) -> str:
-        """Return the lane of a span: the line itself, or the name of its second, third, ... lane."""
+        """Return the lane of a span: the line itself, or the name of its second, third, ...
+        lane."""
         lanes = self._lanes.setdefault(line, [])
         number = next(
             (number for number, lane in enumerate(lanes, start=1) if _fits(lane, began, ended)),
@@ -141,7 +151,8 @@ TAIL_BYTES = 16 * 2**20
 
 
 def merge_traces(run_dir: Path) -> Path | None:
-    """Write ``trace.json`` of a run, for Perfetto or chrome://tracing; return its path, or None without a trace.
+    """Write ``trace.json`` of a run, for Perfetto or chrome://tracing; return its path, or None
+    without a trace.
 
     Lines that a kill has truncated are skipped. Raises OSError.
     """
@@ -176,13 +187,16 @@ def _host_labels(run_dir: Path) -> Iterator[bytes]:
     for process in sorted({process for host in lanes.hosts for process in lanes.processes(host)}):
         hosts = [host for host in lanes.hosts if process in lanes.processes(host)]
         labels = {"labels": "host " + ", ".join(hosts)}
-        yield msgspec.json.encode(TraceEvent("process_labels", METADATA, 0, process_number(process), 0, args=labels))
+        yield msgspec.json.encode(
+            TraceEvent("process_labels", METADATA, 0, process_number(process), 0, args=labels)
+        )
 
 
 def trace_files(run_dir: Path) -> list[Path]:
     """Return the trace files of a run: one or two per process, the older of two first."""
     return sorted(
-        (run_dir / TRACE_FOLDER).glob("*.jsonl"), key=lambda path: (path.name.partition(".")[0], -len(path.suffixes))
+        (run_dir / TRACE_FOLDER).glob("*.jsonl"),
+        key=lambda path: (path.name.partition(".")[0], -len(path.suffixes)),
     )
 
 
@@ -198,9 +212,9 @@ logger = logging.getLogger(__name__)
 class TraceWriter(Tracer):
     """Tracer that appends to ``path``.
 
-    A thread writes the events, so a kill loses at most the last half second. The newest ``limit_bytes`` are
-    kept in two files: ``path`` and, for the older half, ``path`` with the suffix ``.old.jsonl``. If the file
-    cannot be written, the trace is lost and the run goes on.
+    A thread writes the events, so a kill loses at most the last half second. The newest
+    ``limit_bytes`` are kept in two files: ``path`` and, for the older half, ``path`` with the
+    suffix ``.old.jsonl``. If the file cannot be written, the trace is lost and the run goes on.
     """
 
     def __init__(self, path: Path, process: str, *, limit_bytes: int = LIMIT_BYTES) -> None:
@@ -217,9 +231,20 @@ class TraceWriter(Tracer):
         """See ``Tracer``."""
         return _Span(self, name, args or None)
 
-    def record(self, name: str, began_ns: int, ended_ns: int, *, line: str = "", **args: Any) -> None:
+    def record(
+        self, name: str, began_ns: int, ended_ns: int, *, line: str = "", **args: Any
+    ) -> None:
         """See ``Tracer``."""
-        self._add((COMPLETE, name, began_ns, ended_ns, line or threading.current_thread().name, args or None))
+        self._add(
+            (
+                COMPLETE,
+                name,
+                began_ns,
+                ended_ns,
+                line or threading.current_thread().name,
+                args or None,
+            )
+        )
 
     def instant(self, name: str, **args: Any) -> None:
         """See ``Tracer``."""
@@ -242,7 +267,10 @@ class TraceWriter(Tracer):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -264,10 +292,13 @@ class TraceWriter(Tracer):
                 records.append(self._pending.popleft())
         if self._dropped:
             now = time.time_ns()
-            records.append((INSTANT, "events left out", now, now, "trace", {"count": self._dropped}))
+            records.append(
+                (INSTANT, "events left out", now, now, "trace", {"count": self._dropped})
+            )
             self._dropped = 0
         if records:
-            # Lanes need the spans in the order of their ends; of two with the same end, the inner one first.
+            # Lanes need the spans in the order of their ends; of two with the same end, the inner
+            # one first.
             records.sort(key=lambda record: (record[3], -record[2]))
             self._file.write(records)
 
@@ -292,7 +323,10 @@ class _Span:
         self._began = time.time_ns()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         args = self._args if kind is None else {**(self._args or {}), "error": kind.__name__}
         line = threading.current_thread().name
@@ -321,7 +355,10 @@ class _TraceFile:
                 self._rotate()
                 chunk = self._encode_records(records)
             self._append(chunk)
-        except (OSError, ValueError) as error:  # ValueError: an earlier failed rotation left the file closed
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # ValueError: an earlier failed rotation left the file closed
             if not self._failed:
                 logger.warning("the trace %s cannot be written: %s", self._path, error)
             self._failed = True
@@ -336,7 +373,9 @@ class _TraceFile:
         self._lines.clear()
         # Ends a line that a kill has truncated, which would otherwise corrupt the next one.
         start = b"\n" if self._size else b""
-        self._append(start + b"".join(self._encode(event) + b"\n" for event in process_events(self._process)))
+        self._append(
+            start + b"".join(self._encode(event) + b"\n" for event in process_events(self._process))
+        )
 
     def _rotate(self) -> None:
         self._file.close()
@@ -375,7 +414,8 @@ class _TraceFile:
         try:
             return self._encode(event)
         except Exception:
-            # Arguments may contain anything: keys that are not text, lone surrogates, infinite numbers.
+            # Arguments may contain anything: keys that are not text, lone surrogates, infinite
+            # numbers.
             event.args = {"unreadable": ascii(event.args)}
             event.name = ascii(event.name)
             return self._encode(event)
@@ -383,7 +423,9 @@ class _TraceFile:
 
 def main() -> int:
     """Write ``trace.json`` of the run folder named on the command line; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("run_dir", type=Path)
     args = parser.parse_args()
@@ -391,7 +433,9 @@ def main() -> int:
     if path is None:
         print(f"error: no trace in {args.run_dir}", file=sys.stderr)
         return 1
-    print(f"{path} ({path.stat().st_size / 2**20:.1f} MiB): open it in https://ui.perfetto.dev or chrome://tracing")
+    print(
+        f"{path} ({path.stat().st_size / 2**20:.1f} MiB): open it in https://ui.perfetto.dev or chrome://tracing"
+    )
     return 0
 
 

@@ -1,7 +1,7 @@
 """Trackers of a run's metrics: TensorBoard, W&B, MLflow and Trackio.
 
-Each tracker has a thread of its own, so that a slow one does not delay the run. One that fails is dropped
-with a single warning, and the run goes on.
+Each tracker has a thread of its own, so that a slow one does not delay the run. One that fails is
+dropped with a single warning, and the run goes on.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ IDENTITY_FILE = "trackers.json"
 
 
 class Tracker(Protocol):
-    """Receiver of a run's reports. All methods are called on one thread, in order; an exception ends the tracker."""
+    """Receiver of a run's reports. All methods are called on one thread, in order; an exception
+    ends the tracker."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record finite numbers of a step.
 
-        Steps need not be in order: an evaluation may be late, and a resumed run repeats the steps after its
-        checkpoint.
+        Steps need not be in order: an evaluation may be late, and a resumed run repeats the steps
+        after its checkpoint.
         """
         ...
 
@@ -115,7 +116,9 @@ def flatten_config(config: Mapping[str, Any], start: str = "") -> dict[str, str]
         if isinstance(value, Mapping) and value:
             texts |= flatten_config(value, f"{start}{name}.")
         else:
-            texts[f"{start}{name}"] = value if isinstance(value, str) else json.dumps(value, default=str)
+            texts[f"{start}{name}"] = (
+                value if isinstance(value, str) else json.dumps(value, default=str)
+            )
     return texts
 
 
@@ -124,7 +127,9 @@ def _read_identity(run_dir: Path) -> dict[str, str]:
         found = json.loads((run_dir / IDENTITY_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
+    return (
+        {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
+    )
 
 
 def _write_identity(run_dir: Path, names: Mapping[str, str]) -> None:
@@ -134,7 +139,8 @@ def _write_identity(run_dir: Path, names: Mapping[str, str]) -> None:
 class TensorBoardTracker(Tracker):
     """``Tracker`` for TensorBoard. Transcripts are not written.
 
-    When TensorBoard reads the file, it drops the points of an interrupted run that a resumption repeats.
+    When TensorBoard reads the file, it drops the points of an interrupted run that a resumption
+    repeats.
     """
 
     def __init__(self, facts: RunInfo) -> None:
@@ -143,7 +149,11 @@ class TensorBoardTracker(Tracker):
 
         self._writer = EventFileWriter(str(facts.run_dir / "tensorboard"))
         self._writer.add_event(
-            Event(wall_time=time.time(), step=facts.first_step, session_log=SessionLog(status=SessionLog.START))
+            Event(
+                wall_time=time.time(),
+                step=facts.first_step,
+                session_log=SessionLog(status=SessionLog.START),
+            )
         )
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -152,7 +162,9 @@ class TensorBoardTracker(Tracker):
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
 
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+        self._writer.add_event(
+            Event(wall_time=time.time(), step=step, summary=Summary(value=scalars))
+        )
         self._writer.flush()
 
     def close(self, failed: bool) -> None:
@@ -168,10 +180,10 @@ STEP = "step"
 class WandbTracker(Tracker):
     """``Tracker`` for W&B.
 
-    Metrics are plotted over ``step``, which W&B accepts in any order; its own step counter would refuse a late
-    evaluation. A resumed run keeps its id. Offline, W&B buffers up to 32 KiB, which a killed run loses. A
-    resumed run therefore writes missing values of the steps before its checkpoint again, and
-    truncates its logs after it.
+    Metrics are plotted over ``step``, which W&B accepts in any order; its own step counter would
+    refuse a late evaluation. A resumed run keeps its id. Offline, W&B buffers up to 32 KiB, which a
+    killed run loses. A resumed run therefore writes missing values of the steps before its
+    checkpoint again, and truncates its logs after it.
     """
 
     def __init__(self, facts: RunInfo) -> None:
@@ -193,7 +205,9 @@ class WandbTracker(Tracker):
         if self._run.offline:
             kept = truncate_logs(logs, facts.first_step, _parse_record)
             for step, values in facts.past:
-                lost = {name: value for name, value in values.items() if step not in kept.get(name, ())}
+                lost = {
+                    name: value for name, value in values.items() if step not in kept.get(name, ())
+                }
                 if lost:
                     self.metrics(step, lost)
 
@@ -203,7 +217,9 @@ class WandbTracker(Tracker):
 
     def rollouts(self, step: int, texts: Sequence[str]) -> None:
         """Log a table with a row for each transcript."""
-        table = self._wandb.Table(columns=["step", "rollout"], data=[[step, text] for text in texts])
+        table = self._wandb.Table(
+            columns=["step", "rollout"], data=[[step, text] for text in texts]
+        )
         self._run.log({"rollouts": table, STEP: step})
 
     def close(self, failed: bool) -> None:
@@ -238,7 +254,8 @@ def find_logs(run_dir: Path, run: str) -> list[Path]:
 
 
 def truncate_logs(logs: Sequence[Path], first_step: int, parse: Parse) -> dict[str, set[int]]:
-    """Truncate logs before ``first_step``, from which a resumed run repeats; return the steps left of each metric.
+    """Truncate logs before ``first_step``, from which a resumed run repeats; return the steps left
+    of each metric.
 
     A log that was sent is not changed, nor one that cannot be parsed, whose steps count as lost.
     """
@@ -256,7 +273,8 @@ def truncate_logs(logs: Sequence[Path], first_step: int, parse: Parse) -> dict[s
 
 
 def _read_log(log: bytes, first_step: int, parse: Parse) -> tuple[dict[str, set[int]], int | None]:
-    """Return the steps of each metric before ``first_step``, and the offset of the first record after them.
+    """Return the steps of each metric before ``first_step``, and the offset of the first record
+    after them.
 
     The offset is None if there is no such record.
     """
@@ -265,7 +283,9 @@ def _read_log(log: bytes, first_step: int, parse: Parse) -> tuple[dict[str, set[
         record = parse(data)
         if not record.HasField("history"):
             continue
-        row = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+        row = {
+            item.key or "/".join(item.nested_key): item.value_json for item in record.history.item
+        }
         if "step" not in row:
             continue
         step = json.loads(row["step"])
@@ -279,9 +299,9 @@ def _read_log(log: bytes, first_step: int, parse: Parse) -> tuple[dict[str, set[
 def _iterate_records(log: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield the offset and the bytes of each complete record.
 
-    A log is a header of 7 bytes, then records in blocks of 32 KiB. Each piece of a record follows 7 bytes: a
-    checksum (4), its length (2) and its kind (1: whole, 2: first, 3: middle, 4: last). After a kill the
-    last record may be incomplete.
+    A log is a header of 7 bytes, then records in blocks of 32 KiB. Each piece of a record follows 7
+    bytes: a checksum (4), its length (2) and its kind (1: whole, 2: first, 3: middle, 4: last).
+    After a kill the last record may be incomplete.
     """
     at = _HEADER
     begin = _HEADER
@@ -307,7 +327,8 @@ def _iterate_records(log: bytes) -> Iterator[tuple[int, bytes]]:
 class TrackioTracker(Tracker):
     """``Tracker`` for Trackio, with a project for each experiment name. Transcripts are not sent.
 
-    Trackio identifies a run by its name, so the name contains the run's id, and a resumed run keeps it.
+    Trackio identifies a run by its name, so the name contains the run's id, and a resumed run keeps
+    it.
     """
 
     def __init__(self, facts: RunInfo) -> None:
@@ -345,10 +366,10 @@ _TAG = "realhf.id"
 class MlflowTracker(Tracker):
     """``Tracker`` for MLflow, with an experiment for each experiment name and a run for each trial.
 
-    A resumed run continues the same MLflow run, and sends again what a killed process had not sent. Values of
-    steps after the checkpoint are deleted from a local store; MLflow has no request for that, so a server
-    keeps them in addition to the new ones. Parameters are those of the first launch; ``config.yaml`` is an
-    artifact.
+    A resumed run continues the same MLflow run, and sends again what a killed process had not sent.
+    Values of steps after the checkpoint are deleted from a local store; MLflow has no request for
+    that, so a server keeps them in addition to the new ones. Parameters are those of the first
+    launch; ``config.yaml`` is an artifact.
     """
 
     def __init__(self, facts: RunInfo) -> None:
@@ -358,10 +379,16 @@ class MlflowTracker(Tracker):
 
         self._metric: Any = Metric
         self._param: Any = Param
-        own = None if mlflow.is_tracking_uri_set() else _own_store(facts.run_dir / "mlflow", MlflowClient)
+        own = (
+            None
+            if mlflow.is_tracking_uri_set()
+            else _own_store(facts.run_dir / "mlflow", MlflowClient)
+        )
         self._client: Any = MlflowClient(tracking_uri=own and _address(own))
         known = facts.known(NAME) if facts.resumed else None
-        self._run = known or self._find_or_create_run(facts, own and f"{own.parent.absolute().as_uri()}/artifacts")
+        self._run = known or self._find_or_create_run(
+            facts, own and f"{own.parent.absolute().as_uri()}/artifacts"
+        )
         if facts.resumed:
             if own is not None:
                 _delete_steps(own, self._run, facts.first_step)
@@ -373,12 +400,19 @@ class MlflowTracker(Tracker):
         known = self._client.get_experiment_by_name(facts.experiment)
         experiment = known.experiment_id if known is not None else None
         if experiment is None:
-            experiment = self._client.create_experiment(facts.experiment, artifact_location=artifacts)
+            experiment = self._client.create_experiment(
+                facts.experiment, artifact_location=artifacts
+            )
         made = self._client.search_runs([experiment], filter_string=f"tags.`{_TAG}` = '{facts.id}'")
-        run = made[0] if made else self._client.create_run(experiment, run_name=facts.trial, tags={_TAG: facts.id})
+        run = (
+            made[0]
+            if made
+            else self._client.create_run(experiment, run_name=facts.trial, tags={_TAG: facts.id})
+        )
         name = run.info.run_id
         parameters = [
-            self._param(_name(name), value[:_LONGEST_VALUE]) for name, value in flatten_config(facts.config).items()
+            self._param(_name(name), value[:_LONGEST_VALUE])
+            for name, value in flatten_config(facts.config).items()
         ]
         for start in range(0, len(parameters), _MOST_PARAMETERS):
             self._client.log_batch(name, params=parameters[start : start + _MOST_PARAMETERS])
@@ -388,17 +422,22 @@ class MlflowTracker(Tracker):
         return name
 
     def _resend_lost(self, past: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Send the earlier values that the store lacks, since a killed process had not sent them."""
+        """Send the earlier values that the store lacks, since a killed process had not sent
+        them."""
         stored_steps: dict[str, set[int]] = {}
         for step, values in past:
             for name in values.keys() - stored_steps.keys():
-                stored_steps[name] = {metric.step for metric in self._client.get_metric_history(self._run, _name(name))}
+                stored_steps[name] = {
+                    metric.step
+                    for metric in self._client.get_metric_history(self._run, _name(name))
+                }
             lost = {name: value for name, value in values.items() if step not in stored_steps[name]}
             if lost:
                 self.metrics(step, lost)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Send numbers; see ``Tracker``. Characters that MLflow does not allow in names become underscores."""
+        """Send numbers; see ``Tracker``. Characters that MLflow does not allow in names become
+        underscores."""
         now = int(time.time() * 1000)
         metrics = [self._metric(_name(name), value, now, step) for name, value in values.items()]
         for start in range(0, len(metrics), _MOST_METRICS):
@@ -416,7 +455,8 @@ class MlflowTracker(Tracker):
 def _own_store(folder: Path, client: Callable[..., Any]) -> Path:
     """Return the store in a folder, after creating it if it does not exist.
 
-    It is created under another name and renamed: MLflow cannot open a store after a kill during its creation.
+    It is created under another name and renamed: MLflow cannot open a store after a kill during its
+    creation.
     """
     store = folder / "mlflow.db"
     partial = folder / "mlflow.db.partial"
@@ -434,14 +474,22 @@ _LATEST_OF_THE_REST = """
 INSERT OR IGNORE INTO latest_metrics (key, value, timestamp, step, is_nan, run_uuid)
 SELECT key, value, timestamp, MAX(step), is_nan, run_uuid FROM metrics WHERE run_uuid = ? GROUP BY key
 """
-"""Sets the latest value of metrics whose last steps were deleted; MLflow shows no metric without one."""
+"""Sets the latest value of metrics whose last steps were deleted; MLflow shows no metric without
+one."""
 
 
 def _delete_steps(store: Path, run: str, first_step: int) -> None:
-    """Delete the metrics of steps that a resumed run repeats. A store with another schema keeps them."""
-    with suppress(sqlite3.Error), closing(sqlite3.connect(store, timeout=30.0)) as connection, connection:
+    """Delete the metrics of steps that a resumed run repeats. A store with another schema keeps
+    them."""
+    with (
+        suppress(sqlite3.Error),
+        closing(sqlite3.connect(store, timeout=30.0)) as connection,
+        connection,
+    ):
         for table in ("metrics", "latest_metrics"):
-            connection.execute(f"DELETE FROM {table} WHERE run_uuid = ? AND step >= ?", (run, first_step))
+            connection.execute(
+                f"DELETE FROM {table} WHERE run_uuid = ? AND step >= ?", (run, first_step)
+            )
         connection.execute(_LATEST_OF_THE_REST, (run,))
 
 
@@ -474,9 +522,9 @@ MAX_QUEUED = 10_000
 class TrackerStream:
     """Distributor of a run's metrics to its trackers.
 
-    completed_steps: 0 for a fresh start. past: metrics of the steps before. warn: called once for each
-    tracker that fails, on the thread that calls ``poll``, ``metrics`` or ``close``. Raises RuntimeError if
-    a tracker's package is not installed.
+    completed_steps: 0 for a fresh start. past: metrics of the steps before. warn: called once for
+    each tracker that fails, on the thread that calls ``poll``, ``metrics`` or ``close``. Raises
+    RuntimeError if a tracker's package is not installed.
     """
 
     def __init__(
@@ -492,11 +540,15 @@ class TrackerStream:
         names = list(dict.fromkeys(names))
         for name in names:
             if adapters is ADAPTERS and importlib.util.find_spec(name) is None:
-                raise RuntimeError(f"monitor.trackers has {name}, which is not installed: {install_command(name)}")
+                raise RuntimeError(
+                    f"monitor.trackers has {name}, which is not installed: {install_command(name)}"
+                )
         self._warn = warn
         kept = [(step, finite(values)) for step, values in past] if completed_steps > 0 else []
         facts = run_info(run_dir, completed_steps, kept, warn) if names else None
-        self._lanes = [_TrackerThread(name, adapters[name], facts) for name in names if facts is not None]
+        self._lanes = [
+            _TrackerThread(name, adapters[name], facts) for name in names if facts is not None
+        ]
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Send the finite numbers of a step."""
@@ -517,7 +569,9 @@ class TrackerStream:
         for lane in [lane for lane in self._lanes if lane.problem]:
             self._lanes.remove(lane)
             lost = "" if lane.step is None else f"; it lacks what came from step {lane.step} on"
-            self._warn(f"monitor.trackers: {lane.name} is left out from now on: {lane.problem}{lost}")
+            self._warn(
+                f"monitor.trackers: {lane.name} is left out from now on: {lane.problem}{lost}"
+            )
 
     def close(self, *, failed: bool = False) -> None:
         """Let every tracker send what is left, for at most ``CLOSE_S`` together."""
@@ -538,10 +592,16 @@ class _TrackerThread:
         self.name = name
         self.problem = ""
         self.step: int | None = facts.first_step
-        """Step of the entry being sent, the first one lost if the tracker fails; None at the end."""
-        self._waiting: queue.Queue[tuple[int | None, Callable[[Tracker], None] | None]] = queue.Queue(MAX_QUEUED)
+        """Step of the entry being sent, the first one lost if the tracker fails; None at the
+        end."""
+        self._waiting: queue.Queue[tuple[int | None, Callable[[Tracker], None] | None]] = (
+            queue.Queue(MAX_QUEUED)
+        )
         self._thread = threading.Thread(
-            target=self._run_tracker, args=(open_tracker, facts), name=f"tracker {name}", daemon=True
+            target=self._run_tracker,
+            args=(open_tracker, facts),
+            name=f"tracker {name}",
+            daemon=True,
         )
         self._thread.start()
 
@@ -565,5 +625,7 @@ class _TrackerThread:
                 if entry is None:
                     return
                 entry(tracker)
-        except BaseException as error:  # an error of a foreign package, including SystemExit, must not end the run
+        except (
+            BaseException
+        ) as error:  # an error of a foreign package, including SystemExit, must not end the run
             self.problem = f"{type(error).__name__}: {error}".splitlines()[0][:300]

@@ -1,12 +1,14 @@
-"""Episodes of black-box agents: ordinary programs that talk to an OpenAI-compatible model at a base URL.
+"""Episodes of black-box agents: ordinary programs that talk to an OpenAI-compatible model at a base
+URL.
 
-The program is a function in a file of its own: ``async def rollout(task, base_url, session) -> reward``. ``task`` is
-the argument of the environment's ``reset``, ``session`` the environment of the episode (``AgentSession``). It may use
-any client, hold any number of conversations, and take steps of the environment at any time, or none.
+The program is a function in a file of its own: ``async def rollout(task, base_url, session) ->
+reward``. ``task`` is the argument of the environment's ``reset``, ``session`` the environment of
+the episode (``AgentSession``). It may use any client, hold any number of conversations, and take
+steps of the environment at any time, or none.
 
-The reward is the one that the function returns or reports, otherwise that of the environment: a number for all
-conversations, or a map from the id of a completion (``reply.id``) to the reward of its conversation. The function runs
-on the rollout worker's event loop and must not block it.
+The reward is the one that the function returns or reports, otherwise that of the environment: a
+number for all conversations, or a map from the id of a completion (``reply.id``) to the reward of
+its conversation. The function runs on the rollout worker's event loop and must not block it.
 """
 
 from __future__ import annotations
@@ -53,14 +55,23 @@ class Answer:
 
 
 class AgentSession:
-    """The environment of one episode, as its agent sees it. Use it on the event loop that the agent was called on.
+    """The environment of one episode, as its agent sees it. Use it on the event loop that the agent
+    was called on.
 
-    - ``messages``, ``tools``: the opening of the environment in the form of the chat API, its system prompt first;
+    - ``messages``, ``tools``: the opening of the environment in the form of the chat API, its
+      system prompt first;
     - ``text``: the user messages of the opening;
-    - ``id``: id of the task; ``group``: group that success is reported by; ``seed``: seed of the instance.
+    - ``id``: id of the task; ``group``: group that success is reported by; ``seed``: seed of the
+      instance.
     """
 
-    def __init__(self, env: Environment, progress: EpisodeProgress, endpoint: Session, system_prompt: str = "") -> None:
+    def __init__(
+        self,
+        env: Environment,
+        progress: EpisodeProgress,
+        endpoint: Session,
+        system_prompt: str = "",
+    ) -> None:
         task = progress.wanted.task
         self.id = task.id
         self.group = task.group
@@ -71,7 +82,9 @@ class AgentSession:
         self._env = env
         self._progress = progress
         self._endpoint = endpoint
-        self._system: list[dict[str, Any]] = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._system: list[dict[str, Any]] = (
+            [{"role": "system", "content": system_prompt}] if system_prompt else []
+        )
         self._step_lock = asyncio.Lock()
         self._failure: EnvironmentFailure | None = None
         self._ended = False
@@ -91,8 +104,8 @@ class AgentSession:
         self.text = self._progress.start(opening)
 
     def end(self) -> None:
-        """Refuse further steps and cancel a running one, so that tasks that the agent leaves behind cannot affect the
-        next episode in the same environment."""
+        """Refuse further steps and cancel a running one, so that tasks that the agent leaves behind
+        cannot affect the next episode in the same environment."""
         self._ended = True
         if self._running_step is not None:
             self._running_step.cancel()
@@ -100,12 +113,14 @@ class AgentSession:
     async def step(self, message: object) -> Answer:
         """Send a message to the environment and return its answer.
 
-        ``message`` is a text or a message of the chat API, as a map or as an object of the ``openai`` package, possibly
-        with tool calls. A message that the endpoint returned in this episode reaches the environment as the policy
-        sampled it, including its reasoning and calls that could not be parsed. Concurrent steps are run one after the
-        other. After the end of the episode every step returns ``done``.
+        ``message`` is a text or a message of the chat API, as a map or as an object of the
+        ``openai`` package, possibly with tool calls. A message that the endpoint returned in this
+        episode reaches the environment as the policy sampled it, including its reasoning and calls
+        that could not be parsed. Concurrent steps are run one after the other. After the end of the
+        episode every step returns ``done``.
 
-        Raises EnvironmentFailure, then again at every later step, and TypeError for an object that is no message.
+        Raises EnvironmentFailure, then again at every later step, and TypeError for an object that
+        is no message.
         """
         policy_turn = self._as_sampled(_as_message(message))
         async with self._step_lock:
@@ -130,11 +145,13 @@ class AgentSession:
             self._running_step = None
 
     def _as_sampled(self, message: Message) -> AssistantMessage:
-        """Return the policy's turn that was answered with ``message``, with the call ids that the agent knows; for a
-        message of the agent's own, that message."""
+        """Return the policy's turn that was answered with ``message``, with the call ids that the
+        agent knows; for a message of the agent's own, that message."""
         sampled = self._endpoint.ledger.find_turn(message)
         if sampled is None:
-            return AssistantMessage(message.content, tuple(map(_parse_call, message.calls)), text=message.content)
+            return AssistantMessage(
+                message.content, tuple(map(_parse_call, message.calls)), text=message.content
+            )
         known = iter(message.calls)
         calls = [
             call if call.problem or not message.calls else replace(call, id=next(known).id)
@@ -150,18 +167,29 @@ def _as_message(argument: object) -> Message:
     dump = getattr(argument, "model_dump", None)
     body = dump() if callable(dump) else argument
     if not isinstance(body, Mapping):
-        raise TypeError(f"step takes a text or a message of the chat API, not {type(argument).__name__}")
+        raise TypeError(
+            f"step takes a text or a message of the chat API, not {type(argument).__name__}"
+        )
     if body.get("role", "assistant") != "assistant":
-        raise TypeError(f"step takes what the model said, not a message of the role {str(body['role'])[:32]!r}")
+        raise TypeError(
+            f"step takes what the model said, not a message of the role {str(body['role'])[:32]!r}"
+        )
     calls = body.get("tool_calls") or None
-    if isinstance(calls, (list, tuple)):  # a message assembled from a stream may lack the id and type of a call
-        calls = [{"id": "", **_without_none(call)} if isinstance(call, Mapping) else call for call in calls]
+    if isinstance(
+        calls, (list, tuple)
+    ):  # a message assembled from a stream may lack the id and type of a call
+        calls = [
+            {"id": "", **_without_none(call)} if isinstance(call, Mapping) else call
+            for call in calls
+        ]
     try:
         message = ChatMessage.model_validate({"role": "assistant", **body, "tool_calls": calls})
     except ValidationError as error:
         where = error.errors()[0]["loc"]
         wrong = error.errors()[0]["msg"]
-        raise TypeError(f"step takes a message of the chat API: {'.'.join(map(str, where))}: {wrong}") from None
+        raise TypeError(
+            f"step takes a message of the chat API: {'.'.join(map(str, where))}: {wrong}"
+        ) from None
     return Message("assistant", message.text(), message.calls())
 
 
@@ -184,7 +212,8 @@ AgentFunction = Callable[[Mapping[str, Any], str, AgentSession], Awaitable[Rewar
 
 
 def load_agent(name: str, options: Mapping[str, Any] | None = None) -> AgentFunction:
-    """Import the agent function ``file.py:function`` or ``module:function`` and bind ``options`` as keyword arguments.
+    """Import the agent function ``file.py:function`` or ``module:function`` and bind ``options`` as
+    keyword arguments.
 
     Raises ValueError.
     """
@@ -203,13 +232,16 @@ def load_agent(name: str, options: Mapping[str, Any] | None = None) -> AgentFunc
     try:
         inspect.signature(agent).bind({}, "url", None, **(options or {}))
     except TypeError as error:
-        arguments = f"(task, base_url, session{''.join(f', {option}=...' for option in options or ())})"
+        arguments = (
+            f"(task, base_url, session{''.join(f', {option}=...' for option in options or ())})"
+        )
         raise ValueError(f"{name!r} cannot be called with {arguments}: {error}") from error
     return partial(agent, **options) if options else agent
 
 
 class BlackBoxAgent:
-    """``EpisodeAgent`` for a black-box agent. The endpoint is served from the first episode until ``close``.
+    """``EpisodeAgent`` for a black-box agent. The endpoint is served from the first episode until
+    ``close``.
 
     Args:
         agent: the agent function.
@@ -217,8 +249,8 @@ class BlackBoxAgent:
         system_prompt: the environment's system prompt, which precedes its messages in ``AgentSession``.
         timeout_s: seconds that an episode of the agent may take.
 
-    An agent may hold several conversations, each of which is a trajectory. The one with the most sampled tokens is the
-    main one; ``timings["branches"]`` is their number.
+    An agent may hold several conversations, each of which is a trajectory. The one with the most
+    sampled tokens is the main one; ``timings["branches"]`` is their number.
     """
 
     def __init__(
@@ -240,18 +272,23 @@ class BlackBoxAgent:
         """Stop serving the endpoint."""
         await self._server.stop()
 
-    async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
-        """Play one episode. The main trajectory is the outcome, the others are its ``branches`` (``Session.outcomes``):
-        every sampled token is in one of them.
+    async def play(
+        self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int
+    ) -> RolloutOutcome:
+        """Play one episode. The main trajectory is the outcome, the others are its ``branches``
+        (``Session.outcomes``): every sampled token is in one of them.
 
-        An exception of the agent makes the episode a failure of the agent, unless it is, or was raised from, the
-        endpoint's refusal of a turn beyond a limit. A failure of the engine after which no turn succeeds makes the
-        episode a failure of the policy, whatever the agent does. Raises RuntimeError if the endpoint cannot be served.
+        An exception of the agent makes the episode a failure of the agent, unless it is, or was
+        raised from, the endpoint's refusal of a turn beyond a limit. A failure of the engine after
+        which no turn succeeds makes the episode a failure of the policy, whatever the agent does.
+        Raises RuntimeError if the endpoint cannot be served.
         """
         started_at = time.perf_counter()
         async with self._starting:
             await self._server.start()
-        session = self._server.sessions.open(llm, slot=slot, seed=wanted.sampling_seed, max_turns=wanted.task.max_turns)
+        session = self._server.sessions.open(
+            llm, slot=slot, seed=wanted.sampling_seed, max_turns=wanted.task.max_turns
+        )
         progress = EpisodeProgress(wanted)
         agent_session = AgentSession(env, progress, session, self._system_prompt)
         try:
@@ -270,7 +307,9 @@ class BlackBoxAgent:
             steps=tuple(progress.turns),
         )
 
-    async def _run_agent(self, agent_session: AgentSession, progress: EpisodeProgress, session: Session) -> Ending:
+    async def _run_agent(
+        self, agent_session: AgentSession, progress: EpisodeProgress, session: Session
+    ) -> Ending:
         """Start the episode, call the agent, and return how the episode ended."""
         reward = None
         problem = ""
@@ -294,7 +333,9 @@ class BlackBoxAgent:
             limit = session.find_limit(error)
         if agent_session.failure is not None:
             return Ending(agent_session.failure.kind, message=str(agent_session.failure))
-        if session.engine_error is not None:  # the agent's reward after a failed turn says nothing about the policy
+        if (
+            session.engine_error is not None
+        ):  # the agent's reward after a failed turn says nothing about the policy
             return Ending(POLICY_FAILED, message=str(session.engine_error))
         if problem and not limit:
             return Ending(AGENT_FAILED, message=problem)

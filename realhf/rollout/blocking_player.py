@@ -1,11 +1,12 @@
 """Player of episodes for a thread that generates tokens in batches.
 
-The episodes run on an event loop in a thread of their own. Their requests are collected there and passed to the
-generating thread, which calls ``serve``; that returns when all episodes have finished.
+The episodes run on an event loop in a thread of their own. Their requests are collected there and
+passed to the generating thread, which calls ``serve``; that returns when all episodes have
+finished.
 
-In *lockstep* mode a batch is released when every running episode waits for tokens, in the order of the slots. The
-sequence of batches then depends only on the sampled tokens, not on the timing of environments. Otherwise a batch is
-whatever waits when the engine becomes free.
+In *lockstep* mode a batch is released when every running episode waits for tokens, in the order of
+the slots. The sequence of batches then depends only on the sampled tokens, not on the timing of
+environments. Otherwise a batch is whatever waits when the engine becomes free.
 
 ``serve``
   produces: sampled turns;
@@ -38,7 +39,8 @@ class BatchEngine(Protocol):
     """Engine that samples the turns of a batch."""
 
     def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
-        """Return the continuation of every request, in order; ``round_index`` counts the batches of a run."""
+        """Return the continuation of every request, in order; ``round_index`` counts the batches of
+        a run."""
         ...
 
     def free(self, slots: Sequence[int]) -> None:
@@ -74,7 +76,9 @@ class BatchedTokens:
         """Futures of the slots that wait in ``may_take``."""
         self._pending: dict[int, _PendingRequest] = {}
         """Requests of this round, by slot."""
-        self._inbox: queue.SimpleQueue[list[_PendingRequest] | list[int] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[list[_PendingRequest] | list[int] | None] = (
+            queue.SimpleQueue()
+        )
         """To the generating thread: requests, slots to free, and None at the end."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -96,7 +100,8 @@ class BatchedTokens:
         self._inbox.put([*slots])
 
     async def may_take(self, slot: int) -> None:
-        """Wait until all lower slots have continued their episode or taken another one in this round."""
+        """Wait until all lower slots have continued their episode or taken another one in this
+        round."""
         while slot in self._undecided and min(self._undecided) != slot:
             gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._gates[slot] = gate
@@ -115,9 +120,11 @@ class BatchedTokens:
         self._inbox.put(None)
 
     def serve(self, engine: BatchEngine, check: Callable[[], None]) -> int:
-        """Sample for the episodes until ``end`` and return the number of batches; for the engine's thread.
+        """Sample for the episodes until ``end`` and return the number of batches; for the engine's
+        thread.
 
-        While it waits, it calls ``check`` every few seconds. Raises the errors of the engine and of ``check``.
+        While it waits, it calls ``check`` every few seconds. Raises the errors of the engine and of
+        ``check``.
         """
         rounds = 0
         while True:
@@ -127,15 +134,20 @@ class BatchedTokens:
             if batch:
                 outputs = engine.generate([pending.request for pending in batch], rounds)
                 if len(outputs) != len(batch):
-                    raise ValueError(f"the policy returned {len(outputs)} outputs for {len(batch)} requests")
+                    raise ValueError(
+                        f"the policy returned {len(outputs)} outputs for {len(batch)} requests"
+                    )
                 assert self._loop is not None
                 self._loop.call_soon_threadsafe(self._answer, batch, outputs)
                 rounds += 1
             if ended:
                 return rounds
 
-    def _take_inbox(self, check: Callable[[], None]) -> tuple[list[_PendingRequest], list[int], bool]:
-        """Wait for at least one entry; return all requests, all slots to free, and whether ``end`` was called."""
+    def _take_inbox(
+        self, check: Callable[[], None]
+    ) -> tuple[list[_PendingRequest], list[int], bool]:
+        """Wait for at least one entry; return all requests, all slots to free, and whether ``end``
+        was called."""
         entries = [self._take_first(check)]
         while True:
             try:
@@ -162,13 +174,19 @@ class BatchedTokens:
                 pending.answer.set_result(output)
 
     def _decide(self, slot: int) -> None:
-        """Record that a slot has continued its episode or taken another one, and let the next slot go on."""
+        """Record that a slot has continued its episode or taken another one, and let the next slot
+        go on."""
         self._undecided.discard(slot)
-        if self._undecided and (gate := self._gates.pop(min(self._undecided), None)) and not gate.done():
+        if (
+            self._undecided
+            and (gate := self._gates.pop(min(self._undecided), None))
+            and not gate.done()
+        ):
             gate.set_result(None)
 
     def _release(self) -> None:
-        """Pass the batch to the generating thread once no slot may still request tokens in this round."""
+        """Pass the batch to the generating thread once no slot may still request tokens in this
+        round."""
         if self._pending and not self._may_ask:
             batch = [self._pending[slot] for slot in sorted(self._pending)]
             self._pending.clear()
@@ -191,7 +209,9 @@ class BlockingPlayer:
         self._thread = thread or LoopThread("episodes", instead="Player")
         self._watch = self._thread.watch()
         self._playing = threading.Lock()
-        self._finalizer = weakref.finalize(self, shut_down, self._thread, player, 2.0) if thread is None else None
+        self._finalizer = (
+            weakref.finalize(self, shut_down, self._thread, player, 2.0) if thread is None else None
+        )
 
     def play(
         self,
@@ -208,7 +228,9 @@ class BlockingPlayer:
         self._thread.check_caller()
         with self._one_run_at_a_time():
             tokens = BatchedTokens(self.player.slots, lockstep=lockstep)
-            running = asyncio.run_coroutine_threadsafe(self._run(wanted, tokens, on_finished), self._thread.loop)
+            running = asyncio.run_coroutine_threadsafe(
+                self._run(wanted, tokens, on_finished), self._thread.loop
+            )
             try:
                 tokens.serve(engine, self._check_loop)
                 return running.result(_STOP_S)
@@ -221,20 +243,26 @@ class BlockingPlayer:
                 engine.free([*self.player.slots])
 
     def _check_loop(self) -> None:
-        """Raise RuntimeError if the event loop has ended, or an environment has blocked it for too long."""
+        """Raise RuntimeError if the event loop has ended, or an environment has blocked it for too
+        long."""
         if not self._thread.alive:
             raise RuntimeError("the event loop of the episodes has ended")
         seconds = self._watch.look()
         if seconds > self.player.message_timeout_s:
             raise RuntimeError(
-                f"environment {self.player.name}: its code has blocked the event loop of all episodes for "
-                f"{seconds:.0f} s ({self._watch.place()}); what may block belongs into a plain method or a thread"
+                f"environment {self.player.name}: its code has blocked the event loop of all "
+                f"episodes for "
+                f"{seconds:.0f} s ({self._watch.place()}); what may block belongs into a plain "
+                f"method or a thread"
             )
         if seconds:
             _log.warning("the event loop of the episodes is blocked: %s", self._watch.place())
 
     async def _run(
-        self, wanted: Sequence[EpisodeRequest], tokens: BatchedTokens, on_finished: Callable[[], None]
+        self,
+        wanted: Sequence[EpisodeRequest],
+        tokens: BatchedTokens,
+        on_finished: Callable[[], None],
     ) -> PlayedEpisodes:
         try:
             return await self.player.play(wanted, tokens, tokens, on_finished)

@@ -1,9 +1,10 @@
-"""Play the scripted solver of an environment and write the conversations as demonstrations, one JSON object per line.
+"""Play the scripted solver of an environment and write the conversations as demonstrations, one
+JSON object per line.
 
     python -m realhf.rollout.demonstrations sql --out episodes.jsonl --request '{"episodes_per_task": 20, "seed": 1}'
 
-All answers come from the environment itself. The program fails if a script does not end as expected, because a wrong
-demonstration would teach a wrong habit.
+All answers come from the environment itself. The program fails if a script does not end as
+expected, because a wrong demonstration would teach a wrong habit.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ from realhf.rollout.episode import EpisodeRequest, play_episode
 from realhf.rollout.player import NO_TOKENS, Player
 
 SCRIPT_FAMILY = HERMES
-"""Syntax of the calls in the turns of a ``Demonstration``, independent of the model that learns from them."""
+"""Syntax of the calls in the turns of a ``Demonstration``, independent of the model that learns
+from them."""
 
 
 def script_message(turn: AssistantMessage) -> dict[str, Any]:
     """Return a turn of a script as a message of the chat API.
 
-    Its calls are in ``tool_calls``, so that the template of the model that learns from it renders them in its own
-    syntax. Raises ValueError for a call that cannot be parsed.
+    Its calls are in ``tool_calls``, so that the template of the model that learns from it renders
+    them in its own syntax. Raises ValueError for a call that cannot be parsed.
     """
     if not turn.tool_calls:
         return {"role": "assistant", "content": turn.text}
@@ -52,14 +54,19 @@ def script_message(turn: AssistantMessage) -> dict[str, Any]:
         raise ValueError(f"a script writes a call that cannot be read ({problem}): {turn.text!r}")
     thought = f"<think>\n{turn.reasoning}\n</think>\n\n" if turn.reasoning else ""
     calls = [
-        {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": dict(call.arguments)}}
+        {
+            "type": "function",
+            "id": call.id,
+            "function": {"name": call.name, "arguments": dict(call.arguments)},
+        }
         for call in turn.tool_calls
     ]
     return {"role": "assistant", "content": thought + turn.content, "tool_calls": calls}
 
 
 class ScriptedTurns:
-    """``TurnSource`` without tokens that plays the turns of a demonstration and records the conversation."""
+    """``TurnSource`` without tokens that plays the turns of a demonstration and records the
+    conversation."""
 
     tokens = None
     last_turn_cut = False
@@ -90,23 +97,27 @@ class ScriptedTurns:
 
 
 class ScriptAgent:
-    """``EpisodeAgent`` that plays demonstrations and collects a row for each: task, kind, messages, tools, success and
-    reward."""
+    """``EpisodeAgent`` that plays demonstrations and collects a row for each: task, kind, messages,
+    tools, success and reward."""
 
     def __init__(self, scripts: Sequence[Demonstration], on_row: Callable[[], None]) -> None:
         self.rows: dict[int, dict[str, Any]] = {}
         self._scripts = scripts
         self._on_row = on_row
 
-    async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
-        """Play the script of a request and add its row. Raises RuntimeError if it does not end as expected."""
+    async def play(
+        self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int
+    ) -> RolloutOutcome:
+        """Play the script of a request and add its row. Raises RuntimeError if it does not end as
+        expected."""
         script = self._scripts[wanted.index]
         turns = ScriptedTurns(script)
         outcome = await play_episode(env, wanted, turns, len(script.turns))
         if not outcome.valid or outcome.achieved is not script.succeeds:
             raise RuntimeError(
                 f"the {script.kind} of task {script.task.id} ended as {outcome.status} "
-                f"({outcome.message or 'no message'}), expected {'success' if script.succeeds else 'no success'}"
+                f"({outcome.message or 'no message'}), expected "
+                f"{'success' if script.succeeds else 'no success'}"
             )
         self.rows[wanted.index] = {
             "task_id": script.task.id,
@@ -122,24 +133,35 @@ class ScriptAgent:
         return outcome
 
 
-async def play_demonstrations(spec: EnvironmentSpec, scripts: Sequence[Demonstration]) -> list[dict[str, Any]]:
-    """Play the scripts and return a row for each, in order. Raises RuntimeError if one does not end as expected."""
+async def play_demonstrations(
+    spec: EnvironmentSpec, scripts: Sequence[Demonstration]
+) -> list[dict[str, Any]]:
+    """Play the scripts and return a row for each, in order. Raises RuntimeError if one does not end
+    as expected."""
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task(f"playing demonstrations of {spec.name}", total=len(scripts))
         agent = ScriptAgent(scripts, lambda: progress.advance(bar))
         player = Player(spec, "", agent, 1, patience_s=0.0)
-        await player.play_and_close([EpisodeRequest(n, script.task) for n, script in enumerate(scripts)], NO_TOKENS)
+        await player.play_and_close(
+            [EpisodeRequest(n, script.task) for n, script in enumerate(scripts)], NO_TOKENS
+        )
     return [agent.rows[number] for number in range(len(scripts))]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program. Returns the exit status; argparse exits on wrong options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("environment", help="a registered name, or file.py:Name")
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
-    parser.add_argument("--options", type=json.loads, default={}, help="the environment's own options, as JSON")
-    parser.add_argument("--request", type=json.loads, default={}, help="fields of DemonstrationRequest, as JSON")
+    parser.add_argument(
+        "--options", type=json.loads, default={}, help="the environment's own options, as JSON"
+    )
+    parser.add_argument(
+        "--request", type=json.loads, default={}, help="fields of DemonstrationRequest, as JSON"
+    )
     args = parser.parse_args(argv)
     try:
         spec = build_environment(args.environment, args.options)
@@ -153,8 +175,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not rows:
         print(f"demonstrations: the scripted solver of {spec.name} gave none", file=sys.stderr)
         return 1
-    args.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    print(f"{len(rows)} demonstrations, {sum(row['achieved'] for row in rows)} successful: {args.out}")
+    args.out.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
+    print(
+        f"{len(rows)} demonstrations, {sum(row['achieved'] for row in rows)} successful: {args.out}"
+    )
     return 0
 
 

@@ -1,8 +1,9 @@
-"""One episode in tokens: a policy and an environment take turns, and the result is a ``RolloutOutcome``.
+"""One episode in tokens: a policy and an environment take turns, and the result is a
+``RolloutOutcome``.
 
-A ``TurnSource`` gets the environment's opening messages, returns a turn, and gets the environment's answer. Tokens are
-never decoded and encoded again: the prefix given to the engine at turn t is the list that is stored, and the trainer
-gets the same list (docs/reference/environment.md 9).
+A ``TurnSource`` gets the environment's opening messages, returns a turn, and gets the environment's
+answer. Tokens are never decoded and encoded again: the prefix given to the engine at turn t is the
+list that is stored, and the trainer gets the same list (docs/reference/environment.md 9).
 """
 
 from __future__ import annotations
@@ -50,12 +51,14 @@ class EpisodeRequest:
     task: Task
     """The task."""
     sampling_seed: int | None = None
-    """Seed of the random numbers of its tokens; None: the engine's call decides (``GenRequest.seed``)."""
+    """Seed of the random numbers of its tokens; None: the engine's call decides
+    (``GenRequest.seed``)."""
 
 
 class TokenBuffer:
-    """The tokens of an episode: the prompt ids, and for the completion ids, logprobs, versions and loss mask of equal
-    lengths. ``turn_starts`` are the indices in the completion at which policy turns begin."""
+    """The tokens of an episode: the prompt ids, and for the completion ids, logprobs, versions and
+    loss mask of equal lengths. ``turn_starts`` are the indices in the completion at which policy
+    turns begin."""
 
     def __init__(self, prompt_ids: Sequence[int], max_total_tokens: int) -> None:
         if not prompt_ids:
@@ -82,18 +85,24 @@ class TokenBuffer:
     def append_policy(self, output: GenOutput, *, continues: bool = False) -> None:
         """Add a sampled turn, or (``continues``) the next part of an interrupted one.
 
-        Raises ValueError if its ids, logprobs and versions differ in length or it exceeds the budget.
+        Raises ValueError if its ids, logprobs and versions differ in length or it exceeds the
+        budget.
         """
         count = len(output.token_ids)
         if not count == len(output.logprobs) == len(output.versions):
             raise ValueError(
-                f"engine returned {count} tokens, {len(output.logprobs)} logprobs, {len(output.versions)} versions"
+                f"engine returned {count} tokens, {len(output.logprobs)} logprobs, "
+                f"{len(output.versions)} versions"
             )
         if self._policy_spoke_last is not continues:
-            raise ValueError("a policy turn follows the prompt or an observation, and its rest follows it at once")
+            raise ValueError(
+                "a policy turn follows the prompt or an observation, and its rest follows it at "
+                "once"
+            )
         if count > self.room:
             raise ValueError(
-                f"policy turn of {count} tokens where max_total_tokens={self._max_total} leaves {self.room}; "
+                f"policy turn of {count} tokens where max_total_tokens={self._max_total} leaves "
+                f"{self.room}; "
                 "the pool's turn_tokens must be at least the engine's max_new_tokens"
             )
         if not continues:
@@ -106,7 +115,8 @@ class TokenBuffer:
         self._policy_spoke_last = True
 
     def append_environment(self, ids: Sequence[int]) -> None:
-        """Add template and observation tokens, which have no loss. Raises ValueError unless a policy turn precedes."""
+        """Add template and observation tokens, which have no loss. Raises ValueError unless a
+        policy turn precedes."""
         if not self._policy_spoke_last:
             raise ValueError("environment tokens follow a policy turn only")
         self.completion_ids += ids
@@ -116,7 +126,8 @@ class TokenBuffer:
         self._policy_spoke_last = False
 
     def drop_environment(self) -> None:
-        """Remove the environment's tokens after the last policy turn, because no turn will follow."""
+        """Remove the environment's tokens after the last policy turn, because no turn will
+        follow."""
         while self.completion_ids and not self.loss_mask[-1]:
             for column in (self.completion_ids, self.logprobs, self.versions, self.loss_mask):
                 column.pop()
@@ -124,10 +135,19 @@ class TokenBuffer:
 
     def check(self) -> None:
         """Raise AssertionError unless the invariants of a finished episode hold."""
-        sizes = {len(self.completion_ids), len(self.logprobs), len(self.versions), len(self.loss_mask)}
+        sizes = {
+            len(self.completion_ids),
+            len(self.logprobs),
+            len(self.versions),
+            len(self.loss_mask),
+        }
         assert len(sizes) == 1, f"completion parts differ in length: {sizes}"
-        assert sum(self.loss_mask) == self._generated, "the mask does not cover exactly the generated tokens"
-        assert not self.completion_ids or self.loss_mask[-1], "environment tokens after the last policy turn"
+        assert sum(self.loss_mask) == self._generated, (
+            "the mask does not cover exactly the generated tokens"
+        )
+        assert not self.completion_ids or self.loss_mask[-1], (
+            "environment tokens after the last policy turn"
+        )
         assert self.room >= 0, "token budget exceeded"
 
     def columns(self) -> dict[str, list[Any]]:
@@ -150,10 +170,14 @@ def outcome_of(
     turns: Sequence[PlayedTurn] = (),
     **more: Any,
 ) -> RolloutOutcome:
-    """Return the outcome of an episode of ``task``; ``more`` are further fields of it. A failed episode keeps its
-    tokens, but has no reward."""
+    """Return the outcome of an episode of ``task``; ``more`` are further fields of it. A failed
+    episode keeps its tokens, but has no reward."""
     valid = status in VALID_STATUSES
-    columns = tokens.columns() if tokens is not None and valid else {n: getattr(tokens, n, []) for n in _COLUMNS}
+    columns = (
+        tokens.columns()
+        if tokens is not None and valid
+        else {n: getattr(tokens, n, []) for n in _COLUMNS}
+    )
     return RolloutOutcome(
         status=status,
         reward=reward if valid else None,
@@ -172,7 +196,8 @@ def outcome_of(
 _SHRINK_ATTEMPTS = 6
 """Attempts at shortening an observation before the episode ends for want of tokens."""
 _MAX_CHARS_PER_TOKEN = 32
-"""Upper bound of the characters of a token. Longer tokens are runs of one character, which may be shortened."""
+"""Upper bound of the characters of a token. Longer tokens are runs of one character, which may be
+shortened."""
 
 
 class ContextFull(Exception):
@@ -184,7 +209,8 @@ class TurnSource(Protocol):
 
     @property
     def tokens(self) -> TokenBuffer | None:
-        """The tokens of the episode; None before its opening, and always for a source without tokens."""
+        """The tokens of the episode; None before its opening, and always for a source without
+        tokens."""
         ...
 
     @property
@@ -193,7 +219,8 @@ class TurnSource(Protocol):
         ...
 
     def open(self, opening: Opening) -> None:
-        """Start with the environment's opening. Raises ValueError if it leaves no room for a turn."""
+        """Start with the environment's opening. Raises ValueError if it leaves no room for a
+        turn."""
         ...
 
     async def next_turn(self) -> AssistantMessage:
@@ -201,7 +228,8 @@ class TurnSource(Protocol):
         ...
 
     def observe(self, messages: Sequence[ChatMessage]) -> bool:
-        """Add the environment's answer to the last turn; return whether there is room for another turn."""
+        """Add the environment's answer to the last turn; return whether there is room for another
+        turn."""
         ...
 
 
@@ -244,7 +272,8 @@ class Conversation:
         self.tokens = TokenBuffer(prompt, self.limits.max_total_tokens)
         if self.tokens.room < self.limits.turn_tokens:
             raise ValueError(
-                f"the first prompt of {len(prompt)} tokens and a turn of {self.limits.turn_tokens} do not fit into "
+                f"the first prompt of {len(prompt)} tokens and a turn of {self.limits.turn_tokens} "
+                f"do not fit into "
                 f"max_total_tokens={self.limits.max_total_tokens}"
             )
 
@@ -276,14 +305,16 @@ class Conversation:
             raise GenerationFailed("the engine returned no tokens")
         if not self._has_turn:
             raise GenerationFailed(
-                f"the first prompt of {len(self.tokens.prompt_ids)} tokens fills the engine's context: it is shorter "
+                f"the first prompt of {len(self.tokens.prompt_ids)} tokens fills the engine's "
+                f"context: it is shorter "
                 "than rollout.max_total_tokens"
             )
         self.tokens.drop_environment()
         raise ContextFull
 
     def observe(self, messages: Sequence[ChatMessage]) -> bool:
-        """Add the messages, long ones shortened until a policy turn fits after them; return whether that worked."""
+        """Add the messages, long ones shortened until a policy turn fits after them; return whether
+        that worked."""
         assert self.tokens is not None
         ids = self._encode_within(messages, self.tokens.room - self.limits.turn_tokens)
         if ids is not None:
@@ -291,12 +322,15 @@ class Conversation:
         return ids is not None
 
     def _encode_within(self, messages: Sequence[ChatMessage], room: int) -> list[int] | None:
-        """Return the ids of the messages, long ones shortened until there are at most ``room`` ids; None if that is
-        impossible."""
-        # Texts that cannot fit are shortened before the first encoding, which would block the event loop for long.
+        """Return the ids of the messages, long ones shortened until there are at most ``room`` ids;
+        None if that is impossible."""
+        # Texts that cannot fit are shortened before the first encoding, which would block the event
+        # loop for long.
         shown = _shorten_messages(messages, room * _MAX_CHARS_PER_TOKEN)
         for _ in range(_SHRINK_ATTEMPTS):
-            ids = self.chat.following_messages(shown, ended=self._ended, end=self._end, tools=self.tools)
+            ids = self.chat.following_messages(
+                shown, ended=self._ended, end=self._end, tools=self.tools
+            )
             if len(ids) <= room:
                 return ids
             size = sum(len(message.get("content") or "") for message in shown)
@@ -307,11 +341,12 @@ class Conversation:
 
 
 def _shorten_messages(messages: Sequence[ChatMessage], max_chars: int) -> list[ChatMessage]:
-    """Return the messages with the longest of them cut to one common length, such that all together have at most
-    ``max_chars`` characters."""
+    """Return the messages with the longest of them cut to one common length, such that all together
+    have at most ``max_chars`` characters."""
     sizes = sorted(len(message.get("content") or "") for message in messages)
     remaining = max(max_chars, 0)
-    # From the shortest on: each message that fits into its equal share leaves the rest to the longer ones.
+    # From the shortest on: each message that fits into its equal share leaves the rest to the
+    # longer ones.
     for number, size in enumerate(sizes):
         share = remaining // (len(sizes) - number)
         if size > share:
@@ -325,7 +360,8 @@ def _shorten_messages(messages: Sequence[ChatMessage], max_chars: int) -> list[C
 
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15
-"""Difference of the seeds of consecutive rows: 2**64 divided by the golden ratio, so that they are far apart."""
+"""Difference of the seeds of consecutive rows: 2**64 divided by the golden ratio, so that they are
+far apart."""
 _SEEDS = 1 << 63
 """Seeds are below this number."""
 
@@ -346,13 +382,13 @@ class _SampledTurn:
 class TruncatingConversation(Conversation):
     """``Conversation`` for chat templates that drop old reasoning.
 
-    It starts a new *row* (a training sequence) whenever the template leaves out reasoning that the current row holds,
-    because the policy's next prompt is then no extension of its previous tokens. Each row has its own seed, and
-    ``max_total_tokens`` bounds each row.
+    It starts a new *row* (a training sequence) whenever the template leaves out reasoning that the
+    current row holds, because the policy's next prompt is then no extension of its previous tokens.
+    Each row has its own seed, and ``max_total_tokens`` bounds each row.
 
-    Consecutive rows share exact prefixes. A new row begins with the ids of the previous row up to the first turn whose
-    reasoning is dropped; from there on turns keep the ids that were sampled for their text, unless one token holds both
-    reasoning and text.
+    Consecutive rows share exact prefixes. A new row begins with the ids of the previous row up to
+    the first turn whose reasoning is dropped; from there on turns keep the ids that were sampled
+    for their text, unless one token holds both reasoning and text.
     """
 
     _rows: list[tuple[TokenBuffer, int]] = field(default_factory=list)
@@ -385,16 +421,21 @@ class TruncatingConversation(Conversation):
         return turn
 
     def observe(self, messages: Sequence[ChatMessage]) -> bool:
-        """Add the messages, in a new row if the template now drops reasoning; return whether a turn fits after them."""
+        """Add the messages, in a new row if the template now drops reasoning; return whether a turn
+        fits after them."""
         assert self.tokens is not None
         shape = [*self._shape, _roles(messages)]
         forgotten = self.chat.forgotten(shape, self.tools)
         dropped = self._dropped | {
-            n for n, turn in enumerate(self._turns) if turn.without_reasoning is not None and forgotten[n]
+            n
+            for n, turn in enumerate(self._turns)
+            if turn.without_reasoning is not None and forgotten[n]
         }
         starts_row = dropped > self._dropped
         head = self._encode_without_reasoning(dropped) if starts_row else self.tokens.prefix()
-        ids = self._encode_within(messages, self.limits.max_total_tokens - len(head) - self.limits.turn_tokens)
+        ids = self._encode_within(
+            messages, self.limits.max_total_tokens - len(head) - self.limits.turn_tokens
+        )
         if ids is None:
             return False
         if starts_row:
@@ -410,22 +451,32 @@ class TruncatingConversation(Conversation):
         return True
 
     def split_rows(self, outcome: RolloutOutcome) -> RolloutOutcome:
-        """Return the outcome with one trajectory for each row: the last row is the main one, earlier rows are its
-        branches. A failed episode keeps one row, which is not trained on."""
+        """Return the outcome with one trajectory for each row: the last row is the main one,
+        earlier rows are its branches. A failed episode keeps one row, which is not trained on."""
         rows = [*self._rows, (self.tokens, self._first_turn)]
-        rows_with_turns = [(tokens, first) for tokens, first in rows if tokens is not None and tokens.completion_ids]
+        rows_with_turns = [
+            (tokens, first)
+            for tokens, first in rows
+            if tokens is not None and tokens.completion_ids
+        ]
         if not outcome.valid or not rows_with_turns:
             return outcome
-        *branches, last = [replace(outcome, **tokens.columns(), first_turn=first) for tokens, first in rows_with_turns]
+        *branches, last = [
+            replace(outcome, **tokens.columns(), first_turn=first)
+            for tokens, first in rows_with_turns
+        ]
         return replace(last, branches=tuple(branches))
 
     def _encode_without_reasoning(self, dropped: set[int]) -> list[int]:
-        """Return the ids of the conversation so far, without the reasoning of the turns ``dropped``."""
+        """Return the ids of the conversation so far, without the reasoning of the turns
+        ``dropped``."""
         ids: list[int] = []
         for number, turn in enumerate(self._turns):
             text_ids = turn.without_reasoning if number in dropped else None
             # A generation prompt that opens the reasoning is dropped with it.
-            ids += turn.before if text_ids is None else self.chat.without_open_reasoning(turn.before)
+            ids += (
+                turn.before if text_ids is None else self.chat.without_open_reasoning(turn.before)
+            )
             ids += turn.ids if text_ids is None else text_ids
         return ids
 
@@ -435,7 +486,8 @@ def _roles(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
 
 
 class RecordingEnvironment:
-    """Environment ``env`` of one episode, with a record of its answers: ``opening`` and ``turns``."""
+    """Environment ``env`` of one episode, with a record of its answers: ``opening`` and
+    ``turns``."""
 
     def __init__(self, env: Environment) -> None:
         self.opening = Opening(())
@@ -460,9 +512,11 @@ class RecordingEnvironment:
 
 
 def state_number(messages: Sequence[ChatMessage], key: str = "") -> int:
-    """Return a signed 64-bit hash of the state in which a turn begins; it is the same in every process.
+    """Return a signed 64-bit hash of the state in which a turn begins; it is the same in every
+    process.
 
-    The state is the environment's ``state_key`` or, if there is none, the text of the messages that the turn answers.
+    The state is the environment's ``state_key`` or, if there is none, the text of the messages that
+    the turn answers.
     """
     parts = [f"{each.get('role')}\0{each.get('content') or ''}" for each in messages]
     text = f"key\0{key}" if key else "\0".join(("messages", *parts))
@@ -512,22 +566,29 @@ class EpisodeProgress:
 
     @property
     def fraction_done(self) -> float:
-        """The solved fraction of the task from 0 to 1, by the metric ``progress``; without it, 0 or 1."""
+        """The solved fraction of the task from 0 to 1, by the metric ``progress``; without it, 0 or
+        1."""
         return self.metrics.get("progress", float(self.achieved))
 
     def start(self, opening: Opening) -> str:
         """Record the opening and return the text of the task."""
         self.opening = opening
-        user_texts = [str(each.get("content") or "") for each in opening.messages if each.get("role") == "user"]
+        user_texts = [
+            str(each.get("content") or "")
+            for each in opening.messages
+            if each.get("role") == "user"
+        ]
         self.task_text = "\n".join(user_texts)
         self._state = state_number(opening.messages, opening.state_key)
         return self.task_text
 
-    def add_turn(self, policy_turn: AssistantMessage, turn: Turn, max_turns: int | None = None) -> str:
+    def add_turn(
+        self, policy_turn: AssistantMessage, turn: Turn, max_turns: int | None = None
+    ) -> str:
         """Record a turn of the policy and the environment's answer; return the text of the answer.
 
-        Sets ``status`` if the episode ends with it. Raises EnvironmentFailure for a reward or metric that is not
-        finite.
+        Sets ``status`` if the episode ends with it. Raises EnvironmentFailure for a reward or
+        metric that is not finite.
         """
         for name, value in (("reward", turn.reward), *turn.rewards.items(), *turn.metrics.items()):
             if value is not None and not is_finite(value):
@@ -536,13 +597,24 @@ class EpisodeProgress:
         text = policy_turn.text or policy_turn.content
         reward = turn.reward or 0.0
         self.turns.append(
-            PlayedTurn(text, shown, reward, policy_turn, turn.messages, turn.rewards, turn.metrics, turn.info)
+            PlayedTurn(
+                text,
+                shown,
+                reward,
+                policy_turn,
+                turn.messages,
+                turn.rewards,
+                turn.metrics,
+                turn.info,
+            )
         )
         before = self.reward
         if turn.reward is not None:
             self.reward = turn.reward if turn.final else self.reward + turn.reward
             if not is_finite(self.reward):
-                raise EnvironmentFailure("internal", f"the sum of rewards is {self.reward}, not a finite number")
+                raise EnvironmentFailure(
+                    "internal", f"the sum of rewards is {self.reward}, not a finite number"
+                )
         # A final reward replaces the sum, so the contribution of its turn is the difference.
         self.turn_rewards.append(self.reward - before if turn.final else turn.reward or 0.0)
         self.turn_states.append(self._state)
@@ -559,7 +631,8 @@ class EpisodeProgress:
         return shown
 
     def build_outcome(self, source: TurnSource, *, out_of_turns: bool = False) -> RolloutOutcome:
-        """Return the outcome of the finished episode. ``out_of_turns``: see ``RolloutOutcome.out_of_turns``."""
+        """Return the outcome of the finished episode. ``out_of_turns``: see
+        ``RolloutOutcome.out_of_turns``."""
         return outcome_of(
             self.wanted.task,
             source.tokens,
@@ -583,11 +656,13 @@ class EpisodeProgress:
         )
 
 
-async def play_episode(env: Environment, wanted: EpisodeRequest, source: TurnSource, max_turns: int) -> RolloutOutcome:
+async def play_episode(
+    env: Environment, wanted: EpisodeRequest, source: TurnSource, max_turns: int
+) -> RolloutOutcome:
     """Play one episode from its reset to its outcome.
 
-    It has at most ``max_turns`` turns, or fewer if the task says so. A failure of the environment or the engine is an
-    outcome. Raises ValueError if the first prompt leaves no room for a turn.
+    It has at most ``max_turns`` turns, or fewer if the task says so. A failure of the environment
+    or the engine is an outcome. Raises ValueError if the first prompt leaves no room for a turn.
     """
     progress = EpisodeProgress(wanted)
     turn_limit = wanted.task.limit_turns(max_turns)

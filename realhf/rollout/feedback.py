@@ -1,7 +1,8 @@
-"""Feedback prompts for self-distillation: the prompt of an attempt extended by its errors or by a correct solution.
+"""Feedback prompts for self-distillation: the prompt of an attempt extended by its errors or by a
+correct solution.
 
-The errors are those that the environment reported; the solution is that of another rollout of the group. With this
-prompt the policy serves as the teacher for the same attempt without it.
+The errors are those that the environment reported; the solution is that of another rollout of the
+group. With this prompt the policy serves as the teacher for the same attempt without it.
 
 Source: Hübotter et al. 2026, Reinforcement Learning via Self-Distillation (SDPO), its reprompting.
 """
@@ -23,7 +24,8 @@ _ATTEMPTS = 6
 _MIN_CHARS = 16
 """Shortest text, in characters, that is worth adding."""
 _ERROR_STARTS = ("error:", '{"error"', "{'error'")
-"""Starts of the messages in which an environment reports an error of the policy (``realhf.api.environment.Turn``)."""
+"""Starts of the messages in which an environment reports an error of the policy
+(``realhf.api.environment.Turn``)."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Feedback:
     chat: TemplateChat
     """Chat template of the policy."""
     source: str
-    """``errors``, ``solved``, or ``any``: a solution of another rollout or, without one, the errors."""
+    """``errors``, ``solved``, or ``any``: a solution of another rollout or, without one, the
+    errors."""
     max_added_tokens: int
     """Tokens by which a prompt may grow."""
     max_total_tokens: int
@@ -51,13 +54,20 @@ class Feedback:
 
         Raises ChatTemplateError.
         """
-        return [self._add_prompts(rollout, feedback_text(rollout, group, self.source)) for rollout in group]
+        return [
+            self._add_prompts(rollout, feedback_text(rollout, group, self.source))
+            for rollout in group
+        ]
 
     def _add_prompts(self, rollout: RolloutOutcome, text: str) -> RolloutOutcome:
         if not text or not rollout.opening:
             return rollout
-        branches = tuple(replace(row, feedback_prompt=self._build_prompt(row, text)) for row in rollout.branches)
-        return replace(rollout, feedback_prompt=self._build_prompt(rollout, text), branches=branches)
+        branches = tuple(
+            replace(row, feedback_prompt=self._build_prompt(row, text)) for row in rollout.branches
+        )
+        return replace(
+            rollout, feedback_prompt=self._build_prompt(rollout, text), branches=branches
+        )
 
     def _build_prompt(self, row: RolloutOutcome, text: str) -> list[int]:
         """Return the prompt of a row with the text in it.
@@ -65,7 +75,10 @@ class Feedback:
         [] if there is no room for it, or if the row does not begin with the environment's opening.
         """
         plain = self.chat.opening(row.opening, row.tools)
-        room = min(self.max_added_tokens, self.max_total_tokens - len(row.prompt_ids) - len(row.completion_ids))
+        room = min(
+            self.max_added_tokens,
+            self.max_total_tokens - len(row.prompt_ids) - len(row.completion_ids),
+        )
         if row.prompt_ids[: len(plain)] != plain:
             return []
         for _ in range(_ATTEMPTS):
@@ -82,8 +95,8 @@ class Feedback:
 def feedback_text(rollout: RolloutOutcome, group: Sequence[RolloutOutcome], source: str) -> str:
     """Return the feedback for a rollout; "" if there is none.
 
-    It is the turns of the first other rollout of ``group`` that solved the task or, if this rollout did not solve it,
-    its turns with an error; ``source`` says which of them are allowed.
+    It is the turns of the first other rollout of ``group`` that solved the task or, if this rollout
+    did not solve it, its turns with an error; ``source`` says which of them are allowed.
     """
     if not rollout.valid:
         return ""
@@ -101,11 +114,17 @@ def _section(head: str, parts: Sequence[str]) -> str:
 
 
 def _is_error(turn: PlayedTurn) -> bool:
-    return any(str(message.get("content") or "").lstrip().startswith(_ERROR_STARTS) for message in turn.messages)
+    return any(
+        str(message.get("content") or "").lstrip().startswith(_ERROR_STARTS)
+        for message in turn.messages
+    )
 
 
 def _append_text(opening: Sequence[ChatMessage], text: str) -> list[ChatMessage]:
     """Return the messages with a text appended to the last one of the user."""
-    last = max((n for n, message in enumerate(opening) if message.get("role") == "user"), default=len(opening) - 1)
+    last = max(
+        (n for n, message in enumerate(opening) if message.get("role") == "user"),
+        default=len(opening) - 1,
+    )
     content = f"{opening[last].get('content') or ''}\n\n{text}"
     return [*opening[:last], {**opening[last], "content": content}, *opening[last + 1 :]]

@@ -48,12 +48,14 @@ class _Worker:
 class GenerationClient:
     """``TokenSource`` over all generation workers of the roster.
 
-    A slot stays with the worker that caches its keys and values; a new slot goes to the worker with the fewest tokens
-    in flight. When a worker dies, its requests, which hold all tokens so far, are sent to another worker, at most a few
-    times and within ``timeout_s`` of their start.
+    A slot stays with the worker that caches its keys and values; a new slot goes to the worker with
+    the fewest tokens in flight. When a worker dies, its requests, which hold all tokens so far, are
+    sent to another worker, at most a few times and within ``timeout_s`` of their start.
     """
 
-    def __init__(self, name: str, run_id: str, *, timeout_s: float, network: Network = LOOPBACK) -> None:
+    def __init__(
+        self, name: str, run_id: str, *, timeout_s: float, network: Network = LOOPBACK
+    ) -> None:
         self._name = name
         self._run_id = run_id
         self._timeout_s = timeout_s
@@ -73,14 +75,19 @@ class GenerationClient:
 
     def update(self, endpoints: Mapping[str, str]) -> None:
         """Set the registered generation workers: name -> endpoint."""
-        self._registered = {} if self._closed else {endpoint: name for name, endpoint in endpoints.items()}
+        self._registered = (
+            {} if self._closed else {endpoint: name for name, endpoint in endpoints.items()}
+        )
         for endpoint in set(self._workers) - set(self._registered):
             self._drop(endpoint, self._workers[endpoint])
         for endpoint in self._registered:
             self._connect(endpoint)
 
-    async def generate(self, request: GenRequest, among: Collection[str] | None = None) -> GenOutput:
-        """Return the rest of a turn from one of the generation workers, if given one of the names ``among``.
+    async def generate(
+        self, request: GenRequest, among: Collection[str] | None = None
+    ) -> GenOutput:
+        """Return the rest of a turn from one of the generation workers, if given one of the names
+        ``among``.
 
         Raises GenerationFailed.
         """
@@ -100,7 +107,9 @@ class GenerationClient:
                 self._drop(endpoint, worker)
                 lost.add(endpoint)
                 if len(lost) == _DEATHS:
-                    raise GenerationFailed(f"{_DEATHS} generation workers died while they had it: {error}") from error
+                    raise GenerationFailed(
+                        f"{_DEATHS} generation workers died while they had it: {error}"
+                    ) from error
                 self.rerouted += 1
             except ServiceError as error:
                 failures += 1
@@ -114,7 +123,8 @@ class GenerationClient:
     def free(self, slots: Sequence[int]) -> None:
         """Free the cache of these slots, whose episodes have finished.
 
-        The messages are sent at once, so that they precede the requests of the next episodes in these slots.
+        The messages are sent at once, so that they precede the requests of the next episodes in
+        these slots.
         """
         by_worker: dict[str, list[int]] = {}
         for slot in slots:
@@ -142,7 +152,9 @@ class GenerationClient:
         with contextlib.suppress(PeerLost, TimeoutError, ServiceError):
             await asyncio.wait_for(request, self._timeout_s)
 
-    async def _choose_endpoint(self, slot: int, deadline: float, among: Collection[str] | None) -> str:
+    async def _choose_endpoint(
+        self, slot: int, deadline: float, among: Collection[str] | None
+    ) -> str:
         """Return the worker of a slot, after waiting until one is connected.
 
         Raises GenerationFailed: after the deadline, or at once if none of ``among`` is registered.
@@ -151,12 +163,16 @@ class GenerationClient:
             if self._closed:
                 raise GenerationFailed("the client of the generation workers is closed")
             if among is not None and not set(among) & set(self._registered.values()):
-                raise GenerationFailed(f"no generation worker that keeps these weights is left of {', '.join(among)}")
+                raise GenerationFailed(
+                    f"no generation worker that keeps these weights is left of {', '.join(among)}"
+                )
             try:
                 async with asyncio.timeout(deadline - process_clock.now()):
                     await self._changed.wait()
             except TimeoutError:
-                raise GenerationFailed(f"no generation worker was there for {self._timeout_s:g} s") from None
+                raise GenerationFailed(
+                    f"no generation worker was there for {self._timeout_s:g} s"
+                ) from None
         home = self._home.get(slot)
         if home not in allowed:
             home = min(allowed, key=self._load)
@@ -173,12 +189,15 @@ class GenerationClient:
     def _connect(self, endpoint: str) -> None:
         """Connect to a worker if it is registered and not yet connected."""
         if endpoint in self._registered and endpoint not in self._workers:
-            client = ServiceClient(endpoint, self._registered[endpoint], self._name, self._run_id, self._network)
+            client = ServiceClient(
+                endpoint, self._registered[endpoint], self._name, self._run_id, self._network
+            )
             self._workers[endpoint] = _Worker(client)
             self._wake()
 
     def _drop(self, endpoint: str, worker: _Worker) -> None:
-        """Close a connection, whose requests fail with PeerLost, and reconnect later if the worker is still registered.
+        """Close a connection, whose requests fail with PeerLost, and reconnect later if the worker
+        is still registered.
 
         A newer connection to the same endpoint is left alone.
         """
@@ -193,12 +212,16 @@ class GenerationClient:
 
 
 class ConstrainedTokens:
-    """``TokenSource`` that sets ``fields`` of every ``GenRequest`` before it passes it on to ``tokens``.
+    """``TokenSource`` that sets ``fields`` of every ``GenRequest`` before it passes it on to
+    ``tokens``.
 
-    With ``among``, ``tokens`` must be a ``GenerationClient``, which then uses only the workers of these names.
+    With ``among``, ``tokens`` must be a ``GenerationClient``, which then uses only the workers of
+    these names.
     """
 
-    def __init__(self, tokens: TokenSource, among: Collection[str] | None = None, **fields: Any) -> None:
+    def __init__(
+        self, tokens: TokenSource, among: Collection[str] | None = None, **fields: Any
+    ) -> None:
         self._tokens = tokens
         self._fields = fields
         self._generate: Callable[..., Awaitable[GenOutput]] = tokens.generate
@@ -214,9 +237,14 @@ class ConstrainedTokens:
 
 
 def build_answer(output: GenOutput) -> GenerateAnswer:
-    """Return the answer message of a generation worker. An aborted turn is "interrupted": the client continues it."""
+    """Return the answer message of a generation worker. An aborted turn is "interrupted": the
+    client continues it."""
     answer = GenerateAnswer(**vars(output))
-    return msgspec.structs.replace(answer, finish_reason="interrupted") if output.finish_reason == "aborted" else answer
+    return (
+        msgspec.structs.replace(answer, finish_reason="interrupted")
+        if output.finish_reason == "aborted"
+        else answer
+    )
 
 
 def build_request(message: GenerateRequest, slot: int) -> GenRequest:

@@ -1,4 +1,5 @@
-"""Player of samples: a sample is a group of rollouts of one task, with a policy for failed rollouts."""
+"""Player of samples: a sample is a group of rollouts of one task, with a policy for failed
+rollouts."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from realhf.api.calls import AGENT_ERROR, ENGINE_ERROR, ENV_ERROR, TIMEOUT, EvaluationPart, RolloutLease
+from realhf.api.calls import (
+    AGENT_ERROR,
+    ENGINE_ERROR,
+    ENV_ERROR,
+    TIMEOUT,
+    EvaluationPart,
+    RolloutLease,
+)
 from realhf.api.config import ON_FAILURE, GenConfig
 from realhf.api.environment import EnvironmentSpec, Task
 from realhf.api.evaluation import EpisodeResult
@@ -27,16 +35,16 @@ from realhf.rollout.player import Player
 def sampling_seed(run_seed: int, sample_id: str, member: int) -> int:
     """Return a 63-bit seed that is a function of the arguments only.
 
-    A rollout therefore draws the same random numbers wherever, whenever and together with whichever others it is
-    played, so that a synchronous and an asynchronous run sample alike.
+    A rollout therefore draws the same random numbers wherever, whenever and together with whichever
+    others it is played, so that a synchronous and an asynchronous run sample alike.
     """
     text = f"{run_seed}/{sample_id}/{member}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 class TokenTexts:
-    """Cached decoder of single tokens with ``tokenizer``. A token with a part of a character is decoded to the
-    replacement character."""
+    """Cached decoder of single tokens with ``tokenizer``. A token with a part of a character is
+    decoded to the replacement character."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -50,8 +58,11 @@ class TokenTexts:
         return [known[token] for token in ids]
 
 
-def held_out_tasks(spec: EnvironmentSpec, split: str, episodes_per_task: int, templates: int) -> list[Task]:
-    """Return the instances of a split: for each template those with the seeds 0, 1, ..., ``episodes_per_task`` - 1.
+def held_out_tasks(
+    spec: EnvironmentSpec, split: str, episodes_per_task: int, templates: int
+) -> list[Task]:
+    """Return the instances of a split: for each template those with the seeds 0, 1, ...,
+    ``episodes_per_task`` - 1.
 
     Of more than ``templates`` templates, that number is selected, evenly spread.
     """
@@ -59,7 +70,9 @@ def held_out_tasks(spec: EnvironmentSpec, split: str, episodes_per_task: int, te
     names = [*tasks.group_of]
     if len(names) > templates:
         names = [names[number * len(names) // templates] for number in range(templates)]
-    instances = [(name, tasks.instantiate(name, seed)) for name in names for seed in range(episodes_per_task)]
+    instances = [
+        (name, tasks.instantiate(name, seed)) for name in names for seed in range(episodes_per_task)
+    ]
     return [replace(task, template=task.template or name) for name, task in instances]
 
 
@@ -76,19 +89,31 @@ class RolloutRecording:
     texts: TokenTexts | None = None
     """Decoder of their tokens."""
 
-    def record_training(self, id: str, rollouts: Sequence[RolloutOutcome], step: int, attempt: int = 0) -> None:
+    def record_training(
+        self, id: str, rollouts: Sequence[RolloutOutcome], step: int, attempt: int = 0
+    ) -> None:
         """Record the rollouts of a sample of train step ``step``."""
         self._record(PlayedSample(id, rollouts, step, attempt=attempt), self.gen)
 
-    def record_evaluation(self, task: Task, rollouts: Sequence[RolloutOutcome], step: int, *, greedy: bool) -> None:
-        """Record the episodes of one task of an evaluation after ``step`` steps; each evaluation has the same tasks."""
+    def record_evaluation(
+        self, task: Task, rollouts: Sequence[RolloutOutcome], step: int, *, greedy: bool
+    ) -> None:
+        """Record the episodes of one task of an evaluation after ``step`` steps; each evaluation
+        has the same tasks."""
         name = "greedy" if greedy else "sampled"
         instance = f"{task.id}/{task.seed}"
         gen = replace(self.gen, temperature=0.0) if greedy else self.gen
-        self._record(PlayedSample(f"eval/{name}/{step}/{instance}", rollouts, step, f"eval/{name}", key=instance), gen)
+        self._record(
+            PlayedSample(
+                f"eval/{name}/{step}/{instance}", rollouts, step, f"eval/{name}", key=instance
+            ),
+            gen,
+        )
 
     def _record(self, sample: PlayedSample, gen: GenConfig) -> None:
-        self.recorder.played(replace(sample, env=self.env, sampling=to_json_value(gen), texts=self.texts))
+        self.recorder.played(
+            replace(sample, env=self.env, sampling=to_json_value(gen), texts=self.texts)
+        )
 
 
 def episode_results(outcomes: Sequence[RolloutOutcome]) -> list[EpisodeResult]:
@@ -139,7 +164,8 @@ def first_failed(group: Sequence[RolloutOutcome]) -> RolloutOutcome:
 
 
 def describe_shortfall(group: Sequence[RolloutOutcome]) -> str:
-    """Return a text with the number of valid rollouts of a group and the error of the first invalid one."""
+    """Return a text with the number of valid rollouts of a group and the error of the first invalid
+    one."""
     failed = first_failed(group)
     n_valid = sum(outcome.valid for outcome in group)
     return f"{n_valid} of {len(group)} rollouts are valid; {failed.status}: {failed.message}"
@@ -180,7 +206,9 @@ class PlayedGroup:
             "episode_s": [round(outcome.timings.get("wall_s", 0.0), 4) for outcome in valid],
             "turns": [len(outcome.turns) for outcome in valid],
             "out_of_turns": [int(outcome.out_of_turns) for outcome in valid],
-            "tokens": sum(sum(row.loss_mask) for outcome in valid for row in (outcome, *outcome.branches)),
+            "tokens": sum(
+                sum(row.loss_mask) for outcome in valid for row in (outcome, *outcome.branches)
+            ),
             "group_s": round(self.seconds, 4),
             "failed": dict(self.failures),
             "retried": dict(self.retried),
@@ -190,9 +218,10 @@ class PlayedGroup:
 class GroupPlayer:
     """Player of samples on the slots of ``player``, ``group_size`` rollouts of a sample at once.
 
-    ``run_seed`` and the sample's id determine the random numbers of the tokens. ``policy`` is for failed rollouts.
-    ``held_out`` is the environment with its evaluation tasks; ``pinned(part)`` returns the source of tokens for a share
-    of an evaluation. ``recorder``, ``gen``, ``texts``: see ``RolloutRecording``.
+    ``run_seed`` and the sample's id determine the random numbers of the tokens. ``policy`` is for
+    failed rollouts. ``held_out`` is the environment with its evaluation tasks; ``pinned(part)``
+    returns the source of tokens for a share of an evaluation. ``recorder``, ``gen``, ``texts``: see
+    ``RolloutRecording``.
     """
 
     def __init__(
@@ -219,7 +248,8 @@ class GroupPlayer:
         self._policy = policy
 
     async def play(self, lease: RolloutLease) -> PlayedGroup:
-        """Play all rollouts of a sample at once, with weights no older than the sample's admission version.
+        """Play all rollouts of a sample at once, with weights no older than the sample's admission
+        version.
 
         Raises GroupFailed if too few of them are valid.
         """
@@ -230,35 +260,49 @@ class GroupPlayer:
             for member in range(self._group_size)
         ]
         try:
-            played = await self._player.play(requests, ConstrainedTokens(self._tokens, min_version=lease.version))
+            played = await self._player.play(
+                requests, ConstrainedTokens(self._tokens, min_version=lease.version)
+            )
         except asyncio.CancelledError:
-            if time.perf_counter() - started_at > 0.99 * lease.deadline_s:  # cancelled by the deadline: record it
+            if (
+                time.perf_counter() - started_at > 0.99 * lease.deadline_s
+            ):  # cancelled by the deadline: record it
                 message = f"the sample was not over after {lease.deadline_s:g} s"
                 timings = {"wall_s": lease.deadline_s}
-                lost = [outcome_of(task, None, TIMEOUT, message=message, timings=timings) for _ in requests]
+                lost = [
+                    outcome_of(task, None, TIMEOUT, message=message, timings=timings)
+                    for _ in requests
+                ]
                 self._recording.record_training(lease.id, lost, lease.version + 1, lease.attempt)
             raise
         self._recording.record_training(lease.id, played.outcomes, lease.version + 1, lease.attempt)
         if not self._policy.accepts(played.outcomes):
             status = first_failed(played.outcomes).status
             raise GroupFailed(_OUTCOMES.get(status, ENV_ERROR), describe_shortfall(played.outcomes))
-        return PlayedGroup(played.outcomes, time.perf_counter() - started_at, played.failures, played.retried)
+        return PlayedGroup(
+            played.outcomes, time.perf_counter() - started_at, played.failures, played.retried
+        )
 
     async def evaluate(self, part: EvaluationPart) -> list[EpisodeResult]:
         """Play a share of a held-out evaluation, each task once.
 
-        An episode whose environment fails is a result. Raises GroupFailed if no engine has these weights any more.
+        An episode whose environment fails is a result. Raises GroupFailed if no engine has these
+        weights any more.
         """
         tasks = held_out_tasks(self._held_out, part.split, part.episodes_per_task, part.templates)
         requests = [
             EpisodeRequest(
-                index, task, sampling_seed(self._run_seed, f"held out/{part.greedy:d}/{task.id}/{task.seed}", 0)
+                index,
+                task,
+                sampling_seed(self._run_seed, f"held out/{part.greedy:d}/{task.id}/{task.seed}", 0),
             )
             for index, task in enumerate(tasks[part.part :: part.parts])
         ]
         played = await self._player.play(requests, self._pinned(part))
         for request, outcome in zip(requests, played.outcomes, strict=True):
-            self._recording.record_evaluation(request.task, [outcome], part.version, greedy=part.greedy)
+            self._recording.record_evaluation(
+                request.task, [outcome], part.version, greedy=part.greedy
+            )
         if lost := [outcome for outcome in played.outcomes if outcome.status == POLICY_FAILED]:
             raise GroupFailed(ENGINE_ERROR, describe_shortfall(lost))
         return episode_results(played.outcomes)

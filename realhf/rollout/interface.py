@@ -1,4 +1,5 @@
-"""Interface of the ``actor_gen`` model function call: the actor plays groups of multi-turn episodes."""
+"""Interface of the ``actor_gen`` model function call: the actor plays groups of multi-turn
+episodes."""
 
 from __future__ import annotations
 
@@ -52,7 +53,10 @@ class ModelEngine:
         """Generate one batch. The seed of each batch is derived from ``round_index``."""
         started_at = time.perf_counter()
         outputs = self._generator.generate(
-            requests, self._config, stop_ids=self._stop_ids, seed=(self._seed * 1_000_003 + round_index) % 2**63
+            requests,
+            self._config,
+            stop_ids=self._stop_ids,
+            seed=(self._seed * 1_000_003 + round_index) % 2**63,
         )
         self.seconds += time.perf_counter() - started_at
         self.tokens += sum(len(output.token_ids) for output in outputs)
@@ -64,7 +68,8 @@ class ModelEngine:
 
 
 class EnvRolloutInterface:
-    """``generate`` plays the groups of a training step, ``evaluate`` held-out episodes of every task.
+    """``generate`` plays the groups of a training step, ``evaluate`` held-out episodes of every
+    task.
 
     ``args`` are ``RolloutOptions.to_args()``; TypeError for an unknown one.
     """
@@ -84,8 +89,8 @@ class EnvRolloutInterface:
     ) -> tuple[SequenceSample, dict[str, Any]]:
         """Play ``group_size`` rollouts of each sample's task (metadata: see ``parse_task``).
 
-        Raises ValueError if ``gen`` truncates the distribution, because such tokens cannot be trained on, and
-        RuntimeError if the failure policy ends the run.
+        Raises ValueError if ``gen`` truncates the distribution, because such tokens cannot be
+        trained on, and RuntimeError if the failure policy ends the run.
         """
         options = self._options
         check_whole_distribution(options.gen)
@@ -94,22 +99,29 @@ class EnvRolloutInterface:
             for row in range(len(sample.ids))
         ]
         context.progress.wanted = len(tasks) * options.group_size
-        seeds = [[sampling_seed(options.seed, i, member) for member in range(options.group_size)] for i in sample.ids]
+        seeds = [
+            [sampling_seed(options.seed, i, member) for member in range(options.group_size)]
+            for i in sample.ids
+        ]
         groups, stats = self._play(model, tasks, options.gen, options.group_size, context, seeds)
         for sample_id, group in zip(sample.ids, groups, strict=True):
             self._recording(context).record_training(sample_id, group, context.step + 1)
-        # With a minimum group size, ``outcomes_to_sample`` leaves out groups with fewer valid rollouts.
+        # With a minimum group size, ``outcomes_to_sample`` leaves out groups with fewer valid
+        # rollouts.
         for group in groups:
             if self._policy.min_valid is None and not self._policy.accepts(group):
                 raise RuntimeError(
-                    f"{describe_shortfall(group)} (rollout.on_failure=minimum_group would leave such groups out)"
+                    f"{describe_shortfall(group)} (rollout.on_failure=minimum_group would leave "
+                    f"such groups out)"
                 )
         assert self._chat is not None
         if (feedback := Feedback.of(options, self._chat)) is not None:
             groups = [feedback(group) for group in groups]
         stats["episodes"] = [
             transcript(group[0], header=f"step {context.step + 1}, sample {sample_id}")
-            for sample_id, group in list(zip(sample.ids, groups, strict=True))[: options.transcripts]
+            for sample_id, group in list(zip(sample.ids, groups, strict=True))[
+                : options.transcripts
+            ]
         ]
         return outcomes_to_sample(
             sample.ids,
@@ -119,18 +131,23 @@ class EnvRolloutInterface:
             feedback=bool(options.feedback),
         ), stats
 
-    def evaluate(self, model: Model, args: Mapping[str, Any], context: CallContext) -> dict[str, Any]:
+    def evaluate(
+        self, model: Model, args: Mapping[str, Any], context: CallContext
+    ) -> dict[str, Any]:
         """Measure success on held-out instances, sampled and greedy.
 
-        ``args`` are ``HeldOutOptions.to_args()``. Returns {"sampled": {"overall": {success, episodes, ...}, group:
-        ...}, "greedy": {...}}.
+        ``args`` are ``HeldOutOptions.to_args()``. Returns {"sampled": {"overall": {success,
+        episodes, ...}, group: ...}, "greedy": {...}}.
         """
         options = self._options
         held_out = HeldOutOptions.from_args(args)
         report = {}
         passes = [
             (greedy, held_out_tasks(self._environment(), held_out.split, count, held_out.templates))
-            for greedy, count in ((False, held_out.episodes_per_task), (True, held_out.greedy_episodes_per_task))
+            for greedy, count in (
+                (False, held_out.episodes_per_task),
+                (True, held_out.greedy_episodes_per_task),
+            )
             if count > 0
         ]
         context.progress.wanted = sum(len(tasks) for _, tasks in passes)
@@ -150,11 +167,15 @@ class EnvRolloutInterface:
             self._player = None
 
     def _recording(self, context: CallContext) -> RolloutRecording:
-        return RolloutRecording(context.recorder, self._environment().name, self._options.gen, self._texts)
+        return RolloutRecording(
+            context.recorder, self._environment().name, self._options.gen, self._texts
+        )
 
     def _environment(self) -> EnvironmentSpec:
         if self._spec is None:
-            self._spec = build_environment(self._options.environment, self._options.environment_options)
+            self._spec = build_environment(
+                self._options.environment, self._options.environment_options
+            )
         return self._spec
 
     def _play(
@@ -173,10 +194,15 @@ class EnvRolloutInterface:
         longest = self._options.max_total_tokens
         if longest > engine.context_limit:
             raise ValueError(
-                f"rollout.max_total_tokens={longest}: the context of the model holds {engine.context_limit} tokens"
+                f"rollout.max_total_tokens={longest}: the context of the model holds "
+                f"{engine.context_limit} tokens"
             )
         requests = [
-            EpisodeRequest(number * group + member, task, sampling_seeds[number][member] if sampling_seeds else None)
+            EpisodeRequest(
+                number * group + member,
+                task,
+                sampling_seeds[number][member] if sampling_seeds else None,
+            )
             for number, task in enumerate(tasks)
             for member in range(group)
         ]
@@ -195,7 +221,9 @@ class EnvRolloutInterface:
             "generated_tokens": engine.tokens,
             **{f"retried/{kind}": float(count) for kind, count in played.retried.items()},
         }
-        return [played.outcomes[start : start + group] for start in range(0, len(requests), group)], stats
+        return [
+            played.outcomes[start : start + group] for start in range(0, len(requests), group)
+        ], stats
 
     def _get_player(self, model: Model, context: CallContext) -> BlockingPlayer:
         """Return the player, which is created by the first call."""
@@ -215,7 +243,12 @@ class EnvRolloutInterface:
                 Player(
                     spec,
                     _address(spec, context),
-                    TurnAgent(self._chat, limits, spec.system_prompt, keep_reasoning=options.keep_reasoning),
+                    TurnAgent(
+                        self._chat,
+                        limits,
+                        spec.system_prompt,
+                        keep_reasoning=options.keep_reasoning,
+                    ),
                     options.sessions,
                     retries=self._policy.retries,
                     message_timeout_s=options.message_timeout_s,
@@ -225,20 +258,25 @@ class EnvRolloutInterface:
 
 
 def _address(spec: EnvironmentSpec, context: CallContext) -> str:
-    """Return the address of the environment's service; "" if it has none. Raises RuntimeError if none is registered."""
+    """Return the address of the environment's service; "" if it has none. Raises RuntimeError if
+    none is registered."""
     if spec.launch is None:
         return ""
     urls = context.endpoints.get("env") or []
     if not urls:
-        raise RuntimeError(f"no server of the environment {spec.name} is registered; actor_gen needs one (kind 'env')")
+        raise RuntimeError(
+            f"no server of the environment {spec.name} is registered; actor_gen needs one (kind "
+            f"'env')"
+        )
     return urls[0]
 
 
 def rollout_statistics(outcomes: Sequence[RolloutOutcome]) -> dict[str, Any]:
     """Return the statistics of episodes.
 
-    Means over valid episodes, also of success by group and of named rewards and metrics; for each mean the number of
-    episodes that it is over (``MEANS_OVER``); and the number of failed episodes by status.
+    Means over valid episodes, also of success by group and of named rewards and metrics; for each
+    mean the number of episodes that it is over (``MEANS_OVER``); and the number of failed episodes
+    by status.
     """
     valid = [outcome for outcome in outcomes if outcome.valid]
     means = {
@@ -248,11 +286,17 @@ def rollout_statistics(outcomes: Sequence[RolloutOutcome]) -> dict[str, Any]:
         "out_of_turns": [float(outcome.out_of_turns) for outcome in valid],
     }
     for group in sorted({outcome.group for outcome in valid if outcome.group}):
-        means[f"success/{group}"] = [float(outcome.achieved) for outcome in valid if outcome.group == group]
+        means[f"success/{group}"] = [
+            float(outcome.achieved) for outcome in valid if outcome.group == group
+        ]
     for name in sorted({name for outcome in valid for name in outcome.rewards}):
         means[f"reward/{name}"] = [outcome.rewards.get(name, 0.0) for outcome in valid]
-    for name in sorted({name for outcome in valid for name in outcome.metrics} - {"success", "progress"}):
-        means[f"metric/{name}"] = [value for o in valid if (value := o.metrics.get(name)) is not None]
+    for name in sorted(
+        {name for outcome in valid for name in outcome.metrics} - {"success", "progress"}
+    ):
+        means[f"metric/{name}"] = [
+            value for o in valid if (value := o.metrics.get(name)) is not None
+        ]
     failed = Counter(f"failed/{outcome.status}" for outcome in outcomes if not outcome.valid)
     return {
         **{name: _mean(values) for name, values in means.items()},

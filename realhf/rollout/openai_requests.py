@@ -1,7 +1,8 @@
 """Requests for chat completions, as the ``openai`` package sends them: validation and parsing.
 
-A client sends earlier answers back, but not byte for byte: it may write JSON arguments differently, and an empty
-content as null or not at all. ``Message`` objects of such variants are equal; all other differences make them unequal.
+A client sends earlier answers back, but not byte for byte: it may write JSON arguments differently,
+and an empty content as null or not at all. ``Message`` objects of such variants are equal; all
+other differences make them unequal.
 """
 
 from __future__ import annotations
@@ -85,14 +86,18 @@ NO_TOOLS = Tools()
 
 def call_body(call: Call) -> dict[str, Any]:
     """Return a call in the form of the chat API."""
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
 def answer(turn: AssistantMessage, prompt: Sequence[int], ids: Sequence[int]) -> Message:
     """Return the message that a client gets for a turn sampled as ``ids`` after ``prompt``.
 
-    The ids of its calls are a hash of ``prompt`` and ``ids``. Calls that could not be parsed stay in the content; if
-    there are no others, the content is the whole text.
+    The ids of its calls are a hash of ``prompt`` and ``ids``. Calls that could not be parsed stay
+    in the content; if there are no others, the content is the whole text.
     """
     calls = [call for call in turn.tool_calls if not call.problem]
     if not calls:
@@ -103,20 +108,29 @@ def answer(turn: AssistantMessage, prompt: Sequence[int], ids: Sequence[int]) ->
         "assistant",
         "\n".join(filter(None, [turn.content, *broken])),
         tuple(
-            Call(_call_id(digest.digest(), number), call.name, json.dumps(call.arguments, ensure_ascii=False))
+            Call(
+                _call_id(digest.digest(), number),
+                call.name,
+                json.dumps(call.arguments, ensure_ascii=False),
+            )
             for number, call in enumerate(calls)
         ),
     )
 
 
 def canonical_json(text: str) -> str:
-    """Return ``text`` as canonical JSON, or unchanged if it is no JSON that all parsers read alike."""
+    """Return ``text`` as canonical JSON, or unchanged if it is no JSON that all parsers read
+    alike."""
     words = text.strip()
     try:
         value, end = read_json(words, 0)
     except CallProblem:
         return text
-    return json.dumps(_plain_numbers(value), sort_keys=True, separators=(",", ":")) if end == len(words) else text
+    return (
+        json.dumps(_plain_numbers(value), sort_keys=True, separators=(",", ":"))
+        if end == len(words)
+        else text
+    )
 
 
 def _plain_numbers(value: Any) -> Any:
@@ -138,7 +152,13 @@ MAX_MESSAGES = 512
 """Messages of one request."""
 MAX_TOOLS = 128
 """Tools of one request."""
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 """Roles of the API and the roles that chat templates know them by."""
 
 
@@ -164,15 +184,18 @@ class TextPart(BaseModel):
 
 
 def _check_content(content: object) -> object:
-    """Raise ValueError for content other than text. This runs before pydantic's union check, whose errors would name
-    the types of the union and not the problem."""
+    """Raise ValueError for content other than text. This runs before pydantic's union check, whose
+    errors would name the types of the union and not the problem."""
     if content is not None and not isinstance(content, str | list):
         raise ValueError("must be text, a list of parts of text, or null")
     for number, part in enumerate(content if isinstance(content, list) else ()):
         if not isinstance(part, Mapping):
             raise ValueError(f"only text is read, and part {number} is no part at all")
         if part.get("type") != "text":
-            raise ValueError(f"only text is read, and part {number} is of the type {str(part.get('type'))[:32]!r}")
+            raise ValueError(
+                f"only text is read, and part {number} is of the type "
+                f"{str(part.get('type'))[:32]!r}"
+            )
         if not isinstance(part.get("text"), str):
             raise ValueError(f"part {number} has no text")
     return content
@@ -203,15 +226,22 @@ class ChatMessage(BaseModel):
 
     def text(self) -> str:
         """Return the whole content."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        return (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content or ())
+        )
 
     def calls(self) -> tuple[Call, ...]:
         """Return the tool calls."""
-        return tuple(Call(c.id, c.function.name, c.function.arguments) for c in self.tool_calls or ())
+        return tuple(
+            Call(c.id, c.function.name, c.function.arguments) for c in self.tool_calls or ()
+        )
 
 
 class Function(BaseModel):
-    """Description of a function. Other keys, such as ``description``, are not checked: they are for the policy."""
+    """Description of a function. Other keys, such as ``description``, are not checked: they are for
+    the policy."""
 
     name: str = Field(min_length=1, max_length=256)
     parameters: dict[str, Any] | None = None
@@ -225,7 +255,8 @@ class Tool(BaseModel):
 
 
 def _check_tool(schema: dict[str, Any]) -> dict[str, Any]:
-    """Validate the schema of a tool and return it unchanged: the policy sees its keys in this order."""
+    """Validate the schema of a tool and return it unchanged: the policy sees its keys in this
+    order."""
     Tool.model_validate(schema)
     return schema
 
@@ -239,9 +270,9 @@ class StreamOptions(BaseModel):
 class ChatRequest(BaseModel):
     """Body of a request: the fields that are honoured and those that are refused.
 
-    The policy is sampled as it is trained: temperature, top_p, max_tokens, seed and the like are ignored, as are
-    unknown fields. For the same reason the policy cannot be forced to call a tool, or just one: ``tool_choice`` is auto
-    or none.
+    The policy is sampled as it is trained: temperature, top_p, max_tokens, seed and the like are
+    ignored, as are unknown fields. For the same reason the policy cannot be forced to call a tool,
+    or just one: ``tool_choice`` is auto or none.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -253,7 +284,9 @@ class ChatRequest(BaseModel):
     top_logprobs: int | None = None
     n: int | None = None
     stop: Any = None
-    tools: list[Annotated[dict[str, Any], AfterValidator(_check_tool)]] | None = Field(None, max_length=MAX_TOOLS)
+    tools: list[Annotated[dict[str, Any], AfterValidator(_check_tool)]] | None = Field(
+        None, max_length=MAX_TOOLS
+    )
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
@@ -267,12 +300,20 @@ class ChatRequest(BaseModel):
         for message in self.messages:
             role = _template_role(message.role)
             calls = message.calls()
-            if (calls and role != "assistant") or (role == "tool") != (message.tool_call_id is not None):
-                raise ApiError(400, "invalid_request", "tool_calls are an assistant's, tool_call_id is a tool's")
+            if (calls and role != "assistant") or (role == "tool") != (
+                message.tool_call_id is not None
+            ):
+                raise ApiError(
+                    400,
+                    "invalid_request",
+                    "tool_calls are an assistant's, tool_call_id is a tool's",
+                )
             tool_of |= {call.id: call.name for call in calls}
             call_id = message.tool_call_id or ""
             messages.append(Message(role, message.text(), calls, call_id, tool_of.get(call_id, "")))
-        for problem in message_problems([message.for_template() for message in messages], "messages"):
+        for problem in message_problems(
+            [message.for_template() for message in messages], "messages"
+        ):
             raise ApiError(400, "invalid_request", problem)
         return messages
 

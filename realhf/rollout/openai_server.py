@@ -1,8 +1,9 @@
-"""OpenAI-compatible chat endpoint on the loopback, with one base URL for each session: ``/sessions/<id>/v1``.
+"""OpenAI-compatible chat endpoint on the loopback, with one base URL for each session:
+``/sessions/<id>/v1``.
 
-``POST .../v1/chat/completions`` (also streamed), ``GET .../v1/models``, and ``POST /sessions/<id>/reward`` with
-``{"reward": x}`` or ``{"rewards": {id of a completion: x}}``, which ends the session. Sessions are created by the
-process itself, never over HTTP.
+``POST .../v1/chat/completions`` (also streamed), ``GET .../v1/models``, and ``POST
+/sessions/<id>/reward`` with ``{"reward": x}`` or ``{"rewards": {id of a completion: x}}``, which
+ends the session. Sessions are created by the process itself, never over HTTP.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def build_completion(turn: OpenTurn, chat: TemplateChat, *, logprobs: bool) -> d
     return _head("chat.completion", turn) | {"choices": [choice], "usage": _usage(turn)}
 
 
-async def stream_chunks(turn: OpenTurn, chat: TemplateChat, *, logprobs: bool, usage: bool) -> AsyncIterator[str]:
+async def stream_chunks(
+    turn: OpenTurn, chat: TemplateChat, *, logprobs: bool, usage: bool
+) -> AsyncIterator[str]:
     """Yield a completion as server-sent events. ``usage`` adds a chunk with token counts."""
     head = _head("chat.completion.chunk", turn)
     content = _content(turn)
@@ -59,7 +62,14 @@ async def stream_chunks(turn: OpenTurn, chat: TemplateChat, *, logprobs: bool, u
         ({}, _finish_reason(turn), None),
     ]
     for delta, reason, values in parts:
-        yield _event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": reason, "logprobs": values}]})
+        yield _event(
+            head
+            | {
+                "choices": [
+                    {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": values}
+                ]
+            }
+        )
     if usage:
         yield _event(head | {"choices": [], "usage": _usage(turn)})
     yield "data: [DONE]\n\n"
@@ -67,7 +77,10 @@ async def stream_chunks(turn: OpenTurn, chat: TemplateChat, *, logprobs: bool, u
 
 def model_list() -> dict[str, Any]:
     """Return the list of models, which is the policy alone."""
-    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "realhf"}]}
+    return {
+        "object": "list",
+        "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "realhf"}],
+    }
 
 
 def _event(body: dict[str, Any]) -> str:
@@ -78,17 +91,23 @@ def _event(body: dict[str, Any]) -> str:
 def _content(turn: OpenTurn) -> dict[str, Any]:
     """Return the content and the calls of a message.
 
-    With calls, an empty content is null and reasoning has a field of its own; without calls it stays in the content.
+    With calls, an empty content is null and reasoning has a field of its own; without calls it
+    stays in the content.
     """
     answer = turn.answer
     if not answer.calls:
         return {"content": answer.content}
-    body: dict[str, Any] = {"content": answer.content or None, "tool_calls": [call_body(call) for call in answer.calls]}
+    body: dict[str, Any] = {
+        "content": answer.content or None,
+        "tool_calls": [call_body(call) for call in answer.calls],
+    }
     return body | ({"reasoning_content": turn.parsed.reasoning} if turn.parsed.reasoning else {})
 
 
 def _finish_reason(turn: OpenTurn) -> str:
-    return "tool_calls" if turn.answer.calls and turn.finish_reason == "stop" else turn.finish_reason
+    return (
+        "tool_calls" if turn.answer.calls and turn.finish_reason == "stop" else turn.finish_reason
+    )
 
 
 def _head(kind: str, turn: OpenTurn) -> dict[str, Any]:
@@ -98,7 +117,11 @@ def _head(kind: str, turn: OpenTurn) -> dict[str, Any]:
 def _usage(turn: OpenTurn) -> dict[str, int]:
     n_prompt = len(turn.prompt)
     n_sampled = len(turn.ids)
-    return {"prompt_tokens": n_prompt, "completion_tokens": n_sampled, "total_tokens": n_prompt + n_sampled}
+    return {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_sampled,
+        "total_tokens": n_prompt + n_sampled,
+    }
 
 
 def _logprobs(turn: OpenTurn, chat: TemplateChat) -> dict[str, Any]:
@@ -115,8 +138,8 @@ def _logprobs(turn: OpenTurn, chat: TemplateChat) -> dict[str, Any]:
 
 
 class RewardReport(BaseModel):
-    """Body of ``POST /sessions/<id>/reward``: one reward for all conversations of the session, or one for each
-    conversation, by the id of a completion in it."""
+    """Body of ``POST /sessions/<id>/reward``: one reward for all conversations of the session, or
+    one for each conversation, by the id of a completion in it."""
 
     reward: float | None = None
     rewards: dict[str, float] | None = Field(None, min_length=1)
@@ -170,8 +193,11 @@ def build_app(sessions: Sessions) -> FastAPI:
     return app
 
 
-async def _while_connected(sampling: Coroutine[Any, Any, OpenTurn], request: Request) -> OpenTurn | None:
-    """Return the sampled turn. If the client disconnects first, cancel the sampling and return None."""
+async def _while_connected(
+    sampling: Coroutine[Any, Any, OpenTurn], request: Request
+) -> OpenTurn | None:
+    """Return the sampled turn. If the client disconnects first, cancel the sampling and return
+    None."""
     work = asyncio.ensure_future(sampling)
     disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
@@ -189,7 +215,8 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 
 class _BodyLimit:
-    """Middleware that refuses a body that is too long or has no Content-Length, before it is read."""
+    """Middleware that refuses a body that is too long or has no Content-Length, before it is
+    read."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -198,7 +225,9 @@ class _BodyLimit:
         if scope["type"] == "http" and scope["method"] == "POST":
             length = dict(scope["headers"]).get(b"content-length", b"")
             if not length.isdigit() or int(length) > MAX_BODY_BYTES:
-                error = ApiError(413, "too_large", f"a body has a Content-Length of at most {MAX_BODY_BYTES}")
+                error = ApiError(
+                    413, "too_large", f"a body has a Content-Length of at most {MAX_BODY_BYTES}"
+                )
                 await JSONResponse(error.body(), 413)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -211,16 +240,24 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def not_served(request: Request, error: HTTPException) -> Response:
-        code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
+        code = {404: "unknown_url", 405: "method_not_allowed"}.get(
+            error.status_code, "invalid_request"
+        )
         text = f"{error.detail}: below the address of a session there are {_SERVED}"
-        return JSONResponse(ApiError(error.status_code, code, text).body(), error.status_code, error.headers)
+        return JSONResponse(
+            ApiError(error.status_code, code, text).body(), error.status_code, error.headers
+        )
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"][1:])
-        problem = first["msg"].removeprefix("Value error, ")  # pydantic's prefix for errors of our validators
-        return JSONResponse(ApiError(400, "invalid_request", f"{where}: {problem}"[:300]).body(), 400)
+        problem = first["msg"].removeprefix(
+            "Value error, "
+        )  # pydantic's prefix for errors of our validators
+        return JSONResponse(
+            ApiError(400, "invalid_request", f"{where}: {problem}"[:300]).body(), 400
+        )
 
 
 _START_S = 10.0
@@ -263,7 +300,8 @@ class OpenAiServer:
         return f"{self.url}/sessions/{session.key}/v1"
 
     async def start(self) -> None:
-        """Start on a free port, unless it is running. Raises RuntimeError if the server does not start."""
+        """Start on a free port, unless it is running. Raises RuntimeError if the server does not
+        start."""
         if self._serving is not None and not self._serving.done():
             return
         listener = socket.create_server(("127.0.0.1", 0))
@@ -271,7 +309,9 @@ class OpenAiServer:
         deadline = asyncio.get_running_loop().time() + _START_S
         while not self._server.started:
             if self._serving.done() or asyncio.get_running_loop().time() > deadline:
-                raise RuntimeError(f"the endpoint of black-box agents did not start within {_START_S:g} s")
+                raise RuntimeError(
+                    f"the endpoint of black-box agents did not start within {_START_S:g} s"
+                )
             await asyncio.sleep(0.005)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
 

@@ -1,11 +1,13 @@
 """Sessions of black-box agents, with the exact token ids of their conversations.
 
-An agent sends whole conversations as messages. Messages that extend a conversation of the session (with the same tools,
-and the policy's turns equal to those returned) continue it with its ids; nothing is tokenised twice. Messages that
-deviate from a conversation after some policy turn *branch* off there: they begin another trajectory, whose prompt are
-the ids up to that point. All other messages start a new conversation. This module does no I/O.
+An agent sends whole conversations as messages. Messages that extend a conversation of the session
+(with the same tools, and the policy's turns equal to those returned) continue it with its ids;
+nothing is tokenised twice. Messages that deviate from a conversation after some policy turn
+*branch* off there: they begin another trajectory, whose prompt are the ids up to that point. All
+other messages start a new conversation. This module does no I/O.
 
-The id of a session is a capability: it cannot be guessed, and a client that knows it may use the session.
+The id of a session is a capability: it cannot be guessed, and a client that knows it may use the
+session.
 """
 
 from __future__ import annotations
@@ -21,12 +23,19 @@ from realhf.api.chat_template import ChatTemplateError, TemplateChat
 from realhf.api.environment import AssistantMessage, Task, finite_number
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.api.model import GenOutput, GenRequest
-from realhf.api.rollout import AGENT_FAILED, MAX_BRANCHES, VALID_STATUSES, PlayedTurn, RolloutOutcome
+from realhf.api.rollout import (
+    AGENT_FAILED,
+    MAX_BRANCHES,
+    VALID_STATUSES,
+    PlayedTurn,
+    RolloutOutcome,
+)
 from realhf.rollout.episode import Limits, TokenBuffer, outcome_of, state_number
 from realhf.rollout.openai_requests import NO_TOOLS, ApiError, Message, Tools, answer
 
 _SLOT_STRIDE = 1 << 40
-"""Difference of the cache slots of consecutive conversations of a session; more than there are slots of sessions."""
+"""Difference of the cache slots of consecutive conversations of a session; more than there are
+slots of sessions."""
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 """Difference of the seeds of consecutive conversations: 2**64 divided by the golden ratio."""
 
@@ -74,28 +83,40 @@ class Branch:
     def states(self) -> list[int]:
         """Return the ``state_number`` of the messages that each of the policy's turns answers."""
         begins = [0, *(mark.messages for mark in self.marks)]
-        answered = [self.messages[begin : mark.messages - 1] for begin, mark in zip(begins, self.marks, strict=False)]
+        answered = [
+            self.messages[begin : mark.messages - 1]
+            for begin, mark in zip(begins, self.marks, strict=False)
+        ]
         return [state_number(_to_dicts(messages)) for messages in answered]
 
     def turns(self) -> tuple[PlayedTurn, ...]:
         """Return the policy's turns, each with the messages that followed it."""
         ends = [mark.messages - 1 for mark in self.marks[1:]] + [len(self.messages)]
-        following = [self.messages[mark.messages : end] for mark, end in zip(self.marks, ends, strict=True)]
+        following = [
+            self.messages[mark.messages : end] for mark, end in zip(self.marks, ends, strict=True)
+        ]
         return tuple(
             PlayedTurn(
-                mark.turn.text, "\n".join(message.content for message in messages), 0.0, mark.turn, _to_dicts(messages)
+                mark.turn.text,
+                "\n".join(message.content for message in messages),
+                0.0,
+                mark.turn,
+                _to_dicts(messages),
             )
             for mark, messages in zip(self.marks, following, strict=True)
         )
 
     def opening(self) -> list[dict[str, Any]]:
         """Return the messages before the policy's first turn."""
-        return _to_dicts(self.messages[: self.marks[0].messages - 1] if self.marks else self.messages)
+        return _to_dicts(
+            self.messages[: self.marks[0].messages - 1] if self.marks else self.messages
+        )
 
 
 @dataclass
 class OpenTurn:
-    """A policy turn in progress. Its branch changes only when the turn is kept. ``prompt`` are all ids before it."""
+    """A policy turn in progress. Its branch changes only when the turn is kept. ``prompt`` are all
+    ids before it."""
 
     branch: Branch
     """The conversation that it continues."""
@@ -146,8 +167,9 @@ class OpenTurn:
 class TokenLedger:
     """All conversations of one session.
 
-    ``slot`` is the cache slot and ``seed`` the seed of the first conversation; those of others are derived from them.
-    ``limits`` bound each trajectory, and the number of policy turns of the session.
+    ``slot`` is the cache slot and ``seed`` the seed of the first conversation; those of others are
+    derived from them. ``limits`` bound each trajectory, and the number of policy turns of the
+    session.
     """
 
     def __init__(self, chat: TemplateChat, limits: Limits, *, slot: int, seed: int | None) -> None:
@@ -172,16 +194,20 @@ class TokenLedger:
         Raises ApiError beyond a limit, and if the model's chat template cannot render the messages.
         """
         limits = self._limits
-        # Running turns count as well; otherwise concurrent requests could exceed the limit together.
+        # Running turns count as well; otherwise concurrent requests could exceed the limit
+        # together.
         if self.turns + self._n_running >= limits.max_turns:
-            raise self._refuse("max_turns", "turn_limit", f"this session has had its {limits.max_turns} turns")
+            raise self._refuse(
+                "max_turns", "turn_limit", f"this session has had its {limits.max_turns} turns"
+            )
         try:
             turn = self._open_turn(messages, tools)
         except ChatTemplateError as error:
             raise ApiError(400, "unsupported", str(error)) from error
         if turn.branch.tokens.room - len(turn.between) < limits.turn_tokens:
             text = (
-                f"the conversation has {len(turn.prompt)} tokens; with a turn of {limits.turn_tokens} that is more "
+                f"the conversation has {len(turn.prompt)} tokens; with a turn of "
+                f"{limits.turn_tokens} that is more "
                 f"than {limits.max_total_tokens}"
             )
             raise self._refuse("token_budget", "context_length_exceeded", text)
@@ -191,12 +217,15 @@ class TokenLedger:
 
     def is_out_of_turns(self, task: Task) -> bool:
         """Return whether the limit of turns is reached although the task itself allows more."""
-        return self.turns >= self._limits.max_turns and task.allows_more_than(self._limits.max_turns)
+        return self.turns >= self._limits.max_turns and task.allows_more_than(
+            self._limits.max_turns
+        )
 
     def add(self, turn: OpenTurn, output: GenOutput) -> bool:
         """Add an output of the engine; return whether the turn is complete.
 
-        Raises ValueError for an invalid output, and ApiError if the engine's context is full before the turn.
+        Raises ValueError for an invalid output, and ApiError if the engine's context is full before
+        the turn.
         """
         count = len(output.token_ids)
         interrupted = output.finish_reason == "interrupted"
@@ -207,9 +236,12 @@ class TokenLedger:
                 "context_length_exceeded",
                 f"the conversation of {len(turn.prompt)} tokens fills the engine's context",
             )
-        if (not count and not interrupted and not full) or not count == len(output.logprobs) == len(output.versions):
+        if (not count and not interrupted and not full) or not count == len(output.logprobs) == len(
+            output.versions
+        ):
             raise ValueError(
-                f"the engine returned {count} tokens, {len(output.logprobs)} logprobs, {len(output.versions)} versions"
+                f"the engine returned {count} tokens, {len(output.logprobs)} logprobs, "
+                f"{len(output.versions)} versions"
             )
         if count or full:
             turn.parts.append(output)
@@ -246,7 +278,8 @@ class TokenLedger:
         self._n_running -= 1
 
     def find_turn(self, message: Message) -> AssistantMessage | None:
-        """Return the latest turn of the policy that was answered with ``message``; None if there is none."""
+        """Return the latest turn of the policy that was answered with ``message``; None if there is
+        none."""
         for branch in reversed(self.branches):
             for mark in reversed(branch.marks):
                 if branch.messages[mark.messages - 1] == message:
@@ -254,11 +287,13 @@ class TokenLedger:
         return None
 
     def ordered(self) -> list[Branch]:
-        """Return the trajectories with the main one first: most sampled tokens first, among equals the latest first."""
+        """Return the trajectories with the main one first: most sampled tokens first, among equals
+        the latest first."""
         return sorted(reversed(self.branches), key=lambda branch: -branch.sampled)
 
     def _open_turn(self, messages: Sequence[Message], tools: Tools) -> OpenTurn:
-        """Return the turn after ``messages``: in a conversation that they continue, in a branch, or in a new one."""
+        """Return the turn after ``messages``: in a conversation that they continue, in a branch, or
+        in a new one."""
         key = tools.key
         branch, mark = self._find_continuation(messages, key)
         if branch is None or mark is None:
@@ -266,20 +301,30 @@ class TokenLedger:
             return OpenTurn(self._new_branch(prompt, key), list(messages), [], tools)
         tail = list(messages[mark.messages :])
         end = branch.tokens.completion_ids[mark.tokens - 1]
-        between = self._chat.following_messages(_to_dicts(tail), ended=mark.ended, end=end, tools=tools.schemas)
+        between = self._chat.following_messages(
+            _to_dicts(tail), ended=mark.ended, end=end, tools=tools.schemas
+        )
         if mark is branch.marks[-1] and not branch.busy:
             return OpenTurn(branch, tail, between, tools)
         ids = branch.tokens.prompt_ids + branch.tokens.completion_ids[: mark.tokens]
-        return OpenTurn(self._new_branch(ids + between, key), branch.messages[: mark.messages] + tail, [], tools)
+        return OpenTurn(
+            self._new_branch(ids + between, key), branch.messages[: mark.messages] + tail, [], tools
+        )
 
-    def _find_continuation(self, messages: Sequence[Message], tools: str) -> tuple[Branch | None, Mark | None]:
-        """Return the conversation and the policy turn in it that ``messages`` continue, or (None, None).
+    def _find_continuation(
+        self, messages: Sequence[Message], tools: str
+    ) -> tuple[Branch | None, Mark | None]:
+        """Return the conversation and the policy turn in it that ``messages`` continue, or (None,
+        None).
 
-        ``messages`` must equal the conversation up to that turn and add no further assistant message. A turn that is
-        the last one of an idle conversation is preferred: it can be continued without a branch.
+        ``messages`` must equal the conversation up to that turn and add no further assistant
+        message. A turn that is the last one of an idle conversation is preferred: it can be
+        continued without a branch.
         """
         best: tuple[Branch | None, Mark | None] = (None, None)
-        n_shared = max((n for n, message in enumerate(messages, 1) if message.role == "assistant"), default=0)
+        n_shared = max(
+            (n for n, message in enumerate(messages, 1) if message.role == "assistant"), default=0
+        )
         for branch in reversed(self.branches):
             mark = next((mark for mark in branch.marks if mark.messages == n_shared), None)
             if mark is None or n_shared == len(messages) or branch.tools != tools:
@@ -295,13 +340,20 @@ class TokenLedger:
     def _new_branch(self, prompt: list[int], tools: str) -> Branch:
         number = len(self.slots)
         if number >= MAX_BRANCHES:
-            raise self._refuse("max_turns", "branch_limit", f"this session has had its {MAX_BRANCHES} conversations")
+            raise self._refuse(
+                "max_turns",
+                "branch_limit",
+                f"this session has had its {MAX_BRANCHES} conversations",
+            )
         seed = None if self._seed is None else (self._seed + number * _SEED_STRIDE) % (1 << 63)
         self.slots.append(self._first_slot + number * _SLOT_STRIDE)
-        return Branch(self.slots[-1], seed, TokenBuffer(prompt, self._limits.max_total_tokens), tools)
+        return Branch(
+            self.slots[-1], seed, TokenBuffer(prompt, self._limits.max_total_tokens), tools
+        )
 
     def _refuse(self, status: str, code: str, message: str) -> ApiError:
-        """Record that a limit was hit, with the status that it gives the episode, and return the error to raise."""
+        """Record that a limit was hit, with the status that it gives the episode, and return the
+        error to raise."""
         self.limit_hit = status
         self.refusals |= {code: status, message: status}
         return ApiError(400, code, message)
@@ -316,8 +368,9 @@ MAX_SESSIONS = 4096
 MAX_AT_ONCE = 16
 """Concurrent requests of a session."""
 Reward = float | Mapping[str, float]
-"""The reward of all trajectories of a session, or of each one by the id of a completion in it. If several completions
-of one trajectory are named, the latest counts; a trajectory that no id names is left out."""
+"""The reward of all trajectories of a session, or of each one by the id of a completion in it. If
+several completions of one trajectory are named, the latest counts; a trajectory that no id names is
+left out."""
 
 
 @dataclass(frozen=True)
@@ -356,11 +409,14 @@ class Session:
         self._running: set[asyncio.Task[None]] = set()
 
     async def sample(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> OpenTurn:
-        """Sample the policy's next turn, which the caller must ``keep`` or ``discard``. Raises ApiError."""
+        """Sample the policy's next turn, which the caller must ``keep`` or ``discard``. Raises
+        ApiError."""
         if self.ended.is_set():
             raise _session_over("this session is over")
         if len(self._running) >= MAX_AT_ONCE:
-            raise ApiError(429, "too_many_requests", f"this session has {MAX_AT_ONCE} requests under way")
+            raise ApiError(
+                429, "too_many_requests", f"this session has {MAX_AT_ONCE} requests under way"
+            )
         turn = self.ledger.begin(messages, tools)
         earlier_error = self.engine_error
         work = asyncio.ensure_future(self._sample(turn))
@@ -371,7 +427,9 @@ class Session:
                 raise _session_over("this session ended meanwhile")
             work.result()
         except (GenerationFailed, ValueError) as error:
-            self.engine_error = error if isinstance(error, GenerationFailed) else GenerationFailed(str(error))
+            self.engine_error = (
+                error if isinstance(error, GenerationFailed) else GenerationFailed(str(error))
+            )
             self.ledger.discard(turn)
             raise ApiError(503, "engine_failed", str(error)) from error
         except BaseException:
@@ -380,15 +438,17 @@ class Session:
         finally:
             self._running.discard(work)
             work.cancel()
-        if self.engine_error is earlier_error:  # the failure came before this request, which has succeeded
+        if (
+            self.engine_error is earlier_error
+        ):  # the failure came before this request, which has succeeded
             self.engine_error = None
         return turn
 
     def keep(self, turn: OpenTurn) -> None:
         """Add a sampled turn, which the agent gets, to its trajectory.
 
-        Raises ApiError and drops the turn if the session has ended: its outcome may exist already and share the lists
-        that the turn would be added to.
+        Raises ApiError and drops the turn if the session has ended: its outcome may exist already
+        and share the lists that the turn would be added to.
         """
         if self.ended.is_set():
             self.discard(turn)
@@ -400,7 +460,8 @@ class Session:
         self.ledger.discard(turn)
 
     def report(self, reward: Reward) -> None:
-        """Record the agent's reward and end the session. Raises ApiError for a second report or an invalid reward."""
+        """Record the agent's reward and end the session. Raises ApiError for a second report or an
+        invalid reward."""
         if self.ended.is_set():
             raise _session_over("this session is over")
         try:
@@ -417,17 +478,20 @@ class Session:
         self._llm.free(self.ledger.slots)
 
     def find_limit(self, error: BaseException) -> str:
-        """Return the status of the limit whose refusal caused an exception of the agent; "" if none did.
+        """Return the status of the limit whose refusal caused an exception of the agent; "" if none
+        did.
 
-        A refusal is recognised by its code or message, or by status 400 with the address of this session, in the text
-        of the exception or of its cause (``__cause__``). An exception that was merely raised while the agent handled a
-        refusal does not count.
+        A refusal is recognised by its code or message, or by status 400 with the address of this
+        session, in the text of the exception or of its cause (``__cause__``). An exception that was
+        merely raised while the agent handled a refusal does not count.
         """
         if isinstance(error, BaseExceptionGroup):
             limits = [self.find_limit(each) for each in error.exceptions]
             return limits[-1] if all(limits) else ""
         text = f"{error} {getattr(error, 'url', '')} "
-        with contextlib.suppress(Exception):  # of any HTTP client; the body may be unread or no text
+        with contextlib.suppress(
+            Exception
+        ):  # of any HTTP client; the body may be unread or no text
             text += str(error.response.text)  # type: ignore[attr-defined]
         for words, status in self.ledger.refusals.items():
             if words in text or (self.key in text and "400" in text):
@@ -437,8 +501,8 @@ class Session:
     def outcomes(self, ending: Ending) -> list[RolloutOutcome]:
         """Return the outcomes of the session's trajectories, the main one first.
 
-        If the agent made no request, there is one without tokens. All have the same reward unless there is one for each
-        (``Reward``).
+        If the agent made no request, there is one without tokens. All have the same reward unless
+        there is one for each (``Reward``).
         """
         branches = self.ledger.ordered()
         reward = self.reward if ending.reward is None else ending.reward
@@ -451,15 +515,23 @@ class Session:
             rewards = [(branch, _find_reward(reward, branch)) for branch in branches]
             rewarded = [(branch, value) for branch, value in rewards if value is not None]
         else:
-            rewarded = [(branch, None if isinstance(reward, Mapping) else reward) for branch in branches]
-        return [self._build_outcome(*pair, ending) for pair in rewarded] or [self._build_outcome(None, None, ending)]
+            rewarded = [
+                (branch, None if isinstance(reward, Mapping) else reward) for branch in branches
+            ]
+        return [self._build_outcome(*pair, ending) for pair in rewarded] or [
+            self._build_outcome(None, None, ending)
+        ]
 
-    def _build_outcome(self, branch: Branch | None, reward: float | None, ending: Ending) -> RolloutOutcome:
+    def _build_outcome(
+        self, branch: Branch | None, reward: float | None, ending: Ending
+    ) -> RolloutOutcome:
         status = ending.status
         message = ending.message
         if status in VALID_STATUSES and (branch is None or reward is None):
             status = AGENT_FAILED
-            message = "the agent asked for nothing" if branch is None else "nobody reported a reward"
+            message = (
+                "the agent asked for nothing" if branch is None else "nobody reported a reward"
+            )
         # The whole reward belongs to the last turn.
         turns = branch.turns() if branch else ()
         rewards = [0.0 for _ in turns]
@@ -496,14 +568,19 @@ class Sessions:
         self._limits = limits
         self._open: dict[str, Session] = {}
 
-    def open(self, llm: TokenSource, *, slot: int, seed: int | None = None, max_turns: int = 0) -> Session:
-        """Open a session with tokens from ``llm`` and at most ``max_turns`` turns (0: as the limits say).
+    def open(
+        self, llm: TokenSource, *, slot: int, seed: int | None = None, max_turns: int = 0
+    ) -> Session:
+        """Open a session with tokens from ``llm`` and at most ``max_turns`` turns (0: as the limits
+        say).
 
         Raises RuntimeError if there are too many open sessions.
         """
         if len(self._open) >= MAX_SESSIONS:
             raise RuntimeError(f"the endpoint has {MAX_SESSIONS} sessions; close some")
-        limits = replace(self._limits, max_turns=min(self._limits.max_turns, max_turns or self._limits.max_turns))
+        limits = replace(
+            self._limits, max_turns=min(self._limits.max_turns, max_turns or self._limits.max_turns)
+        )
         ledger = TokenLedger(self.chat, limits, slot=slot, seed=seed)
         session = Session(secrets.token_urlsafe(24), ledger, llm)
         self._open[session.key] = session
@@ -523,7 +600,8 @@ class Sessions:
 
 
 def read_reward(value: object) -> Reward:
-    """Return a reward as plain floats. Raises ValueError, with the reason, if ``value`` is no reward."""
+    """Return a reward as plain floats. Raises ValueError, with the reason, if ``value`` is no
+    reward."""
     if isinstance(value, Mapping):
         if not value:
             raise ValueError("the map of rewards is empty")
@@ -541,7 +619,8 @@ def _read_number(value: object) -> float:
 
 
 def _check_replies(reward: Reward, branches: Sequence[Branch]) -> Reward:
-    """Return the reward. Raises ValueError if it names the id of no completion of these conversations."""
+    """Return the reward. Raises ValueError if it names the id of no completion of these
+    conversations."""
     replies = {mark.reply for branch in branches for mark in branch.marks}
     for reply in reward if isinstance(reward, Mapping) else ():
         if reply not in replies:
@@ -550,8 +629,11 @@ def _check_replies(reward: Reward, branches: Sequence[Branch]) -> Reward:
 
 
 def _find_reward(rewards: Mapping[str, float], branch: Branch) -> float | None:
-    """Return the reward of a conversation by the latest of its completions that has one; None if none has."""
-    return next((rewards[mark.reply] for mark in reversed(branch.marks) if mark.reply in rewards), None)
+    """Return the reward of a conversation by the latest of its completions that has one; None if
+    none has."""
+    return next(
+        (rewards[mark.reply] for mark in reversed(branch.marks) if mark.reply in rewards), None
+    )
 
 
 def _session_over(message: str) -> ApiError:

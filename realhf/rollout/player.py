@@ -1,9 +1,10 @@
 """Player of episodes, used for training, evaluation, demonstrations and agents alike.
 
-A player has *slots*. Each slot has an environment and a slot of the engine's cache, and plays one episode after
-another. Runs differ by the objects they pass in: the source of tokens (``TokenSource``), the order in which slots take
-episodes (``SlotOrder``, for runs that must not depend on timing), the agent (``EpisodeAgent``), and the treatment of
-failed episodes (retries here; for groups a ``FailurePolicy``). Source: docs/reference/environment.md 9.
+A player has *slots*. Each slot has an environment and a slot of the engine's cache, and plays one
+episode after another. Runs differ by the objects they pass in: the source of tokens
+(``TokenSource``), the order in which slots take episodes (``SlotOrder``, for runs that must not
+depend on timing), the agent (``EpisodeAgent``), and the treatment of failed episodes (retries here;
+for groups a ``FailurePolicy``). Source: docs/reference/environment.md 9.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ from realhf.api.model import GenOutput, GenRequest
 from realhf.api.rollout import ChatFormat, RolloutOutcome
 from realhf.base import process_clock
 from realhf.env.loader.validation import whole_text
-from realhf.rollout.episode import Conversation, EpisodeRequest, Limits, TruncatingConversation, play_episode
+from realhf.rollout.episode import (
+    Conversation,
+    EpisodeRequest,
+    Limits,
+    TruncatingConversation,
+    play_episode,
+)
 
 T = TypeVar("T")
 _RESENDS = 8
@@ -48,19 +55,22 @@ _log = logging.getLogger(__name__)
 
 
 class ReplayDiverged(EnvironmentFailure):
-    """A new instance answered the replayed turns differently from the lost one, so the episode cannot be resumed."""
+    """A new instance answered the replayed turns differently from the lost one, so the episode
+    cannot be resumed."""
 
     def __init__(self, message: str) -> None:
         super().__init__("lost", message)
 
 
 class SlotEnvironment:
-    """The environment of a slot, for all its episodes: an ``Environment`` that raises only EnvironmentFailure.
+    """The environment of a slot, for all its episodes: an ``Environment`` that raises only
+    EnvironmentFailure.
 
-    A step that the environment reports as not executed is sent again. If a deterministic environment is lost in the
-    middle of an episode, a new instance is reset with the same task and seed and gets the same messages; if it gives
-    the same answers, the episode goes on. Other environments are played again from the start.
-    Source: docs/reference/dataflow.md 9 (a failure is never a reward of 0).
+    A step that the environment reports as not executed is sent again. If a deterministic
+    environment is lost in the middle of an episode, a new instance is reset with the same task and
+    seed and gets the same messages; if it gives the same answers, the episode goes on. Other
+    environments are played again from the start. Source: docs/reference/dataflow.md 9 (a failure is
+    never a reward of 0).
 
     Args:
         name: name of the environment, for error messages.
@@ -103,7 +113,8 @@ class SlotEnvironment:
         self._retries = retries
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
-        """Start an episode, after waiting for a service that is unreachable or full. Raises EnvironmentFailure."""
+        """Start an episode, after waiting for a service that is unreachable or full. Raises
+        EnvironmentFailure."""
         self._task = task
         self._seed = seed
         self._opening = None
@@ -145,7 +156,9 @@ class SlotEnvironment:
 
         opening = await self._send_with_retries("reset", send)
         if not isinstance(opening, Opening):
-            raise EnvironmentFailure("internal", f"environment {self._name}: reset returned {opening!r:.80}")
+            raise EnvironmentFailure(
+                "internal", f"environment {self._name}: reset returned {opening!r:.80}"
+            )
         self._check("the messages of reset", opening.messages)
         return opening
 
@@ -157,15 +170,18 @@ class SlotEnvironment:
 
         turn = await self._send_with_retries("step", send)
         if not isinstance(turn, Turn):
-            raise EnvironmentFailure("internal", f"environment {self._name}: step returned {turn!r:.80}")
+            raise EnvironmentFailure(
+                "internal", f"environment {self._name}: step returned {turn!r:.80}"
+            )
         self._check("the messages of step", turn.messages)
         return turn
 
     def _check(self, what: str, messages: Any) -> None:
-        """Raise EnvironmentFailure for messages that a chat template would render wrongly or not at all.
+        """Raise EnvironmentFailure for messages that a chat template would render wrongly or not at
+        all.
 
-        The loader makes the same check, but not every environment is loaded by it. Lone surrogates, which an
-        environment may echo, are allowed: the chat replaces them.
+        The loader makes the same check, but not every environment is loaded by it. Lone surrogates,
+        which an environment may echo, are allowed: the chat replaces them.
         """
         if not any(message_problems(messages, what)):
             return
@@ -173,7 +189,8 @@ class SlotEnvironment:
             raise EnvironmentFailure("internal", f"environment {self._name}: {problem}")
 
     async def _send_with_retries(self, what: str, send: Callable[[], Awaitable[T]]) -> T:
-        """Return the answer to a request, which is repeated while the environment reports that it was not executed."""
+        """Return the answer to a request, which is repeated while the environment reports that it
+        was not executed."""
         pause_s = 0.0
         for _ in range(_RESENDS):
             try:
@@ -187,7 +204,8 @@ class SlotEnvironment:
         return await self._send_guarded(what, send)
 
     async def _send_guarded(self, what: str, send: Callable[[], Awaitable[T]]) -> T:
-        """Call a method of the environment within the timeout; turn every error into an EnvironmentFailure."""
+        """Call a method of the environment within the timeout; turn every error into an
+        EnvironmentFailure."""
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
@@ -226,21 +244,26 @@ class SlotEnvironment:
             return opening
 
     async def _replay(self) -> Opening:
-        """Reset a new instance and repeat the turns of the episode. Raises ReplayDiverged for a different answer."""
+        """Reset a new instance and repeat the turns of the episode. Raises ReplayDiverged for a
+        different answer."""
         opening = await self._reset_with_patience()
         if self._opening is not None and list(opening.messages) != list(self._opening.messages):
-            raise ReplayDiverged(f"environment {self._name}: a new instance opened the same task differently")
+            raise ReplayDiverged(
+                f"environment {self._name}: a new instance opened the same task differently"
+            )
         for number, (message, turn) in enumerate(self._history):
             new_turn = await self._send_step(message)
             if _compared_fields(new_turn) != _compared_fields(turn):
                 raise ReplayDiverged(
-                    f"environment {self._name}: turn {number} was answered {str(_compared_fields(turn))[:120]}, in the "
+                    f"environment {self._name}: turn {number} was answered "
+                    f"{str(_compared_fields(turn))[:120]}, in the "
                     f"new instance {str(_compared_fields(new_turn))[:120]}"
                 )
         return opening
 
     async def _reset_with_patience(self) -> Opening:
-        """Reset a new instance, with retries for ``patience_s`` seconds while the service is unreachable or full."""
+        """Reset a new instance, with retries for ``patience_s`` seconds while the service is
+        unreachable or full."""
         deadline = process_clock.now() + self._patience_s
         pause_s = _FIRST_PAUSE_S
         while True:
@@ -248,7 +271,10 @@ class SlotEnvironment:
                 return await self._send_reset()
             except EnvironmentFailure as error:
                 await self.close()
-                if error.kind not in ("lost", "capacity") or process_clock.now() + pause_s > deadline:
+                if (
+                    error.kind not in ("lost", "capacity")
+                    or process_clock.now() + pause_s > deadline
+                ):
                     raise
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -259,7 +285,10 @@ def _replace_surrogates(messages: Any) -> Any:
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         return messages
     return [
-        {key: whole_text(value) if isinstance(value, str) else value for key, value in message.items()}
+        {
+            key: whole_text(value) if isinstance(value, str) else value
+            for key, value in message.items()
+        }
         if isinstance(message, Mapping)
         else message
         for message in messages
@@ -276,12 +305,19 @@ def describe_error(error: BaseException) -> str:
 
 def _compared_fields(turn: Turn) -> tuple[Any, ...]:
     """Return the fields that must be equal in a replay: all but ``info``."""
-    return [*map(dict, turn.messages)], turn.done, turn.reward, turn.final, dict(turn.rewards), dict(turn.metrics)
+    return (
+        [*map(dict, turn.messages)],
+        turn.done,
+        turn.reward,
+        turn.final,
+        dict(turn.rewards),
+        dict(turn.metrics),
+    )
 
 
 _SHAPES = ((("user",), ("user",)), (("user",), ("tool",)), (("user",), ("user",), ("user",)))
-"""Conversations, as roles of the messages before each turn; a template that drops old reasoning does so in one of
-them."""
+"""Conversations, as roles of the messages before each turn; a template that drops old reasoning
+does so in one of them."""
 
 
 class NoTokens:
@@ -302,11 +338,13 @@ NO_TOKENS = NoTokens()
 class EpisodeAgent(Protocol):
     """Agent that plays episodes, many at once on one event loop."""
 
-    async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
+    async def play(
+        self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int
+    ) -> RolloutOutcome:
         """Play one episode from its reset to its outcome.
 
-        A failure of the environment or the engine is an outcome. ``slot`` is the slot of the engine's cache that only
-        this episode uses.
+        A failure of the environment or the engine is an outcome. ``slot`` is the slot of the
+        engine's cache that only this episode uses.
         """
         ...
 
@@ -326,32 +364,49 @@ class SlotOrder(Protocol):
 class TurnAgent:
     """Agent that plays in turns: the policy samples a turn, and the environment answers.
 
-    Without ``keep_reasoning``, old reasoning is dropped as the chat template does it, and an episode may have several
-    rows. Raises ValueError then for a template that drops none.
+    Without ``keep_reasoning``, old reasoning is dropped as the chat template does it, and an
+    episode may have several rows. Raises ValueError then for a template that drops none.
     """
 
-    def __init__(self, chat: ChatFormat, limits: Limits, system_prompt: str, *, keep_reasoning: bool = True) -> None:
+    def __init__(
+        self, chat: ChatFormat, limits: Limits, system_prompt: str, *, keep_reasoning: bool = True
+    ) -> None:
         self._chat = chat
         self._limits = limits
-        self._system: list[ChatMessage] = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._system: list[ChatMessage] = (
+            [{"role": "system", "content": system_prompt}] if system_prompt else []
+        )
         self._keep_reasoning = keep_reasoning
         self._episodes_without_calls = 0
         if not keep_reasoning and not any(any(chat.forgotten(shape)) for shape in _SHAPES):
-            raise ValueError("rollout.keep_reasoning=false has no effect: the chat template drops no old reasoning")
+            raise ValueError(
+                "rollout.keep_reasoning=false has no effect: the chat template drops no old "
+                "reasoning"
+            )
 
-    async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
+    async def play(
+        self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int
+    ) -> RolloutOutcome:
         """Play one episode from its reset to its outcome; failures are outcomes."""
         kind = Conversation if self._keep_reasoning else TruncatingConversation
         conversation = kind(self._chat, self._limits, llm, slot, wanted.sampling_seed, self._system)
         outcome = await play_episode(env, wanted, conversation, self._limits.max_turns)
         self._warn_without_calls(conversation, outcome)
-        if self._system:  # the opening of an outcome is all that the policy read before its first turn
+        if (
+            self._system
+        ):  # the opening of an outcome is all that the policy read before its first turn
             outcome = replace(outcome, opening=(*self._system, *outcome.opening))
-        return conversation.split_rows(outcome) if isinstance(conversation, TruncatingConversation) else outcome
+        return (
+            conversation.split_rows(outcome)
+            if isinstance(conversation, TruncatingConversation)
+            else outcome
+        )
 
     def _warn_without_calls(self, conversation: Conversation, outcome: RolloutOutcome) -> None:
         """Warn once if a policy that is offered tools has called none in its first episodes."""
-        if self._episodes_without_calls >= _SILENT_EPISODES or not (conversation.tools and outcome.valid):
+        if self._episodes_without_calls >= _SILENT_EPISODES or not (
+            conversation.tools and outcome.valid
+        ):
             return
         if any(turn.said is not None and turn.said.tool_calls for turn in outcome.turns):
             self._episodes_without_calls = _SILENT_EPISODES
@@ -359,7 +414,8 @@ class TurnAgent:
         self._episodes_without_calls += 1
         if self._episodes_without_calls == _SILENT_EPISODES:
             _log.warning(
-                "the first %d episodes offered tools, and in no turn of the policy was a call found; where its turns "
+                "the first %d episodes offered tools, and in no turn of the policy was a call "
+                "found; where its turns "
                 "hold calls, choose the parser of their syntax with actor.tool_parser (said once)",
                 _SILENT_EPISODES,
             )
@@ -382,7 +438,8 @@ class PlayedEpisodes:
 
 
 class Player:
-    """Player of episodes of one environment on ``size`` slots. Use it on one event loop, one ``play`` at a time.
+    """Player of episodes of one environment on ``size`` slots. Use it on one event loop, one
+    ``play`` at a time.
 
     Args:
         spec: the environment.
@@ -443,7 +500,9 @@ class Player:
         outcomes: dict[int, RolloutOutcome] = {}
         played = PlayedEpisodes([])
         slots = [
-            asyncio.ensure_future(self._run_slot(slot, waiting, outcomes, played, tokens, order, on_finished))
+            asyncio.ensure_future(
+                self._run_slot(slot, waiting, outcomes, played, tokens, order, on_finished)
+            )
             for slot in self.slots
         ]
         try:
@@ -455,7 +514,9 @@ class Player:
         played.outcomes = [outcomes[request.index] for request in wanted]
         return played
 
-    async def play_and_close(self, wanted: Sequence[EpisodeRequest], tokens: TokenSource) -> PlayedEpisodes:
+    async def play_and_close(
+        self, wanted: Sequence[EpisodeRequest], tokens: TokenSource
+    ) -> PlayedEpisodes:
         """Play all requests, then close the environments."""
         try:
             return await self.play(wanted, tokens)
@@ -485,7 +546,9 @@ class Player:
                 if not waiting:
                     return
                 request = waiting.popleft()
-                outcomes[request.index] = await self._play_with_retries(slot, request, played, tokens)
+                outcomes[request.index] = await self._play_with_retries(
+                    slot, request, played, tokens
+                )
                 on_finished()
         finally:
             if order is not None:
@@ -524,13 +587,16 @@ def make_agent(
 ) -> EpisodeAgent:
     """Return the agent called ``name``; "" is the built-in agent.
 
-    ``episodes`` are the options of the rollouts. ``options`` are the agent's own, passed to its function as keyword
-    arguments. Raises ValueError for an agent that cannot be loaded or does not take these options.
+    ``episodes`` are the options of the rollouts. ``options`` are the agent's own, passed to its
+    function as keyword arguments. Raises ValueError for an agent that cannot be loaded or does not
+    take these options.
     """
     check_whole_distribution(episodes.gen)
     limits = Limits(episodes.max_turns, episodes.max_total_tokens, episodes.gen.max_new_tokens)
     if not name and options:
-        raise ValueError(f"the built-in agent has no options of its own: {', '.join(options)} would do nothing")
+        raise ValueError(
+            f"the built-in agent has no options of its own: {', '.join(options)} would do nothing"
+        )
     if not name:
         return TurnAgent(chat, limits, system_prompt, keep_reasoning=episodes.keep_reasoning)
     from realhf.rollout.black_box_agent import BlackBoxAgent, load_agent
@@ -542,9 +608,11 @@ def make_agent(
 
 
 def check_whole_distribution(gen: GenConfig) -> None:
-    """Raise ValueError for sampling options that truncate the distribution: the policy gradient needs all of it."""
+    """Raise ValueError for sampling options that truncate the distribution: the policy gradient
+    needs all of it."""
     if cut := gen.truncations():
         raise ValueError(
-            f"gen.{', gen.'.join(cut)}: training samples from the whole distribution (top_p=1, top_k=0, "
+            f"gen.{', gen.'.join(cut)}: training samples from the whole distribution (top_p=1, "
+            f"top_k=0, "
             "min_new_tokens=0)"
         )

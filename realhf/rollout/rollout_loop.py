@@ -1,4 +1,5 @@
-"""Loop of a rollout worker: lease a sample, play it, encode it and stream it (docs/reference/dataflow.md 9).
+"""Loop of a rollout worker: lease a sample, play it, encode it and stream it
+(docs/reference/dataflow.md 9).
 
 ``RolloutLoop.run``
   produces: streamed samples, and results of evaluation shares;
@@ -41,9 +42,9 @@ from realhf.transport.service import ServiceClient
 class SampleEncoder:
     """Encoder of played groups as frames for the stream.
 
-    ``calls`` are run on every sample, in order: inferences that need no weights, such as the reward. ``turns`` adds the
-    keys of turns. ``feedback`` adds ``feedback_prompt_ids``. Of every ``batch_size`` samples, ``transcripts`` carry the
-    text of their first rollout.
+    ``calls`` are run on every sample, in order: inferences that need no weights, such as the
+    reward. ``turns`` adds the keys of turns. ``feedback`` adds ``feedback_prompt_ids``. Of every
+    ``batch_size`` samples, ``transcripts`` carry the text of their first rollout.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class SampleEncoder:
         feedback: Feedback | None = None,
     ) -> None:
         self._feedback = feedback
-        self._calls = [(call, interfaces.get(call.interface)(**call.interface_args)) for call in calls]
+        self._calls = [
+            (call, interfaces.get(call.interface)(**call.interface_args)) for call in calls
+        ]
         self._context = context
         self._min_group_size = min_group_size
         self._turns = turns
@@ -66,7 +69,8 @@ class SampleEncoder:
         self._batch_size = batch_size
 
     def __call__(self, lease: RolloutLease, played: PlayedGroup) -> list[Any]:
-        """Return the frames of the sample. Its metadata ``rollout`` is the JSON of ``PlayedGroup.statistics``."""
+        """Return the frames of the sample. Its metadata ``rollout`` is the JSON of
+        ``PlayedGroup.statistics``."""
         outcomes = played.outcomes if self._feedback is None else self._feedback(played.outcomes)
         sample = outcomes_to_sample(
             [lease.id],
@@ -81,14 +85,19 @@ class SampleEncoder:
         has_transcript = lease.order % self._batch_size < self._transcripts
         metadata = {
             "rollout": [json.dumps(played.statistics(), separators=(",", ":"))],
-            "episode": [transcript(played.outcomes[0], header=f"sample {lease.id}") if has_transcript else ""],
+            "episode": [
+                transcript(played.outcomes[0], header=f"sample {lease.id}")
+                if has_transcript
+                else ""
+            ],
         }
         return encode_sample(sample.annotated(metadata))
 
 
 _log = logging.getLogger(__name__)
 HOLD_S = 30.0
-"""Seconds for which the master may hold a request for samples before it must answer that there are none yet."""
+"""Seconds for which the master may hold a request for samples before it must answer that there are
+none yet."""
 Encode = Callable[[RolloutLease, PlayedGroup], Sequence[Any]]
 """Encodes a finished sample as frames for the stream."""
 
@@ -97,10 +106,11 @@ class Stream(Protocol):
     """Sink of finished samples, such as ``StreamProducer``."""
 
     async def push(self, id: str, attempt: int, frames: Sequence[Any], *, timeout_s: float) -> None:
-        """Wait for a credit and send one attempt at a sample. The buffers must not change until it is acknowledged.
+        """Wait for a credit and send one attempt at a sample. The buffers must not change until it
+        is acknowledged.
 
-        Raises TimeoutError without a credit within ``timeout_s`` seconds, and ProtocolError if the frames exceed the
-        limits of the wire.
+        Raises TimeoutError without a credit within ``timeout_s`` seconds, and ProtocolError if the
+        frames exceed the limits of the wire.
         """
         ...
 
@@ -108,8 +118,8 @@ class Stream(Protocol):
 class RolloutLoop:
     """Loop that plays one sample at a time on each player.
 
-    If a group or a player fails, or a sample cannot be encoded, the attempt is reported to the master as failed and the
-    loop goes on.
+    If a group or a player fails, or a sample cannot be encoded, the attempt is reported to the
+    master as failed and the loop goes on.
     """
 
     def __init__(
@@ -126,7 +136,9 @@ class RolloutLoop:
         self._stream = stream
         self._encode = encode
         self._idle = list(players)
-        self._players = {id(player): (player, f"player {number}") for number, player in enumerate(players)}
+        self._players = {
+            id(player): (player, f"player {number}") for number, player in enumerate(players)
+        }
         """Every player with its name in traces, by identity."""
         self._tracer = tracer
         self._timeout_s = timeout_s
@@ -150,10 +162,13 @@ class RolloutLoop:
             for task in self._playing:
                 task.cancel()
             await asyncio.gather(*self._playing, return_exceptions=True)
-            await asyncio.gather(*(player.close() for player, _ in self._players.values()), return_exceptions=True)
+            await asyncio.gather(
+                *(player.close() for player, _ in self._players.values()), return_exceptions=True
+            )
 
     async def _take_leases(self) -> bool:
-        """Request a sample for each idle player and start to play; return False when there are no more samples."""
+        """Request a sample for each idle player and start to play; return False when there are no
+        more samples."""
         while not self._idle:
             self._player_idle.clear()
             await self._player_idle.wait()
@@ -179,7 +194,9 @@ class RolloutLoop:
                 await self._push(lease, frames)
         finally:
             line = self._players[id(player)][1]
-            self._tracer.record("sample", started_ns, time.time_ns(), line=line, id=lease.id, attempt=lease.attempt)
+            self._tracer.record(
+                "sample", started_ns, time.time_ns(), line=line, id=lease.id, attempt=lease.attempt
+            )
             self._idle.append(player)
             self._player_idle.set()
 
@@ -194,7 +211,11 @@ class RolloutLoop:
         except TimeoutError:
             error = f"not over after {part.deadline_s:g} s"
         except Exception as failure:
-            _log.warning("a share of an evaluation failed: %s", failure, exc_info=not isinstance(failure, GroupFailed))
+            _log.warning(
+                "a share of an evaluation failed: %s",
+                failure,
+                exc_info=not isinstance(failure, GroupFailed),
+            )
             error = f"{type(failure).__name__}: {failure}"
         request = EvaluatedRequest(part.evaluation, part.part, part.greedy, results, error)
         try:
@@ -202,13 +223,21 @@ class RolloutLoop:
         finally:
             line = self._players[id(player)][1]
             self._tracer.record(
-                "evaluation", started_ns, time.time_ns(), line=line, part=part.part, version=part.version
+                "evaluation",
+                started_ns,
+                time.time_ns(),
+                line=line,
+                part=part.part,
+                version=part.version,
             )
             self._idle.append(player)
             self._player_idle.set()
 
-    async def _play_and_encode(self, player: GroupPlayer, lease: RolloutLease) -> Sequence[Any] | None:
-        """Return the frames of the sample; None after a failure, which is reported to the master."""
+    async def _play_and_encode(
+        self, player: GroupPlayer, lease: RolloutLease
+    ) -> Sequence[Any] | None:
+        """Return the frames of the sample; None after a failure, which is reported to the
+        master."""
         try:
             return self._encode(lease, await play_within_deadline(player, lease))
         except GroupFailed as error:
@@ -221,7 +250,10 @@ class RolloutLoop:
     async def _push(self, lease: RolloutLease, frames: Sequence[Any]) -> None:
         try:
             await self._stream.push(lease.id, lease.attempt, frames, timeout_s=self._timeout_s)
-        except (ProtocolError, TimeoutError) as error:  # too large for the wire, or the trainer takes nothing
+        except (
+            ProtocolError,
+            TimeoutError,
+        ) as error:  # too large for the wire, or the trainer takes nothing
             _log.error("sample %s was not sent: %s", lease.id, error)
             await self._report_failure(lease, "rejected", f"{type(error).__name__}: {error}")
         else:

@@ -1,4 +1,5 @@
-"""Conversion of rollout outcomes into a ``SequenceSample`` (docs/reference/dataflow.md 2) and into text."""
+"""Conversion of rollout outcomes into a ``SequenceSample`` (docs/reference/dataflow.md 2) and into
+text."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from realhf.api.sample import Lengths, SequenceSample
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
 )
-"""Characters to be escaped: control characters except line ends and tabs, direction marks, zero-width characters and
-lone surrogates. Terminals execute or hide some of them, and surrogates cannot be encoded."""
+"""Characters to be escaped: control characters except line ends and tabs, direction marks,
+zero-width characters and lone surrogates. Terminals execute or hide some of them, and surrogates
+cannot be encoded."""
 
 
 def transcript(outcome: RolloutOutcome, *, header: str = "") -> str:
@@ -27,7 +29,10 @@ def transcript(outcome: RolloutOutcome, *, header: str = "") -> str:
     The text is safe to print and to write: invisible characters are escaped, as in ``\\x1b``.
     """
     reward = "no reward" if outcome.reward is None else f"reward {outcome.reward:.2f}"
-    lines = [f"=== {header}: {outcome.group} task {outcome.task_id} (seed {outcome.seed}), {outcome.status}, {reward}"]
+    lines = [
+        f"=== {header}: {outcome.group} task {outcome.task_id} (seed {outcome.seed}), "
+        f"{outcome.status}, {reward}"
+    ]
     if outcome.task_text:
         lines.append(f"task: {outcome.task_text}")
     for turn in outcome.turns:
@@ -43,7 +48,15 @@ def _escape(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode()
 
 
-OUTCOME_CODES = {"internal": 3, "unavailable": 3, "lost": 3, "capacity": 3, "policy": 5, "timeout": 6, "agent": 7}
+OUTCOME_CODES = {
+    "internal": 3,
+    "unavailable": 3,
+    "lost": 3,
+    "capacity": 3,
+    "policy": 5,
+    "timeout": 6,
+    "agent": 7,
+}
 """Codes of failed episodes in the key ``outcome``; 0 is a valid one (achieved or truncated)."""
 FILTERED = 2
 """Code of a valid episode in a group with too few valid ones."""
@@ -60,7 +73,11 @@ _KEYS = {
     "rollout_index": ("i32", "1"),
 }
 """Dtype and length rule of every key."""
-_TURN_KEYS = {"turn_ids": ("i32", "L"), "turn_rewards": ("f32", "turns"), "turn_states": ("i64", "turns")}
+_TURN_KEYS = {
+    "turn_ids": ("i32", "L"),
+    "turn_rewards": ("f32", "turns"),
+    "turn_states": ("i64", "turns"),
+}
 """The same for the optional keys about turns."""
 _NO_LOGPROB = array("f", [0.0])
 _NO_VERSION = array("i", [-1])
@@ -76,21 +93,22 @@ def outcomes_to_sample(
 ) -> SequenceSample:
     """Return one sample for each group of rollouts.
 
-    A group with fewer than ``min_group_size`` valid rollouts has an empty loss mask, as has every failed rollout; both
-    keep their tokens. A sample has one inner sequence of L tokens for each rollout, followed by one for each of its
-    branches. Keys:
+    A group with fewer than ``min_group_size`` valid rollouts has an empty loss mask, as has every
+    failed rollout; both keep their tokens. A sample has one inner sequence of L tokens for each
+    rollout, followed by one for each of its branches. Keys:
 
     - ``packed_input_ids`` i64 [L]; ``prompt_mask``, ``loss_mask`` bool [L];
     - ``packed_logprobs`` f32 [L-1]; ``packed_versions`` i32 [L-1];
     - ``env_rewards`` f32 [1]; ``outcome`` u8 [1];
     - ``seq_no_eos_mask`` bool [1]: ended by a limit of tokens, not of turns;
     - ``rollout_index`` i32 [1]: number of the rollout in the group, the same for its branches;
-    - with ``turns``: ``turn_ids`` i32 [L], the turn of each sampled token and -1 elsewhere; ``turn_rewards`` f32 and
-      ``turn_states`` i64 [turns of the episode, at least one];
-    - with ``feedback``: ``feedback_prompt_ids`` i64, the prompt of the row with feedback in it, or a single -1.
+    - with ``turns``: ``turn_ids`` i32 [L], the turn of each sampled token and -1 elsewhere;
+      ``turn_rewards`` f32 and ``turn_states`` i64 [turns of the episode, at least one];
+    - with ``feedback``: ``feedback_prompt_ids`` i64, the prompt of the row with feedback in it, or
+      a single -1.
 
-    The metadata ``rewards`` and ``achieved`` are JSON lists with an entry for each rollout, null for a failed one;
-    ``branch_rewards`` is a JSON list of the rewards of all valid branches.
+    The metadata ``rewards`` and ``achieved`` are JSON lists with an entry for each rollout, null
+    for a failed one; ``branch_rewards`` is a JSON list of the rewards of all valid branches.
     """
     import torch
 
@@ -111,7 +129,12 @@ def outcomes_to_sample(
         "seq_no_eos_mask": np.array(truncated, dtype=np.bool_),
         "outcome": np.array(packed.codes, dtype=np.uint8),
         ROLLOUT_KEY: np.array(
-            [number for group in groups for number, one in enumerate(group) for _ in (one, *one.branches)],
+            [
+                number
+                for group in groups
+                for number, one in enumerate(group)
+                for _ in (one, *one.branches)
+            ],
             dtype=np.int32,
         ),
     }
@@ -135,15 +158,21 @@ def outcomes_to_sample(
             for rows in coded
             for row, code in rows
         ]
-        arrays[FEEDBACK_PROMPT] = np.array([token for prompt in prompts for token in prompt], dtype=np.int64)
-        by_rule["feedback"] = Lengths(np.array([len(prompt) for prompt in prompts], dtype=np.int64), offsets)
+        arrays[FEEDBACK_PROMPT] = np.array(
+            [token for prompt in prompts for token in prompt], dtype=np.int64
+        )
+        by_rule["feedback"] = Lengths(
+            np.array([len(prompt) for prompt in prompts], dtype=np.int64), offsets
+        )
     metadata = {
         "rewards": [json.dumps([outcome.reward for outcome in group]) for group in groups],
         "achieved": [
-            json.dumps([outcome.achieved if outcome.valid else None for outcome in group]) for group in groups
+            json.dumps([outcome.achieved if outcome.valid else None for outcome in group])
+            for group in groups
         ],
         "branch_rewards": [
-            json.dumps([row.reward for outcome in group for row in outcome.branches if row.valid]) for group in groups
+            json.dumps([row.reward for outcome in group for row in outcome.branches if row.valid])
+            for group in groups
         ],
     }
     return SequenceSample.from_lengths(
@@ -171,8 +200,8 @@ class _Packed:
     def add(self, outcome: RolloutOutcome, code: int) -> None:
         """Append a rollout; only with code 0 it has a loss mask.
 
-        A rollout that failed before its first prompt gets one token, so that it is not empty. Position t of the
-        shifted columns is about the prediction of token t+1.
+        A rollout that failed before its first prompt gets one token, so that it is not empty.
+        Position t of the shifted columns is about the prediction of token t+1.
         """
         n_prompt = len(outcome.prompt_ids)
         n_completion = len(outcome.completion_ids)
@@ -196,8 +225,11 @@ class _Packed:
         self.lengths.append(length)
 
 
-def _pack_turns(rows: Sequence[tuple[RolloutOutcome, int]], packed: _Packed) -> tuple[dict[str, Array], Array]:
-    """Return ``turn_ids``, ``turn_rewards`` and ``turn_states`` of all rows, and the number of rewards of each row.
+def _pack_turns(
+    rows: Sequence[tuple[RolloutOutcome, int]], packed: _Packed
+) -> tuple[dict[str, Array], Array]:
+    """Return ``turn_ids``, ``turn_rewards`` and ``turn_states`` of all rows, and the number of
+    rewards of each row.
 
     A row that is not trained on has no turns and one reward of 0, so that no row is empty.
     """
@@ -210,20 +242,30 @@ def _pack_turns(rows: Sequence[tuple[RolloutOutcome, int]], packed: _Packed) -> 
         end += length
         turn_rewards = list(outcome.turn_rewards) if code == 0 else []
         if turn_rewards:
-            # Number of turns that begin at each position; their running sum numbers the turn of each token.
+            # Number of turns that begin at each position; their running sum numbers the turn of
+            # each token.
             begins = np.zeros(len(outcome.completion_ids) + 1, dtype=np.int32)
             np.add.at(begins, np.asarray(outcome.turn_starts, dtype=np.int64), 1)
             turn = begins[:-1].cumsum() - 1 + outcome.first_turn
-            ids[end - len(turn) : end] = np.where(np.asarray(outcome.loss_mask, dtype=np.bool_), turn, -1)
+            ids[end - len(turn) : end] = np.where(
+                np.asarray(outcome.loss_mask, dtype=np.bool_), turn, -1
+            )
         rewards += array("f", turn_rewards or [0.0])
         states += array("q", outcome.turn_states if turn_rewards else [0])
         counts.append(len(turn_rewards) or 1)
-    arrays = {"turn_ids": ids, "turn_rewards": np.asarray(rewards), "turn_states": np.asarray(states)}
+    arrays = {
+        "turn_ids": ids,
+        "turn_rewards": np.asarray(rewards),
+        "turn_states": np.asarray(states),
+    }
     return arrays, np.array(counts, dtype=np.int64)
 
 
-def _coded_rows(group: Sequence[RolloutOutcome], min_group_size: int) -> list[tuple[RolloutOutcome, int]]:
-    """Return the trajectories of a group, each rollout followed by its branches, with their outcome codes."""
+def _coded_rows(
+    group: Sequence[RolloutOutcome], min_group_size: int
+) -> list[tuple[RolloutOutcome, int]]:
+    """Return the trajectories of a group, each rollout followed by its branches, with their outcome
+    codes."""
     is_large_enough = sum(outcome.valid for outcome in group) >= min_group_size
     valid_code = 0 if is_large_enough else FILTERED
     rows = [row for outcome in group for row in (outcome, *outcome.branches)]

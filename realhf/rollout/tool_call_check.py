@@ -1,9 +1,11 @@
-"""Check before a run that the policy's parser finds the tool calls that a model's chat template writes.
+"""Check before a run that the policy's parser finds the tool calls that a model's chat template
+writes.
 
     python -m realhf.rollout.tool_call_check files --model models/smollm2_135m
 
-With ``--request`` it checks the calls of the demonstrations that a warm start would train on, otherwise one call of
-each tool. If a call is not found, the program prints one line and exits with code 1.
+With ``--request`` it checks the calls of the demonstrations that a warm start would train on,
+otherwise one call of each tool. If a call is not found, the program prints one line and exits with
+code 1.
 """
 
 from __future__ import annotations
@@ -35,10 +37,13 @@ _VALUES: Mapping[str, Any] = {
 _USER = {"role": "user", "content": "task"}
 
 
-def check_calls(chat: TemplateChat, messages: Iterator[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> int:
+def check_calls(
+    chat: TemplateChat, messages: Iterator[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> int:
     """Encode messages with calls, parse them back, and return their number.
 
-    Raises ChatTemplateError for the first message that differs, and for a template that does not show the tools.
+    Raises ChatTemplateError for the first message that differs, and for a template that does not
+    show the tools.
     """
     chat.opening([_USER], tools)
     checked = 0
@@ -48,8 +53,11 @@ def check_calls(chat: TemplateChat, messages: Iterator[Mapping[str, Any]], tools
     return checked
 
 
-def demonstrated_calls(spec: EnvironmentSpec, request: DemonstrationRequest) -> Iterator[dict[str, Any]]:
-    """Yield the turns with calls of an environment's scripts. Raises ValueError for a call that cannot be parsed."""
+def demonstrated_calls(
+    spec: EnvironmentSpec, request: DemonstrationRequest
+) -> Iterator[dict[str, Any]]:
+    """Yield the turns with calls of an environment's scripts. Raises ValueError for a call that
+    cannot be parsed."""
     assert spec.demonstrate is not None
     for script in spec.demonstrate(request):
         for text in script.turns:
@@ -66,7 +74,11 @@ def one_of_each(tools: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         required = parameters.get("required") or ()
         known = parameters.get("properties") or {}
         arguments = {name: _value(schema) for name, schema in known.items() if name in required}
-        call = {"type": "function", "id": "call00000", "function": {"name": function["name"], "arguments": arguments}}
+        call = {
+            "type": "function",
+            "id": "call00000",
+            "function": {"name": function["name"], "arguments": arguments},
+        }
         yield {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
@@ -83,23 +95,36 @@ def _value(schema: Any) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program. Returns the exit status; argparse exits on wrong options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("environment", help="a registered name, or file.py:Name")
-    parser.add_argument("--options", type=json.loads, default={}, help="the environment's own options, as JSON")
+    parser.add_argument(
+        "--options", type=json.loads, default={}, help="the environment's own options, as JSON"
+    )
     parser.add_argument("--model", required=True, help="a folder or hub id with a tokenizer")
     parser.add_argument(
-        "--template-kwargs", type=json.loads, default={}, help="variables of the chat template, as JSON"
+        "--template-kwargs",
+        type=json.loads,
+        default={},
+        help="variables of the chat template, as JSON",
     )
-    parser.add_argument("--tool-parser", choices=(AUTO, *FAMILIES), default=AUTO, help="the syntax of calls")
-    parser.add_argument("--request", type=json.loads, help="fields of DemonstrationRequest, as JSON")
+    parser.add_argument(
+        "--tool-parser", choices=(AUTO, *FAMILIES), default=AUTO, help="the syntax of calls"
+    )
+    parser.add_argument(
+        "--request", type=json.loads, help="fields of DemonstrationRequest, as JSON"
+    )
     args = parser.parse_args(argv)
     from transformers import AutoTokenizer
 
     try:
         spec = build_environment(args.environment, args.options)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
-        chat = TemplateChat(tokenizer, template_kwargs=args.template_kwargs, tool_parser=args.tool_parser)
+        chat = TemplateChat(
+            tokenizer, template_kwargs=args.template_kwargs, tool_parser=args.tool_parser
+        )
         if args.request is None or spec.demonstrate is None:
             messages = one_of_each(spec.tools)
         else:
@@ -108,7 +133,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1
-    print(f"{checked} turns with calls, written by the chat template and read back by the parser {chat.family}")
+    print(
+        f"{checked} turns with calls, written by the chat template and read back by the parser "
+        f"{chat.family}"
+    )
     return 0
 
 

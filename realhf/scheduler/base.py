@@ -1,4 +1,5 @@
-"""The scheduler contract: starts worker processes, reports their events, and leaves no process behind."""
+"""The scheduler contract: starts worker processes, reports their events, and leaves no process
+behind."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class WorkerSpec:
     niceness: int = 0
     """Niceness of the worker and its children, from 0 to 19."""
     gpu: int | None = None
-    """The only GPU that the worker sees, numbered among those visible to its starter; None for all."""
+    """The only GPU that the worker sees, numbered among those visible to its starter; None for
+    all."""
     host: str = ""
     """The only host on which the worker may run; "" lets the scheduler choose."""
 
@@ -52,11 +54,13 @@ class WorkerExit:
     log: Path
     """Log file of the worker."""
     log_from: int = 0
-    """Offset in bytes at which the output of this worker begins in ``log``, after earlier ones of the same name."""
+    """Offset in bytes at which the output of this worker begins in ``log``, after earlier ones of
+    the same name."""
     cause: str = ""
     """Cause known to the scheduler, such as the loss of the host."""
     words: str = ""
-    """Cause that the worker itself left in memory (``leave_last_words``), since its log may be on a full disk."""
+    """Cause that the worker itself left in memory (``leave_last_words``), since its log may be on a
+    full disk."""
 
     @property
     def reason(self) -> str:
@@ -111,14 +115,15 @@ WorkerEvent = WorkerLine | WorkerExit | Notice | WorkersWanted | WorkerStarts | 
 
 
 class Scheduler(Protocol):
-    """A scheduler of worker processes. It belongs to the thread that starts the workers, which end with it."""
+    """A scheduler of worker processes. It belongs to the thread that starts the workers, which end
+    with it."""
 
     def start(self, spec: WorkerSpec) -> None:
         """Start a worker.
 
-        The name of an ended worker can be used again; processes that it left behind are killed first.
-        Raises OSError if the process cannot be created, and ValueError for a name in use or a GPU that
-        does not exist."""
+        The name of an ended worker can be used again; processes that it left behind are killed
+        first. Raises OSError if the process cannot be created, and ValueError for a name in use or
+        a GPU that does not exist."""
         ...
 
     def wait(self, timeout_s: float) -> list[WorkerEvent]:
@@ -128,20 +133,21 @@ class Scheduler(Protocol):
         ...
 
     def kill(self, name: str, cause: str, *, pid: int = 0, started: int = 0) -> None:
-        """Kill a worker and all of its descendants with SIGKILL, and report ``cause`` with its exit.
+        """Kill a worker and all of its descendants with SIGKILL, and report ``cause`` with its
+        exit.
 
-        With ``pid`` and ``started`` (see ``WorkerInfo``) only if they identify the current process of that
-        name. Unknown names are ignored."""
+        With ``pid`` and ``started`` (see ``WorkerInfo``) only if they identify the current process
+        of that name. Unknown names are ignored."""
         ...
 
     def interrupt(self, name: str) -> None:
-        """Send SIGINT to a worker on this machine, which then saves its progress and exits. Unknown names are
-        ignored. The launcher sends it to the master."""
+        """Send SIGINT to a worker on this machine, which then saves its progress and exits. Unknown
+        names are ignored. The launcher sends it to the master."""
         ...
 
     def stop(self, grace_s: float = 8.0) -> None:
-        """Send SIGTERM to all workers, and kill those still running after ``grace_s`` seconds, with all
-        their descendants. No process is left afterwards. Further calls have no effect."""
+        """Send SIGTERM to all workers, and kill those still running after ``grace_s`` seconds, with
+        all their descendants. No process is left afterwards. Further calls have no effect."""
         ...
 
 
@@ -152,14 +158,16 @@ class SchedulerDefinition:
     options: type[Any]
     """Dataclass of the scheduler's options, all with defaults, the section ``scheduler``."""
     make: Callable[[Any], Scheduler]
-    """Return a scheduler for an instance of ``options``. The launcher calls it once per job and once for
-    the workers, on the thread that then owns the scheduler."""
+    """Return a scheduler for an instance of ``options``. The launcher calls it once per job and
+    once for the workers, on the thread that then owns the scheduler."""
     several_hosts: bool = False
     """Whether workers may run on other hosts, so that the run needs ``network.bind``."""
     problems: Callable[[Any, Sequence[str]], Iterable[str]] | None = None
-    """Return what is wrong with the options, as ``OPTION: TEXT``, for a run with workers of these names."""
+    """Return what is wrong with the options, as ``OPTION: TEXT``, for a run with workers of these
+    names."""
     elsewhere: Callable[[Any, str], bool] | None = None
-    """Return whether a worker, by the options and its name, runs on another host, which then assigns its GPUs."""
+    """Return whether a worker, by the options and its name, runs on another host, which then
+    assigns its GPUs."""
     script: Callable[[Any, Sequence[str]], str] | None = None
-    """Return a batch script that launches a run with the options and these arguments, and determines the
-    addresses itself. ``mode=check`` prints it."""
+    """Return a batch script that launches a run with the options and these arguments, and
+    determines the addresses itself. ``mode=check`` prints it."""

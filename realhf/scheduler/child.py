@@ -1,9 +1,10 @@
-"""Entry point of a local worker process: ties its life to the parent's, then runs the worker's module.
+"""Entry point of a local worker process: ties its life to the parent's, then runs the worker's
+module.
 
     python -m realhf.scheduler.child PARENT_PID NICENESS MODULE ARGUMENT...
 
-The process exits with ``os._exit`` after the module: the orderly shutdown of an interpreter that has
-imported torch would cost more than a second of CPU.
+The process exits with ``os._exit`` after the module: the orderly shutdown of an interpreter that
+has imported torch would cost more than a second of CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from realhf.scheduler.process import LAST_WORDS, die_with_parent, keep_last_word
 
 
 def leave(code: object) -> None:
-    """End the process with the exit code of ``sys.exit(code)``, without finalizing the interpreter."""
+    """End the process with the exit code of ``sys.exit(code)``, without finalizing the
+    interpreter."""
     atexit._run_exitfuncs()
     if code is not None and not isinstance(code, int):
         leave_last_words(str(code))

@@ -1,8 +1,8 @@
 """The local scheduler: workers as processes of this machine, each in its own session.
 
-Workers are started as new processes or forked from a prepared one. Importing PyTorch takes each worker two
-seconds of CPU, and more on a busy machine. ``PreparedWorkers`` imports it once for all workers of a host,
-while the host registers; ``prepared_server`` is the other side.
+Workers are started as new processes or forked from a prepared one. Importing PyTorch takes each
+worker two seconds of CPU, and more on a busy machine. ``PreparedWorkers`` imports it once for all
+workers of a host, while the host registers; ``prepared_server`` is the other side.
 """
 
 from __future__ import annotations
@@ -26,35 +26,48 @@ from realhf.base import process_clock
 from realhf.base.host_resources import MOUNT, counters, groups, memory_limit
 from realhf.base.process import start_time
 from realhf.env.containment.fork_server import ForkServer
-from realhf.scheduler.base import SchedulerDefinition, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
+from realhf.scheduler.base import (
+    SchedulerDefinition,
+    WorkerEvent,
+    WorkerExit,
+    WorkerLine,
+    WorkerSpec,
+)
 from realhf.scheduler.gpus import VISIBLE, with_one_gpu
 from realhf.scheduler.process import LAST_WORDS, make_last_words, read_last_words
 
 OOM_KILLED = "killed by the kernel for want of memory"
 """Prefix of ``WorkerExit.cause`` for a worker that the kernel's OOM killer ended."""
 RECENT_KILL_S = 5.0
-"""Maximum time in seconds between a rise of the kernel's counter and the exit of the killed process."""
+"""Maximum time in seconds between a rise of the kernel's counter and the exit of the killed
+process."""
 POLL_INTERVAL_S = 1.0
 """Minimum interval in seconds between two reads of the kernel's counter."""
 _KILLS = "oom_kill"
 
 
 class OomKillMonitor:
-    """Detects OOM kills through the kernel's counter for the control group that this process shares with its
-    workers, or for the whole machine if the group has none. Call ``poll`` every few seconds."""
+    """Detects OOM kills through the kernel's counter for the control group that this process shares
+    with its workers, or for the whole machine if the group has none. Call ``poll`` every few
+    seconds."""
 
     def __init__(self, mount: Path = MOUNT, proc: Path = Path("/proc")) -> None:
         self._mount = mount
         self._own_groups = proc / "self" / "cgroup"
         names = ("memory.events", "memory.oom_control")
-        candidates = (group / name for group in groups("memory", mount, self._own_groups) for name in names)
-        self._counter = next((file for file in candidates if _KILLS in counters(file)), proc / "vmstat")
+        candidates = (
+            group / name for group in groups("memory", mount, self._own_groups) for name in names
+        )
+        self._counter = next(
+            (file for file in candidates if _KILLS in counters(file)), proc / "vmstat"
+        )
         self._count = self._read_count()
         self._last_kill_at = float("-inf")
         self._next_poll_at = 0.0
 
     def poll(self, *, now: bool = False) -> None:
-        """Read the counter and record the time of a kill; at most every ``POLL_INTERVAL_S`` unless ``now``."""
+        """Read the counter and record the time of a kill; at most every ``POLL_INTERVAL_S`` unless
+        ``now``."""
         if now or process_clock.now() >= self._next_poll_at:
             self._next_poll_at = process_clock.now() + POLL_INTERVAL_S
             count = self._read_count()
@@ -63,7 +76,8 @@ class OomKillMonitor:
             self._count = count
 
     def explain_sigkill(self, peak_bytes: int) -> str:
-        """Return the cause of a SIGKILL that this process did not send if it was an OOM kill, else "".
+        """Return the cause of a SIGKILL that this process did not send if it was an OOM kill, else
+        "".
 
         ``peak_bytes`` is the peak memory of the killed process."""
         self.poll(now=True)
@@ -73,7 +87,10 @@ class OomKillMonitor:
         total = psutil.virtual_memory().total
         whose = "its group may take" if limit is not None and limit < total else "this machine has"
         available = min(total, limit or total)
-        return f"{OOM_KILLED}: it had {peak_bytes / 2**30:.1f} GiB at its peak, and {whose} {available / 2**30:.1f}"
+        return (
+            f"{OOM_KILLED}: it had {peak_bytes / 2**30:.1f} GiB at its peak, and {whose} "
+            f"{available / 2**30:.1f}"
+        )
 
     def _read_count(self) -> int:
         return counters(self._counter).get(_KILLS, 0)
@@ -88,7 +105,8 @@ END_S = 0.1
 
 
 class ForkedWorker:
-    """A forked worker process, with the part of the interface of ``subprocess.Popen`` that is used here."""
+    """A forked worker process, with the part of the interface of ``subprocess.Popen`` that is used
+    here."""
 
     def __init__(self, pid: int, pidfd: int, stdout: IO[bytes] | None) -> None:
         self.pid = pid
@@ -114,7 +132,8 @@ class ForkedWorker:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the exit and return the exit code. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
+        """Wait for the exit and return the exit code. Raises subprocess.TimeoutExpired after
+        ``timeout`` seconds."""
         if self.poll() is None:
             poller = select.poll()
             poller.register(self._pidfd, select.POLLIN)
@@ -135,7 +154,8 @@ class ForkedWorker:
 
 
 class PreparedWorkers:
-    """A process with ``modules`` imported, from which workers are forked, between ``begin`` and ``end``.
+    """A process with ``modules`` imported, from which workers are forked, between ``begin`` and
+    ``end``.
 
     The calling process must adopt orphans (``adopt_orphans``). Not thread-safe."""
 
@@ -151,14 +171,17 @@ class PreparedWorkers:
             return
         self.end()
         arguments = [str(os.getpid()), *self._modules]
-        self._server = ForkServer("realhf.scheduler.prepared_server", None, None, arguments, options=())
+        self._server = ForkServer(
+            "realhf.scheduler.prepared_server", None, None, arguments, options=()
+        )
         self._server.start()
         self._give_up_at = process_clock.now() + PREPARED_WITHIN_S
 
     def is_importing(self) -> bool:
         """Return whether the imports are still running, so that workers should be started later.
 
-        Does not block. After ``PREPARED_WITHIN_S`` the process is ended and workers are started without it."""
+        Does not block. After ``PREPARED_WITHIN_S`` the process is ended and workers are started
+        without it."""
         if self._server is None or self._ready:
             return False
         try:
@@ -183,13 +206,19 @@ class PreparedWorkers:
         environment: Mapping[str, str],
         lines: bool,
     ) -> ForkedWorker | None:
-        """Fork a process that runs ``python -m module *argv``, or return None without a prepared process.
+        """Fork a process that runs ``python -m module *argv``, or return None without a prepared
+        process.
 
-        ``environment`` holds changed environment variables. Standard error, and unless ``lines`` is set
-        standard output, go to the descriptor ``log``, and the last words to ``words``."""
+        ``environment`` holds changed environment variables. Standard error, and unless ``lines`` is
+        set standard output, go to the descriptor ``log``, and the last words to ``words``."""
         if self.is_importing() or self._server is None or not self._server.alive():
             return None
-        request = {"module": module, "argv": [*argv], "niceness": niceness, "environment": dict(environment)}
+        request = {
+            "module": module,
+            "argv": [*argv],
+            "niceness": niceness,
+            "environment": dict(environment),
+        }
         read, write = os.pipe() if lines else (-1, log)
         try:
             forked = self._server.fork(request, [write, log, words], module, FORKED_WITHIN_S)
@@ -197,7 +226,8 @@ class PreparedWorkers:
                 os.close(forked.pidfd)
                 raise ProcessLookupError(f"{module} has ended already")
         except (OSError, RuntimeError, ValueError):
-            # A worker that is forked after the timeout is never released by the server, and ends with it.
+            # A worker that is forked after the timeout is never released by the server, and ends
+            # with it.
             self.end()
             if lines:
                 os.close(read)
@@ -205,7 +235,9 @@ class PreparedWorkers:
         finally:
             if lines:
                 os.close(write)
-        return ForkedWorker(forked.pid, forked.pidfd, os.fdopen(read, "rb", buffering=0) if lines else None)
+        return ForkedWorker(
+            forked.pid, forked.pidfd, os.fdopen(read, "rb", buffering=0) if lines else None
+        )
 
     def end(self) -> None:
         """End the process. Forked workers continue."""
@@ -246,15 +278,19 @@ class _Child:
 
 
 class LocalScheduler:
-    """``Scheduler`` for subprocesses of this machine. Exits are detected through pidfds, without polling.
+    """``Scheduler`` for subprocesses of this machine. Exits are detected through pidfds, without
+    polling.
 
-    With ``orphans_are_ours`` this process adopts the orphans of its workers (see ``adopt_orphans``). All
-    children that remain at the end are then killed, except those from before the scheduler's creation,
-    those created in ``preserve_children``, and their descendants. Use it only in a process that starts
-    nothing else in the meantime. With ``prepared`` workers are forked if its process is available.
+    With ``orphans_are_ours`` this process adopts the orphans of its workers (see
+    ``adopt_orphans``). All children that remain at the end are then killed, except those from
+    before the scheduler's creation, those created in ``preserve_children``, and their descendants.
+    Use it only in a process that starts nothing else in the meantime. With ``prepared`` workers are
+    forked if its process is available.
     """
 
-    def __init__(self, *, orphans_are_ours: bool = False, prepared: PreparedWorkers | None = None) -> None:
+    def __init__(
+        self, *, orphans_are_ours: bool = False, prepared: PreparedWorkers | None = None
+    ) -> None:
         self._prepared = prepared
         self._oom_monitor = OomKillMonitor()
         self._children: dict[str, _Child] = {}
@@ -276,7 +312,9 @@ class LocalScheduler:
         log_from = log.tell()
         words = make_last_words()
         try:
-            process = self._fork(spec, log, words, environment) or _spawn(spec, log, words, environment)
+            process = self._fork(spec, log, words, environment) or _spawn(
+                spec, log, words, environment
+            )
         except BaseException:
             os.close(words)
             log.close()
@@ -295,7 +333,13 @@ class LocalScheduler:
             return None
         changes = {VISIBLE: environment[VISIBLE]} if environment is not None else {}
         return self._prepared.fork(
-            spec.module, spec.argv, log.fileno(), words, niceness=spec.niceness, environment=changes, lines=spec.events
+            spec.module,
+            spec.argv,
+            log.fileno(),
+            words,
+            niceness=spec.niceness,
+            environment=changes,
+            lines=spec.events,
         )
 
     def wait(self, timeout_s: float) -> list[WorkerEvent]:
@@ -336,7 +380,8 @@ class LocalScheduler:
 
     @contextlib.contextmanager
     def preserve_children(self) -> Iterator[None]:
-        """Exempt the children that this process gets within the block from being killed at the end."""
+        """Exempt the children that this process gets within the block from being killed at the
+        end."""
         before = set(psutil.Process().children())
         try:
             yield
@@ -377,9 +422,14 @@ class LocalScheduler:
         _kill(doomed)
 
     def _kill_orphans(self, child: _Child) -> None:
-        """Kill the processes that an ended worker left behind, such as servers that it had started."""
+        """Kill the processes that an ended worker left behind, such as servers that it had
+        started."""
         workers = {other.process.pid for other in self._children.values()}
-        doomed = {process for process in psutil.process_iter() if _session(process.pid) == child.process.pid}
+        doomed = {
+            process
+            for process in psutil.process_iter()
+            if _session(process.pid) == child.process.pid
+        }
         if self._orphans_are_ours:
             adopted = set(psutil.Process().children()) - self._preserved
             doomed |= {process for process in adopted if process.pid not in workers}
@@ -390,12 +440,16 @@ class LocalScheduler:
     def _kill_leftovers(self) -> None:
         sessions = {child.process.pid for child in self._children.values()}
         doomed = {relative for child in self._children.values() for relative in child.relatives}
-        doomed |= {process for process in psutil.process_iter() if _session(process.pid) in sessions}
+        doomed |= {
+            process for process in psutil.process_iter() if _session(process.pid) in sessions
+        }
         for child in self._children.values():
             if child.process.poll() is None:
                 doomed |= _descendants(child.process.pid)
         if self._orphans_are_ours:
-            preserved = {relative for process in self._preserved for relative in _descendants(process.pid)}
+            preserved = {
+                relative for process in self._preserved for relative in _descendants(process.pid)
+            }
             doomed |= _descendants(os.getpid()) - self._preserved - preserved
         _kill(doomed)
         for child in self._children.values():
@@ -446,7 +500,9 @@ class LocalScheduler:
             child.process.stdout = None
 
 
-def _spawn(spec: WorkerSpec, log: IO[bytes], words: int, environment: dict[str, str] | None) -> subprocess.Popen[bytes]:
+def _spawn(
+    spec: WorkerSpec, log: IO[bytes], words: int, environment: dict[str, str] | None
+) -> subprocess.Popen[bytes]:
     """Start a worker as a new process in its own session."""
     start = [str(os.getpid()), str(spec.niceness), spec.module, *spec.argv]
     return subprocess.Popen(
@@ -461,7 +517,8 @@ def _spawn(spec: WorkerSpec, log: IO[bytes], words: int, environment: dict[str, 
 
 
 def _peak_bytes(process: subprocess.Popen[bytes] | ForkedWorker) -> int:
-    """Reap an ended process and return its peak memory in bytes, or 0 if it was reaped elsewhere."""
+    """Reap an ended process and return its peak memory in bytes, or 0 if it was reaped
+    elsewhere."""
     if isinstance(process, ForkedWorker):
         process.poll()
         return process.peak_bytes
@@ -514,4 +571,6 @@ class LocalOptions:
     """Options of the local scheduler: none."""
 
 
-DEFINITION = SchedulerDefinition(LocalOptions, lambda options: LocalScheduler(orphans_are_ours=True))
+DEFINITION = SchedulerDefinition(
+    LocalOptions, lambda options: LocalScheduler(orphans_are_ours=True)
+)

@@ -1,9 +1,10 @@
-"""Fork server of ``PreparedWorkers``: imports the workers' modules once, then forks a worker per request.
+"""Fork server of ``PreparedWorkers``: imports the workers' modules once, then forks a worker per
+request.
 
     python -m realhf.scheduler.prepared_server FD OWNER_PID MODULE...
 
-Its owner adopts orphans, so it becomes the parent of the forked workers. They behave like processes started
-through ``realhf.scheduler.child``.
+Its owner adopts orphans, so it becomes the parent of the forked workers. They behave like processes
+started through ``realhf.scheduler.child``.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ _log = logging.getLogger(__name__)
 
 
 def prepare(modules: Sequence[str]) -> None:
-    """Import modules. A module that cannot be imported is skipped; the worker that needs it reports the error.
+    """Import modules. A module that cannot be imported is skipped; the worker that needs it reports
+    the error.
 
-    Main modules of workers are removed from ``sys.modules`` again, since each worker runs its own."""
+    Main modules of workers are removed from ``sys.modules`` again, since each worker runs its
+    own."""
     for name in modules:
         try:
             importlib.import_module(name)
@@ -41,7 +44,8 @@ def prepare(modules: Sequence[str]) -> None:
             _log.info("%s is not prepared: %s", name, error)
         if name.startswith("workers."):
             sys.modules.pop(name, None)
-    # Exclude the imported objects from garbage collection in the workers, so that their pages stay shared.
+    # Exclude the imported objects from garbage collection in the workers, so that their pages stay
+    # shared.
     gc.freeze()
 
 
@@ -78,7 +82,9 @@ def main() -> None:
     owner = int(sys.argv[2])
     die_with_parent(owner)
     collect_rarely()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     with socket.socket(fileno=int(sys.argv[1])) as control:
         prepare(sys.argv[3:])
         serve_forks(control, {"ready": True}, partial(work, owner), owner)

@@ -1,4 +1,5 @@
-"""Life cycle of worker processes: exit with the parent, adoption of orphans, and one-line failure reports."""
+"""Life cycle of worker processes: exit with the parent, adoption of orphans, and one-line failure
+reports."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _PR_GET_CHILD_SUBREAPER = 37
 def die_with_parent(parent_pid: int) -> None:
     """Let the kernel send SIGTERM to this process when the thread that started it ends.
 
-    Raises SystemExit if the parent has ended already. On other systems than Linux only that is checked."""
+    Raises SystemExit if the parent has ended already. On other systems than Linux only that is
+    checked."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent_pid:
         raise SystemExit("the process that started this worker is gone")
@@ -30,10 +32,11 @@ def die_with_parent(parent_pid: int) -> None:
 
 @contextlib.contextmanager
 def adopt_orphans() -> Iterator[None]:
-    """Make this process the parent of orphaned descendants within the block, so that none of them escapes.
+    """Make this process the parent of orphaned descendants within the block, so that none of them
+    escapes.
 
-    The previous setting is restored afterwards, since a program that embeds the launcher might not reap
-    orphans.
+    The previous setting is restored afterwards, since a program that embeds the launcher might not
+    reap orphans.
     """
     before = ctypes.c_int(0)
     _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
@@ -55,8 +58,8 @@ def _prctl(option: int, value: object) -> None:
 FATAL = "FATAL: "
 """Prefix of the log line that states why a worker failed."""
 STOP_WITHIN_S = 5
-"""Time in seconds for clean-up after SIGTERM. Then the kernel ends the process with SIGALRM, because no
-other process may be left to do so."""
+"""Time in seconds for clean-up after SIGTERM. Then the kernel ends the process with SIGALRM,
+because no other process may be left to do so."""
 
 
 class WorkerStopped(SystemExit):
@@ -72,14 +75,17 @@ _last_words = -1
 
 
 def make_last_words() -> int:
-    """Return the descriptor of a new memory file of ``LAST_WORDS_BYTES`` bytes for a worker's failure message.
+    """Return the descriptor of a new memory file of ``LAST_WORDS_BYTES`` bytes for a worker's
+    failure message.
 
     It complements the log, whose disk may be full. Raises OSError."""
     words = os.memfd_create("last-words", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.truncate(words, LAST_WORDS_BYTES)
         # Fix the size, so that a worker cannot allocate memory through it.
-        fcntl.fcntl(words, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(
+            words, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+        )
     except BaseException:
         os.close(words)
         raise
@@ -94,7 +100,8 @@ def keep_last_words(descriptor: int) -> None:
 
 
 def leave_last_words(text: str) -> None:
-    """Write the cause of this process's failure for its parent, if that provided a descriptor. Never raises OSError."""
+    """Write the cause of this process's failure for its parent, if that provided a descriptor.
+    Never raises OSError."""
     if _last_words >= 0:
         with contextlib.suppress(OSError):
             os.pwrite(_last_words, text.encode("utf-8", "replace")[:LAST_WORDS_BYTES], 0)
@@ -108,8 +115,8 @@ def read_last_words(descriptor: int) -> str:
 def run_guarded(work: Callable[[], None], folder: Path | None = None) -> int:
     """Run a worker's main function and return the exit code of the process.
 
-    SIGTERM raises WorkerStopped in it (exit code 143) and leaves ``STOP_WITHIN_S`` seconds for clean-up.
-    ``folder`` is where it writes files, for messages about a full disk."""
+    SIGTERM raises WorkerStopped in it (exit code 143) and leaves ``STOP_WITHIN_S`` seconds for
+    clean-up. ``folder`` is where it writes files, for messages about a full disk."""
     signal.signal(signal.SIGTERM, _stop)
     try:
         work()
@@ -129,7 +136,11 @@ def describe(error: BaseException, folder: Path | None = None) -> str:
 
     ``folder`` is where the process writes files, for a full disk in an error that names no file."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = "no space left on the device" if error.errno == errno.ENOSPC else "no quota left on the disk"
+        what = (
+            "no space left on the device"
+            if error.errno == errno.ENOSPC
+            else "no quota left on the disk"
+        )
         return f"{what} of {error.filename or folder or 'fileroot'}; free some, then run again"
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return f"port taken: {error}"
@@ -144,8 +155,8 @@ def describe(error: BaseException, folder: Path | None = None) -> str:
 def failure_cause(log: Path, since: int = 0, words: str = "") -> str | None:
     """Return why a worker failed, or None if nothing is known.
 
-    In order of preference: the line that ``run_guarded`` wrote to the log from byte ``since`` on, the
-    worker's last ``words``, and the last line of the log."""
+    In order of preference: the line that ``run_guarded`` wrote to the log from byte ``since`` on,
+    the worker's last ``words``, and the last line of the log."""
     lines = [line for line in log_tail(log, 400, since) if line.strip()]
     marked = [line.removeprefix(FATAL) for line in lines if line.startswith(FATAL)]
     if marked:
@@ -156,17 +167,20 @@ def failure_cause(log: Path, since: int = 0, words: str = "") -> str | None:
 def fatal_line(tail: bytes) -> str:
     """Return the cause that ``run_guarded`` wrote to the end of a log, or ""."""
     lines = tail.decode("utf-8", "replace").splitlines()
-    return next((line.removeprefix(FATAL) for line in reversed(lines) if line.startswith(FATAL)), "")
+    return next(
+        (line.removeprefix(FATAL) for line in reversed(lines) if line.startswith(FATAL)), ""
+    )
 
 
 def log_tail(log: Path, n_lines: int, since: int = 0) -> list[str]:
-    """Return at most ``n_lines`` last lines of a log file, from byte ``since`` on and within its last 64 KiB."""
+    """Return at most ``n_lines`` last lines of a log file, from byte ``since`` on and within its
+    last 64 KiB."""
     return log_end(log, since).decode("utf-8", "replace").splitlines()[-n_lines:]
 
 
 def log_end(log: Path, since: int = 0, max_bytes: int = 1 << 16) -> bytes:
-    """Return the content of a log file from byte ``since`` on, at most its last ``max_bytes`` bytes; b"" for a
-    file that cannot be read."""
+    """Return the content of a log file from byte ``since`` on, at most its last ``max_bytes``
+    bytes; b"" for a file that cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)
@@ -177,7 +191,8 @@ def log_end(log: Path, since: int = 0, max_bytes: int = 1 << 16) -> bytes:
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
-    """Handle SIGTERM: raise WorkerStopped, and let SIGALRM end the process if it does not exit in time."""
+    """Handle SIGTERM: raise WorkerStopped, and let SIGALRM end the process if it does not exit in
+    time."""
     del frame
     signal.alarm(STOP_WITHIN_S)
     raise WorkerStopped(128 + signum)

@@ -1,4 +1,5 @@
-"""Implements ``train-api``: the training API of the client ``tinker``, served out of one folder with a model."""
+"""Implements ``train-api``: the training API of the client ``tinker``, served out of one folder
+with a model."""
 
 from __future__ import annotations
 
@@ -25,14 +26,18 @@ _log = logging.getLogger("realhf.tinker")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a signal; return the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     try:
         options = read_options(arguments)
         options.api_keys()
         needs("tinker", "tinker")
         needs("lora", "peft")
         use_all_descriptors()
-        with asyncio.Runner(loop_factory=HandshakeLoop if options.tls_cert else ClockedLoop) as runner:
+        with asyncio.Runner(
+            loop_factory=HandshakeLoop if options.tls_cert else ClockedLoop
+        ) as runner:
             return runner.run(serve(options))
     except (SettingError, ModuleNotFoundError, OSError, RuntimeError, ValueError) as error:
         print(f"train-api: {error}", file=sys.stderr)

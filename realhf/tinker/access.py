@@ -17,7 +17,8 @@ from realhf.web.tokens import TokenTable
 OWNER = "tinker.owner"
 """Key of an ASGI scope that holds a digest of the API key of the request."""
 _WITHOUT_KEY = ("/api/v1/healthz", "/api/v1/download/")
-"""Beginnings of paths that can be read without a key: the health check, and files whose address is signed."""
+"""Beginnings of paths that can be read without a key: the health check, and files whose address is
+signed."""
 
 
 def error_body(refusal: Refusal) -> dict[str, Any]:
@@ -26,8 +27,9 @@ def error_body(refusal: Refusal) -> dict[str, Any]:
 
 
 def guard_rules(options: ServerOptions) -> GuardRules:
-    """Return which requests are served: those with a known API key (X-API-Key), or with any key where there is no file
-    of keys. Each key is an owner, whose digest is left in ``scope[OWNER]``."""
+    """Return which requests are served: those with a known API key (X-API-Key), or with any key
+    where there is no file of keys. Each key is an owner, whose digest is left in
+    ``scope[OWNER]``."""
     keys = TokenTable((key, True) for key in options.api_keys())
     is_open = not is_loopback_host(options.host)
 
@@ -49,7 +51,8 @@ def guard_rules(options: ServerOptions) -> GuardRules:
         authorize=authorize,
         local_remedy=""
         if keys
-        else f"without API keys this server is for its own machine only: set {options.named('token_file')}",
+        else f"without API keys this server is for its own machine only: set "
+        f"{options.named('token_file')}",
     )
 
 

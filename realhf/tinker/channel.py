@@ -1,7 +1,7 @@
 """The compute process and its message channel, a socket pair between the server and the process.
 
-A job is a message with a number and a body of bytes; its reply has the same number. Jobs of one model run in the order
-in which they were sent.
+A job is a message with a number and a body of bytes; its reply has the same number. Jobs of one
+model run in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Forward(Message, frozen=True, tag=True):
 
 
 class Update(Message, frozen=True, tag=True):
-    """Run an optimizer step. Like ``Create`` and ``Load`` it succeeds even if the state cannot be saved because the
-    disk is full."""
+    """Run an optimizer step. Like ``Create`` and ``Load`` it succeeds even if the state cannot be
+    saved because the disk is full."""
 
     model: str
     """Id of the model."""
@@ -109,8 +109,8 @@ class Save(Message, frozen=True, tag=True):
     folder: str
     """Target folder."""
     kind: Literal["sampler", "training", "external"]
-    """``sampler``: the trained weights; ``training``: these and the optimizer state; ``external``: a whole model with
-    merged weights."""
+    """``sampler``: the trained weights; ``training``: these and the optimizer state; ``external``:
+    a whole model with merged weights."""
 
 
 class Load(Message, frozen=True, tag=True):
@@ -159,8 +159,8 @@ class Job(Message, frozen=True):
     work: Work
     """The work."""
     again: bool = False
-    """Whether the job is a replay, which rebuilds a model. If a replay fails the model is removed: the jobs after it
-    would run with the wrong weights."""
+    """Whether the job is a replay, which rebuilds a model. If a replay fails the model is removed:
+    the jobs after it would run with the wrong weights."""
 
 
 class Began(Message, frozen=True, tag=True):
@@ -212,9 +212,9 @@ _EXIT_TIMEOUT_S = 10.0
 
 
 class Channel:
-    """One end of a message channel. It sends and receives on its own threads: ``on_message(message, body)`` is called
-    on the receiving thread for each message, decoded as ``message_type``, and ``on_end()`` once when the other end has
-    closed. ``send`` never blocks."""
+    """One end of a message channel. It sends and receives on its own threads: ``on_message(message,
+    body)`` is called on the receiving thread for each message, decoded as ``message_type``, and
+    ``on_end()`` once when the other end has closed. ``send`` never blocks."""
 
     def __init__(
         self,
@@ -241,8 +241,8 @@ class Channel:
         self._outgoing.put((_ENCODER.encode(message), body))
 
     def close(self) -> None:
-        """Send the queued messages, then close this end for writing, which the other end sees as the end of the
-        stream."""
+        """Send the queued messages, then close this end for writing, which the other end sees as
+        the end of the stream."""
         self._outgoing.put(None)
         self._sender.join(_FLUSH_TIMEOUT_S)
 
@@ -276,9 +276,9 @@ class Channel:
 
 
 class ComputeProcess:
-    """Handle of the compute process. ``on_reply(reply, body)`` and ``on_exit(exit_code)`` are called on the event loop
-    that is running when the handle is created; ``on_exit`` is not called after ``stop``. The process ends with this
-    one."""
+    """Handle of the compute process. ``on_reply(reply, body)`` and ``on_exit(exit_code)`` are
+    called on the event loop that is running when the handle is created; ``on_exit`` is not called
+    after ``stop``. The process ends with this one."""
 
     def __init__(
         self,
@@ -297,7 +297,13 @@ class ComputeProcess:
         """Start the process, or a new one after it has died."""
         ours, theirs = socket.socketpair()
         with theirs:
-            arguments = [str(os.getpid()), "0", "realhf.tinker.compute", str(theirs.fileno()), self._options]
+            arguments = [
+                str(os.getpid()),
+                "0",
+                "realhf.tinker.compute",
+                str(theirs.fileno()),
+                self._options,
+            ]
             process = self._process = subprocess.Popen(
                 [sys.executable, "-m", "realhf.scheduler.child", *arguments],
                 pass_fds=[theirs.fileno()],

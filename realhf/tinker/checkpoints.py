@@ -27,10 +27,14 @@ class CheckpointStore:
         self._secret = store.get_or_set("secret", secrets.token_hex(32)).encode()
 
     def find(self, owner: str, path: str) -> CheckpointRow:
-        """Return the checkpoint at a ``tinker://`` path. Raises Refusal (404) if the owner has none there, or it has
-        expired."""
+        """Return the checkpoint at a ``tinker://`` path. Raises Refusal (404) if the owner has none
+        there, or it has expired."""
         row = self._store.checkpoint(path)
-        if row is None or row.owner != owner or (row.expires is not None and row.expires < time.time()):
+        if (
+            row is None
+            or row.owner != owner
+            or (row.expires is not None and row.expires < time.time())
+        ):
             raise Refusal(404, f"there are no weights {path!r:.200} here")
         return row
 
@@ -39,8 +43,9 @@ class CheckpointStore:
         return Path(row.info["folder"])
 
     def new_folder(self, model: str, kind: str, name: str, seq: int) -> Path:
-        """Return the folder into which request ``seq`` of a model saves a checkpoint ``name``. Each request has its own
-        folder: samplers of a deleted or replaced checkpoint of the same name must not get the new weights."""
+        """Return the folder into which request ``seq`` of a model saves a checkpoint ``name``. Each
+        request has its own folder: samplers of a deleted or replaced checkpoint of the same name
+        must not get the new weights."""
         return self._root / "checkpoints" / safe_name(model) / KINDS[kind] / f"{name}.{seq}"
 
     def remove_partial(self) -> None:
@@ -55,15 +60,17 @@ class CheckpointStore:
         return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
 
     def signature(self, path: str, file: str, expires: int) -> str:
-        """Return the signature (HMAC-SHA256, hex) of a download URL: it permits to read ``file`` of the checkpoint at
-        ``path`` until ``expires``, in seconds since the epoch."""
+        """Return the signature (HMAC-SHA256, hex) of a download URL: it permits to read ``file`` of
+        the checkpoint at ``path`` until ``expires``, in seconds since the epoch."""
         payload = json.dumps([path, file, expires]).encode()
         return hmac.new(self._secret, payload, hashlib.sha256).hexdigest()
 
     def signed_file(self, path: str, file: str, expires: int, signature: str) -> Path:
-        """Return the path of the file of a signed download URL. Raises Refusal: 403 if the signature is wrong or has
-        expired, 404 if the checkpoint or the file is gone."""
-        is_valid = hmac.compare_digest(self.signature(path, file, expires).encode(), signature.encode())
+        """Return the path of the file of a signed download URL. Raises Refusal: 403 if the
+        signature is wrong or has expired, 404 if the checkpoint or the file is gone."""
+        is_valid = hmac.compare_digest(
+            self.signature(path, file, expires).encode(), signature.encode()
+        )
         if not is_valid or expires < time.time():
             raise Refusal(403, "this address was not given out here, or its time is over")
         row = self._store.checkpoint(path)
@@ -73,7 +80,9 @@ class CheckpointStore:
 
     def set_expiry(self, row: CheckpointRow, ttl_s: int | None) -> None:
         """Make a checkpoint expire ``ttl_s`` seconds from now, or never (None)."""
-        self._store.put_checkpoint(replace(row, expires=None if ttl_s is None else time.time() + ttl_s))
+        self._store.put_checkpoint(
+            replace(row, expires=None if ttl_s is None else time.time() + ttl_s)
+        )
 
     def delete(self, row: CheckpointRow) -> None:
         """Delete a checkpoint and its folder."""
@@ -81,20 +90,25 @@ class CheckpointStore:
         shutil.rmtree(self.folder_of(row), ignore_errors=True)
 
     def delete_expired(self, ephemeral_before: float) -> None:
-        """Delete expired checkpoints, and ephemeral ones (saved without a name, and listed nowhere) of unloaded models
-        that were created before ``ephemeral_before``, in seconds since the epoch."""
+        """Delete expired checkpoints, and ephemeral ones (saved without a name, and listed nowhere)
+        of unloaded models that were created before ``ephemeral_before``, in seconds since the
+        epoch."""
         now = time.time()
         for row in self._store.checkpoints():
             model = self._store.model(row.model)
             is_unloaded = model is None or model.unloaded
             has_expired = row.expires is not None and row.expires < now
-            if has_expired or (is_unloaded and row.info.get("ephemeral") and row.created < ephemeral_before):
+            if has_expired or (
+                is_unloaded and row.info.get("ephemeral") and row.created < ephemeral_before
+            ):
                 self.delete(row)
 
     def unregister_ephemeral(self, model: str, keep: int = 0) -> list[Path]:
-        """Remove the ephemeral checkpoints of a model from the registry except the newest ``keep``. Return their
-        folders, which the caller deletes."""
-        ephemeral = [row for row in self._store.checkpoints(model=model) if row.info.get("ephemeral")]
+        """Remove the ephemeral checkpoints of a model from the registry except the newest ``keep``.
+        Return their folders, which the caller deletes."""
+        ephemeral = [
+            row for row in self._store.checkpoints(model=model) if row.info.get("ephemeral")
+        ]
         older = ephemeral[keep:]
         for row in older:
             self._store.delete_checkpoint(row.path)

@@ -2,15 +2,17 @@
 
     python -m realhf.tinker.compute DESCRIPTOR OPTIONS
 
-``DESCRIPTOR`` is the file descriptor of a socket to the server, ``OPTIONS`` a ``ComputeOptions`` as JSON. The server
-starts the process, and it exits with the server.
+``DESCRIPTOR`` is the file descriptor of a socket to the server, ``OPTIONS`` a ``ComputeOptions`` as
+JSON. The server starts the process, and it exits with the server.
 
-It is not a model worker of a run. Model workers execute the calls of one dataflow graph step by step, on samples from
-the run's buffer, with one model for each role. Here independent clients send their own data at any time, and adapters
-are created and removed. The computation is the same: ``TorchEngine`` trains, ``DecodeCore`` samples.
+It is not a model worker of a run. Model workers execute the calls of one dataflow graph step by
+step, on samples from the run's buffer, with one model for each role. Here independent clients send
+their own data at any time, and adapters are created and removed. The computation is the same:
+``TorchEngine`` trains, ``DecodeCore`` samples.
 
-One thread computes. It runs the training jobs of the models round-robin, the jobs of each model in order. After each
-training job it samples for as long as that job took, if there is anything to sample.
+One thread computes. It runs the training jobs of the models round-robin, the jobs of each model in
+order. After each training job it samples for as long as that job took, if there is anything to
+sample.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ from realhf.tinker.wire import BadRequest, read_json, read_pass, types
 _log = logging.getLogger(__name__)
 
 _IDLE_S = 60.0
-"""Seconds without work after which the memory of forward and backward passes is returned to the system."""
+"""Seconds without work after which the memory of forward and backward passes is returned to the
+system."""
 
 
 class Computer:
@@ -81,7 +84,9 @@ class Computer:
         self._threads.take()
         self._heap = Heap()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._base = load_causal_lm(options.path, "tinker", getattr(torch, options.dtype)).to(device)
+        self._base = load_causal_lm(options.path, "tinker", getattr(torch, options.dtype)).to(
+            device
+        )
         self._base.requires_grad_(False)
         use_onednn(self._base)
         use_few_pass_norms(self._base)
@@ -138,7 +143,9 @@ class Computer:
                 memory_returned = False
             for job, body in new_jobs:
                 self._enqueue(job, body)
-            if self._round_robin and not (self._sampler.busy and process_clock.now() < sample_until):
+            if self._round_robin and not (
+                self._sampler.busy and process_clock.now() < sample_until
+            ):
                 started = process_clock.now()
                 self._run_next(self._round_robin.popleft())
                 # Sampling gets as much time as the training job took: now + (now - started).
@@ -164,18 +171,26 @@ class Computer:
             queue.append((job, body))
 
     def _run_next(self, model: str) -> None:
-        """Run the next job of a model, then move the model to the end of the round-robin order if it has more jobs."""
+        """Run the next job of a model, then move the model to the end of the round-robin order if
+        it has more jobs."""
         queue = self._queues[model]
         job, body = queue.popleft()
         self._reply(Began(job.number))
         if job.again and isinstance(job.work, Update) and model in self._models:
-            # The step succeeded in its first run: an older version of the server did not check for missing gradients.
+            # The step succeeded in its first run: an older version of the server did not check for
+            # missing gradients.
             self._models[model].missing = ""
         try:
             response, metrics = self._run(job.work, body)
             kept = isinstance(job.work, (Create, Update, Load)) and self._keep_state(job.work)
             weights = self._models[model].weights_id if model in self._models else WeightsId(-1, "")
-            done = Done(job.number, kept=kept, version=weights.version, digest=weights.digest, numbers=metrics)
+            done = Done(
+                job.number,
+                kept=kept,
+                version=weights.version,
+                digest=weights.digest,
+                numbers=metrics,
+            )
             self._reply(done, response)
         except Exception as error:
             if job.again:
@@ -211,8 +226,9 @@ class Computer:
         return b"", {}
 
     def _run_pass(self, work: Forward, body: bytes) -> bytes:
-        """Run a pass and return the body of its response. A failed backward pass makes the next optimizer step fail:
-        the client may have split one batch into several requests, and the gradients of the others are accumulated."""
+        """Run a pass and return the body of its response. A failed backward pass makes the next
+        optimizer step fail: the client may have split one batch into several requests, and the
+        gradients of the others are accumulated."""
         model = self._models[work.model]
         try:
             return model.run(read_pass(body, vocabulary=self.vocabulary, longest=self.longest))
@@ -222,8 +238,8 @@ class Computer:
             raise
 
     def _remove(self, model: str) -> None:
-        """Remove a model and release its memory at once. An engine has reference cycles, so that without a garbage
-        collection its memory would be released at some later time."""
+        """Remove a model and release its memory at once. An engine has reference cycles, so that
+        without a garbage collection its memory would be released at some later time."""
         if self._models.pop(model, None) is not None:
             gc.collect()
             self._heap.trim()
@@ -234,8 +250,10 @@ class Computer:
         is_new = work.model not in self._models
         if self._options.full_weights and is_new and (count + 1) * needed > self._free_at_start:
             raise BadRequest(
-                f"memory: to train all weights of a model takes {needed / 2**30:.1f} GiB; {count} are in memory, which "
-                f"had {self._free_at_start / 2**30:.1f} GiB free before the first; --max-adapters bounds how many "
+                f"memory: to train all weights of a model takes {needed / 2**30:.1f} GiB; {count} "
+                f"are in memory, which "
+                f"had {self._free_at_start / 2**30:.1f} GiB free before the first; --max-adapters "
+                f"bounds how many "
                 "there are"
             )
         spec = AdapterSpec(work.rank, work.seed, work.mlp, work.attention, work.unembedding)
@@ -244,7 +262,9 @@ class Computer:
         if work.folder:
             self._load(model, Path(work.folder), moments=work.moments)
         self._models[work.model] = model
-        _log.info("model %s: rank %d, %.1f MiB to train it", work.model, work.rank, model.nbytes() / 2**20)
+        _log.info(
+            "model %s: rank %d, %.1f MiB to train it", work.model, work.rank, model.nbytes() / 2**20
+        )
 
     def _load(self, model: TrainedModel, folder: Path, *, moments: bool) -> None:
         try:
@@ -253,9 +273,9 @@ class Computer:
             raise BadRequest(str(error).replace(str(folder), folder.name)) from None
 
     def _keep_state(self, work: Create | Update | Load) -> bool:
-        """Save the whole state of the model if the job asks for it; return whether it was saved. The job succeeds even
-        if its state cannot be saved: a client that repeated a step would apply it twice. After a crash the state is
-        rebuilt from an earlier one."""
+        """Save the whole state of the model if the job asks for it; return whether it was saved.
+        The job succeeds even if its state cannot be saved: a client that repeated a step would
+        apply it twice. After a crash the state is rebuilt from an earlier one."""
         if not work.keep:
             return False
         try:
@@ -266,7 +286,8 @@ class Computer:
         return True
 
     def _save(self, model_id: str, folder: Path, kind: str) -> float:
-        """Save a model durably and return the bytes of its files. The folder appears only once it is complete."""
+        """Save a model durably and return the bytes of its files. The folder appears only once it
+        is complete."""
         model = self._models[model_id]
         with whole_folder(folder) as partial:
             if kind == "external":
@@ -276,7 +297,9 @@ class Computer:
                 model.save(partial, moments=kind == "training")
             weights = {"version": model.weights_id.version, "digest": model.weights_id.digest}
             (partial / VERSION).write_text(json.dumps(weights), encoding="utf-8")
-            for file in sorted(partial.rglob("*")):  # files must be durable before the server records them as saved
+            for file in sorted(
+                partial.rglob("*")
+            ):  # files must be durable before the server records them as saved
                 sync(file)
             sync(partial)
         sync(folder.parent)
@@ -297,8 +320,8 @@ class Computer:
 
 
 def _max_cache_bytes(gib: float | None, device: torch.device) -> int:
-    """Return the maximum bytes of the key-value cache: ``gib``, or half of the free memory. Nothing else bounds what
-    clients request."""
+    """Return the maximum bytes of the key-value cache: ``gib``, or half of the free memory. Nothing
+    else bounds what clients request."""
     limit = cache_bytes(gib, device, shared=True)
     return _free_bytes(torch.device("cpu")) // 2 if limit is None else limit
 
@@ -312,21 +335,29 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _find_end_tokens(tokenizer: Any, path: str) -> frozenset[int]:
-    """Return the tokens that end a sequence unless a request names others: the end-of-sequence token of the tokenizer
-    and those of ``generation_config.json``."""
+    """Return the tokens that end a sequence unless a request names others: the end-of-sequence
+    token of the tokenizer and those of ``generation_config.json``."""
     tokens = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     try:
         config = json.loads((Path(path) / "generation_config.json").read_text(encoding="utf-8"))
         eos = config.get("eos_token_id")
     except (OSError, ValueError):
         eos = None
-    return frozenset(tokens | {token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int)})
+    return frozenset(
+        tokens
+        | {token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int)}
+    )
 
 
 def main(arguments: list[str]) -> int:
-    """Serve jobs from the socket of descriptor ``arguments[0]`` until its other end closes; return the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal interrupts both; the server stops this process
+    """Serve jobs from the socket of descriptor ``arguments[0]`` until its other end closes; return
+    the exit code."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal interrupts both; the server stops this process
     options = msgspec.json.decode(arguments[1].encode(), type=ComputeOptions)
     own = socket.socket(fileno=int(arguments[0]))
 

@@ -1,15 +1,19 @@
-"""Losses of the training API, as the client's documentation defines them: sums over tokens, not means.
+"""Losses of the training API, as the client's documentation defines them: sums over tokens, not
+means.
 
-Each loss function takes tensors of n packed positions: ``logprobs`` f32 (n,), the log-probabilities of the targets
-under the trained model, which carry the gradient; ``inputs``, the tensors from the client, f32 (n,) each; and
-``sequence`` i64 (n,), the index of the datum of each position. It returns the loss of each position, f32 (n,).
-Cross-entropy also takes (n, K), for K targets a position.
+Each loss function takes tensors of n packed positions: ``logprobs`` f32 (n,), the log-probabilities
+of the targets under the trained model, which carry the gradient; ``inputs``, the tensors from the
+client, f32 (n,) each; and ``sequence`` i64 (n,), the index of the datum of each position. It
+returns the loss of each position, f32 (n,). Cross-entropy also takes (n, K), for K targets a
+position.
 
-Notation: p is the probability of a target under the trained model, q under the model that sampled it; ratio is p / q.
+Notation: p is the probability of a target under the trained model, q under the model that sampled
+it; ratio is p / q.
 
-Sources: importance sampling, https://tinker-docs.thinkingmachines.ai/losses; PPO, Schulman et al. 2017
-(arXiv:1707.06347), equation 7; CISPO, MiniMax 2025 (arXiv:2506.13585), equation 4; DRO, Richemond et al. 2024
-(arXiv:2405.19107), with a given advantage; GSPO-token, Zheng et al. 2025 (arXiv:2507.18071), equations 13 and 14.
+Sources: importance sampling, https://tinker-docs.thinkingmachines.ai/losses; PPO, Schulman et al.
+2017 (arXiv:1707.06347), equation 7; CISPO, MiniMax 2025 (arXiv:2506.13585), equation 4; DRO,
+Richemond et al. 2024 (arXiv:2405.19107), with a given advantage; GSPO-token, Zheng et al. 2025
+(arXiv:2507.18071), equations 13 and 14.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ Inputs = Mapping[str, Tensor]
 Settings = Mapping[str, float]
 """Settings of the loss by name."""
 LOW = "clip_low_threshold"
-"""Lower clip threshold of the ratio: a setting of the request, or an input with one value a position."""
+"""Lower clip threshold of the ratio: a setting of the request, or an input with one value a
+position."""
 HIGH = "clip_high_threshold"
 """Upper clip threshold, likewise."""
 SEQUENCE_MASK = "sequence_ratio_mask"
@@ -34,13 +39,15 @@ SEQUENCE_MASK = "sequence_ratio_mask"
 
 
 def cross_entropy(logprobs: Tensor, inputs: Inputs, sequence: Tensor, settings: Settings) -> Tensor:
-    """Return -weight * log p. A weight may be negative: for a custom loss, which the client evaluates, the second pass
-    sends the derivative of the loss by the log-probability as weight."""
+    """Return -weight * log p. A weight may be negative: for a custom loss, which the client
+    evaluates, the second pass sends the derivative of the loss by the log-probability as weight."""
     del sequence, settings
     return -logprobs * inputs["weights"]
 
 
-def importance_sampling(logprobs: Tensor, inputs: Inputs, sequence: Tensor, settings: Settings) -> Tensor:
+def importance_sampling(
+    logprobs: Tensor, inputs: Inputs, sequence: Tensor, settings: Settings
+) -> Tensor:
     """Return -ratio * advantage; log q is ``inputs["logprobs"]``."""
     del sequence, settings
     return -(logprobs - inputs["logprobs"]).exp() * inputs["advantages"]
@@ -67,15 +74,18 @@ def dro(logprobs: Tensor, inputs: Inputs, sequence: Tensor, settings: Settings) 
 
 
 def gspo(logprobs: Tensor, inputs: Inputs, sequence: Tensor, settings: Settings) -> Tensor:
-    """Return PPO's loss with one ratio for each sequence: the geometric mean of the ratios at the positions that
-    ``sequence_ratio_mask`` marks. At each position the gradient is that of the position's own log-probability. A
-    sequence without marked positions has ratio 1."""
+    """Return PPO's loss with one ratio for each sequence: the geometric mean of the ratios at the
+    positions that ``sequence_ratio_mask`` marks. At each position the gradient is that of the
+    position's own log-probability. A sequence without marked positions has ratio 1."""
     marked = (inputs[SEQUENCE_MASK] != 0).to(logprobs.dtype)
-    log_ratio = torch.where(marked > 0, logprobs.detach() - inputs["logprobs"], torch.zeros_like(marked))
+    log_ratio = torch.where(
+        marked > 0, logprobs.detach() - inputs["logprobs"], torch.zeros_like(marked)
+    )
     zeros = torch.zeros(int(sequence.max()) + 1, dtype=logprobs.dtype, device=logprobs.device)
     counts = zeros.index_add(0, sequence, marked).clamp(min=1)
     mean = (zeros.index_add(0, sequence, log_ratio) / counts)[sequence]
-    # logprobs - logprobs.detach() is zero, but carries the gradient of the position (straight-through).
+    # logprobs - logprobs.detach() is zero, but carries the gradient of the position
+    # (straight-through).
     return _clipped_loss((mean + logprobs - logprobs.detach()).exp(), inputs, settings)
 
 
@@ -85,7 +95,8 @@ def _clipped_loss(ratio: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
 
 
 def _clip_ratio(ratio: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
-    """Clip to the thresholds of each position if the client sent them, else to those of the request."""
+    """Clip to the thresholds of each position if the client sent them, else to those of the
+    request."""
     low = inputs.get(LOW)
     high = inputs.get(HIGH)
     low = torch.full_like(ratio, settings[LOW]) if low is None else low
@@ -115,20 +126,24 @@ LOSSES: Mapping[str, TokenLoss] = {
     "ppo": TokenLoss(ppo, _POLICY, (LOW, HIGH), _THRESHOLDS),
     "cispo": TokenLoss(cispo, _POLICY, (LOW, HIGH), {LOW: 0.0, HIGH: 4.0}),
     "dro": TokenLoss(dro, _POLICY, (), {"beta": 0.05}),
-    "gspo": TokenLoss(gspo, (*_POLICY, SEQUENCE_MASK), (LOW, HIGH), {LOW: 1 - 3e-4, HIGH: 1 + 4e-4}),
+    "gspo": TokenLoss(
+        gspo, (*_POLICY, SEQUENCE_MASK), (LOW, HIGH), {LOW: 1 - 3e-4, HIGH: 1 + 4e-4}
+    ),
 }
-"""The supported losses by their names in the client's ``LossFnType``. The defaults of CISPO and GSPO are those of their
-papers: no lower bound for CISPO, 1 - 3e-4 and 1 + 4e-4 for GSPO."""
+"""The supported losses by their names in the client's ``LossFnType``. The defaults of CISPO and
+GSPO are those of their papers: no lower bound for CISPO, 1 - 3e-4 and 1 + 4e-4 for GSPO."""
 _UNSUPPORTED = {
-    "stable_reinforce": "its formula is not public; importance_sampling, ppo, cispo and gspo train on the same data",
-    "custom": "losses are not traced here; forward_backward_custom computes them in the client instead",
+    "stable_reinforce": "its formula is not public; importance_sampling, ppo, cispo and gspo train "
+    "on the same data",
+    "custom": "losses are not traced here; forward_backward_custom computes them in the client "
+    "instead",
 }
 """Losses of the client that this server does not support, and why."""
 
 
 def find_loss(name: str, config: Mapping[str, float | str]) -> tuple[TokenLoss, dict[str, float]]:
-    """Return the loss ``name`` and its settings: the defaults, overridden by ``config``. Raises ValueError, which names
-    the unsupported loss, or the unknown or invalid setting."""
+    """Return the loss ``name`` and its settings: the defaults, overridden by ``config``. Raises
+    ValueError, which names the unsupported loss, or the unknown or invalid setting."""
     if name not in LOSSES:
         why = _UNSUPPORTED.get(name, f"there are {', '.join(LOSSES)}")
         raise ValueError(f"loss_fn {name!r} is not carried by this server: {why}")
@@ -141,5 +156,7 @@ def find_loss(name: str, config: Mapping[str, float | str]) -> tuple[TokenLoss, 
             raise ValueError(f"loss_fn_config: {key} must be a finite number, got {value!r}")
     settings = {**loss.settings, **{key: float(value) for key, value in config.items()}}
     if LOW in settings and not 0 <= settings[LOW] <= settings[HIGH]:
-        raise ValueError(f"loss_fn_config: {LOW} {settings[LOW]:g} must be from 0 to {HIGH} {settings[HIGH]:g}")
+        raise ValueError(
+            f"loss_fn_config: {LOW} {settings[LOW]:g} must be from 0 to {HIGH} {settings[HIGH]:g}"
+        )
     return loss, settings

@@ -1,4 +1,5 @@
-"""Settings of the training API server: the model, who may use it, and how much of the machine each client gets."""
+"""Settings of the training API server: the model, who may use it, and how much of the machine each
+client gets."""
 
 from __future__ import annotations
 
@@ -25,43 +26,77 @@ _ABOVE_ZERO = (1e-3, math.inf)
 class ServerOptions(ServerSettings):
     """The settings of one server. Raises SettingError for a bad one."""
 
-    host: str = setting("127.0.0.1", "address to listen on; other than the loopback it needs --token-file")
+    host: str = setting(
+        "127.0.0.1", "address to listen on; other than the loopback it needs --token-file"
+    )
     port: int = setting(8800, "port; 0: any free one", limits=(0, 65535))
-    allowed_hosts: str = setting("", "names, with commas, by which clients may address a server on other addresses")
+    allowed_hosts: str = setting(
+        "", "names, with commas, by which clients may address a server on other addresses"
+    )
     tls_cert: str = setting("", "file with the certificate (PEM), for https")
     tls_key: str = setting("", "file with its private key")
     model: str = setting(about="folder of the base model (Hugging Face format)")
-    root: str = setting("tinker", "folder of all kept state; a server that was killed continues from it")
+    root: str = setting(
+        "tinker", "folder of all kept state; a server that was killed continues from it"
+    )
     name: str = setting("", "name of the model for clients, besides the path of its folder")
-    token_file: str = setting("", "file with one API key a line (tml-...); each key sees its own only. None: any key")
+    token_file: str = setting(
+        "", "file with one API key a line (tml-...); each key sees its own only. None: any key"
+    )
     full_weights: bool = setting(
-        False, "train all weights, on a copy of the base for each client, instead of adapters of the requested rank"
+        False,
+        "train all weights, on a copy of the base for each client, instead of adapters of the "
+        "requested rank",
     )
     dtype: str = setting(
-        "float32", "element type of the base model: float32 or bfloat16", choices=("float32", "bfloat16")
+        "float32",
+        "element type of the base model: float32 or bfloat16",
+        choices=("float32", "bfloat16"),
     )
-    threads: int = setting(0, "threads that compute; 0: as many as there are cores", limits=_FROM_ZERO)
+    threads: int = setting(
+        0, "threads that compute; 0: as many as there are cores", limits=_FROM_ZERO
+    )
     max_tokens_per_mb: int = setting(2048, "most positions of a micro-batch", limits=_FROM_ONE)
-    max_sequence: int = setting(0, "most tokens of a sequence; 0: as many as the model takes", limits=_FROM_ZERO)
-    kv_cache_gib: float | None = setting(
-        None, "memory for keys and values of sampling, in GiB; none: half of the free memory", limits=_ABOVE_ZERO
+    max_sequence: int = setting(
+        0, "most tokens of a sequence; 0: as many as the model takes", limits=_FROM_ZERO
     )
-    max_adapters: int = setting(16, "most models in memory at once; the others wait on the disk", limits=_FROM_ONE)
+    kv_cache_gib: float | None = setting(
+        None,
+        "memory for keys and values of sampling, in GiB; none: half of the free memory",
+        limits=_ABOVE_ZERO,
+    )
+    max_adapters: int = setting(
+        16, "most models in memory at once; the others wait on the disk", limits=_FROM_ONE
+    )
     max_adapters_per_key: int = setting(8, "most models in memory of one API key", limits=_FROM_ONE)
     max_rank: int = setting(128, "largest rank of an adapter", limits=_FROM_ONE)
-    max_body_mib: int = setting(64, "largest request body, in MiB after decompression", limits=_FROM_ONE)
-    max_pending: int = setting(2048, "most unfinished requests of one API key", limits=_FROM_ONE)
-    max_pending_mib: int = setting(512, "most bytes of the unfinished requests of one key, in MiB", limits=_FROM_ONE)
-    max_saved_gib: float = setting(64.0, "most bytes of the saved weights of one key, in GiB", limits=_ABOVE_ZERO)
-    min_free_gib: float = setting(
-        1.0, "free space on the disk of --root below which new requests are refused, in GiB", limits=_FROM_ZERO
+    max_body_mib: int = setting(
+        64, "largest request body, in MiB after decompression", limits=_FROM_ONE
     )
-    keep_ephemeral: int = setting(8, "how many weights saved without a name are kept of each model", limits=_FROM_ONE)
+    max_pending: int = setting(2048, "most unfinished requests of one API key", limits=_FROM_ONE)
+    max_pending_mib: int = setting(
+        512, "most bytes of the unfinished requests of one key, in MiB", limits=_FROM_ONE
+    )
+    max_saved_gib: float = setting(
+        64.0, "most bytes of the saved weights of one key, in GiB", limits=_ABOVE_ZERO
+    )
+    min_free_gib: float = setting(
+        1.0,
+        "free space on the disk of --root below which new requests are refused, in GiB",
+        limits=_FROM_ZERO,
+    )
+    keep_ephemeral: int = setting(
+        8, "how many weights saved without a name are kept of each model", limits=_FROM_ONE
+    )
     state_every_s: float = setting(
-        30.0, "least seconds between two saved states of a model, from which a killed server resumes", limits=_FROM_ZERO
+        30.0,
+        "least seconds between two saved states of a model, from which a killed server resumes",
+        limits=_FROM_ZERO,
     )
     session_lapses_s: float = setting(
-        900.0, "seconds without a heartbeat of its client after which a model leaves the memory", limits=_ABOVE_ZERO
+        900.0,
+        "seconds without a heartbeat of its client after which a model leaves the memory",
+        limits=_ABOVE_ZERO,
     )
 
     def __post_init__(self) -> None:
@@ -72,13 +107,20 @@ class ServerOptions(ServerSettings):
     def _model_problem(self) -> str:
         if (Path(self.model) / "config.json").is_file():
             return ""
-        what = "there is no config.json in that folder" if Path(self.model).is_dir() else "there is no such folder"
+        what = (
+            "there is no config.json in that folder"
+            if Path(self.model).is_dir()
+            else "there is no such folder"
+        )
         return f"--model {self.model}: {what}; `make model` makes models/smollm2_135m"
 
     def _contradiction(self) -> str:
         """Return which settings contradict each other; "" if none do."""
         if self.full_weights and self.dtype != "float32":
-            return f"--full-weights trains in float32: --dtype {self.dtype} is for the base of adapters"
+            return (
+                f"--full-weights trains in float32: --dtype {self.dtype} is for the base of "
+                f"adapters"
+            )
         if self.full_weights and self.max_rank != ServerOptions.max_rank:
             return "--max-rank has no effect with --full-weights: there are no adapters"
         if self.allowed_hosts and is_loopback_host(self.host):
@@ -96,8 +138,8 @@ class ServerOptions(ServerSettings):
         return self.named("token_file")
 
     def api_keys(self) -> frozenset[str]:
-        """Return the API keys that may use this server; none: any may. Raises SettingError for a file that is missing
-        or empty, or that other users may read."""
+        """Return the API keys that may use this server; none: any may. Raises SettingError for a
+        file that is missing or empty, or that other users may read."""
         if not self.token_file:
             return frozenset()
         flag = self.flag("token_file")
@@ -105,7 +147,8 @@ class ServerOptions(ServerSettings):
         keys = frozenset(line for line in lines if line and not line.startswith("#"))
         if not keys or any(not key.startswith("tml-") or len(key) < 20 for key in keys):
             raise SettingError(
-                f"{flag} {self.token_file}: it needs keys that begin with tml- and have 20 letters or more"
+                f"{flag} {self.token_file}: it needs keys that begin with tml- and have 20 letters "
+                f"or more"
             )
         return keys
 
@@ -117,7 +160,8 @@ class ServerOptions(ServerSettings):
 
     @property
     def public_name(self) -> str:
-        """The name that clients get. The client's own ``get_tokenizer`` finds the tokenizer by it."""
+        """The name that clients get. The client's own ``get_tokenizer`` finds the tokenizer by
+        it."""
         return os.path.abspath(self.model)
 
     def compute(self) -> ComputeOptions:
@@ -138,10 +182,14 @@ def command_line() -> argparse.ArgumentParser:
     """Return the parser of ``train-api``."""
     parser = argparse.ArgumentParser(
         prog="train-api",
-        description="Serve the training API of the client tinker: loops written for it train and sample here.",
+        description="Serve the training API of the client tinker: loops written for it train and "
+        "sample here.",
     )
     parser.add_argument(
-        "--version", action="version", version=f"train-api {realhf.__version__}", help="print the version and exit"
+        "--version",
+        action="version",
+        version=f"train-api {realhf.__version__}",
+        help="print the version and exit",
     )
     ServerOptions.add_arguments(parser)
     return parser

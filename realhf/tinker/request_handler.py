@@ -1,4 +1,5 @@
-"""Shared part of the HTTP handlers: reads request bodies, checks ownership, queues requests and returns futures."""
+"""Shared part of the HTTP handlers: reads request bodies, checks ownership, queues requests and
+returns futures."""
 
 from __future__ import annotations
 
@@ -14,19 +15,30 @@ from starlette.responses import Response
 from realhf.tinker.access import OWNER
 from realhf.tinker.service import Service
 from realhf.tinker.store import ModelRow
-from realhf.tinker.wire import JSON, PROTOBUF, BadRequest, SeqScanner, read_json, read_json_seq, read_seq, types
+from realhf.tinker.wire import (
+    JSON,
+    PROTOBUF,
+    BadRequest,
+    SeqScanner,
+    read_json,
+    read_json_seq,
+    read_seq,
+    types,
+)
 from realhf.web.bodies import BodyBudget, BodyShare, check_declared_length, read_body
 from realhf.web.refusal import Refusal
 
 _CONCURRENT_BODIES = 4
 """Number of bodies of the maximum size that may be read at the same time."""
 _SMALL = 1 << 20
-"""Maximum bytes of a body without data. Only ``forward_backward``, ``sample`` and telemetry have data."""
+"""Maximum bytes of a body without data. Only ``forward_backward``, ``sample`` and telemetry have
+data."""
 _READ = "tinker.read"
-"""Key of an ASGI scope that holds the part of the body that was read, until the request is answered."""
+"""Key of an ASGI scope that holds the part of the body that was read, until the request is
+answered."""
 _RETRIED_STATUSES = (401, 403, 408, 409, 429)
-"""Statuses after which the sequence number of a refused request stays free: the client sends the same request again, or
-it is not a client of this server."""
+"""Statuses after which the sequence number of a refused request stays free: the client sends the
+same request again, or it is not a client of this server."""
 _SCAN_TIMEOUT_S = 10.0
 """How long the rest of a body that is too large is searched for its sequence number."""
 
@@ -41,8 +53,8 @@ class RequestHandler:
         self._bodies = BodyBudget(_CONCURRENT_BODIES * service.options.max_body_mib << 20)
 
     async def body(self, request: Request, *, data: bool = False) -> bytes:
-        """Return the plain body of a request. One with ``data`` may have ``--max-body-mib``, others ``_SMALL`` bytes.
-        Raises Refusal for one that is too large, too slow, or damaged."""
+        """Return the plain body of a request. One with ``data`` may have ``--max-body-mib``, others
+        ``_SMALL`` bytes. Raises Refusal for one that is too large, too slow, or damaged."""
         largest = self.options.max_body_mib << 20
         beginning = b""
         max_bytes = largest if data else min(largest, _SMALL)
@@ -58,7 +70,9 @@ class RequestHandler:
 
         share = BodyShare(self._bodies)
         try:
-            body = await read_body(chunks(), encoding=encoding, max_bytes=max_bytes, allow_zstd=True, take=share.take)
+            body = await read_body(
+                chunks(), encoding=encoding, max_bytes=max_bytes, allow_zstd=True, take=share.take
+            )
         except Refusal:
             request.scope[_READ] = b"" if encoding else beginning
             raise
@@ -70,8 +84,9 @@ class RequestHandler:
     def with_seq(
         self, kind: str, handler: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Wrap the handler of a kind of request that has a sequence number. If the handler refuses a request for good,
-        its number is recorded as failed: the client goes on with the next number, which would wait forever."""
+        """Wrap the handler of a kind of request that has a sequence number. If the handler refuses
+        a request for good, its number is recorded as failed: the client goes on with the next
+        number, which would wait forever."""
 
         async def handle(request: Request) -> Response:
             try:
@@ -97,7 +112,8 @@ class RequestHandler:
                 return
 
     async def _find_seq(self, request: Request, status: int) -> tuple[list[str], int | None]:
-        """Return the candidate model ids of a refused request and its sequence number (None if it is unknown)."""
+        """Return the candidate model ids of a refused request and its sequence number (None if it
+        is unknown)."""
         read: bytes = request.scope.get(_READ, b"")
         if PROTOBUF in request.headers.get("content-type", ""):
             with suppress(BadRequest):
@@ -110,7 +126,9 @@ class RequestHandler:
         scanner = SeqScanner()
         scanner.feed(read)
         bytes_left = self.options.max_body_mib << 20
-        with suppress(TimeoutError, RuntimeError, ClientDisconnect):  # the stream was consumed, or ends early
+        with suppress(
+            TimeoutError, RuntimeError, ClientDisconnect
+        ):  # the stream was consumed, or ends early
             async with asyncio.timeout(_SCAN_TIMEOUT_S):
                 async for chunk in request.stream():
                     bytes_left -= len(chunk)
@@ -120,12 +138,14 @@ class RequestHandler:
         return scanner.models, scanner.seq
 
     async def parse(self, request: Request, kind: Any) -> Any:
-        """Read the body and parse it as ``kind``, one of the client's request types. Raises BadRequest."""
+        """Read the body and parse it as ``kind``, one of the client's request types. Raises
+        BadRequest."""
         return read_json(kind, await self.body(request))
 
     def session(self, request: Request, session: str, *, alive: bool = True) -> dict[str, Any]:
-        """Return the info of a session of the client. With ``alive`` also record a heartbeat. Raises Refusal: 404 if
-        the client has no such session, 410 if ``alive`` and it has finished."""
+        """Return the info of a session of the client. With ``alive`` also record a heartbeat.
+        Raises Refusal: 404 if the client has no such session, 410 if ``alive`` and it has
+        finished."""
         row = self.store.session(session)
         if row is None or row[0] != request.scope[OWNER]:
             raise Refusal(404, f"there is no session {session!r:.100}")
@@ -145,16 +165,28 @@ class RequestHandler:
     def check_optimizer(self, config: Any) -> None:
         """Raise Refusal (400) unless the optimizer is AdamW."""
         if config is not None and config.type != "adamw":
-            raise Refusal(400, f"optimizer_config {config.type!r:.200} is not carried by this server: adamw is")
+            raise Refusal(
+                400,
+                f"optimizer_config {config.type!r:.200} is not carried by this server: adamw is",
+            )
 
     def new_model(
-        self, request: Request, session: str, number: int, kind: str, options: dict[str, Any], body: bytes
+        self,
+        request: Request,
+        session: str,
+        number: int,
+        kind: str,
+        options: dict[str, Any],
+        body: bytes,
     ) -> Response:
-        """Queue the request that creates model ``number`` of a session; return its future. Raises Refusal."""
+        """Queue the request that creates model ``number`` of a session; return its future. Raises
+        Refusal."""
         owner = request.scope[OWNER]
         self.session(request, session)
         model = f"{session}:train:{check_number(number)}"
-        return self.future(self.service.submit(owner, kind, model, 0, body, (session, options)), model)
+        return self.future(
+            self.service.submit(owner, kind, model, 0, body, (session, options)), model
+        )
 
     def model(self, request: Request, model: str) -> ModelRow:
         """Return a model of the client. Raises Refusal (404) if the client has no such model."""
@@ -163,7 +195,9 @@ class RequestHandler:
             raise Refusal(404, f"there is no model {model!r:.200}")
         return row
 
-    def submit(self, request: Request, kind: str, model: str, seq: int | None, body: bytes) -> Response:
+    def submit(
+        self, request: Request, kind: str, model: str, seq: int | None, body: bytes
+    ) -> Response:
         """Queue request ``seq`` of a model; return its future. Raises Refusal."""
         row = self.model(request, model)
         if row.unloaded:
@@ -174,8 +208,9 @@ class RequestHandler:
         return self.future(self.service.submit(row.owner, kind, model, seq, body), model)
 
     def unload(self, request: Request, model: str) -> Response:
-        """Queue an unload request and return its future. Repeated calls return the same future. The client does not
-        number unload requests, so it gets the next free sequence number. Raises Refusal."""
+        """Queue an unload request and return its future. Repeated calls return the same future. The
+        client does not number unload requests, so it gets the next free sequence number. Raises
+        Refusal."""
         row = self.model(request, model)
         seq = self.store.next_seq(model)
         last = self.store.request(f"{model}:{seq - 1}")
@@ -192,7 +227,8 @@ class RequestHandler:
 
 
 def check_number(number: int | None) -> int:
-    """Return a sequence number of a client. Raises Refusal (400) if it is missing or out of range."""
+    """Return a sequence number of a client. Raises Refusal (400) if it is missing or out of
+    range."""
     if number is None or not 0 <= number < 1 << 31:
         raise Refusal(400, f"the number {number!r:.50} is out of range")
     return number

@@ -1,8 +1,8 @@
 """HTTP routes of the training API, except those about checkpoints (``weights_routes``).
 
-Request and response bodies are of the client's own types. Invalid requests are refused before they get a future if that
-is possible (HTTP 400 to 429, which the client raises as ``APIStatusError``), else the future fails
-(``RequestFailedError``).
+Request and response bodies are of the client's own types. Invalid requests are refused before they
+get a future if that is possible (HTTP 400 to 429, which the client raises as ``APIStatusError``),
+else the future fails (``RequestFailedError``).
 """
 
 from __future__ import annotations
@@ -92,8 +92,16 @@ class Routes:
             ("POST", "/forward_backward", with_seq("forward_backward", self.forward_backward)),
             ("POST", "/optim_step", with_seq("optim_step", self.optim_step)),
             ("POST", "/save_weights", with_seq("save_weights", self._weights.save_weights)),
-            ("POST", "/save_weights_for_sampler", with_seq("save_weights_for_sampler", self._weights.save_for_sampler)),
-            ("POST", "/save_weights_external", with_seq("save_weights_external", self._weights.save_external)),
+            (
+                "POST",
+                "/save_weights_for_sampler",
+                with_seq("save_weights_for_sampler", self._weights.save_for_sampler),
+            ),
+            (
+                "POST",
+                "/save_weights_external",
+                with_seq("save_weights_external", self._weights.save_external),
+            ),
             ("POST", "/load_weights", with_seq("load_weights", self._weights.load_weights)),
             ("POST", "/create_sampling_session", self.create_sampler),
             ("POST", "/join_sampling_session", self.join_sampler),
@@ -114,8 +122,8 @@ class Routes:
         ]
 
     async def unknown(self, request: Request) -> Response:
-        """Refuse a request that this server does not know, such as one of another client version. If it has a sequence
-        number, that is recorded as failed."""
+        """Refuse a request that this server does not know, such as one of another client version.
+        If it has a sequence number, that is recorded as failed."""
         await self._handler.body(request)
         raise Refusal(404, f"this server has no request {request.url.path!r:.200}")
 
@@ -128,24 +136,32 @@ class Routes:
     async def capabilities(self, request: Request) -> Response:
         """Return the names and the context length of the base model."""
         ready = self._handler.service.ready
-        names = dict.fromkeys([self._handler.options.public_name, *sorted(self._handler.options.names)])
+        names = dict.fromkeys(
+            [self._handler.options.public_name, *sorted(self._handler.options.names)]
+        )
         models = [
             types.SupportedModel(
-                model_name=name, max_context_length=ready.longest if ready else None, trainable=True, sampleable=True
+                model_name=name,
+                max_context_length=ready.longest if ready else None,
+                trainable=True,
+                sampleable=True,
             )
             for name in names
         ]
         return json_response(types.GetServerCapabilitiesResponse(supported_models=models))
 
     async def client_config(self, request: Request) -> Response:
-        """Return the client's settings: into parts of which size it splits a batch, and how many samples it requests at
-        the same time."""
+        """Return the client's settings: into parts of which size it splits a batch, and how many
+        samples it requests at the same time."""
         await self._handler.body(request)
         max_chunk = max(1 << 20, (self._handler.options.max_body_mib << 20) // 4)
-        return JSONResponse({"fwdbwd_max_chunk_bytes_count": max_chunk, "sample_max_concurrent_requests": 1024})
+        return JSONResponse(
+            {"fwdbwd_max_chunk_bytes_count": max_chunk, "sample_max_concurrent_requests": 1024}
+        )
 
     async def dynamic_config(self, request: Request) -> Response:
-        """Return the client's settings that may change: it cancels samples that it no longer waits for."""
+        """Return the client's settings that may change: it cancels samples that it no longer waits
+        for."""
         await self._handler.body(request)
         return JSONResponse({"sample_cancel_enabled": True})
 
@@ -163,7 +179,11 @@ class Routes:
             raise Refusal(400, "project_id is not carried by this server")
         self._handler.service.check_disk()
         session = f"s-{secrets.token_hex(8)}"
-        info = {"tags": asked.tags, "user_metadata": asked.user_metadata, "display_name": asked.display_name}
+        info = {
+            "tags": asked.tags,
+            "user_metadata": asked.user_metadata,
+            "display_name": asked.display_name,
+        }
         self._handler.store.add_session(session, request.scope[OWNER], info)
         return json_response(types.CreateSessionResponse(session_id=session))
 
@@ -175,13 +195,19 @@ class Routes:
 
     async def sessions(self, request: Request) -> Response:
         """List the sessions of the client."""
-        return json_response(types.ListSessionsResponse(sessions=self._handler.store.sessions(request.scope[OWNER])))
+        return json_response(
+            types.ListSessionsResponse(sessions=self._handler.store.sessions(request.scope[OWNER]))
+        )
 
     async def session(self, request: Request) -> Response:
         """Return the models, samplers and metadata of a session."""
         session = request.path_params["session"]
         info = self._handler.session(request, session, alive=False)
-        models = [row.id for row in self._handler.store.models(request.scope[OWNER]) if row.session == session]
+        models = [
+            row.id
+            for row in self._handler.store.models(request.scope[OWNER])
+            if row.session == session
+        ]
         samplers = [row.id for row in self._handler.store.samplers(session)]
         metadata = {key: str(value) for key, value in (info.get("user_metadata") or {}).items()}
         return json_response(
@@ -205,7 +231,8 @@ class Routes:
     # ---- training
 
     async def create_model(self, request: Request) -> Response:
-        """Create a model: one with adapters, or with ``--full-weights`` one whose weights all train."""
+        """Create a model: one with adapters, or with ``--full-weights`` one whose weights all
+        train."""
         body = await self._handler.body(request)
         asked = read_json(types.CreateModelRequest, body)
         self._handler.check_base(asked.base_model)
@@ -213,15 +240,25 @@ class Routes:
         lora = asked.lora_config or types.LoraConfig(rank=0)
         full = self._handler.options.full_weights
         if asked.lora_config is None and not full:
-            raise Refusal(400, "lora_config is missing: this server trains adapters, not all weights (--full-weights)")
+            raise Refusal(
+                400,
+                "lora_config is missing: this server trains adapters, not all weights "
+                "(--full-weights)",
+            )
         if full and not (lora.train_mlp and lora.train_attn and lora.train_unembed):
-            raise Refusal(400, "lora_config: all weights train here (--full-weights), whatever they belong to")
+            raise Refusal(
+                400, "lora_config: all weights train here (--full-weights), whatever they belong to"
+            )
         if not full and not 1 <= lora.rank <= self._handler.options.max_rank:
             raise Refusal(
-                400, f"lora_config.rank {lora.rank} must be from 1 to {self._handler.options.max_rank} (--max-rank)"
+                400,
+                f"lora_config.rank {lora.rank} must be from 1 to {self._handler.options.max_rank} "
+                f"(--max-rank)",
             )
         if not (lora.train_mlp or lora.train_attn or lora.train_unembed):
-            raise Refusal(400, "lora_config: one of train_mlp, train_attn and train_unembed is needed")
+            raise Refusal(
+                400, "lora_config: one of train_mlp, train_attn and train_unembed is needed"
+            )
         options = {
             "base": asked.base_model,
             "rank": 0 if full else lora.rank,
@@ -231,7 +268,9 @@ class Routes:
             "unembedding": lora.train_unembed,
             "metadata": asked.user_metadata,
         }
-        return self._handler.new_model(request, asked.session_id, asked.model_seq_id, "create_model", options, b"{}")
+        return self._handler.new_model(
+            request, asked.session_id, asked.model_seq_id, "create_model", options, b"{}"
+        )
 
     async def unload_model(self, request: Request) -> Response:
         """Unload a model for good; its checkpoints stay."""
@@ -248,12 +287,16 @@ class Routes:
             "tokenizer_id": self._handler.options.public_name,
         }
         info = {"type": "get_info", "model_id": row.id, **lora_fields(row.options)}
-        return JSONResponse({**info, "model_data": data, "model_name": self._handler.options.public_name})
+        return JSONResponse(
+            {**info, "model_data": data, "model_name": self._handler.options.public_name}
+        )
 
     async def forward_backward(self, request: Request) -> Response:
         """Run a forward pass, and a backward pass unless the request is ``forward_only``."""
         if PROTOBUF not in request.headers.get("content-type", ""):
-            with suppress(Refusal):  # only the sequence number is needed, so a small part of the body suffices
+            with suppress(
+                Refusal
+            ):  # only the sequence number is needed, so a small part of the body suffices
                 await self._handler.body(request)
             raise Refusal(415, f"forward_backward takes a body of the type {PROTOBUF}")
         body = await self._handler.body(request, data=True)
@@ -266,7 +309,9 @@ class Routes:
         asked = await self._handler.parse(request, types.OptimStepRequest)
         if not isinstance(asked.optim_params, types.AdamParams):
             kind = asked.optim_params.type
-            raise Refusal(400, f"optim_params of {kind} are not carried by this server: AdamParams are")
+            raise Refusal(
+                400, f"optim_params of {kind} are not carried by this server: AdamParams are"
+            )
         body = json.dumps({"params": asked.optim_params.model_dump()}).encode()
         return self._handler.submit(request, "optim_step", asked.model_id, asked.seq_id, body)
 
@@ -280,12 +325,16 @@ class Routes:
         folder = ""
         if asked.model_path is not None:
             checkpoints = self._handler.service.checkpoints
-            folder = str(checkpoints.folder_of(checkpoints.find(request.scope[OWNER], asked.model_path)))
+            folder = str(
+                checkpoints.folder_of(checkpoints.find(request.scope[OWNER], asked.model_path))
+            )
         else:
             self._handler.check_base(asked.base_model)
         sampler = f"{asked.session_id}:sample:{check_number(asked.sampling_session_seq_id)}"
         owner = request.scope[OWNER]
-        self._handler.store.add_sampler(sampler, owner, asked.session_id, folder, asked.model_path or "")
+        self._handler.store.add_sampler(
+            sampler, owner, asked.session_id, folder, asked.model_path or ""
+        )
         return json_response(types.CreateSamplingSessionResponse(sampling_session_id=sampler))
 
     def _sampler(self, request: Request, sampler: str) -> Any:
@@ -308,32 +357,47 @@ class Routes:
         """Return the base model and the checkpoint of a sampler."""
         row = self._sampler(request, request.path_params["sampler"])
         base = self._handler.options.public_name
-        return JSONResponse({"sampler_id": row.id, "base_model": base, "model_path": row.path or None})
+        return JSONResponse(
+            {"sampler_id": row.id, "base_model": base, "model_path": row.path or None}
+        )
 
     async def sample(self, request: Request) -> Response:
         """Sample sequences."""
         body = await self._handler.body(request, data=True)
         asked = read_json(types.SampleRequest, body)
         if asked.sampling_session_id is None or asked.seq_id is None:
-            raise Refusal(400, "sampling_session_id and seq_id are needed; create_sampling_session gives the first")
+            raise Refusal(
+                400,
+                "sampling_session_id and seq_id are needed; create_sampling_session gives the "
+                "first",
+            )
         row = self._sampler(request, asked.sampling_session_id)
         self._handler.store.touch_session(row.session)
         name = self._handler.service.submit(row.owner, "sample", row.id, asked.seq_id, body)
         return self._handler.future(
-            name, sample_sequence_ids=[f"{name}:{i}" for i in range(min(asked.num_samples, 1 << 16))]
+            name,
+            sample_sequence_ids=[f"{name}:{i}" for i in range(min(asked.num_samples, 1 << 16))],
         )
 
     # ---- futures
 
     async def retrieve(self, request: Request) -> Response:
-        """Wait for a future and return its result; status 408 after ``LONG_POLL_S``, and the client asks again."""
+        """Wait for a future and return its result; status 408 after ``LONG_POLL_S``, and the client
+        asks again."""
         asked = await self._handler.parse(request, types.FutureRetrieveRequest)
-        ended = await self._handler.service.wait_for(request.scope[OWNER], asked.request_id, LONG_POLL_S)
+        ended = await self._handler.service.wait_for(
+            request.scope[OWNER], asked.request_id, LONG_POLL_S
+        )
         if ended is None:
-            return JSONResponse({"type": "try_again", "request_id": asked.request_id, "queue_state": "active"}, 408)
+            return JSONResponse(
+                {"type": "try_again", "request_id": asked.request_id, "queue_state": "active"}, 408
+            )
         headers = {}
         if ended.info.get("version", -1) >= 0:
-            headers = {"X-Weights-Version": str(ended.info["version"]), "X-Weights-Digest": str(ended.info["digest"])}
+            headers = {
+                "X-Weights-Version": str(ended.info["version"]),
+                "X-Weights-Digest": str(ended.info["digest"]),
+            }
         if ended.state == FAILED:
             category = "user" if ended.theirs else "server"
             return JSONResponse({"error": ended.error, "category": category}, headers=headers)
@@ -352,8 +416,8 @@ class Routes:
 
 
 def _build_result(kind: str, model: str, info: Any) -> dict[str, Any]:
-    """Return the JSON result of a finished request. In addition to the client's fields it has the version and digest of
-    the weights."""
+    """Return the JSON result of a finished request. In addition to the client's fields it has the
+    version and digest of the weights."""
     weights = {"weights_version": info.get("version"), "weights_digest": info.get("digest")}
     if kind in ("create_model", "unload_model"):
         return {"type": kind, "model_id": model, **weights}

@@ -1,13 +1,14 @@
 """Continuous batching of ``sample`` requests over several sets of weights.
 
-A set of weights is the base model, the base with saved adapters, or saved weights of the whole model. One set is active
-at a time. All sequences of the active set decode together, and its requests join between two tokens as soon as there is
-room in the key-value cache. The active set accepts no more requests once a request for another set has waited for
-``SWITCH_S``; when its sequences have ended, the set of the longest waiting request becomes active.
+A set of weights is the base model, the base with saved adapters, or saved weights of the whole
+model. One set is active at a time. All sequences of the active set decode together, and its
+requests join between two tokens as soon as there is room in the key-value cache. The active set
+accepts no more requests once a request for another set has waited for ``SWITCH_S``; when its
+sequences have ended, the set of the longest waiting request becomes active.
 
-Whole-model weights are loaded into one copy of the model when their set becomes active. Adapters are merged when their
-set becomes active (``LoraAdapters``, which verifies the merge), so there is one copy of merged weights, however many
-sets wait.
+Whole-model weights are loaded into one copy of the model when their set becomes active. Adapters
+are merged when their set becomes active (``LoraAdapters``, which verifies the merge), so there is
+one copy of merged weights, however many sets wait.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ from realhf.tinker.wire import (
 )
 
 SWITCH_S = 2.0
-"""Seconds that a request for another set of weights waits before the active set accepts no more requests."""
+"""Seconds that a request for another set of weights waits before the active set accepts no more
+requests."""
 MAX_SAMPLES = 1024
 """Maximum number of sequences of a request."""
 MAX_TOP_K = 1024
@@ -57,7 +59,8 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 256
 """Maximum number of characters of a stop string."""
 MIN_TEMPERATURE = 1e-3
-"""Minimum temperature except 0. Below it logits would overflow fp32, and the whole batch would fail."""
+"""Minimum temperature except 0. Below it logits would overflow fp32, and the whole batch would
+fail."""
 _LOGIT_BYTES = 1 << 26
 """Maximum bytes of the fp32 logits that are computed at once."""
 UNSCORED_LOGPROB = -99999.0
@@ -67,7 +70,8 @@ BASE = WeightsId(0, "base")
 VERSION = "version.json"
 """File next to saved weights with their version and digest."""
 OnSampled = Callable[[int, bytes | Exception, WeightsId], None]
-"""Called with the number of a request, the body of its response or its error, and the weights that sampled it."""
+"""Called with the number of a request, the body of its response or its error, and the weights that
+sampled it."""
 
 
 @dataclass(eq=False)
@@ -103,7 +107,8 @@ class SampleJob:
 
 
 class SamplingWeights:
-    """The active set of weights: ``model`` has the weights of the last ``use``, ``core`` decodes with it."""
+    """The active set of weights: ``model`` has the weights of the last ``use``, ``core`` decodes
+    with it."""
 
     def __init__(self, base: Any, max_bytes: Callable[[], int | None], full_weights: bool) -> None:
         self._base = base
@@ -118,7 +123,8 @@ class SamplingWeights:
         self._merged: LoraAdapters | None = None  # the adapters that are merged into ``model``
 
     def use(self, folder: str) -> None:
-        """Activate the weights of a folder, or the base model (""). Raises FileNotFoundError if they are gone."""
+        """Activate the weights of a folder, or the base model (""). Raises FileNotFoundError if
+        they are gone."""
         self.core.release()
         if self._merged is not None:
             self._merged.changed()
@@ -144,11 +150,14 @@ class SamplingWeights:
         return WeightsId(_read_version(folder), joint_digest(digests))
 
     def _adapters_for(self, folder: Path) -> LoraAdapters:
-        """Return adapters of the shape that is saved in ``folder``. Only the adapters of the last shape are kept."""
+        """Return adapters of the shape that is saved in ``folder``. Only the adapters of the last
+        shape are kept."""
         try:
             config = json.loads((folder / ADAPTER / CONFIG).read_text(encoding="utf-8"))
         except OSError:
-            raise FileNotFoundError(f"the weights of {folder.name} are no longer kept here") from None
+            raise FileNotFoundError(
+                f"the weights of {folder.name} are no longer kept here"
+            ) from None
         targets = sorted(config["target_modules"])
         shape = json.dumps([config["r"], config["lora_alpha"], targets])
         if shape not in self._adapters:
@@ -167,10 +176,11 @@ def _read_version(folder: Path) -> int:
 
 
 class Sampler:
-    """Runs ``sample`` requests on ``base``, a transformers model, one step at a time. ``end_tokens`` end a sequence
-    unless its request names stop tokens or strings. ``longest`` is the maximum length of prompt and sampled tokens
-    together. ``max_bytes()`` is the maximum size of the key-value cache (None: no maximum). ``on_start`` is called with
-    the number of a request before its computation starts. With ``full_weights`` saved weights are those of the whole
+    """Runs ``sample`` requests on ``base``, a transformers model, one step at a time.
+    ``end_tokens`` end a sequence unless its request names stop tokens or strings. ``longest`` is
+    the maximum length of prompt and sampled tokens together. ``max_bytes()`` is the maximum size of
+    the key-value cache (None: no maximum). ``on_start`` is called with the number of a request
+    before its computation starts. With ``full_weights`` saved weights are those of the whole
     model."""
 
     def __init__(
@@ -194,7 +204,9 @@ class Sampler:
         self._waiting: list[SampleJob] = []
         self._joining: list[tuple[SampleJob, Turn]] = []  # wait for room in the cache
         self._decoding: dict[int, tuple[SampleJob, Turn]] = {}  # by slot
-        self._scoring: list[tuple[SampleJob, Turn]] = []  # have ended, and their top-k lists are to be computed
+        self._scoring: list[
+            tuple[SampleJob, Turn]
+        ] = []  # have ended, and their top-k lists are to be computed
         self._slots = 0
 
     @property
@@ -208,24 +220,28 @@ class Sampler:
         return bool(self._joining or self._decoding or self._scoring)
 
     def submit(self, number: int, folder: str, request: Any, on_done: OnSampled) -> None:
-        """Queue a ``SampleRequest`` for the weights of ``folder``. Raises BadRequest if it is invalid."""
+        """Queue a ``SampleRequest`` for the weights of ``folder``. Raises BadRequest if it is
+        invalid."""
         prompt = prompt_tokens(request.prompt)
         check_tokens(prompt, self._vocabulary, self._longest)
         params = request.sampling_params
         room = self._longest - len(prompt)
         max_tokens = room if params.max_tokens is None else params.max_tokens
-        # Clients ask for the log-probabilities of a prompt by sampling one token, also if the prompt fills the context.
+        # Clients ask for the log-probabilities of a prompt by sampling one token, also if the
+        # prompt fills the context.
         scores_only = room == 0 and max_tokens in (0, 1) and _has_prompt_scores(request)
         if scores_only:
             max_tokens = 1
         elif max_tokens < 1 or max_tokens > room:
             raise BadRequest(
-                f"sampling_params.max_tokens={max_tokens}: after {len(prompt)} tokens of prompt there is room for "
+                f"sampling_params.max_tokens={max_tokens}: after {len(prompt)} tokens of prompt "
+                f"there is room for "
                 f"{room}"
             )
         if 0 < params.temperature < MIN_TEMPERATURE:
             raise BadRequest(
-                f"sampling_params.temperature={params.temperature} must be 0, or {MIN_TEMPERATURE} or more"
+                f"sampling_params.temperature={params.temperature} must be 0, or {MIN_TEMPERATURE} "
+                f"or more"
             )
         config = GenConfig(
             max_new_tokens=max_tokens,
@@ -235,7 +251,9 @@ class Sampler:
         )
         stop_tokens, stop_strings = self._parse_stop(params.stop)
         _check_request(request, len(prompt), max_tokens)
-        job = SampleJob(number, folder, prompt, request, config, stop_tokens, stop_strings, on_done, scores_only)
+        job = SampleJob(
+            number, folder, prompt, request, config, stop_tokens, stop_strings, on_done, scores_only
+        )
         try:
             check_request(GenRequest(0, prompt.tolist()), config)
         except ValueError as error:
@@ -243,14 +261,18 @@ class Sampler:
         self._waiting.append(job)
 
     def _parse_stop(self, stop: Any) -> tuple[frozenset[int], tuple[str, ...]]:
-        """Return stop tokens and stop strings. Those of a request replace the end tokens of the model."""
+        """Return stop tokens and stop strings. Those of a request replace the end tokens of the
+        model."""
         if stop is None:
             return self._end_tokens, ()
         if isinstance(stop, str):
             stop = [stop]
         strings = tuple(each for each in stop if isinstance(each, str))
         tokens = frozenset(each for each in stop if not isinstance(each, str))
-        if any(not 0 < len(text) <= MAX_STOP_LENGTH for text in strings) or len(strings) > MAX_STOP_STRINGS:
+        if (
+            any(not 0 < len(text) <= MAX_STOP_LENGTH for text in strings)
+            or len(strings) > MAX_STOP_STRINGS
+        ):
             limits = f"at most {MAX_STOP_STRINGS} strings, of 1 to {MAX_STOP_LENGTH} letters"
             raise BadRequest(f"sampling_params.stop: {limits}")
         return tokens, strings
@@ -260,15 +282,18 @@ class Sampler:
         self._waiting = [job for job in self._waiting if job.number != number]
         self._joining = [(job, turn) for job, turn in self._joining if job.number != number]
         self._scoring = [(job, turn) for job, turn in self._scoring if job.number != number]
-        cancelled = [(slot, turn) for slot, (job, turn) in self._decoding.items() if job.number == number]
+        cancelled = [
+            (slot, turn) for slot, (job, turn) in self._decoding.items() if job.number == number
+        ]
         self._weights.core.leave([turn for _, turn in cancelled])
         for slot, _ in cancelled:
             del self._decoding[slot]
         self._weights.core.free([slot for slot, _ in cancelled])
 
     def step(self) -> None:
-        """Run one step: let sequences join, sample a token for each decoding sequence, and compute the top-k lists of
-        one finished sequence. Errors go to the ``on_done`` of the requests that they concern."""
+        """Run one step: let sequences join, sample a token for each decoding sequence, and compute
+        the top-k lists of one finished sequence. Errors go to the ``on_done`` of the requests that
+        they concern."""
         self._switch_weights()
         self._start_waiting()
         core = self._weights.core
@@ -280,7 +305,9 @@ class Sampler:
                     if turn is job.turns[0]:
                         self._on_start(job.number)
                 del self._joining[:joined]
-            self._finish_ended(core.step(self._weights.weights_id.version) if self._decoding else [])
+            self._finish_ended(
+                core.step(self._weights.weights_id.version) if self._decoding else []
+            )
         except Exception as error:
             core.reset()
             self._fail(error)
@@ -288,7 +315,8 @@ class Sampler:
             self._compute_top_k(*self._scoring.pop(0))
 
     def _switch_weights(self) -> None:
-        """Activate the weights of the first waiting request, unless the active weights are still needed."""
+        """Activate the weights of the first waiting request, unless the active weights are still
+        needed."""
         if self._is_active or not self._waiting:
             return
         folder = self._waiting[0].folder
@@ -305,20 +333,30 @@ class Sampler:
                 job.on_done(job.number, error, self._weights.weights_id)
 
     def _start_waiting(self) -> None:
-        """Create the turns of waiting requests for the active weights, unless a request for other weights has waited
-        too long, or MAX_SAMPLES turns already wait for room (each has a copy of its prompt)."""
+        """Create the turns of waiting requests for the active weights, unless a request for other
+        weights has waited too long, or MAX_SAMPLES turns already wait for room (each has a copy of
+        its prompt)."""
         now = time.monotonic()
-        must_switch = any(job.folder != self._folder and now - job.submitted_at > SWITCH_S for job in self._waiting)
+        must_switch = any(
+            job.folder != self._folder and now - job.submitted_at > SWITCH_S
+            for job in self._waiting
+        )
         if must_switch and self._is_active:
             return
         waiting = self._waiting
         self._waiting = []
         scored = False
         for job in waiting:
-            if job.folder != self._folder or len(self._joining) >= MAX_SAMPLES or (job.scores_only and scored):
+            if (
+                job.folder != self._folder
+                or len(self._joining) >= MAX_SAMPLES
+                or (job.scores_only and scored)
+            ):
                 self._waiting.append(job)
                 continue
-            if job.scores_only:  # a pass over a whole prompt: at most one a step, so that decoding is not held up
+            if (
+                job.scores_only
+            ):  # a pass over a whole prompt: at most one a step, so that decoding is not held up
                 scored = True
                 self._on_start(job.number)
                 self._respond(job)
@@ -330,23 +368,36 @@ class Sampler:
 
     def _create_turn(self, job: SampleJob, prompt: list[int], i: int) -> Turn:
         seed = job.request.sampling_params.seed
-        stream = int.from_bytes(np.random.bytes(8), "little") if seed is None else stream_of(seed + (i << 32))
+        stream = (
+            int.from_bytes(np.random.bytes(8), "little")
+            if seed is None
+            else stream_of(seed + (i << 32))
+        )
         self._slots += 1
         request = GenRequest(self._slots, prompt)
         budget = remaining_tokens(request, job.config, self._weights.core.limit)
         return Turn(request, job.config, job.stop_tokens, budget, stream)
 
     def _finish_ended(self, ended: Sequence[Turn]) -> None:
-        """Finish the turns that ended in this step, and those whose last token completed a stop string."""
+        """Finish the turns that ended in this step, and those whose last token completed a stop
+        string."""
         slots = {turn.slot for turn in ended}
         for slot, (job, turn) in list(self._decoding.items()):
-            if slot not in slots and job.stop_strings and self._ends_with_stop(turn, job.stop_strings):
+            if (
+                slot not in slots
+                and job.stop_strings
+                and self._ends_with_stop(turn, job.stop_strings)
+            ):
                 turn.reason = "stop"
                 self._weights.core.leave([turn])
                 slots.add(slot)
         for slot in slots:
             job, turn = self._decoding.pop(slot)
-            if job.stop_strings and turn.reason == "length" and self._ends_with_stop(turn, job.stop_strings):
+            if (
+                job.stop_strings
+                and turn.reason == "length"
+                and self._ends_with_stop(turn, job.stop_strings)
+            ):
                 turn.reason = "stop"
             if job.request.topk_sample_logprobs:
                 self._scoring.append((job, turn))
@@ -360,8 +411,8 @@ class Sampler:
             self._respond(job)
 
     def _compute_top_k(self, job: SampleJob, turn: Turn) -> None:
-        """Compute the most likely tokens of each position of a finished sequence. This takes a pass over the whole
-        sequence, so ``step`` does it for one sequence at a time."""
+        """Compute the most likely tokens of each position of a finished sequence. This takes a pass
+        over the whole sequence, so ``step`` does it for one sequence at a time."""
         ids = np.concatenate([job.prompt, np.asarray(turn.token_ids, dtype=np.int64)])
         k = job.request.topk_sample_logprobs
         first = len(job.prompt) - 1
@@ -376,8 +427,8 @@ class Sampler:
         self._finish_turn(job)
 
     def _ends_with_stop(self, turn: Turn, strings: Sequence[str]) -> bool:
-        """Whether the last token completes a stop string. A token has at least one byte, so the last tokens, as many as
-        the longest string has bytes, contain any string that ends there."""
+        """Whether the last token completes a stop string. A token has at least one byte, so the
+        last tokens, as many as the longest string has bytes, contain any string that ends there."""
         tail = turn.token_ids[-max(len(text.encode()) for text in strings) - 1 :]
         decoded = self._tokenizer.decode(tail, clean_up_tokenization_spaces=False)
         return any(text in decoded for text in strings)
@@ -393,7 +444,8 @@ class Sampler:
 
     def _serialize(self, job: SampleJob) -> bytes:
         sequences = [
-            SampledSequence(turn.token_ids, turn.logprobs, turn.reason, job.top_k.get(turn.slot)) for turn in job.turns
+            SampledSequence(turn.token_ids, turn.logprobs, turn.reason, job.top_k.get(turn.slot))
+            for turn in job.turns
         ]
         if job.scores_only:
             sequences = [SampledSequence([], [], "length")] * job.request.num_samples
@@ -408,11 +460,19 @@ class Sampler:
         if not (request.prompt_logprobs or k or targets is not None):
             return PromptScores()
         if len(prompt) < 2:
-            empty = TopK(np.zeros((1, k), np.int32), np.full((1, k), UNSCORED_LOGPROB, np.float32)) if k else None
+            empty = (
+                TopK(np.zeros((1, k), np.int32), np.full((1, k), UNSCORED_LOGPROB, np.float32))
+                if k
+                else None
+            )
             return PromptScores(np.full(1, np.nan) if request.prompt_logprobs else None, empty)
         ids = None if targets is None else _parse_target_ids(targets, self._vocabulary)
-        values, top_k, target_values = self._score(prompt[:-1], 0 if ids is not None else first, k, prompt[1:], ids)
-        if ids is not None and first:  # targets need the whole prompt; mask what else was not requested
+        values, top_k, target_values = self._score(
+            prompt[:-1], 0 if ids is not None else first, k, prompt[1:], ids
+        )
+        if (
+            ids is not None and first
+        ):  # targets need the whole prompt; mask what else was not requested
             values[:first] = np.nan
             if top_k is not None:
                 top_k.tokens[:first] = 0
@@ -421,7 +481,9 @@ class Sampler:
             values = np.concatenate([np.full(first, np.nan), values])
             top_k = None if top_k is None else _prepend_unscored(top_k, first)
         logprobs = np.concatenate([[np.nan], values]) if request.prompt_logprobs else None
-        return PromptScores(logprobs, None if top_k is None else _prepend_unscored(top_k, 1), target_values)
+        return PromptScores(
+            logprobs, None if top_k is None else _prepend_unscored(top_k, 1), target_values
+        )
 
     @torch.inference_mode()
     def _score(
@@ -433,13 +495,15 @@ class Sampler:
         target_ids: np.ndarray | None = None,
         temperature: float = 1.0,
     ) -> tuple[np.ndarray, TopK | None, np.ndarray | None]:
-        """Run a forward pass over ``tokens`` (n,) and return, for the predictions from position ``first`` on, the
-        log-probabilities of ``targets`` (n,), f32 (n - first,); the ``k`` most likely tokens; and the
-        log-probabilities of ``target_ids`` (n, K), f32 (n - first, K), 0 where the id is -1. Parts that were not
-        requested are empty or None."""
+        """Run a forward pass over ``tokens`` (n,) and return, for the predictions from position
+        ``first`` on, the log-probabilities of ``targets`` (n,), f32 (n - first,); the ``k`` most
+        likely tokens; and the log-probabilities of ``target_ids`` (n, K), f32 (n - first, K), 0
+        where the id is -1. Parts that were not requested are empty or None."""
         model = self._weights.model
         input_ids = torch.from_numpy(tokens)[None].to(model.device)
-        hidden = model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state[0, first:]
+        hidden = model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state[
+            0, first:
+        ]
         rows = max(1, _LOGIT_BYTES // (4 * self._vocabulary))
         logprobs: list[Tensor] = []
         top_k: list[tuple[Tensor, Tensor]] = []
@@ -459,17 +523,21 @@ class Sampler:
         concatenate = lambda parts: torch.cat(list(parts)).cpu().numpy()
         return (
             concatenate(logprobs) if logprobs else np.zeros(0, np.float32),
-            TopK(concatenate(i for i, _ in top_k), concatenate(v for _, v in top_k)) if top_k else None,
+            TopK(concatenate(i for i, _ in top_k), concatenate(v for _, v in top_k))
+            if top_k
+            else None,
             concatenate(target_logprobs) if target_logprobs else None,
         )
 
     def _logits(self, hidden: Tensor) -> Tensor:
         heads = self._weights.heads
-        return bent(self._weights.model.get_output_embeddings()(hidden).float(), heads.factor, heads.cap)
+        return bent(
+            self._weights.model.get_output_embeddings()(hidden).float(), heads.factor, heads.cap
+        )
 
     def _fail(self, error: Exception) -> None:
-        """Fail all requests with decoding sequences. If there are none, the error is that a sequence does not fit into
-        memory: fail the request with the longest joining sequence."""
+        """Fail all requests with decoding sequences. If there are none, the error is that a
+        sequence does not fit into memory: fail the request with the longest joining sequence."""
         failed = {id(job): job for job, _ in self._decoding.values()}
         if not failed and self._joining:
             longest, _ = max(self._joining, key=lambda each: each[1].length + each[1].budget)
@@ -483,49 +551,71 @@ class Sampler:
 
 def _has_prompt_scores(request: Any) -> bool:
     """Return whether a request asks for scores of its prompt."""
-    return bool(request.prompt_logprobs or request.topk_prompt_logprobs or request.target_prompt_logprobs is not None)
+    return bool(
+        request.prompt_logprobs
+        or request.topk_prompt_logprobs
+        or request.target_prompt_logprobs is not None
+    )
 
 
 def _with_client_names(text: str) -> str:
     """Replace the generation options in an error message by the client's names for them."""
-    return text.replace("gen.max_new_tokens", "sampling_params.max_tokens").replace("gen.", "sampling_params.")
+    return text.replace("gen.max_new_tokens", "sampling_params.max_tokens").replace(
+        "gen.", "sampling_params."
+    )
 
 
 def _check_request(request: Any, length: int, max_tokens: int) -> None:
-    """Raise BadRequest if a request with a prompt of ``length`` tokens and up to ``max_tokens`` sampled tokens exceeds
-    a limit, or has an unsupported option."""
+    """Raise BadRequest if a request with a prompt of ``length`` tokens and up to ``max_tokens``
+    sampled tokens exceeds a limit, or has an unsupported option."""
     if not 1 <= request.num_samples <= MAX_SAMPLES:
         raise BadRequest(f"num_samples={request.num_samples} must be from 1 to {MAX_SAMPLES}")
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
         if not 0 <= getattr(request, name) <= MAX_TOP_K:
             raise BadRequest(f"{name}={getattr(request, name)} must be from 0 to {MAX_TOP_K}")
-    targets = 0 if request.target_prompt_logprobs is None else _target_width(request.target_prompt_logprobs, length)
+    targets = (
+        0
+        if request.target_prompt_logprobs is None
+        else _target_width(request.target_prompt_logprobs, length)
+    )
     per_prompt_token = request.topk_prompt_logprobs + targets
-    cells = per_prompt_token * length + request.topk_sample_logprobs * max_tokens * request.num_samples
+    cells = (
+        per_prompt_token * length + request.topk_sample_logprobs * max_tokens * request.num_samples
+    )
     if cells > MAX_TOP_K_CELLS:
         raise BadRequest(
-            f"topk_prompt_logprobs and target_prompt_logprobs, {per_prompt_token} for {length} tokens, and "
-            f"topk_sample_logprobs={request.topk_sample_logprobs} for {request.num_samples} sequences of up to "
-            f"{max_tokens} tokens are {cells} places in all; an answer has at most {MAX_TOP_K_CELLS}"
+            f"topk_prompt_logprobs and target_prompt_logprobs, {per_prompt_token} for {length} "
+            f"tokens, and "
+            f"topk_sample_logprobs={request.topk_sample_logprobs} for {request.num_samples} "
+            f"sequences of up to "
+            f"{max_tokens} tokens are {cells} places in all; an answer has at most "
+            f"{MAX_TOP_K_CELLS}"
         )
     if request.prompt_alt_tokens_k:
         raise BadRequest("prompt_alt_tokens_k is not carried by this server")
     if request.record_stability_info:
-        raise BadRequest("record_stability_info (loss_fn stable_reinforce) is not carried by this server")
+        raise BadRequest(
+            "record_stability_info (loss_fn stable_reinforce) is not carried by this server"
+        )
     last_n = request.prompt_logprobs_last_n
     if last_n is not None and not (request.prompt_logprobs and 1 <= last_n <= length - 1):
-        raise BadRequest(f"prompt_logprobs_last_n={last_n} needs prompt_logprobs, and must be from 1 to {length - 1}")
+        raise BadRequest(
+            f"prompt_logprobs_last_n={last_n} needs prompt_logprobs, and must be from 1 to "
+            f"{length - 1}"
+        )
 
 
 def _target_width(targets: Any, length: int) -> int:
-    """Return K, the number of target ids of each position of a prompt of ``length`` tokens. Raises BadRequest. The
-    shape is checked before a sparse tensor is made dense: a small body may state a huge shape."""
+    """Return K, the number of target ids of each position of a prompt of ``length`` tokens. Raises
+    BadRequest. The shape is checked before a sparse tensor is made dense: a small body may state a
+    huge shape."""
     if targets.sparse_crow_indices is not None and targets.sparse_col_indices is None:
         raise BadRequest("target_prompt_logprobs: sparse_col_indices are missing")
     shape = tuple(targets.shape or [len(targets.data)])
     if len(shape) != 2 or shape[0] != length - 1 or not 0 < shape[1] <= MAX_TOP_K:
         raise BadRequest(
-            f"target_prompt_logprobs has the shape {shape}, for a prompt of {length} tokens and at most {MAX_TOP_K}"
+            f"target_prompt_logprobs has the shape {shape}, for a prompt of {length} tokens and at "
+            f"most {MAX_TOP_K}"
         )
     return shape[1]
 
@@ -545,4 +635,6 @@ def _prepend_unscored(top: TopK, rows: int) -> TopK:
     """Prepend ``rows`` positions with fill values."""
     k = top.tokens.shape[1]
     tokens = np.concatenate([np.zeros((rows, k), top.tokens.dtype), top.tokens])
-    return TopK(tokens, np.concatenate([np.full((rows, k), UNSCORED_LOGPROB, np.float32), top.logprobs]))
+    return TopK(
+        tokens, np.concatenate([np.full((rows, k), UNSCORED_LOGPROB, np.float32), top.logprobs])
+    )

@@ -1,12 +1,13 @@
-"""Request scheduler: runs each model's requests in ``seq_id`` order on the compute process and persists the results.
+"""Request scheduler: runs each model's requests in ``seq_id`` order on the compute process and
+persists the results.
 
-Each request has a future, named after its target and sequence number, so a request that is sent twice gets the same
-future and runs once. Requests of one model may arrive out of order (the client sends the parts of a batch
-concurrently); they start in the order of their sequence numbers.
+Each request has a future, named after its target and sequence number, so a request that is sent
+twice gets the same future and runs once. Requests of one model may arrive out of order (the client
+sends the parts of a batch concurrently); they start in the order of their sequence numbers.
 
-If the compute process crashes, the requests that it had not answered run again in a new one. If this process crashes,
-``open`` finds the pending requests after its restart. Either way a lost model is rebuilt from its last saved state by
-replaying the requests after it.
+If the compute process crashes, the requests that it had not answered run again in a new one. If
+this process crashes, ``open`` finds the pending requests after its restart. Either way a lost model
+is rebuilt from its last saved state by replaying the requests after it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,15 @@ from realhf.tinker.channel import (
 )
 from realhf.tinker.checkpoints import CheckpointStore, safe_name
 from realhf.tinker.options import ServerOptions
-from realhf.tinker.store import CHANGING, FAILED, WAITING, CheckpointRow, ModelRow, RequestRow, Store
+from realhf.tinker.store import (
+    CHANGING,
+    FAILED,
+    WAITING,
+    CheckpointRow,
+    ModelRow,
+    RequestRow,
+    Store,
+)
 from realhf.web.refusal import Refusal
 
 _log = logging.getLogger(__name__)
@@ -56,7 +65,8 @@ _log = logging.getLogger(__name__)
 START_TIMEOUT_S = 900.0
 """Maximum time for the compute process to load the base model."""
 MAX_CRASHES = 3
-"""Maximum number of crashes of the compute process within ``CRASH_WINDOW_S``; with one more the server stops."""
+"""Maximum number of crashes of the compute process within ``CRASH_WINDOW_S``; with one more the
+server stops."""
 CRASH_WINDOW_S = 600.0
 """Length of that window."""
 MAX_TRIES = 2
@@ -68,9 +78,14 @@ UNUSED_TTL_S = 7 * 86400.0
 CLEAN_INTERVAL_S = 60.0
 """Time between two clean-ups."""
 TOTAL_QUOTA_FACTOR = 4
-"""The pending bytes of all API keys together may be this many times the quota of one key. Without a file of keys the
-server accepts any key, so a client could otherwise get any number of quotas."""
-CHECKPOINT_KINDS = ("save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights")
+"""The pending bytes of all API keys together may be this many times the quota of one key. Without a
+file of keys the server accepts any key, so a client could otherwise get any number of quotas."""
+CHECKPOINT_KINDS = (
+    "save_weights",
+    "save_weights_for_sampler",
+    "save_weights_external",
+    "load_weights",
+)
 """Kinds of requests that name the path of a checkpoint."""
 _FULL_WEIGHTS_PREFIX = "whole:"
 """Prefix of the stored digest of the base model if the server trains all weights."""
@@ -79,11 +94,11 @@ NEVER_CAME = "a request before it never came"
 REFUSED = "refused"
 """Kind of a refused request of which only the sequence number is known."""
 MAX_SEQ_AHEAD = 1 << 16
-"""How far the sequence number of a refused request may be ahead of the first missing one. A number further ahead is
-ignored: no real client counts that far, and each stored number takes memory."""
+"""How far the sequence number of a refused request may be ahead of the first missing one. A number
+further ahead is ignored: no real client counts that far, and each stored number takes memory."""
 GAP_TIMEOUT_CLEANS = 10
-"""Number of successive clean-ups after which a missing request is given up. Clean-ups are counted instead of seconds so
-that time during which this process was stopped does not count."""
+"""Number of successive clean-ups after which a missing request is given up. Clean-ups are counted
+instead of seconds so that time during which this process was stopped does not count."""
 
 
 @dataclass
@@ -106,7 +121,8 @@ class _RunningJob:
 
 @dataclass(frozen=True)
 class _QueueState:
-    """Progress of the sequence numbers of a model. A client that disappears may leave a gap in each of its models."""
+    """Progress of the sequence numbers of a model. A client that disappears may leave a gap in each
+    of its models."""
 
     first_missing: int
     """The first sequence number that has not come."""
@@ -117,8 +133,8 @@ class _QueueState:
 
 
 class Service:
-    """Requests, models and checkpoints of one server, persisted below ``options.root``. All methods must be called on
-    one event loop."""
+    """Requests, models and checkpoints of one server, persisted below ``options.root``. All methods
+    must be called on one event loop."""
 
     failure: str
     """Why the server cannot go on; "" while it can."""
@@ -139,22 +155,33 @@ class Service:
         self._last_job = 0
         self._job_of: dict[str, int] = {}  # by request: the number of its job
         self._loaded: set[str] = set()  # models in memory, or being rebuilt
-        self._next_seq: dict[str, int] = {}  # by loaded model: sequence number of the next request to dispatch
-        self._queued: dict[str, dict[int, RequestRow]] = {}  # by loaded model and sequence number: not dispatched
+        self._next_seq: dict[
+            str, int
+        ] = {}  # by loaded model: sequence number of the next request to dispatch
+        self._queued: dict[
+            str, dict[int, RequestRow]
+        ] = {}  # by loaded model and sequence number: not dispatched
         self._waiters: dict[str, list[asyncio.Event]] = {}  # by request: set when it ends
-        self._pending: dict[str, tuple[int, int]] = {}  # by owner: number of pending requests, and their bytes
+        self._pending: dict[
+            str, tuple[int, int]
+        ] = {}  # by owner: number of pending requests, and their bytes
         self._crashes: deque[float] = deque()
         self._state_saved_at: dict[str, float] = {}  # by model: when its state was last saved
-        self._tries: dict[str, int] = {}  # by request: how often the compute process has crashed while running it
+        self._tries: dict[
+            str, int
+        ] = {}  # by request: how often the compute process has crashed while running it
         self._rebuild_retried: set[str] = set()  # models whose first rebuild failed
-        self._gaps: dict[str, tuple[int, int]] = {}  # by model: the missing number, and for how many clean-ups
+        self._gaps: dict[
+            str, tuple[int, int]
+        ] = {}  # by model: the missing number, and for how many clean-ups
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = asyncio.Event()
 
     # ---- life cycle
 
     async def open(self) -> None:
-        """Start the compute process and resume the pending requests. Raises RuntimeError if it does not start."""
+        """Start the compute process and resume the pending requests. Raises RuntimeError if it does
+        not start."""
         self.checkpoints.remove_partial()
         self._process.start()
         await self._wait_until_ready()
@@ -176,11 +203,15 @@ class Service:
     async def _wait_until_ready(self) -> None:
         started = asyncio.ensure_future(self._started.wait())
         ended = asyncio.ensure_future(self.ended.wait())
-        await asyncio.wait((started, ended), timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            (started, ended), timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+        )
         started.cancel()
         ended.cancel()
         if self.ready is None:
-            raise RuntimeError(self.failure or f"the model was not loaded within {START_TIMEOUT_S:g} s")
+            raise RuntimeError(
+                self.failure or f"the model was not loaded within {START_TIMEOUT_S:g} s"
+            )
 
     async def close(self) -> None:
         """Stop the compute process. Requests that it has not answered stay pending in the store."""
@@ -222,7 +253,11 @@ class Service:
         self._next_seq = {}
         self._process.start()
         for job in jobs:
-            if job.request is not None and self._tries.get(job.request.id, 0) >= MAX_TRIES and not job.redo:
+            if (
+                job.request is not None
+                and self._tries.get(job.request.id, 0) >= MAX_TRIES
+                and not job.redo
+            ):
                 self._finish(job.request, error=f"{what} while it did this")
         for model in dict.fromkeys(job.model for job in jobs if job.model):
             self._rebuild(model)
@@ -233,8 +268,9 @@ class Service:
                     self._dispatch(job.request)
 
     def _count_tries(self, jobs: list[_RunningJob]) -> None:
-        """Count a crash for the requests that may have caused it: those of the training job that had started, else of
-        all sampling jobs that had. One thread computes, so while it trains it does not sample."""
+        """Count a crash for the requests that may have caused it: those of the training job that
+        had started, else of all sampling jobs that had. One thread computes, so while it trains it
+        does not sample."""
         started = [job for job in jobs if job.began and job.request is not None]
         for job in [job for job in started if job.model] or started:
             assert job.request is not None
@@ -254,13 +290,21 @@ class Service:
                 if stored_base.removeprefix(_FULL_WEIGHTS_PREFIX) != reply.digest:
                     what = f"another base model, or --dtype, than {self.options.model}"
                 else:
-                    what = f"a server {'without' if self.options.full_weights else 'with'} --full-weights"
+                    what = (
+                        f"a server {'without' if self.options.full_weights else 'with'} "
+                        f"--full-weights"
+                    )
                 self.failure = f"--root {self.root} belongs to {what}: give another folder"
                 self.ended.set()
                 return
             self.ready = reply
             self._started.set()
-            _log.info("%s: %d tokens of context, digest %s", self.options.model, reply.longest, reply.digest)
+            _log.info(
+                "%s: %d tokens of context, digest %s",
+                self.options.model,
+                reply.longest,
+                reply.digest,
+            )
         elif isinstance(reply, Began):
             job = self._jobs.get(reply.number)
             if job is not None:
@@ -280,10 +324,11 @@ class Service:
         body: bytes,
         new_model: tuple[str, Mapping[str, Any]] | None = None,
     ) -> str:
-        """Queue a request and return the id of its future; a request that was submitted before is not queued again.
-        ``new_model`` is the session and the options of the model that the request creates. Raises Refusal: 400 if the
-        sequence number is out of range or belongs to another request, 429 if the owner or the server has too much
-        pending or no model can leave the memory, 507 if the disk is nearly full."""
+        """Queue a request and return the id of its future; a request that was submitted before is
+        not queued again. ``new_model`` is the session and the options of the model that the request
+        creates. Raises Refusal: 400 if the sequence number is out of range or belongs to another
+        request, 429 if the owner or the server has too much pending or no model can leave the
+        memory, 507 if the disk is nearly full."""
         name = f"{target}:{seq}"
         known = self.store.request(name)
         if known is not None:
@@ -295,13 +340,15 @@ class Service:
         if not 0 <= seq < 1 << 31:
             raise Refusal(400, f"seq_id {seq} is out of range")
         if self._gaps.get(target, (None, 0))[0] == seq:
-            del self._gaps[target]  # the missing request has come; if it is refused with 429 or 507 it comes again
+            del self._gaps[
+                target
+            ]  # the missing request has come; if it is refused with 429 or 507 it comes again
         is_training = kind != "sample"
         try:
             self._check_pending(owner, len(body), 1)
         except Refusal:
-            # The requests that wait for this one may themselves fill the quota, and would do so until their session
-            # lapses. So the first missing request may exceed it.
+            # The requests that wait for this one may themselves fill the quota, and would do so
+            # until their session lapses. So the first missing request may exceed it.
             queue = self._queue_state(target)
             if not (is_training and queue.is_blocked and seq == queue.first_missing):
                 raise
@@ -324,41 +371,57 @@ class Service:
         return name
 
     def skip(self, owner: str, model: str, seq: int, why: str, kind: str = "") -> None:
-        """Record a request that was refused for good as failed, so that the requests after it do not wait for it. An
-        optimizer step after it may lack a gradient, and fails. ``kind`` is the kind of the request, "" if unknown."""
+        """Record a request that was refused for good as failed, so that the requests after it do
+        not wait for it. An optimizer step after it may lack a gradient, and fails. ``kind`` is the
+        kind of the request, "" if unknown."""
         kind = kind or REFUSED
         name = f"{model}:{seq}"
         if not 1 <= seq < 1 << 31 or self.store.request(name) is not None:
             return
-        first = self._next_seq[model] if model in self._loaded else self._queue_state(model).first_missing
+        first = (
+            self._next_seq[model]
+            if model in self._loaded
+            else self._queue_state(model).first_missing
+        )
         if seq - first > MAX_SEQ_AHEAD:
             return
         with self.store.transaction():
             self.store.add_request(name, owner, kind, model, seq, b"")
             self.store.finish(name, error=why, theirs=True, info={})
         if model in self._loaded:
-            self._enqueue(RequestRow(name, owner, kind, model, seq, b"", FAILED, b"", why, True, {}))
+            self._enqueue(
+                RequestRow(name, owner, kind, model, seq, b"", FAILED, b"", why, True, {})
+            )
         elif self._queue_state(model).has_pending:
             self._rebuild_if_room(owner, model)
 
     def _check_pending(self, owner: str, nbytes: int, times: int) -> None:
-        """Raise Refusal (429) if another request of ``nbytes`` exceeds ``times`` the allowed number of pending requests
-        or bytes of the owner, or bytes of all owners together."""
+        """Raise Refusal (429) if another request of ``nbytes`` exceeds ``times`` the allowed number
+        of pending requests or bytes of the owner, or bytes of all owners together."""
         options = self.options
         count, own_bytes = self._pending.get(owner, (0, 0))
         total_bytes = sum(each for _, each in self._pending.values())
         if count >= times * options.max_pending:
-            raise Refusal(429, f"{count} requests of yours are in work (--max-pending); wait for some")
+            raise Refusal(
+                429, f"{count} requests of yours are in work (--max-pending); wait for some"
+            )
         if count and own_bytes + nbytes > times * options.max_pending_mib << 20:
             mib = own_bytes >> 20
-            raise Refusal(429, f"requests of yours in work have {mib} MiB (--max-pending-mib); wait for some")
-        if total_bytes and total_bytes + nbytes > times * TOTAL_QUOTA_FACTOR * options.max_pending_mib << 20:
+            raise Refusal(
+                429, f"requests of yours in work have {mib} MiB (--max-pending-mib); wait for some"
+            )
+        if (
+            total_bytes
+            and total_bytes + nbytes > times * TOTAL_QUOTA_FACTOR * options.max_pending_mib << 20
+        ):
             mib = total_bytes >> 20
-            raise Refusal(429, f"requests of all in work have {mib} MiB (--max-pending-mib); wait for some")
+            raise Refusal(
+                429, f"requests of all in work have {mib} MiB (--max-pending-mib); wait for some"
+            )
 
     def check_saving(self, owner: str, kind: str) -> None:
-        """Raise Refusal if another checkpoint of ``kind`` exceeds the quota of the owner (400) or leaves too little
-        disk space (507). Running saves count with their estimated size."""
+        """Raise Refusal if another checkpoint of ``kind`` exceeds the quota of the owner (400) or
+        leaves too little disk space (507). Running saves count with their estimated size."""
         saving = [(owner, self._estimate_bytes(kind))]
         for job in self._jobs.values():
             if isinstance(job.work, Save) and job.request is not None:
@@ -371,28 +434,33 @@ class Service:
         self.check_disk(sum(size for _, size in saving))
 
     def _estimate_bytes(self, kind: str) -> int:
-        """Return the estimated bytes of a checkpoint before it is saved. A whole model is as large as the base, and
-        three times as large with its optimizer moments. Adapters are small and count as 0 until they are saved."""
+        """Return the estimated bytes of a checkpoint before it is saved. A whole model is as large
+        as the base, and three times as large with its optimizer moments. Adapters are small and
+        count as 0 until they are saved."""
         base = 0 if self.ready is None else self.ready.nbytes
         if self.options.full_weights:
             return base * (3 if kind == "training" else 1)
         return base if kind == "external" else 0
 
     def check_disk(self, nbytes: int = 0) -> None:
-        """Raise Refusal (507) if less than ``min_free_gib`` would be free after writing ``nbytes``. The reserve is for
-        the requests that were accepted."""
+        """Raise Refusal (507) if less than ``min_free_gib`` would be free after writing ``nbytes``.
+        The reserve is for the requests that were accepted."""
         free = (shutil.disk_usage(self.root).free - nbytes) / 2**30
         least = self.options.min_free_gib
         if free < least:
-            raise Refusal(507, f"the server's disk has {free:.1f} GiB left (--min-free-gib {least:g}); try again later")
+            raise Refusal(
+                507,
+                f"the server's disk has {free:.1f} GiB left (--min-free-gib {least:g}); try again "
+                f"later",
+            )
 
     def _add_pending(self, owner: str, count: int, nbytes: int) -> None:
         old_count, old_bytes = self._pending.get(owner, (0, 0))
         self._pending[owner] = old_count + count, old_bytes + nbytes
 
     async def wait_for(self, owner: str, name: str, timeout_s: float) -> RequestRow | None:
-        """Return a request once it has ended; None if it is still pending after ``timeout_s``. Raises Refusal (410) if
-        the future is unknown, or its result was deleted."""
+        """Return a request once it has ended; None if it is still pending after ``timeout_s``.
+        Raises Refusal (410) if the future is unknown, or its result was deleted."""
         request = self._find_request(owner, name)
         if request.state == WAITING and timeout_s > 0:
             event = asyncio.Event()
@@ -435,9 +503,13 @@ class Service:
         self._dispatch_ready(request.target)
 
     def _dispatch_ready(self, model: str) -> None:
-        """Dispatch the queued requests of a model up to the first missing one. A request with a checkpoint path waits
-        until the requests before it have ended, since they may save or delete the checkpoint."""
-        while model in self._loaded and (first := self._queued[model].get(self._next_seq[model])) is not None:
+        """Dispatch the queued requests of a model up to the first missing one. A request with a
+        checkpoint path waits until the requests before it have ended, since they may save or delete
+        the checkpoint."""
+        while (
+            model in self._loaded
+            and (first := self._queued[model].get(self._next_seq[model])) is not None
+        ):
             if first.kind in CHECKPOINT_KINDS and first.state == WAITING and self._has_jobs(model):
                 return
             del self._queued[model][first.seq]
@@ -445,18 +517,23 @@ class Service:
             self._dispatch(first)
 
     def _rebuild(self, model: str) -> None:
-        """Load a model into the compute process: its saved state, if any, then the requests after it. Requests that
-        have ended already are replayed for their effect on the model; their results do not change."""
+        """Load a model into the compute process: its saved state, if any, then the requests after
+        it. Requests that have ended already are replayed for their effect on the model; their
+        results do not change."""
         if model in self._loaded:
             return
         row = self.store.model(model)
         assert row is not None, f"{model} was written down before its requests"
         self._loaded.add(model)
-        self._queued[model] = {request.seq: request for request in self.store.history(model, row.state_seq)}
+        self._queued[model] = {
+            request.seq: request for request in self.store.history(model, row.state_seq)
+        }
         self._next_seq[model] = row.state_seq + 1
         if row.state_seq >= 0:
             folder = str(self._state_folder(model, row.state_seq))
-            self._send(msgspec.structs.replace(self._build_create(model), folder=folder), b"", model, None)
+            self._send(
+                msgspec.structs.replace(self._build_create(model), folder=folder), b"", model, None
+            )
         self._dispatch_ready(model)
 
     def _queue_state(self, model: str) -> _QueueState:
@@ -473,9 +550,10 @@ class Service:
         return _QueueState(first_missing, has_pending, is_blocked)
 
     def _dispatch(self, request: RequestRow) -> None:
-        """Send a request to the compute process. A request that has ended is replayed for its effect on the model. If
-        it failed, the effect is that of the failure: an optimizer step dropped the gradients, a backward pass makes the
-        next step fail, and other requests changed nothing."""
+        """Send a request to the compute process. A request that has ended is replayed for its
+        effect on the model. If it failed, the effect is that of the failure: an optimizer step
+        dropped the gradients, a backward pass makes the next step fail, and other requests changed
+        nothing."""
         is_replay = request.state != WAITING
         if is_replay and request.kind not in (*CHANGING, REFUSED):
             return
@@ -493,9 +571,13 @@ class Service:
             else:
                 self._finish(request, error=str(error), theirs=True)
             return
-        self._send(work, body, "" if request.kind == "sample" else request.target, request, redo=is_replay)
+        self._send(
+            work, body, "" if request.kind == "sample" else request.target, request, redo=is_replay
+        )
 
-    def _send(self, work: Work, body: bytes, model: str, request: RequestRow | None, *, redo: bool = False) -> None:
+    def _send(
+        self, work: Work, body: bytes, model: str, request: RequestRow | None, *, redo: bool = False
+    ) -> None:
         self._last_job += 1
         self._jobs[self._last_job] = _RunningJob(work, body, model, request, redo)
         if request is not None:
@@ -503,8 +585,8 @@ class Service:
         self._process.send(Job(self._last_job, work, redo), body)
 
     def _build_work(self, request: RequestRow, is_replay: bool) -> tuple[Work, bytes]:
-        """Return the work of a request for the compute process, and its body. Raises Refusal if a checkpoint that it
-        names is gone or exists already, or may not be saved."""
+        """Return the work of a request for the compute process, and its body. Raises Refusal if a
+        checkpoint that it names is gone or exists already, or may not be saved."""
         kind = request.kind
         model = request.target
         if kind == "sample":
@@ -515,19 +597,29 @@ class Service:
         if kind == "create_model":
             return self._build_create(model), b""
         if kind == "optim_step":
-            return Update(model, asked["params"], "" if is_replay else self._choose_keep(model, request.seq)), b""
+            return Update(
+                model, asked["params"], "" if is_replay else self._choose_keep(model, request.seq)
+            ), b""
         if kind == "load_weights":
-            # A replay loads the weights of the first run, even if the path has other weights by now.
-            folder = request.info.get("folder") or self.checkpoints.find(request.owner, asked["path"]).info["folder"]
+            # A replay loads the weights of the first run, even if the path has other weights by
+            # now.
+            folder = (
+                request.info.get("folder")
+                or self.checkpoints.find(request.owner, asked["path"]).info["folder"]
+            )
             keep = "" if is_replay else str(self._state_folder(model, request.seq))
             if request.seq:
                 return Load(model, folder, asked["optimizer"], keep), b""
             create = self._build_create(model)
-            return msgspec.structs.replace(create, folder=folder, moments=asked["optimizer"], keep=keep), b""
+            return msgspec.structs.replace(
+                create, folder=folder, moments=asked["optimizer"], keep=keep
+            ), b""
         if kind == "unload_model":
             return Unload(model), b""
         if not asked["overwrite"] and self.store.checkpoint(asked["path"]) is not None:
-            raise Refusal(409, f"there are weights {asked['path']} already; say overwrite, or another name")
+            raise Refusal(
+                409, f"there are weights {asked['path']} already; say overwrite, or another name"
+            )
         # It was checked when it was submitted, but requests before it may have saved weights since.
         self.check_saving(request.owner, asked["kind"])
         return Save(model, asked["folder"], asked["kind"]), b""
@@ -546,8 +638,8 @@ class Service:
         return Sample(sampler.folder), request.body
 
     def _choose_keep(self, model: str, seq: int) -> str:
-        """Return the folder into which the state after this request is saved; "" if the last state is younger than
-        ``state_every_s``, or there is too little disk space."""
+        """Return the folder into which the state after this request is saved; "" if the last state
+        is younger than ``state_every_s``, or there is too little disk space."""
         now = process_clock.now()
         if now - self._state_saved_at.get(model, -1e9) < self.options.state_every_s:
             return ""
@@ -574,7 +666,11 @@ class Service:
                 self._on_rebuild_failed(job.model, done.error)
             return
         self._rebuild_retried.discard(job.model)
-        info: dict[str, Any] = {"version": done.version, "digest": done.digest, "numbers": done.numbers}
+        info: dict[str, Any] = {
+            "version": done.version,
+            "digest": done.digest,
+            "numbers": done.numbers,
+        }
         if request.kind in CHECKPOINT_KINDS:
             asked = json.loads(request.body)
             info |= {name: asked.get(name) for name in ("path", "sampler")}
@@ -587,11 +683,19 @@ class Service:
                 obsolete = self._register_files(request, job, done)
         for folder in obsolete:  # only after the transaction: before it they are still referenced
             shutil.rmtree(folder, ignore_errors=True)
-        _log.info("%s %s: %s, weights %d %s", request.kind, request.id, done.error or "done", done.version, done.digest)
+        _log.info(
+            "%s %s: %s, weights %d %s",
+            request.kind,
+            request.id,
+            done.error or "done",
+            done.version,
+            done.digest,
+        )
 
     def _register_files(self, request: RequestRow, job: _RunningJob, done: Done) -> list[Path]:
-        """Record the files that a job has saved; return the folders that are obsolete then. Of the saved states the
-        last two are kept: after a power failure the store may still reference the older one."""
+        """Record the files that a job has saved; return the folders that are obsolete then. Of the
+        saved states the last two are kept: after a power failure the store may still reference the
+        older one."""
         work = job.work
         model = request.target
         if isinstance(work, (Create, Update, Load)) and done.kept:
@@ -600,7 +704,11 @@ class Service:
             self.store.update_model(model, state_seq=request.seq)
             self.store.drop_bodies(model, previous_seq)
             states = self._state_folder(model, request.seq).parent
-            return [each for each in states.iterdir() if each.name not in (str(request.seq), str(previous_seq))]
+            return [
+                each
+                for each in states.iterdir()
+                if each.name not in (str(request.seq), str(previous_seq))
+            ]
         if isinstance(work, Save):
             asked = json.loads(request.body)
             weights = {"version": done.version, "digest": done.digest}
@@ -617,7 +725,9 @@ class Service:
             replaced = self.store.checkpoint(checkpoint.path)
             self.store.put_checkpoint(checkpoint)
             if asked.get("sampler"):
-                self.store.add_sampler(asked["sampler"], request.owner, asked["session"], work.folder, asked["path"])
+                self.store.add_sampler(
+                    asked["sampler"], request.owner, asked["session"], work.folder, asked["path"]
+                )
                 return self.checkpoints.unregister_ephemeral(model, self.options.keep_ephemeral)
             return [] if replaced is None else [self.checkpoints.folder_of(replaced)]
         if isinstance(work, Unload):
@@ -625,8 +735,8 @@ class Service:
         return []
 
     def _retire(self, model: str) -> Path:
-        """Mark a model as unloaded for good and fail its pending requests. Return the folder of its saved states, which
-        the caller deletes. Checkpoints stay."""
+        """Mark a model as unloaded for good and fail its pending requests. Return the folder of its
+        saved states, which the caller deletes. Checkpoints stay."""
         self._discard_jobs(model)
         self._fail_pending(model, NEVER_CAME, theirs=True)
         self.store.drop_bodies(model)
@@ -637,8 +747,8 @@ class Service:
         return self._state_folder(model, 0).parent
 
     def _on_rebuild_failed(self, model: str, why: str) -> None:
-        """Retry the rebuild of a model once; after a second failure fail its pending requests, which would run with
-        the wrong weights."""
+        """Retry the rebuild of a model once; after a second failure fail its pending requests,
+        which would run with the wrong weights."""
         _log.error("model %s is not made again: %s", model, why)
         self._discard_jobs(model)
         self._unload(model)
@@ -680,8 +790,8 @@ class Service:
     # ---- housekeeping
 
     def _make_room(self, owner: str) -> None:
-        """Unload the least recently used idle model of the owner, and of all owners, where the limit of loaded models
-        is reached. Raises Refusal (429) if no model is idle."""
+        """Unload the least recently used idle model of the owner, and of all owners, where the
+        limit of loaded models is reached. Raises Refusal (429) if no model is idle."""
         options = self.options
         for whose, limit in ((owner, options.max_adapters_per_key), (None, options.max_adapters)):
             rows = [row for row in self._loaded_models() if whose in (None, row.owner)]
@@ -690,7 +800,9 @@ class Service:
             idle = [row for row in rows if not self._has_jobs(row.id)]
             if not idle:
                 option = "--max-adapters" if whose is None else "--max-adapters-per-key"
-                raise Refusal(429, f"{len(rows)} models are at work at once ({option}); wait for one")
+                raise Refusal(
+                    429, f"{len(rows)} models are at work at once ({option}); wait for one"
+                )
             self._unload(min(idle, key=lambda row: row.used).id)
 
     def _rebuild_if_room(self, owner: str, model: str) -> None:
@@ -700,22 +812,28 @@ class Service:
             self._rebuild(model)
 
     def unload_lapsed(self) -> None:
-        """Unload idle models whose session has finished or had no heartbeat for ``session_lapses_s``, and fail their
-        pending requests, which wait for a request that never came."""
+        """Unload idle models whose session has finished or had no heartbeat for
+        ``session_lapses_s``, and fail their pending requests, which wait for a request that never
+        came."""
         for model in dict.fromkeys((*self._loaded, *self.store.models_with_pending())):
             row = self.store.model(model)
             if row is None or self._has_jobs(model):
                 continue
             session = self.store.session(row.session)
-            if session is None or session[2] or time.time() - session[1] > self.options.session_lapses_s:
+            if (
+                session is None
+                or session[2]
+                or time.time() - session[1] > self.options.session_lapses_s
+            ):
                 self._fail_pending(model, NEVER_CAME, theirs=True)
                 if model in self._loaded:
                     self._unload(model)
 
     def close_gaps(self) -> None:
-        """Give up missing requests for which others have waited ``GAP_TIMEOUT_CLEANS`` clean-ups: the missing number
-        counts as refused, and the requests behind it run (an optimizer step among them fails). Also rebuild models that
-        have pending requests but found no room in memory."""
+        """Give up missing requests for which others have waited ``GAP_TIMEOUT_CLEANS`` clean-ups:
+        the missing number counts as refused, and the requests behind it run (an optimizer step
+        among them fails). Also rebuild models that have pending requests but found no room in
+        memory."""
         gaps: dict[str, tuple[int, int]] = {}
         for model in self.store.models_with_pending():
             row = self.store.model(model)
@@ -726,7 +844,9 @@ class Service:
                 if model in self._gaps:
                     gaps[model] = self._gaps[model]
                 continue
-            if queue.has_pending and model not in self._loaded:  # there was no room when it was submitted
+            if (
+                queue.has_pending and model not in self._loaded
+            ):  # there was no room when it was submitted
                 self._rebuild_if_room(row.owner, model)
             if queue.has_pending or not queue.is_blocked:
                 continue
@@ -745,8 +865,9 @@ class Service:
         return [row for model in self._loaded if (row := self.store.model(model)) is not None]
 
     def _has_jobs(self, model: str) -> bool:
-        """Whether the compute process has jobs of a model. Queued requests that wait for a missing one do not count:
-        they are in the store, and the missing one may never come, so the model may be unloaded."""
+        """Whether the compute process has jobs of a model. Queued requests that wait for a missing
+        one do not count: they are in the store, and the missing one may never come, so the model
+        may be unloaded."""
         return any(job.model == model for job in self._jobs.values())
 
     def _unload(self, model: str) -> None:
@@ -761,15 +882,23 @@ class Service:
             now = time.time()
             unused_before = now - UNUSED_TTL_S
             try:
-                self.store.drop_results(fetched_before=now - FETCHED_RESULT_TTL_S, finished_before=unused_before)
+                self.store.drop_results(
+                    fetched_before=now - FETCHED_RESULT_TTL_S, finished_before=unused_before
+                )
                 self.checkpoints.delete_expired(unused_before)
                 self.unload_lapsed()
                 self.close_gaps()
                 for model in self.store.unused_models(unused_before):
                     if model not in self._loaded:
-                        for folder in (self._retire(model), *self.checkpoints.unregister_ephemeral(model)):
+                        for folder in (
+                            self._retire(model),
+                            *self.checkpoints.unregister_ephemeral(model),
+                        ):
                             shutil.rmtree(folder, ignore_errors=True)
-            except (sqlite3.Error, OSError) as error:  # such as a full disk; try again at the next clean-up
+            except (
+                sqlite3.Error,
+                OSError,
+            ) as error:  # such as a full disk; try again at the next clean-up
                 _log.error("--root %s was not cleaned: %s", self.root, error)
 
     def _start_task(self, work: Any) -> None:

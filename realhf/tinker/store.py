@@ -1,7 +1,9 @@
-"""Persistent state of the server: sessions, models, samplers, checkpoints and requests, in one SQLite file.
+"""Persistent state of the server: sessions, models, samplers, checkpoints and requests, in one
+SQLite file.
 
-A request is written before the client gets its future, and its result before the future completes. So a server that was
-killed knows its pending requests and runs them again. Results are deleted some time after the client has fetched them.
+A request is written before the client gets its future, and its result before the future completes.
+So a server that was killed knows its pending requests and runs them again. Results are deleted some
+time after the client has fetched them.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ class RequestRow:
     theirs: bool
     """Whether the client caused the error."""
     info: Mapping[str, Any]
-    """Version and digest of the weights that computed the result, metrics, and details that depend on the kind."""
+    """Version and digest of the weights that computed the result, metrics, and details that depend
+    on the kind."""
 
 
 @dataclass(frozen=True)
@@ -134,13 +137,14 @@ class CheckpointRow:
     expires: float | None
     """When it expires; None: never."""
     info: Mapping[str, Any]
-    """Folder, size in bytes, LoRA options, version and digest of the weights, metadata, and whether it is
-    ephemeral."""
+    """Folder, size in bytes, LoRA options, version and digest of the weights, metadata, and whether
+    it is ephemeral."""
 
 
 class Store:
-    """The file ``server.sqlite`` of a folder, open for one server at a time. All methods must be called on one thread.
-    Raises ValueError if the file has another format, or another server uses the folder."""
+    """The file ``server.sqlite`` of a folder, open for one server at a time. All methods must be
+    called on one thread. Raises ValueError if the file has another format, or another server uses
+    the folder."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -150,14 +154,19 @@ class Store:
         except OSError:
             self._lock.close()
             raise ValueError(f"--root {folder}: another server uses this folder") from None
-        self._base = sqlite3.connect(folder / "server.sqlite", isolation_level=None, check_same_thread=False)
+        self._base = sqlite3.connect(
+            folder / "server.sqlite", isolation_level=None, check_same_thread=False
+        )
         self._base.execute("pragma journal_mode=wal")
         self._base.execute("pragma synchronous=normal")  # ``transaction`` raises it to full
         self._base.executescript(_SCHEMA)
         self._base.execute("insert or ignore into meta values ('format', ?)", (FORMAT,))
         file_format = self._base.execute("select value from meta where name='format'").fetchone()[0]
         if file_format != FORMAT:
-            raise ValueError(f"{folder / 'server.sqlite'} is of format {file_format}, and this version reads {FORMAT}")
+            raise ValueError(
+                f"{folder / 'server.sqlite'} is of format {file_format}, and this version reads "
+                f"{FORMAT}"
+            )
 
     def close(self) -> None:
         """Close the file."""
@@ -166,8 +175,9 @@ class Store:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Run the writes of the body as one durable transaction, which survives a power failure. Single writes outside
-        of a transaction, such as heartbeats, become durable with the next one."""
+        """Run the writes of the body as one durable transaction, which survives a power failure.
+        Single writes outside of a transaction, such as heartbeats, become durable with the next
+        one."""
         self._base.execute("pragma synchronous=full")
         try:
             self._base.execute("begin immediate")
@@ -175,7 +185,9 @@ class Store:
                 yield
                 self._base.execute("commit")
             except BaseException:
-                if self._base.in_transaction:  # SQLite itself may have rolled back, such as on a full disk
+                if (
+                    self._base.in_transaction
+                ):  # SQLite itself may have rolled back, such as on a full disk
                     self._base.execute("rollback")
                 raise
         finally:
@@ -191,23 +203,30 @@ class Store:
     def add_session(self, id: str, owner: str, info: Mapping[str, Any]) -> None:
         """Add a session."""
         now = time.time()
-        self._base.execute("insert into sessions values (?,?,?,?,0,?)", (id, owner, now, now, json.dumps(info)))
+        self._base.execute(
+            "insert into sessions values (?,?,?,?,0,?)", (id, owner, now, now, json.dumps(info))
+        )
 
     def session(self, id: str) -> tuple[str, float, bool, dict[str, Any]] | None:
-        """Return of a session the owner, the time of the last heartbeat (seconds since the epoch), whether it was
-        finished, and its info; None if there is no such session."""
-        row = self._base.execute("select owner, seen, finished, info from sessions where id=?", (id,)).fetchone()
+        """Return of a session the owner, the time of the last heartbeat (seconds since the epoch),
+        whether it was finished, and its info; None if there is no such session."""
+        row = self._base.execute(
+            "select owner, seen, finished, info from sessions where id=?", (id,)
+        ).fetchone()
         return None if row is None else (row[0], row[1], bool(row[2]), json.loads(row[3]))
 
     def sessions(self, owner: str) -> list[str]:
         """Return the sessions of an owner, the newest first."""
-        rows = self._base.execute("select id from sessions where owner=? order by created desc", (owner,))
+        rows = self._base.execute(
+            "select id from sessions where owner=? order by created desc", (owner,)
+        )
         return [row[0] for row in rows]
 
     def touch_session(self, id: str, *, finished: bool = False) -> None:
         """Record a heartbeat of a session, or that it was finished."""
         self._base.execute(
-            "update sessions set seen=?, finished=max(finished, ?) where id=?", (time.time(), finished, id)
+            "update sessions set seen=?, finished=max(finished, ?) where id=?",
+            (time.time(), finished, id),
         )
 
     # ---- models
@@ -227,18 +246,30 @@ class Store:
 
     def models(self, owner: str | None = None) -> list[ModelRow]:
         """Return the models of an owner (None: of all owners), the newest first."""
-        return self._select_models("1=1", ()) if owner is None else self._select_models("owner=?", (owner,))
+        return (
+            self._select_models("1=1", ())
+            if owner is None
+            else self._select_models("owner=?", (owner,))
+        )
 
     def _select_models(self, where: str, values: Iterable[Any]) -> list[ModelRow]:
-        rows = self._base.execute(f"select * from models where {where} order by created desc", tuple(values))
+        rows = self._base.execute(
+            f"select * from models where {where} order by created desc", tuple(values)
+        )
         return [
             ModelRow(id, owner, session, created, used, json.loads(options), seq, bool(unloaded))
             for id, owner, session, created, used, options, seq, unloaded in rows
         ]
 
     def unused_models(self, before: float) -> list[str]:
-        """Return the ids of the models that were last used before that time and are not unloaded."""
-        return [row[0] for row in self._base.execute("select id from models where used<? and not unloaded", (before,))]
+        """Return the ids of the models that were last used before that time and are not
+        unloaded."""
+        return [
+            row[0]
+            for row in self._base.execute(
+                "select id from models where used<? and not unloaded", (before,)
+            )
+        ]
 
     def update_model(self, id: str, **fields: Any) -> None:
         """Set some of ``used``, ``state_seq`` and ``unloaded``."""
@@ -260,22 +291,35 @@ class Store:
 
     def samplers(self, session: str) -> list[SamplerRow]:
         """Return the samplers of a session, the newest first."""
-        rows = self._base.execute("select * from samplers where session=? order by created desc", (session,))
+        rows = self._base.execute(
+            "select * from samplers where session=? order by created desc", (session,)
+        )
         return [SamplerRow(*row[:6]) for row in rows]
 
     def next_client_number(self, sampler: str) -> int:
-        """Return an unused number for another client of a sampler. The client that created it has 0."""
+        """Return an unused number for another client of a sampler. The client that created it has
+        0."""
         self._base.execute("update samplers set clones=clones+1 where id=?", (sampler,))
-        return int(self._base.execute("select clones from samplers where id=?", (sampler,)).fetchone()[0])
+        return int(
+            self._base.execute("select clones from samplers where id=?", (sampler,)).fetchone()[0]
+        )
 
     def put_checkpoint(self, row: CheckpointRow) -> None:
         """Add a checkpoint, or replace the one of the same path."""
-        values = (*(getattr(row, name) for name in ("path", "owner", "model", "kind", "name", "created", "expires")),)
+        values = (
+            *(
+                getattr(row, name)
+                for name in ("path", "owner", "model", "kind", "name", "created", "expires")
+            ),
+        )
         self._base.execute(
-            "insert or replace into checkpoints values (?,?,?,?,?,?,?,?)", (*values, json.dumps(row.info))
+            "insert or replace into checkpoints values (?,?,?,?,?,?,?,?)",
+            (*values, json.dumps(row.info)),
         )
 
-    def checkpoints(self, *, owner: str | None = None, model: str | None = None) -> list[CheckpointRow]:
+    def checkpoints(
+        self, *, owner: str | None = None, model: str | None = None
+    ) -> list[CheckpointRow]:
         """Return the checkpoints of an owner, a model, or all, the newest first."""
         rows = self._base.execute(
             "select * from checkpoints where (?1 is null or owner=?1) and (?2 is null or model=?2) "
@@ -292,7 +336,9 @@ class Store:
     def saved_bytes(self, owner: str) -> int:
         """Return the total bytes of the checkpoints of an owner."""
         row = self._base.execute(
-            "select coalesce(sum(json_extract(info, '$.size_bytes')), 0) from checkpoints where owner=?", (owner,)
+            "select coalesce(sum(json_extract(info, '$.size_bytes')), 0) from checkpoints where "
+            "owner=?",
+            (owner,),
         ).fetchone()
         return int(row[0])
 
@@ -302,10 +348,13 @@ class Store:
 
     # ---- requests
 
-    def add_request(self, id: str, owner: str, kind: str, target: str, seq: int, body: bytes) -> None:
+    def add_request(
+        self, id: str, owner: str, kind: str, target: str, seq: int, body: bytes
+    ) -> None:
         """Add a pending request."""
         self._base.execute(
-            "insert into requests (id, owner, kind, target, seq, body, created) values (?,?,?,?,?,?,?)",
+            "insert into requests (id, owner, kind, target, seq, body, created) values "
+            "(?,?,?,?,?,?,?)",
             (id, owner, kind, target, seq, body, time.time()),
         )
 
@@ -315,12 +364,15 @@ class Store:
         return rows[0] if rows else None
 
     def pending(self, target: str | None = None) -> list[RequestRow]:
-        """Return the pending requests of a target (None: of all), ordered by target and sequence number."""
+        """Return the pending requests of a target (None: of all), ordered by target and sequence
+        number."""
         return self._select_requests("state=0 and (?1 is null or target=?1)", (target,))
 
     def models_with_pending(self) -> list[str]:
         """Return the ids of the models that have pending requests."""
-        rows = self._base.execute("select distinct target from requests where state=0 and kind<>'sample'")
+        rows = self._base.execute(
+            "select distinct target from requests where state=0 and kind<>'sample'"
+        )
         return [row[0] for row in rows]
 
     def history(self, model: str, after: int) -> list[RequestRow]:
@@ -328,32 +380,57 @@ class Store:
         return self._select_requests("target=? and seq>?", (model, after))
 
     def request_states(self, model: str, after: int) -> list[tuple[int, int]]:
-        """Return sequence number and state of the requests of a model after a sequence number, in their order."""
+        """Return sequence number and state of the requests of a model after a sequence number, in
+        their order."""
         cursor = self._base.execute(
             "select seq, state from requests where target=? and seq>? order by seq", (model, after)
         )
         return cursor.fetchall()
 
     def next_seq(self, target: str) -> int:
-        """Return the sequence number after the highest one of a target's requests; 0 if there are none."""
-        row = self._base.execute("select max(seq) from requests where target=?", (target,)).fetchone()
+        """Return the sequence number after the highest one of a target's requests; 0 if there are
+        none."""
+        row = self._base.execute(
+            "select max(seq) from requests where target=?", (target,)
+        ).fetchone()
         return 0 if row[0] is None else int(row[0]) + 1
 
-    def _select_requests(self, where: str, values: Iterable[Any], body: str = "body") -> list[RequestRow]:
+    def _select_requests(
+        self, where: str, values: Iterable[Any], body: str = "body"
+    ) -> list[RequestRow]:
         names = f"id, owner, kind, target, seq, {body}, state, result, error, theirs, info"
-        rows = self._base.execute(f"select {names} from requests where {where} order by target, seq", tuple(values))
+        rows = self._base.execute(
+            f"select {names} from requests where {where} order by target, seq", tuple(values)
+        )
         return [
             RequestRow(
-                id, owner, kind, target, seq, body or b"", state, result or b"", error, bool(theirs), json.loads(info)
+                id,
+                owner,
+                kind,
+                target,
+                seq,
+                body or b"",
+                state,
+                result or b"",
+                error,
+                bool(theirs),
+                json.loads(info),
             )
             for id, owner, kind, target, seq, body, state, result, error, theirs, info in rows
         ]
 
     def finish(
-        self, id: str, *, result: bytes = b"", error: str = "", theirs: bool = False, info: Mapping[str, Any]
+        self,
+        id: str,
+        *,
+        result: bytes = b"",
+        error: str = "",
+        theirs: bool = False,
+        info: Mapping[str, Any],
     ) -> None:
-        """Store the result or the error of a pending request; one that has ended already is not changed. The body is
-        kept for the kinds that change a model, which may have to be replayed."""
+        """Store the result or the error of a pending request; one that has ended already is not
+        changed. The body is kept for the kinds that change a model, which may have to be
+        replayed."""
         state = FAILED if error else FINISHED
         marks = ",".join("?" * len(CHANGING))
         self._base.execute(
@@ -364,21 +441,26 @@ class Store:
 
     def mark_fetched(self, id: str) -> None:
         """Record that the client has fetched the result of a request."""
-        self._base.execute("update requests set fetched=coalesce(fetched, ?) where id=?", (time.time(), id))
+        self._base.execute(
+            "update requests set fetched=coalesce(fetched, ?) where id=?", (time.time(), id)
+        )
 
     def drop_bodies(self, target: str, upto: int | None = None) -> None:
-        """Delete the bodies of the requests of a target up to a sequence number, whose effects are in a saved state;
-        None: of all its requests."""
+        """Delete the bodies of the requests of a target up to a sequence number, whose effects are
+        in a saved state; None: of all its requests."""
         self._base.execute(
-            "update requests set body=null where target=?1 and (?2 is null or seq<=?2) and body is not null",
+            "update requests set body=null where target=?1 and (?2 is null or seq<=?2) and body is "
+            "not null",
             (target, upto),
         )
 
     def drop_results(self, *, fetched_before: float, finished_before: float) -> int:
-        """Delete the results of requests that were fetched, or have ended, before these times (seconds since the
-        epoch); return the number of deleted results. The requests stay, because their sequence numbers stay taken."""
+        """Delete the results of requests that were fetched, or have ended, before these times
+        (seconds since the epoch); return the number of deleted results. The requests stay, because
+        their sequence numbers stay taken."""
         cursor = self._base.execute(
-            "update requests set result=null, info=json_set(info, '$.gone', 1) where state>0 and result is not null "
+            "update requests set result=null, info=json_set(info, '$.gone', 1) where state>0 and "
+            "result is not null "
             "and (fetched<? or finished<?)",
             (fetched_before, finished_before),
         )

@@ -1,8 +1,9 @@
-"""Training of several models over one base model. Each model is an engine of its own that shares the base's tensors.
+"""Training of several models over one base model. Each model is an engine of its own that shares
+the base's tensors.
 
-A model with adapters copies the modules of the base but not its tensors, so it costs the memory of the adapters, their
-gradients and their optimizer moments. If all weights train, the tensors are copied too. Passes and steps use the same
-engine as a training run and compute the same values.
+A model with adapters copies the modules of the base but not its tensors, so it costs the memory of
+the adapters, their gradients and their optimizer moments. If all weights train, the tensors are
+copied too. Passes and steps use the same engine as a training run and compute the same values.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from realhf.api.config import LoraConfig, OptimizerConfig
 from realhf.api.model import ForwardOutputs
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.compute_threads import ComputeThreads
-from realhf.backends.training.checkpoint import is_checkpoint, load_shards, persistent_buffers, save_shards
+from realhf.backends.training.checkpoint import (
+    is_checkpoint,
+    load_shards,
+    persistent_buffers,
+    save_shards,
+)
 from realhf.backends.training.lora import ADAPTER, head_name, linear_layers
 from realhf.backends.training.torch_engine import TorchEngine, of_this_model
 from realhf.base.tensor_digest import TensorDigester, joint_digest
@@ -32,10 +38,11 @@ from realhf.tinker.losses import TokenLoss, find_loss
 from realhf.tinker.wire import BadRequest, Datum, Pass, serialize_pass_result
 
 ALPHA = 32.0
-"""LoRA alpha: the output of an adapter is scaled by alpha / rank. The hosted service documents this value."""
+"""LoRA alpha: the output of an adapter is scaled by alpha / rank. The hosted service documents this
+value."""
 TRAINING_COPIES = 5
-"""Memory of training in copies of the trained weights: weights, two optimizer moments, gradients, and the backup of the
-gradients that is restored if a further pass fails."""
+"""Memory of training in copies of the trained weights: weights, two optimizer moments, gradients,
+and the backup of the gradients that is restored if a further pass fails."""
 LEAST_EPS = 1e-16
 """Smallest epsilon of AdamW, see ``_parse_adam_params``."""
 LARGEST_RATE = 1e3
@@ -56,14 +63,15 @@ def save_all_weights(model: Any, folder: Path) -> None:
 
 
 def load_all_weights(model: Any, folder: Path) -> None:
-    """Load all weights of a model, from the output of ``save_all_weights`` or an engine checkpoint. Raises
-    FileNotFoundError if the folder is gone, BadRequest if the weights were exported for download, ValueError if they
-    belong to another model."""
+    """Load all weights of a model, from the output of ``save_all_weights`` or an engine checkpoint.
+    Raises FileNotFoundError if the folder is gone, BadRequest if the weights were exported for
+    download, ValueError if they belong to another model."""
     if not folder.is_dir():
         raise FileNotFoundError(f"the weights of {folder.name} are no longer kept here")
     if not is_checkpoint(folder):
         raise BadRequest(
-            f"{folder.name} was saved to be downloaded: save_state and save_weights_for_sampler are for here"
+            f"{folder.name} was saved to be downloaded: save_state and save_weights_for_sampler "
+            f"are for here"
         )
     with of_this_model(folder):
         load_shards(folder, _all_weights(model))
@@ -75,9 +83,14 @@ def _all_weights(model: Any) -> dict[str, Tensor]:
 
 
 def find_adapter_targets(model: Any, *, mlp: bool, attention: bool, unembedding: bool) -> list[str]:
-    """Return the names of the linear layers that get adapters. Raises BadRequest if there are none."""
-    attention_layers = {name for name in linear_layers(model) if "attn" in name or "attention" in name}
-    names = [name for name in linear_layers(model) if (attention if name in attention_layers else mlp)]
+    """Return the names of the linear layers that get adapters. Raises BadRequest if there are
+    none."""
+    attention_layers = {
+        name for name in linear_layers(model) if "attn" in name or "attention" in name
+    }
+    names = [
+        name for name in linear_layers(model) if (attention if name in attention_layers else mlp)
+    ]
     names += [head_name(model)] if unembedding else []
     if not names:
         raise BadRequest("lora_config: this model has no such layers, so there is nothing to train")
@@ -101,7 +114,9 @@ class AdapterSpec:
 
     def options(self, model: Any) -> LoraConfig:
         """Return the LoRA options for ``model``."""
-        targets = find_adapter_targets(model, mlp=self.mlp, attention=self.attention, unembedding=self.unembedding)
+        targets = find_adapter_targets(
+            model, mlp=self.mlp, attention=self.attention, unembedding=self.unembedding
+        )
         return LoraConfig(self.rank, ALPHA, targets, 0.0)
 
 
@@ -120,7 +135,12 @@ class TrainedModel:
     ``options.full_weights`` a trainable copy of ``base``. ``threads`` are the compute threads."""
 
     def __init__(
-        self, base: Any, tokenizer: Any, spec: AdapterSpec, options: ComputeOptions, threads: ComputeThreads
+        self,
+        base: Any,
+        tokenizer: Any,
+        spec: AdapterSpec,
+        options: ComputeOptions,
+        threads: ComputeThreads,
     ) -> None:
         full = options.full_weights
         model = copy.deepcopy(base).requires_grad_(True) if full else copy_sharing_tensors(base)
@@ -145,7 +165,10 @@ class TrainedModel:
     def weights_id(self) -> WeightsId:
         """Version and digest of the current trained weights."""
         if self._weights_id is None:
-            tensors = {name: self._digester.digest(tensor) for name, tensor in self._trained_tensors().items()}
+            tensors = {
+                name: self._digester.digest(tensor)
+                for name, tensor in self._trained_tensors().items()
+            }
             self._weights_id = WeightsId(self._engine.version, joint_digest(tensors))
         return self._weights_id
 
@@ -154,10 +177,10 @@ class TrainedModel:
         return self._engine.weights() if adapters is None else adapters.tensors()
 
     def run(self, request: Pass) -> bytes:
-        """Run the forward pass of a request, and the backward pass unless it is ``forward_only``, which adds to the
-        accumulated gradients. Return the body of the response. Raises BadRequest if the loss is unknown or does not fit
-        the data, FloatingPointError if the loss or its gradient is not finite; the accumulated gradients are unchanged
-        then."""
+        """Run the forward pass of a request, and the backward pass unless it is ``forward_only``,
+        which adds to the accumulated gradients. Return the body of the response. Raises BadRequest
+        if the loss is unknown or does not fit the data, FloatingPointError if the loss or its
+        gradient is not finite; the accumulated gradients are unchanged then."""
         try:
             loss, settings = find_loss(request.loss, request.config)
         except ValueError as error:
@@ -170,21 +193,24 @@ class TrainedModel:
             total = math.nan if result.skipped else result.stats["loss"]
             outputs = {name: result.kept[name] for name in batch.columns}
         if not math.isfinite(total):
-            raise FloatingPointError("the loss or its gradient is not a finite number: nothing of this was added")
+            raise FloatingPointError(
+                "the loss or its gradient is not a finite number: nothing of this was added"
+            )
         tokens = sum(len(datum.tokens) for datum in request.data)
         version = float(self.weights_id.version)
         metrics = {"loss:sum": total, "tokens:sum": float(tokens), "weights_version:max": version}
         return serialize_pass_result(batch.split(outputs), metrics)
 
     def update(self, params: Mapping[str, float]) -> dict[str, float]:
-        """Run an AdamW step with the accumulated gradients; return its metrics. Raises BadRequest if a parameter is out
-        of range or a backward pass since the last step failed, and FloatingPointError if the gradient is not finite
-        (the weights are unchanged then) or the step made weights non-finite. The accumulated gradients are dropped in
-        any case."""
+        """Run an AdamW step with the accumulated gradients; return its metrics. Raises BadRequest
+        if a parameter is out of range or a backward pass since the last step failed, and
+        FloatingPointError if the gradient is not finite (the weights are unchanged then) or the
+        step made weights non-finite. The accumulated gradients are dropped in any case."""
         try:
             if self.missing:
                 raise BadRequest(
-                    "no step was made and the gradients are dropped, send the whole batch again: a forward_backward "
+                    "no step was made and the gradients are dropped, send the whole batch again: a "
+                    "forward_backward "
                     f"since the last step failed ({self.missing:.80})"
                 )
             options = _parse_adam_params(params)
@@ -193,10 +219,14 @@ class TrainedModel:
             self.drop()
             raise
         if result.skipped:
-            raise FloatingPointError("the gradient is not finite: the weights stay as they were, and it is dropped")
+            raise FloatingPointError(
+                "the gradient is not finite: the weights stay as they were, and it is dropped"
+            )
         self._weights_id = None
         if not all(bool(tensor.isfinite().all()) for tensor in self._trained_tensors().values()):
-            raise FloatingPointError("the step made weights that are not finite: load a saved state (load_state)")
+            raise FloatingPointError(
+                "the step made weights that are not finite: load a saved state (load_state)"
+            )
         return {
             "grad_norm": result.grad_norm,
             "learning_rate": result.stats["lr"],
@@ -209,8 +239,8 @@ class TrainedModel:
         self._engine.forget_gradients()
 
     def save(self, folder: Path, *, moments: bool) -> None:
-        """Save the adapters in peft's format, or all weights. With ``moments`` save an engine checkpoint, which has the
-        optimizer state as well."""
+        """Save the adapters in peft's format, or all weights. With ``moments`` save an engine
+        checkpoint, which has the optimizer state as well."""
         if moments:
             self._engine.save_checkpoint(folder)
         elif self._engine.adapters is not None:
@@ -219,13 +249,15 @@ class TrainedModel:
             save_all_weights(self._engine.model, folder)
 
     def export(self, folder: Path) -> None:
-        """Save a whole model with merged weights, config and tokenizer, which ``from_pretrained`` can load."""
+        """Save a whole model with merged weights, config and tokenizer, which ``from_pretrained``
+        can load."""
         self._engine.export_hf(folder)
         self._engine.release_generation()  # it holds a copy of the merged weights
 
     def load(self, folder: Path, *, moments: bool) -> None:
-        """Load the output of ``save``. Without ``moments`` the optimizer state is reset. Accumulated gradients are
-        dropped. Raises FileNotFoundError, or ValueError that names the difference, if the weights do not fit."""
+        """Load the output of ``save``. Without ``moments`` the optimizer state is reset.
+        Accumulated gradients are dropped. Raises FileNotFoundError, or ValueError that names the
+        difference, if the weights do not fit."""
         self._weights_id = None
         if moments:
             self._engine.load_checkpoint(folder)
@@ -243,8 +275,8 @@ class TrainedModel:
 
 
 def _parse_adam_params(params: Mapping[str, float]) -> OptimizerConfig:
-    """Return the optimizer options of a step: the defaults, overridden by ``params``. Raises BadRequest, which names
-    the parameter that is out of range."""
+    """Return the optimizer options of a step: the defaults, overridden by ``params``. Raises
+    BadRequest, which names the parameter that is out of range."""
     values = {
         "learning_rate": 1e-4,
         "beta1": 0.9,
@@ -257,14 +289,20 @@ def _parse_adam_params(params: Mapping[str, float]) -> OptimizerConfig:
     for name, value in values.items():
         if not (math.isfinite(value) and value >= 0) or (name in ("beta1", "beta2") and value >= 1):
             raise BadRequest(f"optim_params.{name}={value} is out of range")
-    # Within these bounds a step leaves all weights within the range of float32, whatever the gradients are. Where the
-    # second moment vanishes the denominator is eps alone, and a decay of more than the whole weight diverges.
+    # Within these bounds a step leaves all weights within the range of float32, whatever the
+    # gradients are. Where the second moment vanishes the denominator is eps alone, and a decay of
+    # more than the whole weight diverges.
     if values["eps"] < LEAST_EPS:
         raise BadRequest(f"optim_params.eps={values['eps']} must be {LEAST_EPS:g} or more")
     if values["learning_rate"] > LARGEST_RATE:
-        raise BadRequest(f"optim_params.learning_rate={values['learning_rate']} must be {LARGEST_RATE:g} or less")
+        raise BadRequest(
+            f"optim_params.learning_rate={values['learning_rate']} must be {LARGEST_RATE:g} or less"
+        )
     if values["learning_rate"] * values["weight_decay"] > 1:
-        raise BadRequest(f"optim_params.weight_decay={values['weight_decay']} times the learning_rate is more than 1")
+        raise BadRequest(
+            f"optim_params.weight_decay={values['weight_decay']} times the learning_rate is more "
+            f"than 1"
+        )
     return OptimizerConfig(
         lr=values["learning_rate"],
         weight_decay=values["weight_decay"],
@@ -287,8 +325,9 @@ _INPUT = "input/"
 
 
 class PackedBatch:
-    """The data of a request as a ``SequenceSample``: one packed sequence for each datum, with targets and loss inputs
-    as keys. Raises BadRequest if a datum lacks an input of the loss, or has an unknown one."""
+    """The data of a request as a ``SequenceSample``: one packed sequence for each datum, with
+    targets and loss inputs as keys. Raises BadRequest if a datum lacks an input of the loss, or has
+    an unknown one."""
 
     sample: SequenceSample
     """The packed data."""
@@ -297,11 +336,16 @@ class PackedBatch:
     columns: list[str]
     """Names of the output columns: each of ``OUTPUTS`` for each of the ``width`` targets."""
 
-    def __init__(self, data: Sequence[Datum], loss: TokenLoss, settings: Mapping[str, float]) -> None:
+    def __init__(
+        self, data: Sequence[Datum], loss: TokenLoss, settings: Mapping[str, float]
+    ) -> None:
         self._loss = loss
         self._settings = settings
         self._is_flat = [datum.targets.ndim == 1 for datum in data]
-        self._widths = [1 if flat else datum.targets.shape[1] for flat, datum in zip(self._is_flat, data, strict=True)]
+        self._widths = [
+            1 if flat else datum.targets.shape[1]
+            for flat, datum in zip(self._is_flat, data, strict=True)
+        ]
         self.width = max(self._widths)
         self.columns = [f"{name}/{k}" for name in OUTPUTS for k in range(self.width)]
         self._input_names = _find_input_names(data, loss)
@@ -311,10 +355,12 @@ class PackedBatch:
         self.sample = self._pack(data)
 
     def _pack(self, data: Sequence[Datum]) -> SequenceSample:
-        # The engine predicts each token from those before it. The last target of a datum is appended to its tokens, so
-        # that every target has a prediction.
+        # The engine predicts each token from those before it. The last target of a datum is
+        # appended to its tokens, so that every target has a prediction.
         last = [datum.targets.reshape(len(datum.tokens), -1)[-1:, 0] for datum in data]
-        tokens = [np.concatenate([datum.tokens, end]) for datum, end in zip(data, last, strict=True)]
+        tokens = [
+            np.concatenate([datum.tokens, end]) for datum, end in zip(data, last, strict=True)
+        ]
         tensors = {"packed_input_ids": torch.from_numpy(np.concatenate(tokens))}
         lengths = {"packed_input_ids": [[n + 1] for n in self._lengths]}
         sequence = np.repeat(np.arange(len(data)), self._lengths)
@@ -324,7 +370,9 @@ class PackedBatch:
             _POSITION: np.arange(len(sequence)),
         }
         for name in self._input_names:
-            columns[_INPUT + name] = np.concatenate([self._pad_targets(datum.inputs[name]) for datum in data])
+            columns[_INPUT + name] = np.concatenate(
+                [self._pad_targets(datum.inputs[name]) for datum in data]
+            )
         for key, values in columns.items():
             tensors[key] = torch.from_numpy(np.ascontiguousarray(values))
             lengths[key] = [[n] for n in self._lengths]
@@ -335,15 +383,21 @@ class PackedBatch:
         values = values.reshape(len(values), -1)
         return np.pad(values, ((0, 0), (0, self.width - values.shape[1])))
 
-    def loss(self, outputs: ForwardOutputs, sample: SequenceSample) -> tuple[Tensor, dict[str, float]]:
-        """Return the summed loss of a micro-batch, and keep the output ``columns``. A ``LossFn``."""
+    def loss(
+        self, outputs: ForwardOutputs, sample: SequenceSample
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Return the summed loss of a micro-batch, and keep the output ``columns``. A
+        ``LossFn``."""
         logprobs, losses = self._compute(outputs, sample)
-        for name, values in zip(self.columns, (*logprobs.unbind(1), *losses.unbind(1)), strict=True):
+        for name, values in zip(
+            self.columns, (*logprobs.unbind(1), *losses.unbind(1)), strict=True
+        ):
             outputs.keep(name, values)
         return losses.sum(), {}
 
     def forward(self, engine: TorchEngine, spec: MicroBatchSpec) -> tuple[float, dict[str, Tensor]]:
-        """Run the forward pass alone. Return the summed loss, and the output ``columns``, f32 (positions,) each."""
+        """Run the forward pass alone. Return the summed loss, and the output ``columns``, f32
+        (positions,) each."""
         total = 0.0
         values = torch.zeros(sum(self._lengths), len(self.columns))
 
@@ -359,7 +413,8 @@ class PackedBatch:
         return total, dict(zip(self.columns, values.unbind(1), strict=True))
 
     def _compute(self, outputs: ForwardOutputs, sample: SequenceSample) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and losses of the targets of a micro-batch, f32 (n, width) each."""
+        """Return log-probabilities and losses of the targets of a micro-batch, f32 (n, width)
+        each."""
         logprobs = outputs.logprobs_of(sample[_TARGETS])
         device = logprobs.device
         inputs = {name: sample[_INPUT + name].to(device) for name in self._input_names}
@@ -370,8 +425,8 @@ class PackedBatch:
         return logprobs, self._loss.compute(logprobs[:, 0], flat, sequence, self._settings)[:, None]
 
     def split(self, columns: Mapping[str, Tensor]) -> list[dict[str, np.ndarray]]:
-        """Split the output columns into the outputs of each datum, by the names of ``OUTPUTS``, each in the shape of
-        the datum's targets."""
+        """Split the output columns into the outputs of each datum, by the names of ``OUTPUTS``,
+        each in the shape of the datum's targets."""
         ends = np.cumsum(self._lengths)[:-1]
         outputs: list[dict[str, np.ndarray]] = [{} for _ in self._lengths]
         for name in OUTPUTS:
@@ -382,13 +437,18 @@ class PackedBatch:
 
 
 def _find_input_names(data: Sequence[Datum], loss: TokenLoss) -> list[str]:
-    """Return the sorted names of the loss inputs, which all data must have in common. Raises BadRequest."""
+    """Return the sorted names of the loss inputs, which all data must have in common. Raises
+    BadRequest."""
     names = set(data[0].inputs)
     for number, datum in enumerate(data):
         missing = [name for name in loss.needs if name not in datum.inputs]
         unknown = sorted(set(datum.inputs) - {*loss.needs, *loss.takes})
         if missing or unknown:
-            what = f"{missing[0]} is missing" if missing else f"{unknown[0]} is nothing that the loss knows"
+            what = (
+                f"{missing[0]} is missing"
+                if missing
+                else f"{unknown[0]} is nothing that the loss knows"
+            )
             raise BadRequest(f"datum {number}: {what} (it needs {', '.join(loss.needs)})")
         if set(datum.inputs) != names:
             raise BadRequest(f"datum {number} has other tensors than datum 0")

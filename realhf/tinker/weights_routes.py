@@ -38,10 +38,13 @@ class WeightsRoutes:
         """Save the weights and the optimizer state of a model."""
         asked = await self._handler.parse(request, types.SaveWeightsRequest)
         name = asked.path or f"seq-{asked.seq_id}"
-        return self._save(request, asked, "save_weights", "training", name, overwrite=asked.overwrite)
+        return self._save(
+            request, asked, "save_weights", "training", name, overwrite=asked.overwrite
+        )
 
     async def save_for_sampler(self, request: Request) -> Response:
-        """Save weights for sampling, with a name or as an ephemeral checkpoint of one new sampler."""
+        """Save weights for sampling, with a name or as an ephemeral checkpoint of one new
+        sampler."""
         asked = await self._handler.parse(request, types.SaveWeightsForSamplerRequest)
         if asked.path is not None:
             return self._save(request, asked, "save_weights_for_sampler", "sampler", asked.path)
@@ -74,14 +77,19 @@ class WeightsRoutes:
         **more: str,
     ) -> Response:
         if not _NAME.fullmatch(name) or (name.startswith(_EPHEMERAL) and not ephemeral):
-            rule = f"at most 200 letters, digits, '.', '_' and '-', and does not begin with {_EPHEMERAL}"
+            rule = (
+                f"at most 200 letters, digits, '.', '_' and '-', and does not begin with "
+                f"{_EPHEMERAL}"
+            )
             raise Refusal(400, f"path {name!r:.200}: a name has {rule}")
         ttl = asked.ttl_seconds
         _check_ttl(ttl)
         row = self._handler.model(request, asked.model_id)
         seq = check_number(asked.seq_id)
         self._handler.service.check_saving(row.owner, weights)
-        lora = {name: row.options[name] for name in ("base", "rank", "mlp", "attention", "unembedding")}
+        lora = {
+            name: row.options[name] for name in ("base", "rank", "mlp", "attention", "unembedding")
+        }
         body = {
             "path": f"tinker://{row.id}/{KINDS[weights]}/{name}",
             "kind": weights,
@@ -89,7 +97,11 @@ class WeightsRoutes:
             "folder": str(self._handler.service.checkpoints.new_folder(row.id, weights, name, seq)),
             "expires": None if ttl is None else time.time() + ttl,
             "overwrite": overwrite,
-            "info": {"metadata": getattr(asked, "user_metadata", None), "ephemeral": ephemeral, "lora": lora},
+            "info": {
+                "metadata": getattr(asked, "user_metadata", None),
+                "ephemeral": ephemeral,
+                "lora": lora,
+            },
             **more,
         }
         return self._handler.submit(request, kind, row.id, seq, json.dumps(body).encode())
@@ -113,7 +125,9 @@ class WeightsRoutes:
         if asked.model_seq_id is None:
             raise Refusal(400, "model_seq_id is missing")
         options = {**source.info["lora"], "seed": 0, "metadata": asked.user_metadata}
-        return self._handler.new_model(request, asked.session_id, asked.model_seq_id, "load_weights", options, body)
+        return self._handler.new_model(
+            request, asked.session_id, asked.model_seq_id, "load_weights", options, body
+        )
 
     async def weights_info(self, request: Request) -> Response:
         """Return the base model and LoRA options of a checkpoint."""
@@ -142,11 +156,15 @@ class WeightsRoutes:
 
     async def run(self, request: Request) -> Response:
         """Return one model."""
-        return json_response(self._build_run(self._handler.model(request, request.path_params["model"])))
+        return json_response(
+            self._build_run(self._handler.model(request, request.path_params["model"]))
+        )
 
     def _build_run(self, row: ModelRow) -> Any:
         checkpoints = self._handler.store.checkpoints(model=row.id)
-        last = {kind: next((each for each in checkpoints if each.kind == kind), None) for kind in KINDS}
+        last = {
+            kind: next((each for each in checkpoints if each.kind == kind), None) for kind in KINDS
+        }
         metadata = {key: str(value) for key, value in (row.options.get("metadata") or {}).items()}
         return types.TrainingRun(
             training_run_id=row.id,
@@ -211,7 +229,9 @@ class WeightsRoutes:
         urls = {}
         for file in checkpoints.files(row):
             url = f"{request.base_url}api/v1/download/{quote(row.model)}/{row.name}/{quote(file)}"
-            urls[file] = f"{url}?expires={expires}&signature={checkpoints.signature(row.path, file, expires)}"
+            urls[file] = (
+                f"{url}?expires={expires}&signature={checkpoints.signature(row.path, file, expires)}"
+            )
         expiry = datetime.fromtimestamp(expires, UTC)
         return json_response(types.ExternalWeightsUrlsResponse(urls=urls, expires=expiry))
 
@@ -221,9 +241,13 @@ class WeightsRoutes:
         query = request.query_params
         expires = query.get("expires", "")
         path = f"tinker://{params['model']}/{KINDS['external']}/{params['name']}"
-        expiry = int(expires) if expires.isascii() and expires.isdigit() and len(expires) < 12 else 0
+        expiry = (
+            int(expires) if expires.isascii() and expires.isdigit() and len(expires) < 12 else 0
+        )
         signature = query.get("signature", "")
-        file = self._handler.service.checkpoints.signed_file(path, params["file"], expiry, signature)
+        file = self._handler.service.checkpoints.signed_file(
+            path, params["file"], expiry, signature
+        )
         return FileResponse(file)
 
 

@@ -1,7 +1,8 @@
 """Wire format of the client ``tinker``: parses request bodies and serializes responses.
 
-``forward_backward`` requests are the client's protobuf message (with the field numbers and types of its package), all
-other requests are JSON of its request types. Responses of ``forward_backward`` and ``sample`` are protobuf as well.
+``forward_backward`` requests are the client's protobuf message (with the field numbers and types of
+its package), all other requests are JSON of its request types. Responses of ``forward_backward``
+and ``sample`` are protobuf as well.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _MAX_TENSORS = 16
 _MAX_TARGETS = 1024
 """Maximum number of targets of a position."""
 _MAX_TARGET_CELLS = 1 << 24
-"""Maximum number of targets of a request, counted after padding: all data are padded to the widest one."""
+"""Maximum number of targets of a request, counted after padding: all data are padded to the widest
+one."""
 
 
 class BadRequest(ValueError):
@@ -77,12 +79,15 @@ def read_head(body: bytes) -> Pass:
     descriptor = pb.ForwardBackwardRequest.DESCRIPTOR
     data_field = descriptor.fields_by_name["data"].number
     fields = _FieldScanner(body).fields(0, len(body))
-    return _parse_head(_parse_message(b"".join(body[a:b] for number, a, _, b in fields if number != data_field)))
+    return _parse_head(
+        _parse_message(b"".join(body[a:b] for number, a, _, b in fields if number != data_field))
+    )
 
 
 def read_seq(prefix: bytes) -> tuple[str, int]:
-    """Return the model id and sequence number of a ``forward_backward`` body of which only a prefix was read. Only the
-    fields before the data are parsed; a missing field has protobuf's default. Raises BadRequest."""
+    """Return the model id and sequence number of a ``forward_backward`` body of which only a prefix
+    was read. Only the fields before the data are parsed; a missing field has protobuf's default.
+    Raises BadRequest."""
     data_field = pb.ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number
     end = 0
     with suppress(BadRequest):  # the prefix may end within a field
@@ -96,14 +101,17 @@ def read_seq(prefix: bytes) -> tuple[str, int]:
 
 _ID_FIELD = re.compile(rb'"(model_id|seq_id)"\s*:\s*(?:"([^"\\]{1,200})"|(\d{1,10})(?=[\s,}]))')
 _OVERLAP = 512
-"""Bytes of a chunk that are scanned again with the next chunk. No field that the scanner looks for is longer."""
+"""Bytes of a chunk that are scanned again with the next chunk. No field that the scanner looks for
+is longer."""
 _MAX_MODELS = 8
-"""Maximum number of model ids that the scanner returns: each of them costs a look-up in the store."""
+"""Maximum number of model ids that the scanner returns: each of them costs a look-up in the
+store."""
 
 
 class SeqScanner:
-    """Searches a JSON body chunk by chunk for the model id and sequence number of its request. It also works on bodies
-    that are not valid JSON, or too large to keep. Quotes within JSON strings are escaped, so only real keys match."""
+    """Searches a JSON body chunk by chunk for the model id and sequence number of its request. It
+    also works on bodies that are not valid JSON, or too large to keep. Quotes within JSON strings
+    are escaped, so only real keys match."""
 
     def __init__(self) -> None:
         self.models: list[str] = []
@@ -130,9 +138,9 @@ class SeqScanner:
 
 
 def read_json_seq(body: bytes) -> tuple[list[str], int | None]:
-    """Return the candidate model ids of a JSON body and its sequence number (None if there is none). Keys of the top
-    level are used if the body can be parsed (NaN and Infinity, which JSON lacks, are accepted), else those that
-    ``SeqScanner`` finds."""
+    """Return the candidate model ids of a JSON body and its sequence number (None if there is
+    none). Keys of the top level are used if the body can be parsed (NaN and Infinity, which JSON
+    lacks, are accepted), else those that ``SeqScanner`` finds."""
     with suppress(ValueError, RecursionError):
         parsed = json.loads(body)
         if isinstance(parsed, dict):
@@ -144,10 +152,10 @@ def read_json_seq(body: bytes) -> tuple[list[str], int | None]:
 
 
 def read_pass(body: bytes, *, vocabulary: int, longest: int) -> Pass:
-    """Parse and validate a whole ``forward_backward`` body. ``vocabulary`` is the number of tokens of the model,
-    ``longest`` its maximum sequence length. Raises BadRequest, which names the datum, for tokens outside of the
-    vocabulary, sequences longer than ``longest``, tensors whose shape differs from that of the targets, and
-    non-finite numbers."""
+    """Parse and validate a whole ``forward_backward`` body. ``vocabulary`` is the number of tokens
+    of the model, ``longest`` its maximum sequence length. Raises BadRequest, which names the datum,
+    for tokens outside of the vocabulary, sequences longer than ``longest``, tensors whose shape
+    differs from that of the targets, and non-finite numbers."""
     _FieldScanner(body).check(pb.ForwardBackwardRequest.DESCRIPTOR)
     message = _parse_message(body)
     head = _parse_head(message)
@@ -162,28 +170,33 @@ def read_pass(body: bytes, *, vocabulary: int, longest: int) -> Pass:
         positions += len(data[-1].tokens)
         width = max(width, data[-1].targets[0].size)
         if positions * width > _MAX_TARGET_CELLS:
-            raise BadRequest(f"data: {positions} positions with up to {width} targets each are too many at once")
+            raise BadRequest(
+                f"data: {positions} positions with up to {width} targets each are too many at once"
+            )
     if not data:
         raise BadRequest("data: there is no datum")
     return Pass(head.model, head.seq, head.forward_only, head.loss, head.config, data)
 
 
 _MAX_FIELDS = 1 << 18
-"""Maximum number of fields of a message, at all depths together. An empty submessage takes two bytes of the body but
-about a hundred bytes of memory once it is parsed, so the size of the body alone is no limit."""
+"""Maximum number of fields of a message, at all depths together. An empty submessage takes two
+bytes of the body but about a hundred bytes of memory once it is parsed, so the size of the body
+alone is no limit."""
 _MAX_PACKED_BYTES = 256
 """Maximum length of a packed numeric field. Large arrays travel as ``bytes`` fields."""
 
 
 class _FieldScanner:
-    """Walks through the fields of a serialized protobuf message without parsing it, and limits their number."""
+    """Walks through the fields of a serialized protobuf message without parsing it, and limits
+    their number."""
 
     def __init__(self, body: bytes) -> None:
         self._body = body
         self._fields_left = _MAX_FIELDS
 
     def check(self, descriptor: Any) -> None:
-        """Raise BadRequest if the body, a message of type ``descriptor``, has too many fields or is malformed."""
+        """Raise BadRequest if the body, a message of type ``descriptor``, has too many fields or is
+        malformed."""
         pending = [(descriptor, 0, len(self._body))]
         while pending:
             descriptor, begin, end = pending.pop()
@@ -194,12 +207,15 @@ class _FieldScanner:
                 size = content_end - content_begin
                 if field.message_type is not None:
                     pending.append((field.message_type, content_begin, content_end))
-                elif field.type not in (field.TYPE_BYTES, field.TYPE_STRING) and size > _MAX_PACKED_BYTES:
+                elif (
+                    field.type not in (field.TYPE_BYTES, field.TYPE_STRING)
+                    and size > _MAX_PACKED_BYTES
+                ):
                     raise BadRequest(f"the body's {field.name} has {size} bytes")
 
     def fields(self, offset: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield for each field in ``[offset, end)`` its number, the offset of its tag, and the offsets of the begin and
-        the end of its content. Raises BadRequest."""
+        """Yield for each field in ``[offset, end)`` its number, the offset of its tag, and the
+        offsets of the begin and the end of its content. Raises BadRequest."""
         while offset < end:
             self._fields_left -= 1
             if self._fields_left < 0:
@@ -214,7 +230,9 @@ class _FieldScanner:
             elif wire_type in (1, 5):  # fixed 64 or 32 bits
                 size = 8 if wire_type == 1 else 4
             else:
-                raise BadRequest("the body is no ForwardBackwardRequest: it has a field of no known form")
+                raise BadRequest(
+                    "the body is no ForwardBackwardRequest: it has a field of no known form"
+                )
             if offset + size > end:
                 raise BadRequest("the body is no ForwardBackwardRequest: it ends within a field")
             yield tag >> 3, begin, offset, offset + size
@@ -251,37 +269,51 @@ def _parse_datum(message: Any, vocabulary: int, longest: int) -> Datum:
     for chunk in message.model_input:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
-            raise BadRequest(f"model_input has a chunk of the kind {kind}; this server takes tokens only")
+            raise BadRequest(
+                f"model_input has a chunk of the kind {kind}; this server takes tokens only"
+            )
         parts.append(_parse_array(chunk.encoded_text.tokens, np.dtype(np.int32), "model_input"))
     tokens = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, dtype=np.int64)
     check_tokens(tokens, vocabulary, longest)
     if len(message.loss_fn_inputs) > _MAX_TENSORS:
         raise BadRequest(f"loss_fn_inputs has {len(message.loss_fn_inputs)} tensors")
-    inputs = {name: _parse_tensor(tensor, name, len(tokens)) for name, tensor in message.loss_fn_inputs.items()}
+    inputs = {
+        name: _parse_tensor(tensor, name, len(tokens))
+        for name, tensor in message.loss_fn_inputs.items()
+    }
     targets = inputs.pop(TARGETS, None)
     if targets is None:
         raise BadRequest(f"{TARGETS} are missing")
     if targets.ndim not in (1, 2) or len(targets) != len(tokens) or not targets.size:
-        raise BadRequest(f"{TARGETS} have the shape {targets.shape}, for {len(tokens)} tokens of model_input")
+        raise BadRequest(
+            f"{TARGETS} have the shape {targets.shape}, for {len(tokens)} tokens of model_input"
+        )
     targets = targets.astype(np.int64)
     if targets.min() < 0 or targets.max() >= vocabulary:
-        raise BadRequest(f"{TARGETS} must be from 0 to {vocabulary - 1}, got {targets.min()} to {targets.max()}")
+        raise BadRequest(
+            f"{TARGETS} must be from 0 to {vocabulary - 1}, got {targets.min()} to {targets.max()}"
+        )
     for name, values in inputs.items():
         if values.shape != targets.shape:
             raise BadRequest(f"{name} has the shape {values.shape}, {TARGETS} {targets.shape}")
         if not np.isfinite(values).all():
             raise BadRequest(f"{name} has numbers that are not finite")
-    return Datum(tokens, targets, {name: values.astype(np.float32) for name, values in inputs.items()})
+    return Datum(
+        tokens, targets, {name: values.astype(np.float32) for name, values in inputs.items()}
+    )
 
 
 def check_tokens(tokens: np.ndarray, vocabulary: int, longest: int) -> None:
-    """Raise BadRequest if ``tokens`` is empty, has more than ``longest`` tokens, or one outside of the vocabulary."""
+    """Raise BadRequest if ``tokens`` is empty, has more than ``longest`` tokens, or one outside of
+    the vocabulary."""
     if not len(tokens):
         raise BadRequest("there are no tokens")
     if len(tokens) > longest:
         raise BadRequest(f"{len(tokens)} tokens; the longest sequence here has {longest}")
     if tokens.min() < 0 or tokens.max() >= vocabulary:
-        raise BadRequest(f"tokens must be from 0 to {vocabulary - 1}, got {tokens.min()} to {tokens.max()}")
+        raise BadRequest(
+            f"tokens must be from 0 to {vocabulary - 1}, got {tokens.min()} to {tokens.max()}"
+        )
 
 
 def _parse_array(raw: bytes, dtype: np.dtype[Any], name: str) -> np.ndarray:
@@ -291,13 +323,16 @@ def _parse_array(raw: bytes, dtype: np.dtype[Any], name: str) -> np.ndarray:
 
 
 def _parse_tensor(message: Any, name: str, rows: int) -> np.ndarray:
-    """Return the tensor ``name`` of a datum of ``rows`` tokens, in the shape that the message states."""
+    """Return the tensor ``name`` of a datum of ``rows`` tokens, in the shape that the message
+    states."""
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
         raise BadRequest(f"{name} has no element type that is carried: float32 and int64 are")
     shape = tuple(message.shape)
     if len(shape) == 2 and (shape[0] != rows or not 0 <= shape[1] <= _MAX_TARGETS):
-        raise BadRequest(f"{name} has the shape {shape}, for {rows} tokens and at most {_MAX_TARGETS} each")
+        raise BadRequest(
+            f"{name} has the shape {shape}, for {rows} tokens and at most {_MAX_TARGETS} each"
+        )
     if message.HasField("sparse_csr"):
         return _parse_sparse(message.sparse_csr, dtype, shape, name)
     values = _parse_array(message.dense, dtype, name)
@@ -309,15 +344,21 @@ def _parse_tensor(message: Any, name: str, rows: int) -> np.ndarray:
 
 
 def _parse_sparse(csr: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: str) -> np.ndarray:
-    """Convert a tensor in compressed sparse row (CSR) format, in which zeros are left out, to a dense one."""
+    """Convert a tensor in compressed sparse row (CSR) format, in which zeros are left out, to a
+    dense one."""
     values = _parse_array(csr.values, dtype, name)
     rows = _parse_array(csr.crow_indices, np.dtype(np.int64), name)
     columns = _parse_array(csr.col_indices, np.dtype(np.int64), name)
     if len(shape) != 2 or len(rows) != shape[0] + 1:
-        raise BadRequest(f"{name}: a sparse tensor of the shape {shape} does not fit its {len(rows)} row pointers")
+        raise BadRequest(
+            f"{name}: a sparse tensor of the shape {shape} does not fit its {len(rows)} row "
+            f"pointers"
+        )
     counts = np.diff(rows)
     if rows[0] != 0 or rows[-1] != len(values) or len(columns) != len(values) or (counts < 0).any():
-        raise BadRequest(f"{name}: the row pointers of the sparse tensor do not cover its {len(values)} numbers")
+        raise BadRequest(
+            f"{name}: the row pointers of the sparse tensor do not cover its {len(values)} numbers"
+        )
     if len(columns) and not (columns.min() >= 0 and columns.max() < shape[1]):
         raise BadRequest(f"{name}: a column of the sparse tensor is outside of its shape {shape}")
     dense = np.zeros(shape, dtype=dtype)
@@ -328,12 +369,14 @@ def _parse_sparse(csr: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: 
 # ---- responses
 
 
-def serialize_pass_result(outputs: Sequence[Mapping[str, np.ndarray]], metrics: Mapping[str, float]) -> bytes:
-    """Serialize a ``ForwardBackwardOutput``. ``outputs`` has one mapping for each datum, from the name of an output to
-    its values for each target, f32 (n,) or (n, K)."""
+def serialize_pass_result(
+    outputs: Sequence[Mapping[str, np.ndarray]], metrics: Mapping[str, float]
+) -> bytes:
+    """Serialize a ``ForwardBackwardOutput``. ``outputs`` has one mapping for each datum, from the
+    name of an output to its values for each target, f32 (n,) or (n, K)."""
     response = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
-    # All data of a record have the same trailing shape, and the order of the data is kept: each run of equally wide
-    # data becomes a record.
+    # All data of a record have the same trailing shape, and the order of the data is kept: each run
+    # of equally wide data becomes a record.
     records: list[tuple[tuple[int, ...], list[Mapping[str, np.ndarray]]]] = []
     for output in outputs:
         trailing_shape = next(iter(output.values())).shape[1:]
@@ -343,7 +386,9 @@ def serialize_pass_result(outputs: Sequence[Mapping[str, np.ndarray]], metrics: 
     for trailing_shape, members in records:
         record = response.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(members))
         for name in members[0]:
-            raw = [np.ascontiguousarray(output[name], dtype=np.float32).tobytes() for output in members]
+            raw = [
+                np.ascontiguousarray(output[name], dtype=np.float32).tobytes() for output in members
+            ]
             batched = record.fields[name]
             batched.data = b"".join(raw)
             batched.dtype = pb.DTYPE_FLOAT32
@@ -354,8 +399,8 @@ def serialize_pass_result(outputs: Sequence[Mapping[str, np.ndarray]], metrics: 
 
 @dataclass(frozen=True)
 class TopK:
-    """The k most likely tokens of n positions. Positions that were not scored have the client's fill values: token 0
-    and log-probability -99999."""
+    """The k most likely tokens of n positions. Positions that were not scored have the client's
+    fill values: token 0 and log-probability -99999."""
 
     tokens: np.ndarray
     """Token ids, i32 (n, k)."""
@@ -382,7 +427,8 @@ class PromptScores:
     """Log-probabilities of a prompt of n tokens; None for each part that was not requested."""
 
     logprobs: np.ndarray | None = None
-    """Log-probabilities of the prompt's tokens, f32 (n,); NaN at positions that were not requested."""
+    """Log-probabilities of the prompt's tokens, f32 (n,); NaN at positions that were not
+    requested."""
     top: TopK | None = None
     """The most likely tokens of each position."""
     targets: np.ndarray | None = None
@@ -420,14 +466,15 @@ def _fill_top_k(message: Any, top: TopK) -> None:
 
 
 _MAX_VALUES = 1 << 20
-"""Maximum number of values of a JSON body: pydantic builds an error of hundreds of bytes for each invalid value."""
+"""Maximum number of values of a JSON body: pydantic builds an error of hundreds of bytes for each
+invalid value."""
 _MAX_ERRORS = 100
 """Above this number of validation errors the message does not name a field."""
 
 
 def read_json(kind: Any, body: bytes) -> Any:
-    """Parse a JSON body as ``kind``, one of the client's request types. Raises BadRequest, which names the first
-    invalid field, or says that the body has too many values."""
+    """Parse a JSON body as ``kind``, one of the client's request types. Raises BadRequest, which
+    names the first invalid field, or says that the body has too many values."""
     if body.count(b",") > _MAX_VALUES:
         raise BadRequest(f"the body has more than {_MAX_VALUES} values")
     try:
@@ -442,7 +489,8 @@ def read_json(kind: Any, body: bytes) -> Any:
 
 
 def prompt_tokens(prompt: Any) -> np.ndarray:
-    """Return the tokens of a ``ModelInput``, i64 (n,). Raises BadRequest for chunks that are not tokens."""
+    """Return the tokens of a ``ModelInput``, i64 (n,). Raises BadRequest for chunks that are not
+    tokens."""
     if not all(isinstance(chunk, types.EncodedTextChunk) for chunk in prompt.chunks):
         raise BadRequest("the prompt has a chunk that is no text; this server takes tokens only")
     return np.fromiter((token for chunk in prompt.chunks for token in chunk.tokens), dtype=np.int64)

@@ -320,23 +320,30 @@ _POSITIVE_SECONDS = (
 
 @dataclass(frozen=True)
 class StateOptions(Settings):
-    """The rules of one state. Sizes in bytes (0: no limit), times in seconds. Raises SettingError for a bad one."""
+    """The rules of one state. Sizes in bytes (0: no limit), times in seconds. Raises SettingError
+    for a bad one."""
 
     PREFIX: ClassVar[str] = "REALHF_TRAJ_"
 
     strict: str = setting(
-        "", "the original's behaviour: all of it, or the rows with these names (docs/reference/trajectory.md 3.12), "
+        "", "the original's behaviour: all of it, or the rows with these names "
+            "(docs/reference/trajectory.md 3.12), "
         "with commas between them", bare="all",
     )  # fmt: skip
     reregister: str = setting(
-        None, "a second registration of the same group, project and batch size: continue (the run and its queue go on),"
-        " reset (a new epoch) or ignore (the first one wins, as for any other registration); default continue, strict "
+        None, "a second registration of the same group, project and batch size: continue (the run "
+              "and its queue go on),"
+        " reset (a new epoch) or ignore (the first one wins, as for any other registration); "
+        "default continue, strict "
         "ignore", choices=("continue", "reset", "ignore"),
     )  # fmt: skip
     heartbeat_timeout_s: float = setting(
-        None, "seconds of silence after which an environment stops blocking; default 300, strict never"
+        None,
+        "seconds of silence after which an environment stops blocking; default 300, strict never",
     )
-    lease_timeout_s: float = setting(600.0, "seconds until an unacknowledged batch goes to another trainer")
+    lease_timeout_s: float = setting(
+        600.0, "seconds until an unacknowledged batch goes to another trainer"
+    )
     send_timeout_s: float = setting(60.0, "seconds that a response may take to go out")
     delivery: str = setting(
         "at_least_once",
@@ -344,27 +351,39 @@ class StateOptions(Settings):
         choices=("at_least_once", "at_most_once"),
     )
     max_queue_groups: int = setting(
-        1_000_000, "groups held before pushes get 503 (0: no limit); those in quarantine count, and go first"
+        1_000_000,
+        "groups held before pushes get 503 (0: no limit); those in quarantine count, and go first",
     )
-    max_queue_bytes: int = setting(16 << 30, "bytes held before pushes get 503 (0: no limit), likewise")
+    max_queue_bytes: int = setting(
+        16 << 30, "bytes held before pushes get 503 (0: no limit), likewise"
+    )
     quarantine_bytes: int = setting(256 << 20, "bytes kept in quarantine; the oldest go first")
     max_quarantine_groups: int = setting(100_000, "groups kept in quarantine; the oldest go first")
     buffer_expiry_s: float = setting(3600.0, "seconds that a group of an odd size waits for others")
     max_buffered_groups: int = setting(4096, "groups of odd sizes held for one environment")
-    replay_ttl_s: float = setting(3600.0, "seconds that idempotency keys and ended leases are remembered")
+    replay_ttl_s: float = setting(
+        3600.0, "seconds that idempotency keys and ended leases are remembered"
+    )
     max_replays: int = setting(
-        250_000, "idempotency keys, and ended leases, remembered; beyond that the oldest are forgotten early"
+        250_000,
+        "idempotency keys, and ended leases, remembered; beyond that the oldest are forgotten "
+        "early",
     )
     env_expiry_s: float = setting(
-        86_400.0, "seconds of silence after which an environment is forgotten, if nothing of it waits"
+        86_400.0,
+        "seconds of silence after which an environment is forgotten, if nothing of it waits",
     )
-    max_staleness: int | None = setting(None, "policy versions that a group may lie behind (default: no bound)")
+    max_staleness: int | None = setting(
+        None, "policy versions that a group may lie behind (default: no bound)"
+    )
     stale_policy: str = setting(
         "quarantine",
         "too stale groups: quarantine, or last (only when nothing fresher fills)",
         choices=("quarantine", "last"),
     )
-    min_rounding: str = setting("floor", "minimum allocations in sequences: floor or ceil", choices=("floor", "ceil"))
+    min_rounding: str = setting(
+        "floor", "minimum allocations in sequences: floor or ceil", choices=("floor", "ceil")
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strict", ",".join(self._strict_rows()))
@@ -385,7 +404,8 @@ class StateOptions(Settings):
         return set(rows) <= set(self.strict.split(","))
 
     def _strict_rows(self) -> list[str]:
-        """Return the rows that ``strict`` names, in the order of ``STRICT_ROWS``; yes and no mean all and none."""
+        """Return the rows that ``strict`` names, in the order of ``STRICT_ROWS``; yes and no mean
+        all and none."""
         words = str(self.strict).lower()
         if words in (*FALSE_WORDS, "none"):
             return []
@@ -394,12 +414,15 @@ class StateOptions(Settings):
         chosen = {name.strip().replace("-", "_") for name in words.split(",")}
         if unknown := sorted(chosen.difference(STRICT_ROWS)):
             raise SettingError(
-                f"{self.named('strict')} has no row {unknown[0]!r}; give all, none or some of {', '.join(STRICT_ROWS)}"
+                f"{self.named('strict')} has no row {unknown[0]!r}; give all, none or some of "
+                f"{', '.join(STRICT_ROWS)}"
             )
         return [row for row in STRICT_ROWS if row in chosen]
 
 
-def invalid(loc: list[str | int], message: str, kind: str = "value_error", given: Any = None) -> Refusal:
+def invalid(
+    loc: list[str | int], message: str, kind: str = "value_error", given: Any = None
+) -> Refusal:
     """Return a 422 in the format of the contract: ``{"detail": [{"type", "loc", "msg",
     "input"}]}``."""
     return Refusal(422, [{"type": kind, "loc": loc, "msg": message, "input": given}])

@@ -1,7 +1,7 @@
 """Bulk transfer of large values in pieces, over several connections of their own.
 
-The consumer sends requests of fixed size (``REQUEST``). Each answer is an ``ANSWER`` header, followed
-by the bytes of a piece or by the text of an error.
+The consumer sends requests of fixed size (``REQUEST``). Each answer is an ``ANSWER`` header,
+followed by the bytes of a piece or by the text of an error.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class _Transfer:
 
 
 class Outgoing:
-    """Registry of the transfers that consumers fetch, as views of the store's tensors. Not thread-safe."""
+    """Registry of the transfers that consumers fetch, as views of the store's tensors. Not
+    thread-safe."""
 
     def __init__(self) -> None:
         self._transfers: dict[bytes, _Transfer] = {}
@@ -61,20 +62,26 @@ class Outgoing:
         return len(self._transfers)
 
     def open(self, frames: Sequence[bytes | memoryview], ids: Sequence[str]) -> bytes:
-        """Register the frames of a value of these samples for fetching; return the number of the transfer."""
+        """Register the frames of a value of these samples for fetching; return the number of the
+        transfer."""
         now = process_clock.now()
-        idle = [number for number, transfer in self._transfers.items() if now - transfer.used > IDLE_S]
+        idle = [
+            number for number, transfer in self._transfers.items() if now - transfer.used > IDLE_S
+        ]
         for number in idle:
             del self._transfers[number]
         while len(self._transfers) >= MAX_TRANSFERS:
-            del self._transfers[min(self._transfers, key=lambda number: self._transfers[number].used)]
+            del self._transfers[
+                min(self._transfers, key=lambda number: self._transfers[number].used)
+            ]
         views = [memoryview(frame).cast("B") for frame in frames]
         number = os.urandom(NUMBER_BYTES)
         self._transfers[number] = _Transfer(views, frozenset(ids))
         return number
 
     def piece(self, number: bytes, frame: int, start: int, length: int) -> memoryview | None:
-        """Return ``length`` bytes from ``start`` of a frame of a transfer; None if the transfer was dropped.
+        """Return ``length`` bytes from ``start`` of a frame of a transfer; None if the transfer was
+        dropped.
 
         Raises ProtocolError for a piece outside the frames.
         """
@@ -118,7 +125,8 @@ class Piece(NamedTuple):
 
 
 FetchPiece = Callable[[int, Piece, memoryview], None]
-"""(lane, piece, into) -> None: fill ``into`` with the piece. Raises PeerLost, which is retried, and DataError."""
+"""(lane, piece, into) -> None: fill ``into`` with the piece. Raises PeerLost, which is retried, and
+DataError."""
 Allocate = Callable[[int], np.ndarray[Any, np.dtype[np.uint8]]]
 """Size in bytes -> aligned, uninitialised memory."""
 
@@ -127,7 +135,9 @@ def _allocate(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.empty(nbytes, dtype=np.uint8)
 
 
-def fetch_pieces(sizes: Sequence[Any], ask: FetchPiece, take: Allocate = _allocate) -> list[memoryview]:
+def fetch_pieces(
+    sizes: Sequence[Any], ask: FetchPiece, take: Allocate = _allocate
+) -> list[memoryview]:
     """Fetch frames of these sizes into memory from ``take``; they are writable and aligned.
 
     Raises what ``ask`` raises, PeerLost after ``RETRIES`` failures in a row, and ProtocolError for
@@ -142,7 +152,10 @@ def fetch_whole(nbytes: int, ask: FetchPiece) -> memoryview:
 
 
 def _check_sizes(sizes: Sequence[Any]) -> list[int]:
-    if not all(type(size) is int and 0 <= size <= MAX_FRAME_BYTES for size in sizes) or len(sizes) > MAX_FRAMES:
+    if (
+        not all(type(size) is int and 0 <= size <= MAX_FRAME_BYTES for size in sizes)
+        or len(sizes) > MAX_FRAMES
+    ):
         raise ProtocolError("bad frame sizes in an answer")
     if sum(sizes) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"an answer of {sum(sizes)} bytes")
@@ -159,7 +172,9 @@ class _Fetch:
     def __init__(self, sizes: list[int], ask: FetchPiece, take: Allocate) -> None:
         starts = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]).tolist()
         whole = memoryview(take(starts[-1]))  # pyright: ignore[reportArgumentType]
-        self._frames = [whole[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        self._frames = [
+            whole[start : start + size] for start, size in zip(starts, sizes, strict=False)
+        ]
         self._ask = ask
         self._lock = threading.Lock()
         self._todo = deque(
@@ -173,7 +188,10 @@ class _Fetch:
     def run(self) -> list[memoryview]:
         """Fetch all pieces; return the frames."""
         count = min(LANES, len(self._todo))
-        others = [threading.Thread(target=self._run_lane, args=(lane,), daemon=True) for lane in range(1, count)]
+        others = [
+            threading.Thread(target=self._run_lane, args=(lane,), daemon=True)
+            for lane in range(1, count)
+        ]
         for thread in others:
             thread.start()
         self._run_lane(0)
@@ -186,7 +204,9 @@ class _Fetch:
     def _run_lane(self, lane: int) -> None:
         while (piece := self._next()) is not None:
             try:
-                self._ask(lane, piece, self._frames[piece.frame][piece.start : piece.start + piece.length])
+                self._ask(
+                    lane, piece, self._frames[piece.frame][piece.start : piece.start + piece.length]
+                )
                 with self._lock:
                     self._broken = 0
             except PeerLost as error:
@@ -224,7 +244,8 @@ HANDSHAKE_S = 8.0
 STALL_S = 20.0
 """Seconds without a byte after which the other end counts as lost."""
 CALL_BYTES = 1 << 20
-"""Maximum bytes of one system call: small enough that source and target stay in the core's cache."""
+"""Maximum bytes of one system call: small enough that source and target stay in the core's
+cache."""
 
 
 def send(connection: socket.socket, view: memoryview) -> None:
@@ -265,15 +286,16 @@ MAX_UNAUTHENTICATED = 32
 _NO_DESCRIPTOR_PAUSE_S = 0.5
 """Pause before accepting again when the process has no file descriptor left."""
 GetPiece = Callable[[bytes, int, int, int], memoryview | None]
-"""(transfer, frame, start, length) -> the piece; None if the transfer was dropped. Raises ProtocolError."""
+"""(transfer, frame, start, length) -> the piece; None if the transfer was dropped. Raises
+ProtocolError."""
 
 
 class BulkServer:
     """Server of pieces on a port of its own, with a thread for each connection.
 
     A connection requests one piece after another, and unread bytes stay in the store, so a slow
-    consumer costs no memory. Without ``tls``, which needs keys, connections are unencrypted and on the
-    loopback.
+    consumer costs no memory. Without ``tls``, which needs keys, connections are unencrypted and on
+    the loopback.
 
     max_connections, max_unauthenticated: in place of the constants of that name; 0 keeps these.
     """
@@ -308,7 +330,9 @@ class BulkServer:
         try:
             self._socket = socket.create_server((self._network.host, 0), backlog=128)
         except OSError as error:
-            raise DataError(f"{self._name} cannot serve pieces on {self._network.host}: {error.strerror}") from None
+            raise DataError(
+                f"{self._name} cannot serve pieces on {self._network.host}: {error.strerror}"
+            ) from None
         self.port = int(self._socket.getsockname()[1])
         threading.Thread(target=self._accept, name="bulk-server", daemon=True).start()
 
@@ -340,16 +364,22 @@ class BulkServer:
                 connection.close()
 
     def _start_thread(self, number: int, connection: socket.socket, host: str) -> None:
-        """Start the thread of a connection. Raises OSError or RuntimeError if no descriptor or thread is left."""
+        """Start the thread of a connection. Raises OSError or RuntimeError if no descriptor or
+        thread is left."""
         with self._lock:
-            if self._stopping or len(self._unauthenticated) + len(self._authenticated) >= self._max_connections:
+            if (
+                self._stopping
+                or len(self._unauthenticated) + len(self._authenticated) >= self._max_connections
+            ):
                 raise OSError(f"there are {self._max_connections} of them")
             for handle in list(self._unauthenticated.values())[
                 : max(0, len(self._unauthenticated) + 1 - self._max_unauthenticated)
             ]:
                 _cut(handle)
             self._unauthenticated[number] = connection.dup()
-        threading.Thread(target=self._serve, args=(number, connection, host), name="bulk", daemon=True).start()
+        threading.Thread(
+            target=self._serve, args=(number, connection, host), name="bulk", daemon=True
+        ).start()
 
     def _serve(self, number: int, plain: socket.socket, host: str) -> None:
         plain.settimeout(HANDSHAKE_S)
@@ -393,7 +423,9 @@ class BulkServer:
                 _refuse(connection, str(error))
                 continue
             if piece is None:
-                _refuse(connection, "it no longer holds it: its samples were cleared, or it is too old")
+                _refuse(
+                    connection, "it no longer holds it: its samples were cleared, or it is too old"
+                )
                 continue
             connection.sendall(ANSWER.pack(PIECE, piece.nbytes))
             send(connection, piece)
@@ -425,8 +457,8 @@ class BulkConnection:
     def fetch(self, transfer: bytes, piece: Piece, into: memoryview, deadline: float) -> None:
         """Fill ``into`` with a piece.
 
-        Raises PeerLost if the connection breaks or cannot be opened, FetchTimeout after ``deadline``
-        (process_clock.now), and DataError if the peer refuses or sends another piece.
+        Raises PeerLost if the connection breaks or cannot be opened, FetchTimeout after
+        ``deadline`` (process_clock.now), and DataError if the peer refuses or sends another piece.
         """
         message = ""
         try:
@@ -443,7 +475,9 @@ class BulkConnection:
         except OSError as error:
             self.close()
             if process_clock.now() >= deadline:
-                raise FetchTimeout(f"{self._name} did not send all of a transfer before the deadline") from None
+                raise FetchTimeout(
+                    f"{self._name} did not send all of a transfer before the deadline"
+                ) from None
             raise PeerLost(f"{self._name} {_describe(error)}") from None
         self.close()
         raise DataError(f"{self._name} broke off a transfer: {message}")
@@ -482,6 +516,9 @@ def _describe(error: OSError) -> str:
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
         return f"refused the certificate of this run, or has another one: {error.reason or error}"
     if isinstance(error, TimeoutError):
-        limits = f"{STALL_S:g} s for the next bytes, {HANDSHAKE_S:g} s for a connection, or less before a deadline"
+        limits = (
+            f"{STALL_S:g} s for the next bytes, {HANDSHAKE_S:g} s for a connection, or less before "
+            f"a deadline"
+        )
         return f"sent nothing in time ({limits})"
     return str(error.strerror or error) or "closed the connection"

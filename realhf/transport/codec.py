@@ -1,12 +1,12 @@
 """Wire encoding of samples as frames (docs/reference/dataflow.md 2).
 
-Frame 0 is a msgpack header ``{fmt, ids, metadata, keys: [{k, dtype, trailing, lens_frame, lens_offset,
-sequences, frame, offset, nbytes}]}``; a metadata-only sample has no ``frame``. Lengths travel as int64
-(values, then sample offsets). Tensors are raw little-endian bytes: those of 4 KiB and more in a frame of
-their own without a copy, all other buffers share frame 1 at 64-byte steps. Dtypes are never converted.
-Metadata that would make the header large (transcripts) goes into a frame of its own,
-``metadata_frame``: a msgpack map of columns. The reader knows the number of samples, so it never
-allocates more objects than the frame has bytes for.
+Frame 0 is a msgpack header ``{fmt, ids, metadata, keys: [{k, dtype, trailing, lens_frame,
+lens_offset, sequences, frame, offset, nbytes}]}``; a metadata-only sample has no ``frame``. Lengths
+travel as int64 (values, then sample offsets). Tensors are raw little-endian bytes: those of 4 KiB
+and more in a frame of their own without a copy, all other buffers share frame 1 at 64-byte steps.
+Dtypes are never converted. Metadata that would make the header large (transcripts) goes into a
+frame of its own, ``metadata_frame``: a msgpack map of columns. The reader knows the number of
+samples, so it never allocates more objects than the frame has bytes for.
 """
 
 from __future__ import annotations
@@ -71,7 +71,11 @@ def encode_sample(sample: SequenceSample) -> list[bytes | memoryview]:
         lengths = sample.lengths(key)
         lens_offset = offset_of_lengths.get(id(lengths))
         if lens_offset is None:
-            lens = np.concatenate([lengths.values, lengths.offsets]).astype("<i8", copy=False).tobytes()
+            lens = (
+                np.concatenate([lengths.values, lengths.offsets])
+                .astype("<i8", copy=False)
+                .tobytes()
+            )
             lens_offset = offset_of_lengths[id(lengths)] = shared.add(lens)
         entry: dict[str, Any] = {
             "k": key,
@@ -98,7 +102,9 @@ def encode_sample(sample: SequenceSample) -> list[bytes | memoryview]:
     header = cast(bytes, msgpack.packb(fields))
     if len(header) > INLINE_BYTES:
         frames.append(pack_metadata(sample.metadata))
-        header = cast(bytes, msgpack.packb({**fields, "metadata": {}, "metadata_frame": len(frames) + 1}))
+        header = cast(
+            bytes, msgpack.packb({**fields, "metadata": {}, "metadata_frame": len(frames) + 1})
+        )
     encoded = [header, shared.frame(), *frames]
     _check_limits([memoryview(frame).nbytes for frame in encoded])
     return encoded
@@ -119,10 +125,15 @@ def decode_sample(frames: Sequence[Any]) -> SequenceSample:
         ids = field(header, "ids", list)
         metadata = field(header, "metadata", dict)
         if "metadata_frame" in header:
-            metadata = unpack_metadata(_metadata_frame(views, field(header, "metadata_frame", int)), len(ids))
+            metadata = unpack_metadata(
+                _metadata_frame(views, field(header, "metadata_frame", int)), len(ids)
+            )
         meta_only = header.get("meta_only", False)
         known: dict[bytes | tuple[int, int, int], Lengths] = {}
-        entries = [_Entry.read(item, len(ids), views, bool(meta_only), known) for item in field(header, "keys", list)]
+        entries = [
+            _Entry.read(item, len(ids), views, bool(meta_only), known)
+            for item in field(header, "keys", list)
+        ]
         if len({entry.key for entry in entries}) != len(entries):
             raise CodecError("a key occurs twice")
         if not all(isinstance(column, list) for column in metadata.values()):
@@ -169,7 +180,10 @@ class _Entry(NamedTuple):
         key, dtype, trailing, sequences, lens_frame, lens_offset = _read_fields(item)
         if dtype not in ITEMSIZE:
             raise CodecError(f"key {key!r}: dtype {dtype!r} is not allowed")
-        if trailing and (len(trailing) > MAX_TRAILING_DIMS or not all(type(d) is int and d >= 0 for d in trailing)):
+        if trailing and (
+            len(trailing) > MAX_TRAILING_DIMS
+            or not all(type(d) is int and d >= 0 for d in trailing)
+        ):
             raise CodecError(f"key {key!r}: bad trailing shape {trailing!r:.60}")
         if sequences < 0:
             raise CodecError(f"key {key!r}: {sequences} sequences")
@@ -177,14 +191,18 @@ class _Entry(NamedTuple):
         lengths = known.get(place)
         if lengths is None:
             lens = bytes(_slice_frame(views, *place[:2], 8 * (sequences + samples + 1), key))
-            lengths = known[place] = known[lens] = known.get(lens) or _decode_lengths(lens, sequences, key)
+            lengths = known[place] = known[lens] = known.get(lens) or _decode_lengths(
+                lens, sequences, key
+            )
         if meta_only:
             return _Entry(key, dtype, tuple(trailing), lengths, _EMPTY)
         expected = lengths.total() * math.prod(trailing) * ITEMSIZE[dtype]
         nbytes = field(item, "nbytes", int)
         if nbytes != expected:
             raise CodecError(f"key {key!r}: {nbytes} bytes, lengths and shape say {expected}")
-        raw = _slice_frame(views, field(item, "frame", int), field(item, "offset", int), nbytes, key)
+        raw = _slice_frame(
+            views, field(item, "frame", int), field(item, "offset", int), nbytes, key
+        )
         return _Entry(key, dtype, tuple(trailing), lengths, raw)
 
     def tensor(self) -> Tensor:
@@ -219,7 +237,10 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
     try:
         array: Any = tensor.numpy()
-    except (TypeError, RuntimeError):  # not on the CPU, of a dtype that numpy lacks, or part of a gradient's graph
+    except (
+        TypeError,
+        RuntimeError,
+    ):  # not on the CPU, of a dtype that numpy lacks, or part of a gradient's graph
         array = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     if not array.size:
         return memoryview(b"")
@@ -229,7 +250,8 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def bytes_tensor(raw: memoryview, tag: str, shape: Sequence[int]) -> Tensor:
-    """Build a tensor over raw bytes, which it keeps alive. Read-only or misaligned bytes are copied.
+    """Build a tensor over raw bytes, which it keeps alive. Read-only or misaligned bytes are
+    copied.
 
     tag: dtype as in ``realhf.api.keys``.
     """
@@ -245,7 +267,8 @@ def bytes_tensor(raw: memoryview, tag: str, shape: Sequence[int]) -> Tensor:
 
 
 def _read_fields(item: dict[str, Any]) -> Sequence[Any]:
-    """Return the fields that every entry has, in the order of ``_ENTRY``. Raises CodecError or ProtocolError."""
+    """Return the fields that every entry has, in the order of ``_ENTRY``. Raises CodecError or
+    ProtocolError."""
     try:
         values = _ENTRY_FIELDS(item)
     except KeyError as error:
@@ -255,11 +278,16 @@ def _read_fields(item: dict[str, Any]) -> Sequence[Any]:
     return values
 
 
-def _slice_frame(views: Sequence[memoryview], frame: int, offset: int, nbytes: int, key: str) -> memoryview:
+def _slice_frame(
+    views: Sequence[memoryview], frame: int, offset: int, nbytes: int, key: str
+) -> memoryview:
     if not 1 <= frame < len(views):
         raise CodecError(f"key {key!r}: frame {frame} of {len(views)}")
     if offset < 0 or offset + nbytes > views[frame].nbytes:
-        raise CodecError(f"key {key!r}: bytes {offset}..{offset + nbytes} of a frame of {views[frame].nbytes} bytes")
+        raise CodecError(
+            f"key {key!r}: bytes {offset}..{offset + nbytes} of a frame of {views[frame].nbytes} "
+            f"bytes"
+        )
     return views[frame][offset : offset + nbytes]
 
 
@@ -285,7 +313,9 @@ def _check_limits(sizes: Sequence[int]) -> None:
     if sizes[0] > MAX_HEADER_BYTES:
         raise CodecError(f"header of {sizes[0]} bytes exceeds {MAX_HEADER_BYTES}")
     if max(sizes) > MAX_FRAME_BYTES or sum(sizes) > MAX_MESSAGE_BYTES:
-        raise CodecError(f"frames of up to {max(sizes)} bytes, {sum(sizes)} in all, exceed the limits")
+        raise CodecError(
+            f"frames of up to {max(sizes)} bytes, {sum(sizes)} in all, exceed the limits"
+        )
 
 
 INLINE_BYTES = 256 << 10
@@ -295,13 +325,17 @@ MAX_COLUMNS = 1024
 
 
 def pack_metadata(metadata: Mapping[str, Sequence[Any]]) -> bytes:
-    """Encode the columns as one frame. Raises CodecError naming the largest column if they exceed the limits."""
+    """Encode the columns as one frame. Raises CodecError naming the largest column if they exceed
+    the limits."""
     packed = cast(bytes, msgpack.packb(dict(metadata)))
     if len(metadata) > MAX_COLUMNS:
         raise CodecError(f"metadata of {len(metadata)} columns, allowed are {MAX_COLUMNS}")
     if len(packed) > MAX_METADATA_BYTES:
         largest = max(metadata, key=lambda name: len(cast(bytes, msgpack.packb(metadata[name]))))
-        raise CodecError(f"metadata of {len(packed)} bytes exceeds {MAX_METADATA_BYTES}; most of it is {largest!r}")
+        raise CodecError(
+            f"metadata of {len(packed)} bytes exceeds {MAX_METADATA_BYTES}; most of it is "
+            f"{largest!r}"
+        )
     return packed
 
 
@@ -309,7 +343,9 @@ def unpack_metadata(frame: memoryview, samples: int) -> dict[str, list[Any]]:
     """Decode the columns, each with one value per sample. Raises CodecError on anything else."""
     if frame.nbytes > MAX_METADATA_BYTES:
         raise CodecError(f"metadata of {frame.nbytes} bytes exceeds {MAX_METADATA_BYTES}")
-    unpacker = msgpack.Unpacker(max_buffer_size=MAX_METADATA_BYTES, max_array_len=0, max_map_len=0, max_ext_len=0)
+    unpacker = msgpack.Unpacker(
+        max_buffer_size=MAX_METADATA_BYTES, max_array_len=0, max_map_len=0, max_ext_len=0
+    )
     try:
         unpacker.feed(frame)
         names = unpacker.read_map_header()
@@ -325,7 +361,9 @@ def unpack_metadata(frame: memoryview, samples: int) -> dict[str, list[Any]]:
                 raise CodecError(f"metadata {name!r:.60} has {count} items for {samples} samples")
             columns[name] = [unpacker.unpack() for _ in range(count)]
     except (ValueError, msgpack.UnpackException) as error:
-        raise CodecError(f"metadata is not valid msgpack: {error or type(error).__name__}") from None
+        raise CodecError(
+            f"metadata is not valid msgpack: {error or type(error).__name__}"
+        ) from None
     if unpacker.tell() != frame.nbytes:
         raise CodecError(f"{frame.nbytes - unpacker.tell()} bytes after the metadata")
     return columns

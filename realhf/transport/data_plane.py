@@ -1,10 +1,10 @@
 """Transfer of tensors between workers (docs/reference/dataflow.md 7).
 
-Every worker serves its TensorStore from a thread of its own, so two busy workers can never wait for each
-other. A fetch on one host is answered with a reference to shared memory. Any other fetch, and any whose
-memory cannot be mapped, is answered with the bytes themselves. In a network with keys, where the other
-end may be on another host, an answer of BULK_FROM_BYTES or more stays with its owner until the consumer
-has fetched it in pieces, over separate connections (``bulk``).
+Every worker serves its TensorStore from a thread of its own, so two busy workers can never wait for
+each other. A fetch on one host is answered with a reference to shared memory. Any other fetch, and
+any whose memory cannot be mapped, is answered with the bytes themselves. In a network with keys,
+where the other end may be on another host, an answer of BULK_FROM_BYTES or more stays with its
+owner until the consumer has fetched it in pieces, over separate connections (``bulk``).
 """
 
 from __future__ import annotations
@@ -22,9 +22,23 @@ from realhf.api.sample import SequenceSample
 from realhf.base import process_clock
 from realhf.base.process import host_token
 from realhf.transport import envelope
-from realhf.transport.bulk import LANES, NUMBER_BYTES, BulkConnection, BulkServer, Outgoing, Piece, fetch_pieces
+from realhf.transport.bulk import (
+    LANES,
+    NUMBER_BYTES,
+    BulkConnection,
+    BulkServer,
+    Outgoing,
+    Piece,
+    fetch_pieces,
+)
 from realhf.transport.codec import MAX_FRAME_BYTES, decode_sample, encode_sample
-from realhf.transport.envelope import field, pack_header, pack_payload, unpack_header, unpack_payload
+from realhf.transport.envelope import (
+    field,
+    pack_header,
+    pack_payload,
+    unpack_header,
+    unpack_payload,
+)
 from realhf.transport.errors import (
     DataError,
     DataMissing,
@@ -47,11 +61,13 @@ CONNECT_TIMEOUT_S = 8.0
 class PeerConnection:
     """Connection to one endpoint, with one request at a time.
 
-    The socket's event stream reports the end of the peer, so that a request to a dead peer fails at once
-    instead of at its deadline. After an error the connection is ``broken``.
+    The socket's event stream reports the end of the peer, so that a request to a dead peer fails at
+    once instead of at its deadline. After an error the connection is ``broken``.
     """
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str, network: Network = LOOPBACK) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], endpoint: str, network: Network = LOOPBACK
+    ) -> None:
         self._endpoint = endpoint
         self._lock = threading.Lock()
         self._socket = dealer(context, most_bytes=MAX_FRAME_BYTES)
@@ -69,7 +85,9 @@ class PeerConnection:
 
         deadline: as process_clock.now. Raises PeerLost, FetchTimeout.
         """
-        if not process_clock.wait(lambda left_s: self._lock.acquire(timeout=left_s), deadline - process_clock.now()):
+        if not process_clock.wait(
+            lambda left_s: self._lock.acquire(timeout=left_s), deadline - process_clock.now()
+        ):
             raise FetchTimeout(f"{self._endpoint} was busy with another fetch until the deadline")
         try:
             if self.broken:
@@ -98,11 +116,15 @@ class PeerConnection:
             elif self._watch.monitor in ready:
                 self._watch.look()
                 if self._watch.ended or self._watch.why:
-                    raise PeerLost(f"{self._endpoint} {self._watch.why or 'refused or closed the connection'}")
+                    raise PeerLost(
+                        f"{self._endpoint} {self._watch.why or 'refused or closed the connection'}"
+                    )
             elif process_clock.now() < limit:
                 continue  # the poll included time in which this process was suspended
             elif not self._watch.handshakes and process_clock.now() < deadline:
-                raise PeerLost(f"{self._endpoint} did not accept a connection within {CONNECT_TIMEOUT_S:g} s")
+                raise PeerLost(
+                    f"{self._endpoint} did not accept a connection within {CONNECT_TIMEOUT_S:g} s"
+                )
             else:
                 waited = process_clock.now() - started
                 raise FetchTimeout(f"{self._endpoint} did not answer a fetch within {waited:.1f} s")
@@ -127,8 +149,8 @@ SPARE_BYTES = 256 << 20
 SPARE_TARGET_BYTES = 1 << 30
 """Maximum bytes of receive memory that are kept for reuse; the kernel may reclaim them."""
 BULK_FROM_BYTES = 1 << 20
-"""Size from which an answer to another host is fetched in pieces: ZeroMQ's encryption of more bytes takes
-longer than opening connections."""
+"""Size from which an answer to another host is fetched in pieces: ZeroMQ's encryption of more bytes
+takes longer than opening connections."""
 SENDERS_AHEAD = 64
 """Number of messages that are queued for a consumer that does not read."""
 
@@ -159,8 +181,14 @@ class DataPlane:
         self._pool_lock = threading.Lock()
         self._segments_of: dict[str, set[Any]] = {}
         self._outgoing = Outgoing()
-        self._tls = RunTls(network.keys, trusted=network.trusted) if network.keys is not None else None
-        self._bulk = BulkServer(name, network, self._tls, self._read_piece) if self._tls is not None else None
+        self._tls = (
+            RunTls(network.keys, trusted=network.trusted) if network.keys is not None else None
+        )
+        self._bulk = (
+            BulkServer(name, network, self._tls, self._read_piece)
+            if self._tls is not None
+            else None
+        )
         self._peers: dict[str, PeerConnection] = {}
         self._peers_lock = threading.Lock()
         self._context = network.context()
@@ -187,11 +215,14 @@ class DataPlane:
         self._store.on_clear(self._release_segments)
         self._listener.start()
 
-    def fetch(self, endpoint: str, ids: Sequence[str], keys: Sequence[str], timeout_s: float) -> SequenceSample:
+    def fetch(
+        self, endpoint: str, ids: Sequence[str], keys: Sequence[str], timeout_s: float
+    ) -> SequenceSample:
         """Fetch values from a peer's store, with the ids in the given order.
 
-        The tensors belong to the caller: writing to them changes nothing elsewhere. Raises DataMissing
-        (with the list), PeerLost, FetchTimeout, and DataError for errors that the peer reports.
+        The tensors belong to the caller: writing to them changes nothing elsewhere. Raises
+        DataMissing (with the list), PeerLost, FetchTimeout, and DataError for errors that the peer
+        reports.
         """
         if endpoint == self.endpoint:
             return self._store.get(ids, keys)
@@ -227,7 +258,8 @@ class DataPlane:
     def _request(
         self, endpoint: str, ids: Sequence[str], keys: Sequence[str], host: str, deadline: float
     ) -> list[Any] | None:
-        """Request the frames of the encoded sample; return None if shared memory could not be mapped.
+        """Request the frames of the encoded sample; return None if shared memory could not be
+        mapped.
 
         host: ``host_token`` of this process to request shared memory, "" to request bytes.
         """
@@ -244,13 +276,16 @@ class DataPlane:
         if fields["kind"] == "pieces":
             return self._fetch_pieces(endpoint, fields, deadline)
         if fields["kind"] == "shared":
-            return self._mappings.open(SegmentRef.from_map(unpack_payload(frames))) if host else None
+            return (
+                self._mappings.open(SegmentRef.from_map(unpack_payload(frames))) if host else None
+            )
         if fields["kind"] == "frames":
             return frames
         raise DataError(f"{endpoint} could not serve {list(keys)}: {fields.get('message')}")
 
     def _fetch_pieces(self, endpoint: str, fields: dict[str, Any], deadline: float) -> list[Any]:
-        """Fetch the frames of an answer that the peer keeps; broken connections are opened again."""
+        """Fetch the frames of an answer that the peer keeps; broken connections are opened
+        again."""
         number = envelope.field(fields, "transfer", bytes)
         port = envelope.field(fields, "port", int)
         if self._tls is None or len(number) != NUMBER_BYTES or not 0 < port < 1 << 16:
@@ -265,7 +300,9 @@ class DataPlane:
             lanes[lane].fetch(number, piece, into, deadline)
 
         try:
-            frames: list[Any] = list(fetch_pieces(envelope.field(fields, "sizes", list), ask, self._targets.take))
+            frames: list[Any] = list(
+                fetch_pieces(envelope.field(fields, "sizes", list), ask, self._targets.take)
+            )
         finally:
             for lane in lanes:
                 lane.close()
@@ -283,7 +320,9 @@ class DataPlane:
             if peer is None or peer.broken:
                 if peer is not None:
                     peer.close()
-                peer = self._peers[endpoint] = PeerConnection(self._context, endpoint, self._network)
+                peer = self._peers[endpoint] = PeerConnection(
+                    self._context, endpoint, self._network
+                )
             return peer
 
     # ---- serving
@@ -308,7 +347,9 @@ class DataPlane:
             wish = unpack_payload(payload)
             ids = envelope.field(wish, "ids", list)
             keys = envelope.field(wish, "keys", list)
-            ref = self._share(ids, keys) if wish.get("host") and wish["host"] == self._host else None
+            ref = (
+                self._share(ids, keys) if wish.get("host") and wish["host"] == self._host else None
+            )
             if ref is not None:
                 return [header("shared"), pack_payload(ref.to_map())]
             frames = encode_sample(self._store.get(ids, keys))
@@ -328,7 +369,8 @@ class DataPlane:
             return self._outgoing.piece(number, frame, start, length)
 
     def _share(self, ids: Sequence[str], keys: Sequence[str]) -> SegmentRef | None:
-        """Put these values into a segment; return None if they are small or there is no memory for it."""
+        """Put these values into a segment; return None if they are small or there is no memory for
+        it."""
         name = (tuple(ids), tuple(sorted(keys)))
         with self._pool_lock:
             ref = self._pool.find(name)

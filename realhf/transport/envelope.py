@@ -1,8 +1,9 @@
 """Messages of the request-reply protocol: a msgpack header frame and a msgpack payload frame.
 
-Header fields: ``v`` protocol version, ``kind``, ``run`` id, ``session`` of the worker's process; requests add ``id``
-(16 random bytes), ``no`` (call number on the ordered lane, 0 on the immediate lane), ``handler``, ``mfc``, ``step`` and
-``deadline_ms``. Sizes are checked before anything is decoded (docs/reference/dataflow.md 6).
+Header fields: ``v`` protocol version, ``kind``, ``run`` id, ``session`` of the worker's process;
+requests add ``id`` (16 random bytes), ``no`` (call number on the ordered lane, 0 on the immediate
+lane), ``handler``, ``mfc``, ``step`` and ``deadline_ms``. Sizes are checked before anything is
+decoded (docs/reference/dataflow.md 6).
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def _pack(value: Any) -> bytes:
 
 
 def unpack_header(frame: Any) -> dict[str, Any]:
-    """Decode a header. Raises ProtocolError on anything but a small, shallow msgpack map of this protocol version."""
+    """Decode a header. Raises ProtocolError on anything but a small, shallow msgpack map of this
+    protocol version."""
     header = unpack_map(frame, MAX_HEADER_BYTES)
     if header.get("v") != PROTOCOL:
         raise OtherProtocol(header, PROTOCOL)
@@ -56,14 +58,19 @@ def unpack_header(frame: Any) -> dict[str, Any]:
 
 
 def unpack_map(frame: Any, limit: int) -> dict[str, Any]:
-    """Decode a msgpack map of at most ``limit`` bytes and MAX_DEPTH levels. Raises ProtocolError on anything else."""
+    """Decode a msgpack map of at most ``limit`` bytes and MAX_DEPTH levels. Raises ProtocolError on
+    anything else."""
     view = memoryview(frame)
     if view.nbytes > limit:
         raise ProtocolError(f"header of {view.nbytes} bytes exceeds {limit}")
     try:
-        value = msgpack.unpackb(view, strict_map_key=True, max_array_len=MAX_HEADER_ITEMS, max_map_len=MAX_HEADER_ITEMS)
+        value = msgpack.unpackb(
+            view, strict_map_key=True, max_array_len=MAX_HEADER_ITEMS, max_map_len=MAX_HEADER_ITEMS
+        )
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise ProtocolError(f"header is not valid msgpack: {error or type(error).__name__}") from None
+        raise ProtocolError(
+            f"header is not valid msgpack: {error or type(error).__name__}"
+        ) from None
     if not isinstance(value, dict):
         raise ProtocolError(f"header is a {type(value).__name__}, expected a map")
     _check_depth(value)
@@ -75,21 +82,28 @@ def _check_depth(value: Any) -> None:
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         children = [item.values() if type(item) is dict else item for item in level]
-        level = [child for items in children for child in items if type(child) is dict or type(child) is list]
+        level = [
+            child
+            for items in children
+            for child in items
+            if type(child) is dict or type(child) is list
+        ]
         if not level:
             return
     raise ProtocolError(f"header is nested deeper than {MAX_DEPTH} levels")
 
 
 def pack_payload(value: Any) -> bytes:
-    """Encode a payload. Raises ProtocolError when the value is not plain data or too large for the control path."""
+    """Encode a payload. Raises ProtocolError when the value is not plain data or too large for the
+    control path."""
     try:
         payload = _pack(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"payload cannot be sent: {error}") from None
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise ProtocolError(
-            f"payload of {len(payload)} bytes exceeds {MAX_PAYLOAD_BYTES}; tensors travel on the data plane"
+            f"payload of {len(payload)} bytes exceeds {MAX_PAYLOAD_BYTES}; tensors travel on the "
+            f"data plane"
         )
     return payload
 
@@ -109,9 +123,13 @@ def unpack_payload(frames: Sequence[Any]) -> Any:
         raise ProtocolError(f"payload of {view.nbytes} bytes exceeds {MAX_PAYLOAD_BYTES}")
     count = _container_counter() if view.nbytes > COUNTED_FROM_BYTES else None
     try:
-        return msgpack.unpackb(view, strict_map_key=False, max_ext_len=0, list_hook=count, object_hook=count)
+        return msgpack.unpackb(
+            view, strict_map_key=False, max_ext_len=0, list_hook=count, object_hook=count
+        )
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise ProtocolError(f"payload is not valid msgpack: {error or type(error).__name__}") from None
+        raise ProtocolError(
+            f"payload is not valid msgpack: {error or type(error).__name__}"
+        ) from None
 
 
 def _container_counter() -> Callable[[T], T]:
@@ -127,7 +145,8 @@ def _container_counter() -> Callable[[T], T]:
 
 
 def field(header: dict[str, Any], name: str, kind: type[T]) -> T:
-    """Return a header field of the given type. Raises ProtocolError if it is missing or of another type."""
+    """Return a header field of the given type. Raises ProtocolError if it is missing or of another
+    type."""
     value = header.get(name)
     if type(value) is kind:
         return value

@@ -68,10 +68,20 @@ class RemoteError(RpcError):
     """An exception in the handler of a call. The text ends with the remote traceback."""
 
     def __init__(
-        self, *, worker: str, handler: str, mfc: str, step: int, kind: str, message: str, remote_traceback: str
+        self,
+        *,
+        worker: str,
+        handler: str,
+        mfc: str,
+        step: int,
+        kind: str,
+        message: str,
+        remote_traceback: str,
     ) -> None:
         where = f"{handler} of {worker!r}" + (f" ({mfc}, step {step})" if mfc else "")
-        super().__init__(f"{where} raised {kind}: {message}\n--- remote traceback ---\n{remote_traceback}")
+        super().__init__(
+            f"{where} raised {kind}: {message}\n--- remote traceback ---\n{remote_traceback}"
+        )
         self.worker = worker
         self.handler = handler
         self.mfc = mfc

@@ -1,9 +1,9 @@
 """Heartbeats between master and workers.
 
 Workers ping, the master answers, both on threads of their own, so that a busy event loop or a long
-computation delays neither. On one host each side also holds a process descriptor of the other, so the end
-of a process is noticed at once; elsewhere silence counts as death after a limit. Time in which the
-listening process itself was suspended does not count as silence (``process_clock``).
+computation delays neither. On one host each side also holds a process descriptor of the other, so
+the end of a process is noticed at once; elsewhere silence counts as death after a limit. Time in
+which the listening process itself was suspended does not count as silence (``process_clock``).
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class HeartbeatServer:
             return f"{process_clock.now() - watched.seen:.1f} s ago it was {watched.state}"
 
     def load(self, session: bytes) -> HostLoad | None:
-        """Return the load of the worker's host from its last heartbeat; None for a worker of this host."""
+        """Return the load of the worker's host from its last heartbeat; None for a worker of this
+        host."""
         with self._lock:
             watched = self._watched.get(session)
             return watched.load if watched else None
@@ -130,7 +131,11 @@ class HeartbeatServer:
         """Report workers whose process has ended."""
         # Polled under the lock: a descriptor that is no longer watched may have been reused.
         with self._lock:
-            ended = [self._sessions[process] for process, _ in self._processes.poll(0) if process in self._sessions]
+            ended = [
+                self._sessions[process]
+                for process, _ in self._processes.poll(0)
+                if process in self._sessions
+            ]
         for session in ended:
             self._declare_dead(session, "its process ended")
 
@@ -160,7 +165,9 @@ class HeartbeatServer:
                     late.append((session, silent))
                 elif silent > 3 * self._interval_s and not watched.suspected:
                     watched.suspected = True
-                    _log.warning("worker %r is silent for %.1f s (%s)", watched.name, silent, watched.state)
+                    _log.warning(
+                        "worker %r is silent for %.1f s (%s)", watched.name, silent, watched.state
+                    )
         for session, silent in late:
             self._declare_dead(session, f"no heartbeat for {silent:.1f} s")
 
@@ -175,8 +182,8 @@ class HeartbeatServer:
 class HeartbeatClient:
     """A worker's side. Pings from another host than the master's contain the load of the host.
 
-    master: pid, start time and host of the master. ``on_lost(reason)`` is called at most once, on the
-    heartbeat thread. Raises MasterLost if the master's process has already ended.
+    master: pid, start time and host of the master. ``on_lost(reason)`` is called at most once, on
+    the heartbeat thread. Raises MasterLost if the master's process has already ended.
     """
 
     def __init__(
@@ -205,7 +212,9 @@ class HeartbeatClient:
         pid, started, host = master
         self._elsewhere = not host or host != host_token()
         try:
-            self._process = open_process(pid, started) if host and host == host_token() and started else None
+            self._process = (
+                open_process(pid, started) if host and host == host_token() and started else None
+            )
         except ProcessLookupError:
             raise MasterLost("the master's process ended during registration") from None
         self._waker = Waker()

@@ -1,8 +1,9 @@
-"""Network of a run: addresses, keys, CURVE encryption and authentication, and the settings of one process.
+"""Network of a run: addresses, keys, CURVE encryption and authentication, and the settings of one
+process.
 
-All listeners of a run share one key pair, all clients another one. Clients know the listeners' public
-key, and listeners accept only the clients' key. The number of connections that have not authenticated
-is limited.
+All listeners of a run share one key pair, all clients another one. Clients know the listeners'
+public key, and listeners accept only the clients' key. The number of connections that have not
+authenticated is limited.
 """
 
 from __future__ import annotations
@@ -49,7 +50,12 @@ def host_of(endpoint: str) -> str:
     except ValueError:
         parts = None
     # ZeroMQ would take more than this, such as ``tcp://interface;peer:port``.
-    plain = parts is not None and parts.hostname and parts.scheme == "tcp" and parts.netloc.count(":") == 1
+    plain = (
+        parts is not None
+        and parts.hostname
+        and parts.scheme == "tcp"
+        and parts.netloc.count(":") == 1
+    )
     if parts is None or not plain or set(parts.netloc) & set(";@*[]") or parts.path or parts.query:
         hint = "; IPv6 is not supported, give an IPv4 address or a name" if "::" in endpoint else ""
         raise NetworkError(f"{endpoint!r:.80} is not an address of the form tcp://HOST:PORT{hint}")
@@ -70,18 +76,23 @@ def resolve_host(name: str, option: str) -> str:
         found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a name"
-        raise NetworkError(f"{option}={name}: no IPv4 address of that name is known here: {reason}") from None
+        raise NetworkError(
+            f"{option}={name}: no IPv4 address of that name is known here: {reason}"
+        ) from None
     return str(found[0][4][0])
 
 
 def address_towards(host: str) -> str:
-    """Return this host's address on the route to ``host``. Nothing is sent. Raises NetworkError without a route."""
+    """Return this host's address on the route to ``host``. Nothing is sent. Raises NetworkError
+    without a route."""
     target = resolve_host(host, "the master's address")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((target, _ANY_PORT))
         except OSError as error:
-            raise NetworkError(f"no route from {socket.gethostname()} to {target}: {error.strerror}") from None
+            raise NetworkError(
+                f"no route from {socket.gethostname()} to {target}: {error.strerror}"
+            ) from None
         return str(probe.getsockname()[0])
 
 
@@ -99,7 +110,8 @@ def own_addresses() -> list[str]:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface with this address. Raises NetworkError if there is none."""
+    """Return the name of the network interface with this address. Raises NetworkError if there is
+    none."""
     import psutil
 
     for name, entries in psutil.net_if_addrs().items():
@@ -117,13 +129,14 @@ _KEY_BYTES = 32
 HANDSHAKE_S = 8.0
 """Seconds within which a connection must authenticate."""
 SHARE = 8
-"""Unauthenticated connections of a listener hold at most 1 / SHARE of the process's descriptors, ..."""
+"""Unauthenticated connections of a listener hold at most 1 / SHARE of the process's descriptors,
+..."""
 FEWEST = 16
 """... but this many are always allowed."""
 _AUTHENTICATED_BYTES = 240
-"""A peer that has acknowledged this many bytes has authenticated: our greeting has 64 bytes, WELCOME 170,
-and READY follows only an accepted key. The bytes that a peer sends prove nothing: ZeroMQ reads a long frame
-before it checks it."""
+"""A peer that has acknowledged this many bytes has authenticated: our greeting has 64 bytes,
+WELCOME 170, and READY follows only an accepted key. The bytes that a peer sends prove nothing:
+ZeroMQ reads a long frame before it checks it."""
 _ACKED_AT = 120
 """Offset of the acknowledged bytes in the kernel's ``tcp_info``."""
 _WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -132,15 +145,17 @@ _WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
 class Authenticator:
     """Authenticator of the connections to a context's listeners, on a thread of its own.
 
-    knows: (public key in Z85) -> whether to accept the connection; called on that thread. Each message then
-    carries its sender's key as ``User-Id``. The authenticator ends with its context. Create it before a
-    socket of the context listens: until then the context refuses all connections.
+    knows: (public key in Z85) -> whether to accept the connection; called on that thread. Each
+    message then carries its sender's key as ``User-Id``. The authenticator ends with its context.
+    Create it before a socket of the context listens: until then the context refuses all
+    connections.
     """
 
     def __init__(self, context: zmq.Context[Any], knows: Callable[[str], bool]) -> None:
         self._knows = knows
         self.refused = 0
-        # The context's ``destroy``, which may run on another thread, does not close a shadow's sockets.
+        # The context's ``destroy``, which may run on another thread, does not close a shadow's
+        # sockets.
         self._socket = zmq.Context.shadow(context.underlying).socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(ZAP_ENDPOINT)
@@ -162,17 +177,21 @@ class Authenticator:
             return [_VERSION, number, b"200", b"OK", key, b""]
         self.refused += 1
         if self.refused & (self.refused - 1) == 0:
-            address = request[3].decode("ascii", "replace") if len(request) > 3 else "an unknown address"
-            _log.warning("connection %d refused: %s has not the key of this run", self.refused, address)
+            address = (
+                request[3].decode("ascii", "replace") if len(request) > 3 else "an unknown address"
+            )
+            _log.warning(
+                "connection %d refused: %s has not the key of this run", self.refused, address
+            )
         return [_VERSION, number, b"400", b"the key is not of this run", b"", b""]
 
 
 class HandshakeLimiter:
     """Limit on the unauthenticated connections of a listener; one more ends the oldest of them.
 
-    Without it, peers that connect and never authenticate could use up the descriptors of this process.
-    ZeroMQ accepts connections without limit, and without a free descriptor it retries in a busy loop.
-    Create it before the socket listens; it ends with the socket.
+    Without it, peers that connect and never authenticate could use up the descriptors of this
+    process. ZeroMQ accepts connections without limit, and without a free descriptor it retries in a
+    busy loop. Create it before the socket listens; it ends with the socket.
 
     most: maximum number; 0 derives it from the limit of descriptors (SHARE, FEWEST).
     """
@@ -183,13 +202,14 @@ class HandshakeLimiter:
         listener.monitor(address, _WATCHED)
         self._events = zmq.Context.shadow(listener.context.underlying).socket(zmq.PAIR)
         self._events.setsockopt(zmq.LINGER, 0)
-        # Without a free descriptor ZeroMQ reports half a million failures per second; a full queue makes
-        # it wait for this thread.
+        # Without a free descriptor ZeroMQ reports half a million failures per second; a full queue
+        # makes it wait for this thread.
         self._events.setsockopt(zmq.RCVHWM, 1000)
         self._events.connect(address)
         self._most = most
         self._pending: dict[int, None] = {}
-        # Reserved so that a connection can be accepted, and ended, when no other descriptor is left.
+        # Reserved so that a connection can be accepted, and ended, when no other descriptor is
+        # left.
         self._spare = self._open_spare_descriptor()
         self.ended = 0
         threading.Thread(target=self._run, name="strangers", daemon=True).start()
@@ -226,7 +246,8 @@ class HandshakeLimiter:
             self._end_oldest(len(self._pending) - most, port)
 
     def _on_no_descriptor(self, port: int) -> None:
-        """Release the reserved descriptor, so that the waiting connection can be accepted; end the older half."""
+        """Release the reserved descriptor, so that the waiting connection can be accepted; end the
+        older half."""
         if self._spare is not None:
             os.close(self._spare)
             self._spare = None
@@ -240,7 +261,8 @@ class HandshakeLimiter:
             return None
 
     def _end_oldest(self, count: int, port: int) -> None:
-        """End the ``count`` oldest unauthenticated connections; drop the authenticated ones from the list."""
+        """End the ``count`` oldest unauthenticated connections; drop the authenticated ones from
+        the list."""
         for descriptor in [*self._pending]:
             if count == 0:
                 return
@@ -249,14 +271,18 @@ class HandshakeLimiter:
                 count -= 1
                 self.ended += 1
                 if self.ended & (self.ended - 1) == 0:
-                    _log.warning("port %d: %d connections ended that showed no key of this run", port, self.ended)
+                    _log.warning(
+                        "port %d: %d connections ended that showed no key of this run",
+                        port,
+                        self.ended,
+                    )
 
 
 def _end_if_unauthenticated(descriptor: int, port: int) -> bool:
     """End an unauthenticated connection of the listener at ``port``; return whether it was one.
 
-    ZeroMQ may have closed it in the meantime, and the descriptor may belong to another file, which is
-    left alone.
+    ZeroMQ may have closed it in the meantime, and the descriptor may belong to another file, which
+    is left alone.
     """
     try:
         connection = socket.socket(fileno=descriptor)
@@ -266,7 +292,10 @@ def _end_if_unauthenticated(descriptor: int, port: int) -> bool:
         if connection.getsockname()[1] != port:
             return False
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED_AT + 8)
-        if len(info) < _ACKED_AT + 8 or struct.unpack_from("Q", info, _ACKED_AT)[0] >= _AUTHENTICATED_BYTES:
+        if (
+            len(info) < _ACKED_AT + 8
+            or struct.unpack_from("Q", info, _ACKED_AT)[0] >= _AUTHENTICATED_BYTES
+        ):
             return False
         with contextlib.suppress(OSError):  # the peer has already ended it
             connection.shutdown(socket.SHUT_RDWR)
@@ -298,7 +327,8 @@ class CurvePair:
         return CurvePair(public.decode("ascii"), secret.decode("ascii"))
 
     def describe_fault(self, name: str = "") -> str:
-        """Describe what is wrong with the keys ``NAME_public`` and ``NAME_secret``, unshown; "" if valid."""
+        """Describe what is wrong with the keys ``NAME_public`` and ``NAME_secret``, unshown; "" if
+        valid."""
         labels = [f"{name}_{side}".removeprefix("_") for side in ("public", "secret")]
         for label, key in zip(labels, (self.public, self.secret), strict=True):
             if fault := describe_key_fault(key):
@@ -337,18 +367,23 @@ def listen_encrypted(socket: zmq.Socket[Any], address: str, own: CurvePair) -> s
 
 
 def bind_socket(socket: zmq.Socket[Any], address: str) -> str:
-    """Bind a socket; return the endpoint. Raises AddressTaken, or NetworkError for an address of another host."""
+    """Bind a socket; return the endpoint. Raises AddressTaken, or NetworkError for an address of
+    another host."""
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
         if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
             there = ", ".join(own_addresses()) or "none but the loopback"
-            raise NetworkError(f"{address}: no address of this host, which has {there} (network.bind)") from None
+            raise NetworkError(
+                f"{address}: no address of this host, which has {there} (network.bind)"
+            ) from None
         raise AddressTaken(f"cannot listen on {address}: {error}") from None
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
-def connect_encrypted(socket: zmq.Socket[Any], endpoint: str, server_public: str, own: CurvePair) -> None:
+def connect_encrypted(
+    socket: zmq.Socket[Any], endpoint: str, server_public: str, own: CurvePair
+) -> None:
     """Connect to a listener, which must have the secret key that belongs to ``server_public``."""
     socket.setsockopt_string(zmq.CURVE_SERVERKEY, server_public)
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, own.public)
@@ -378,7 +413,9 @@ def make_certificate() -> tuple[str, str]:
         ) from None
     except subprocess.SubprocessError as error:
         reason = (getattr(error, "stderr", "") or str(error)).strip()
-        raise NetworkError(f"network.bind: openssl could not make the certificate of the run: {reason:.400}") from None
+        raise NetworkError(
+            f"network.bind: openssl could not make the certificate of the run: {reason:.400}"
+        ) from None
     key, middle, rest = done.stdout.partition("-----END PRIVATE KEY-----\n")
     return rest, key + middle
 
@@ -408,12 +445,15 @@ class RunKeys:
 
     @staticmethod
     def make() -> RunKeys:
-        """Generate new keys. Raises NetworkError if ZeroMQ was built without encryption or ``openssl`` is missing."""
+        """Generate new keys. Raises NetworkError if ZeroMQ was built without encryption or
+        ``openssl`` is missing."""
         server = CurvePair.make()
         client = CurvePair.make()
         certificate, key = make_certificate()
         curve = (server.public, server.secret, client.public, client.secret)
-        return RunKeys(*curve, token=secrets.token_urlsafe(32), certificate=certificate, certificate_key=key)
+        return RunKeys(
+            *curve, token=secrets.token_urlsafe(32), certificate=certificate, certificate_key=key
+        )
 
     @property
     def server(self) -> CurvePair:
@@ -426,7 +466,8 @@ class RunKeys:
         return CurvePair(self.client_public, self.client_secret)
 
     def write(self, path: Path) -> None:
-        """Write the keys into a new file that only its owner can read. Raises OSError, for example if it exists."""
+        """Write the keys into a new file that only its owner can read. Raises OSError, for example
+        if it exists."""
         write_private(path, json.dumps(asdict(self)))
 
     def in_memory(self) -> Path:
@@ -437,15 +478,17 @@ class RunKeys:
     def read(path: Path) -> RunKeys:
         """Read a file of keys; ``-`` is standard input up to its end. Never blocks on a pipe.
 
-        Raises NetworkError with the file and the problem: the file is missing, not a regular file, not owned by the
-        user, readable by others, or contains something else.
+        Raises NetworkError with the file and the problem: the file is missing, not a regular file,
+        not owned by the user, readable by others, or contains something else.
         """
         try:
             values = json.loads(read_private(path))
             names = [each.name for each in fields(RunKeys)]
             if not isinstance(values, dict) or sorted(values) != sorted(names):
                 raise ValueError("other fields")
-            if not all(isinstance(text, str) and text.isascii() and text for text in values.values()):
+            if not all(
+                isinstance(text, str) and text.isascii() and text for text in values.values()
+            ):
                 raise ValueError("no texts")
             keys = RunKeys(**values)
         except NetworkError:
@@ -453,7 +496,9 @@ class RunKeys:
         except (ValueError, RecursionError):
             raise NetworkError(f"keys of the run: {path} is not a file of keys") from None
         if fault := keys._describe_fault():
-            raise NetworkError(f"keys of the run: {path} holds {fault}; start the run anew, or copy the file again")
+            raise NetworkError(
+                f"keys of the run: {path} holds {fault}; start the run anew, or copy the file again"
+            )
         return keys
 
     def _describe_fault(self) -> str:
@@ -475,7 +520,9 @@ class RunKeys:
 
 def write_private(path: Path, text: str) -> None:
     """Write a new file that only its owner can read. Raises OSError, for example if it exists."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    descriptor = os.open(
+        path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+    )
     try:
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             os.fchmod(descriptor, 0o600)
@@ -488,8 +535,9 @@ def write_private(path: Path, text: str) -> None:
 def keep_in_memory(text: str) -> Path:
     """Keep keys in an anonymous memory file of this process; return its path below /proc.
 
-    Processes of the same user on this machine can read the path as long as this process lives. The keys
-    are on no disk, and are gone when the process ends. ``forget`` closes the file. Raises OSError.
+    Processes of the same user on this machine can read the path as long as this process lives. The
+    keys are on no disk, and are gone when the process ends. ``forget`` closes the file. Raises
+    OSError.
     """
     descriptor = os.memfd_create("keys", os.MFD_CLOEXEC)
     with os.fdopen(os.dup(descriptor), "w", encoding="ascii") as file:
@@ -511,7 +559,8 @@ def read_private(path: Path, most_bytes: int = MAX_KEY_FILE_BYTES) -> str:
     try:
         if path == STDIN:
             return sys.stdin.buffer.read(most_bytes).decode("ascii")
-        # O_NONBLOCK: opening a pipe or a device would block. The checks are of the opened file, not of the path.
+        # O_NONBLOCK: opening a pipe or a device would block. The checks are of the opened file, not
+        # of the path.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
             _check_owner(path, os.fstat(descriptor))
@@ -521,7 +570,9 @@ def read_private(path: Path, most_bytes: int = MAX_KEY_FILE_BYTES) -> str:
     except OSError as error:
         raise NetworkError(f"keys of the run: cannot read {path}: {error.strerror}") from None
     if len(read) > most_bytes:
-        raise NetworkError(f"keys of the run: {path} is not a file of keys: it has more than {most_bytes} bytes")
+        raise NetworkError(
+            f"keys of the run: {path} is not a file of keys: it has more than {most_bytes} bytes"
+        )
     return read.decode("ascii")
 
 
@@ -530,21 +581,26 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
         raise NetworkError(f"keys of the run: {path} is not an ordinary file")
     if status.st_uid != os.geteuid():
         raise NetworkError(
-            f"keys of the run: {path} belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}: "
+            f"keys of the run: {path} belongs to user {status.st_uid}, and this process runs as "
+            f"user {os.geteuid()}: "
             "whoever owns the file knows the keys; copy it"
         )
     if stat.S_IMODE(status.st_mode) & 0o077:
-        raise NetworkError(f"keys of the run: others may read {path}; chmod 600 it, or start the run anew")
+        raise NetworkError(
+            f"keys of the run: others may read {path}; chmod 600 it, or start the run anew"
+        )
 
 
 def require_loopback(address: str) -> str:
     """Return the address if it is ``tcp://`` on a loopback interface; otherwise raise NetworkError.
 
-    Without keys a socket accepts every connection, so it must not listen where another host can reach it.
+    Without keys a socket accepts every connection, so it must not listen where another host can
+    reach it.
     """
     if not on_loopback(address):
         raise NetworkError(
-            f"refusing to listen on {address!r:.80}: without the keys of a run only tcp:// on a loopback address is "
+            f"refusing to listen on {address!r:.80}: without the keys of a run only tcp:// on a "
+            f"loopback address is "
             "allowed (network.bind makes keys, --key-file names them)"
         )
     return address
@@ -552,7 +608,8 @@ def require_loopback(address: str) -> str:
 
 @dataclass(frozen=True)
 class Network:
-    """Network settings of a process. Raises NetworkError for an address other than loopback without keys."""
+    """Network settings of a process. Raises NetworkError for an address other than loopback without
+    keys."""
 
     host: str = LOOPBACK_ADDRESS
     """Address at which the process listens."""
@@ -574,7 +631,8 @@ class Network:
         host = config.bind if config.bind == WILDCARD else resolve_host(config.bind, "network.bind")
         if is_loopback_host(host) and not is_loopback_host(config.bind):
             raise NetworkError(
-                f"network.bind={config.bind}: on this host the name means the loopback ({host}); give an address that "
+                f"network.bind={config.bind}: on this host the name means the loopback ({host}); "
+                f"give an address that "
                 f"others reach, such as {', '.join(own_addresses()) or 'none here'}"
             )
         return Network(host, config.advertise or host, keys, config.trusted)
@@ -594,12 +652,18 @@ class Network:
         return self.keys is not None
 
     def public_url(self, url: str) -> str:
-        """Return the URL at which others reach an HTTP server of this process that listens at ``url``."""
+        """Return the URL at which others reach an HTTP server of this process that listens at
+        ``url``."""
         parts = urlsplit(url)
-        return url if parts.hostname != WILDCARD else f"{parts.scheme}://{self.advertised}:{parts.port}"
+        return (
+            url
+            if parts.hostname != WILDCARD
+            else f"{parts.scheme}://{self.advertised}:{parts.port}"
+        )
 
     def with_token(self, url: str) -> str:
-        """Return the URL of an HTTP server of the run with its token, as ``http://:TOKEN@HOST:PORT``.
+        """Return the URL of an HTTP server of the run with its token, as
+        ``http://:TOKEN@HOST:PORT``.
 
         For the client of that server only; it must not be sent in a message.
         """
@@ -609,7 +673,8 @@ class Network:
         return f"{scheme}://:{self.keys.token}@{rest}"
 
     def context(self) -> zmq.Context[Any]:
-        """Create a ZeroMQ context for listening sockets, with an authenticator; connecting sockets may share it."""
+        """Create a ZeroMQ context for listening sockets, with an authenticator; connecting sockets
+        may share it."""
         context: zmq.Context[Any] = zmq.Context(io_threads=1)
         if self.keys is not None:
             known = self.keys.client_public
@@ -617,10 +682,11 @@ class Network:
         return context
 
     def listen(self, socket: zmq.Socket[Any], bind: str = "") -> str:
-        """Listen at ``bind`` (tcp://...) or on any free port of ``host``; return the endpoint for others.
+        """Listen at ``bind`` (tcp://...) or on any free port of ``host``; return the endpoint for
+        others.
 
-        The socket must be of a context from ``context``. Raises AddressTaken, or NetworkError for an address of
-        another host, and without keys for any address but loopback.
+        The socket must be of a context from ``context``. Raises AddressTaken, or NetworkError for
+        an address of another host, and without keys for any address but loopback.
         """
         address = bind or f"tcp://{self.host}:0"
         if self.keys is None:
@@ -634,12 +700,14 @@ class Network:
     def connect(self, socket: zmq.Socket[Any], endpoint: str) -> None:
         """Connect to a listener of the run.
 
-        Without keys raises NetworkError for any address but loopback: messages would be readable on the way.
+        Without keys raises NetworkError for any address but loopback: messages would be readable on
+        the way.
         """
         if self.keys is None:
             if not on_loopback(endpoint):
                 raise NetworkError(
-                    f"{endpoint!r:.80} is not on the loopback, and this process has no keys of the run "
+                    f"{endpoint!r:.80} is not on the loopback, and this process has no keys of the "
+                    f"run "
                     "(network.bind makes them, --key-file names them)"
                 )
             socket.connect(endpoint)

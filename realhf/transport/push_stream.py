@@ -1,9 +1,10 @@
-"""Push stream of finished samples from producers to the receivers of a run, over ``realhf.transport.service``.
+"""Push stream of finished samples from producers to the receivers of a run, over
+``realhf.transport.service``.
 
-A receiver first grants each producer a number of unacknowledged samples (``credits``). A sample is a
-request (``push``); its answer acknowledges that the sample is stored, and the producer drops it. Requests
-without an answer when a connection ends are sent again on the next one. A sample may therefore arrive
-twice; the consumer recognises it by (id, attempt).
+A receiver first grants each producer a number of unacknowledged samples (``credits``). A sample is
+a request (``push``); its answer acknowledges that the sample is stored, and the producer drops it.
+Requests without an answer when a connection ends are sent again on the next one. A sample may
+therefore arrive twice; the consumer recognises it by (id, attempt).
 
 Source: docs/reference/dataflow.md 9, StreamDataset.
 """
@@ -50,24 +51,29 @@ class StreamMessage:
 
 
 def check_frames(frames: Sequence[Any]) -> int:
-    """Return the total bytes of a sample's frames. Raises ProtocolError if they exceed the limits."""
+    """Return the total bytes of a sample's frames. Raises ProtocolError if they exceed the
+    limits."""
     if not 1 <= len(frames) <= MAX_FRAMES:
         raise ProtocolError(f"{len(frames)} frames, allowed 1 to {MAX_FRAMES}")
     sizes = [memoryview(frame).nbytes for frame in frames]
     if max(sizes) > MAX_FRAME_BYTES or sum(sizes) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"frames of up to {max(sizes)} bytes, {sum(sizes)} in all, exceed the limits")
+        raise ProtocolError(
+            f"frames of up to {max(sizes)} bytes, {sum(sizes)} in all, exceed the limits"
+        )
     return sum(sizes)
 
 
 def read_sample(request: Request) -> StreamMessage:
-    """Parse the sample of a push request. Raises ProtocolError for an invalid name, id, attempt or size."""
+    """Parse the sample of a push request. Raises ProtocolError for an invalid name, id, attempt or
+    size."""
     id = field(request.header, "sample", str)
     attempt = field(request.header, "attempt", int)
     if not 1 <= len(request.client.encode(errors="replace")) <= MAX_ID_BYTES:
         raise ProtocolError(f"bad producer name {request.client!r:.60}")
     if len(id.encode(errors="replace")) > MAX_ID_BYTES or attempt < 0:
         raise ProtocolError(
-            f"attempt {attempt} at {id!r:.60}: an id has at most {MAX_ID_BYTES} bytes, attempts start at 0"
+            f"attempt {attempt} at {id!r:.60}: an id has at most {MAX_ID_BYTES} bytes, attempts "
+            f"start at 0"
         )
     check_frames(request.payload)
     return StreamMessage(request.client, id, attempt, request.payload)
@@ -94,19 +100,24 @@ class _ReceiverLink:
 class StreamProducer:
     """Sender of samples to several receivers.
 
-    Each sample goes to the receiver with credit that this producer has sent the fewest bytes. It stays with that
-    receiver, and is kept here until the receiver acknowledges it.
+    Each sample goes to the receiver with credit that this producer has sent the fewest bytes. It
+    stays with that receiver, and is kept here until the receiver acknowledges it.
 
-    Belongs to the event loop that runs when it is created; no method may be called from another thread.
+    Belongs to the event loop that runs when it is created; no method may be called from another
+    thread.
     """
 
-    def __init__(self, endpoints: Sequence[str], name: str, run_id: str, *, network: Network = LOOPBACK) -> None:
+    def __init__(
+        self, endpoints: Sequence[str], name: str, run_id: str, *, network: Network = LOOPBACK
+    ) -> None:
         self._name = name
         self._changed = asyncio.Event()
         self._turn = asyncio.Lock()
         self._failure = ""
         self.links = [
-            _ReceiverLink(ServiceClient(endpoint, "the stream receiver", name, run_id, network, lasting=True))
+            _ReceiverLink(
+                ServiceClient(endpoint, "the stream receiver", name, run_id, network, lasting=True)
+            )
             for endpoint in endpoints
         ]
         for link in self.links:
@@ -120,13 +131,15 @@ class StreamProducer:
         """Number of samples that were pushed and not acknowledged."""
         return sum(link.open for link in self.links)
 
-    async def push(self, id: str, attempt: int, frames: Sequence[Frame], *, timeout_s: float) -> None:
+    async def push(
+        self, id: str, attempt: int, frames: Sequence[Frame], *, timeout_s: float
+    ) -> None:
         """Wait for a receiver with credit and send it the sample. Callers are served in order.
 
-        The buffers must not change until the sample is acknowledged. Raises TimeoutError (naming all
-        receivers) if none gives credit within ``timeout_s`` seconds, ProtocolError if the frames exceed
-        the limits of the wire, and StreamFailed if the producer is closed, or any receiver refuses its
-        keys or is unreachable.
+        The buffers must not change until the sample is acknowledged. Raises TimeoutError (naming
+        all receivers) if none gives credit within ``timeout_s`` seconds, ProtocolError if the
+        frames exceed the limits of the wire, and StreamFailed if the producer is closed, or any
+        receiver refuses its keys or is unreachable.
         """
         nbytes = check_frames(frames)
         if not self._turn.locked() and (link := self._find_receiver()) is not None:
@@ -140,10 +153,13 @@ class StreamProducer:
                     await self._changed.wait()
                 self._send_sample(link, id, attempt, frames, nbytes)
         except TimeoutError:
-            raise TimeoutError("; ".join(self._describe_silence(link, timeout_s) for link in self.links)) from None
+            raise TimeoutError(
+                "; ".join(self._describe_silence(link, timeout_s) for link in self.links)
+            ) from None
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until every sample is acknowledged; return False if some are not after ``timeout_s`` seconds."""
+        """Wait until every sample is acknowledged; return False if some are not after ``timeout_s``
+        seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.unacked and not self._failure:
@@ -164,7 +180,9 @@ class StreamProducer:
         ready = [link for link in self._order if link.open < link.granted]
         return min(ready, key=lambda link: link.sent_bytes) if ready else None
 
-    def _send_sample(self, link: _ReceiverLink, id: str, attempt: int, frames: Sequence[Frame], nbytes: int) -> None:
+    def _send_sample(
+        self, link: _ReceiverLink, id: str, attempt: int, frames: Sequence[Frame], nbytes: int
+    ) -> None:
         try:
             self._ask(link, PUSH, *frames, sample=id, attempt=attempt)
         except PeerLost as error:
@@ -173,7 +191,9 @@ class StreamProducer:
         link.sent_bytes += nbytes
 
     def _ask(self, link: _ReceiverLink, method: str, *frames: Frame, **fields: Any) -> None:
-        link.client.begin(method, *frames, **fields).add_done_callback(partial(self._on_answer, link, method))
+        link.client.begin(method, *frames, **fields).add_done_callback(
+            partial(self._on_answer, link, method)
+        )
 
     def _on_answer(self, link: _ReceiverLink, method: str, answer: asyncio.Future[Any]) -> None:
         if error := answer.exception():
@@ -187,20 +207,26 @@ class StreamProducer:
         self._changed.set()
 
     def _describe_silence(self, link: _ReceiverLink, timeout_s: float) -> str:
-        heard = f"heard of {time.monotonic() - link.heard:.1f} s ago" if link.heard else "never heard of"
+        heard = (
+            f"heard of {time.monotonic() - link.heard:.1f} s ago"
+            if link.heard
+            else "never heard of"
+        )
         return (
-            f"the stream receiver at {link.client.endpoint} gave {self._name!r} no credit within {timeout_s:g} s"
+            f"the stream receiver at {link.client.endpoint} gave {self._name!r} no credit within "
+            f"{timeout_s:g} s"
             f" ({link.open} samples are not acknowledged, {heard})"
         )
 
 
 class StreamReceiver(Listener):
-    """Listener that delivers every sample of this run; a sample that is sent again after its ``ack``, again.
+    """Listener that delivers every sample of this run; a sample that is sent again after its
+    ``ack``, again.
 
-    ``deliver`` is called on the receiver's thread with all samples that have arrived; an exception in it
-    ends the receiver. A producer may have ``credits`` samples without an ``ack``. A sample that is sent
-    again before its ``ack`` is delivered once and takes no more memory. Samples without an ``ack`` when
-    the receiver is closed stay with their producers.
+    ``deliver`` is called on the receiver's thread with all samples that have arrived; an exception
+    in it ends the receiver. A producer may have ``credits`` samples without an ``ack``. A sample
+    that is sent again before its ``ack`` is delivered once and takes no more memory. Samples
+    without an ``ack`` when the receiver is closed stay with their producers.
     """
 
     def __init__(
@@ -231,7 +257,8 @@ class StreamReceiver(Listener):
         self.start()
 
     def ack(self, messages: Iterable[StreamMessage]) -> None:
-        """Acknowledge samples to their producers. Thread-safe. Raises StreamFailed if the receiver has ended."""
+        """Acknowledge samples to their producers. Thread-safe. Raises StreamFailed if the receiver
+        has ended."""
         self.check()
         self._acked.extend(messages)
         self.wake()  # once for all: answering from this thread would wake the receiver's for each sample
@@ -239,7 +266,9 @@ class StreamReceiver(Listener):
     def check(self) -> None:
         """Raise StreamFailed if the receiver's thread has failed or ended."""
         if self.failure is not None:
-            raise StreamFailed(f"the stream receiver at {self.endpoint} failed: {self.failure!r}") from self.failure
+            raise StreamFailed(
+                f"the stream receiver at {self.endpoint} failed: {self.failure!r}"
+            ) from self.failure
         if self.closing:
             raise StreamFailed(f"the stream receiver at {self.endpoint} is closed")
 
@@ -248,7 +277,9 @@ class StreamReceiver(Listener):
             request.reply(self._credits)
         elif request.method == PUSH:
             sample = read_sample(request)
-            request.payload = None  # the frames are delivered; a request that waits for its answer needs none
+            request.payload = (
+                None  # the frames are delivered; a request that waits for its answer needs none
+            )
             name = _sample_key(sample)
             if name not in self._open:
                 self._batch.append(sample)

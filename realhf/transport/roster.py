@@ -1,9 +1,9 @@
 """Roster of the workers of a run, and its incremental announcement to every worker.
 
-Sending the whole roster to all workers after each change would grow with the square of their number, and
-with thousands of workers it would not fit into a message. So each worker receives only the changes
-since the last announcement to it. A worker without services, such as a rollout worker, receives only the
-workers that have services: it calls no others, and only the master calls it.
+Sending the whole roster to all workers after each change would grow with the square of their
+number, and with thousands of workers it would not fit into a message. So each worker receives only
+the changes since the last announcement to it. A worker without services, such as a rollout worker,
+receives only the workers that have services: it calls no others, and only the master calls it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ class WorkerInfo:
     machine: str = ""
     """Identity of the host (``host_token``), which is unique."""
     started: int = 0
-    """Start time of the process (``start_time``), which distinguishes it from others with the same pid."""
+    """Start time of the process (``start_time``), which distinguishes it from others with the same
+    pid."""
 
     def to_map(self, *, listed: bool = True) -> dict[str, Any]:
-        """Return the worker as plain data; unless ``listed``, without the addresses of its services."""
+        """Return the worker as plain data; unless ``listed``, without the addresses of its
+        services."""
         return asdict(self) if listed else {**asdict(self), "endpoints": {}}
 
     @staticmethod
@@ -60,7 +62,8 @@ class WorkerInfo:
 
 
 SHARE = 0.1
-"""Maximum share of the event loop's time for announcements, however often workers join and leave."""
+"""Maximum share of the event loop's time for announcements, however often workers join and
+leave."""
 
 
 class _RosterChange(NamedTuple):
@@ -74,12 +77,16 @@ class _RosterChange(NamedTuple):
 class RosterAnnouncer:
     """Sender of roster changes to workers. Belongs to the running loop.
 
-    roster: the current workers by name. unlisted: names of workers whose services are hidden from others.
-    send: (name, version, payload) -> None sends an announcement to a worker. ``version`` counts changes.
+    roster: the current workers by name. unlisted: names of workers whose services are hidden from
+    others. send: (name, version, payload) -> None sends an announcement to a worker. ``version``
+    counts changes.
     """
 
     def __init__(
-        self, roster: Mapping[str, WorkerInfo], unlisted: set[str], send: Callable[[str, int, bytes], None]
+        self,
+        roster: Mapping[str, WorkerInfo],
+        unlisted: set[str],
+        send: Callable[[str, int, bytes], None],
     ) -> None:
         self._roster = roster
         self._unlisted = unlisted
@@ -93,7 +100,8 @@ class RosterAnnouncer:
         self.version = 0
 
     def announce_later(self, info: WorkerInfo) -> None:
-        """Schedule an announcement to all workers: this one has joined, left or changed its listing.
+        """Schedule an announcement to all workers: this one has joined, left or changed its
+        listing.
 
         Changes that follow soon are announced together.
         """

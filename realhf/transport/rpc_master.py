@@ -1,12 +1,13 @@
 """The master's end of the request-reply protocol (docs/reference/dataflow.md 6).
 
-One ROUTER socket lives on the event loop's thread; there is no polling and no thread between a call and the
-wire. ``call`` enqueues before it returns, so every worker receives calls in the order of the code.
+One ROUTER socket lives on the event loop's thread; there is no polling and no thread between a call
+and the wire. ``call`` enqueues before it returns, so every worker receives calls in the order of
+the code.
 
-A worker serves the calls of a lane strictly one after another. The timeout of a call therefore starts
-when the calls before it are finished, not when it is sent: a short call behind a long one does not time
-out because the other is long. Its wait is bounded all the same, because each call before it has a
-timeout, and the death of a worker ends all of them.
+A worker serves the calls of a lane strictly one after another. The timeout of a call therefore
+starts when the calls before it are finished, not when it is sent: a short call behind a long one
+does not time out because the other is long. Its wait is bounded all the same, because each call
+before it has a timeout, and the death of a worker ends all of them.
 """
 
 from __future__ import annotations
@@ -65,10 +66,13 @@ class PendingCall:
 class CallLane:
     """Queue of the calls of a lane, with a timeout for the first one.
 
-    When the first call has been first for its ``timeout_s``, it is removed and ``expire(call)`` is called.
+    When the first call has been first for its ``timeout_s``, it is removed and ``expire(call)`` is
+    called.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, expire: Callable[[PendingCall], None]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, expire: Callable[[PendingCall], None]
+    ) -> None:
         self._loop = loop
         self._expire = expire
         self._calls: dict[bytes, PendingCall] = {}
@@ -79,7 +83,8 @@ class CallLane:
         self._begin_next()
 
     def remove(self, call: PendingCall) -> None:
-        """Remove a call that the worker has answered or will never answer; start the timeout of the next one."""
+        """Remove a call that the worker has answered or will never answer; start the timeout of the
+        next one."""
         if call.timer is not None:
             call.timer.cancel()
         if self._calls.pop(call.id, None) is not None:
@@ -127,8 +132,8 @@ _log = logging.getLogger(__name__)
 BYE_TIMEOUT_S = 3.0
 """Seconds that ``close`` waits for the workers' answers to its bye."""
 BROKEN_S = 1.0
-"""Seconds from a broken connection until the worker counts as dead. If its process has ended, the kernel
-reports that first, with a better reason."""
+"""Seconds from a broken connection until the worker counts as dead. If its process has ended, the
+kernel reports that first, with a better reason."""
 
 
 @dataclass
@@ -155,7 +160,8 @@ class _Peer:
 
 
 class RpcMaster:
-    """The master's side of the calls to workers. All methods must be called on the event loop's thread.
+    """The master's side of the calls to workers. All methods must be called on the event loop's
+    thread.
 
     A worker is dead when its process on this host ends, or after ``dead_after_s`` seconds without a
     heartbeat; all its calls then fail with WorkerDied. Callbacks run on the loop:
@@ -198,13 +204,14 @@ class RpcMaster:
     async def start(self) -> None:
         """Bind the sockets.
 
-        Raises RpcError if the address is taken, NetworkError if it is not of this host; then nothing is
-        left open.
+        Raises RpcError if the address is taken, NetworkError if it is not of this host; then
+        nothing is left open.
         """
         self._loop = asyncio.get_running_loop()
         context = self._network.context()
         try:
-            # The heartbeat comes first: if it cannot listen, no socket is registered with the loop yet.
+            # The heartbeat comes first: if it cannot listen, no socket is registered with the loop
+            # yet.
             self._heartbeat = HeartbeatServer(
                 self._run_id,
                 context,
@@ -253,7 +260,9 @@ class RpcMaster:
             try:
                 await asyncio.wait_for(self._joined.wait(), max(left, 0))
             except TimeoutError:
-                raise RpcTimeout(f"workers {missing} did not register within {timeout_s:g} s") from None
+                raise RpcTimeout(
+                    f"workers {missing} did not register within {timeout_s:g} s"
+                ) from None
 
     def call(
         self,
@@ -267,9 +276,9 @@ class RpcMaster:
     ) -> asyncio.Future[Any]:
         """Send a request at once; return a future of the handler's result.
 
-        ``timeout_s`` counts from the moment at which all earlier calls of the handler's lane are finished.
-        The future fails with RpcTimeout, WorkerDied, RemoteError or ProtocolError. Cancelling it cancels
-        the call if the worker has not begun it.
+        ``timeout_s`` counts from the moment at which all earlier calls of the handler's lane are
+        finished. The future fails with RpcTimeout, WorkerDied, RemoteError or ProtocolError.
+        Cancelling it cancels the call if the worker has not begun it.
         """
         future: asyncio.Future[Any] = self._loop.create_future()
         try:
@@ -279,7 +288,8 @@ class RpcMaster:
         return future
 
     async def close(self) -> None:
-        """Say bye to every worker, wait up to BYE_TIMEOUT_S for answers, release all ports. Calls in flight fail."""
+        """Say bye to every worker, wait up to BYE_TIMEOUT_S for answers, release all ports. Calls
+        in flight fail."""
         if self._closing or not self.endpoint:
             return
         self._closing = True
@@ -310,7 +320,8 @@ class RpcMaster:
                 self._on_death(name, reason)
 
     def dismiss(self, worker: str, reason: str) -> None:
-        """Order a worker to leave, and treat it as dead from now on. A successor may take its name."""
+        """Order a worker to leave, and treat it as dead from now on. A successor may take its
+        name."""
         peer = self._peers.get(worker)
         if peer is not None:
             self._send_control(peer.control, peer.session, "bye")
@@ -327,7 +338,8 @@ class RpcMaster:
         self.announcer.announce_later(self.roster[worker])
 
     def loads(self) -> list[tuple[str, str, HostLoad]]:
-        """Return host name, ``host_token`` and load for each worker that reports it: those of other hosts."""
+        """Return host name, ``host_token`` and load for each worker that reports it: those of other
+        hosts."""
         reports = [(peer.info, self._heartbeat.load(peer.session)) for peer in self._peers.values()]
         return [(info.host, info.machine, load) for info, load in reports if load is not None]
 
@@ -352,20 +364,29 @@ class RpcMaster:
             raise WorkerDied(worker, self._dead.get(worker, "it is not registered"))
         lane = peer.lanes.get(handler)
         if lane is None:
-            raise ProtocolError(f"worker {worker!r} has no handler {handler!r}; it has {sorted(peer.lanes)}")
+            raise ProtocolError(
+                f"worker {worker!r} has no handler {handler!r}; it has {sorted(peer.lanes)}"
+            )
         self.announcer.announce(worker)
         request_id = os.urandom(16)
         no = peer.next_no if lane == "ordered" else 0
-        fields = {"handler": handler, "mfc": mfc, "step": step, "deadline_ms": int(timeout_s * 1000)}
+        fields = {
+            "handler": handler,
+            "mfc": mfc,
+            "step": step,
+            "deadline_ms": int(timeout_s * 1000),
+        }
         header = pack_header("request", self._run_id, peer.session, id=request_id, no=no, **fields)
         identity = peer.ordered if no else peer.control
         try:
             self._listener.send(identity, header, pack_payload(payload))
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
-                # ZeroMQ may reconnect under a new identity while the worker lives on, but messages to
-                # this identity never arrive: the worker counts as dead.
-                self._loop.call_later(BROKEN_S, self._confirm_death, worker, peer.session, "its connection broke")
+                # ZeroMQ may reconnect under a new identity while the worker lives on, but messages
+                # to this identity never arrive: the worker counts as dead.
+                self._loop.call_later(
+                    BROKEN_S, self._confirm_death, worker, peer.session, "its connection broke"
+                )
             raise WorkerDied(worker, f"its connection is gone or full ({error})") from None
         if no:
             peer.next_no += 1
@@ -374,7 +395,9 @@ class RpcMaster:
         peer.lane(entry).add(entry)
         future.add_done_callback(lambda done: self._cancel(entry) if done.cancelled() else None)
 
-    def _send_control(self, identity: bytes, session: bytes, kind: str, *payload: bytes, **fields: Any) -> None:
+    def _send_control(
+        self, identity: bytes, session: bytes, kind: str, *payload: bytes, **fields: Any
+    ) -> None:
         """Send a control message. Errors are ignored: the heartbeat detects a peer that is gone."""
         header = pack_header(kind, self._run_id, session, **fields)
         with contextlib.suppress(zmq.ZMQError):
@@ -383,10 +406,13 @@ class RpcMaster:
     # ---- receiving
 
     def _refuse_other_protocol(self, identity: bytes, header: dict[str, Any]) -> None:
-        """Refuse a worker of another protocol version, which can read at least the version of the answer."""
+        """Refuse a worker of another protocol version, which can read at least the version of the
+        answer."""
         session = header.get("session")
         if header.get("kind") == "hello" and isinstance(session, bytes):
-            different = describe_version_differences(header.get("versions"), str(header.get("node", "its host")))
+            different = describe_version_differences(
+                header.get("versions"), str(header.get("node", "its host"))
+            )
             self._send_control(identity, session, "refused", reason=f"versions differ: {different}")
 
     def _dispatch(self, identity: bytes, header: dict[str, Any], payload: list[bytes]) -> None:
@@ -438,7 +464,9 @@ class RpcMaster:
             return
         ordered = header.get("lane") == "ordered"
         info = None if ordered else WorkerInfo.from_map(header.get("info"))
-        if different := describe_version_differences(header.get("versions"), str(header.get("node", "its host"))):
+        if different := describe_version_differences(
+            header.get("versions"), str(header.get("node", "its host"))
+        ):
             self._send_control(identity, session, "refused", reason=f"versions differ: {different}")
             return
         if info is None:
@@ -462,7 +490,9 @@ class RpcMaster:
         self.announcer.announce_later(info)
         self._joined.set()
 
-    def _register(self, identity: bytes, header: dict[str, Any], session: bytes, info: WorkerInfo) -> str:
+    def _register(
+        self, identity: bytes, header: dict[str, Any], session: bytes, info: WorkerInfo
+    ) -> str:
         """Add the worker to the roster; return the reason when it is refused."""
         ordered = self._ordered_lanes.pop(session, None)
         if ordered is None:
@@ -471,7 +501,9 @@ class RpcMaster:
         self.dismiss(info.name, "its successor has registered")
         lanes = envelope.field(header, "lanes", dict)
         try:
-            self._heartbeat.watch(info.name, session, pid=info.pid, started=info.started, host=info.machine)
+            self._heartbeat.watch(
+                info.name, session, pid=info.pid, started=info.started, host=info.machine
+            )
         except ProcessLookupError:
             return "its process ended"
         calls = {lane: CallLane(self._loop, self._expire) for lane in ("ordered", "immediate")}
@@ -494,7 +526,8 @@ class RpcMaster:
         self._fail(
             entry.future,
             RpcTimeout(
-                f"{entry.handler} of worker {entry.worker!r} {entry.mfc} did not answer within {entry.timeout_s:g} s;"
+                f"{entry.handler} of worker {entry.worker!r} {entry.mfc} did not answer within "
+                f"{entry.timeout_s:g} s;"
                 f" {state}"
             ),
         )
@@ -530,6 +563,6 @@ class RpcMaster:
     def _fail(future: asyncio.Future[Any], error: Exception) -> None:
         if not future.done():
             future.set_exception(error)
-            # Marks the exception as retrieved. The death of the worker is reported elsewhere, so asyncio
-            # need not warn of a future that was never awaited.
+            # Marks the exception as retrieved. The death of the worker is reported elsewhere, so
+            # asyncio need not warn of a future that was never awaited.
             future.exception()

@@ -1,8 +1,9 @@
 """A worker's end of the request-reply protocol (docs/reference/dataflow.md 6).
 
-Ordered handlers run on the thread that calls ``run``, which owns the ordered lane's socket: no thread lies
-between the wire and the computation. Immediate handlers, roster announcements and cancellations have a
-socket and a thread of their own, heartbeats another one, so they work while a computation runs.
+Ordered handlers run on the thread that calls ``run``, which owns the ordered lane's socket: no
+thread lies between the wire and the computation. Immediate handlers, roster announcements and
+cancellations have a socket and a thread of their own, heartbeats another one, so they work while a
+computation runs.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ LINGER_MS = 1000
 class RpcWorker:
     """Server of the master's calls in a worker process.
 
-    ordered: handlers that run one after the other, in the order of the master's calls. immediate: handlers that
-    run at any time on a thread of their own. An exception in a handler reaches the caller as RemoteError,
-    and the worker continues. on_roster: called with every new roster, on the control lane's thread.
-    leave_within_s: seconds after the master's bye within which the process must end, or it is killed, for
-    instance in a handler that hangs (None: no limit).
+    ordered: handlers that run one after the other, in the order of the master's calls. immediate:
+    handlers that run at any time on a thread of their own. An exception in a handler reaches the
+    caller as RemoteError, and the worker continues. on_roster: called with every new roster, on the
+    control lane's thread. leave_within_s: seconds after the master's bye within which the process
+    must end, or it is killed, for instance in a handler that hangs (None: no limit).
     """
 
     def __init__(
@@ -96,8 +97,8 @@ class RpcWorker:
         self._lost = ""
         self._control_failure: BaseException | None = None
         self._last_no = 0
-        # Guards the start of a call against its cancellation: a cancelled call either never starts or
-        # sees ``is_running_call_cancelled``.
+        # Guards the start of a call against its cancellation: a cancelled call either never starts
+        # or sees ``is_running_call_cancelled``.
         self._begin_lock = threading.Lock()
         self._running: tuple[bytes, str, float] | None = None
         self._cancelled: set[bytes] = set()
@@ -110,7 +111,8 @@ class RpcWorker:
 
     @property
     def roster(self) -> dict[str, WorkerInfo]:
-        """Workers announced by the master, by name; to a worker without services only those that have services."""
+        """Workers announced by the master, by name; to a worker without services only those that
+        have services."""
         return dict(self._roster)
 
     def is_running_call_cancelled(self) -> bool:
@@ -119,7 +121,8 @@ class RpcWorker:
             return self._running is not None and self._running[0] == self._cancelled_running
 
     def stop(self) -> None:
-        """Make ``run`` return after the running handler. May be called from any thread or signal handler."""
+        """Make ``run`` return after the running handler. May be called from any thread or signal
+        handler."""
         self._stopping.set()
         self._waker.wake()
         self._control_waker.wake()
@@ -127,8 +130,8 @@ class RpcWorker:
     def run(self) -> None:
         """Register and serve until the master's bye or ``stop``.
 
-        Raises MasterLost, RpcTimeout if the master does not answer the registration, ProtocolError if
-        it refuses the worker or breaks the call order, and NetworkError if it is unreachable or
+        Raises MasterLost, RpcTimeout if the master does not answer the registration, ProtocolError
+        if it refuses the worker or breaks the call order, and NetworkError if it is unreachable or
         refuses the keys.
         """
         context = zmq.Context(io_threads=1)
@@ -140,7 +143,8 @@ class RpcWorker:
                 control,
                 lane="control",
                 info=self._info.to_map(),
-                lanes={h: "ordered" for h in self._ordered} | {h: "immediate" for h in self._immediate},
+                lanes={h: "ordered" for h in self._ordered}
+                | {h: "immediate" for h in self._immediate},
             )
             self._serve_lanes(context, ordered, control, welcome)
         finally:
@@ -168,7 +172,9 @@ class RpcWorker:
             state=self._state,
             on_lost=self._on_master_lost,
         )
-        thread = threading.Thread(target=self._run_control, args=(control,), name="control", daemon=True)
+        thread = threading.Thread(
+            target=self._run_control, args=(control,), name="control", daemon=True
+        )
         thread.start()
         try:
             self._serve_ordered(ordered)
@@ -179,7 +185,9 @@ class RpcWorker:
         if self._control_failure is not None:
             raise self._control_failure
         if self._lost:
-            raise MasterLost(f"worker {self._info.name!r} {LOST_MASTER} {self._endpoint}: {self._lost}")
+            raise MasterLost(
+                f"worker {self._info.name!r} {LOST_MASTER} {self._endpoint}: {self._lost}"
+            )
 
     # ---- connecting
 
@@ -191,15 +199,31 @@ class RpcWorker:
     def _say_hello(self, socket: zmq.Socket[bytes], **fields: Any) -> dict[str, Any]:
         """Connect, send hello and return the answer."""
         hello = pack_header(
-            "hello", self._run_id, self._session, versions=own_versions(), node=self._info.host, **fields
+            "hello",
+            self._run_id,
+            self._session,
+            versions=own_versions(),
+            node=self._info.host,
+            **fields,
         )
         try:
-            frames = say_hello(self._network, socket, self._endpoint, hello, self._info.name, self._connect_timeout_s)
+            frames = say_hello(
+                self._network,
+                socket,
+                self._endpoint,
+                hello,
+                self._info.name,
+                self._connect_timeout_s,
+            )
             header = unpack_header(frames[0])
         except ProtocolError as error:
-            raise ProtocolError(f"worker {self._info.name!r} and the master at {self._endpoint}: {error}") from None
+            raise ProtocolError(
+                f"worker {self._info.name!r} and the master at {self._endpoint}: {error}"
+            ) from None
         if header["kind"] == "refused":
-            raise ProtocolError(f"the master refused worker {self._info.name!r}: {header.get('reason')}")
+            raise ProtocolError(
+                f"the master refused worker {self._info.name!r}: {header.get('reason')}"
+            )
         return header
 
     def _on_master_lost(self, reason: str) -> None:
@@ -212,7 +236,9 @@ class RpcWorker:
 
     # ---- lanes
 
-    def _messages(self, socket: zmq.Socket[bytes], waker: Waker) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
+    def _messages(
+        self, socket: zmq.Socket[bytes], waker: Waker
+    ) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
         """Yield header and payload of each message for this process until it stops."""
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
@@ -263,13 +289,17 @@ class RpcWorker:
                 socket.send(pack_header("bye", self._run_id, self._session))
                 self.stop()
                 if self._leave_within_s is not None:
-                    threading.Thread(target=_exit_after, args=(self._leave_within_s,), daemon=True).start()
+                    threading.Thread(
+                        target=_exit_after, args=(self._leave_within_s,), daemon=True
+                    ).start()
                 return
             self._control_message(socket, header, payload)
         if not self._lost:
             self._say_bye(socket)
 
-    def _control_message(self, socket: zmq.Socket[bytes], header: dict[str, Any], payload: list[bytes]) -> None:
+    def _control_message(
+        self, socket: zmq.Socket[bytes], header: dict[str, Any], payload: list[bytes]
+    ) -> None:
         kind = header["kind"]
         if kind == "request":
             self._execute(socket, header, payload, self._immediate)
@@ -301,16 +331,20 @@ class RpcWorker:
                 faulthandler.dump_traceback(file=sys.__stderr__)
 
     def _say_bye(self, socket: zmq.Socket[bytes]) -> None:
-        """Say bye and wait up to BYE_TIMEOUT_S for the answer, so that the master does not report a death."""
+        """Say bye and wait up to BYE_TIMEOUT_S for the answer, so that the master does not report a
+        death."""
         socket.send(pack_header("bye", self._run_id, self._session))
         deadline = process_clock.now() + BYE_TIMEOUT_S
-        while process_clock.wait(lambda left_s: socket.poll(int(left_s * 1000)), deadline - process_clock.now()):
+        while process_clock.wait(
+            lambda left_s: socket.poll(int(left_s * 1000)), deadline - process_clock.now()
+        ):
             header = self._accept(socket.recv_multipart())
             if header is not None and header["kind"] == "bye":
                 return
 
     def _accept(self, frames: list[bytes]) -> dict[str, Any] | None:
-        """Return the header of a message for this process. Count and log any other, and return None."""
+        """Return the header of a message for this process. Count and log any other, and return
+        None."""
         try:
             header = unpack_header(frames[0])
             if header.get("run") != self._run_id or header.get("session") != self._session:
@@ -327,7 +361,11 @@ class RpcWorker:
     # ---- handlers
 
     def _execute(
-        self, socket: zmq.Socket[bytes], header: dict[str, Any], payload: list[bytes], handlers: dict[str, Handler]
+        self,
+        socket: zmq.Socket[bytes],
+        header: dict[str, Any],
+        payload: list[bytes],
+        handlers: dict[str, Handler],
     ) -> None:
         try:
             handler = handlers.get(header["handler"])
@@ -345,7 +383,9 @@ class RpcWorker:
     def _answer_header(self, kind: str, header: dict[str, Any]) -> bytes:
         return pack_header(kind, self._run_id, self._session, id=header["id"])
 
-    def _reply_error(self, socket: zmq.Socket[bytes], header: dict[str, Any], error: BaseException) -> None:
+    def _reply_error(
+        self, socket: zmq.Socket[bytes], header: dict[str, Any], error: BaseException
+    ) -> None:
         trace = "".join(traceback.format_exception(error))[-100_000:]
         fields = {
             "type": type(error).__name__,

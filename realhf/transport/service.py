@@ -1,8 +1,8 @@
 """Request-reply service: many clients, one server process, answers in any order.
 
-For calls from the master to its workers see ``realhf.transport.rpc_master`` (docs/reference/dataflow.md
-6 and 9). A message is a header (``kind`` request, ``id`` chosen by the client, ``method``) and one msgpack
-payload.
+For calls from the master to its workers see ``realhf.transport.rpc_master``
+(docs/reference/dataflow.md 6 and 9). A message is a header (``kind`` request, ``id`` chosen by the
+client, ``method``) and one msgpack payload.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Request:
     otherwise. Answering a client that has disconnected is not an error.
     """
 
-    def __init__(self, answer: Callable[[str, Any], None], header: dict[str, Any], payload: Any) -> None:
+    def __init__(
+        self, answer: Callable[[str, Any], None], header: dict[str, Any], payload: Any
+    ) -> None:
         self.client = envelope.field(header, "client", str)
         self.method = envelope.field(header, "method", str)
         self.header = header
@@ -52,8 +54,8 @@ class Request:
 class Requests:
     """Dispatcher of the messages of a listener to a request handler.
 
-    handle: receives each request of run ``run_id``. send: (identity, header, payload) -> None sends an
-    answer. unpack: decodes the payload frames.
+    handle: receives each request of run ``run_id``. send: (identity, header, payload) -> None sends
+    an answer. unpack: decodes the payload frames.
     """
 
     def __init__(
@@ -102,7 +104,12 @@ class ServiceServer(Listener):
     """
 
     def __init__(
-        self, name: str, run_id: str, handle: Callable[[Request], None], *, network: Network = LOOPBACK
+        self,
+        name: str,
+        run_id: str,
+        handle: Callable[[Request], None],
+        *,
+        network: Network = LOOPBACK,
     ) -> None:
         requests = Requests(run_id, handle, self.send)
         super().__init__(name, network.context(), network.listen, requests.dispatch)
@@ -110,17 +117,24 @@ class ServiceServer(Listener):
 
 
 class LoopServiceServer(LoopListener):
-    """Server on the running event loop: ``handle(request)`` runs on it, and every answer must be given on it."""
+    """Server on the running event loop: ``handle(request)`` runs on it, and every answer must be
+    given on it."""
 
     def __init__(
-        self, name: str, run_id: str, handle: Callable[[Request], None], *, network: Network = LOOPBACK
+        self,
+        name: str,
+        run_id: str,
+        handle: Callable[[Request], None],
+        *,
+        network: Network = LOOPBACK,
     ) -> None:
         requests = Requests(run_id, handle, self.send)
         super().__init__(name, network.context(), network.listen, requests.dispatch)
 
 
 _GRACE_S = 5.0
-"""Seconds that a BlockingServiceClient adds to a timeout, so that the client's own error comes first."""
+"""Seconds that a BlockingServiceClient adds to a timeout, so that the client's own error comes
+first."""
 Q = TypeVar("Q", bound=Message)
 A = TypeVar("A", bound=Message)
 
@@ -138,10 +152,10 @@ class ServiceClient:
 
     peer: name of the server in error messages. client: name of this process for the server.
 
-    When the server dies, its requests fail at once with PeerLost, and so do later ones: create a new
-    client for its successor. The same holds for a server that refuses the keys of ``network``, and for one on
-    another host that is not reached within ``REACHED_WITHIN_S``. A ``lasting`` client connects again
-    and repeats unanswered requests, so a server may receive a request twice.
+    When the server dies, its requests fail at once with PeerLost, and so do later ones: create a
+    new client for its successor. The same holds for a server that refuses the keys of ``network``,
+    and for one on another host that is not reached within ``REACHED_WITHIN_S``. A ``lasting``
+    client connects again and repeats unanswered requests, so a server may receive a request twice.
     """
 
     def __init__(
@@ -164,19 +178,25 @@ class ServiceClient:
         self._loss_reason = ""
         self._lasting = lasting
         self._dealer = LoopDealer(
-            endpoint, network, self._answer, self._on_loss, connected=self._send_again if lasting else None
+            endpoint,
+            network,
+            self._answer,
+            self._on_loss,
+            connected=self._send_again if lasting else None,
         )
 
     def begin(self, method: str, *frames: Frame, **fields: Any) -> asyncio.Future[Any]:
         """Send a request; return a future of its answer.
 
-        frames: the payload, which must not change before the answer. fields: added to the header. The
-        future fails with ServiceError or PeerLost. Raises PeerLost.
+        frames: the payload, which must not change before the answer. fields: added to the header.
+        The future fails with ServiceError or PeerLost. Raises PeerLost.
         """
         if self.lost or self._dealer.closed:
             raise PeerLost(f"{self._peer} at {self.endpoint} {self._loss_reason or 'is gone'}")
         number = next(self._numbers)
-        header = pack_header("request", self._run_id, b"", id=number, method=method, client=self._client, **fields)
+        header = pack_header(
+            "request", self._run_id, b"", id=number, method=method, client=self._client, **fields
+        )
         self._send(header, *frames)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda _: self._waiting.pop(number))
@@ -196,17 +216,23 @@ class ServiceClient:
                 self._send(*frames)
 
     async def request(self, method: str, payload: Any, *, timeout_s: float) -> Any:
-        """Send a request and return the answer. Raises ServiceError with the server's text, PeerLost or RpcTimeout."""
+        """Send a request and return the answer. Raises ServiceError with the server's text,
+        PeerLost or RpcTimeout."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self.begin(method, pack_payload(payload))
         except TimeoutError:
-            raise RpcTimeout(f"{self._peer} did not answer {method} within {timeout_s:g} s") from None
+            raise RpcTimeout(
+                f"{self._peer} did not answer {method} within {timeout_s:g} s"
+            ) from None
 
     async def ask(self, call: Call[Q, A], request: Q, *, timeout_s: float) -> A:
-        """Send a typed request and return the typed answer. As ``request``; raises MessageError for a malformed one."""
+        """Send a typed request and return the typed answer. As ``request``; raises MessageError for
+        a malformed one."""
         payload = call.pack(request)
-        return call.unpack_answer(await self.request(call.name, payload, timeout_s=timeout_s), self._peer)
+        return call.unpack_answer(
+            await self.request(call.name, payload, timeout_s=timeout_s), self._peer
+        )
 
     def close(self) -> None:
         """Close the connection; requests in flight fail with PeerLost."""
@@ -237,24 +263,35 @@ class ServiceClient:
 
 
 class BlockingServiceClient:
-    """Thread-safe ``ServiceClient`` with an event loop of its own, for blocking code. Same arguments and errors."""
+    """Thread-safe ``ServiceClient`` with an event loop of its own, for blocking code. Same
+    arguments and errors."""
 
-    def __init__(self, endpoint: str, peer: str, client: str, run_id: str, network: Network = LOOPBACK) -> None:
+    def __init__(
+        self, endpoint: str, peer: str, client: str, run_id: str, network: Network = LOOPBACK
+    ) -> None:
         self._peer = peer
         self._lock = threading.Lock()
         self._closed = False
         self._loop = event_loops.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"client of {peer}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name=f"client of {peer}", daemon=True
+        )
         self._thread.start()
-        self._client = self._on_loop(self._create_client(endpoint, peer, client, run_id, network), _GRACE_S)
+        self._client = self._on_loop(
+            self._create_client(endpoint, peer, client, run_id, network), _GRACE_S
+        )
 
     def request(self, method: str, payload: Any, *, timeout_s: float) -> Any:
         """See ``ServiceClient.request``."""
-        return self._on_loop(self._client.request(method, payload, timeout_s=timeout_s), timeout_s + _GRACE_S)
+        return self._on_loop(
+            self._client.request(method, payload, timeout_s=timeout_s), timeout_s + _GRACE_S
+        )
 
     def ask(self, call: Call[Q, A], request: Q, *, timeout_s: float) -> A:
         """See ``ServiceClient.ask``."""
-        return self._on_loop(self._client.ask(call, request, timeout_s=timeout_s), timeout_s + _GRACE_S)
+        return self._on_loop(
+            self._client.ask(call, request, timeout_s=timeout_s), timeout_s + _GRACE_S
+        )
 
     def close(self) -> None:
         """Close the client; requests in flight fail with PeerLost."""
@@ -277,7 +314,9 @@ class BlockingServiceClient:
         await asyncio.gather(*requests, return_exceptions=True)
 
     @staticmethod
-    async def _create_client(endpoint: str, peer: str, client: str, run_id: str, network: Network) -> ServiceClient:
+    async def _create_client(
+        endpoint: str, peer: str, client: str, run_id: str, network: Network
+    ) -> ServiceClient:
         return ServiceClient(endpoint, peer, client, run_id, network)
 
     def _on_loop(self, coroutine: Any, timeout_s: float) -> Any:

@@ -1,18 +1,19 @@
 """Shared memory between processes of one host, and reuse of receive memory.
 
 A segment is an anonymous memory file (memfd) of the producer. The consumer opens it through the
-producer's /proc entry, so there is no name to unlink: the kernel frees the memory when the last process
-that holds it ends. Consumers hold a shared file lock while they use a segment. The producer refills a
-cleared segment only under an exclusive lock, and gives every filling a number, by which a late consumer
-notices the refill. Consumers map copy-on-write: their writes are private.
+producer's /proc entry, so there is no name to unlink: the kernel frees the memory when the last
+process that holds it ends. Consumers hold a shared file lock while they use a segment. The producer
+refills a cleared segment only under an exclusive lock, and gives every filling a number, by which a
+late consumer notices the refill. Consumers map copy-on-write: their writes are private.
 
-Setting up a mapping costs a page fault per page, as much as copying the data. So mappings whose tensors
-are gone are kept, and reused when the producer refills the same segment, unless the consumer wrote to
-them. The lock on a segment lasts as long as the tensors, not as long as the mapping.
+Setting up a mapping costs a page fault per page, as much as copying the data. So mappings whose
+tensors are gone are kept, and reused when the producer refills the same segment, unless the
+consumer wrote to them. The lock on a segment lasts as long as the tensors, not as long as the
+mapping.
 
-New receive memory costs the kernel a page fault and zeroing for every page, which is as much work as receiving
-into it, and far more when large pages are scarce. A trainer fetches batches of about the same size in
-each step, so ``TargetMemory`` reuses it.
+New receive memory costs the kernel a page fault and zeroing for every page, which is as much work
+as receiving into it, and far more when large pages are scarce. A trainer fetches batches of about
+the same size in each step, so ``TargetMemory`` reuses it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ import numpy as np
 from realhf.transport.errors import ProtocolError
 
 ALIGNMENT = 64
-"""Buffers start at multiples of this many bytes; the first bytes of a segment hold the filling number."""
+"""Buffers start at multiples of this many bytes; the first bytes of a segment hold the filling
+number."""
 PAGE = mmap.PAGESIZE
 
 
@@ -84,7 +86,8 @@ class Segment:
         fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
     def fill(self, buffers: Sequence[bytes | memoryview]) -> SegmentRef | None:
-        """Write new contents; return None if a consumer still reads the old ones. Raises OSError."""
+        """Write new contents; return None if a consumer still reads the old ones. Raises
+        OSError."""
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         offsets, end = layout([view.nbytes for view in views])
         if end > self.capacity:
@@ -105,7 +108,8 @@ class Segment:
         return SegmentRef(os.getpid(), self._descriptor, inode, self._filling, offsets, sizes)
 
     def _write(self, offset: int, view: memoryview) -> None:
-        # Allocating pages, in the first filling, is faster by pwrite; later fillings write to a mapping.
+        # Allocating pages, in the first filling, is faster by pwrite; later fillings write to a
+        # mapping.
         if self._filling > 1:
             if self._map is None:
                 self._map = mmap.mmap(self._descriptor, self.capacity)
@@ -133,7 +137,8 @@ def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 class SegmentPool:
-    """Segments in use, by name, and up to ``spare_bytes`` of released ones for reuse. Not thread-safe."""
+    """Segments in use, by name, and up to ``spare_bytes`` of released ones for reuse. Not
+    thread-safe."""
 
     def __init__(self, spare_bytes: int) -> None:
         self._spare_bytes = spare_bytes
@@ -148,7 +153,8 @@ class SegmentPool:
     def store(self, name: Any, buffers: Sequence[bytes | memoryview]) -> SegmentRef | None:
         """Copy buffers into a segment; return None if the system has no memory for one."""
         _, size = layout([memoryview(buffer).nbytes for buffer in buffers])
-        # The smallest released segment that fits, if it is not much too large and no consumer reads it.
+        # The smallest released segment that fits, if it is not much too large and no consumer reads
+        # it.
         for segment in sorted(self._spare, key=lambda s: s.capacity):
             if size <= segment.capacity <= 2 * size + PAGE:
                 ref = segment.fill(buffers)
@@ -190,7 +196,9 @@ class SegmentPool:
     @property
     def nbytes(self) -> int:
         """Total bytes of all segments, including the ones kept for reuse."""
-        return sum(s.capacity for s, _ in self._used.values()) + sum(s.capacity for s in self._spare)
+        return sum(s.capacity for s, _ in self._used.values()) + sum(
+            s.capacity for s in self._spare
+        )
 
 
 # Flags of an entry of /proc/self/pagemap.
@@ -201,7 +209,8 @@ ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class MappingCache:
-    """Consumer's mappings of segments; up to ``idle_bytes`` of unused ones are kept. Thread-safe."""
+    """Consumer's mappings of segments; up to ``idle_bytes`` of unused ones are kept.
+    Thread-safe."""
 
     def __init__(self, idle_bytes: int) -> None:
         self._idle_bytes = idle_bytes
@@ -236,7 +245,10 @@ class MappingCache:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if int.from_bytes(os.pread(lock, 8, 0), "little") != ref.filling:
                 return None
-            if any(offset + size > status.st_size for offset, size in zip(ref.offsets, ref.sizes, strict=True)):
+            if any(
+                offset + size > status.st_size
+                for offset, size in zip(ref.offsets, ref.sizes, strict=True)
+            ):
                 raise ProtocolError("a segment reference points behind the end of its segment")
             mapping = self._mapping(path, (status.st_dev, status.st_ino), status.st_size)
         except OSError:
@@ -244,7 +256,10 @@ class MappingCache:
         whole: ByteArray = np.frombuffer(mapping, dtype=np.uint8)
         weakref.finalize(whole, self._release, (status.st_dev, status.st_ino), mapping, lock)
         view = memoryview(whole)  # pyright: ignore[reportArgumentType]
-        return [view[offset : offset + size] for offset, size in zip(ref.offsets, ref.sizes, strict=True)]
+        return [
+            view[offset : offset + size]
+            for offset, size in zip(ref.offsets, ref.sizes, strict=True)
+        ]
 
     def _mapping(self, path: str, name: tuple[int, int], size: int) -> mmap.mmap:
         with self._lock:
@@ -261,7 +276,8 @@ class MappingCache:
             os.close(descriptor)
 
     def _release(self, name: tuple[int, int], mapping: mmap.mmap, lock: int) -> None:
-        """Keep a mapping whose last tensor is gone for reuse; drop the oldest ones beyond ``idle_bytes``."""
+        """Keep a mapping whose last tensor is gone for reuse; drop the oldest ones beyond
+        ``idle_bytes``."""
         os.close(lock)
         with self._lock:
             self._idle[name] = mapping
@@ -276,7 +292,8 @@ class MappingCache:
 
 
 def _is_unwritten(mapping: mmap.mmap) -> bool:
-    """Return whether no page of a private mapping has been written to (then each still belongs to the file)."""
+    """Return whether no page of a private mapping has been written to (then each still belongs to
+    the file)."""
     whole: ByteArray = np.frombuffer(mapping, dtype=np.uint8)
     pages = -(-len(whole) // PAGE)
     try:
@@ -298,7 +315,8 @@ KEPT_FROM_BYTES = 4 << 20
 
 
 class TargetMemory:
-    """Receive memory; up to ``idle_bytes`` of unused memory are kept, which the kernel may reclaim. Thread-safe."""
+    """Receive memory; up to ``idle_bytes`` of unused memory are kept, which the kernel may reclaim.
+    Thread-safe."""
 
     def __init__(self, idle_bytes: int) -> None:
         self._idle_bytes = idle_bytes
@@ -346,7 +364,9 @@ class TargetMemory:
 
 def _map_memory(nbytes: int) -> mmap.mmap:
     try:
-        mapping = mmap.mmap(-1, -(-nbytes // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = mmap.mmap(
+            -1, -(-nbytes // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
     except OSError:
         raise MemoryError(f"there are no {nbytes} bytes of memory for what was fetched") from None
     _advise(mapping, mmap.MADV_HUGEPAGE)

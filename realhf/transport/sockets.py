@@ -1,9 +1,10 @@
-"""ZeroMQ sockets of all protocols of a run: ROUTER listeners, DEALER clients, and the watch over handshakes.
+"""ZeroMQ sockets of all protocols of a run: ROUTER listeners, DEALER clients, and the watch over
+handshakes.
 
 A message is a header (``envelope``) and further frames. A listener belongs to an event loop
-(``LoopListener``) or has a thread of its own (``Listener``). A client belongs to an event loop (``LoopDealer``), or is
-a plain ``dealer`` socket for blocking code. Messages are limited in size before they are read, and
-malformed ones are dropped, counted and logged.
+(``LoopListener``) or has a thread of its own (``Listener``). A client belongs to an event loop
+(``LoopDealer``), or is a plain ``dealer`` socket for blocking code. Messages are limited in size
+before they are read, and malformed ones are dropped, counted and logged.
 """
 
 from __future__ import annotations
@@ -29,13 +30,19 @@ from realhf.transport.errors import NetworkError, OtherProtocol, ProtocolError, 
 from realhf.transport.network import Network
 
 REACHED_WITHIN_S = 8.0
-"""Seconds within which a listener must accept a connection: it listens before its endpoint is announced."""
-FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+"""Seconds within which a listener must accept a connection: it listens before its endpoint is
+announced."""
+FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 _EVENTS = FAILED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _MECHANISM_MISMATCH = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 MAX_SILENT_REFUSALS = 3
-"""Number of handshakes that the listener ended without a reason after which it counts as refusing."""
+"""Number of handshakes that the listener ended without a reason after which it counts as
+refusing."""
 
 
 def refusal(event: int, value: int) -> str:
@@ -45,17 +52,22 @@ def refusal(event: int, value: int) -> str:
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MECHANISM_MISMATCH:
         return "wants other keys than this process has: one of the two has none (--key-file)"
     if event in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
-        return "broke off the handshake: its key is not the one that this process was given (--key-file)"
+        return (
+            "broke off the handshake: its key is not the one that this process was given "
+            "(--key-file)"
+        )
     return ""
 
 
 class HandshakeWatch:
     """Monitor of a socket's connection attempts.
 
-    Create it before the socket connects, use it on the thread of the socket, and close it before the socket.
+    Create it before the socket connects, use it on the thread of the socket, and close it before
+    the socket.
 
-    ends: also observe the end of a connection; a refused TCP connection counts as one, since a listener
-    listens before its endpoint is announced. ``handshakes`` counts the successful handshakes.
+    ends: also observe the end of a connection; a refused TCP connection counts as one, since a
+    listener listens before its endpoint is announced. ``handshakes`` counts the successful
+    handshakes.
     """
 
     def __init__(self, socket: zmq.Socket[Any], *, ends: bool = False) -> None:
@@ -69,7 +81,11 @@ class HandshakeWatch:
     @property
     def refused(self) -> str:
         """Reason why the listener refuses this process; "" while it may still accept."""
-        return self.why if self._silent_refusals == 0 or self._silent_refusals >= MAX_SILENT_REFUSALS else ""
+        return (
+            self.why
+            if self._silent_refusals == 0 or self._silent_refusals >= MAX_SILENT_REFUSALS
+            else ""
+        )
 
     def look(self) -> None:
         """Process the socket events since the last call."""
@@ -96,24 +112,28 @@ class HandshakeWatch:
 def describe_unreached() -> str:
     """Return the error text for a listener that was not reached within ``REACHED_WITHIN_S``."""
     return (
-        f"was not reached within {REACHED_WITHIN_S:g} s: nothing answers there, or a firewall lies between "
+        f"was not reached within {REACHED_WITHIN_S:g} s: nothing answers there, or a firewall lies "
+        f"between "
         "(network.bind, network.advertise)"
     )
 
 
 def own_versions() -> dict[str, str]:
-    """Return the versions that must be equal in all processes of a run: package, Python (major.minor), protocol."""
+    """Return the versions that must be equal in all processes of a run: package, Python
+    (major.minor), protocol."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return {"realhf": realhf.__version__, "Python": python, "protocol": str(PROTOCOL)}
 
 
 def describe_version_differences(theirs: Any, host: str) -> str:
-    """Describe how the versions of a process on ``host`` differ from those of this one; "" if they do not."""
+    """Describe how the versions of a process on ``host`` differ from those of this one; "" if they
+    do not."""
     own = own_versions()
     here = os.uname().nodename
     other = theirs if isinstance(theirs, dict) else {}
     different = [
-        f"{name} {other.get(name, 'of an unknown version')!s:.40} on {host:.80}, {version} on {here}"
+        f"{name} {other.get(name, 'of an unknown version')!s:.40} on {host:.80}, {version} on "
+        f"{here}"
         for name, version in own.items()
         if other.get(name) != version
     ]
@@ -122,14 +142,16 @@ def describe_version_differences(theirs: Any, host: str) -> str:
 
 _log = logging.getLogger(__name__)
 MAX_MESSAGES_AT_ONCE = 256
-"""Number of messages after which a thread does its other work: peers may send faster than it reads."""
+"""Number of messages after which a thread does its other work: peers may send faster than it
+reads."""
 CLOSE_S = 10.0
 """Seconds that ``Listener.close`` waits for the thread."""
 LINGER_MS = 500
 """Milliseconds that closing a socket waits for unsent messages."""
 Frame = bytes | memoryview
 TakeMessage = Callable[[bytes, dict[str, Any], list[Any]], None]
-"""(identity of the sender, header, frames after the header) -> None. Raises ProtocolError for a bad message."""
+"""(identity of the sender, header, frames after the header) -> None. Raises ProtocolError for a bad
+message."""
 Listen = Callable[[zmq.Socket[Any]], str]
 """Binds a socket and returns its endpoint."""
 
@@ -170,16 +192,23 @@ class Waker:
 
 
 def dealer(
-    context: zmq.Context[Any], *, linger_ms: int = 0, most_bytes: int = MAX_PAYLOAD_BYTES, ahead: int = HIGH_WATER_MARK
+    context: zmq.Context[Any],
+    *,
+    linger_ms: int = 0,
+    most_bytes: int = MAX_PAYLOAD_BYTES,
+    ahead: int = HIGH_WATER_MARK,
 ) -> zmq.Socket[bytes]:
     """Open a client socket.
 
-    most_bytes: larger frames end the connection. ahead: messages queued for a peer that does not read (0: unlimited).
+    most_bytes: larger frames end the connection. ahead: messages queued for a peer that does not
+    read (0: unlimited).
     """
     return _set_limits(context.socket(zmq.DEALER), linger_ms, most_bytes, ahead)
 
 
-def _set_limits(socket: zmq.Socket[bytes], linger_ms: int, most_bytes: int, ahead: int) -> zmq.Socket[bytes]:
+def _set_limits(
+    socket: zmq.Socket[bytes], linger_ms: int, most_bytes: int, ahead: int
+) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.LINGER, linger_ms)
     socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)
     socket.setsockopt(zmq.SNDHWM, ahead)
@@ -187,7 +216,8 @@ def _set_limits(socket: zmq.Socket[bytes], linger_ms: int, most_bytes: int, ahea
     return socket
 
 
-# As plain numbers: operations on ZeroMQ's enumerations are slow, and these are used for each message.
+# As plain numbers: operations on ZeroMQ's enumerations are slow, and these are used for each
+# message.
 _NOW = int(zmq.NOBLOCK)
 _NOW_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS_OPTION = int(zmq.EVENTS)
@@ -204,8 +234,8 @@ def _send(socket: zmq.Socket[Any], frames: Sequence[Frame], *, copy: bool) -> No
 def _has_message(socket: zmq.Socket[bytes]) -> bool:
     """Return whether a message can be received.
 
-    The descriptor of a ZeroMQ socket is edge-triggered, and sending may consume the edge of an arrival:
-    an event loop must call this after each send.
+    The descriptor of a ZeroMQ socket is edge-triggered, and sending may consume the edge of an
+    arrival: an event loop must call this after each send.
     """
     return bool(socket.getsockopt(_EVENTS_OPTION) & _IN)  # pyright: ignore[reportOperatorIssue]
 
@@ -213,8 +243,8 @@ def _has_message(socket: zmq.Socket[bytes]) -> bool:
 class _Router:
     """ROUTER socket that passes each message to ``take``.
 
-    other: receives messages of another protocol version, which are dropped as well. owned: close the
-    context with the listener.
+    other: receives messages of another protocol version, which are dropped as well. owned: close
+    the context with the listener.
     """
 
     def __init__(
@@ -259,12 +289,15 @@ class _Router:
         except ProtocolError as error:
             self.drop(str(error))
             if self._other is not None and isinstance(error, OtherProtocol):
-                with contextlib.suppress(ProtocolError):  # the answer may be too large with the parts of the message
+                with contextlib.suppress(
+                    ProtocolError
+                ):  # the answer may be too large with the parts of the message
                     self._other(identity, error.header)
 
 
 class LoopListener(_Router):
-    """Listener on the running event loop, on which all methods must be called. Closes its context."""
+    """Listener on the running event loop, on which all methods must be called. Closes its
+    context."""
 
     def __init__(
         self,
@@ -322,10 +355,10 @@ class Listener(_Router):
     """Listener on a thread of its own, which ``start`` begins.
 
     after: called on the thread when messages have been taken, at least every ``every_s`` seconds if
-    given, when a descriptor of ``also`` (set before ``start``) is readable, and at the end. An exception
-    in it or in ``take`` ends the listener and is kept in ``failure``.
-    copy: pass frames as bytes instead of buffers.
-    keyed: set ``sender_key`` to the sender's key (Z85) while a message is taken; needs ``copy=False``.
+    given, when a descriptor of ``also`` (set before ``start``) is readable, and at the end. An
+    exception in it or in ``take`` ends the listener and is kept in ``failure``. copy: pass frames
+    as bytes instead of buffers. keyed: set ``sender_key`` to the sender's key (Z85) while a message
+    is taken; needs ``copy=False``.
 
     ``drained``: no message that arrived before this call of ``after`` is waiting.
     """
@@ -364,8 +397,8 @@ class Listener(_Router):
         self._thread.start()
 
     def send(self, identity: bytes, *frames: Frame) -> None:
-        """Queue a message, which is sent after the messages that have arrived are taken, so that several
-        messages wake a peer once. Thread-safe. Failures are logged."""
+        """Queue a message, which is sent after the messages that have arrived are taken, so that
+        several messages wake a peer once. Thread-safe. Failures are logged."""
         self._outgoing.append((identity, frames))
         if threading.get_ident() != self._thread.ident:
             self._waker.wake()
@@ -436,7 +469,9 @@ class Listener(_Router):
             else:
                 if self._keyed:
                     self.sender_key = str(frames[0].get("User-Id"))
-                self._read(frames[0].bytes, frames[1].buffer, [frame.buffer for frame in frames[2:]])
+                self._read(
+                    frames[0].bytes, frames[1].buffer, [frame.buffer for frame in frames[2:]]
+                )
         return False
 
     def _post(self, identity: bytes, frames: Sequence[Frame]) -> None:
@@ -451,7 +486,8 @@ class Listener(_Router):
 _RECONNECT_OPTIONS = (
     (zmq.RECONNECT_IVL, 20),
     (zmq.RECONNECT_IVL_MAX, 500),
-    # Queue no messages without a connection: the client repeats them on ``connected``, so they would arrive twice.
+    # Queue no messages without a connection: the client repeats them on ``connected``, so they
+    # would arrive twice.
     (zmq.IMMEDIATE, 1),
     # No limit: a message that was refused despite a connection would never be sent.
     (zmq.SNDHWM, 0),
@@ -468,11 +504,11 @@ _RECONNECT_OPTIONS = (
 class LoopDealer:
     """Client of one listener of the run. Belongs to the running event loop.
 
-    take: (header, frames) -> None receives each message.
-    lost: (reason) -> None is called if the listener refuses the keys of ``network`` or, on another host,
-    is not reached within ``REACHED_WITHIN_S``; without ``connected`` also when the connection ends.
-    connected: if given, a connection that ends is opened again, and this is called for each connection;
-    messages sent before may be lost.
+    take: (header, frames) -> None receives each message. lost: (reason) -> None is called if the
+    listener refuses the keys of ``network`` or, on another host, is not reached within
+    ``REACHED_WITHIN_S``; without ``connected`` also when the connection ends. connected: if given,
+    a connection that ends is opened again, and this is called for each connection; messages sent
+    before may be lost.
 
     Raises NetworkError for an endpoint that must not be connected to.
     """
@@ -504,7 +540,9 @@ class LoopDealer:
             self._context.destroy(0)
             raise
         self._deadline = (
-            self._loop.call_later(REACHED_WITHIN_S, self._on_connect_timeout) if network.protected else None
+            self._loop.call_later(REACHED_WITHIN_S, self._on_connect_timeout)
+            if network.protected
+            else None
         )
         self._loop.add_reader(self._socket.FD, self.drain)
         self._loop.add_reader(self._watch.monitor.FD, self._check_handshake)
@@ -514,8 +552,8 @@ class LoopDealer:
     def send(self, *frames: Frame, copy: bool = True) -> None:
         """Send without blocking.
 
-        Without ``copy`` the buffers must not change until they are sent. Raises zmq.Again if the queue
-        is full and, with ``connected``, if there is no connection.
+        Without ``copy`` the buffers must not change until they are sent. Raises zmq.Again if the
+        queue is full and, with ``connected``, if there is no connection.
         """
         _send(self._socket, frames, copy=copy)
         if _has_message(self._socket):
@@ -533,7 +571,9 @@ class LoopDealer:
             except ProtocolError as error:
                 self.dropped_messages += 1
                 if self.dropped_messages & (self.dropped_messages - 1) == 0:
-                    _log.warning("message %d of a listener dropped: %s", self.dropped_messages, error)
+                    _log.warning(
+                        "message %d of a listener dropped: %s", self.dropped_messages, error
+                    )
             except BaseException:
                 self._loop.call_soon(self.drain)  # what waits behind it is not announced again
                 raise
@@ -571,12 +611,19 @@ class LoopDealer:
 
 
 def say_hello(
-    network: Network, socket: zmq.Socket[bytes], endpoint: str, hello: bytes, name: str, timeout_s: float
+    network: Network,
+    socket: zmq.Socket[bytes],
+    endpoint: str,
+    hello: bytes,
+    name: str,
+    timeout_s: float,
 ) -> list[bytes]:
-    """Connect ``socket`` to the master, send ``hello`` for worker ``name``; return the frames of the answer.
+    """Connect ``socket`` to the master, send ``hello`` for worker ``name``; return the frames of
+    the answer.
 
     Raises RpcTimeout without an answer within ``timeout_s`` seconds. In a network with keys raises
-    NetworkError as soon as the master refuses them, or if it is not reached within ``REACHED_WITHIN_S``.
+    NetworkError as soon as the master refuses them, or if it is not reached within
+    ``REACHED_WITHIN_S``.
     """
     watch = HandshakeWatch(socket) if network.protected else None
     try:
@@ -584,7 +631,10 @@ def say_hello(
         socket.send(hello)
         if not _wait_for_answer(socket, watch, endpoint, name, timeout_s):
             why = f": {watch.why}" if watch is not None and watch.why else ""
-            raise RpcTimeout(f"the master at {endpoint} did not answer worker {name!r} within {timeout_s:g} s{why}")
+            raise RpcTimeout(
+                f"the master at {endpoint} did not answer worker {name!r} within {timeout_s:g} "
+                f"s{why}"
+            )
         return socket.recv_multipart()
     except (RpcTimeout, NetworkError):
         socket.setsockopt(zmq.LINGER, 0)
@@ -595,7 +645,11 @@ def say_hello(
 
 
 def _wait_for_answer(
-    socket: zmq.Socket[bytes], watch: HandshakeWatch | None, endpoint: str, name: str, timeout_s: float
+    socket: zmq.Socket[bytes],
+    watch: HandshakeWatch | None,
+    endpoint: str,
+    name: str,
+    timeout_s: float,
 ) -> bool:
     """Wait for the answer; return whether it has arrived. Raises NetworkError."""
     poller = zmq.Poller()
@@ -619,7 +673,8 @@ def _wait_for_answer(
 def allow_many_connections() -> int:
     """Raise the limit of open descriptors to the hard limit (``ulimit -Hn``); return it.
 
-    The usual soft limit of 1,024 exists for programs that use select(2); a few hundred workers exceed it.
+    The usual soft limit of 1,024 exists for programs that use select(2); a few hundred workers
+    exceed it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:

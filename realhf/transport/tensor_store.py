@@ -27,8 +27,8 @@ class _Entry:
 class TensorStore:
     """Thread-safe store of tensors.
 
-    Batches are kept whole, so reading a whole batch costs no copy; the memory of a batch is released when
-    its last sample has been cleared.
+    Batches are kept whole, so reading a whole batch costs no copy; the memory of a batch is
+    released when its last sample has been cleared.
     """
 
     def __init__(self, name: str = "store") -> None:
@@ -42,20 +42,23 @@ class TensorStore:
     def put(self, sample: SequenceSample, producer: str = "") -> None:
         """Store the tensors of a batch.
 
-        producer: id of the call that produced them. Raises DuplicateDataError, and stores nothing, if a
-        value exists already, unless the same non-empty ``producer`` stored it: that value is kept, and
-        the others are stored. Raises ValueError for a metadata-only sample.
+        producer: id of the call that produced them. Raises DuplicateDataError, and stores nothing,
+        if a value exists already, unless the same non-empty ``producer`` stored it: that value is
+        kept, and the others are stored. Raises ValueError for a metadata-only sample.
         """
         if sample.data is None:
             raise ValueError("only samples with data can be stored")
         sizes = _value_sizes(sample)
         with self._lock:
-            known = [(i, key) for i in sample.ids for key in sizes if key in self._entries.get(i, ())]
+            known = [
+                (i, key) for i in sample.ids for key in sizes if key in self._entries.get(i, ())
+            ]
             for sample_id, key in known:
                 before = self._entries[sample_id][key].producer
                 if not producer or before != producer:
                     raise DuplicateDataError(
-                        f"{self._name}: {key} of {sample_id} is stored already (by {before or 'unnamed'!r}, again"
+                        f"{self._name}: {key} of {sample_id} is stored already (by "
+                        f"{before or 'unnamed'!r}, again"
                         f" by {producer or 'unnamed'!r})"
                     )
             for position, sample_id in enumerate(sample.ids):
@@ -68,7 +71,8 @@ class TensorStore:
                 self._nbytes += nbytes
 
     def get(self, ids: Sequence[str], keys: Iterable[str]) -> SequenceSample:
-        """Return the values of these keys for these ids, in the order of the ids. Raises DataMissing with the list."""
+        """Return the values of these keys for these ids, in the order of the ids. Raises
+        DataMissing with the list."""
         names = sorted(set(keys))
         with self._lock:
             missing = self._missing(ids, names)
@@ -95,7 +99,8 @@ class TensorStore:
         return [(i, name) for i in ids for name in names if name not in self._entries.get(i, ())]
 
     def clear(self, ids: Iterable[str] | None = None) -> int:
-        """Remove these samples (all if None); return the bytes released. Unknown ids are ignored."""
+        """Remove these samples (all if None); return the bytes released. Unknown ids are
+        ignored."""
         with self._lock:
             gone = frozenset(self._entries if ids is None else ids)
             for sample_id in gone:
@@ -121,7 +126,8 @@ class TensorStore:
                 self._sample_nbytes.pop(sample_id, None)
 
     def on_clear(self, listener: Callable[[frozenset[str]], None]) -> None:
-        """Register ``listener(ids)``, which is called after every ``clear`` on the calling thread."""
+        """Register ``listener(ids)``, which is called after every ``clear`` on the calling
+        thread."""
         with self._lock:
             self._listeners.append(listener)
 
@@ -152,7 +158,8 @@ def _value_sizes(sample: SequenceSample) -> dict[str, list[int]]:
 
 
 def _assemble(keys: Sequence[str], entries: Sequence[_Entry]) -> SequenceSample:
-    """Build a sample with these keys of these entries, in order. Adjacent entries of one batch are cut out together."""
+    """Build a sample with these keys of these entries, in order. Adjacent entries of one batch are
+    cut out together."""
     parts: list[SequenceSample] = []
     for _, group in groupby(entries, key=lambda entry: id(entry.batch)):
         run = list(group)

@@ -1,15 +1,16 @@
-"""Transfer of policy weights by memory file (``shm``), shared folder (``disk``) or network (``fetch``).
+"""Transfer of policy weights by memory file (``shm``), shared folder (``disk``) or network
+(``fetch``).
 
-- ``shm``: the publisher writes an anonymous memory file, seals it and holds its descriptor; a receiver
-  opens it through the publisher's /proc entry. A sealed file cannot change, so it needs no checksum of
-  its bytes. It has no name that could be left behind: the kernel frees the memory when the last
-  process that uses it ends. The segments of ``realhf.transport.shared_memory`` would not do: they are
-  refilled, possibly before a slow receiver has read the weights.
+- ``shm``: the publisher writes an anonymous memory file, seals it and holds its descriptor; a
+  receiver opens it through the publisher's /proc entry. A sealed file cannot change, so it needs no
+  checksum of its bytes. It has no name that could be left behind: the kernel frees the memory when
+  the last process that uses it ends. The segments of ``realhf.transport.shared_memory`` would not
+  do: they are refilled, possibly before a slow receiver has read the weights.
 - ``disk``: files are written under a temporary name and renamed, so a file whose name ends in
-  ``.safetensors`` is always complete; any safetensors library reads it. The name contains the process
-  that wrote the file. At its start a publisher removes the files of killed publishers from its folder:
-  of processes of this host that have ended, and of its own predecessor on any host. Nothing is synced
-  to the device: recovery starts from a checkpoint, never from these files.
+  ``.safetensors`` is always complete; any safetensors library reads it. The name contains the
+  process that wrote the file. At its start a publisher removes the files of killed publishers from
+  its folder: of processes of this host that have ended, and of its own predecessor on any host.
+  Nothing is synced to the device: recovery starts from a checkpoint, never from these files.
 - ``fetch``: receivers request the bytes in pieces (``realhf.transport.bulk``).
 
 A version stays available until it is retired.
@@ -41,7 +42,14 @@ from realhf.base.loopback import is_loopback_host
 from realhf.base.process import host_token, start_time
 from realhf.base.tensor_digest import TensorDigester, joint_digest
 from realhf.transport.bulk import LANES, BulkConnection, BulkServer, Piece, fetch_whole
-from realhf.transport.errors import DataError, FetchTimeout, NetworkError, PeerLost, ProtocolError, TransportError
+from realhf.transport.errors import (
+    DataError,
+    FetchTimeout,
+    NetworkError,
+    PeerLost,
+    ProtocolError,
+    TransportError,
+)
 from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.tls import RunTls
 
@@ -59,7 +67,8 @@ class WeightsError(TransportError):
 
 
 class WeightsGone(WeightsError):
-    """A version that its publisher has retired, or whose publisher has ended. The newest manifest may work."""
+    """A version that its publisher has retired, or whose publisher has ended. The newest manifest
+    may work."""
 
 
 class WeightsTimeout(WeightsError, TimeoutError):
@@ -71,12 +80,14 @@ ALIGNMENT = 64
 Buffer = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-def layout(tensors: Mapping[str, Tensor], known: Mapping[str, str] = {}) -> tuple[tuple[TensorSlot, ...], int]:
+def layout(
+    tensors: Mapping[str, Tensor], known: Mapping[str, str] = {}
+) -> tuple[tuple[TensorSlot, ...], int]:
     """Compute where each tensor lies in a buffer, in the given order, and its digest.
 
-    known: digests of tensors that have not changed, which are not computed again. Returns the slots and
-    the size of the buffer in bytes, at least ALIGNMENT. Raises ValueError for a dtype without a tag, and
-    for the one name that safetensors files reserve.
+    known: digests of tensors that have not changed, which are not computed again. Returns the slots
+    and the size of the buffer in bytes, at least ALIGNMENT. Raises ValueError for a dtype without a
+    tag, and for the one name that safetensors files reserve.
     """
     if "__metadata__" in tensors:
         raise ValueError("a tensor cannot be called '__metadata__'")
@@ -101,8 +112,8 @@ def pack(tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], buffer: B
 def unpack(manifest: WeightsManifest, buffer: Buffer) -> dict[str, Tensor]:
     """Return tensors by name as views of a buffer, which they keep alive.
 
-    Raises WeightsError if the size or the checksum differs from the manifest. The checksum of a sealed
-    memory file is not computed, since nothing can have changed the bytes.
+    Raises WeightsError if the size or the checksum differs from the manifest. The checksum of a
+    sealed memory file is not computed, since nothing can have changed the bytes.
     """
     if len(buffer) != manifest.nbytes:
         raise WeightsError(manifest, f"{len(buffer)} bytes, the manifest says {manifest.nbytes}")
@@ -125,11 +136,21 @@ def check_manifest(manifest: WeightsManifest) -> None:
     end = 0
     for slot in manifest.slots:
         if slot.dtype not in ITEMSIZE or any(size < 0 for size in slot.shape):
-            raise WeightsError(manifest, f"tensor {slot.name!r}: type {slot.dtype!r}, shape {slot.shape}")
+            raise WeightsError(
+                manifest, f"tensor {slot.name!r}: type {slot.dtype!r}, shape {slot.shape}"
+            )
         if slot.nbytes != math.prod(slot.shape) * ITEMSIZE[slot.dtype]:
-            raise WeightsError(manifest, f"tensor {slot.name!r}: {slot.nbytes} bytes do not fit shape {slot.shape}")
-        if slot.offset % ALIGNMENT or slot.offset < end or slot.offset + slot.nbytes > manifest.nbytes:
-            raise WeightsError(manifest, f"tensor {slot.name!r} lies at {slot.offset} of {manifest.nbytes} bytes")
+            raise WeightsError(
+                manifest, f"tensor {slot.name!r}: {slot.nbytes} bytes do not fit shape {slot.shape}"
+            )
+        if (
+            slot.offset % ALIGNMENT
+            or slot.offset < end
+            or slot.offset + slot.nbytes > manifest.nbytes
+        ):
+            raise WeightsError(
+                manifest, f"tensor {slot.name!r} lies at {slot.offset} of {manifest.nbytes} bytes"
+            )
         end = slot.offset + slot.nbytes
     if len({slot.name for slot in manifest.slots}) != len(manifest.slots):
         raise WeightsError(manifest, "a tensor occurs twice")
@@ -143,7 +164,9 @@ def _views(slots: tuple[TensorSlot, ...], buffer: Buffer) -> list[Tensor]:
     for slot in slots:
         dtype = getattr(torch, TORCH_NAMES[slot.dtype])
         if slot.nbytes:
-            views.append(whole[slot.offset : slot.offset + slot.nbytes].view(dtype).reshape(slot.shape))
+            views.append(
+                whole[slot.offset : slot.offset + slot.nbytes].view(dtype).reshape(slot.shape)
+            )
         else:
             views.append(torch.empty(slot.shape, dtype=dtype))
     return views
@@ -152,11 +175,14 @@ def _views(slots: tuple[TensorSlot, ...], buffer: Buffer) -> list[Tensor]:
 class MemoryFile:
     """Sealed memory file of one version. Raises OSError if the system is out of memory."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], nbytes: int) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], nbytes: int
+    ) -> None:
         self.checksum = joint_digest({slot.name: slot.digest for slot in slots})
         self._descriptor = os.memfd_create("realhf-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            # Allocating here turns a lack of memory into an error; in the mapping below it would be a signal.
+            # Allocating here turns a lack of memory into an error; in the mapping below it would be
+            # a signal.
             os.posix_fallocate(self._descriptor, 0, nbytes)
             _fill(self._descriptor, tensors, slots, nbytes)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
@@ -164,14 +190,19 @@ class MemoryFile:
         except BaseException:
             os.close(self._descriptor)
             raise
-        self.location = f"{os.getpid()}:{self._descriptor}:{os.fstat(self._descriptor).st_ino}:{host_token()}"
+        self.location = (
+            f"{os.getpid()}:{self._descriptor}:{os.fstat(self._descriptor).st_ino}:{host_token()}"
+        )
 
     def close(self) -> None:
-        """Close the file. Receivers that have opened it keep its memory as long as their tensors exist."""
+        """Close the file. Receivers that have opened it keep its memory as long as their tensors
+        exist."""
         os.close(self._descriptor)
 
 
-def _fill(descriptor: int, tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], nbytes: int) -> None:
+def _fill(
+    descriptor: int, tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], nbytes: int
+) -> None:
     mapping = mmap.mmap(descriptor, nbytes)
     buffer: Buffer = np.frombuffer(mapping, dtype=np.uint8)
     try:
@@ -188,11 +219,14 @@ def read_memory_file(manifest: WeightsManifest) -> Buffer:
         *numbers, host = manifest.location.split(":", 3)
         pid, number, inode = (int(part) for part in numbers)
     except ValueError:
-        raise WeightsError(manifest, f"location {manifest.location!r:.80} is not pid:descriptor:inode:host") from None
+        raise WeightsError(
+            manifest, f"location {manifest.location!r:.80} is not pid:descriptor:inode:host"
+        ) from None
     if host != host_token():
         raise WeightsError(
             manifest,
-            "its publisher is on another host, which memory does not reach; set async_rl.weights=fetch (or disk)",
+            "its publisher is on another host, which memory does not reach; set "
+            "async_rl.weights=fetch (or disk)",
         )
     path = f"/proc/{pid}/fd/{number}"
     try:
@@ -206,8 +240,12 @@ def read_memory_file(manifest: WeightsManifest) -> Buffer:
         if status.st_ino != inode:
             raise WeightsGone(manifest, f"process {pid} of this host holds it no more")
         if status.st_size != manifest.nbytes:
-            raise WeightsError(manifest, f"{status.st_size} bytes, the manifest says {manifest.nbytes}")
-        return np.frombuffer(mmap.mmap(descriptor, manifest.nbytes, access=mmap.ACCESS_COPY), dtype=np.uint8)
+            raise WeightsError(
+                manifest, f"{status.st_size} bytes, the manifest says {manifest.nbytes}"
+            )
+        return np.frombuffer(
+            mmap.mmap(descriptor, manifest.nbytes, access=mmap.ACCESS_COPY), dtype=np.uint8
+        )
     except OSError as error:
         raise WeightsError(manifest, f"cannot map {path}: {error}") from None
     finally:
@@ -232,13 +270,17 @@ NAME = re.compile(
     r"(?P<owner>.+)\.(?P<host>[0-9a-f]{8})\.(?P<pid>\d+)\.(?P<started>\d+)\.v\d+\.[0-9a-f]{8}"
     r"\.safetensors(\.partial)?"
 )
-"""File name of a version: owner (run and worker), digest of the host, process, version, checksum."""
+"""File name of a version: owner (run and worker), digest of the host, process, version,
+checksum."""
 
 
 class WeightFile:
-    """Safetensors file of one version. Raises OSError if it cannot be written; then no part of it remains."""
+    """Safetensors file of one version. Raises OSError if it cannot be written; then no part of it
+    remains."""
 
-    def __init__(self, folder: Path, stem: str, version: int, slots: tuple[TensorSlot, ...], buffer: Buffer) -> None:
+    def __init__(
+        self, folder: Path, stem: str, version: int, slots: tuple[TensorSlot, ...], buffer: Buffer
+    ) -> None:
         self.checksum = checksum(buffer)
         self._path = folder.resolve() / f"{stem}.v{version}.{self.checksum[:8]}.safetensors"
         self.location = str(self._path)
@@ -278,8 +320,11 @@ def _host_digest() -> str:
     return hashlib.blake2b(host_token().encode(), digest_size=4).hexdigest()
 
 
-def _write_safetensors(file: BinaryIO, version: int, slots: tuple[TensorSlot, ...], buffer: Buffer) -> None:
-    # The widest elements come first, as in the format's own writers, so that every tensor is aligned in a mapped file.
+def _write_safetensors(
+    file: BinaryIO, version: int, slots: tuple[TensorSlot, ...], buffer: Buffer
+) -> None:
+    # The widest elements come first, as in the format's own writers, so that every tensor is
+    # aligned in a mapped file.
     ordered = sorted(slots, key=lambda slot: -ITEMSIZE[slot.dtype])
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "version": str(version)}}
     end = 0
@@ -308,7 +353,9 @@ def read_weight_file(manifest: WeightsManifest) -> Buffer:
                 file.seek(start + begin)
                 target = memoryview(cast(Any, buffer[slot.offset : slot.offset + slot.nbytes]))
                 if end - begin != slot.nbytes or file.readinto(target) != slot.nbytes:
-                    raise WeightsError(manifest, f"tensor {slot.name!r} is not complete in {manifest.location}")
+                    raise WeightsError(
+                        manifest, f"tensor {slot.name!r} is not complete in {manifest.location}"
+                    )
     except FileNotFoundError:
         raise WeightsGone(manifest, f"{manifest.location} is there no more") from None
     except OSError as error:
@@ -329,10 +376,14 @@ def _read_header(manifest: WeightsManifest, file: BinaryIO) -> tuple[dict[str, A
     return header, 8 + size
 
 
-def _tensor_range(manifest: WeightsManifest, header: dict[str, Any], slot: TensorSlot) -> tuple[int, int]:
+def _tensor_range(
+    manifest: WeightsManifest, header: dict[str, Any], slot: TensorSlot
+) -> tuple[int, int]:
     try:
         entry = header[slot.name]
-        same = entry["dtype"] == SAFETENSORS_NAMES[slot.dtype] and entry["shape"] == list(slot.shape)
+        same = entry["dtype"] == SAFETENSORS_NAMES[slot.dtype] and entry["shape"] == list(
+            slot.shape
+        )
         begin, end = (int(offset) for offset in entry["data_offsets"])
     except (KeyError, TypeError, ValueError):
         raise WeightsError(manifest, f"{manifest.location} lacks tensor {slot.name!r}") from None
@@ -365,7 +416,8 @@ GONE = "no longer holds it"
 TICKET_BYTES = 16
 """Size of the random number by which a version is requested."""
 MAX_CONNECTIONS = 1024
-"""Maximum number of connections to a publisher. Each engine opens ``LANES``, all at the same time."""
+"""Maximum number of connections to a publisher. Each engine opens ``LANES``, all at the same
+time."""
 MAX_ATTEMPTS = 20
 """Attempts to fetch a piece."""
 PAUSE_S = (0.05, 0.3)
@@ -427,16 +479,20 @@ class ServedVersion:
 def read_served(manifest: WeightsManifest, timeout_s: float, network: Network) -> Buffer:
     """Fetch the buffer of a manifest over the network.
 
-    Raises WeightsGone if the publisher has retired the version or cannot be reached, WeightsTimeout if
-    nothing arrives for ``timeout_s`` seconds or the whole transfer takes too long, and WeightsError for
-    an invalid location or answer.
+    Raises WeightsGone if the publisher has retired the version or cannot be reached, WeightsTimeout
+    if nothing arrives for ``timeout_s`` seconds or the whole transfer takes too long, and
+    WeightsError for an invalid location or answer.
     """
     endpoint, _, ticket = manifest.location.partition("#")
     host, _, port = endpoint.rpartition(":")
     try:
         number = bytes.fromhex(ticket)
         port_number = int(port)
-        if len(number) != TICKET_BYTES or not host or (network.keys is None and not is_loopback_host(host)):
+        if (
+            len(number) != TICKET_BYTES
+            or not host
+            or (network.keys is None and not is_loopback_host(host))
+        ):
             raise ValueError("nobody of this run listens there")
         tls = _tls(network)
     except (ValueError, NetworkError) as error:
@@ -465,10 +521,15 @@ def read_served(manifest: WeightsManifest, timeout_s: float, network: Network) -
     try:
         return np.frombuffer(fetch_whole(manifest.nbytes, ask), dtype=np.uint8)
     except FetchTimeout as error:
-        text = f"{endpoint} sent nothing for {timeout_s:g} s, or not everything within {whole_s:g} s ({error})"
+        text = (
+            f"{endpoint} sent nothing for {timeout_s:g} s, or not everything within {whole_s:g} s "
+            f"({error})"
+        )
         raise WeightsTimeout(manifest, text) from None
     except PeerLost as error:
-        raise WeightsGone(manifest, f"nobody serves it at {endpoint}, or the connection broke: {error}") from None
+        raise WeightsGone(
+            manifest, f"nobody serves it at {endpoint}, or the connection broke: {error}"
+        ) from None
     except DataError as error:
         if GONE in str(error):
             raise WeightsGone(manifest, "its publisher serves it no more") from None
@@ -487,9 +548,9 @@ _Storage = MemoryFile | WeightFile | ServedVersion
 class WeightPublisher:
     """Publisher of the versions of one policy. It keeps the last two; each is complete or absent.
 
-    Medium ``shm`` reaches the processes of this host, ``disk`` every host that has ``folder`` under the
-    same path (no other medium uses it), ``fetch`` every process of the run that reaches ``network``. Not
-    thread-safe. Raises ValueError for an unknown medium.
+    Medium ``shm`` reaches the processes of this host, ``disk`` every host that has ``folder`` under
+    the same path (no other medium uses it), ``fetch`` every process of the run that reaches
+    ``network``. Not thread-safe. Raises ValueError for an unknown medium.
     """
 
     def __init__(
@@ -515,7 +576,8 @@ class WeightPublisher:
 
     @property
     def latest(self) -> WeightsManifest | None:
-        """Manifest of the newest available version, which a worker that joins late needs; None without one."""
+        """Manifest of the newest available version, which a worker that joins late needs; None
+        without one."""
         return self._versions[max(self._versions)][1] if self._versions else None
 
     def publish(
@@ -526,19 +588,27 @@ class WeightPublisher:
         trial: int = 0,
         changed: Collection[str] = (),
     ) -> WeightsManifest:
-        """Copy tensors (any device, any strides) and make them available; retire all but the last two versions.
+        """Copy tensors (any device, any strides) and make them available; retire all but the last
+        two versions.
 
-        trial: step of the self-test, which replaces the last version; only ``changed`` tensors differ from
-        it. Raises ValueError if the version is not above the last one (in a trial: below it), or if a
-        tensor cannot be sent, and OSError if the medium is full. Then nothing is published.
+        trial: step of the self-test, which replaces the last version; only ``changed`` tensors
+        differ from it. Raises ValueError if the version is not above the last one (in a trial:
+        below it), or if a tensor cannot be sent, and OSError if the medium is full. Then nothing is
+        published.
         """
         if version < self._last + (not trial):
             raise ValueError(f"weights version {version} after version {self._last}")
         latest = self.latest if trial else None
-        known = {slot.name: slot.digest for slot in latest.slots if slot.name not in changed} if latest else {}
+        known = (
+            {slot.name: slot.digest for slot in latest.slots if slot.name not in changed}
+            if latest
+            else {}
+        )
         slots, nbytes = layout(tensors, known)
         published = self._store(version, tensors, slots, nbytes)
-        manifest = WeightsManifest(version, self._medium, published.location, nbytes, published.checksum, slots, trial)
+        manifest = WeightsManifest(
+            version, self._medium, published.location, nbytes, published.checksum, slots, trial
+        )
         self.retire(version)
         self._versions[version] = (published, manifest)
         self._last = version
@@ -547,7 +617,11 @@ class WeightPublisher:
         return manifest
 
     def _store(
-        self, version: int, tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], nbytes: int
+        self,
+        version: int,
+        tensors: Mapping[str, Tensor],
+        slots: tuple[TensorSlot, ...],
+        nbytes: int,
     ) -> _Storage:
         if self._medium == "shm":
             return MemoryFile(tensors, slots, nbytes)
@@ -559,7 +633,8 @@ class WeightPublisher:
         return ServedVersion(self._server, buffer)
 
     def retire(self, version: int) -> None:
-        """Stop serving a version; receivers that are reading it finish. Unknown versions are ignored."""
+        """Stop serving a version; receivers that are reading it finish. Unknown versions are
+        ignored."""
         published, _ = self._versions.pop(version, (None, None))
         if published is not None:
             published.close()
@@ -573,13 +648,16 @@ class WeightPublisher:
             self._server = None
 
 
-def receive(manifest: WeightsManifest, timeout_s: float, network: Network = LOOPBACK) -> dict[str, Tensor]:
-    """Return the tensors of a manifest by name, on the CPU, complete and verified (sizes, then checksum).
+def receive(
+    manifest: WeightsManifest, timeout_s: float, network: Network = LOOPBACK
+) -> dict[str, Tensor]:
+    """Return the tensors of a manifest by name, on the CPU, complete and verified (sizes, then
+    checksum).
 
-    They share memory with no other process, so writing to them is safe. Medium ``fetch`` uses the keys
-    of ``network``; ``timeout_s`` limits the seconds without any progress, and adds to the limit of the
-    whole transfer. Raises WeightsGone if the version is no longer available, WeightsTimeout, and
-    WeightsError if the weights or the manifest are damaged.
+    They share memory with no other process, so writing to them is safe. Medium ``fetch`` uses the
+    keys of ``network``; ``timeout_s`` limits the seconds without any progress, and adds to the
+    limit of the whole transfer. Raises WeightsGone if the version is no longer available,
+    WeightsTimeout, and WeightsError if the weights or the manifest are damaged.
     """
     check_manifest(manifest)
     if manifest.medium == "shm":

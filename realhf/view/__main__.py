@@ -1,11 +1,13 @@
 """Shows runs on a local page: python -m realhf.view RUN_OR_FOLDER [...] [--follow] [--port 8765]
 
-python -m realhf.view export RUN --to jsonl|parquet|inspect OUT writes a run's rollouts for other programs.
-python -m realhf.view note RUN ["text"] [--tag TAG] writes down what you have to say about a run, or prints it.
-python -m realhf.view report RUN [--no-rollouts] writes the page as one file, report.html, into the run's folder.
+python -m realhf.view export RUN --to jsonl|parquet|inspect OUT writes a run's rollouts for other
+programs. python -m realhf.view note RUN ["text"] [--tag TAG] writes down what you have to say about
+a run, or prints it. python -m realhf.view report RUN [--no-rollouts] writes the page as one file,
+report.html, into the run's folder.
 
-A run that goes on is followed with --follow; one that ended or was killed is read as it is. Several runs, or a folder
-of runs, are compared. Nothing is written, and the page is served to this machine only.
+A run that goes on is followed with --follow; one that ended or was killed is read as it is. Several
+runs, or a folder of runs, are compared. Nothing is written, and the page is served to this machine
+only.
 """
 
 from __future__ import annotations
@@ -44,12 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given_words and (command := COMMANDS.get(given_words[0])):
         return command(given_words[1:])
     parser = argparse.ArgumentParser(
-        prog="python -m realhf.view", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m realhf.view",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_OR_FOLDER")
-    parser.add_argument("--follow", action="store_true", help="show new steps and rollouts as they are written")
-    parser.add_argument("--port", type=int, default=PORT, help=f"port on 127.0.0.1; 0: a free one (default {PORT})")
+    parser.add_argument(
+        "--follow", action="store_true", help="show new steps and rollouts as they are written"
+    )
+    parser.add_argument(
+        "--port", type=int, default=PORT, help=f"port on 127.0.0.1; 0: a free one (default {PORT})"
+    )
     given = parser.parse_args(given_words)
     runs = RunList(given.runs)
     found = [run for run in runs.refresh() if is_run(run.folder)]
@@ -59,14 +67,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         listener = socket.create_server(("127.0.0.1", given.port))
     except (OSError, OverflowError) as error:
-        print(f"error: --port {given.port}: {error}; name another port, or 0 for a free one", file=sys.stderr)
+        print(
+            f"error: --port {given.port}: {error}; name another port, or 0 for a free one",
+            file=sys.stderr,
+        )
         return 2
     with listener:
         left_off = len(runs.left_off())
         of = f" of {len(found) + left_off}" if left_off else ""
         word = "run" if len(found) + left_off == 1 else "runs"
         said = (
-            f"{len(found) or 'no'}{of} {word}{'' if found else ' yet'} on http://127.0.0.1:{listener.getsockname()[1]}/"
+            f"{len(found) or 'no'}{of} {word}{'' if found else ' yet'} on "
+            f"http://127.0.0.1:{listener.getsockname()[1]}/"
         )
         print(f"{said} (Ctrl-C ends)", flush=True)
         _serve(runs, given.follow, listener)
@@ -81,7 +93,10 @@ def _problem(folders: Sequence[Path], found: Sequence[Run], follow: bool) -> str
             return f"{folder} is a file; name the folder of a run, or a folder of runs"
     if found or follow:
         return ""
-    return f"no run in {', '.join(map(str, folders))} (a run has {' or '.join(MARKS)}); --follow waits for one"
+    return (
+        f"no run in {', '.join(map(str, folders))} (a run has {' or '.join(MARKS)}); --follow "
+        f"waits for one"
+    )
 
 
 def uvicorn_config(app: ASGIApp) -> uvicorn.Config:

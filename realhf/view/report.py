@@ -1,4 +1,5 @@
-"""``report.html``: the page over a run in one file, which opens without a server and can be sent around.
+"""``report.html``: the page over a run in one file, which opens without a server and can be sent
+around.
 
 python -m realhf.view report RUN_DIR writes it of any run, also of one that goes on or was killed.
 """
@@ -31,12 +32,13 @@ MOST_STEPS = 5_000
 MOST_SPANS = 20_000
 MOST_ROLLOUTS = 20_000
 ROLLOUT_BYTES = 6 * 2**20
-"""How much of the conversations and tokens is in a report, as JSON; about a fifth of it in the file."""
+"""How much of the conversations and tokens is in a report, as JSON; about a fifth of it in the
+file."""
 
 
 def write_report(run_dir: Path, rollout_bytes: int = ROLLOUT_BYTES) -> Path:
-    """Write ``report.html`` from the files of a run and return its path. Of long runs it holds every so many steps, and
-    the last spans and rollouts. Raises OSError."""
+    """Write ``report.html`` from the files of a run and return its path. Of long runs it holds
+    every so many steps, and the last spans and rollouts. Raises OSError."""
     run = Run(run_dir, "/".join(run_dir.resolve().parts[-2:]))
     path = run_dir / REPORT_FILE
     write_whole(path, one_file(run.name, _finite(_answers(run, rollout_bytes))))
@@ -47,7 +49,9 @@ def _answers(run: Run, rollout_bytes: int) -> dict[str, Any]:
     """Return what a server would answer about the run, by path."""
     about = {"number": 0, **run.described(), "folder": run.folder.name}
     summary = read_json(run.folder / "summary.json")
-    if isinstance(summary, dict) and summary.get("steps") == about["steps"]:  # its launcher may still hold the lock
+    if (
+        isinstance(summary, dict) and summary.get("steps") == about["steps"]
+    ):  # its launcher may still hold the lock
         ended = finished(about["steps"])
         about |= {"state": ended.kind, "text": ended.text}
     metrics, every = _thinned(run.metrics.columns(0, 0))
@@ -57,7 +61,11 @@ def _answers(run: Run, rollout_bytes: int) -> dict[str, Any]:
     own = "/api/runs/0"
     return {
         "/api/runs": {"follow": False, "runs": [about], "left_off": 0, "one_left_off": ""},
-        "/api/changes": {"seen": "", "runs": {"0": dict.fromkeys(PARTS, "kept")}, "states": {"0": about}},
+        "/api/changes": {
+            "seen": "",
+            "runs": {"0": dict.fromkeys(PARTS, "kept")},
+            "states": {"0": about},
+        },
         f"{own}/metrics": metrics,
         f"{own}/evaluations": run.evaluations(),
         f"{own}/advisories": run.advisories(),
@@ -69,7 +77,8 @@ def _answers(run: Run, rollout_bytes: int) -> dict[str, Any]:
 
 
 def _thinned(metrics: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """Return columns with at most ``MOST_STEPS`` steps, the last one among them, and of how many steps there is one."""
+    """Return columns with at most ``MOST_STEPS`` steps, the last one among them, and of how many
+    steps there is one."""
     steps = metrics["steps"]
     every = max(1, math.ceil(len(steps) / MOST_STEPS))
     chosen = slice((len(steps) - 1) % every, None, every) if steps else slice(None)
@@ -93,22 +102,30 @@ _SCRIPT = re.compile(r'<script( type="module")? src="/static/([\w.]+)"></script>
 
 
 def static_files() -> dict[str, Traversable]:
-    """Return the files of the page, and those that it shares with other pages, by their names in order."""
-    folders = resources.files("realhf.view").joinpath("static"), resources.files("realhf.base").joinpath("look")
+    """Return the files of the page, and those that it shares with other pages, by their names in
+    order."""
+    folders = (
+        resources.files("realhf.view").joinpath("static"),
+        resources.files("realhf.base").joinpath("look"),
+    )
     found = {file.name: file for folder in folders for file in folder.iterdir() if file.is_file()}
     return dict(sorted(found.items()))
 
 
 def one_file(title: str, answers: Mapping[str, Any]) -> str:
-    """Return the page with everything in it that it loads otherwise, and ``answers`` {path: what the server would
-    answer} in place of a server. The policy in its head lets only these scripts and styles run, and no request
-    leave."""
+    """Return the page with everything in it that it loads otherwise, and ``answers`` {path: what
+    the server would answer} in place of a server. The policy in its head lets only these scripts
+    and styles run, and no request leave."""
     texts = {name: file.read_text("utf-8") for name, file in static_files().items()}
     page = texts["index.html"]
     styles = [texts[name] for name in _LINK.findall(page)]
-    scripts = [_one_script(texts, name) if module else texts[name] for module, name in _SCRIPT.findall(page)]
+    scripts = [
+        _one_script(texts, name) if module else texts[name]
+        for module, name in _SCRIPT.findall(page)
+    ]
     policy = (
-        f"default-src 'none'; script-src {_digests(scripts)}; style-src {_digests(styles)}; img-src data:; "
+        f"default-src 'none'; script-src {_digests(scripts)}; style-src {_digests(styles)}; "
+        f"img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -129,8 +146,9 @@ def _digests(texts: list[str]) -> str:
 
 
 def _one_script(texts: Mapping[str, str], name: str) -> str:
-    """Join a module and all that it imports to one plain script: each becomes a function that returns what the module
-    exports, after those that it imports. Modules from a file would have to be loaded from others."""
+    """Join a module and all that it imports to one plain script: each becomes a function that
+    returns what the module exports, after those that it imports. Modules from a file would have to
+    be loaded from others."""
     joined: dict[str, str] = {}
 
     def add(module: str) -> None:
@@ -152,20 +170,27 @@ def _taken(found: re.Match[str]) -> str:
 
 
 def report_command(arguments: Sequence[str]) -> int:
-    """Write ``trace.json`` and the report of a run folder, as the arguments after the word ``report`` say.
+    """Write ``trace.json`` and the report of a run folder, as the arguments after the word
+    ``report`` say.
 
     Returns the exit code: 0, or 1 after one line about what is wrong. Raises OSError.
     """
     parser = argparse.ArgumentParser(
         prog="python -m realhf.view report",
-        description="Write trace.json and report.html, the page over a run in one file that can be sent around.",
+        description="Write trace.json and report.html, the page over a run in one file that can be "
+        "sent around.",
     )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--no-rollouts", action="store_true", help="leave out conversations and tokens")
+    parser.add_argument(
+        "--no-rollouts", action="store_true", help="leave out conversations and tokens"
+    )
     options = parser.parse_args(arguments)
     if not is_run(options.run_dir):
-        print(f"error: {options.run_dir} is not a run: it has none of {', '.join(MARKS)}", file=sys.stderr)
+        print(
+            f"error: {options.run_dir} is not a run: it has none of {', '.join(MARKS)}",
+            file=sys.stderr,
+        )
         return 1
     merge_traces(options.run_dir)
     print(write_report(options.run_dir, 0 if options.no_rollouts else ROLLOUT_BYTES))

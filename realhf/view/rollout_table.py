@@ -1,4 +1,5 @@
-"""Gives the rollouts of a run to the page: all of them as columns, one of them whole, and those that hold a text."""
+"""Gives the rollouts of a run to the page: all of them as columns, one of them whole, and those
+that hold a text."""
 
 from __future__ import annotations
 
@@ -41,9 +42,9 @@ class RunRollouts:
         self._seen: tuple[Any, ...] = ()
 
     def packed(self) -> bytes:
-        """Return a row for each rollout, and for each further conversation of one (``branch``), as columns
-        (``run_data.pack``), in the order of steps. Texts are numbers into the
-        tables of the header; ``samples[sample]/row`` is the id."""
+        """Return a row for each rollout, and for each further conversation of one (``branch``), as
+        columns (``run_data.pack``), in the order of steps. Texts are numbers into the tables of the
+        header; ``samples[sample]/row`` is the id."""
         with self._lock:
             rows = self._refreshed()
             if not self._packed:
@@ -51,9 +52,10 @@ class RunRollouts:
             return self._packed
 
     def one(self, name: str, seen: str = "") -> dict[str, Any] | None:
-        """Return index lines and records of a rollout, and the lines of its group; None when there is none. In place of
-        a record that cannot be read there is {problem}. ``stamp`` is another one when a line has changed; with that one
-        as ``seen`` no record is read, and the answer is {id, stamp, same}."""
+        """Return index lines and records of a rollout, and the lines of its group; None when there
+        is none. In place of a record that cannot be read there is {problem}. ``stamp`` is another
+        one when a line has changed; with that one as ``seen`` no record is read, and the answer is
+        {id, stamp, same}."""
         with self._lock:
             self._store.refresh()
             row = self._store.find(name)
@@ -65,7 +67,11 @@ class RunRollouts:
             "line": _plain(row.play),
             "train_line": None if row.train is None else _plain(row.train),
             "group": [
-                {**_plain(other.play), "train": None if other.train is None else _plain(other.train)} for other in group
+                {
+                    **_plain(other.play),
+                    "train": None if other.train is None else _plain(other.train),
+                }
+                for other in group
             ],
         }
         stamp = hashlib.blake2b(msgspec.json.encode(lines), digest_size=12).hexdigest()
@@ -76,17 +82,21 @@ class RunRollouts:
             "stamp": stamp,
             **lines,
             "play": self._record(row.play),
-            "train": None if row.train is None or row.train.shard == NO_SHARD else self._record(row.train),
+            "train": None
+            if row.train is None or row.train.shard == NO_SHARD
+            else self._record(row.train),
         }
 
     def extract(self, most_rows: int, most_bytes: int) -> tuple[bytes, dict[str, dict[str, Any]]]:
-        """Return the last ``most_rows`` rows as ``packed`` does, and {id: what ``one`` returns} of the last rollouts,
-        as many as make ``most_bytes`` of JSON; the others are called not kept. One that takes a quarter of the room or
-        more is left out."""
+        """Return the last ``most_rows`` rows as ``packed`` does, and {id: what ``one`` returns} of
+        the last rollouts, as many as make ``most_bytes`` of JSON; the others are called not kept.
+        One that takes a quarter of the room or more is left out."""
         rows = self.index()[-most_rows:]
         left = most_bytes
         found: dict[str, dict[str, Any]] = {}
-        for row in [row for row in reversed(rows) if row.play.shard != NO_SHARD][: MOST_EXTRACTED if most_bytes else 0]:
+        for row in [row for row in reversed(rows) if row.play.shard != NO_SHARD][
+            : MOST_EXTRACTED if most_bytes else 0
+        ]:
             one = self.one(row.play.id)
             size = len(json.dumps(one))
             if one is None or size >= most_bytes // 4:
@@ -103,14 +113,19 @@ class RunRollouts:
         with self._lock:
             return list(self._refreshed())
 
-    def search(self, text: str, deadline: float, stopped: Callable[[], bool]) -> Iterator[dict[str, Any]]:
-        """Yield {ids} of rollouts whose conversation, task or failure holds a text (whatever its case), the newest
-        first, and at last {done, searched, of}. ``deadline``: of ``process_clock.now``, after which it ends."""
+    def search(
+        self, text: str, deadline: float, stopped: Callable[[], bool]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield {ids} of rollouts whose conversation, task or failure holds a text (whatever its
+        case), the newest first, and at last {done, searched, of}. ``deadline``: of
+        ``process_clock.now``, after which it ends."""
         with self._lock:
             lines = [row.play for row in self._refreshed() if row.play.shard != NO_SHARD]
         wanted = text.casefold()
         searched = 0
-        members = [list(found) for _, found in itertools.groupby(sorted(lines, key=_place), key=_place)]
+        members = [
+            list(found) for _, found in itertools.groupby(sorted(lines, key=_place), key=_place)
+        ]
         members.sort(key=lambda found: -max(line.time for line in found))
         for member in members:
             if stopped() or process_clock.now() > deadline:
@@ -148,7 +163,9 @@ class RunRollouts:
         if seen != self._seen:
             self._seen = seen
             self._packed = b""
-            if store.play.lines or not self._rows:  # what was read of a folder that vanishes is still shown
+            if (
+                store.play.lines or not self._rows
+            ):  # what was read of a folder that vanishes is still shown
                 self._rows = sorted(self._store.rows(), key=lambda row: row.step)
         return self._rows
 
@@ -169,8 +186,8 @@ def _is_plain(wanted: str) -> bool:
 
 
 def _may_hold(line: bytes, plain: bytes) -> bool:
-    """Return whether a record may hold a text that ``_is_plain``, without decoding it: characters beyond ASCII, escaped
-    ones too, may be equal to ASCII whatever their case."""
+    """Return whether a record may hold a text that ``_is_plain``, without decoding it: characters
+    beyond ASCII, escaped ones too, may be equal to ASCII whatever their case."""
     return plain in line.lower() or not line.isascii() or b"\\u" in line or b"\\/" in line
 
 
@@ -185,7 +202,12 @@ def _searched(line: bytes) -> str:
             return ""
         if not isinstance(content, dict):
             return ""
-        words = _Words(content.get("task"), content.get("status"), content.get("message"), content.get("messages", []))
+        words = _Words(
+            content.get("task"),
+            content.get("status"),
+            content.get("message"),
+            content.get("messages", []),
+        )
     return "\n".join(_words([words.task, words.status, words.message, words.messages])).casefold()
 
 
@@ -207,7 +229,9 @@ def _plain(line: Any) -> dict[str, Any]:
 
 def _without_record(row: Row) -> Row:
     play = msgspec.structs.replace(row.play, shard=NO_SHARD)
-    return Row(play, None if row.train is None else msgspec.structs.replace(row.train, shard=NO_SHARD))
+    return Row(
+        play, None if row.train is None else msgspec.structs.replace(row.train, shard=NO_SHARD)
+    )
 
 
 def _packed(rows: Sequence[Row], problems: Sequence[str]) -> bytes:
@@ -224,7 +248,9 @@ def _packed(rows: Sequence[Row], problems: Sequence[str]) -> bytes:
         for play, train in zip(plays, trains, strict=True)
     ]
     columns = {
-        "row": _ints(int(part[2]) if part[2].isdecimal() and len(part[2]) < 16 else 0 for part in parts),
+        "row": _ints(
+            int(part[2]) if part[2].isdecimal() and len(part[2]) < 16 else 0 for part in parts
+        ),
         "step": _ints(row.step for row in rows),
         "time": np.array([play.time for play in plays], dtype=np.float64),
         "version": _ints(NONE if play.version is None else play.version for play in plays),
@@ -241,11 +267,15 @@ def _packed(rows: Sequence[Row], problems: Sequence[str]) -> bytes:
     }
     for name in ("advantage", "ratio_max", "clip_fraction", "mismatch"):
         columns[name] = _floats(None if train is None else getattr(train, name) for train in trains)
-    return pack({"count": len(rows), "tables": tables, "problems": list(problems)[:20]}, {**columns, **codes})
+    return pack(
+        {"count": len(rows), "tables": tables, "problems": list(problems)[:20]},
+        {**columns, **codes},
+    )
 
 
 def _text(play: PlayLine, name: str) -> str:
-    """Return a text of a line. Runs of earlier versions name no template: each task is its own one."""
+    """Return a text of a line. Runs of earlier versions name no template: each task is its own
+    one."""
     return getattr(play, name) or (play.task if name == "template" else "")
 
 
@@ -256,7 +286,8 @@ def _coded(values: Iterable[str]) -> tuple[Array, list[str]]:
 
 
 def _ints(values: Iterable[int]) -> Array:
-    """Return numbers as the page reads them, the nearest that it can hold for those of a damaged index."""
+    """Return numbers as the page reads them, the nearest that it can hold for those of a damaged
+    index."""
     given = list(values)
     try:
         wide = np.fromiter(given, dtype=np.int64, count=len(given))

@@ -17,11 +17,26 @@ from typing import Any
 from realhf.api.passport import PASSPORT_FILE, told
 from realhf.monitor.advisories import advise, index_rollouts
 from realhf.monitor.provenance import LAUNCH, PROVENANCE_FILE, effective_options, launches
-from realhf.monitor.run_files import DEATHS_FILE, EVALUATIONS_FILE, NONFINITE_FILE, PLACEMENTS_FILE, HostLanes, deaths
+from realhf.monitor.run_files import (
+    DEATHS_FILE,
+    EVALUATIONS_FILE,
+    NONFINITE_FILE,
+    PLACEMENTS_FILE,
+    HostLanes,
+    deaths,
+)
 from realhf.monitor.run_log import METRICS_FILE
 from realhf.view.rollout_table import RunRollouts
 from realhf.view.run_data import RunMetrics, RunSpans, cell
-from realhf.view.run_folder import NOTE_FILE, FolderState, is_run, read_json, read_note, read_text, state_of
+from realhf.view.run_folder import (
+    NOTE_FILE,
+    FolderState,
+    is_run,
+    read_json,
+    read_note,
+    read_text,
+    state_of,
+)
 
 MOST_OPTIONS = 5000
 MOST_OPTION_DEPTH = 20
@@ -33,15 +48,16 @@ MOST_EVENTS = 500
 EVENT_FILES = (DEATHS_FILE, PLACEMENTS_FILE, NONFINITE_FILE)
 _NAME = r"[a-z0-9_-]*(?:key|token|secret|password|passwd|passphrase|credentials?)"
 _SECRET = re.compile(
-    rf"""((?<![a-z0-9_-]){_NAME}['"]?\s*[=:]\s*)(?:"[^"]*(?:"|$)|'[^']*(?:'|$)|[^\s,}}\]]+)""", re.IGNORECASE
+    rf"""((?<![a-z0-9_-]){_NAME}['"]?\s*[=:]\s*)(?:"[^"]*(?:"|$)|'[^']*(?:'|$)|[^\s,}}\]]+)""",
+    re.IGNORECASE,
 )
 _SECRET_OPTION = re.compile(rf"((?:[\w-]+\.)*{_NAME}=).+", re.IGNORECASE | re.DOTALL)
 _LOGIN = re.compile(r"(://)[^/\s]+@")
 
 
 def run_config(run_dir: Path) -> dict[str, str]:
-    """Return {option: value} of ``config.yaml``; {} when there is none or it cannot be understood. Bounded,
-    whatever the file holds."""
+    """Return {option: value} of ``config.yaml``; {} when there is none or it cannot be understood.
+    Bounded, whatever the file holds."""
     import yaml
 
     try:
@@ -54,7 +70,8 @@ def run_config(run_dir: Path) -> dict[str, str]:
 
 
 def run_origin(run_dir: Path) -> dict[str, Any]:
-    """Return the command line, commit and versions of ``provenance.json``, as far as they are there."""
+    """Return the command line, commit and versions of ``provenance.json``, as far as they are
+    there."""
     content = read_json(run_dir / "provenance.json")
     if not isinstance(content, dict):
         return {}
@@ -75,9 +92,9 @@ def run_origin(run_dir: Path) -> dict[str, Any]:
 
 
 def run_events(run_dir: Path, hosts: HostLanes) -> list[dict[str, Any]]:
-    """Return what happened to a run {at (s since the epoch, None where it is not known), step (the last complete one,
-    or None), what}: that it went on, workers that ended before it did, hosts that were lost, updates that were
-    skipped."""
+    """Return what happened to a run {at (s since the epoch, None where it is not known), step (the
+    last complete one, or None), what}: that it went on, workers that ended before it did, hosts
+    that were lost, updates that were skipped."""
     found: list[dict[str, Any]] = []
     for entry in launches(run_dir)[1:]:
         changed = entry.get("changed")
@@ -89,7 +106,9 @@ def run_events(run_dir: Path, hosts: HostLanes) -> list[dict[str, Any]]:
         what = "the run went on with " + (", ".join(told) or "the same options")
         found.append({"at": None, "step": entry.get("completed_steps"), "what": what})
     for death in deaths(run_dir):
-        found.append({"at": death.at, "step": None, "what": f"{death.process}: {death.why}; {death.then}"})
+        found.append(
+            {"at": death.at, "step": None, "what": f"{death.process}: {death.why}; {death.then}"}
+        )
     for moment, host, why in hosts.lost:
         found.append({"at": moment / 1e6, "step": None, "what": f"host {host} was lost: {why}"})
     for line in read_text(run_dir / NONFINITE_FILE).splitlines()[-MOST_EVENTS:]:
@@ -111,14 +130,17 @@ def run_events(run_dir: Path, hosts: HostLanes) -> list[dict[str, Any]]:
 
 
 def masked(text: str) -> str:
-    """Return a text without what stands behind a name such as ``api_key``, and without the login of an address. Of one
-    that is an option with such a name, as ``env.token=``, nothing of the value is kept: it may have spaces."""
+    """Return a text without what stands behind a name such as ``api_key``, and without the login of
+    an address. Of one that is an option with such a name, as ``env.token=``, nothing of the value
+    is kept: it may have spaces."""
     if option := _SECRET_OPTION.fullmatch(text):
         return f"{option[1]}(not shown)"
     return _LOGIN.sub(r"\1(not shown)@", _SECRET.sub(r"\1(not shown)", text))
 
 
-def _flatten(name: str, value: Any, found: dict[str, str], depth: int, visits: Iterator[int]) -> None:
+def _flatten(
+    name: str, value: Any, found: dict[str, str], depth: int, visits: Iterator[int]
+) -> None:
     if next(visits) >= MOST_VISITS or len(found) >= MOST_OPTIONS or name in _NOT_SHOWN:
         return
     if isinstance(value, dict) and value and depth < MOST_OPTION_DEPTH:
@@ -134,7 +156,8 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _is_small(value: Any, depth: int = 0) -> bool:
-    """Return whether writing a value out is cheap; aliases can make a short file mean an endless one."""
+    """Return whether writing a value out is cheap; aliases can make a short file mean an endless
+    one."""
     if not isinstance(value, (dict, list)):
         return True
     inner = list(value.values()) if isinstance(value, dict) else value
@@ -144,7 +167,14 @@ def _is_small(value: Any, depth: int = 0) -> bool:
 PARTS = {
     "metrics": ("metrics.jsonl",),
     "evaluations": (EVALUATIONS_FILE,),
-    "about": ("config.yaml", "provenance.json", PASSPORT_FILE, "summary.json", NOTE_FILE, *EVENT_FILES),
+    "about": (
+        "config.yaml",
+        "provenance.json",
+        PASSPORT_FILE,
+        "summary.json",
+        NOTE_FILE,
+        *EVENT_FILES,
+    ),
     "spans": ("trace",),
     "rollouts": ("rollouts",),
 }
@@ -163,7 +193,10 @@ class Run:
 
     def stamps(self) -> dict[str, str]:
         """Return a text for each part that is another one once the part has changed."""
-        return {part: " ".join(_stamp(self.folder / name) for name in names) for part, names in PARTS.items()}
+        return {
+            part: " ".join(_stamp(self.folder / name) for name in names)
+            for part, names in PARTS.items()
+        }
 
     def state(self) -> FolderState:
         """Say whether the run goes on, has ended, or is no run."""
@@ -171,20 +204,30 @@ class Run:
             self.metrics.refresh()
         except OSError:
             return state_of(self.folder, 0, None)
-        times = [time for names in PARTS.values() for name in names if (time := _newest(self.folder / name))]
+        times = [
+            time
+            for names in PARTS.values()
+            for name in names
+            if (time := _newest(self.folder / name))
+        ]
         return state_of(self.folder, self.metrics.steps, max(times, default=None))
 
     def described(self) -> dict[str, Any]:
         """Return what a list of runs says of this one."""
         state = self.state()
         tags = read_note(self.folder).tags
-        known = {"name": self.name, "folder": str(self.folder), "state": state.kind, "text": state.text}
+        known = {
+            "name": self.name,
+            "folder": str(self.folder),
+            "state": state.kind,
+            "text": state.text,
+        }
         return known | {"steps": self.metrics.steps, "tags": list(tags)}
 
     def about(self) -> dict[str, Any]:
-        """Return what the run was started with, where it came from, how far its environment's reward was proved ("" for
-        a run without one), what a person has written about it, what happened to it, and which processes each host
-        had."""
+        """Return what the run was started with, where it came from, how far its environment's
+        reward was proved ("" for a run without one), what a person has written about it, what
+        happened to it, and which processes each host had."""
         hosts = HostLanes(self.folder)
         config = run_config(self.folder)
         return {
@@ -197,13 +240,15 @@ class Run:
         }
 
     def advisories(self) -> list[dict[str, Any]]:
-        """Return what is to be said about the run, as ``realhf.monitor.advisories`` judges it: {id, severity, text,
-        since, advice, filter}."""
+        """Return what is to be said about the run, as ``realhf.monitor.advisories`` judges it: {id,
+        severity, text, since, advice, filter}."""
         self.metrics.refresh()
         content = read_json(self.folder / EVALUATIONS_FILE)
         reports = content.items() if isinstance(content, dict) else ()
         evaluations = [
-            (int(step), report) for step, report in reports if str(step).isdecimal() and isinstance(report, dict)
+            (int(step), report)
+            for step, report in reports
+            if str(step).isdecimal() and isinstance(report, dict)
         ]
         index = index_rollouts(self.rollouts.index())
         bound = number_or_none(run_config(self.folder).get("async_rl.max_head_offpolicyness", ""))
@@ -213,15 +258,20 @@ class Run:
         return [asdict(one) for one in found]
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Return a point for each evaluation, way of sampling and group: {step, way, group, success, low, high, ..}."""
+        """Return a point for each evaluation, way of sampling and group: {step, way, group,
+        success, low, high, ..}."""
         content = read_json(self.folder / EVALUATIONS_FILE)
         points: list[dict[str, Any]] = []
         for step, report in content.items() if isinstance(content, dict) else ():
-            for way, groups in report.items() if isinstance(report, dict) and str(step).isdecimal() else ():
+            for way, groups in (
+                report.items() if isinstance(report, dict) and str(step).isdecimal() else ()
+            ):
                 for group, entry in groups.items() if isinstance(groups, dict) else ():
                     if isinstance(entry, dict):
                         numbers = {str(name): cell(value) for name, value in entry.items()}
-                        points.append({"step": int(step), "way": str(way), "group": str(group), **numbers})
+                        points.append(
+                            {"step": int(step), "way": str(way), "group": str(group), **numbers}
+                        )
         return sorted(points, key=lambda point: point["step"])
 
 
@@ -248,7 +298,12 @@ def _stamp(path: Path) -> str:
 
 def _newest(path: Path) -> float | None:
     try:
-        return max([path.stat().st_mtime, *(item.st_mtime for item in (_inside(path) if path.is_dir() else ()))])
+        return max(
+            [
+                path.stat().st_mtime,
+                *(item.st_mtime for item in (_inside(path) if path.is_dir() else ())),
+            ]
+        )
     except OSError:
         return None
 
@@ -264,12 +319,15 @@ def _inside(folder: Path) -> list[os.stat_result]:
 
 MOST_RUNS = 500
 MOST_FOLDER_DEPTH = 4
-_INNER = frozenset({"checkpoints", "logs", "policy", "rollouts", "tensorboard", "trace", "wandb", "mlflow"})
+_INNER = frozenset(
+    {"checkpoints", "logs", "policy", "rollouts", "tensorboard", "trace", "wandb", "mlflow"}
+)
 """Folders of a run in which no further run lies."""
 
 
 class RunList:
-    """Keeps the runs in the order in which they were found, so that the number of a run stays its own."""
+    """Keeps the runs in the order in which they were found, so that the number of a run stays its
+    own."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = [Path(os.path.abspath(folder)) for folder in folders]
@@ -278,9 +336,9 @@ class RunList:
         self._lock = threading.Lock()
 
     def refresh(self) -> list[Run]:
-        """Look for runs that were added, and return all, at most ``MOST_RUNS``: where there are more, those that were
-        written to last. A folder that was named and holds none counts as one, so that the page can say what is wrong
-        with it."""
+        """Look for runs that were added, and return all, at most ``MOST_RUNS``: where there are
+        more, those that were written to last. A folder that was named and holds none counts as one,
+        so that the page can say what is wrong with it."""
         with self._lock:
             fresh: dict[Path, str] = {}
             for folder in self._folders:
@@ -289,19 +347,22 @@ class RunList:
                     if path not in self._runs:
                         fresh.setdefault(path, _name(folder, path))
             room = MOST_RUNS - len(self._runs)
-            newest = set(sorted(fresh, key=_written, reverse=True)[:room] if len(fresh) > room else fresh)
+            newest = set(
+                sorted(fresh, key=_written, reverse=True)[:room] if len(fresh) > room else fresh
+            )
             self._runs |= {path: Run(path, name) for path, name in fresh.items() if path in newest}
             self._left_off = [path for path in fresh if path not in newest]
             return list(self._runs.values())
 
     def left_off(self) -> list[Path]:
-        """Return the folders of the runs that are not listed, because there are more than ``MOST_RUNS``."""
+        """Return the folders of the runs that are not listed, because there are more than
+        ``MOST_RUNS``."""
         with self._lock:
             return list(self._left_off)
 
     def first(self) -> int:
-        """Return the number of the run that the page opens with: the first that was named, or of a folder of runs the
-        one that was written to last."""
+        """Return the number of the run that the page opens with: the first that was named, or of a
+        folder of runs the one that was written to last."""
         with self._lock:
             runs = list(self._runs.values())
         if not runs or is_run(self._folders[0]):

@@ -21,23 +21,42 @@ from realhf.base.files import LineTail
 from realhf.monitor.metrics import public_names
 from realhf.monitor.run_files import HostLanes
 from realhf.monitor.run_log import METRICS_FILE
-from realhf.monitor.trace import COMPLETE, INSTANT, TAIL_BYTES, TraceEvent, display_rank, trace_files
+from realhf.monitor.trace import (
+    COMPLETE,
+    INSTANT,
+    TAIL_BYTES,
+    TraceEvent,
+    display_rank,
+    trace_files,
+)
 
 _ALIGNED = 8
-_KINDS = {"float64": "f64", "float32": "f32", "int32": "i32", "uint32": "u32", "uint16": "u16", "uint8": "u8"}
+_KINDS = {
+    "float64": "f64",
+    "float32": "f32",
+    "int32": "i32",
+    "uint32": "u32",
+    "uint16": "u16",
+    "uint8": "u8",
+}
 MEDIA_TYPE = "application/octet-stream"
 
 
 def pack(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Return ``u32 length of the header | header as JSON | arrays``, little-endian; every array begins at a multiple of
-    eight bytes. The header is ``about`` with ``arrays``: {name: {kind, length, offset}}, offsets counted from the end
-    of the header. Raises KeyError for a type of elements that the page does not know."""
+    """Return ``u32 length of the header | header as JSON | arrays``, little-endian; every array
+    begins at a multiple of eight bytes. The header is ``about`` with ``arrays``: {name: {kind,
+    length, offset}}, offsets counted from the end of the header. Raises KeyError for a type of
+    elements that the page does not know."""
     places: dict[str, dict[str, Any]] = {}
     parts: list[bytes] = []
     offset = 0
     for name, array in arrays.items():
         data = np.ascontiguousarray(array).tobytes()
-        places[name] = {"kind": _KINDS[array.dtype.name], "length": int(array.size), "offset": offset}
+        places[name] = {
+            "kind": _KINDS[array.dtype.name],
+            "length": int(array.size),
+            "offset": offset,
+        }
         padded = data + bytes(-len(data) % _ALIGNED)
         parts.append(padded)
         offset += len(padded)
@@ -47,7 +66,8 @@ def pack(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 Cell = float | str | None
-"""A value of a metric: a number, "NaN", "Infinity" or "-Infinity", or None where the step has none."""
+"""A value of a metric: a number, "NaN", "Infinity" or "-Infinity", or None where the step has
+none."""
 
 
 class RunMetrics:
@@ -81,8 +101,8 @@ class RunMetrics:
         return max((row["step"] for row in self.rows), default=0)
 
     def columns(self, epoch: int, start: int) -> dict[str, Any]:
-        """Return the rows from ``start`` on as {epoch, start, steps, columns: {name: values}, unreadable}; all rows
-        when the file was replaced since ``epoch``."""
+        """Return the rows from ``start`` on as {epoch, start, steps, columns: {name: values},
+        unreadable}; all rows when the file was replaced since ``epoch``."""
         with self._lock:
             first = start if epoch == self._epoch and 0 <= start <= len(self.rows) else 0
             rows = self.rows[first:]
@@ -126,7 +146,8 @@ _LATEST = 2**63 - 1
 
 
 class RunSpans:
-    """Holds the spans of all processes of a run in the order in which they were read. Thread-safe."""
+    """Holds the spans of all processes of a run in the order in which they were read.
+    Thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -137,10 +158,10 @@ class RunSpans:
         self._forget()
 
     def packed(self, epoch: int, start: int, most: int = MOST_SPANS) -> bytes:
-        """Return the spans from number ``start`` on, all of them when files were replaced since ``epoch``: columns
-        ``began`` and ``seconds`` (s, counted from ``base``, s since the epoch), ``line``, ``name`` and ``sample``
-        (numbers into the tables of the header; 0 in ``sample``: none); of more than ``most`` the last ones. Raises
-        OSError."""
+        """Return the spans from number ``start`` on, all of them when files were replaced since
+        ``epoch``: columns ``began`` and ``seconds`` (s, counted from ``base``, s since the epoch),
+        ``line``, ``name`` and ``sample`` (numbers into the tables of the header; 0 in ``sample``:
+        none); of more than ``most`` the last ones. Raises OSError."""
         with self._lock:
             self._refresh()
             first = start if epoch == self._epoch and 0 <= start <= len(self._rows) else 0
@@ -152,7 +173,10 @@ class RunSpans:
                 "start": first,
                 "base": self._base / 1e6,
                 "processes": _in_order(self._processes, hosts),
-                "lines": [{"pid": pid, "name": self._line_names.get((pid, tid), str(tid))} for pid, tid in self._lines],
+                "lines": [
+                    {"pid": pid, "name": self._line_names.get((pid, tid), str(tid))}
+                    for pid, tid in self._lines
+                ],
                 "names": list(self._names),
                 "samples": list(self._samples),
                 "steps": self._steps,
@@ -209,7 +233,11 @@ class RunSpans:
             self._line_names[event.pid, event.tid] = str(args.get("name"))[:200]
         elif event.ph == INSTANT and event.name == STEP and isinstance(args.get("step"), int):
             self._steps.append((self._since(event.ts), args["step"]))
-        elif event.ph == COMPLETE and len(self._names) < _MOST_NAMES and len(self._lines) < _MOST_NAMES:
+        elif (
+            event.ph == COMPLETE
+            and len(self._names) < _MOST_NAMES
+            and len(self._lines) < _MOST_NAMES
+        ):
             sample = args.get("id")
             self._rows.append(
                 (
@@ -217,7 +245,9 @@ class RunSpans:
                     max(0, event.dur or 0) / 1e6,
                     self._lines.setdefault((event.pid, event.tid), len(self._lines)),
                     self._names.setdefault(event.name[:200], len(self._names)),
-                    self._samples.setdefault(sample, len(self._samples)) if isinstance(sample, str) else 0,
+                    self._samples.setdefault(sample, len(self._samples))
+                    if isinstance(sample, str)
+                    else 0,
                 )
             )
 
@@ -227,8 +257,8 @@ class RunSpans:
 
 
 def _in_order(processes: Mapping[int, str], hosts: HostLanes) -> list[dict[str, Any]]:
-    """Return the processes in the order of display; in a run over several hosts by the host that each was on last,
-    which stands before its name."""
+    """Return the processes in the order of display; in a run over several hosts by the host that
+    each was on last, which stands before its name."""
     rows = [(hosts.at(name, _LATEST), pid, name) for pid, name in processes.items()]
     order = {host: place for place, host in enumerate(hosts.hosts)}
     rows.sort(key=lambda row: (order.get(row[0], -1), display_rank(row[2]), row[1]))

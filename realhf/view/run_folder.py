@@ -1,8 +1,10 @@
-"""The state of a run's folder (running, finished, stopped), and the notes that a person writes about the run.
+"""The state of a run's folder (running, finished, stopped), and the notes that a person writes
+about the run.
 
 python -m realhf.view note RUN ["text"] [--tag TAG ...] [--untag TAG ...]
 
-writes them; without a text or a tag it prints what is written. The page shows them and changes nothing.
+writes them; without a text or a tag it prints what is written. The page shows them and changes
+nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from realhf.base.text import printable
 
 _LOCKS = Path("/proc/locks")
 _FRESH_S = 90.0
-"""Seconds since its last write within which a run counts as running though no lock is visible, as of another host."""
+"""Seconds since its last write within which a run counts as running though no lock is visible, as
+of another host."""
 _LARGEST_FILE = 16 * 2**20
 """Bytes of the largest file that is read."""
 MARKS = ("config.yaml", "metrics.jsonl", "provenance.json")
@@ -52,12 +55,14 @@ def is_run(folder: Path) -> bool:
 
 
 def state_of(folder: Path, steps: int, last_written: float | None) -> FolderState:
-    """Describe a folder in which ``steps`` steps are complete and whose newest file was written at ``last_written``
-    (seconds since the epoch; None: nothing is there)."""
+    """Describe a folder in which ``steps`` steps are complete and whose newest file was written at
+    ``last_written`` (seconds since the epoch; None: nothing is there)."""
     try:
         about = folder.stat()
     except OSError as error:
-        return FolderState(GONE, f"{folder} cannot be read ({error.strerror}): it was moved or deleted.")
+        return FolderState(
+            GONE, f"{folder} cannot be read ({error.strerror}): it was moved or deleted."
+        )
     if not stat.S_ISDIR(about.st_mode):
         return FolderState(FOREIGN, f"{folder} is not a folder.")
     if not is_run(folder):
@@ -71,8 +76,16 @@ def state_of(folder: Path, steps: int, last_written: float | None) -> FolderStat
         return finished(steps)
     age = None if last_written is None else time.time() - last_written
     if age is not None and abs(age) < _FRESH_S:
-        return FolderState(RUNNING, f"{_steps(steps)} complete; last written {max(0.0, age):.0f} s ago.")
-    when = "" if age is None else " Its files bear a time that is yet to come." if age < 0 else _written(age)
+        return FolderState(
+            RUNNING, f"{_steps(steps)} complete; last written {max(0.0, age):.0f} s ago."
+        )
+    when = (
+        ""
+        if age is None
+        else " Its files bear a time that is yet to come."
+        if age < 0
+        else _written(age)
+    )
     return FolderState(STOPPED, f"The run was stopped after {_steps(steps)}, before its end.{when}")
 
 
@@ -82,13 +95,17 @@ def finished(steps: int) -> FolderState:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process of this machine holds a lock on a file, without asking for the lock itself."""
+    """Return whether a process of this machine holds a lock on a file, without asking for the lock
+    itself."""
     try:
         inode = path.stat().st_ino
         table = _LOCKS.read_text("ascii", "replace")
     except OSError:
         return False
-    return any(line.split()[5:6] and line.split()[5].rpartition(":")[2] == str(inode) for line in table.splitlines())
+    return any(
+        line.split()[5:6] and line.split()[5].rpartition(":")[2] == str(inode)
+        for line in table.splitlines()
+    )
 
 
 def is_plain_file(path: Path) -> bool:
@@ -156,27 +173,38 @@ def read_note(run_dir: Path) -> Note:
         return Note()
     text = content.get("text")
     tags = content.get("tags")
-    known = [_shorten(tag, MOST_OF_TAG) for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else []
+    known = (
+        [_shorten(tag, MOST_OF_TAG) for tag in tags if isinstance(tag, str)]
+        if isinstance(tags, list)
+        else []
+    )
     return Note(
-        _shorten(text, MOST_CHARACTERS) if isinstance(text, str) else "", tuple(dict.fromkeys(known))[:MOST_TAGS]
+        _shorten(text, MOST_CHARACTERS) if isinstance(text, str) else "",
+        tuple(dict.fromkeys(known))[:MOST_TAGS],
     )
 
 
 def _shorten(text: str, most: int) -> str:
-    """Return the first ``most`` characters of a text. Halves of surrogate pairs, which JSON can contain and HTTP
-    cannot, become "?"."""
+    """Return the first ``most`` characters of a text. Halves of surrogate pairs, which JSON can
+    contain and HTTP cannot, become "?"."""
     return text[:most].encode(errors="replace").decode()
 
 
 def note_command(arguments: Sequence[str]) -> int:
-    """Run the command ``note`` with its arguments. Returns the exit code: 0, or 2 with one line about the mistake."""
+    """Run the command ``note`` with its arguments. Returns the exit code: 0, or 2 with one line
+    about the mistake."""
     parser = argparse.ArgumentParser(
-        prog="python -m realhf.view note", description="Write or print what a person has to say about a run."
+        prog="python -m realhf.view note",
+        description="Write or print what a person has to say about a run.",
     )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
-    parser.add_argument("text", nargs="?", help='the note, in place of the one before; "" removes it')
-    parser.add_argument("--tag", action="append", default=[], metavar="TAG", help="add a tag; may be given again")
+    parser.add_argument(
+        "text", nargs="?", help='the note, in place of the one before; "" removes it'
+    )
+    parser.add_argument(
+        "--tag", action="append", default=[], metavar="TAG", help="add a tag; may be given again"
+    )
     parser.add_argument("--untag", action="append", default=[], metavar="TAG", help="remove a tag")
     given = parser.parse_args(arguments)
     before = read_note(given.run)
@@ -192,7 +220,12 @@ def note_command(arguments: Sequence[str]) -> int:
             print(f"error: cannot write {given.run / NOTE_FILE}: {error.strerror}", file=sys.stderr)
             return 2
     said = " ".join(f"[{tag}]" for tag in note.tags)
-    print(printable("\n".join(part for part in (said, note.text) if part) or f"no note of {given.run}", colours=False))
+    print(
+        printable(
+            "\n".join(part for part in (said, note.text) if part) or f"no note of {given.run}",
+            colours=False,
+        )
+    )
     return 0
 
 
@@ -205,5 +238,8 @@ def _problem(run: Path, note: Note) -> str:
         return f"{len(note.tags)} tags, and {MOST_TAGS} are kept"
     for tag in note.tags:
         if not tag.strip() or len(tag) > MOST_OF_TAG or not tag.isprintable():
-            return f"--tag {tag!r:.80}: a tag has at most {MOST_OF_TAG} characters, which can be printed"
+            return (
+                f"--tag {tag!r:.80}: a tag has at most {MOST_OF_TAG} characters, which can be "
+                f"printed"
+            )
     return ""

@@ -1,4 +1,5 @@
-"""The server of the page over runs, for this machine only. Files of runs are read on request; nothing is written."""
+"""The server of the page over runs, for this machine only. Files of runs are read on request;
+nothing is written."""
 
 from __future__ import annotations
 
@@ -23,7 +24,14 @@ from realhf.base import process_clock
 from realhf.view.report import static_files
 from realhf.view.run import Run, RunList
 from realhf.view.run_data import MEDIA_TYPE
-from realhf.web.guard import OWN_FILES_POLICY, PAGE_HEADERS, GuardRules, PageRules, RequestGuard, ServedHosts
+from realhf.web.guard import (
+    OWN_FILES_POLICY,
+    PAGE_HEADERS,
+    GuardRules,
+    PageRules,
+    RequestGuard,
+    ServedHosts,
+)
 
 CHANGES_S = 20.0
 """Seconds that a request for changes waits; then the page sends the next one."""
@@ -43,16 +51,22 @@ def create_app(runs: RunList, *, follow: bool) -> Starlette:
     routes: list[BaseRoute] = [Route("/", _file(files["index.html"]))]
     routes += [Route(f"/static/{name}", _file(file)) for name, file in files.items()]
     routes += [Route("/api/runs", api.list_runs), Route("/api/changes", api.changes)]
-    routes += [Route(f"/api/runs/{{run:int}}/{name}", api.part(read)) for name, read in PARTS_OF_A_RUN.items()]
+    routes += [
+        Route(f"/api/runs/{{run:int}}/{name}", api.part(read))
+        for name, read in PARTS_OF_A_RUN.items()
+    ]
     routes += [Route("/api/runs/{run:int}/search", api.search)]
     handlers = {OSError: _unreadable}
     return Starlette(
-        routes=routes, middleware=[Middleware(RequestGuard, rules=guard_rules())], exception_handlers=handlers
+        routes=routes,
+        middleware=[Middleware(RequestGuard, rules=guard_rules())],
+        exception_handlers=handlers,
     )
 
 
 class Api:
-    """The handlers of the page's requests. Threads read the files, so that a slow disk delays no other request."""
+    """The handlers of the page's requests. Threads read the files, so that a slow disk delays no
+    other request."""
 
     def __init__(self, runs: RunList, follow: bool) -> None:
         self._runs = runs
@@ -63,8 +77,11 @@ class Api:
         return _json(await run_in_threadpool(self._list))
 
     async def changes(self, request: Request) -> Response:
-        """Wait until the runs ``?run=..`` differ from the state ``?seen=..``, at most ``CHANGES_S``."""
-        numbers = [int(text) for text in request.query_params.getlist("run") if text.isdecimal()][:16]
+        """Wait until the runs ``?run=..`` differ from the state ``?seen=..``, at most
+        ``CHANGES_S``."""
+        numbers = [int(text) for text in request.query_params.getlist("run") if text.isdecimal()][
+            :16
+        ]
         seen = request.query_params.get("seen", "")
         loop = asyncio.get_running_loop()
         deadline = loop.time() + CHANGES_S
@@ -80,24 +97,31 @@ class Api:
                 return Response(status_code=204)
 
     def part(self, read: Callable[[Run, Request], Any]) -> Handler:
-        """Return the handler of a part of a run, which ``read`` returns as bytes, or as a value for JSON."""
+        """Return the handler of a part of a run, which ``read`` returns as bytes, or as a value for
+        JSON."""
 
         async def answer(request: Request) -> Response:
             found = await run_in_threadpool(read, self._run_of(request), request)
-            return Response(found, media_type=MEDIA_TYPE) if isinstance(found, bytes) else _json(found)
+            return (
+                Response(found, media_type=MEDIA_TYPE) if isinstance(found, bytes) else _json(found)
+            )
 
         return answer
 
     async def search(self, request: Request) -> Response:
-        """Stream the ids of rollouts that contain ``text``, as lines of JSON, until all are searched or ``SEARCH_S``
-        have passed."""
+        """Stream the ids of rollouts that contain ``text``, as lines of JSON, until all are
+        searched or ``SEARCH_S`` have passed."""
         text = request.query_params.get("text", "")[:LONGEST_SEARCH]
         stopped = threading.Event()
-        found = self._run_of(request).rollouts.search(text, process_clock.now() + SEARCH_S, stopped.is_set)
+        found = self._run_of(request).rollouts.search(
+            text, process_clock.now() + SEARCH_S, stopped.is_set
+        )
         return StreamingResponse(_streamed(found, stopped), media_type="application/x-ndjson")
 
     def _list(self) -> dict[str, Any]:
-        runs = [{"number": number, **run.described()} for number, run in enumerate(self._runs.refresh())]
+        runs = [
+            {"number": number, **run.described()} for number, run in enumerate(self._runs.refresh())
+        ]
         left_off = self._runs.left_off()
         return {
             "follow": self._follow,
@@ -130,7 +154,9 @@ def _metrics(run: Run, request: Request) -> dict[str, Any]:
 
 
 def _rollout(run: Run, request: Request) -> dict[str, Any]:
-    found = run.rollouts.one(request.query_params.get("id", ""), request.query_params.get("seen", ""))
+    found = run.rollouts.one(
+        request.query_params.get("id", ""), request.query_params.get("seen", "")
+    )
     if found is None:
         raise HTTPException(404, "there is no rollout with this id")
     return found
@@ -141,12 +167,14 @@ PARTS_OF_A_RUN: Mapping[str, Callable[[Run, Request], Any]] = {
     "evaluations": lambda run, _: run.evaluations(),
     "advisories": lambda run, _: run.advisories(),
     "about": lambda run, _: run.about(),
-    "spans": lambda run, request: run.spans.packed(_number(request, "epoch"), _number(request, "start")),
+    "spans": lambda run, request: run.spans.packed(
+        _number(request, "epoch"), _number(request, "start")
+    ),
     "rollouts": lambda run, _: run.rollouts.packed(),
     "rollout": _rollout,
 }
-"""The routes below ``/api/runs/<number>/``. Metrics and spans are those from ``start`` on. A rollout (``id``) comes
-whole only if it has changed since the answer with the stamp ``seen``."""
+"""The routes below ``/api/runs/<number>/``. Metrics and spans are those from ``start`` on. A
+rollout (``id``) comes whole only if it has changed since the answer with the stamp ``seen``."""
 
 
 def _number(request: Request, name: str) -> int:
@@ -160,7 +188,10 @@ def _json(content: Any) -> Response:
 
 
 def _file(source: Traversable) -> Handler:
-    content, kind = source.read_bytes(), mimetypes.guess_type(source.name)[0] or "application/octet-stream"
+    content, kind = (
+        source.read_bytes(),
+        mimetypes.guess_type(source.name)[0] or "application/octet-stream",
+    )
 
     async def file(request: Request) -> Response:
         return Response(content, media_type=kind)
@@ -170,10 +201,14 @@ def _file(source: Traversable) -> Handler:
 
 async def _unreadable(request: Request, error: Exception) -> Response:
     assert isinstance(error, OSError)
-    return JSONResponse({"detail": f"{error.filename or 'a file'} cannot be read: {error.strerror}"}, 410)
+    return JSONResponse(
+        {"detail": f"{error.filename or 'a file'} cannot be read: {error.strerror}"}, 410
+    )
 
 
-async def _streamed(found: Iterator[dict[str, Any]], stopped: threading.Event) -> AsyncIterator[bytes]:
+async def _streamed(
+    found: Iterator[dict[str, Any]], stopped: threading.Event
+) -> AsyncIterator[bytes]:
     """Yield search results as lines of JSON; the searching thread ends with the request."""
     loop = asyncio.get_running_loop()
     try:
@@ -184,14 +219,18 @@ async def _streamed(found: Iterator[dict[str, Any]], stopped: threading.Event) -
 
 
 SERVER_HEADER = "X-Realhf-Server"
-"""Header of every answer with a name of this process. By it an open page notices that another server, with other runs,
-has taken its place on the port."""
+"""Header of every answer with a name of this process. By it an open page notices that another
+server, with other runs, has taken its place on the port."""
 
 
 def guard_rules() -> GuardRules:
     """Return which requests are served: those of this machine, for the page itself."""
     remedy = "this page is served to 127.0.0.1 and localhost only"
-    headers = {**PAGE_HEADERS, "Content-Security-Policy": OWN_FILES_POLICY, "Cache-Control": "no-store"}
+    headers = {
+        **PAGE_HEADERS,
+        "Content-Security-Policy": OWN_FILES_POLICY,
+        "Cache-Control": "no-store",
+    }
     return GuardRules(
         pages=PageRules(ServedHosts(remedy), schemes=frozenset({"http"})),
         form=lambda refusal: {"detail": refusal.detail},

@@ -1,4 +1,5 @@
-"""Limits of request bodies: their size before and after decompression, their pace, and the memory of all together.
+"""Limits of request bodies: their size before and after decompression, their pace, and the memory
+of all together.
 
 Source: docs/reference/trajectory.md 2.1, 3.8, 3.11.
 """
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 BODY = "web.body"
 """Key of an ASGI scope that holds the plain body, once ``BodyReader`` has read it."""
 INLINE_BYTES = 256 << 10
-"""Size up to which compressed bodies are tried on the event loop; larger ones go to a thread, without the GIL."""
+"""Size up to which compressed bodies are tried on the event loop; larger ones go to a thread,
+without the GIL."""
 INLINE_PLAIN_BYTES = 1 << 20
 """Size of the plain body above which decompression starts again in a thread."""
 GRACE_S = 30.0
@@ -31,7 +33,8 @@ GRACE_S = 30.0
 LEAST_BYTES_PER_S = 16 << 10
 """Rate at which a body earns more time than ``GRACE_S``."""
 MOST_MEMBERS = 10_000
-"""Largest number of members of a stream: each costs a new decoder and a copy of the slice that it began in."""
+"""Largest number of members of a stream: each costs a new decoder and a copy of the slice that it
+began in."""
 _SLICE = 256 << 10
 """Size of the slices in which a gzip body is fed to the decoder."""
 _MOST_AT_ONCE = 32 << 20
@@ -39,8 +42,8 @@ _MOST_AT_ONCE = 32 << 20
 _STEP = 1 << 20
 """Size of the steps in which other bodies are decompressed."""
 _ZSTD_SLICE = 256
-"""Size of the slices of a Zstandard stream: four bytes of it may mean 128 KiB, and its reader does not stop in
-between."""
+"""Size of the slices of a Zstandard stream: four bytes of it may mean 128 KiB, and its reader does
+not stop in between."""
 _BAD_GZIP: tuple[Any, ...] = (isal_zlib.IsalError, EOFError)
 Take = Callable[[int], None]
 """Counts bytes that are held now; raises Refusal where there is no room for them."""
@@ -52,9 +55,11 @@ def declared_length(scope: Scope) -> int | None:
     return int(values[0]) if len(values) == 1 and values[0].isdigit() else None
 
 
-def check_declared_length(scope: Scope, max_bytes: int, *, required: bool = False, hint: str = "") -> None:
-    """Raise Refusal (413) where the Content-Length of a request is larger than ``max_bytes``, or is ``required`` and
-    missing. ``hint``: the option that sets the limit."""
+def check_declared_length(
+    scope: Scope, max_bytes: int, *, required: bool = False, hint: str = ""
+) -> None:
+    """Raise Refusal (413) where the Content-Length of a request is larger than ``max_bytes``, or is
+    ``required`` and missing. ``hint``: the option that sets the limit."""
     length = declared_length(scope)
     if length is None and required:
         raise Refusal(413, f"a body has a Content-Length of at most {max_bytes}{hint}")
@@ -69,7 +74,8 @@ def _count_nothing(nbytes: int) -> None:
 class _Pieces:
     """Pieces of a body, joined as they come.
 
-    The buffer grows in place and hands out its bytes without a copy, so that no piece is held twice.
+    The buffer grows in place and hands out its bytes without a copy, so that no piece is held
+    twice.
     """
 
     def __init__(self) -> None:
@@ -100,9 +106,10 @@ async def read_body(
 ) -> bytes:
     """Return the plain body.
 
-    ``encoding``: the Content-Encoding header, of which gzip is decompressed wherever it is contained, and zstd if
-    ``allow_zstd``. ``take`` is called, from any thread, with the number of bytes that are held. Raises Refusal: 413
-    above ``max_bytes``, compressed or not; 400 for a damaged stream; 503 for one that stalls; and what ``take`` raises.
+    ``encoding``: the Content-Encoding header, of which gzip is decompressed wherever it is
+    contained, and zstd if ``allow_zstd``. ``take`` is called, from any thread, with the number of
+    bytes that are held. Raises Refusal: 413 above ``max_bytes``, compressed or not; 400 for a
+    damaged stream; 503 for one that stalls; and what ``take`` raises.
     """
     body = await _received(chunks, max_bytes, take)
     encoding = encoding.lower()
@@ -124,8 +131,9 @@ async def read_body(
 
 
 async def _received(chunks: AsyncIterator[bytes], max_bytes: int, take: Take) -> bytes:
-    """Return the body as it was sent. This function returns before decompression so that its buffer is freed. Raises
-    Refusal 503 for a body that arrives too slowly: its bytes take room that others need."""
+    """Return the body as it was sent. This function returns before decompression so that its buffer
+    is freed. Raises Refusal 503 for a body that arrives too slowly: its bytes take room that others
+    need."""
     pieces = _Pieces()
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -139,7 +147,9 @@ async def _received(chunks: AsyncIterator[bytes], max_bytes: int, take: Take) ->
                 limit.reschedule(began + GRACE_S + pieces.size / LEAST_BYTES_PER_S)
     except TimeoutError:
         raise Refusal(
-            503, f"only {pieces.size} bytes of the body came in {loop.time() - began:.0f} s", {"Retry-After": "1"}
+            503,
+            f"only {pieces.size} bytes of the body came in {loop.time() - began:.0f} s",
+            {"Retry-After": "1"},
         ) from None
     return pieces.whole()
 
@@ -147,9 +157,9 @@ async def _received(chunks: AsyncIterator[bytes], max_bytes: int, take: Take) ->
 def gunzip(body: bytes, max_bytes: int, take: Take = _count_nothing) -> bytes | None:
     """Decompress one or more gzip members; return None where they hold more than ``max_bytes``.
 
-    The last four bytes state the length of the plain body. If that is true and not much, one step is enough; otherwise
-    the steps are small, since each is held a second time while it is added to the others. Raises Refusal 400 (not gzip,
-    truncated, corrupt).
+    The last four bytes state the length of the plain body. If that is true and not much, one step
+    is enough; otherwise the steps are small, since each is held a second time while it is added to
+    the others. Raises Refusal 400 (not gzip, truncated, corrupt).
     """
     stated_bytes = int.from_bytes(body[-4:], "little") + 1
     step = stated_bytes if _STEP < stated_bytes <= min(max_bytes, _MOST_AT_ONCE) else _STEP
@@ -184,7 +194,8 @@ def gunzip(body: bytes, max_bytes: int, take: Take = _count_nothing) -> bytes | 
 
 
 def unzstd(body: bytes, max_bytes: int, take: Take = _count_nothing) -> bytes | None:
-    """Decompress Zstandard frames; return None where they hold more than ``max_bytes``. Raises Refusal 400."""
+    """Decompress Zstandard frames; return None where they hold more than ``max_bytes``. Raises
+    Refusal 400."""
     pieces = _Pieces()
     frames = 0
     position = 0
@@ -220,8 +231,8 @@ def _too_large(max_bytes: int) -> Refusal:
 class BodyBudget:
     """A limit of ``limit`` bytes for all bodies together, compressed and plain.
 
-    Bytes count when they arrive, not when they are announced, so that no client takes room by announcing much and
-    sending nothing.
+    Bytes count when they arrive, not when they are announced, so that no client takes room by
+    announcing much and sending nothing.
     """
 
     def __init__(self, limit: int) -> None:
@@ -243,13 +254,16 @@ class BodyShare:
         self._released = False
 
     def take(self, nbytes: int) -> None:
-        """Take more bytes from the budget. Raises Refusal 503 when they do not fit, or after ``release``."""
+        """Take more bytes from the budget. Raises Refusal 503 when they do not fit, or after
+        ``release``."""
         budget = self._budget
         with budget.lock:
             if budget.held + nbytes > budget.limit or self._released:
                 budget.refused += 1
                 raise Refusal(
-                    503, f"the bodies of all requests together exceed {budget.limit} bytes", {"Retry-After": "1"}
+                    503,
+                    f"the bodies of all requests together exceed {budget.limit} bytes",
+                    {"Retry-After": "1"},
                 )
             budget.held += nbytes
             self._held += nbytes
@@ -287,11 +301,11 @@ class BodyRules:
     length_required: bool = False
     """Whether a POST needs a Content-Length; without one it is refused (413)."""
     media_type: str = ""
-    """The only media type of a body that is not empty; others are refused (415). "": any. A page of another site can
-    send JSON only after a preflight, which fails."""
+    """The only media type of a body that is not empty; others are refused (415). "": any. A page of
+    another site can send JSON only after a preflight, which fails."""
     left_to_handler: Callable[[Scope], bool] = _none
-    """Whether the handler of a request reads the body itself, after further checks; then only the announced length and
-    type are looked at."""
+    """Whether the handler of a request reads the body itself, after further checks; then only the
+    announced length and type are looked at."""
     decompress: bool = True
     """Whether ``Content-Encoding`` is decoded."""
     zstd_types: Callable[[str], bool] = _no_type
@@ -301,8 +315,8 @@ class BodyRules:
 class BodyReader:
     """An ASGI middleware that reads whole bodies within the limits.
 
-    Handlers find the plain body in one message, and in ``scope[BODY]`` without a copy. A request holds its share of the
-    budget until its end.
+    Handlers find the plain body in one message, and in ``scope[BODY]`` without a copy. A request
+    holds its share of the budget until its end.
     """
 
     def __init__(self, app: ASGIApp, rules: BodyRules) -> None:
@@ -340,23 +354,33 @@ class BodyReader:
         except Refusal as refusal:
             # The rest of the body is not read, so the connection cannot serve another request.
             close = {"Connection": "close"} if refusal.status in (413, 503) else {}
-            answer = JSONResponse(self._rules.form(refusal), refusal.status, refusal.headers | close)
+            answer = JSONResponse(
+                self._rules.form(refusal), refusal.status, refusal.headers | close
+            )
             await answer(scope, receive, send)
             return
         if body is None:
             await self._app(scope, receive, send)
             return
         if self._rules.decompress:
-            scope["headers"] = [(name, value) for name, value in scope["headers"] if name != b"content-encoding"]
+            scope["headers"] = [
+                (name, value) for name, value in scope["headers"] if name != b"content-encoding"
+            ]
         scope[BODY] = body
         await self._app(scope, _replay(body, receive), send)
 
     def _check_head(self, scope: Scope) -> None:
         """Raise Refusal for a body that can be refused by the head of its request."""
         rules = self._rules
-        check_declared_length(scope, rules.max_bytes, required=rules.length_required and scope["method"] == "POST")
+        check_declared_length(
+            scope, rules.max_bytes, required=rules.length_required and scope["method"] == "POST"
+        )
         kind = _header(scope, b"content-type")
-        if rules.media_type and declared_length(scope) != 0 and _media_type(kind) != rules.media_type:
+        if (
+            rules.media_type
+            and declared_length(scope) != 0
+            and _media_type(kind) != rules.media_type
+        ):
             raise Refusal(415, f"a body is {rules.media_type}")
 
     async def _read(self, scope: Scope, receive: Receive, take: Take) -> bytes:
@@ -372,7 +396,9 @@ class BodyReader:
 
 def _header(scope: Scope, wanted: bytes) -> str:
     """Return the first value of a header; "" without one."""
-    return next((value.decode("latin-1") for name, value in scope["headers"] if name.lower() == wanted), "")
+    return next(
+        (value.decode("latin-1") for name, value in scope["headers"] if name.lower() == wanted), ""
+    )
 
 
 def _media_type(content_type: str) -> str:

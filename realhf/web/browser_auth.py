@@ -1,4 +1,5 @@
-"""Browsers of a page that changes something: signed cookies, CSRF tokens, a login where the server has a token."""
+"""Browsers of a page that changes something: signed cookies, CSRF tokens, a login where the server
+has a token."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from starlette.responses import Response
 
 from realhf.base.loopback import is_loopback_host
 from realhf.web.bodies import check_declared_length
-from realhf.web.guard import FOREIGN_ORIGIN, PAGE_HEADERS, STRICT_POLICY, is_same_origin, refusal_response
+from realhf.web.guard import (
+    FOREIGN_ORIGIN,
+    PAGE_HEADERS,
+    STRICT_POLICY,
+    is_same_origin,
+    refusal_response,
+)
 from realhf.web.refusal import Refusal
 from realhf.web.tokens import TokenTable
 
@@ -32,8 +39,8 @@ def error_body(refusal: Refusal) -> dict[str, Any]:
 class BrowserAuth:
     """Lets browsers use the routes below ``path``.
 
-    Without a token no login is needed, but only clients of this machine are served. The key that signs cookies lives as
-    long as the process.
+    Without a token no login is needed, but only clients of this machine are served. The key that
+    signs cookies lives as long as the process.
     """
 
     def __init__(self, token: str, *, path: str, cookie: str) -> None:
@@ -43,8 +50,8 @@ class BrowserAuth:
         self._key = secrets.token_bytes(32)
 
     def guard(self, handler: Handler, *, open_to_all: bool = False) -> Handler:
-        """Return ``handler`` behind the checks. ``open_to_all``: it needs neither cookie nor CSRF token, as before a
-        login."""
+        """Return ``handler`` behind the checks. ``open_to_all``: it needs neither cookie nor CSRF
+        token, as before a login."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -74,15 +81,22 @@ class BrowserAuth:
         if request.method == "POST":
             sent = request.headers.get(CSRF_HEADER, "").encode()
             if not hmac.compare_digest(sent, self.csrf_token(visitor).encode()):
-                raise Refusal(403, "the CSRF token is missing or wrong; reload the page", code="CSRF")
+                raise Refusal(
+                    403, "the CSRF token is missing or wrong; reload the page", code="CSRF"
+                )
 
     def visitor(self, request: Request) -> str | None:
         """Return the id of a browser from its cookie; None without a valid one."""
         visitor, _, signature = request.cookies.get(self._cookie_name(request), "").partition(".")
-        return visitor if hmac.compare_digest(signature.encode(), self._sign(f"visitor:{visitor}").encode()) else None
+        return (
+            visitor
+            if hmac.compare_digest(signature.encode(), self._sign(f"visitor:{visitor}").encode())
+            else None
+        )
 
     def csrf_token(self, visitor: str) -> str:
-        """Return the token that a page of the browser must send with every request that changes something."""
+        """Return the token that a page of the browser must send with every request that changes
+        something."""
         return self._sign(f"csrf:{visitor}")
 
     @property
@@ -103,26 +117,32 @@ class BrowserAuth:
         value = f"{visitor}.{self._sign(f'visitor:{visitor}')}"
         secure = request.url.scheme == "https"
         name = self._cookie_name(request)
-        response.set_cookie(name, value, path=self._path, httponly=True, samesite="strict", secure=secure)
+        response.set_cookie(
+            name, value, path=self._path, httponly=True, samesite="strict", secure=secure
+        )
 
     def _sign(self, text: str) -> str:
         return hmac.new(self._key, text.encode("utf-8", "replace"), hashlib.sha256).hexdigest()
 
     def _cookie_name(self, request: Request) -> str:
-        """Return the name of the cookie. Browsers share cookies between the ports of a host, so the port is in it."""
+        """Return the name of the cookie. Browsers share cookies between the ports of a host, so the
+        port is in it."""
         return f"{self._cookie}_{request.url.port or 0}"
 
 
 def _check_local(request: Request) -> None:
-    """Refuse clients of other machines, also by the Host header: a foreign name that resolves to the loopback must not
-    reach the page. Behind a proxy the client is the proxy's."""
+    """Refuse clients of other machines, also by the Host header: a foreign name that resolves to
+    the loopback must not reach the page. Behind a proxy the client is the proxy's."""
     peer = request.client.host if request.client else ""
     if not is_loopback_host(peer) or not is_loopback_host(request.url.hostname or ""):
-        raise Refusal(403, "without a token the playground is for this machine only", code="NOT_LOCAL")
+        raise Refusal(
+            403, "without a token the playground is for this machine only", code="NOT_LOCAL"
+        )
 
 
 def _check_own_page(request: Request) -> None:
-    """Refuse a request that does not say that a page of this server caused it. Programs have no business here."""
+    """Refuse a request that does not say that a page of this server caused it. Programs have no
+    business here."""
     origins = request.headers.getlist("origin")
     if origins:
         own = len(origins) == 1 and is_same_origin(origins[0], request.headers.get("host", ""))

@@ -9,8 +9,8 @@ from realhf.base.loopback import is_loopback_host
 
 
 def certificate_problem(cert: str, key: str, flags: tuple[str, str]) -> str:
-    """Return why a server cannot show the certificate in the file ``cert`` with the private key in ``key``, naming the
-    flags of both; "" where it can, or where neither is given."""
+    """Return why a server cannot show the certificate in the file ``cert`` with the private key in
+    ``key``, naming the flags of both; "" where it can, or where neither is given."""
     if not cert and not key:
         return ""
     if not cert or not key:
@@ -29,13 +29,15 @@ def certificate_problem(cert: str, key: str, flags: tuple[str, str]) -> str:
     except (ssl.SSLError, ValueError) as error:
         reason = getattr(error, "reason", None) or str(error)
         return (
-            f"{flags[0]} {cert} and {flags[1]} {key} are no certificate and its private key without password: {reason}"
+            f"{flags[0]} {cert} and {flags[1]} {key} are no certificate and its private key "
+            f"without password: {reason}"
         )
     return ""
 
 
 def server_files(cert: str, key: str) -> dict[str, str]:
-    """Return the arguments of ``uvicorn.Config`` for a certificate and its key; {} without a certificate."""
+    """Return the arguments of ``uvicorn.Config`` for a certificate and its key; {} without a
+    certificate."""
     if not cert:
         return {}
     return {
@@ -46,10 +48,12 @@ def server_files(cert: str, key: str) -> dict[str, str]:
 
 
 def in_the_clear(host: str, cert: str, flags: tuple[str, str]) -> str:
-    """Return a warning for a server that others reach at ``host`` without a certificate; "" for others."""
+    """Return a warning for a server that others reach at ``host`` without a certificate; "" for
+    others."""
     if cert or is_loopback_host(host):
         return ""
     return (
-        f"listening on {host} without TLS: whoever is on the way reads tokens and rollouts, and can change them; "
+        f"listening on {host} without TLS: whoever is on the way reads tokens and rollouts, and "
+        f"can change them; "
         f"give {flags[0]} and {flags[1]}, or keep to a network that you trust"
     )

@@ -1,7 +1,7 @@
 """Limits of connections and request heads, for servers that run on uvicorn.
 
-A connection ends when no complete request head arrives in time, or when the head is too large. The number of
-connections is limited, so that file descriptors are left for the work of the process.
+A connection ends when no complete request head arrives in time, or when the head is too large. The
+number of connections is limited, so that file descriptors are left for the work of the process.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from realhf.base.event_loops import ClockedLoop
 
 _log = logging.getLogger(__name__)
 HEAD_S = 10.0
-"""Seconds from the start of a connection, or from the first byte of its next request, to the end of the head."""
+"""Seconds from the start of a connection, or from the first byte of its next request, to the end of
+the head."""
 MOST_HEAD_BYTES = 64 << 10
-"""Largest request line with its headers, and largest of anything else that a parser keeps until it is complete."""
+"""Largest request line with its headers, and largest of anything else that a parser keeps until it
+is complete."""
 DESCRIPTORS_PER_CONNECTION = 2
-"""One connection is allowed for this many file descriptors of the process, so at most half of them are used."""
+"""One connection is allowed for this many file descriptors of the process, so at most half of them
+are used."""
 MIN_CONNECTIONS = 32
 """Connections that are allowed however few file descriptors there are."""
 
 
 def use_all_descriptors() -> None:
-    """Raise the limit of open file descriptors to the maximum of the host: idle connections exhaust the usual 1,024."""
+    """Raise the limit of open file descriptors to the maximum of the host: idle connections exhaust
+    the usual 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(ValueError, OSError):
@@ -37,23 +41,28 @@ def use_all_descriptors() -> None:
 
 
 def guarded_http(kind: str = "auto", *, head_s: float = HEAD_S, most: int = 0) -> Any:
-    """Return a protocol class for ``uvicorn.Config(http=...)`` in place of ``kind`` (h11, httptools or auto).
+    """Return a protocol class for ``uvicorn.Config(http=...)`` in place of ``kind`` (h11, httptools
+    or auto).
 
-    A connection ends if its request head is not complete within ``head_s`` seconds, or is larger than
-    ``MOST_HEAD_BYTES`` (status 431). A connection beyond ``most`` (0: as many as the limit of file descriptors allows)
-    ends the oldest one that is idle: its request is incomplete, or its client has read nothing of the answer for
-    ``head_s``. Where none is idle, the new connection ends.
+    A connection ends if its request head is not complete within ``head_s`` seconds, or is larger
+    than ``MOST_HEAD_BYTES`` (status 431). A connection beyond ``most`` (0: as many as the limit of
+    file descriptors allows) ends the oldest one that is idle: its request is incomplete, or its
+    client has read nothing of the answer for ``head_s``. Where none is idle, the new connection
+    ends.
     """
     if kind == "auto":
         kind = "httptools" if find_spec("httptools") else "h11"
     name = {"h11": "H11Protocol", "httptools": "HttpToolsProtocol"}[kind]
     protocol = getattr(import_module(f"uvicorn.protocols.http.{kind}_impl"), name)
-    return type(f"Guarded{name}", (_Guarded, protocol), {"head_s": head_s, "most": most, "ended": 0})
+    return type(
+        f"Guarded{name}", (_Guarded, protocol), {"head_s": head_s, "most": most, "ended": 0}
+    )
 
 
 def __getattr__(name: str) -> Any:
-    """Provide ``realhf.web.connections:GuardedProtocol``, the name of the class that ``guarded_http()`` returns, for
-    processes that uvicorn starts: it passes them names, not classes."""
+    """Provide ``realhf.web.connections:GuardedProtocol``, the name of the class that
+    ``guarded_http()`` returns, for processes that uvicorn starts: it passes them names, not
+    classes."""
     if name == "GuardedProtocol":
         return guarded_http()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -62,8 +71,8 @@ def __getattr__(name: str) -> Any:
 class HandshakeLoop(ClockedLoop):
     """An event loop for ``uvicorn.Config(loop=...)`` of servers with TLS.
 
-    A connection without a TLS handshake ends as early as one without a request. Unlike uvloop, the loop shows the bytes
-    that wait to be sent.
+    A connection without a TLS handshake ends as early as one without a request. Unlike uvloop, the
+    loop shows the bytes that wait to be sent.
     """
 
     async def create_server(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,8 +83,8 @@ class HandshakeLoop(ClockedLoop):
 class _Guarded:
     """Mixin in front of a protocol class of uvicorn.
 
-    It uses ``loop``, ``transport``, ``connections`` and ``cycle`` of that class; ``cycle`` is the current request, or
-    the last one.
+    It uses ``loop``, ``transport``, ``connections`` and ``cycle`` of that class; ``cycle`` is the
+    current request, or the last one.
     """
 
     head_s: float
@@ -83,7 +92,8 @@ class _Guarded:
     most: int
     """Largest number of connections; 0: as many as the limit of file descriptors allows."""
     ended = 0
-    """Number of idle connections that were ended in favour of new ones, for all connections of the class."""
+    """Number of idle connections that were ended in favour of new ones, for all connections of the
+    class."""
     since = 0
     """When the connection began to wait for a request, in nanoseconds of the monotonic clock."""
     timer: asyncio.TimerHandle | None = None
@@ -98,8 +108,11 @@ class _Guarded:
     """Bytes received since the parser completed a head, a part of a body, or a request."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        """Raise the limit of h11, which answers 400, so that the one of ``data_received`` counts."""
-        config.h11_max_incomplete_event_size = config.h11_max_incomplete_event_size or 2 * MOST_HEAD_BYTES
+        """Raise the limit of h11, which answers 400, so that the one of ``data_received``
+        counts."""
+        config.h11_max_incomplete_event_size = (
+            config.h11_max_incomplete_event_size or 2 * MOST_HEAD_BYTES
+        )
         super().__init__(config, *args, **kwargs)  # pyright: ignore[reportCallIssue]
 
     def connection_made(self: Any, transport: asyncio.Transport) -> None:
@@ -108,30 +121,41 @@ class _Guarded:
         self.since = time.monotonic_ns()
         self.timer = self.loop.call_later(self.head_s, self.end_late)
         most = self.most or max(
-            MIN_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // DESCRIPTORS_PER_CONNECTION
+            MIN_CONNECTIONS,
+            resource.getrlimit(resource.RLIMIT_NOFILE)[0] // DESCRIPTORS_PER_CONNECTION,
         )
         if len(self.connections) > most:
-            idle: list[Any] = [each for each in self.connections if isinstance(each, _Guarded) and each.is_idle()]
+            idle: list[Any] = [
+                each for each in self.connections if isinstance(each, _Guarded) and each.is_idle()
+            ]
             oldest = min(idle, key=lambda each: each.since, default=self)
             kind = type(self)
             kind.ended += 1
             if kind.ended & (kind.ended - 1) == 0:  # 1, 2, 4, ...: strangers must not fill the log
-                _log.warning("more than %d connections: %d without a whole request were ended", most, kind.ended)
+                _log.warning(
+                    "more than %d connections: %d without a whole request were ended",
+                    most,
+                    kind.ended,
+                )
             oldest.transport.abort()
-            self.connections.discard(oldest)  # it ends a little later; the next one must not choose it again
+            self.connections.discard(
+                oldest
+            )  # it ends a little later; the next one must not choose it again
 
     def data_received(self: Any, data: bytes) -> None:
         """Pass data to the parser, and stop or restart the clock of the head.
 
-        The parser gets no more at once than a head may have: httptools takes time that grows with the square of the
-        length of a head.
+        The parser gets no more at once than a head may have: httptools takes time that grows with
+        the square of the length of a head.
         """
         rest = memoryview(data)
         while rest and not self.transport.is_closing() and self.head_s < float("inf"):
             part = rest[: MOST_HEAD_BYTES + 1 - self.incomplete]
             rest = rest[len(part) :]
             self.incomplete += len(part)
-            was_past_head = self.past_head()  # a body whose answer is out may end here, and h11 waits for the next head
+            was_past_head = (
+                self.past_head()
+            )  # a body whose answer is out may end here, and h11 waits for the next head
             super().data_received(part)  # pyright: ignore[reportAttributeAccessIssue]
             if was_past_head or self.past_head():
                 self.incomplete = 0
@@ -145,7 +169,8 @@ class _Guarded:
             self.timer = self.loop.call_later(self.head_s, self.end_late)
 
     def past_head(self: Any) -> bool:
-        """Return whether h11 has parsed the head of a request. httptools calls the three methods below instead."""
+        """Return whether h11 has parsed the head of a request. httptools calls the three methods
+        below instead."""
         conn = getattr(self, "conn", None)
         return conn is not None and str(conn.their_state) != "IDLE"
 
@@ -165,14 +190,16 @@ class _Guarded:
         super().on_message_complete()  # pyright: ignore[reportAttributeAccessIssue]
 
     def refuse_head(self: Any) -> None:
-        """End a connection whose head is too large: with status 431, unless another request is being served."""
+        """End a connection whose head is too large: with status 431, unless another request is
+        being served."""
         if not self.is_waiting():
             self.transport.abort()
             return
         self.stop_head_clock()
         text = b"the head of a request has at most %d bytes" % MOST_HEAD_BYTES
         self.transport.write(
-            b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: text/plain; charset=utf-8\r\n"
+            b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: text/plain; "
+            b"charset=utf-8\r\n"
             b"Content-Length: %d\r\nConnection: close\r\n\r\n%s" % (len(text), text)
         )
         self.transport.close()
@@ -219,9 +246,11 @@ class _Guarded:
         return self.head_s < float("inf") and (self.cycle is None or self.cycle.response_complete)
 
     def is_idle(self: Any) -> bool:
-        """Return whether the connection is idle: its request is incomplete, or its client reads nothing of the answer.
-        A body that stalls counts as incomplete."""
-        if self.reading is not None:  # uvicorn counts an answer as complete when it has handed over its last byte
+        """Return whether the connection is idle: its request is incomplete, or its client reads
+        nothing of the answer. A body that stalls counts as incomplete."""
+        if (
+            self.reading is not None
+        ):  # uvicorn counts an answer as complete when it has handed over its last byte
             return self.stalled
         return self.is_waiting() or (self.cycle is not None and self.cycle.more_body)
 

@@ -1,10 +1,12 @@
-"""Decides which requests a server serves: by the host they name, the page that caused them, and their token.
+"""Decides which requests a server serves: by the host they name, the page that caused them, and
+their token.
 
-A browser sends what any web page asks of it to any address that the machine can reach, with or without showing the
-answer to the page. Two headers that pages cannot set tell such requests apart: ``Origin`` and ``Sec-Fetch-Site`` say
-which page asked. A page can also give a name of its own the address of this machine (DNS rebinding); its requests then
-count as same-origin, but ``Host`` still has that name. Programs that are not browsers send neither ``Origin`` nor
-``Sec-Fetch-Site`` and notice nothing of these rules.
+A browser sends what any web page asks of it to any address that the machine can reach, with or
+without showing the answer to the page. Two headers that pages cannot set tell such requests apart:
+``Origin`` and ``Sec-Fetch-Site`` say which page asked. A page can also give a name of its own the
+address of this machine (DNS rebinding); its requests then count as same-origin, but ``Host`` still
+has that name. Programs that are not browsers send neither ``Origin`` nor ``Sec-Fetch-Site`` and
+notice nothing of these rules.
 """
 
 from __future__ import annotations
@@ -27,10 +29,13 @@ from realhf.web.refusal import Refusal
 READ_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that change nothing, unless a server says otherwise of a path."""
 OWN_SITES = frozenset({"same-origin", "none"})
-"""Values of ``Sec-Fetch-Site`` for a page of this server, and for an address that a person typed or bookmarked."""
+"""Values of ``Sec-Fetch-Site`` for a page of this server, and for an address that a person typed or
+bookmarked."""
 FOREIGN_ORIGIN = "FOREIGN_ORIGIN"
 """Code of a refusal for the host, the page or the connection of a request."""
-FOREIGN_PAGE = "only pages of this server may call it, not those of another site; programs send no Origin"
+FOREIGN_PAGE = (
+    "only pages of this server may call it, not those of another site; programs send no Origin"
+)
 _TRY_AGAIN_LATER = 1013
 _POLICY_VIOLATION = 1008
 """Close codes of WebSockets (RFC 6455, section 7.4.1, and its registry)."""
@@ -40,13 +45,15 @@ PAGE_HEADERS: Mapping[str, str] = MappingProxyType({
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 })  # fmt: skip
-"""Response headers of every page: a browser takes its files for what they are, keeps their addresses to itself, and
-lets no other site embed or script them."""
+"""Response headers of every page: a browser takes its files for what they are, keeps their
+addresses to itself, and lets no other site embed or script them."""
 _LOCKED = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 STRICT_POLICY = (
-    f"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; {_LOCKED}"
+    f"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    f"{_LOCKED}"
 )
-"""Content-Security-Policy of a page that loads scripts, styles, images and data of its own server only."""
+"""Content-Security-Policy of a page that loads scripts, styles, images and data of its own server
+only."""
 OWN_FILES_POLICY = f"default-src 'self'; {_LOCKED}; object-src 'none'"
 """Content-Security-Policy of a page that loads anything but plugins, of its own server only."""
 
@@ -55,8 +62,8 @@ OWN_FILES_POLICY = f"default-src 'self'; {_LOCKED}; object-src 'none'"
 class ServedHosts:
     """The hosts that a request may name in its ``Host`` header. The loopback is always among them.
 
-    Only names that a stranger could register are a danger (DNS rebinding). Nobody can make an address resolve
-    elsewhere, and nobody can register a name without a dot.
+    Only names that a stranger could register are a danger (DNS rebinding). Nobody can make an
+    address resolve elsewhere, and nobody can register a name without a dot.
     """
 
     remedy: str
@@ -73,7 +80,8 @@ class ServedHosts:
     """Whether a request without ``Host`` is served, as programs send it over HTTP/1.0."""
 
     def serves(self, authorities: list[str]) -> bool:
-        """Return whether a request with these values of ``Host`` is served. More than one value is ambiguous."""
+        """Return whether a request with these values of ``Host`` is served. More than one value is
+        ambiguous."""
         if len(authorities) != 1:
             return self.absent and not authorities
         authority = authorities[0]
@@ -88,7 +96,11 @@ class ServedHosts:
             return True
         if self.addresses and _is_address(host):
             return True
-        return self.local_names and ("." not in host or host.endswith(".localhost")) and ":" not in host
+        return (
+            self.local_names
+            and ("." not in host or host.endswith(".localhost"))
+            and ":" not in host
+        )
 
 
 def _is_address(host: str) -> bool:
@@ -100,7 +112,8 @@ def _is_address(host: str) -> bool:
 
 
 def is_write(scope: Scope) -> bool:
-    """Return whether a request may change something, by its method; the handshake of a WebSocket always may."""
+    """Return whether a request may change something, by its method; the handshake of a WebSocket
+    always may."""
     return scope.get("method") not in READ_METHODS
 
 
@@ -108,9 +121,9 @@ def is_write(scope: Scope) -> bool:
 class PageRules:
     """Which pages may cause a request.
 
-    A request that changes something, or whose answer is private, comes from a page of this server or from no browser
-    at all. Other requests may also come from a link of another site that a person followed, since the page with the
-    link does not see the answer.
+    A request that changes something, or whose answer is private, comes from a page of this server
+    or from no browser at all. Other requests may also come from a link of another site that a
+    person followed, since the page with the link does not see the answer.
     """
 
     hosts: ServedHosts
@@ -139,16 +152,20 @@ class PageRules:
         if not OWN_SITES.issuperset(sites):
             return "" if not protected and headers.is_followed_link(scope) else FOREIGN_PAGE
         if protected and not origins and not sites and headers.is_browser():
-            # Old browsers, and current ones that reach a plain http address other than the loopback, send no
-            # Sec-Fetch-Site, and no Origin with an image or a link. Then the address of the page decides.
+            # Old browsers, and current ones that reach a plain http address other than the
+            # loopback, send no Sec-Fetch-Site, and no Origin with an image or a link. Then the
+            # address of the page decides.
             referers = headers.all(b"referer")
             if len(referers) != 1 or not is_same_origin(referers[0], host, self.schemes):
                 return FOREIGN_PAGE
         return ""
 
 
-def is_same_origin(address: str, host: str, schemes: frozenset[str] = frozenset({"http", "https"})) -> bool:
-    """Return whether an ``Origin`` or ``Referer`` is of the server that is addressed as ``host`` (``name[:port]``)."""
+def is_same_origin(
+    address: str, host: str, schemes: frozenset[str] = frozenset({"http", "https"})
+) -> bool:
+    """Return whether an ``Origin`` or ``Referer`` is of the server that is addressed as ``host``
+    (``name[:port]``)."""
     try:
         parts = urlsplit(address)
     except ValueError:
@@ -178,13 +195,15 @@ class _Headers:
 
 
 def is_local_server(scope: Scope) -> bool:
-    """Return whether the connection of a request was made to the loopback; true where the ASGI server does not say."""
+    """Return whether the connection of a request was made to the loopback; true where the ASGI
+    server does not say."""
     server = scope.get("server")
     return not server or server[1] is None or is_loopback_host(server[0])
 
 
 Authorize = Callable[[Scope], Refusal | None]
-"""Returns why the token of a request does not suffice, or None; may leave in the scope who the client is."""
+"""Returns why the token of a request does not suffice, or None; may leave in the scope who the
+client is."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +211,8 @@ class GuardRules:
     """The rules of one server."""
 
     pages: PageRules | None
-    """Rules for hosts and pages; None: tokens alone decide, which pages of other sites do not know."""
+    """Rules for hosts and pages; None: tokens alone decide, which pages of other sites do not
+    know."""
     form: Callable[[Refusal], Mapping[str, Any]]
     """Returns the JSON body of a refusal, as the API of the server writes errors."""
     authorize: Authorize | None = None
@@ -206,8 +226,8 @@ class GuardRules:
 
 
 class RequestGuard:
-    """An ASGI middleware that serves requests by ``GuardRules`` and refuses the others: 403 for a foreign host, page or
-    connection, and what ``authorize`` returns for the token."""
+    """An ASGI middleware that serves requests by ``GuardRules`` and refuses the others: 403 for a
+    foreign host, page or connection, and what ``authorize`` returns for the token."""
 
     def __init__(self, app: ASGIApp, rules: GuardRules) -> None:
         self._app = app
@@ -256,12 +276,22 @@ def refusal_response(refusal: Refusal, form: Callable[[Refusal], Mapping[str, An
 
 
 async def refuse_handshake(
-    scope: Mapping[str, Any], send: Any, status: int, body: Mapping[str, Any], *headers: tuple[bytes, bytes]
+    scope: Mapping[str, Any],
+    send: Any,
+    status: int,
+    body: Mapping[str, Any],
+    *headers: tuple[bytes, bytes],
 ) -> None:
-    """Answer the handshake of a WebSocket with an HTTP error. Where the ASGI server lacks the extension for that, close
-    the WebSocket with the text ``message`` of the body."""
+    """Answer the handshake of a WebSocket with an HTTP error. Where the ASGI server lacks the
+    extension for that, close the WebSocket with the text ``message`` of the body."""
     if "websocket.http.response" not in (scope.get("extensions") or {}):
-        await send({"type": "websocket.close", "code": _TRY_AGAIN_LATER, "reason": str(body["message"])[:100]})
+        await send(
+            {
+                "type": "websocket.close",
+                "code": _TRY_AGAIN_LATER,
+                "reason": str(body["message"])[:100],
+            }
+        )
         return
     all_headers = [(b"content-type", b"application/json"), *headers]
     await send({"type": "websocket.http.response.start", "status": status, "headers": all_headers})

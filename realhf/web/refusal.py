@@ -24,7 +24,13 @@ class Refusal(Exception):
     """Further keys of the error body."""
 
     def __init__(
-        self, status: int, detail: Any, headers: Mapping[str, str] | None = None, *, code: str = "", **more: Any
+        self,
+        status: int,
+        detail: Any,
+        headers: Mapping[str, str] | None = None,
+        *,
+        code: str = "",
+        **more: Any,
     ) -> None:
         super().__init__(detail if isinstance(detail, str) else f"{status}: {detail}")
         self.status = status
@@ -35,4 +41,8 @@ class Refusal(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Support pickling: a parser process raises refusals for its parent."""
-        return Refusal, (self.status, self.detail, self.headers), {"code": self.code, "more": self.more}
+        return (
+            Refusal,
+            (self.status, self.detail, self.headers),
+            {"code": self.code, "more": self.more},
+        )

@@ -1,7 +1,8 @@
 """Settings of servers: dataclass fields that are also command-line flags and environment variables.
 
-A flag wins over its variable, and a variable over the default. Flags and variables are texts and are converted here, so
-a mistake reads the same wherever it was made. Apart from settings, servers do not read the process environment.
+A flag wins over its variable, and a variable over the default. Flags and variables are texts and
+are converted here, so a mistake reads the same wherever it was made. Apart from settings, servers
+do not read the process environment.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def setting(
 ) -> Any:
     """Declare a field of a ``Settings`` class.
 
-    ``about``: one line for ``--help``; ``limits``: the smallest and the largest value; ``choices``: the allowed words;
-    ``bare``: the value of a flag that is given without one. A field without a default is a required flag, and a keyword
-    argument of the class.
+    ``about``: one line for ``--help``; ``limits``: the smallest and the largest value; ``choices``:
+    the allowed words; ``bare``: the value of a flag that is given without one. A field without a
+    default is a required flag, and a keyword argument of the class.
     """
     metadata = {"about": about, "limits": limits, "choices": tuple(choices), "bare": bare}
     return field(default=default, metadata=metadata, kw_only=default is MISSING)
@@ -63,9 +64,13 @@ class Settings:
             limits = each.metadata["limits"]
             choices = each.metadata["choices"]
             if limits and value is not None and not limits[0] <= value <= limits[1]:
-                raise SettingError(f"{self.named(each.name)} is {value}; allowed: {_range_text(*limits)}")
+                raise SettingError(
+                    f"{self.named(each.name)} is {value}; allowed: {_range_text(*limits)}"
+                )
             if choices and value not in choices and value != each.default:
-                raise SettingError(f"{self.named(each.name)} is {value!r}; allowed: {', '.join(choices)}")
+                raise SettingError(
+                    f"{self.named(each.name)} is {value!r}; allowed: {', '.join(choices)}"
+                )
 
     @classmethod
     def flag(cls, name: str) -> str:
@@ -87,21 +92,33 @@ class Settings:
 
     @classmethod
     def add_arguments(cls, parser: argparse._ActionsContainer) -> None:
-        """Add one flag for each setting. A flag that is not given leaves the variable or the default in force."""
+        """Add one flag for each setting. A flag that is not given leaves the variable or the
+        default in force."""
         for each in fields(cls):
             _add_argument(parser, cls, each)
 
     @classmethod
-    def resolve(cls, arguments: argparse.Namespace | None = None, environment: Mapping[str, str] | None = None) -> Self:
-        """Return the settings of parsed ``arguments``, else of variables, else the defaults. ``environment`` stands for
-        the process environment. Raises SettingError, also for an unknown variable with the prefix."""
+    def resolve(
+        cls,
+        arguments: argparse.Namespace | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Self:
+        """Return the settings of parsed ``arguments``, else of variables, else the defaults.
+        ``environment`` stands for the process environment. Raises SettingError, also for an unknown
+        variable with the prefix."""
         environment = os.environ if environment is None else environment
         texts = cls._texts_of_variables(environment) if cls.PREFIX else {}
         for each in fields(cls):
             text = getattr(arguments, each.name, None)
             if text is not None:
                 texts[each.name] = text
-        return cls(**{each.name: _convert(cls, each, texts[each.name]) for each in fields(cls) if each.name in texts})
+        return cls(
+            **{
+                each.name: _convert(cls, each, texts[each.name])
+                for each in fields(cls)
+                if each.name in texts
+            }
+        )
 
     @classmethod
     def parse(cls, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Self:
@@ -125,12 +142,19 @@ class Settings:
         for variable, text in environment.items():
             if variable in names:
                 texts[names[variable]] = text
-            elif variable.startswith(cls.PREFIX) and variable.removeprefix(cls.PREFIX) not in cls.FOREIGN:
-                raise SettingError(f"unknown setting {variable} (known: {', '.join(sorted(names))})")
+            elif (
+                variable.startswith(cls.PREFIX)
+                and variable.removeprefix(cls.PREFIX) not in cls.FOREIGN
+            ):
+                raise SettingError(
+                    f"unknown setting {variable} (known: {', '.join(sorted(names))})"
+                )
         return texts
 
 
-def _add_argument(parser: argparse._ActionsContainer, kind: type[Settings], each: Field[Any]) -> None:
+def _add_argument(
+    parser: argparse._ActionsContainer, kind: type[Settings], each: Field[Any]
+) -> None:
     flag = kind.flag(each.name)
     about = each.metadata["about"]
     if each.default not in (MISSING, None, "", False):
@@ -150,7 +174,9 @@ def _add_argument(parser: argparse._ActionsContainer, kind: type[Settings], each
     )
     if type_name == "bool":
         about = f"the opposite of {flag}"
-        parser.add_argument(f"--no-{flag[2:]}", dest=each.name, action="store_const", const="false", help=about)
+        parser.add_argument(
+            f"--no-{flag[2:]}", dest=each.name, action="store_const", const="false", help=about
+        )
 
 
 def _convert(kind: type[Settings], each: Field[Any], text: str) -> str | int | float | bool:
@@ -170,8 +196,8 @@ def _convert(kind: type[Settings], each: Field[Any], text: str) -> str | int | f
 
 
 def _type_name(each: Field[Any]) -> str:
-    """Return ``str``, ``int``, ``float`` or ``bool``, also for an optional one. Modules with settings import
-    ``annotations`` from ``__future__``, so the type of a field is a text."""
+    """Return ``str``, ``int``, ``float`` or ``bool``, also for an optional one. Modules with
+    settings import ``annotations`` from ``__future__``, so the type of a field is a text."""
     return str(each.type).removesuffix(" | None")
 
 
@@ -183,21 +209,26 @@ def _range_text(least: float, most: float) -> str:
 class ServerSettings(Settings):
     """Base class of the settings of an HTTP server.
 
-    Raises SettingError where others could reach the server and no token is asked for, and for a certificate that
-    cannot be loaded.
+    Raises SettingError where others could reach the server and no token is asked for, and for a
+    certificate that cannot be loaded.
     """
 
     host: str = setting("127.0.0.1", "address to listen on; other than loopback it needs a token")
     port: int = setting(0, "port of the server; 0: any free port", limits=(0, 65535))
-    allowed_hosts: str = setting("", "names (with commas) that clients may call the server by, besides its own")
-    tls_cert: str = setting("", "file with the certificate (PEM) of the server, which speaks https with it")
+    allowed_hosts: str = setting(
+        "", "names (with commas) that clients may call the server by, besides its own"
+    )
+    tls_cert: str = setting(
+        "", "file with the certificate (PEM) of the server, which speaks https with it"
+    )
     tls_key: str = setting("", "file with the private key of the certificate")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not is_loopback_host(self.host) and not self.asks_for_token:
             raise SettingError(
-                f"{self.named('host')} is {self.host!r}, not a loopback address; it needs {self.token_names}"
+                f"{self.named('host')} is {self.host!r}, not a loopback address; it needs "
+                f"{self.token_names}"
             )
         if problem := certificate_problem(self.tls_cert, self.tls_key, self.tls_names):
             raise SettingError(problem)

@@ -1,4 +1,5 @@
-"""Bearer tokens and API keys: reading them from files and requests, and comparing them in constant time."""
+"""Bearer tokens and API keys: reading them from files and requests, and comparing them in constant
+time."""
 
 from __future__ import annotations
 
@@ -18,13 +19,15 @@ _OTHERS = 0o077
 class TokenTable(Generic[Grant]):
     """The tokens of a server, each with what it grants: a role, or an owner.
 
-    A comparison takes the same time whichever token is sent: it goes through all tokens, and ``hmac.compare_digest``
-    does not stop at the first byte that differs. HTTP headers are bytes, and clients encode characters beyond ASCII as
-    UTF-8 or as Latin-1, so both count.
+    A comparison takes the same time whichever token is sent: it goes through all tokens, and
+    ``hmac.compare_digest`` does not stop at the first byte that differs. HTTP headers are bytes,
+    and clients encode characters beyond ASCII as UTF-8 or as Latin-1, so both count.
     """
 
     def __init__(self, grants: Iterable[tuple[str, Grant]]) -> None:
-        self._grants = [(encoded, grant) for token, grant in grants if token for encoded in _encodings(token)]
+        self._grants = [
+            (encoded, grant) for token, grant in grants if token for encoded in _encodings(token)
+        ]
 
     def __bool__(self) -> bool:
         """Whether there is any token."""
@@ -43,7 +46,8 @@ def _encodings(token: str) -> set[bytes]:
 
 
 def bearer_token(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Return the token of ``Authorization: Bearer TOKEN`` in raw ASGI headers; b"" without exactly one such header."""
+    """Return the token of ``Authorization: Bearer TOKEN`` in raw ASGI headers; b"" without exactly
+    one such header."""
     values = [value for name, value in headers if name.lower() == b"authorization"]
     if len(values) != 1 or values[0][: len(_SCHEME)].lower() != _SCHEME:
         return b""
@@ -51,8 +55,8 @@ def bearer_token(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def read_token_lines(path: str, flag: str, *, private: bool = False) -> list[str]:
-    """Return the lines of a file with tokens, without surrounding spaces. ``flag`` names the option in messages;
-    ``private``: no other user may have access to the file. Raises SettingError."""
+    """Return the lines of a file with tokens, without surrounding spaces. ``flag`` names the option
+    in messages; ``private``: no other user may have access to the file. Raises SettingError."""
     file = Path(path).expanduser()
     try:
         if private and file.stat().st_mode & _OTHERS:

@@ -27,37 +27,63 @@ from realhf.transport.network import host_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until the launcher's run has ended. Returns the exit code: 0, 1 after an error, or 130 after Ctrl-C."""
+    """Serve until the launcher's run has ended. Returns the exit code: 0, 1 after an error, or 130
+    after Ctrl-C."""
     parser = argparse.ArgumentParser(
-        prog="python -m realhf.worker", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m realhf.worker",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
-    parser.add_argument("--join", required=True, metavar="tcp://HOST:PORT", help="the launcher's control endpoint")
     parser.add_argument(
-        "--key-file", type=Path, required=True, help="the key of this host (mode 600); -: standard input"
+        "--join", required=True, metavar="tcp://HOST:PORT", help="the launcher's control endpoint"
     )
     parser.add_argument(
-        "--name", help=f"name of this host in the run (that of its key; {host_name()} where the file has several)"
+        "--key-file",
+        type=Path,
+        required=True,
+        help="the key of this host (mode 600); -: standard input",
+    )
+    parser.add_argument(
+        "--name",
+        help=f"name of this host in the run (that of its key; {host_name()} where the file has "
+        f"several)",
     )
     kind = parser.add_mutually_exclusive_group(required=True)
-    kind.add_argument("--host-agent", action="store_true", help="the launcher decides what runs here")
+    kind.add_argument(
+        "--host-agent", action="store_true", help="the launcher decides what runs here"
+    )
     kind.add_argument("--kind", choices=ELASTIC, help="this host gets more workers of this kind")
     parser.add_argument("--count", type=int, default=1, help="with --kind: how many (%(default)s)")
-    parser.add_argument("--folder", type=Path, help="folder for what a run brings (~/.realhf/hosts/NAME)")
-    parser.add_argument("--temporary", action="store_true", help="what a run brings is removed when the agent ends")
-    parser.add_argument("--patience-s", type=float, default=600.0, help="wait for the launcher so long (%(default)s)")
-    parser.add_argument("--linger-s", type=float, default=30.0, help="wait for another run so long (%(default)s)")
+    parser.add_argument(
+        "--folder", type=Path, help="folder for what a run brings (~/.realhf/hosts/NAME)"
+    )
+    parser.add_argument(
+        "--temporary", action="store_true", help="what a run brings is removed when the agent ends"
+    )
+    parser.add_argument(
+        "--patience-s",
+        type=float,
+        default=600.0,
+        help="wait for the launcher so long (%(default)s)",
+    )
+    parser.add_argument(
+        "--linger-s", type=float, default=30.0, help="wait for another run so long (%(default)s)"
+    )
     parser.add_argument(
         "--no-prepare",
         action="store_true",
-        help="workers import what they need themselves: they begin later, and no memory is held between runs",
+        help="workers import what they need themselves: they begin later, and no memory is held "
+        "between runs",
     )
     args = parser.parse_args(argv)
     if args.name is not None and not HOST_NAME.fullmatch(args.name):
         parser.error(f"--name {args.name!r}: use letters, digits, '_', '-' and '.'; at most 63")
     if not 1 <= args.count <= 4096:
         parser.error(f"--count {args.count}: must be between 1 and 4096")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     try:
         host_of(args.join)
         name, key = _read_key(args)
@@ -71,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read_key(args: argparse.Namespace) -> tuple[str, HostKey]:
-    """Return the name of this host and its key. Raises NetworkError, or ValueError for a file that is no text."""
+    """Return the name of this host and its key. Raises NetworkError, or ValueError for a file that
+    is no text."""
     keys = HostKeys.read(args.key_file.expanduser())
     name = args.name or (next(iter(keys.hosts)) if len(keys.hosts) == 1 else host_name())
     return name, keys.of(name)
@@ -79,7 +106,11 @@ def _read_key(args: argparse.Namespace) -> tuple[str, HostKey]:
 
 def _serve(name: str, key: HostKey, args: argparse.Namespace) -> None:
     default_folder = args.folder or Path("~/.realhf/hosts").expanduser() / name
-    with create_temporary_folder() if args.temporary else contextlib.nullcontext(default_folder.absolute()) as folder:
+    with (
+        create_temporary_folder()
+        if args.temporary
+        else contextlib.nullcontext(default_folder.absolute()) as folder
+    ):
         _serve_from(folder, name, key, args)
 
 

@@ -13,7 +13,8 @@ def one_thread():
 
 @pytest.fixture
 def rollout_batch():
-    """rollout_batch(groups, rewards, outcome) -> a complete train input with these lengths and scores."""
+    """rollout_batch(groups, rewards, outcome) -> a complete train input with these lengths and
+    scores."""
 
     def build(groups, rewards, outcome=None, seed=0):
         g = torch.Generator().manual_seed(seed)

@@ -15,9 +15,23 @@ from realhf.algorithms.train_step import PredictedTokens, predicted
 from realhf.api.experiment import InterfaceType, MFCDef
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.dataflow.model_host import call_interfaces
-from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor, tiny_critic, weights
+from tests.algorithms.tiny_policy import (
+    GROUPS,
+    OUTCOME,
+    REWARDS,
+    context,
+    tiny_actor,
+    tiny_critic,
+    weights,
+)
 
-PPO: dict[str, Any] = {"algo": "ppo", "discount": 0.9, "gae_lambda": 0.8, "kl_ctl": 0.05, "adv_norm": False}
+PPO: dict[str, Any] = {
+    "algo": "ppo",
+    "discount": 0.9,
+    "gae_lambda": 0.8,
+    "kl_ctl": 0.05,
+    "adv_norm": False,
+}
 
 
 def valued(interface, critic, sample, step=0):
@@ -28,14 +42,17 @@ def valued(interface, critic, sample, step=0):
 
 
 def with_turns(sample, rewards):
-    """Two turns a sequence, the second from its middle on; a third of the reward comes after the first."""
+    """Two turns a sequence, the second from its middle on; a third of the reward comes after the
+    first."""
     lengths = [n for group in sample.seqlens["packed_input_ids"] for n in group]
     ids = torch.cat([(torch.arange(n) >= n // 2).int() for n in lengths])
     ids = torch.where(sample["loss_mask"], ids, -1).int()
     parts = torch.tensor([(reward / 3, 2 * reward / 3) for reward in rewards]).flatten()
     counts = [[2] * len(group) for group in sample.seqlens["packed_input_ids"]]
     seqlens = {"turn_ids": sample.seqlens["packed_input_ids"], "turn_rewards": counts}
-    return sample.update(SequenceSample.from_tensors(sample.ids, {"turn_ids": ids, "turn_rewards": parts}, seqlens))
+    return sample.update(
+        SequenceSample.from_tensors(sample.ids, {"turn_ids": ids, "turn_rewards": parts}, seqlens)
+    )
 
 
 def gae_of(sample, i):
@@ -55,7 +72,8 @@ def gae_of(sample, i):
 
 
 def test_both_train_calls_make_the_same_advantages_of_the_same_inputs(rollout_batch, tmp_path):
-    """And they are those of the definition; failed rollouts have none. The critic's loss is that of its formula."""
+    """And they are those of the definition; failed rollouts have none. The critic's loss is that of
+    its formula."""
     critic = tiny_critic()
     interface = CriticInterface(PPO, {"value_norm": True, "value_clip": 0.2})
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
@@ -63,9 +81,13 @@ def test_both_train_calls_make_the_same_advantages_of_the_same_inputs(rollout_ba
     interface.train_step(critic, sample, context(tmp_path))
     sample, _ = valued(interface, critic, sample, 1)
     actor = PolicyGradientInterface(PPO).prepare(sample)[0]
-    now = critic.engine.forward(sample, lambda outputs, _: outputs.values(), mb_spec=MicroBatchSpec()).double()
+    now = critic.engine.forward(
+        sample, lambda outputs, _: outputs.values(), mb_spec=MicroBatchSpec()
+    ).double()
     before = interface.state_dict()["moments"]
-    assert bool(now.any()) and not torch.allclose(now.float(), sample["values"]), "values are in units of rewards"
+    assert bool(now.any()) and not torch.allclose(now.float(), sample["values"]), (
+        "values are in units of rewards"
+    )
     trains = PredictedTokens.of(sample).mask
     assert bool(sample["values"][trains].all()) and not bool(sample["values"][~trains].any())
     stats = interface.train_step(critic, sample, context(tmp_path, 1))
@@ -76,20 +98,30 @@ def test_both_train_calls_make_the_same_advantages_of_the_same_inputs(rollout_ba
         assert advantage == pytest.approx(expected.get(t, (0.0, 0.0))[0], abs=1e-5)
     returns = [returned for _, returned in expected.values()]
     mean = sum(returns) / len(returns)
-    assert stats["n_values"] == len(returns) and stats["return_mean"] == pytest.approx(mean, rel=1e-4)
+    assert stats["n_values"] == len(returns) and stats["return_mean"] == pytest.approx(
+        mean, rel=1e-4
+    )
     running = {"sum": mean, "squares": sum(r * r for r in returns) / len(returns), "weight": 1.0}
     moments = {name: 0.99 * before[name] + 0.01 * running[name] for name in running}
     centre = moments["sum"] / moments["weight"]
     std = math.sqrt(moments["squares"] / moments["weight"] - centre**2)
-    assert (stats["return_running_mean"], stats["return_running_std"]) == pytest.approx((centre, std), rel=1e-4)
-    # The loss was taken before the update, so nothing had moved away from the old prediction and no clip bites.
-    loss = sum(((float(now[t]) - (returned - centre) / std) ** 2) / 2 for t, (_, returned) in expected.items())
+    assert (stats["return_running_mean"], stats["return_running_std"]) == pytest.approx(
+        (centre, std), rel=1e-4
+    )
+    # The loss was taken before the update, so nothing had moved away from the old prediction and no
+    # clip bites.
+    loss = sum(
+        ((float(now[t]) - (returned - centre) / std) ** 2) / 2
+        for t, (_, returned) in expected.items()
+    )
     assert stats["loss"] == pytest.approx(loss / len(returns), rel=1e-3)
     assert stats["value_clip_fraction"] == 0
 
 
 @pytest.mark.slow
-def test_an_untrained_critic_says_nothing_and_a_trained_one_explains_the_returns(rollout_batch, tmp_path):
+def test_an_untrained_critic_says_nothing_and_a_trained_one_explains_the_returns(
+    rollout_batch, tmp_path
+):
     critic = tiny_critic(lr=3e-2)
     interface = CriticInterface({**PPO, "gae_lambda": 1.0, "discount": 1.0})
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
@@ -101,7 +133,10 @@ def test_an_untrained_critic_says_nothing_and_a_trained_one_explains_the_returns
             assert not bool(values["values"].any())
         history.append(interface.train_step(critic, batch, context(tmp_path, step)))
     assert history[0]["explained_variance"] == pytest.approx(0.0, abs=1e-6)
-    assert history[-1]["explained_variance"] > 0.8 and history[-1]["value_error"] < history[0]["value_error"] / 2
+    assert (
+        history[-1]["explained_variance"] > 0.8
+        and history[-1]["value_error"] < history[0]["value_error"] / 2
+    )
 
 
 @pytest.mark.parametrize("spec", [{"n_mbs": 3}, {"max_tokens_per_mb": 16}], ids=str)
@@ -111,17 +146,23 @@ def test_micro_batches_change_nothing(rollout_batch, tmp_path, spec):
         critic = tiny_critic()
         interface = CriticInterface(PPO)
         sample, _ = valued(interface, critic, rollout_batch(GROUPS, REWARDS, OUTCOME))
-        results.append((interface.train_step(critic, sample, context(tmp_path, **given)), weights(critic)))
+        results.append(
+            (interface.train_step(critic, sample, context(tmp_path, **given)), weights(critic))
+        )
     (one, after_one), (other, after_other) = results
     assert other == pytest.approx(one, rel=1e-3, abs=1e-6)
     torch.testing.assert_close(after_other, after_one, atol=1e-4, rtol=1e-3)
 
 
-def test_minibatches_update_several_times_and_the_clip_holds_predictions_back(rollout_batch, tmp_path):
+def test_minibatches_update_several_times_and_the_clip_holds_predictions_back(
+    rollout_batch, tmp_path
+):
     """As many updates as the actor makes, unless the critic has numbers of its own."""
     for given, updates in (({}, 4), ({"n_minibatches": 3, "sample_reuse": 1}, 3)):
         critic = tiny_critic(lr=0.1)
-        interface = CriticInterface({**PPO, "ppo_n_minibatches": 2, "sample_reuse": 2}, {"value_clip": 0.05, **given})
+        interface = CriticInterface(
+            {**PPO, "ppo_n_minibatches": 2, "sample_reuse": 2}, {"value_clip": 0.05, **given}
+        )
         sample, _ = valued(interface, critic, rollout_batch(GROUPS, REWARDS, OUTCOME))
         stats = interface.train_step(critic, sample, context(tmp_path))
         assert stats["n_updates"] == updates and 0 < stats["value_clip_fraction"] < 1
@@ -131,7 +172,9 @@ def test_by_turns_the_critic_learns_the_states_in_which_turns_begin(rollout_batc
     options = {**PPO, "credit": "turn"}
     critic = tiny_critic()
     interface = CriticInterface(options)
-    sample, _ = valued(interface, critic, with_turns(rollout_batch(GROUPS, REWARDS, OUTCOME), REWARDS))
+    sample, _ = valued(
+        interface, critic, with_turns(rollout_batch(GROUPS, REWARDS, OUTCOME), REWARDS)
+    )
     stats = interface.train_step(critic, sample, context(tmp_path))
     tokens = PredictedTokens.of(sample)
     turn = predicted(sample, "turn_ids")
@@ -170,7 +213,9 @@ def test_a_resumed_critic_goes_on_to_the_bit(rollout_batch, tmp_path):
     [([1] * 12, REWARDS, 0), ([1] * 4 + [0] + [1] * 7, REWARDS, 1), ([0] * 12, [0.5] * 12, 1)],
     ids=["nothing valid", "one sequence", "equal rewards"],
 )
-def test_batches_with_little_in_them_train_what_there_is(rollout_batch, tmp_path, outcome, rewards, updates):
+def test_batches_with_little_in_them_train_what_there_is(
+    rollout_batch, tmp_path, outcome, rewards, updates
+):
     critic = tiny_critic()
     interface = CriticInterface(PPO)
     sample, _ = valued(interface, critic, rollout_batch(GROUPS, rewards, outcome))
@@ -178,7 +223,12 @@ def test_batches_with_little_in_them_train_what_there_is(rollout_batch, tmp_path
     stats = interface.train_step(critic, sample, context(tmp_path))
     assert stats["n_updates"] == updates and all(math.isfinite(value) for value in stats.values())
     assert torch.equal(weights(critic), before) == (updates == 0)
-    assert PolicyGradientInterface(PPO).train_step(tiny_actor(), sample, context(tmp_path))["n_updates"] == updates
+    assert (
+        PolicyGradientInterface(PPO).train_step(tiny_actor(), sample, context(tmp_path))[
+            "n_updates"
+        ]
+        == updates
+    )
 
 
 def test_a_model_without_a_value_head_is_refused(rollout_batch):
@@ -195,7 +245,9 @@ def test_a_critic_that_has_diverged_is_named(rollout_batch, tmp_path):
         lambda: interface.train_step(critic, sample, context(tmp_path)),
         lambda: PolicyGradientInterface(PPO).train_step(tiny_actor(), sample, context(tmp_path)),
     ):
-        with pytest.raises(ValueError, match=r"critic_inf: a value is not finite.*critic.optimizer.lr"):
+        with pytest.raises(
+            ValueError, match=r"critic_inf: a value is not finite.*critic.optimizer.lr"
+        ):
             call()
 
 
@@ -237,20 +289,26 @@ def test_before_anything_was_seen_the_units_are_those_of_rewards():
     moments.observe(torch.zeros(0))
     values = torch.tensor([0.5, -2.0])
     assert (moments.mean, moments.std) == (0.0, 1.0)
-    assert torch.equal(moments.normalise(values), values) and torch.equal(moments.denormalise(values), values)
+    assert torch.equal(moments.normalise(values), values) and torch.equal(
+        moments.denormalise(values), values
+    )
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.99])
 def test_moments_are_weighted_means_of_the_batches_seen(decay):
-    """Batch k of n has the weight decay^(n-1-k), and the weights sum to one from the first batch on."""
+    """Batch k of n has the weight decay^(n-1-k), and the weights sum to one from the first batch
+    on."""
     generator = torch.Generator().manual_seed(1)
-    batches = [2 + k + torch.randn(5 + k, generator=generator, dtype=torch.float64) for k in range(4)]
+    batches = [
+        2 + k + torch.randn(5 + k, generator=generator, dtype=torch.float64) for k in range(4)
+    ]
     moments = ReturnMoments(decay)
     for n, batch in enumerate(batches, 1):
         moments.observe(batch)
         weights = [decay ** (n - 1 - k) for k in range(n)]
         mean, square = (
-            sum(w * float(power.mean()) for w, power in zip(weights, powers, strict=True)) / sum(weights)
+            sum(w * float(power.mean()) for w, power in zip(weights, powers, strict=True))
+            / sum(weights)
             for powers in (batches[:n], [b * b for b in batches[:n]])
         )
         assert moments.mean == pytest.approx(mean)
@@ -290,7 +348,12 @@ def test_the_value_loss_is_its_formula():
     target = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0])
     losses, clipped = value_loss(predicted, before, target, 0.2)
     for v, old, r, loss, cut in zip(
-        predicted.tolist(), before.tolist(), target.tolist(), losses.tolist(), clipped.tolist(), strict=True
+        predicted.tolist(),
+        before.tolist(),
+        target.tolist(),
+        losses.tolist(),
+        clipped.tolist(),
+        strict=True,
     ):
         held = min(max(v, old - 0.2), old + 0.2)
         assert loss == pytest.approx(max((v - r) ** 2, (held - r) ** 2) / 2)
@@ -298,7 +361,9 @@ def test_the_value_loss_is_its_formula():
     losses.sum().backward()
     assert predicted.grad is not None
     assert (
-        [bool(g) for g in predicted.grad] == [not cut for cut in clipped.tolist()] == [True, False, False, True, True]
+        [bool(g) for g in predicted.grad]
+        == [not cut for cut in clipped.tolist()]
+        == [True, False, False, True, True]
     )
     plain, nowhere = value_loss(predicted, before, target, None)
     torch.testing.assert_close(plain, (predicted - target).square() / 2)

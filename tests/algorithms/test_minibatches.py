@@ -1,4 +1,5 @@
-"""Several updates from one batch: how it is cut, and that a ratio which has moved reaches the clip."""
+"""Several updates from one batch: how it is cut, and that a ratio which has moved reaches the
+clip."""
 
 from __future__ import annotations
 
@@ -9,13 +10,23 @@ from realhf.algorithms.inference import LogprobInterface
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.train_step import PredictedTokens, minibatches
 from realhf.api.sample import SequenceSample
-from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, on_policy, tiny_actor, weights
+from tests.algorithms.tiny_policy import (
+    GROUPS,
+    OUTCOME,
+    REWARDS,
+    context,
+    on_policy,
+    tiny_actor,
+    weights,
+)
 
 
 def test_parts_hold_every_sequence_once_and_balance_tokens(rollout_batch):
     sample = rollout_batch(GROUPS, [float(i) for i in range(12)])
     parts = minibatches(sample, 4, (3, 0))
-    assert sorted(r for part in parts for r in part["rewards"].tolist()) == [float(i) for i in range(12)]
+    assert sorted(r for part in parts for r in part["rewards"].tolist()) == [
+        float(i) for i in range(12)
+    ]
     loads = [part.n_tokens("packed_input_ids") for part in parts]
     assert max(loads) - min(loads) <= max(map(max, GROUPS))
     assert max(len(part["rewards"]) for part in parts) > 1
@@ -28,26 +39,31 @@ def test_parts_hold_every_sequence_once_and_balance_tokens(rollout_batch):
 
 
 def test_a_clipped_token_has_no_gradient(rollout_batch, tmp_path):
-    """Where all ratios lie beyond the clip on the side that it guards, an update changes nothing."""
+    """Where all ratios lie beyond the clip on the side that it guards, an update changes
+    nothing."""
     model = tiny_actor()
     sample = on_policy(model, rollout_batch(GROUPS, REWARDS, OUTCOME), tmp_path)
     advantages = PolicyGradientInterface({}).prepare(sample)[0]["advantages"]
     moved = {"packed_logprobs": sample["packed_logprobs"] - 0.5 * advantages.sign()}
     sample = sample.select(sample.keys - {"packed_logprobs"}).update(
-        SequenceSample.from_tensors(sample.ids, moved, {"packed_logprobs": sample.seqlens["packed_logprobs"]})
+        SequenceSample.from_tensors(
+            sample.ids, moved, {"packed_logprobs": sample.seqlens["packed_logprobs"]}
+        )
     )
     stats = PolicyGradientInterface({}).train_step(model, sample, context(tmp_path))
     assert stats["clip_fraction"] == 1 and stats["grad_norm"] == 0
 
 
 @pytest.mark.slow
-def test_minibatches_repeat_bit_identically_and_depend_on_seed_and_microbatches_not(rollout_batch, tmp_path):
+def test_minibatches_repeat_bit_identically_and_depend_on_seed_and_microbatches_not(
+    rollout_batch, tmp_path
+):
     def trained(**spec):
         model = tiny_actor()
         sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
-        stats = PolicyGradientInterface({"ppo_n_minibatches": 3, "sample_reuse": 2, "kl_loss_coef": 0.1}).train_step(
-            model, sample, context(tmp_path, **spec)
-        )
+        stats = PolicyGradientInterface(
+            {"ppo_n_minibatches": 3, "sample_reuse": 2, "kl_loss_coef": 0.1}
+        ).train_step(model, sample, context(tmp_path, **spec))
         assert stats["n_updates"] == 6 and model.engine.version == 0
         return weights(model)
 
@@ -55,8 +71,12 @@ def test_minibatches_repeat_bit_identically_and_depend_on_seed_and_microbatches_
     torch.testing.assert_close(trained(max_tokens_per_mb=16), trained(), atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("options", [{"algo": "gspo"}, {"use_decoupled_loss": True, "prox_logp_method": "recompute"}])
-def test_the_proximal_policy_is_that_before_the_first_update_in_every_pass(rollout_batch, tmp_path, options):
+@pytest.mark.parametrize(
+    "options", [{"algo": "gspo"}, {"use_decoupled_loss": True, "prox_logp_method": "recompute"}]
+)
+def test_the_proximal_policy_is_that_before_the_first_update_in_every_pass(
+    rollout_batch, tmp_path, options
+):
     seen: list[tuple[int, SequenceSample]] = []
     model = tiny_actor()
     sample = on_policy(model, rollout_batch(GROUPS, REWARDS, OUTCOME), tmp_path)

@@ -1,4 +1,5 @@
-"""Learning from pairs against plain formulas in float64, gradients included, and what is refused before a run."""
+"""Learning from pairs against plain formulas in float64, gradients included, and what is refused
+before a run."""
 
 from __future__ import annotations
 
@@ -59,12 +60,14 @@ def batch(seed: int = 0) -> SequenceSample:
         "packed_ref_logprobs": -3 * torch.rand(total - n, generator=g),
     }
     seqlens = {"packed_input_ids": GROUPS, "loss_mask": GROUPS, "packed_ref_logprobs": shifted}
-    return SequenceSample.from_tensors(list("abcd"), tensors, {**dict.fromkeys(tensors, single), **seqlens})
+    return SequenceSample.from_tensors(
+        list("abcd"), tensors, {**dict.fromkeys(tensors, single), **seqlens}
+    )
 
 
 class Linear:
-    """An engine whose log-probabilities and values are sums of parameters in float64: one for each token, and one for
-    each position. It keeps the gradient of its only update."""
+    """An engine whose log-probabilities and values are sums of parameters in float64: one for each
+    token, and one for each position. It keeps the gradient of its only update."""
 
     def __init__(self) -> None:
         g = torch.Generator().manual_seed(3)
@@ -72,35 +75,48 @@ class Linear:
         self.gradient = torch.zeros(50, dtype=torch.float64)
 
     def positions(self, sample: SequenceSample) -> Tensor:
-        """What a position sees: the mean of the parameters of all tokens before the predicted one, and its own."""
+        """What a position sees: the mean of the parameters of all tokens before the predicted one,
+        and its own."""
         rows = sample["packed_input_ids"].split(sample.lengths("packed_input_ids").values.tolist())
-        found = [self.table[row].cumsum(0)[:-1] / torch.arange(1, len(row)) + 0.5 * self.table[row[1:]] for row in rows]
+        found = [
+            self.table[row].cumsum(0)[:-1] / torch.arange(1, len(row)) + 0.5 * self.table[row[1:]]
+            for row in rows
+        ]
         return torch.cat(found)
 
     def behind(self, sample: SequenceSample) -> Tensor:
         """The same without the predicted token."""
         rows = sample["packed_input_ids"].split(sample.lengths("packed_input_ids").values.tolist())
-        return torch.cat([self.table[row].cumsum(0)[:-1] / torch.arange(1, len(row)) for row in rows])
+        return torch.cat(
+            [self.table[row].cumsum(0)[:-1] / torch.arange(1, len(row)) for row in rows]
+        )
 
     def outputs(self, sample: SequenceSample) -> Any:
         logprobs = lambda temperature=1.0: (self.positions(sample) / temperature, None)
         return SimpleNamespace(logprobs=logprobs, values=lambda: self.behind(sample))
 
-    def logprobs(self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec) -> Tensor:
+    def logprobs(
+        self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec
+    ) -> Tensor:
         mask = PredictedTokens.of(sample).mask
         return torch.where(mask, self.outputs(sample).logprobs(temperature)[0], 0.0).detach()
 
     def forward(self, sample: SequenceSample, post_fn: Any, *, mb_spec: MicroBatchSpec) -> Tensor:
         return post_fn(self.outputs(sample), sample).detach()
 
-    def train_batch(self, sample: SequenceSample, loss_fn: Any, *, mb_spec: MicroBatchSpec) -> TrainResult:
+    def train_batch(
+        self, sample: SequenceSample, loss_fn: Any, *, mb_spec: MicroBatchSpec
+    ) -> TrainResult:
         loss, stats = loss_fn(self.outputs(sample), sample)
         (self.gradient,) = torch.autograd.grad(loss, self.table)
-        return TrainResult({**stats, "loss": float(loss.detach())}, float(self.gradient.norm()), skipped=False)
+        return TrainResult(
+            {**stats, "loss": float(loss.detach())}, float(self.gradient.norm()), skipped=False
+        )
 
 
 def rollouts_by_hand(sample: SequenceSample) -> list[dict[str, Any]]:
-    """Rollouts of the batch with group, reward and the rows (ids, mask, reference) that have a token of the policy."""
+    """Rollouts of the batch with group, reward and the rows (ids, mask, reference) that have a
+    token of the policy."""
     lengths = [n for group in GROUPS for n in group]
     ids = sample["packed_input_ids"].split(lengths)
     masks = sample["loss_mask"].split(lengths)
@@ -109,7 +125,9 @@ def rollouts_by_hand(sample: SequenceSample) -> list[dict[str, Any]]:
     row = 0
     for group, inner in enumerate(GROUPS):
         for _ in inner:
-            one = found.setdefault((group, ROLLOUTS[row]), {"group": group, "rewards": [], "rows": []})
+            one = found.setdefault(
+                (group, ROLLOUTS[row]), {"group": group, "rewards": [], "rows": []}
+            )
             if OUTCOME[row] == 0 and bool(masks[row][1:].any()):
                 one["rewards"].append(REWARDS[row])
                 one["rows"].append((ids[row], masks[row], refs[row]))
@@ -117,18 +135,28 @@ def rollouts_by_hand(sample: SequenceSample) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def loss_by_hand(sample: SequenceSample, score: Any, *, smoothing: float = 0.0, center: float = 0.0) -> Tensor:
+def loss_by_hand(
+    sample: SequenceSample, score: Any, *, smoothing: float = 0.0, center: float = 0.0
+) -> Tensor:
     """The mean over groups of the mean over their pairs, straight from the formulas."""
     one_each = [(one, score(one["rows"])) for one in rollouts_by_hand(sample) if one["rows"]]
     groups = []
     for number in range(len(GROUPS)):
-        own = [(sum(one["rewards"]) / len(one["rewards"]), s) for one, s in one_each if one["group"] == number]
+        own = [
+            (sum(one["rewards"]) / len(one["rewards"]), s)
+            for one, s in one_each
+            if one["group"] == number
+        ]
         terms = []
         for reward, s in own:
             for other, t in own:
                 if reward > other:
                     p = 1 / (1 + torch.exp(-(s - t)))
-                    terms.append(-(1 - smoothing) * p.log() - smoothing * (1 - p).log() + center * (s + t) ** 2)
+                    terms.append(
+                        -(1 - smoothing) * p.log()
+                        - smoothing * (1 - p).log()
+                        + center * (s + t) ** 2
+                    )
         if terms:
             groups.append(sum(terms) / len(terms))
     assert len(groups) >= 2
@@ -145,7 +173,9 @@ def at(tmp_path: Path) -> CallContext:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("seed", range(4))
-def test_dpo_has_the_loss_and_the_gradient_of_its_formula(smoothing: float, seed: int, tmp_path: Path) -> None:
+def test_dpo_has_the_loss_and_the_gradient_of_its_formula(
+    smoothing: float, seed: int, tmp_path: Path
+) -> None:
     """-log sigmoid(beta (log pi/ref of the better - log pi/ref of the worse)), of the policy's tokens alone; ragged
     pairs, several rows a rollout, failed rollouts whose reward is NaN."""
     sample, engine = batch(seed), Linear()
@@ -165,7 +195,9 @@ def test_dpo_has_the_loss_and_the_gradient_of_its_formula(smoothing: float, seed
     expected = loss_by_hand(sample, score, smoothing=smoothing)
     (gradient,) = torch.autograd.grad(expected, engine.table)
     assert got["loss"] == pytest.approx(float(expected.detach()), rel=1e-6)
-    torch.testing.assert_close(engine.gradient, gradient, rtol=1e-5, atol=1e-8)  # the factors are fp32
+    torch.testing.assert_close(
+        engine.gradient, gradient, rtol=1e-5, atol=1e-8
+    )  # the factors are fp32
 
 
 @pytest.mark.parametrize("center", [0.0, 0.05])
@@ -173,13 +205,16 @@ def test_dpo_has_the_loss_and_the_gradient_of_its_formula(smoothing: float, seed
 def test_a_reward_model_has_the_loss_and_the_gradient_of_bradley_and_terry(
     center: float, seed: int, tmp_path: Path
 ) -> None:
-    """The score of a row is that of the state behind the policy's last token, whatever follows it."""
+    """The score of a row is that of the state behind the policy's last token, whatever follows
+    it."""
     sample, engine = batch(seed), Linear()
     got = RewardModelInterface(center=center).train_step(model_of(engine), sample, at(tmp_path))
 
     def score(rows: Any) -> Tensor:
         ends = [max(t for t in range(1, len(ids)) if mask[t]) for ids, mask, _ in rows]
-        states = [engine.table[ids[: end + 1]].mean() for (ids, _, _), end in zip(rows, ends, strict=True)]
+        states = [
+            engine.table[ids[: end + 1]].mean() for (ids, _, _), end in zip(rows, ends, strict=True)
+        ]
         return sum(states) / len(states)  # type: ignore[return-value]
 
     expected = loss_by_hand(sample, score, center=center)
@@ -189,8 +224,11 @@ def test_a_reward_model_has_the_loss_and_the_gradient_of_bradley_and_terry(
 
 
 @pytest.mark.parametrize("kind", ["dpo", "reward_model"])
-def test_a_real_engine_finds_the_better_ones_in_micro_batches_of_any_size(kind: str, tmp_path: Path) -> None:
-    """The two episodes of a pair may be in different passes; the first update is the same, and pairs are learnt."""
+def test_a_real_engine_finds_the_better_ones_in_micro_batches_of_any_size(
+    kind: str, tmp_path: Path
+) -> None:
+    """The two episodes of a pair may be in different passes; the first update is the same, and
+    pairs are learnt."""
     found = []
     for tokens in (None, 12):
         model = tiny_actor()
@@ -208,7 +246,11 @@ def test_a_real_engine_finds_the_better_ones_in_micro_batches_of_any_size(kind: 
     first = found[1][1][0]
     last = found[1][1][-1]
     assert first["grad_norm"] == pytest.approx(found[0][1][0]["grad_norm"], rel=1e-3)
-    assert last["pair_accuracy"] == 1.0 and last["loss"] < 0.8 * first["loss"] and last["n_updates"] == 1
+    assert (
+        last["pair_accuracy"] == 1.0
+        and last["loss"] < 0.8 * first["loss"]
+        and last["n_updates"] == 1
+    )
     assert first["pair_accuracy"] == 0.5 or kind == "dpo", "the value head starts at 0"
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-4)
 
@@ -259,7 +301,9 @@ def test_a_batch_without_a_pair_changes_nothing(tmp_path: Path) -> None:
     before = weights(model)
     sample = batch()
     single = [[1] * len(group) for group in GROUPS]
-    same = SequenceSample.from_tensors(list("abcd"), {"rewards": torch.zeros(12)}, {"rewards": single})
+    same = SequenceSample.from_tensors(
+        list("abcd"), {"rewards": torch.zeros(12)}, {"rewards": single}
+    )
     equal = sample.select(sample.keys - {"rewards"}).update(same)
     got = DPOInterface().train_step(model, equal, context(tmp_path))
     assert torch.equal(before, weights(model)) and got == {
@@ -294,7 +338,10 @@ def test_the_rewards_of_a_verifier_are_mixed_with_the_model_s(tmp_path: Path) ->
     lengths = [n for group in GROUPS for n in group]
     ids = sample["packed_input_ids"].split(lengths)
     masks = sample["loss_mask"].split(lengths)
-    owner = [(group, ROLLOUTS[row]) for row, group in enumerate(g for g, inner in enumerate(GROUPS) for _ in inner)]
+    owner = [
+        (group, ROLLOUTS[row])
+        for row, group in enumerate(g for g, inner in enumerate(GROUPS) for _ in inner)
+    ]
     for row, key in enumerate(owner):
         ends[row] = max((t for t in range(1, lengths[row]) if masks[row][t]), default=0)
         if ends[row] and OUTCOME[row] == 0:
@@ -314,8 +361,8 @@ def test_the_rewards_of_a_verifier_are_mixed_with_the_model_s(tmp_path: Path) ->
 
 @pytest.mark.parametrize("weight", [0.5, 1.0])
 def test_the_penalty_for_length_has_no_weight(weight: float, tmp_path: Path) -> None:
-    """It was mixed as a part of the verifier's rewards: half of it was left, or nothing, and two rollouts that the
-    verifier judges alike were a pair for the model to order."""
+    """It was mixed as a part of the verifier's rewards: half of it was left, or nothing, and two
+    rollouts that the verifier judges alike were a pair for the model to order."""
     (tmp_path / HEAD_FILE).touch()
     ppo = PolicyGradientOptions(overlong_length=8, overlong_buffer=0.5)
     config = config_class("countdown")(experiment="grpo", ppo=ppo)
@@ -330,12 +377,19 @@ def test_the_penalty_for_length_has_no_weight(weight: float, tmp_path: Path) -> 
     }
     single = [[1, 1]]
     whole = [[4, 10]]
-    seqlens = {"packed_input_ids": whole, "loss_mask": whole, "env_rewards": single, "outcome": single}
+    seqlens = {
+        "packed_input_ids": whole,
+        "loss_mask": whole,
+        "env_rewards": single,
+        "outcome": single,
+    }
     sample = SequenceSample.from_tensors(["a"], tensors, seqlens)
     model = model_of(Linear())
     context = at(tmp_path)
     [key] = verify.output_keys
-    tensors[key] = OutcomeRewardInterface(**verify.interface_args).inference(model, sample, context)[0][key]
+    tensors[key] = OutcomeRewardInterface(**verify.interface_args).inference(
+        model, sample, context
+    )[0][key]
     sample = SequenceSample.from_tensors(["a"], tensors, {**seqlens, key: single})
     got, stats = RewardModelInterface(**mix.interface_args).inference(model, sample, context)
     short, long = got["rewards"].tolist()
@@ -348,9 +402,14 @@ def test_options_of_the_verifier_are_refused_where_it_has_no_part(tmp_path: Path
         ppo = PolicyGradientOptions(**{name: value})
         config = config_class("countdown")(experiment="grpo", ppo=ppo)
         config.reward_model.path = str(tmp_path)
-        assert build_reward_calls(config, policy_options(config), "")[1][0].interface_args[name] == value
+        assert (
+            build_reward_calls(config, policy_options(config), "")[1][0].interface_args[name]
+            == value
+        )
         config.reward_model.weight = 1.0
-        with pytest.raises(ConfigError, match=rf"ppo.{name} has no effect with reward_model.weight=1"):
+        with pytest.raises(
+            ConfigError, match=rf"ppo.{name} has no effect with reward_model.weight=1"
+        ):
             build_reward_calls(config, policy_options(config), "")
 
 
@@ -361,24 +420,75 @@ COMMON = ("env=countdown", "actor.path=builtin_tiny", "mode=check")
     ("options", "said"),
     [
         (("experiment=dpo", "preference.beta=0"), "preference.beta=0.0: must be positive"),
-        (("experiment=dpo", "preference.smoothing=0.5"), "preference.smoothing=0.5: must be between 0 and 0.49"),
-        (("experiment=dpo", "preference.held_out=1"), "preference.held_out=1.0: must be between 0 and 0.9"),
-        (("experiment=dpo", "preference.pairing=some"), "preference.pairing=some: unknown (known: all, extremes)"),
-        (("experiment=dpo", "preference.min_gap=40"), "preference.min_gap=40.0: rewards lie within +-"),
-        (("experiment=dpo", "ppo.group_size=1", "rollout.min_group_size=1"), "ppo.group_size=1: a pair needs two"),
-        (("experiment=dpo", "ppo.eps_clip=0.1"), "option ppo.eps_clip has no effect in experiment dpo"),
-        (("experiment=dpo", "preference.center=1"), "preference.center has no effect in experiment dpo"),
-        (("experiment=dpo", "async_rl.enabled=true"), "async_rl.enabled=true: dpo plays and trains in turns"),
-        (("experiment=dpo", "actor.lora.rank=2", "preference.player=first"), "preference.player=first: with adapters"),
-        (("experiment=reward_model", "preference.beta=1"), "preference.beta has no effect in experiment reward_model"),
-        (("experiment=reward_model", "preference.center=-1"), "preference.center=-1.0: must be at least 0"),
-        (("experiment=reward_model", "reward_model.weight=0.1"), "option reward_model.weight has no effect"),
-        (("experiment=reward_model", "evaluation.every_steps=2"), "option evaluation.every_steps has no effect"),
+        (
+            ("experiment=dpo", "preference.smoothing=0.5"),
+            "preference.smoothing=0.5: must be between 0 and 0.49",
+        ),
+        (
+            ("experiment=dpo", "preference.held_out=1"),
+            "preference.held_out=1.0: must be between 0 and 0.9",
+        ),
+        (
+            ("experiment=dpo", "preference.pairing=some"),
+            "preference.pairing=some: unknown (known: all, extremes)",
+        ),
+        (
+            ("experiment=dpo", "preference.min_gap=40"),
+            "preference.min_gap=40.0: rewards lie within +-",
+        ),
+        (
+            ("experiment=dpo", "ppo.group_size=1", "rollout.min_group_size=1"),
+            "ppo.group_size=1: a pair needs two",
+        ),
+        (
+            ("experiment=dpo", "ppo.eps_clip=0.1"),
+            "option ppo.eps_clip has no effect in experiment dpo",
+        ),
+        (
+            ("experiment=dpo", "preference.center=1"),
+            "preference.center has no effect in experiment dpo",
+        ),
+        (
+            ("experiment=dpo", "async_rl.enabled=true"),
+            "async_rl.enabled=true: dpo plays and trains in turns",
+        ),
+        (
+            ("experiment=dpo", "actor.lora.rank=2", "preference.player=first"),
+            "preference.player=first: with adapters",
+        ),
+        (
+            ("experiment=reward_model", "preference.beta=1"),
+            "preference.beta has no effect in experiment reward_model",
+        ),
+        (
+            ("experiment=reward_model", "preference.center=-1"),
+            "preference.center=-1.0: must be at least 0",
+        ),
+        (
+            ("experiment=reward_model", "reward_model.weight=0.1"),
+            "option reward_model.weight has no effect",
+        ),
+        (
+            ("experiment=reward_model", "evaluation.every_steps=2"),
+            "option evaluation.every_steps has no effect",
+        ),
         (("experiment=reward_model", "actor.lora.rank=2"), "actor.lora.rank has no effect"),
-        (("experiment=grpo", "reward_model.weight=0.1"), "option reward_model.weight has no effect in experiment grpo"),
-        (("experiment=grpo", "reward_model.optimizer.lr=0.1"), "option reward_model.optimizer.lr has no effect"),
-        (("experiment=grpo", "reward_model.path=/nowhere"), "reward_model.path=/nowhere: no such folder"),
-        (("experiment=grpo", "reward_model.path={policy}"), "no folder that holds value_head.safetensors"),
+        (
+            ("experiment=grpo", "reward_model.weight=0.1"),
+            "option reward_model.weight has no effect in experiment grpo",
+        ),
+        (
+            ("experiment=grpo", "reward_model.optimizer.lr=0.1"),
+            "option reward_model.optimizer.lr has no effect",
+        ),
+        (
+            ("experiment=grpo", "reward_model.path=/nowhere"),
+            "reward_model.path=/nowhere: no such folder",
+        ),
+        (
+            ("experiment=grpo", "reward_model.path={policy}"),
+            "no folder that holds value_head.safetensors",
+        ),
         (
             ("experiment=grpo", "reward_model.path={policy}", "reward_model.weight=2"),
             "reward_model.weight=2.0: must be",
@@ -395,14 +505,19 @@ def test_nonsense_is_refused_before_a_process_starts(
     given = [text.format(policy=folder) for text in options]
     assert main([*COMMON, f"fileroot={tmp_path}", *given]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert any(said in line for line in lines) and all(line.startswith("config error: ") for line in lines), lines
+    assert any(said in line for line in lines) and all(
+        line.startswith("config error: ") for line in lines
+    ), lines
 
 
 LOW = (
-    "def tasks(split):\n    for number in range(40):\n        yield {'prompt': f'Question {number}'}\n\n\n"
-    "def reward(completion, **row):\n    return sum(ord(c) < 64 for c in completion) / max(1, len(completion))\n"
+    "def tasks(split):\n    for number in range(40):\n        yield {'prompt': f'Question "
+    "{number}'}\n\n\n"
+    "def reward(completion, **row):\n    return sum(ord(c) < 64 for c in completion) / max(1, "
+    "len(completion))\n"
 )
-"""An environment in which an untaught policy earns more or less, by the letters that it happens to say."""
+"""An environment in which an untaught policy earns more or less, by the letters that it happens to
+say."""
 SMALL = (
     "actor.path=builtin_tiny", "trial_name=t", "torch_threads=1", "gen.max_new_tokens=16", "rollout.max_turns=1",
     "builtin.num_layers=2", "builtin.hidden_size=64", "builtin.intermediate_size=128",
@@ -416,7 +531,13 @@ FEW = (
 def launched(root: Path, experiment: str, *options: str) -> tuple[Path, list[dict[str, Any]]]:
     """Train, and return the folder of the run with the metrics of its steps."""
     (root / "low.py").write_text(LOW)
-    command = [sys.executable, "-m", "realhf.launch", f"experiment={experiment}", f"env.path={root / 'low.py'}:reward"]
+    command = [
+        sys.executable,
+        "-m",
+        "realhf.launch",
+        f"experiment={experiment}",
+        f"env.path={root / 'low.py'}:reward",
+    ]
     command += [f"fileroot={root}", *SMALL, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=570, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
@@ -427,14 +548,23 @@ def launched(root: Path, experiment: str, *options: str) -> tuple[Path, list[dic
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_trained_reward_model_finds_better_episodes_and_has_a_part_in_the_rewards(tmp_path: Path) -> None:
-    """Held-out groups, which it never trains on, are told apart better than by chance; then a policy trains on rewards
-    that are half its own, streamed or not."""
-    sizes = ("ppo.group_size=8", "dataset.train_bs_n_seqs=12", "total_train_steps=30", "preference.held_out=0.3")
+def test_a_trained_reward_model_finds_better_episodes_and_has_a_part_in_the_rewards(
+    tmp_path: Path,
+) -> None:
+    """Held-out groups, which it never trains on, are told apart better than by chance; then a
+    policy trains on rewards that are half its own, streamed or not."""
+    sizes = (
+        "ppo.group_size=8",
+        "dataset.train_bs_n_seqs=12",
+        "total_train_steps=30",
+        "preference.held_out=0.3",
+    )
     run, steps = launched(tmp_path, "reward_model", *sizes)
     later = [step for step in steps[-10:] if step["preference/held_out_pairs"]]
     counts = [step["preference/held_out_pairs"] for step in later]
-    right = [n * step["preference/held_out_accuracy"] for n, step in zip(counts, later, strict=True)]
+    right = [
+        n * step["preference/held_out_accuracy"] for n, step in zip(counts, later, strict=True)
+    ]
     assert steps[0]["preference/held_out_accuracy"] == 0.5 and sum(right) / sum(counts) > 0.6
     for name in ("value_head.safetensors", "weight_digests.json", "tokenizer.json"):
         assert (run / "policy" / name).is_file()
@@ -451,6 +581,8 @@ def test_a_trained_reward_model_finds_better_episodes_and_has_a_part_in_the_rewa
 @pytest.mark.parametrize("player", ["first", "current"])
 def test_dpo_trains_a_policy_on_what_it_played(player: str, tmp_path: Path) -> None:
     run, steps = launched(tmp_path, "dpo", *FEW, f"preference.player={player}")
-    assert steps[0]["policy/loss"] == pytest.approx(math.log(2), abs=1e-3), "the policy starts as its reference"
+    assert steps[0]["policy/loss"] == pytest.approx(math.log(2), abs=1e-3), (
+        "the policy starts as its reference"
+    )
     assert all(step["policy/updates"] == 1 and step["preference/pairs"] for step in steps)
     assert steps[1]["preference/margin"] != 0 and (run / "policy" / "config.json").is_file()

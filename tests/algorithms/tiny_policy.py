@@ -1,4 +1,5 @@
-"""A real engine small enough to train in milliseconds, and the groups that tests of the train step use."""
+"""A real engine small enough to train in milliseconds, and the groups that tests of the train step
+use."""
 
 import math
 
@@ -15,7 +16,8 @@ from realhf.backends.training.torch_engine import TorchEngine
 GROUPS = [[9, 14, 6], [5, 5, 12], [8, 7, 10], [6, 11, 4]]
 REWARDS = [1.0, 0.0, 0.5, 1.0, 1.0, 1.0, 0.0, 1.0, math.nan, 0.25, 0.5, 0.75]
 OUTCOME = [0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0]
-"""The second group has no signal, one row of the third failed, one row of the fourth is at its mean."""
+"""The second group has no signal, one row of the third failed, one row of the fourth is at its
+mean."""
 
 
 def tiny_actor(lr=1e-2):

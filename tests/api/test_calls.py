@@ -1,4 +1,5 @@
-"""Messages between the processes of a run: every one comes back from the wire as it was, and nothing else is taken."""
+"""Messages between the processes of a run: every one comes back from the wire as it was, and
+nothing else is taken."""
 
 from __future__ import annotations
 
@@ -11,7 +12,16 @@ import numpy as np
 import pytest
 
 from realhf.api import calls
-from realhf.api.calls import CALL, GENERATE, STATUS, Arrival, CallAnswer, EvaluateAnswer, GenerateRequest, RolloutLease
+from realhf.api.calls import (
+    CALL,
+    GENERATE,
+    STATUS,
+    Arrival,
+    CallAnswer,
+    EvaluateAnswer,
+    GenerateRequest,
+    RolloutLease,
+)
 from realhf.api.config import ConfigError, GenConfig, ModelConfig, ParallelConfig
 from realhf.api.evaluation import mean_interval, wilson_interval
 from realhf.api.experiment import HeldOutOptions, RolloutOptions
@@ -40,7 +50,8 @@ def through_the_wire(message):
 
 
 def test_names_are_unique_and_every_form_can_be_read():
-    """msgspec resolves the annotations of a form on first use; one that it cannot read is found here."""
+    """msgspec resolves the annotations of a form on first use; one that it cannot read is found
+    here."""
     assert len({call.name for call in ALL}) == len(ALL) > 20
     for call in ALL:
         for kind in (call.request, call.answer):
@@ -51,7 +62,9 @@ def test_messages_come_back_from_the_wire_as_they_were():
     slot = TensorSlot("w", "f32", (4, 6), 0, 96)
     for message in (
         CALL.unpack(REQUEST),
-        CallAnswer([b"\x00\xff", b""], {"loss": 0.5, "episodes": ["text"], "nothing": None}, 1.0, 0.0),
+        CallAnswer(
+            [b"\x00\xff", b""], {"loss": 0.5, "episodes": ["text"], "nothing": None}, 1.0, 0.0
+        ),
         WeightsManifest(7, "shm", "segment", 96, "ab", (slot,)),
         RolloutLease("t0", 1, 2, 3, 4.0, {"task": "{}", "seed": 5}, {"numbers": [1, 2]}),
         Arrival("t0", 1, "w", [1, 2, 3], [b"meta"]),
@@ -62,7 +75,9 @@ def test_messages_come_back_from_the_wire_as_they_were():
 
 def test_numbers_of_numpy_and_read_only_maps_are_sent_as_plain_ones():
     stats = {"sampled": MappingProxyType({"success": np.float64(0.25), "episodes": np.int64(4)})}
-    assert through_the_wire(EvaluateAnswer(stats)) == EvaluateAnswer({"sampled": {"success": 0.25, "episodes": 4}})
+    assert through_the_wire(EvaluateAnswer(stats)) == EvaluateAnswer(
+        {"sampled": {"success": 0.25, "episodes": 4}}
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,7 +86,10 @@ def test_numbers_of_numpy_and_read_only_maps_are_sent_as_plain_ones():
         ({"idz": []}, "field idz: Object contains unknown field"),
         ({"ids": ["t0", 1]}, r"field ids\[1\]: Expected `str`, got `int`"),
         ({"step": 1.5}, "field step: Expected `int`, got `float`"),
-        ({"fetches": [{"endpoint": "x", "ids": []}]}, r"field fetches\[0\]: .*missing required field `keys`"),
+        (
+            {"fetches": [{"endpoint": "x", "ids": []}]},
+            r"field fetches\[0\]: .*missing required field `keys`",
+        ),
         ({"metadata": None}, "field metadata: Expected `object`, got `null`"),
     ],
 )
@@ -81,10 +99,14 @@ def test_a_wrong_payload_names_the_message_and_the_field(change, words):
 
 
 def test_a_wrong_answer_names_who_gave_it():
-    with pytest.raises(MessageError, match=r"message status of generation/0 \(StatusAnswer\), field at_s: .*missing"):
+    with pytest.raises(
+        MessageError,
+        match=r"message status of generation/0 \(StatusAnswer\), field at_s: .*missing",
+    ):
         STATUS.unpack_answer({}, "generation/0")
     with pytest.raises(
-        MessageError, match=r"message generate \(GenerateRequest\), field \[1\]\[0\]: Expected `int` >= 0"
+        MessageError,
+        match=r"message generate \(GenerateRequest\), field \[1\]\[0\]: Expected `int` >= 0",
     ):
         GENERATE.unpack([0, [-1], 0, None, -1])
 
@@ -96,21 +118,44 @@ def test_what_cannot_be_sent_is_refused_where_it_is_made():
 
 def of(workers, backend, **parallel):
     return parallel_of(
-        "critic", ModelConfig(workers=[*range(workers)], backend=backend, parallel=ParallelConfig(**parallel))
+        "critic",
+        ModelConfig(
+            workers=[*range(workers)], backend=backend, parallel=ParallelConfig(**parallel)
+        ),
     )
 
 
 @pytest.mark.parametrize(
     ("workers", "backend", "asked", "said"),
     [
-        (3, "ddp", {"dp": 2}, r"dp=2 times fsdp=1 needs 2 workers, critic.workers=\[0, 1, 2\] names 3"),
+        (
+            3,
+            "ddp",
+            {"dp": 2},
+            r"dp=2 times fsdp=1 needs 2 workers, critic.workers=\[0, 1, 2\] names 3",
+        ),
         (1, "ddp", {"dp": 2}, r"dp=2 times fsdp=1 needs 2 workers, critic.workers=\[0\] names 1"),
         (4, "fsdp2", {"dp": 2, "fsdp": 3}, r"dp=2 times fsdp=3 needs 6 workers, .* names 4"),
         (3, "fsdp2", {"dp": 2}, r"dp=2 times fsdp=1 needs 2 workers, .* names 3"),
         (2, "fsdp2", {"fsdp": 4}, r"dp=1 times fsdp=4 needs 4 workers, .* names 2"),
-        (2, "ddp", {"fsdp": 2}, r"^critic.parallel.fsdp=2: backend ddp keeps whole copies; set critic.backend=fsdp2"),
-        (1, "torch", {"dp": 2}, r"^critic.parallel.dp=2: backend torch trains on one worker; set critic.backend=ddp"),
-        (1, "torch", {"fsdp": 2}, r"^critic.parallel.fsdp=2: backend torch .*; set critic.backend=fsdp2"),
+        (
+            2,
+            "ddp",
+            {"fsdp": 2},
+            r"^critic.parallel.fsdp=2: backend ddp keeps whole copies; set critic.backend=fsdp2",
+        ),
+        (
+            1,
+            "torch",
+            {"dp": 2},
+            r"^critic.parallel.dp=2: backend torch trains on one worker; set critic.backend=ddp",
+        ),
+        (
+            1,
+            "torch",
+            {"fsdp": 2},
+            r"^critic.parallel.fsdp=2: backend torch .*; set critic.backend=fsdp2",
+        ),
         (2, "torch", {}, r"^critic.workers=\[0, 1\]: backend torch trains on one worker"),
         (2, "ddp", {"tp": 2}, r"^critic.parallel.tp=2: no backend cuts layers"),
     ],
@@ -128,7 +173,9 @@ def test_what_is_not_asked_for_follows_from_the_workers():
 
 
 def test_options_survive_json():
-    options = RolloutOptions("sql", 8, 16, {"rows": 3}, gen=GenConfig(max_new_tokens=9), retries=0, seed=3)
+    options = RolloutOptions(
+        "sql", 8, 16, {"rows": 3}, gen=GenConfig(max_new_tokens=9), retries=0, seed=3
+    )
     assert RolloutOptions.from_args(json.loads(json.dumps(options.to_args()))) == options
     held_out = HeldOutOptions("heldout", 2, 0, 40)
     assert HeldOutOptions.from_args(json.loads(json.dumps(held_out.to_args()))) == held_out
@@ -136,7 +183,9 @@ def test_options_survive_json():
 
 def test_an_unknown_or_a_missing_option_is_named():
     args = RolloutOptions("sql", group_size=8, sessions=16).to_args()
-    with pytest.raises(TypeError, match="RolloutOptions has no field 'max_turn'; did you mean 'max_turns'"):
+    with pytest.raises(
+        TypeError, match="RolloutOptions has no field 'max_turn'; did you mean 'max_turns'"
+    ):
         EnvRolloutInterface(**args, max_turn=3)
     with pytest.raises(TypeError, match="GenConfig has no field 'temp'"):
         EnvRolloutInterface(**{**args, "gen": {"temp": 1.0}})
@@ -153,6 +202,8 @@ def test_wilson_interval_against_published_values():
 
 def test_mean_interval_is_the_mean_and_its_standard_error():
     # standard error of 1, 2, 3, 4: sqrt(5 / 3) / 2
-    assert mean_interval([1.0, 2.0, 3.0, 4.0]) == pytest.approx((2.5, 2.5 - 1.959964 * 0.645497, 3.765152), abs=1e-5)
+    assert mean_interval([1.0, 2.0, 3.0, 4.0]) == pytest.approx(
+        (2.5, 2.5 - 1.959964 * 0.645497, 3.765152), abs=1e-5
+    )
     assert mean_interval([7.0]) == (7.0, 7.0, 7.0)
     assert mean_interval([]) is None

@@ -31,7 +31,12 @@ def grpo(**more):
         mfc("actor_gen", GEN, "packed_prompts", "packed_input_ids packed_logprobs env_rewards"),
         mfc("ref_inf", INF, "packed_input_ids", "packed_ref_logprobs", role="ref", n_seqs=8),
         mfc("rew_inf", INF, "env_rewards", "rewards"),
-        mfc("actor_train", TRAIN, "packed_input_ids packed_logprobs packed_ref_logprobs rewards", **more),
+        mfc(
+            "actor_train",
+            TRAIN,
+            "packed_input_ids packed_logprobs packed_ref_logprobs rewards",
+            **more,
+        ),
     ]
 
 
@@ -61,7 +66,9 @@ def test_the_grpo_graph_follows_from_its_keys():
 
 
 def test_a_single_training_call_on_a_dataset():
-    graph = build_graph([mfc("actor_train", TRAIN, "packed_input_ids loss_mask")], ["packed_input_ids", "loss_mask"])
+    graph = build_graph(
+        [mfc("actor_train", TRAIN, "packed_input_ids loss_mask")], ["packed_input_ids", "loss_mask"]
+    )
     assert graph.topological_levels() == [["actor_train"]]
     assert graph.required_dataset_keys() == ["loss_mask", "packed_input_ids"]
 
@@ -72,11 +79,14 @@ def test_optional_inputs_bind_only_if_produced(produced):
     calls = [train, mfc("ref_inf", INF, "x", "packed_ref_logprobs")] if produced else [train]
     graph = build_graph(calls, ["x"])
     assert graph.inputs("actor_train") == (("x", "packed_ref_logprobs") if produced else ("x",))
-    assert (graph.topological_levels()[-1] == ["actor_train"]) and len(graph.topological_levels()) == 1 + produced
+    assert (graph.topological_levels()[-1] == ["actor_train"]) and len(
+        graph.topological_levels()
+    ) == 1 + produced
 
 
 def test_calls_of_one_level_are_sorted_whatever_the_order_of_definition():
-    """The order within a level is the order of the table and of the drawings, so it depends on names alone."""
+    """The order within a level is the order of the table and of the drawings, so it depends on
+    names alone."""
     calls = [mfc(name, INF, "x", f"y_{name}") for name in ("c", "a", "b")]
     calls.append(mfc("t", TRAIN, "y_c y_a y_b"))
     for order in (calls, calls[::-1]):
@@ -86,11 +96,15 @@ def test_calls_of_one_level_are_sorted_whatever_the_order_of_definition():
 def test_ancestors_are_the_calls_that_come_before():
     graph = build_graph(grpo(), ["packed_prompts"])
     assert graph.ancestors("actor_train") == {"actor_gen", "ref_inf", "rew_inf"}
-    assert graph.ancestors("rew_inf") == {"actor_gen"} and graph.ancestors("actor_gen") == frozenset()
+    assert (
+        graph.ancestors("rew_inf") == {"actor_gen"} and graph.ancestors("actor_gen") == frozenset()
+    )
 
 
 def test_duplicate_names():
-    found = problems([mfc("a", INF, "x", "y"), mfc("a", INF, "y", "z"), mfc("t", TRAIN, "z")], ["x"])
+    found = problems(
+        [mfc("a", INF, "x", "y"), mfc("a", INF, "y", "z"), mfc("t", TRAIN, "z")], ["x"]
+    )
     assert found == ["2 model function calls are named 'a'"]
 
 
@@ -105,7 +119,8 @@ def test_a_missing_key_names_the_call_and_a_close_key():
     calls = grpo()
     calls[1] = mfc("ref_inf", INF, "packed_inptu_ids", "packed_ref_logprobs")
     assert problems(calls, ["packed_prompts"]) == [
-        "'ref_inf' needs key 'packed_inptu_ids', which no call and no dataset produces; did you mean "
+        "'ref_inf' needs key 'packed_inptu_ids', which no call and no dataset produces; did you "
+        "mean "
         "'packed_input_ids'?"
     ]
     assert problems([mfc("t", TRAIN, "zebra")], ["x"]) == [
@@ -116,7 +131,10 @@ def test_a_missing_key_names_the_call_and_a_close_key():
 def test_a_cycle_is_printed_as_a_path():
     calls = [mfc("a", INF, "x z", "y"), mfc("b", INF, "y", "z")]
     (found,) = problems(calls, ["x"])
-    assert found in ("the calls form a cycle: a -[y]-> b -[z]-> a", "the calls form a cycle: b -[z]-> a -[y]-> b")
+    assert found in (
+        "the calls form a cycle: a -[y]-> b -[z]-> a",
+        "the calls form a cycle: b -[z]-> a -[y]-> b",
+    )
     (found,) = problems([mfc("a", INF, "x y", "y")], ["x"])
     assert found == "the calls form a cycle: a -[y]-> a"
 
@@ -146,10 +164,16 @@ def test_unread_outputs_warn():
 
 
 def test_all_problems_come_at_once():
-    calls = [mfc("a", INF, "x q", "y"), mfc("b", INF, "x", "y", role="ghost"), mfc("t", TRAIN, "y", n_seqs=5)]
+    calls = [
+        mfc("a", INF, "x q", "y"),
+        mfc("b", INF, "x", "y", role="ghost"),
+        mfc("t", TRAIN, "y", n_seqs=5),
+    ]
     found = problems(calls, ["x"], roles=["actor"])
     assert len(found) == 4
-    assert [any(word in p for p in found) for word in ("2 producers", "'q'", "ghost", "n_seqs=5")] == [True] * 4
+    assert [
+        any(word in p for p in found) for word in ("2 producers", "'q'", "ghost", "n_seqs=5")
+    ] == [True] * 4
     assert problems([], ["x"]) == ["there is no model function call"]
 
 
@@ -164,7 +188,10 @@ def test_all_problems_come_at_once():
         ({"output_keys": ("y", "y")}, "output keys declared twice: y"),
         ({"input_key_remap": {"q": "x"}}, "input_key_remap names keys it does not take: q"),
         ({"output_key_remap": {"x": "q"}}, "output_key_remap yields keys it does not output: q"),
-        ({"input_keys": ("x", "z"), "input_key_remap": {"x": "k", "z": "k"}}, "maps two keys to one name"),
+        (
+            {"input_keys": ("x", "z"), "input_key_remap": {"x": "k", "z": "k"}},
+            "maps two keys to one name",
+        ),
     ],
 )
 def test_a_call_that_cannot_be_right(change, message):
@@ -186,9 +213,18 @@ def drawn():
 
 def test_drawings_show_every_call_and_every_key():
     for text in (drawn().to_mermaid(), drawn().to_dot(), drawn().summary()):
-        for word in ("actor_gen", "ref_inf", "rew_inf", "actor_train", "packed_ref_logprobs", "packed_prompts"):
+        for word in (
+            "actor_gen",
+            "ref_inf",
+            "rew_inf",
+            "actor_train",
+            "packed_ref_logprobs",
+            "packed_prompts",
+        ):
             assert word in text
-    assert '  actor_gen -- "packed_input_ids, packed_logprobs" --> actor_train' in drawn().to_mermaid()
+    assert (
+        '  actor_gen -- "packed_input_ids, packed_logprobs" --> actor_train' in drawn().to_mermaid()
+    )
     assert '"rew_inf" -> "actor_train" [label="rewards"];' in drawn().to_dot()
 
 

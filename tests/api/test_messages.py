@@ -1,6 +1,8 @@
-"""Every kind of bad message through every entrance: one line that names the field, and file and line where it has any.
+"""Every kind of bad message through every entrance: one line that names the field, and file and
+line where it has any.
 
-What the entrances are, the docstring of ``realhf.api.messages`` says; ``CALLERS`` holds the modules that must check.
+What the entrances are, the docstring of ``realhf.api.messages`` says; ``CALLERS`` holds the modules
+that must check.
 """
 
 from __future__ import annotations
@@ -53,21 +55,36 @@ BAD: dict[str, tuple[Any, str]] = {
     "no content": ({"role": "user"}, "has no content"),
     "unknown role": ({"role": "god", "content": "x"}, "the role is one of"),
     "a role that is no text": ({"role": ["user"], "content": "x"}, "the role is one of"),
-    "content in parts": ({"role": "user", "content": [{"type": "text", "text": "x"}]}, "the content must be text"),
+    "content in parts": (
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+        "the content must be text",
+    ),
     "a picture": ({"role": "user", "content": [{"type": "image_url"}]}, "the content must be text"),
     "content null": ({"role": "user", "content": None}, "the content must be text"),
     "content a number": ({"role": "user", "content": 5}, "the content must be text"),
     "a turn that is null": ({"role": "assistant", "content": None}, "the content must be text"),
-    "calls of a user": ({**USER, "tool_calls": [CALL]}, "tool_calls is for messages of the role assistant"),
+    "calls of a user": (
+        {**USER, "tool_calls": [CALL]},
+        "tool_calls is for messages of the role assistant",
+    ),
     "calls no list": ({**calling(), "tool_calls": CALL}, "tool_calls must be a list"),
     "a call without name": (calling(name=""), "tool_calls[0] must be"),
-    "arguments no JSON": (calling(arguments="{'a': 1}"), "tool_calls[0].arguments must be an object"),
+    "arguments no JSON": (
+        calling(arguments="{'a': 1}"),
+        "tool_calls[0].arguments must be an object",
+    ),
     "arguments a list": (calling(arguments="[1]"), "tool_calls[0].arguments must be an object"),
     "arguments missing": (calling(arguments=None), "tool_calls[0].arguments must be an object"),
     "an id that is a number": ({**ANSWER, "tool_call_id": 5}, "tool_call_id must be text"),
     "a name that is a list": ({**ANSWER, "name": ["a"]}, "name must be text"),
-    "reasoning no text": ({"role": "assistant", "content": "x", "reasoning_content": 5}, "reasoning_content must be"),
-    "train as text": ({"role": "assistant", "content": "x", "train": "false"}, "train must be true or false"),
+    "reasoning no text": (
+        {"role": "assistant", "content": "x", "reasoning_content": 5},
+        "reasoning_content must be",
+    ),
+    "train as text": (
+        {"role": "assistant", "content": "x", "train": "false"},
+        "train must be true or false",
+    ),
     "train of a user": ({**USER, "train": False}, "train is for messages of the role assistant"),
     "not a number": ({**USER, "score": float("nan")}, "nan|NaN"),
     "half a character": ({**USER, "content": "a\ud800"}, "half a character"),
@@ -128,7 +145,8 @@ def raised(run: Callable[[], object]) -> str:
 
 
 def lines(folder: Path, *rows: Any) -> Path:
-    """A file whose first line is blank, behind a mark, so that numbers of lines are not those of rows."""
+    """A file whose first line is blank, behind a mark, so that numbers of lines are not those of
+    rows."""
     path = folder / "rows.jsonl"
     path.write_text("\ufeff\n" + "\n".join(map(json.dumps, rows)) + "\n \n", encoding="utf-8")
     return path
@@ -178,7 +196,10 @@ def tool_rows(folder: Path, messages: Any) -> str:
 
 
 def task_function(folder: Path, messages: Any) -> str:
-    rows = f"def tasks(split):\n    nan = float('nan')\n    return [{{'prompt': '1?'}}, {{'prompt': {messages!r}}}]\n"
+    rows = (
+        f"def tasks(split):\n    nan = float('nan')\n    return [{{'prompt': '1?'}}, {{'prompt': "
+        f"{messages!r}}}]\n"
+    )
     spec = build_environment(written(folder, REWARD + rows), {})
     return raised(lambda: spec.tasks("train"))
 
@@ -205,7 +226,11 @@ def answering(folder: Path, messages: Any) -> str:
 
 def slot(opening: Any, answer: Any = ()) -> str:
     async def play() -> None:
-        limits: dict[str, Any] = {"message_timeout_s": 5.0, "patience_s": 0.0, "deterministic": True}
+        limits: dict[str, Any] = {
+            "message_timeout_s": 5.0,
+            "patience_s": 0.0,
+            "deterministic": True,
+        }
         environment = SlotEnvironment("raw", lambda: Raw(opening, answer), **limits)
         environment.prepare(0)
         await environment.reset({}, seed=0)
@@ -222,7 +247,10 @@ def served(answer: Mapping[str, Any], method: str) -> str:
 
     environment = MessagesEnvironment([])
     environment._session = SimpleNamespace(reset=told, step=told)  # type: ignore[assignment]
-    play = {"reset": lambda: environment.reset({}, seed=0), "step": lambda: environment.step(AssistantMessage("x"))}
+    play = {
+        "reset": lambda: environment.reset({}, seed=0),
+        "step": lambda: environment.step(AssistantMessage("x")),
+    }
     return raised(lambda: asyncio.run(play[method]()))  # type: ignore[arg-type]
 
 
@@ -241,18 +269,48 @@ ENTRANCES: dict[str, tuple[Callable[[Path, Any], str], str]] = {
     "supervised training": (supervised, r"rows\.jsonl, line 3: messages\[1\]"),
     "vocabulary of the built-in policy": (vocabulary, r"rows\.jsonl, line 3: messages\[1\]"),
     "env.data": (questions("data"), r"rows\.jsonl, line 3: the column 'prompt'\[1\]"),
-    "env.heldout_data": (questions("heldout_data"), r"rows\.jsonl, line 3: the column 'prompt'\[1\]"),
+    "env.heldout_data": (
+        questions("heldout_data"),
+        r"rows\.jsonl, line 3: the column 'prompt'\[1\]",
+    ),
     "env.data of a class with tools": (tool_rows, r"rows\.jsonl, line 3: the column 'prompt'\[1\]"),
-    "tasks of an author": (task_function, r"mine\.py, line 3\), split 'train', row 1: the column 'prompt'\[1\]"),
-    "opening of an author's class": (speaking, r"Speaks\.reset \(seed 0\): messages\[1\].*mine\.py, line 3\)"),
-    "turn of an author's class": (answering, r"Speaks\.step \(seed 0\): messages\[1\].*mine\.py, line 6\)"),
-    "opening of any environment": (lambda _, m: slot(m), r"environment raw: the messages of reset\[1\]"),
-    "turn of any environment": (lambda _, m: slot([USER], m), r"environment raw: the messages of step\[1\]"),
-    "opening that is served": (lambda _, m: raised(lambda: of_opening(Opening(m), "")), r"messages\[1\]"),
+    "tasks of an author": (
+        task_function,
+        r"mine\.py, line 3\), split 'train', row 1: the column 'prompt'\[1\]",
+    ),
+    "opening of an author's class": (
+        speaking,
+        r"Speaks\.reset \(seed 0\): messages\[1\].*mine\.py, line 3\)",
+    ),
+    "turn of an author's class": (
+        answering,
+        r"Speaks\.step \(seed 0\): messages\[1\].*mine\.py, line 6\)",
+    ),
+    "opening of any environment": (
+        lambda _, m: slot(m),
+        r"environment raw: the messages of reset\[1\]",
+    ),
+    "turn of any environment": (
+        lambda _, m: slot([USER], m),
+        r"environment raw: the messages of step\[1\]",
+    ),
+    "opening that is served": (
+        lambda _, m: raised(lambda: of_opening(Opening(m), "")),
+        r"messages\[1\]",
+    ),
     "turn that is served": (lambda _, m: raised(lambda: of_turn(Turn(m))), r"messages\[1\]"),
-    "opening of a remote server": (lambda _, m: served({"messages": m}, "reset"), r"the server's messages\[1\]"),
-    "turn of a remote server": (lambda _, m: served({"messages": m}, "step"), r"the server's messages\[1\]"),
-    "opening that is tried out": (lambda _, m: first([*opening_problems(Opening(m), "")]), r"messages\[1\]"),
+    "opening of a remote server": (
+        lambda _, m: served({"messages": m}, "reset"),
+        r"the server's messages\[1\]",
+    ),
+    "turn of a remote server": (
+        lambda _, m: served({"messages": m}, "step"),
+        r"the server's messages\[1\]",
+    ),
+    "opening that is tried out": (
+        lambda _, m: first([*opening_problems(Opening(m), "")]),
+        r"messages\[1\]",
+    ),
     "turn that is tried out": (lambda _, m: first([*turn_problems(Turn(m))]), r"messages\[1\]"),
     "verifiers": (lambda _, m: raised(lambda: read_messages(m)), r"it sent "),
     "agents' endpoint": (
@@ -263,12 +321,29 @@ ENTRANCES: dict[str, tuple[Callable[[Path, Any], str], str]] = {
 }
 LENIENT: dict[str, tuple[set[str], str]] = {
     "verifiers": (
-        {"no content", "content in parts", "content null", "a turn that is null", "half a character", "not a number"}
-        | {name for name in BAD if name.startswith(("calls", "a call", "arguments", "reasoning", "train"))},
+        {
+            "no content",
+            "content in parts",
+            "content null",
+            "a turn that is null",
+            "half a character",
+            "not a number",
+        }
+        | {
+            name
+            for name in BAD
+            if name.startswith(("calls", "a call", "arguments", "reasoning", "train"))
+        },
         "joins parts of text, mends halves of characters, and drops keys that are not played",
     ),
     "agents' endpoint": (
-        {"no content", "content in parts", "content null", "a turn that is null", "a name that is a list"}
+        {
+            "no content",
+            "content in parts",
+            "content null",
+            "a turn that is null",
+            "a name that is a list",
+        }
         | {name for name in BAD if name.startswith(("reasoning", "train", "not a number"))},
         "joins parts of text, and drops keys that no template is given",
     ),
@@ -285,7 +360,9 @@ OTHER_WORDS = {"verifiers", "agents' endpoint", "trajectory server"}
 
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("entrance", ENTRANCES)
-def test_a_bad_message_is_one_line_at_every_entrance(entrance: str, kind: str, tmp_path: Path) -> None:
+def test_a_bad_message_is_one_line_at_every_entrance(
+    entrance: str, kind: str, tmp_path: Path
+) -> None:
     message, field = BAD[kind]
     push, place = ENTRANCES[entrance]
     said = push(tmp_path, [USER, message])
@@ -355,7 +432,10 @@ SILENT: dict[str, tuple[Any, str]] = {
     "white space": (" \n\t", "is blank"),
     "no message": ([], "has no message"),
     "the system alone": ([{"role": "system", "content": "Be brief."}], "has only a system message"),
-    "a blank user": ([{"role": "system", "content": "x"}, {"role": "user", "content": " "}], "is blank"),
+    "a blank user": (
+        [{"role": "system", "content": "x"}, {"role": "user", "content": " "}],
+        "is blank",
+    ),
 }
 
 
@@ -375,9 +455,13 @@ def test_a_prompt_that_asks_nothing_is_refused(kind: str, tmp_path: Path) -> Non
 
 async def test_a_class_with_tools_may_say_at_reset_what_a_row_leaves_out(tmp_path: Path) -> None:
     speaks = build_environment(written(tmp_path, TOOLS), {}).make("")
-    assert (await speaks.reset({"prompt": ""}, seed=0)).messages == [{"role": "user", "content": "Go."}]
+    assert (await speaks.reset({"prompt": ""}, seed=0)).messages == [
+        {"role": "user", "content": "Go."}
+    ]
     (tmp_path / "silent").mkdir()
-    silent = build_environment(written(tmp_path / "silent", TOOLS.replace('return "Go."', "pass")), {}).make("")
+    silent = build_environment(
+        written(tmp_path / "silent", TOOLS.replace('return "Go."', "pass")), {}
+    ).make("")
     await silent.reset({}, seed=0)
     with pytest.raises(EnvironmentFailure, match="with what reset returned, the prompt is blank"):
         await silent.reset({"prompt": ""}, seed=0)
@@ -401,8 +485,12 @@ def test_one_id_names_one_task_of_both_splits(kind: str, two_files: bool, tmp_pa
     named = [{"prompt": f"named {n}", "id": each} for n, each in enumerate(ids)]
     path = tmp_path / "rows.jsonl"
     held_out = tmp_path / "held_out.jsonl"
-    path.write_text("\n".join(map(json.dumps, [*rows, *(named[:1] if two_files else named)])), encoding="utf-8")
-    held_out.write_text("\n".join(map(json.dumps, [{"prompt": "new?"}, *named[1:]])), encoding="utf-8")
+    path.write_text(
+        "\n".join(map(json.dumps, [*rows, *(named[:1] if two_files else named)])), encoding="utf-8"
+    )
+    held_out.write_text(
+        "\n".join(map(json.dumps, [{"prompt": "new?"}, *named[1:]])), encoding="utf-8"
+    )
     files: dict[str, Any] = {"data": str(path)}
     files |= {"heldout_data": str(held_out)} if two_files else {"heldout_fraction": 0.5}
     with pytest.raises(ValueError, match=said) as caught:
@@ -412,45 +500,80 @@ def test_one_id_names_one_task_of_both_splits(kind: str, two_files: bool, tmp_pa
 
 
 @pytest.mark.parametrize("ids", [(1, "1"), ("a", "a")])
-def test_one_id_names_one_task_of_both_splits_of_an_author(ids: tuple[Any, Any], tmp_path: Path) -> None:
+def test_one_id_names_one_task_of_both_splits_of_an_author(
+    ids: tuple[Any, Any], tmp_path: Path
+) -> None:
     rows = (
-        f"def tasks(split):\n    return [{{'prompt': split, 'id': {ids[0]!r} if split == 'train' else {ids[1]!r}}}]\n"
+        f"def tasks(split):\n    return [{{'prompt': split, 'id': {ids[0]!r} if split == 'train' "
+        f"else {ids[1]!r}}}]\n"
     )
     spec = build_environment(written(tmp_path, REWARD + rows), {})
     assert [*spec.tasks("train").group_of] == [*spec.tasks("train").group_of] == [str(ids[0])]
-    with pytest.raises(ValueError, match=r"'heldout', row 0: an earlier row has the id .*, too \(.*'train', row 0\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"'heldout', row 0: an earlier row has the id .*, too \(.*'train', row 0\)",
+    ):
         spec.tasks("heldout")
 
 
 TURN = {"role": "assistant", "content": "There."}
 WRONG_ROWS: dict[str, tuple[dict[str, Any], str]] = {
-    "no messages": ({"prompt": "x", "completion": "y"}, "the row has no messages (it has 'prompt', 'completion')"),
-    "an empty turn": ({"messages": [USER, {**TURN, "content": ""}]}, "messages[1]: the turn is empty"),
+    "no messages": (
+        {"prompt": "x", "completion": "y"},
+        "the row has no messages (it has 'prompt', 'completion')",
+    ),
+    "an empty turn": (
+        {"messages": [USER, {**TURN, "content": ""}]},
+        "messages[1]: the turn is empty",
+    ),
     "a turn of no calls": (
         {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": []}]},
         "messages[1]: the content must be text",
     ),
-    "weight": ({"messages": [USER, {**TURN, "weight": 0}]}, "messages[1]: weight is not read here; write train"),
-    "thinking": ({"messages": [USER, {**TURN, "thinking": "x"}]}, "thinking is not read here; write reasoning_content"),
-    "an old call": ({"messages": [USER, {**TURN, "function_call": {}}]}, "function_call is not read here"),
+    "weight": (
+        {"messages": [USER, {**TURN, "weight": 0}]},
+        "messages[1]: weight is not read here; write train",
+    ),
+    "thinking": (
+        {"messages": [USER, {**TURN, "thinking": "x"}]},
+        "thinking is not read here; write reasoning_content",
+    ),
+    "an old call": (
+        {"messages": [USER, {**TURN, "function_call": {}}]},
+        "function_call is not read here",
+    ),
     "tools": ({"messages": [USER, TURN], "tools": [{"name": "x"}]}, "tools[0] must be"),
-    "a turn first": ({"messages": [TURN, USER]}, "a demonstration opens with messages that an assistant answers"),
-    "no turn": ({"messages": [USER]}, "a demonstration opens with messages that an assistant answers"),
+    "a turn first": (
+        {"messages": [TURN, USER]},
+        "a demonstration opens with messages that an assistant answers",
+    ),
+    "no turn": (
+        {"messages": [USER]},
+        "a demonstration opens with messages that an assistant answers",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", WRONG_ROWS)
 def test_a_row_of_demonstrations_is_checked_beyond_its_messages(kind: str) -> None:
-    """A null turn trained the policy to say nothing; what other programs call by other names was dropped."""
+    """A null turn trained the policy to say nothing; what other programs call by other names was
+    dropped."""
     row, said = WRONG_ROWS[kind]
     found = [*demonstration_problems(row)]
     assert len(found) == 1 and said in found[0], found
-    assert not [*demonstration_problems({"messages": [USER, {**TURN, "content": "", "train": False}, USER, TURN]})]
+    assert not [
+        *demonstration_problems(
+            {"messages": [USER, {**TURN, "content": "", "train": False}, USER, TURN]}
+        )
+    ]
 
 
 def test_all_problems_are_told_and_not_only_the_first() -> None:
     assert len([*message_problems([USER, 1, {"role": "user"}], "messages")]) == 2
-    assert silence([{"role": "assistant", **{k: v for k, v in calling().items() if k != "role"}}]) == ""
+    assert (
+        silence([{"role": "assistant", **{k: v for k, v in calling().items() if k != "role"}}])
+        == ""
+    )
 
 
 def test_broken_contracts_are_value_errors() -> None:

@@ -16,7 +16,8 @@ torch.set_num_threads(1)
 
 
 def build(groups, dtype="i64", trailing=()):
-    """Sample whose element values are all different, with a second key of one value per sequence."""
+    """Sample whose element values are all different, with a second key of one value per
+    sequence."""
     rows = sum(map(sum, groups))
     count = rows * int(np.prod(trailing, dtype=int))
     x = torch.arange(count).to(getattr(torch, TORCH_NAMES[dtype])).reshape(rows, *trailing)
@@ -31,7 +32,9 @@ def as_lists(sample):
     flat = sample["x"].tolist()
     out = []
     row = 0
-    for sample_id, group, tag in zip(sample.ids, sample.seqlens["x"], sample.metadata["tag"], strict=True):
+    for sample_id, group, tag in zip(
+        sample.ids, sample.seqlens["x"], sample.metadata["tag"], strict=True
+    ):
         sequences = []
         for length in group:
             sequences.append(flat[row : row + length])
@@ -139,7 +142,9 @@ def test_constructor_refuses_contradictions(change, message):
 
 def test_unsupported_tensor_dtype():
     with pytest.raises(ValueError, match="complex64"):
-        SequenceSample.from_tensors(["a"], {"x": torch.zeros(1, dtype=torch.complex64)}, {"x": [[1]]})
+        SequenceSample.from_tensors(
+            ["a"], {"x": torch.zeros(1, dtype=torch.complex64)}, {"x": [[1]]}
+        )
 
 
 def test_equality_compares_bits():
@@ -153,7 +158,9 @@ def test_equality_compares_bits():
 
 def test_annotations_replace_those_of_their_name_or_all():
     columns = {"m": [1, 2], "n": [3, 4]}
-    sample = SequenceSample.from_tensors(["a", "b"], {"x": torch.arange(3)}, {"x": [[1], [2]]}, columns)
+    sample = SequenceSample.from_tensors(
+        ["a", "b"], {"x": torch.arange(3)}, {"x": [[1], [2]]}, columns
+    )
     added = sample.annotated({"n": ["u", "v"], "o": [None, True]})
     assert added.metadata == {"m": [1, 2], "n": ["u", "v"], "o": [None, True]}
     assert sample.annotated({"o": [5, 6]}, keep=False).metadata == {"o": [5, 6]}
@@ -165,18 +172,27 @@ def test_annotations_replace_those_of_their_name_or_all():
 
 
 def test_keys_that_share_their_lengths_go_on_sharing():
-    lengths = SequenceSample.from_tensors(["a"], {"x": torch.arange(3)}, {"x": [[1, 2]]}).lengths("x")
+    lengths = SequenceSample.from_tensors(["a"], {"x": torch.arange(3)}, {"x": [[1, 2]]}).lengths(
+        "x"
+    )
     tensors = {"x": torch.arange(3), "y": torch.arange(3.0)}
     parts = [
         SequenceSample.from_lengths(
-            [i], dict.fromkeys("xy", lengths), {"x": "i64", "y": "f32"}, {"x": (), "y": ()}, tensors, {}
+            [i],
+            dict.fromkeys("xy", lengths),
+            {"x": "i64", "y": "f32"},
+            {"x": (), "y": ()},
+            tensors,
+            {},
         )
         for i in "abc"
     ]
     whole = SequenceSample.gather(parts)
     assert whole.lengths("x") is whole.lengths("y") and whole.lengths("x").nested() == [[1, 2]] * 3
     chosen = whole.select_ids([2, 0])
-    assert chosen.lengths("x") is chosen.lengths("y") and chosen == SequenceSample.gather([parts[2], parts[0]])
+    assert chosen.lengths("x") is chosen.lengths("y") and chosen == SequenceSample.gather(
+        [parts[2], parts[0]]
+    )
 
 
 def test_import_leaves_torch_alone():

@@ -10,7 +10,8 @@ TOKENS = [[3, 1], [4]]
 
 
 def sample(**changes):
-    """Two samples with a key of every rule; ``changes`` are (tensor, lengths) by key, None to leave one out."""
+    """Two samples with a key of every rule; ``changes`` are (tensor, lengths) by key, None to leave
+    one out."""
     columns = {
         "packed_input_ids": (torch.arange(8), TOKENS),
         "loss_mask": (torch.ones(8, dtype=torch.bool), TOKENS),
@@ -29,7 +30,9 @@ def sample(**changes):
 def test_what_is_as_registered_passes_with_and_without_tokens():
     check_standard_keys(sample())
     check_standard_keys(sample(packed_input_ids=None))
-    check_standard_keys(sample(packed_input_ids=None, loss_mask=None, packed_logprobs=None, rewards=None))
+    check_standard_keys(
+        sample(packed_input_ids=None, loss_mask=None, packed_logprobs=None, rewards=None)
+    )
     check_standard_keys(SequenceSample.from_tensors(["a"], {}, {}))
 
 
@@ -37,7 +40,10 @@ def test_what_is_as_registered_passes_with_and_without_tokens():
     ("changes", "words"),
     [
         ({"loss_mask": (torch.ones(8), TOKENS)}, "loss_mask of sample 'a' is f32, not bool"),
-        ({"rewards": (torch.zeros(3, 2), [[1, 1], [1]])}, r"rewards of sample 'a' is f32 of shape \[2\], not f32"),
+        (
+            {"rewards": (torch.zeros(3, 2), [[1, 1], [1]])},
+            r"rewards of sample 'a' is f32 of shape \[2\], not f32",
+        ),
         (
             {"packed_logprobs": (torch.zeros(6), [[2, 0], [4]])},
             "packed_logprobs of sample 'b' has 4 entries for a sequence of 4 tokens, not 3",
@@ -46,7 +52,10 @@ def test_what_is_as_registered_passes_with_and_without_tokens():
             {"loss_mask": (torch.ones(8, dtype=torch.bool), [[1, 3], [4]])},
             "loss_mask of sample 'a' has 1 entries for a sequence of 3 tokens, not 3",
         ),
-        ({"rewards": (torch.zeros(3), [[1], [1, 1]])}, "rewards of sample 'a' has 1 sequences, packed_input_ids has 2"),
+        (
+            {"rewards": (torch.zeros(3), [[1], [1, 1]])},
+            "rewards of sample 'a' has 1 sequences, packed_input_ids has 2",
+        ),
         (
             {
                 "packed_input_ids": None,

@@ -6,13 +6,17 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--run-architectures", action="store_true", help="run whole runs of every architecture")
+    parser.addoption(
+        "--run-architectures", action="store_true", help="run whole runs of every architecture"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--run-architectures", default=False):
         return
-    skipped = pytest.mark.skip(reason="whole runs take many minutes; make test-architectures runs them")
+    skipped = pytest.mark.skip(
+        reason="whole runs take many minutes; make test-architectures runs them"
+    )
     for item in items:
         if "architecture_run" in item.keywords:
             item.add_marker(skipped)

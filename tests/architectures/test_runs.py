@@ -1,6 +1,8 @@
-"""Whole runs of every architecture that is promised, tied and untied, in fp32 and bf16, synchronous and asynchronous.
+"""Whole runs of every architecture that is promised, tied and untied, in fp32 and bf16, synchronous
+and asynchronous.
 
-What a single engine does is tried in ``tests/backends/test_architectures.py``; here processes train together.
+What a single engine does is tried in ``tests/backends/test_architectures.py``; here processes train
+together.
 """
 
 from __future__ import annotations
@@ -57,7 +59,13 @@ def policy(name: str, kind: tuple[bool, torch.dtype], tmp_path: Path) -> Path:
 
 def trained(policy: Path, root: Path, mode: str, dtype: torch.dtype) -> list[dict[str, Any]]:
     """Run the experiment and return the metrics of its steps."""
-    command = [sys.executable, "-m", "realhf.launch", f"experiment={EXPERIMENTS[mode]}", f"actor.path={policy}"]
+    command = [
+        sys.executable,
+        "-m",
+        "realhf.launch",
+        f"experiment={EXPERIMENTS[mode]}",
+        f"actor.path={policy}",
+    ]
     command += [
         f"actor.dtype={str(dtype).removeprefix('torch.')}",
         f"actor.experts={'num_local_experts' in (policy / 'config.json').read_text()}",
@@ -69,7 +77,10 @@ def trained(policy: Path, root: Path, mode: str, dtype: torch.dtype) -> list[dic
     command += ON_POLICY if mode == "asynchronous" else ()
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
-    return [json.loads(line) for line in (root / "run" / "default" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (root / "run" / "default" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.parametrize("mode", EXPERIMENTS)
@@ -81,13 +92,21 @@ def test_a_run_trains_and_its_policy_loads_elsewhere(
     rows = trained(policy, tmp_path, mode, kind[1])
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row in rows:
-        assert math.isfinite(row["policy/loss"]) and row["policy/grad_norm"] > 0 and row["policy/updates"] == 1
+        assert (
+            math.isfinite(row["policy/loss"])
+            and row["policy/grad_norm"] > 0
+            and row["policy/updates"] == 1
+        )
         assert row["mismatch/abs_max"] < MISMATCH[kind[1]]
     made = tmp_path / "run" / "default" / "policy"
-    before, after = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (policy, made))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (policy, made)
+    )
     weights = dict(before.named_parameters())
     assert {key for key, _ in after.named_parameters()} == {*weights}
-    assert any(not torch.equal(tensor, weights[key]) for key, tensor in after.named_parameters()), "the run trained"
+    assert any(not torch.equal(tensor, weights[key]) for key, tensor in after.named_parameters()), (
+        "the run trained"
+    )
     assert (after.get_output_embeddings().weight is after.get_input_embeddings().weight) == kind[0]
     ids = torch.tensor([AutoTokenizer.from_pretrained(made)("a word")["input_ids"]])
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""The real clients of atroposlib 0.4.0 and its own API tests against our server: ``make test-atropos``."""
+"""The real clients of atroposlib 0.4.0 and its own API tests against our server: ``make
+test-atropos``."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from tests.trajectory.groups import group
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHON = ROOT / ".venv-atropos" / "bin" / "python"
 pytestmark = pytest.mark.skipif(
-    not (PYTHON.parent / "pytest").exists(), reason="atroposlib is not installed here: make test-atropos"
+    not (PYTHON.parent / "pytest").exists(),
+    reason="atroposlib is not installed here: make test-atropos",
 )
 
 TRAINER = """
@@ -49,7 +51,12 @@ print(sizes)
 
 def run(*command: str, cwd: Path, timeout: float = 120) -> str:
     done = subprocess.run(
-        [str(PYTHON), *command], capture_output=True, text=True, timeout=timeout, cwd=cwd, check=False
+        [str(PYTHON), *command],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=cwd,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -64,15 +71,25 @@ def test_the_example_trainers_own_code_pulls_three_batches(tmp_path: Path):
 
 @pytest.fixture
 def on_port_8000() -> Iterator[str]:
-    """Our server at the address that the original's tests are written for, on IPv4; IPv6 is held by a closed door,
-    so that the server which those tests start for themselves cannot be the one that answers."""
+    """Our server at the address that the original's tests are written for, on IPv4; IPv6 is held by
+    a closed door, so that the server which those tests start for themselves cannot be the one that
+    answers."""
     with socket.socket(socket.AF_INET6) as door:
         try:
             door.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             door.bind(("::1", 8000))
         except OSError:
             pytest.skip("port 8000 of ::1 is taken")
-        command = [sys.executable, "-m", "realhf.trajectory", "--port", "8000", "--store", "memory", "--strict"]
+        command = [
+            sys.executable,
+            "-m",
+            "realhf.trajectory",
+            "--port",
+            "8000",
+            "--store",
+            "memory",
+            "--strict",
+        ]
         with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
             try:
                 for _ in range(200):
@@ -88,7 +105,10 @@ def on_port_8000() -> Iterator[str]:
 
 def test_the_originals_api_tests_pass_on_our_server(on_port_8000: str, tmp_path: Path):
     tests = PYTHON.parent.parent / "lib" / "python3.11" / "site-packages" / "atroposlib" / "tests"
-    files = [str(tests / f"test_api_{name}.py") for name in ("messages_handling", "compression", "legacy")]
+    files = [
+        str(tests / f"test_api_{name}.py")
+        for name in ("messages_handling", "compression", "legacy")
+    ]
     text = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, cwd=tmp_path)
     assert " passed" in text
     assert "failed" not in text

@@ -1,11 +1,18 @@
-"""The AWS environment behind the contract, on a fake server (on real simulators: tests/aws/client/test_aws_env.py)."""
+"""The AWS environment behind the contract, on a fake server (on real simulators:
+tests/aws/client/test_aws_env.py)."""
 
 import socket
 from typing import Any
 
 import pytest
 
-from realhf.api.environment import AssistantMessage, DemonstrationRequest, EnvironmentFailure, TaskSet, Turn
+from realhf.api.environment import (
+    AssistantMessage,
+    DemonstrationRequest,
+    EnvironmentFailure,
+    TaskSet,
+    Turn,
+)
 from realhf.api.rollout import parse_task
 from realhf.aws.environment import DEFINITION, AwsEnvironment, AwsOptions, AwsTaskSet
 from realhf.aws.messages import NO_COMMAND
@@ -17,7 +24,9 @@ from realhf.rollout.player import ReplayDiverged, SlotEnvironment
 from tests.rollout.fake_env_server import FakeEnvServer
 
 FINE = {"simulator_lost": 0.0, "account_unreadable": 0.0}
-UNAVAILABLE = '{"type":"error","data":{"code":"UNAVAILABLE","message":"not executed","retryable":true}}'
+UNAVAILABLE = (
+    '{"type":"error","data":{"code":"UNAVAILABLE","message":"not executed","retryable":true}}'
+)
 REFUSAL = '{"type":"error","data":{"code":"VALIDATION_ERROR","message":"too long"}}'
 
 
@@ -58,7 +67,11 @@ def words(turn: Turn) -> str:
 def slot(url: str, retries: int, *, message_timeout_s: float = 60.0) -> SlotEnvironment:
     """The environment of a slot, at the beginning of an episode."""
     env = SlotEnvironment(
-        "aws", lambda: AwsEnvironment(url), message_timeout_s=message_timeout_s, patience_s=2.0, deterministic=True
+        "aws",
+        lambda: AwsEnvironment(url),
+        message_timeout_s=message_timeout_s,
+        patience_s=2.0,
+        deterministic=True,
     )
     env.prepare(retries)
     return env
@@ -73,7 +86,12 @@ async def test_an_episode_on_one_session() -> None:
             {"task_id": 3, "chaos": False, "seed": 5}
         ]
         first = await env.step(says("I look.\n```\naws s3 ls\n```"))
-        assert (words(first), first.done, first.reward, first.final) == ("aws s3 ls", False, 0.5, False)
+        assert (words(first), first.done, first.reward, first.final) == (
+            "aws s3 ls",
+            False,
+            0.5,
+            False,
+        )
         assert first.metrics == FINE | {"success": 0.0, "progress": 0.5}
         last = await env.step(says("aws b"))
         assert last.done and last.metrics == FINE | {"success": 1.0, "progress": 1.0}
@@ -102,7 +120,11 @@ async def test_a_turn_without_a_command_and_a_refused_command_are_the_policys_af
         refused = await env.step(says("aws " + "x" * 9000))
         assert "too long" in words(refused) and refused.reward is None and not refused.done
         assert words(await env.step(says("aws b"))) == "aws b"
-        assert [command[:5] for _, command in sent(fake)] == ["reset", "aws x", "aws b"] and fake.connections == 1
+        assert [command[:5] for _, command in sent(fake)] == [
+            "reset",
+            "aws x",
+            "aws b",
+        ] and fake.connections == 1
         await env.close()
 
 
@@ -136,7 +158,9 @@ async def test_a_failure_has_its_kind(trick: str, kind: str) -> None:
 
 async def test_a_full_server_and_one_that_is_away() -> None:
     full = '{"type":"error","data":{"code":"CAPACITY_REACHED","message":"1/1 sessions"}}'
-    with FakeEnvServer(lambda number, message: full if message["type"] == "state" else None) as fake:
+    with FakeEnvServer(
+        lambda number, message: full if message["type"] == "state" else None
+    ) as fake:
         with pytest.raises(EnvironmentFailure, match="1/1 sessions") as failed:
             await AwsEnvironment(fake.url).reset({}, seed=1)
         assert failed.value.kind == "capacity"
@@ -172,7 +196,14 @@ async def test_a_lost_session_is_resumed_by_replay(trick: str, kind: str) -> Non
         last = await env.step(says("aws b"))
         assert words(last) == "aws b" and last.done and last.metrics["progress"] == 1.0
         assert env.failures == {kind: 1} and env.resumed == 1
-        assert sent(fake) == [(0, "reset"), (0, "aws a"), (0, "aws b"), (1, "reset"), (1, "aws a"), (1, "aws b")]
+        assert sent(fake) == [
+            (0, "reset"),
+            (0, "aws a"),
+            (0, "aws b"),
+            (1, "reset"),
+            (1, "aws a"),
+            (1, "aws b"),
+        ]
         await env.close()
 
 
@@ -185,14 +216,18 @@ async def test_another_world_after_the_loss_is_a_failure() -> None:
         env = slot(fake.url, 1)
         await env.reset({}, seed=1)
         await env.step(says("aws a"))
-        with pytest.raises(ReplayDiverged, match=r"turn 0 was answered .*aws a.*another world") as end:
+        with pytest.raises(
+            ReplayDiverged, match=r"turn 0 was answered .*aws a.*another world"
+        ) as end:
             await env.step(says("aws b"))
         assert env.failures == {"lost": 1, "diverged": 1} and end.value.kind == "lost"
 
 
 async def test_a_reset_is_tried_again_on_a_new_session() -> None:
     first = iter(["drop"])
-    with FakeEnvServer(lambda n, message: next(first, None) if message["type"] == "reset" else None) as fake:
+    with FakeEnvServer(
+        lambda n, message: next(first, None) if message["type"] == "reset" else None
+    ) as fake:
         env = slot(fake.url, 1)
         await env.reset({}, seed=1)
         assert fake.connections == 2
@@ -211,7 +246,9 @@ def test_the_two_splits_share_no_name() -> None:
         {
             value
             for seed in range(30)
-            for value in Task.from_json(tasks.instantiate(template, seed).payload["task"]).params.values()
+            for value in Task.from_json(
+                tasks.instantiate(template, seed).payload["task"]
+            ).params.values()
             if is_name(value)
         }
         for tasks in (train, held_out)
@@ -224,12 +261,20 @@ def test_the_two_splits_share_no_name() -> None:
 def test_an_episode_may_end_some_turns_after_the_length_of_its_solution() -> None:
     few = AwsTaskSet(AwsOptions(tiers=["warmup", "advanced"], tags=[], spare_turns=2), "heldout")
     tasks = [few.instantiate(template, 3) for template in few.group_of]
-    assert {task.group: task.max_turns for task in tasks}["warmup"] == 3 and max(task.max_turns for task in tasks) == 9
+    assert {task.group: task.max_turns for task in tasks}["warmup"] == 3 and max(
+        task.max_turns for task in tasks
+    ) == 9
     assert {task.limit_turns(6) for task in tasks} == {3, 6}
-    drift = AwsTaskSet(AwsOptions(tiers=["expert"], tags=[], spare_turns=0, split="all_but_ten"), "train")
-    for task in (drift.instantiate(template, seed) for template in drift.group_of for seed in range(5)):
+    drift = AwsTaskSet(
+        AwsOptions(tiers=["expert"], tags=[], spare_turns=0, split="all_but_ten"), "train"
+    )
+    for task in (
+        drift.instantiate(template, seed) for template in drift.group_of for seed in range(5)
+    ):
         told = Task.from_json(task.payload["task"])
-        assert task.max_turns == len(told.solution) + len(told.possible_drifts), "to look at each, and to mend what is"
+        assert task.max_turns == len(told.solution) + len(told.possible_drifts), (
+            "to look at each, and to mend what is"
+        )
     assert AwsTaskSet(AwsOptions(), "heldout").instantiate("1", 3).max_turns == 0
     source = TaskSource(1, "aws", options={"tiers": ["warmup"], "spare_turns": 0})
     assert [parse_task(item.metadata).max_turns for item in source.next_batch(3)] == [1, 1, 1]
@@ -239,14 +284,32 @@ def test_templates_that_never_train_are_evaluated_in_groups_of_their_own() -> No
     options = AwsOptions(tiers=["warmup", "expert"], tags=[], split="all_but_ten")
     train = AwsTaskSet(options, "train")
     held_out = AwsTaskSet(options, "heldout")
-    unseen = {name: group for name, group in held_out.group_of.items() if name not in train.group_of}
-    assert unseen == {"18": "unseen-warmup", "21": "unseen-warmup", "411": "unseen-expert", "417": "unseen-expert"}
+    unseen = {
+        name: group for name, group in held_out.group_of.items() if name not in train.group_of
+    }
+    assert unseen == {
+        "18": "unseen-warmup",
+        "21": "unseen-warmup",
+        "411": "unseen-expert",
+        "417": "unseen-expert",
+    }
     assert {**train.group_of, **unseen} == held_out.group_of
-    assert held_out.instantiate("18", 3).group == "unseen-warmup" and held_out.instantiate("1", 3).group == "warmup"
-    assert set(held_out.group_of.values()) <= set(held_out.groups) and not set(unseen.values()) & set(train.groups)
-    assert len(train.group_of) > len(AwsTaskSet(AwsOptions(tiers=["warmup", "expert"]), "train").group_of)
+    assert (
+        held_out.instantiate("18", 3).group == "unseen-warmup"
+        and held_out.instantiate("1", 3).group == "warmup"
+    )
+    assert set(held_out.group_of.values()) <= set(held_out.groups) and not set(
+        unseen.values()
+    ) & set(train.groups)
+    assert len(train.group_of) > len(
+        AwsTaskSet(AwsOptions(tiers=["warmup", "expert"]), "train").group_of
+    )
     argv = DEFINITION.build(AwsOptions(split="all_but_ten", tags=[], slips=True)).demonstrations
-    assert argv is not None and argv.argv(DemonstrationRequest(1, 3))[-3:] == ("--split", "all_but_ten", "--slips")
+    assert argv is not None and argv.argv(DemonstrationRequest(1, 3))[-3:] == (
+        "--split",
+        "all_but_ten",
+        "--slips",
+    )
 
 
 @pytest.mark.parametrize(
@@ -257,21 +320,36 @@ def test_templates_that_never_train_are_evaluated_in_groups_of_their_own() -> No
             "env.split=all_but_ten: the templates of these tiers and tags are those of split=train",
         ),
         ({"tiers": []}, "env.tiers=[]: name at least one tier"),
-        ({"tiers": ["expert"], "tags": ["starter"]}, "env.tags=['starter']: the tier 'expert' has no template"),
+        (
+            {"tiers": ["expert"], "tags": ["starter"]},
+            "env.tags=['starter']: the tier 'expert' has no template",
+        ),
     ],
 )
 def test_choices_of_tasks_that_do_nothing_are_refused(options: dict[str, Any], said: str) -> None:
     [problem] = AwsOptions(**options).problems("env")
     assert problem.startswith(said)
-    assert [*AwsOptions(split="all_but_ten", tags=[]).problems("env")] == [*AwsOptions().problems("env")] == []
+    assert (
+        [*AwsOptions(split="all_but_ten", tags=[]).problems("env")]
+        == [*AwsOptions().problems("env")]
+        == []
+    )
 
 
-def test_the_program_of_demonstrations_understands_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_of_demonstrations_understands_its_arguments(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """A share that cannot be is refused by the program itself, so all before it was understood."""
     spec = DEFINITION.build(AwsOptions(tiers=["warmup"], pool_size=2))
     assert spec.demonstrations is not None and spec.demonstrations.module == sft_data.__name__
-    assert spec.concurrency == 2 and spec.launch is not None and spec.launch.module == "workers.env_worker"
-    argv = spec.demonstrations.argv(DemonstrationRequest(1, 3, habit_fraction=0.9, recovery_fraction=0.9))
+    assert (
+        spec.concurrency == 2
+        and spec.launch is not None
+        and spec.launch.module == "workers.env_worker"
+    )
+    argv = spec.demonstrations.argv(
+        DemonstrationRequest(1, 3, habit_fraction=0.9, recovery_fraction=0.9)
+    )
     with pytest.raises(SystemExit):
         sft_data.main(["--out", "nowhere", *argv])
     assert "mix" in capsys.readouterr().err

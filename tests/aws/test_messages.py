@@ -11,12 +11,21 @@ from realhf.aws.messages import account_key, extract_command, observation_text, 
 
 
 def observed(output: str = "", error: str = "", *, hint: str = "") -> dict[str, Any]:
-    return {"command_success": not error, "command_output": output, "error": error, "hint_text": hint}
+    return {
+        "command_success": not error,
+        "command_output": output,
+        "error": error,
+        "hint_text": hint,
+    }
 
 
 def test_success_is_minified_json_without_noise() -> None:
     output = json.dumps(
-        {"Buckets": [{"Name": "a-b", "CreationDate": "2026-01-01T10:00:00Z"}], "Owner": {"ID": "x"}, "Prefix": ""},
+        {
+            "Buckets": [{"Name": "a-b", "CreationDate": "2026-01-01T10:00:00Z"}],
+            "Owner": {"ID": "x"},
+            "Prefix": "",
+        },
         indent=4,
     )
     assert observation_text(observed(output)) == '{"Buckets":[{"Name":"a-b"}]}'
@@ -32,7 +41,8 @@ def test_success_without_output_and_with_plain_text() -> None:
     ("error", "text"),
     [
         (
-            "\nAn error occurred (NoSuchBucket) when calling the ListObjectsV2 operation: No such bucket\n",
+            "\nAn error occurred (NoSuchBucket) when calling the ListObjectsV2 operation: No such "
+            "bucket\n",
             "error: NoSuchBucket: No such bucket",
         ),
         (
@@ -76,14 +86,24 @@ def test_what_differs_between_runs_is_normalised() -> None:
 def test_ids_by_which_alone_something_can_be_named_are_shown_where_they_are_asked_for() -> None:
     key = "11111111-0000-4aaa-8bbb-0123456789ac"
     group = "ffff456789abcdef0123456789abcdef"
-    answer = observed(json.dumps({"KeyId": key, "Group": group, "UserId": "AIDA1E2FEB89414C443C9", "At": 1767261600}))
-    assert observation_text(answer, show_ids=True) == f'{{"KeyId":"{key}","Group":"{group}","UserId":"ID","At":TIME}}'
+    answer = observed(
+        json.dumps(
+            {"KeyId": key, "Group": group, "UserId": "AIDA1E2FEB89414C443C9", "At": 1767261600}
+        )
+    )
+    assert (
+        observation_text(answer, show_ids=True)
+        == f'{{"KeyId":"{key}","Group":"{group}","UserId":"ID","At":TIME}}'
+    )
     assert key not in observation_text(answer) and group not in observation_text(answer)
 
 
 def test_an_empty_answer_still_names_what_is_empty() -> None:
     assert observation_text(observed('{"Buckets": [], "Owner": {"ID": "x"}}')) == '{"Buckets":[]}'
-    assert observation_text(observed('{"a": 1, "b": [], "c": {"d": null}}')) == '{"a":1,"c":{"d":null}}'
+    assert (
+        observation_text(observed('{"a": 1, "b": [], "c": {"d": null}}'))
+        == '{"a":1,"c":{"d":null}}'
+    )
 
 
 def test_random_ids_of_users_and_secrets_are_normalised() -> None:
@@ -133,7 +153,10 @@ def test_shorten_keeps_head_and_tail(limit: int) -> None:
         ("awsome s3 ls", None),
         ("use aws s3 ls", None),
         ("", None),
-        ("aws s3api create-bucket \\\n  --bucket a \\\n  --acl b", "aws s3api create-bucket --bucket a --acl b"),
+        (
+            "aws s3api create-bucket \\\n  --bucket a \\\n  --acl b",
+            "aws s3api create-bucket --bucket a --acl b",
+        ),
         ("```bash aws s3 ls```", "aws s3 ls"),
         ("```aws\naws s3 ls\n```", "aws s3 ls"),
         ("aws s3 ls \\", "aws s3 ls"),
@@ -162,14 +185,19 @@ def changed(*calls: str, name: str = "q", **more: Any) -> dict[str, Any]:
 
 
 def test_the_state_of_an_account_is_what_was_done_to_its_resources() -> None:
-    """What was read or failed is in no observation of changes; an id that the simulator drew is as good as another."""
+    """What was read or failed is in no observation of changes; an id that the simulator drew is as
+    good as another."""
     start = account_key(observed())
     made = account_key({**observed(), "account_changes": [changed("CreateQueue")]})
     assert start == account_key(observed(error="no such queue")) and start != made
     drawn = ("9b2d4d6e-0000-4aaa-8bbb-0123456789ab", "0b2d4d6e-1111-4aaa-8bbb-0123456789ab")
-    first, second = (account_key({"account_changes": [changed("CreateQueue", name=name)]}) for name in drawn)
+    first, second = (
+        account_key({"account_changes": [changed("CreateQueue", name=name)]}) for name in drawn
+    )
     assert first == second != made
-    assert made != account_key({"account_changes": [changed("CreateQueue", 'SetQueueAttributes {"Delay": 5}')]})
+    assert made != account_key(
+        {"account_changes": [changed("CreateQueue", 'SetQueueAttributes {"Delay": 5}')]}
+    )
     assert account_key({"account_key": "k", "account_changes": [changed("CreateQueue")]}) == "k", (
         "the server knows best"
     )

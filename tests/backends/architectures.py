@@ -42,9 +42,11 @@ def kind_name(kind: tuple[bool, torch.dtype]) -> str:
     return f"{'tied' if kind[0] else 'untied'} {'fp32' if kind[1] is torch.float32 else 'bf16'}"
 
 
-def configs(vocabulary: int, positions: int, window: int, end: int = 2) -> dict[str, PreTrainedConfig]:
-    """Return a configuration of each architecture. ``positions`` is a multiple of 16, ``window`` that of sliding
-    layers, ``end`` the token that ends a sequence."""
+def configs(
+    vocabulary: int, positions: int, window: int, end: int = 2
+) -> dict[str, PreTrainedConfig]:
+    """Return a configuration of each architecture. ``positions`` is a multiple of 16, ``window``
+    that of sliding layers, ``end`` the token that ends a sequence."""
     ids = {"bos_token_id": 1, "eos_token_id": end}
     shape: dict[str, Any] = {
         "vocab_size": vocabulary, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -52,16 +54,43 @@ def configs(vocabulary: int, positions: int, window: int, end: int = 2) -> dict[
         "pad_token_id": 0,
     }  # fmt: skip
     before = {"factor": 4.0, "original_max_position_embeddings": positions // 4}
-    llama3 = {"rope_type": "llama3", "rope_theta": 1e4, **before, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    long = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [4.0] * 4}
+    llama3 = {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        **before,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
+    long = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0, 1.2, 1.5, 2.0],
+        "long_factor": [4.0] * 4,
+    }
     pair = {"num_local_experts": 2, "num_experts_per_tok": 1}
     gemma = {**_WIDE, "query_pre_attn_scalar": 16, "sliding_window": window}
-    inputs = {"vocab_size_per_layer_input": vocabulary, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2}
-    four = {**shape, **_WIDE, **inputs, "num_hidden_layers": 4, "layer_types": 2 * _TWO_KINDS, "sliding_window": window}
-    streams = {"altup_num_inputs": 3, "laurel_rank": 4, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]}
+    inputs = {
+        "vocab_size_per_layer_input": vocabulary,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 2,
+    }
+    four = {
+        **shape,
+        **_WIDE,
+        **inputs,
+        "num_hidden_layers": 4,
+        "layer_types": 2 * _TWO_KINDS,
+        "sliding_window": window,
+    }
+    streams = {
+        "altup_num_inputs": 3,
+        "laurel_rank": 4,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    }
     return {
         "llama": LlamaConfig(**shape, **_WIDE, attention_bias=True, mlp_bias=True, rope_parameters=llama3),
-        "llama, one key head": LlamaConfig(**{**shape, "num_key_value_heads": 1}, rope_parameters=_LINEAR),
+        "llama, one key "
+        "head": LlamaConfig(**{**shape, "num_key_value_heads": 1}, rope_parameters=_LINEAR),
         "qwen2": Qwen2Config(**shape, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, **before}),
         "qwen3": Qwen3Config(**shape, **_WIDE),
         "gemma2": Gemma2Config(**shape, **gemma),
@@ -88,10 +117,12 @@ def long_context(positions: int) -> int:
 
 
 def save_model(config: PreTrainedConfig, tied: bool, folder: Path) -> None:
-    """Write a model of this configuration, with weights that are sharp enough to have favourites."""
+    """Write a model of this configuration, with weights that are sharp enough to have
+    favourites."""
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(
-        type(config).from_dict({**config.to_dict(), "tie_word_embeddings": tied}), dtype=torch.float32
+        type(config).from_dict({**config.to_dict(), "tie_word_embeddings": tied}),
+        dtype=torch.float32,
     )
     with torch.no_grad():
         for parameter in made.parameters():
@@ -99,5 +130,7 @@ def save_model(config: PreTrainedConfig, tied: bool, folder: Path) -> None:
                 parameter.mul_(4.0)
         embedding = made.get_input_embeddings()
         if getattr(embedding, "padding_idx", None) is not None:
-            embedding.weight[embedding.padding_idx] = 0.0  # as models have it that were trained with padding
+            embedding.weight[embedding.padding_idx] = (
+                0.0  # as models have it that were trained with padding
+            )
     made.save_pretrained(folder)

@@ -35,18 +35,28 @@ def tiny_config(architecture: str, positions: int = 192, vocabulary: int = VOCAB
     if architecture == "qwen2":
         return Qwen2Config(**shape)
     return GPT2Config(
-        vocab_size=vocabulary, n_embd=32, n_layer=2, n_head=4, n_positions=positions, bos_token_id=1, eos_token_id=2
+        vocab_size=vocabulary,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=positions,
+        bos_token_id=1,
+        eos_token_id=2,
     )
 
 
 @pytest.fixture
 def tiny_model() -> Callable[..., Any]:
-    """tiny_model(architecture, positions, vocabulary) -> the same random weights every time, sharp enough to
-    have favourites."""
+    """tiny_model(architecture, positions, vocabulary) -> the same random weights every time, sharp
+    enough to have favourites."""
 
-    def build(architecture: str = "qwen3", positions: int = 192, vocabulary: int = VOCABULARY) -> Any:
+    def build(
+        architecture: str = "qwen3", positions: int = 192, vocabulary: int = VOCABULARY
+    ) -> Any:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(tiny_config(architecture, positions, vocabulary)).eval()
+        model = AutoModelForCausalLM.from_config(
+            tiny_config(architecture, positions, vocabulary)
+        ).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1:

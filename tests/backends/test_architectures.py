@@ -1,7 +1,8 @@
-"""Small random models of every architecture that is promised: they generate, train, take weights, save and load.
+"""Small random models of every architecture that is promised: they generate, train, take weights,
+save and load.
 
-Generation from cached rows and the trainer's packed forward pass must give the same log-probabilities, before and after
-an update, and plain transformers the same again.
+Generation from cached rows and the trainer's packed forward pass must give the same
+log-probabilities, before and after an update, and plain transformers the same again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.continuous_batching import ContinuousGenerator
 from realhf.backends.training.torch_backend import load_causal_lm
 from realhf.backends.training.torch_engine import TorchEngine
-from tests.backends.architectures import KINDS, MISMATCH, configs, kind_name, long_context, save_model
+from tests.backends.architectures import (
+    KINDS,
+    MISMATCH,
+    configs,
+    kind_name,
+    long_context,
+    save_model,
+)
 
 POSITIONS = 64
 SAMPLED = 12
@@ -65,7 +73,10 @@ def streamed(engine: ContinuousGenerator) -> Outputs:
     over: queue.Queue[tuple[int, Any]] = queue.Queue()
     for request in requests():
         engine.submit(
-            request, GenConfig(max_new_tokens=SAMPLED), (), lambda result, slot=request.slot: over.put((slot, result))
+            request,
+            GenConfig(max_new_tokens=SAMPLED),
+            (),
+            lambda result, slot=request.slot: over.put((slot, result)),
         )
     told = dict(over.get(timeout=DEADLINE_S) for _ in PROMPTS)
     engine.free(range(len(PROMPTS)))
@@ -76,19 +87,30 @@ def streamed(engine: ContinuousGenerator) -> Outputs:
 
 def batch_of(outputs: Outputs) -> SequenceSample:
     rows = [prompt + output.token_ids for prompt, output in zip(PROMPTS, outputs, strict=True)]
-    mask = [at >= len(prompt) for prompt, row in zip(PROMPTS, rows, strict=True) for at in range(len(row))]
+    mask = [
+        at >= len(prompt)
+        for prompt, row in zip(PROMPTS, rows, strict=True)
+        for at in range(len(row))
+    ]
     tensors = {
         "packed_input_ids": torch.tensor([token for row in rows for token in row]),
         "loss_mask": torch.tensor(mask),
     }
     lengths = [[len(row)] for row in rows]
-    return SequenceSample.from_tensors([str(n) for n in range(len(rows))], tensors, dict.fromkeys(tensors, lengths))
+    return SequenceSample.from_tensors(
+        [str(n) for n in range(len(rows))], tensors, dict.fromkeys(tensors, lengths)
+    )
 
 
 def mismatch(engine: TorchEngine, outputs: Outputs) -> float:
-    """Largest difference between the log-probabilities of sampled tokens and those that the trainer computes."""
+    """Largest difference between the log-probabilities of sampled tokens and those that the trainer
+    computes."""
     batch = batch_of(outputs)
-    lengths = [size for sizes in batch.lengths("packed_input_ids").values.reshape(-1, 1).tolist() for size in sizes]
+    lengths = [
+        size
+        for sizes in batch.lengths("packed_input_ids").values.reshape(-1, 1).tolist()
+        for size in sizes
+    ]
     wanted = torch.cat([part[1:] for part in batch["loss_mask"].split(lengths)])
     scored = engine.logprobs(batch, temperature=1.0, mb_spec=MicroBatchSpec())[wanted]
     sampled = torch.tensor([logprob for output in outputs for logprob in output.logprobs])
@@ -97,11 +119,14 @@ def mismatch(engine: TorchEngine, outputs: Outputs) -> float:
 
 
 def in_plain_transformers(folder: Path, dtype: torch.dtype, outputs: Outputs) -> float:
-    """The same difference for the first sequence, in a model that ``from_pretrained`` loads without us."""
+    """The same difference for the first sequence, in a model that ``from_pretrained`` loads without
+    us."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     ids = torch.tensor([PROMPTS[0] + outputs[0].token_ids])
     with torch.no_grad():
-        logprobs = model(ids).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        logprobs = (
+            model(ids).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        )
     return float((logprobs[len(PROMPTS[0]) - 1 :] - torch.tensor(outputs[0].logprobs)).abs().max())
 
 
@@ -114,8 +139,12 @@ def test_an_architecture_generates_trains_and_moves(
     bound = MISMATCH[dtype]
     engine = engine_of(folder, dtype)
     assert engine.generator().context_limit == CONTEXT.get(name, POSITIONS)
-    assert (engine.model.get_output_embeddings().weight is engine.model.get_input_embeddings().weight) == tied
-    before = engine.generator().generate(list(requests()), GenConfig(max_new_tokens=SAMPLED), stop_ids=(), seed=0)
+    assert (
+        engine.model.get_output_embeddings().weight is engine.model.get_input_embeddings().weight
+    ) == tied
+    before = engine.generator().generate(
+        list(requests()), GenConfig(max_new_tokens=SAMPLED), stop_ids=(), seed=0
+    )
     assert mismatch(engine, before) < bound
     with closing(ContinuousGenerator(load_causal_lm(str(folder), "actor", dtype))) as stream:
         assert mismatch(engine, streamed(stream)) < bound

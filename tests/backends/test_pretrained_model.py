@@ -1,4 +1,5 @@
-"""The folder of a pretrained model: what is checked before and after it is made; ``make model`` makes the real one."""
+"""The folder of a pretrained model: what is checked before and after it is made; ``make model``
+makes the real one."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def test_two_do_not_make_it_at_once(tmp_path: Path) -> None:
 
 
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None) -> None:
-    """Let a package of that name lie in ``tmp_path``, and everything else that is needed be there."""
+    """Let a package of that name lie in ``tmp_path``, and everything else that is needed be
+    there."""
     package = tmp_path / PACKAGE
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
@@ -71,7 +73,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | 
     monkeypatch.setattr(pretrained_model, "NEEDED", ())
 
 
-@pytest.mark.parametrize(("content", "problem"), [(None, "holds no SmolLM2"), (b"GGUF other", "has SHA-256")])
+@pytest.mark.parametrize(
+    ("content", "problem"), [(None, "holds no SmolLM2"), (b"GGUF other", "has SHA-256")]
+)
 def test_only_the_known_file_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, problem: str
 ) -> None:
@@ -83,12 +87,16 @@ def test_only_the_known_file_is_read(
 def test_a_missing_package_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     if importlib.util.find_spec(PACKAGE) is not None:
         pytest.skip("the package is installed here")
-    with pytest.raises(PretrainedModelError, match=f"no package .*{PACKAGE}; `make model` installs"):
+    with pytest.raises(
+        PretrainedModelError, match=f"no package .*{PACKAGE}; `make model` installs"
+    ):
         make_folder(tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == [".model.lock"]
 
 
-def test_nothing_is_left_of_a_conversion_that_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_of_a_conversion_that_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A damaged folder stays until a whole one takes its place."""
     installed(tmp_path, monkeypatch, b"GGUF")
     monkeypatch.setattr(pretrained_model, "FILE_SHA256", file_digest(tmp_path / PACKAGE / FILE))

@@ -15,7 +15,11 @@ from realhf.api.experiment import ModelSpec
 from realhf.backends.streaming_engines import server_options
 from realhf.backends.vllm.server import _command
 
-SPEC = ModelSpec("actor", "org/model", engine=EngineConfig(name="vllm", max_model_len=640, tensor_parallel_size=2))
+SPEC = ModelSpec(
+    "actor",
+    "org/model",
+    engine=EngineConfig(name="vllm", max_model_len=640, tensor_parallel_size=2),
+)
 
 
 def flags(spec: ModelSpec, shared: bool) -> list[str]:
@@ -31,24 +35,44 @@ def test_a_server_on_a_gpu_has_what_a_gpu_can(monkeypatch: pytest.MonkeyPatch) -
     on_gpu = flags(SPEC, shared=False)
     assert not {"--enforce-eager", "--no-enable-chunked-prefill"} & {*on_gpu}
     after = dict(itertools.pairwise(on_gpu))
-    assert after["--weight-transfer-config"] == '{"backend": "ipc"}' and "--enable-prefix-caching" in on_gpu
+    assert (
+        after["--weight-transfer-config"] == '{"backend": "ipc"}'
+        and "--enable-prefix-caching" in on_gpu
+    )
     assert after["--max-model-len"] == "640" and after["--tensor-parallel-size"] == "2"
-    assert "--gpu-memory-utilization" not in on_gpu, "vLLM's own choice, where it has the GPU for itself"
+    assert "--gpu-memory-utilization" not in on_gpu, (
+        "vLLM's own choice, where it has the GPU for itself"
+    )
     beside = flags(SPEC, shared=True)
-    assert beside[beside.index("--gpu-memory-utilization") + 1] == "0.31", "half of what is free, rounded down"
+    assert beside[beside.index("--gpu-memory-utilization") + 1] == "0.31", (
+        "half of what is free, rounded down"
+    )
     asked = replace(SPEC, engine=replace(SPEC.engine, gpu_memory_utilization=0.7))
     assert flags(asked, shared=True)[beside.index("--gpu-memory-utilization") + 1] == "0.7"
 
 
-def test_a_server_leaves_a_trainer_what_its_first_update_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It used to take half of what was free before gradients and moments were there: a model of 3.1 billion parameters
-    on 79 GiB ended at its first update. In what order the two start makes no difference."""
-    described = {"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16}
+def test_a_server_leaves_a_trainer_what_its_first_update_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It used to take half of what was free before gradients and moments were there: a model of 3.1
+    billion parameters on 79 GiB ended at its first update. In what order the two start makes no
+    difference."""
+    described = {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+    }
     described |= {"num_key_value_heads": 2, "intermediate_size": 11008, "tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(described))
     engine = EngineConfig(name="vllm")
     spec = ModelSpec(
-        "actor", str(tmp_path), trainable=True, dtype="bfloat16", engine=engine, optimizer=OptimizerConfig()
+        "actor",
+        str(tmp_path),
+        trainable=True,
+        dtype="bfloat16",
+        engine=engine,
+        optimizer=OptimizerConfig(),
     )
     total = 79 << 30
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -69,7 +93,8 @@ def test_a_server_leaves_a_trainer_what_its_first_update_takes(tmp_path: Path, m
     assert share(asked, total) == 0.7
     total = 60 << 30
     with pytest.raises(
-        RuntimeError, match=r"vLLM does not fit beside the trainer of actor .*engine\.gpu_memory_utiliz"
+        RuntimeError,
+        match=r"vLLM does not fit beside the trainer of actor .*engine\.gpu_memory_utiliz",
     ):
         share(spec, total)
     assert share(asked, total) == 0.7, "who says it takes the blame"
@@ -78,11 +103,17 @@ def test_a_server_leaves_a_trainer_what_its_first_update_takes(tmp_path: Path, m
 def test_an_option_of_another_engine_is_refused() -> None:
     problems = lambda **options: list(EngineConfig(**options).problems("engine"))
     assert problems(kv_cache_gib=1.0) == [] == problems(name="vllm", tensor_parallel_size=2)
-    assert problems(name="vllm", kv_cache_gib=1.0) == ["engine.kv_cache_gib: has no effect with engine.name=vllm"]
-    assert problems(max_model_len=9) == ["engine.max_model_len: has no effect with engine.name=embedded"]
+    assert problems(name="vllm", kv_cache_gib=1.0) == [
+        "engine.kv_cache_gib: has no effect with engine.name=vllm"
+    ]
+    assert problems(max_model_len=9) == [
+        "engine.max_model_len: has no effect with engine.name=embedded"
+    ]
     url = {"name": "vllm", "vllm_url": "http://127.0.0.1:8000"}
     assert problems(**url) == []
     assert problems(**url, max_model_len=9) == [
         f"engine.max_model_len: has no effect with engine.vllm_url={url['vllm_url']}"
     ]
-    assert problems(**url, kv_cache_gib=1.0) == ["engine.kv_cache_gib: has no effect with engine.name=vllm"]
+    assert problems(**url, kv_cache_gib=1.0) == [
+        "engine.kv_cache_gib: has no effect with engine.name=vllm"
+    ]

@@ -1,4 +1,5 @@
-"""What is missing is named with the command that installs it, and the parts that need little ask for little."""
+"""What is missing is named with the command that installs it, and the parts that need little ask
+for little."""
 
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from realhf.base.installation import IMPORT_ROOT
 HEAVY = ("torch", "transformers", "hydra", "matplotlib")
 
 
-def test_the_command_installs_into_the_checkout_and_never_a_strangers_distribution(tmp_path, monkeypatch):
+def test_the_command_installs_into_the_checkout_and_never_a_strangers_distribution(
+    tmp_path, monkeypatch
+):
     """It used to name the distribution that somebody else has on the package index."""
     monkeypatch.chdir(IMPORT_ROOT)
     assert installation.install_command("wandb") == "pip install -e '.[wandb]'"
@@ -22,7 +25,10 @@ def test_the_command_installs_into_the_checkout_and_never_a_strangers_distributi
 
 
 def test_a_missing_package_names_the_extra():
-    with pytest.raises(ModuleNotFoundError, match=r"^not installed here: no_such; the extra 'x' .*: pip install -e '"):
+    with pytest.raises(
+        ModuleNotFoundError,
+        match=r"^not installed here: no_such; the extra 'x' .*: pip install -e '",
+    ):
         installation.needs("x", "sys", "no_such")
     installation.needs("x", "sys")
 
@@ -46,7 +52,8 @@ def test_a_missing_package_names_the_extra():
     ],
 )
 def test_a_part_starts_with_its_extra_alone(module, further, extra):
-    """What the extra ``train`` brings is hidden, and ``further``: the part is imported, or names the ``extra``."""
+    """What the extra ``train`` brings is hidden, and ``further``: the part is imported, or names
+    the ``extra``."""
     hide = (
         "import importlib.abc, sys\n"
         "class Hidden(importlib.abc.MetaPathFinder):\n"
@@ -56,10 +63,15 @@ def test_a_part_starts_with_its_extra_alone(module, further, extra):
         "sys.meta_path.insert(0, Hidden())\n"
         "import importlib.util\n"
         "found = importlib.util.find_spec\n"
-        f"importlib.util.find_spec = lambda name: None if name in {(*HEAVY, *further)!r} else found(name)\n"
+        f"importlib.util.find_spec = lambda name: None if name in {(*HEAVY, *further)!r} else "
+        f"found(name)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", f"{hide}import {module}"], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", f"{hide}import {module}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     last = done.stderr.strip().rpartition("\n")[2]
     assert (done.returncode == 0) is (not extra), done.stderr[-2000:]

@@ -1,4 +1,5 @@
-"""A file is whole or as it was before: in every module that says so of its own files. One that grows is followed."""
+"""A file is whole or as it was before: in every module that says so of its own files. One that
+grows is followed."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ import pytest
 
 from realhf.api.config import MonitorConfig
 from realhf.base import files
-from realhf.base.files import LineTail, imported_files, matching_files, whole_file, whole_folder, write_whole
+from realhf.base.files import (
+    LineTail,
+    imported_files,
+    matching_files,
+    whole_file,
+    whole_folder,
+    write_whole,
+)
 from realhf.dataflow.checkpoint import LATEST, CheckpointStore
 from realhf.monitor.events import EventStream
 from realhf.monitor.run_files import EVALUATIONS_FILE, Evaluations
@@ -49,7 +57,13 @@ def report(folder):
 
 
 def metrics(folder):
-    RunLog(folder, MonitorConfig(trackers=[]), EventStream(io.StringIO()), completed_steps=9, total_steps=9)
+    RunLog(
+        folder,
+        MonitorConfig(trackers=[]),
+        EventStream(io.StringIO()),
+        completed_steps=9,
+        total_steps=9,
+    )
 
 
 def summary(folder):
@@ -77,7 +91,9 @@ WRITERS: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_write_that_fails_half_way_leaves_the_old_file_and_no_other(tmp_path, name):
     """The half of the new one used to lie beside it until the next one was written."""
-    (tmp_path / METRICS_FILE).write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 4)))
+    (tmp_path / METRICS_FILE).write_text(
+        "".join(json.dumps({"step": step}) + "\n" for step in range(1, 4))
+    )
     (tmp_path / IDENTITY_FILE).write_text('{"id": "ab"}')
     with TraceWriter(trace_path(tmp_path, "master"), "master") as writer:
         writer.instant("weights", version=2)
@@ -128,7 +144,8 @@ def test_a_folder_is_not_replaced_and_an_error_of_the_block_is_told(tmp_path):
 
 
 def test_synced_brings_file_and_name_to_the_disk_in_this_order(tmp_path, monkeypatch):
-    """What is seen is what the kernel is asked, in its order: a name on the disk without its bytes is a torn file."""
+    """What is seen is what the kernel is asked, in its order: a name on the disk without its bytes
+    is a torn file."""
     asked: list[str] = []
     real = {name: getattr(os, name) for name in ("fsync", "replace")}
 
@@ -152,7 +169,8 @@ def test_synced_brings_file_and_name_to_the_disk_in_this_order(tmp_path, monkeyp
 @pytest.fixture
 def package(tmp_path):
     texts = {
-        "made/first.py": "from made import second\nimport json\nSTARTED = ['-m', 'made.started', 'made.nothing']\n",
+        "made/first.py": "from made import second\nimport json\nSTARTED = ['-m', 'made.started', "
+        "'made.nothing']\n",
         "made/second.py": "def later():\n    from made.deep.third import thing\n    return thing\n",
         "made/deep/third.py": "import made.first\nthing = 1\n",
         "made/started.py": "from made.room import thing\n",
@@ -170,12 +188,24 @@ def package(tmp_path):
 
 
 def test_imports_are_followed_through_others_and_into_processes(package):
-    names = [path.relative_to(package).as_posix() for path in imported_files(package, ["made.first"])]
-    assert names == ["deep/third.py", "first.py", "room/__init__.py", "room/one.py", "second.py", "started.py"]
+    names = [
+        path.relative_to(package).as_posix() for path in imported_files(package, ["made.first"])
+    ]
+    assert names == [
+        "deep/third.py",
+        "first.py",
+        "room/__init__.py",
+        "room/one.py",
+        "second.py",
+        "started.py",
+    ]
 
 
 def test_a_module_or_a_pattern_that_finds_nothing_is_an_error(package):
-    assert [path.name for path in matching_files(package, ["data/**/*"])] == ["two.yaml", "one.yaml"]
+    assert [path.name for path in matching_files(package, ["data/**/*"])] == [
+        "two.yaml",
+        "one.yaml",
+    ]
     with pytest.raises(FileNotFoundError, match=r"made\.gone"):
         imported_files(package, ["made.first", "made.gone"])
     with pytest.raises(FileNotFoundError, match="data/\\*\\.yml"):
@@ -228,7 +258,8 @@ def test_only_the_end_of_a_long_file_is_read_from_the_first_whole_line_on(tmp_pa
 
 
 def test_another_file_under_the_same_number_is_read_anew(tmp_path: Path):
-    """A file system gives the number of a deleted file to the next one, which may be longer than the old one was."""
+    """A file system gives the number of a deleted file to the next one, which may be longer than
+    the old one was."""
     path = tmp_path / "metrics.jsonl"
     path.write_text("a\n" * 3)
     tail = LineTail(path)
@@ -270,7 +301,9 @@ print("finished")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exchanges", [True, False], ids=["exchanged", "moved away"])
-def test_a_folder_is_whole_and_nothing_is_left_beside_it_whenever_its_writer_is_killed(tmp_path, exchanges):
+def test_a_folder_is_whole_and_nothing_is_left_beside_it_whenever_its_writer_is_killed(
+    tmp_path, exchanges
+):
     """Halves used to stay for ever, and between two renames there was no policy."""
     seen = []
     for phase in range(1, 40):
@@ -281,7 +314,9 @@ def test_a_folder_is_whole_and_nothing_is_left_beside_it_whenever_its_writer_is_
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
         assert out.is_dir() or not exchanges
         files.recover_folder(out)
-        assert [path.name for path in out.parent.iterdir()] == ["policy"], "what was killed is cleaned up"
+        assert [path.name for path in out.parent.iterdir()] == ["policy"], (
+            "what was killed is cleaned up"
+        )
         assert {path.name: path.read_text() for path in out.iterdir()} in (
             {"weights": "old"},
             {"weights": "new", "more": "new"},
@@ -313,4 +348,6 @@ def test_a_folder_takes_the_place_of_whatever_was_there(tmp_path, kind):
     out.write_text("") if kind == "file" else out.symlink_to(tmp_path / "nowhere")
     with whole_folder(out) as folder:
         (folder / "weights").write_text("new")
-    assert (out / "weights").read_text() == "new" and [path.name for path in tmp_path.iterdir()] == ["policy"]
+    assert (out / "weights").read_text() == "new" and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["policy"]

@@ -1,4 +1,5 @@
-"""Models whose layers have options of their own: what is read of each layer, and which of them are refused at once."""
+"""Models whose layers have options of their own: what is read of each layer, and which of them are
+refused at once."""
 
 from __future__ import annotations
 
@@ -34,22 +35,31 @@ def llama(**own: Any) -> LlamaConfig:
 
 
 def test_widths_of_heads_are_read_layer_by_layer() -> None:
-    """Reading one for all layers raised AmbiguousGlobalPerLayerAttributeError, after mode=check had found nothing."""
+    """Reading one for all layers raised AmbiguousGlobalPerLayerAttributeError, after mode=check had
+    found nothing."""
     config = Gemma4TextConfig(**SHAPE, **TWO_WIDTHS)
     assert head_sizes(config) == [16, 24]
     assert token_bytes(config, torch.bfloat16) == 2 * NUMBERS_OF_A_TOKEN
     assert sliding_window(config) == 8 and n_sliding_layers(config) == 2
     assert [layer.head_dim for layer in layer_configs(config)] == [16, 24, 16, 24]
     narrow = llama(num_key_value_heads=1, intermediate_size=24)
-    assert head_sizes(narrow) == [8] and token_bytes(narrow, torch.float32) == 4 * 2 * 8 * (1 + 3 * 2)
+    assert head_sizes(narrow) == [8] and token_bytes(narrow, torch.float32) == 4 * 2 * 8 * (
+        1 + 3 * 2
+    )
     assert sliding_window(narrow) is None and n_sliding_layers(narrow) == 0
 
 
 def test_files_of_both_forms_say_what_a_token_takes() -> None:
-    """A published Gemma 4 names the width of full layers beside that of others; transformers saves it by layers."""
+    """A published Gemma 4 names the width of full layers beside that of others; transformers saves
+    it by layers."""
     written = Gemma4TextConfig(**SHAPE, **TWO_WIDTHS).to_dict()
     published = {**SHAPE, **TWO_WIDTHS, "num_global_key_value_heads": 1, "attention_k_eq_v": False}
-    for described in (written, json.loads(json.dumps(written)), published, {"text_config": published}):
+    for described in (
+        written,
+        json.loads(json.dumps(written)),
+        published,
+        {"text_config": published},
+    ):
         assert size_of(described).key_values == NUMBERS_OF_A_TOKEN
         assert decoder_problem(described) is None
     one_head = size_of({**published, "attention_k_eq_v": True})
@@ -58,17 +68,34 @@ def test_files_of_both_forms_say_what_a_token_takes() -> None:
 
 
 REFUSED = {
-    "windows of two sizes": ({"per_layer_config": {"0": {"sliding_window": 16}}}, "sliding windows of different sizes"),
-    "chunks": ({"per_layer_config": {"1": {"attention_chunk_size": 16}}}, "differ in attention_chunk_size"),
+    "windows of two sizes": (
+        {"per_layer_config": {"0": {"sliding_window": 16}}},
+        "sliding windows of different sizes",
+    ),
+    "chunks": (
+        {"per_layer_config": {"1": {"attention_chunk_size": 16}}},
+        "differ in attention_chunk_size",
+    ),
     "a part is missing": ({"per_layer_config": {"1": {"skip": ["mlp"]}}}, "differ in skip"),
-    "no number of a layer": ({"per_layer_config": {"first": {"head_dim": 8}}}, "does not say for which layers"),
-    "another model": ({"model_type": "llama", "per_layer_config": {"1": {"head_dim": 8}}}, "layers of 'llama' with"),
-    "an odd width": ({"per_layer_config": {"1": {"head_dim": 7}}, "rope_theta": 1e4}, "heads are 7 wide"),
+    "no number of a layer": (
+        {"per_layer_config": {"first": {"head_dim": 8}}},
+        "does not say for which layers",
+    ),
+    "another model": (
+        {"model_type": "llama", "per_layer_config": {"1": {"head_dim": 8}}},
+        "layers of 'llama' with",
+    ),
+    "an odd width": (
+        {"per_layer_config": {"1": {"head_dim": 7}}, "rope_theta": 1e4},
+        "heads are 7 wide",
+    ),
 }
 
 
 @pytest.mark.parametrize(("options", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_is_not_followed_is_refused_by_mode_check(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_what_is_not_followed_is_refused_by_mode_check(
+    options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     described = {**SHAPE, "model_type": "gemma4_text", "sliding_window": 8, **options}
     (tmp_path / "config.json").write_text(json.dumps(described), encoding="utf-8")
     found = list(checks._weights_problems("actor", ModelConfig(path=str(tmp_path)), tmp_path, 32))
@@ -77,7 +104,10 @@ def test_what_is_not_followed_is_refused_by_mode_check(options: dict[str, Any], 
 
 def test_windows_that_differ_are_not_taken_for_one() -> None:
     config = MistralConfig(**SHAPE, sliding_window=8, per_layer_config={0: {"sliding_window": 16}})
-    with pytest.raises(ValueError, match=r"MistralConfig: layers have sliding windows of different sizes: \[8, 16\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"MistralConfig: layers have sliding windows of different sizes: \[8, 16\]",
+    ):
         sliding_window(config)
 
 

@@ -1,16 +1,24 @@
-"""What a process may use of cores and memory, in a container or job with limits too. Files stand in for those of the
-kernel."""
+"""What a process may use of cores and memory, in a container or job with limits too. Files stand in
+for those of the kernel."""
 
 import os
 
 import pytest
 
-from realhf.base.host_resources import HostLoad, LoadOfSteps, memory_left, memory_limit, usable_cores
+from realhf.base.host_resources import (
+    HostLoad,
+    LoadOfSteps,
+    memory_left,
+    memory_limit,
+    usable_cores,
+)
 
 
 @pytest.fixture(autouse=True)
 def many_cores(monkeypatch):
-    monkeypatch.setattr("realhf.base.host_resources.os.sched_getaffinity", lambda pid: set(range(96)))
+    monkeypatch.setattr(
+        "realhf.base.host_resources.os.sched_getaffinity", lambda pid: set(range(96))
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,7 +70,8 @@ GROWN = "anon 100\ninactive_file 300\nactive_file 200\n"
         (
             "4:memory:/job\n0::/\n",
             {"memory/job/memory.limit_in_bytes": "900", "memory/job/memory.usage_in_bytes": "800",
-             "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 300\ntotal_active_file 50\n"},
+             "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file "
+                                       "300\ntotal_active_file 50\n"},
             900,
             450,
         ),
@@ -70,8 +79,8 @@ GROWN = "anon 100\ninactive_file 300\nactive_file 200\n"
     ],
 )  # fmt: skip
 def test_the_memory_of_a_job_is_that_of_all_groups_around_it(tmp_path, own, files, limit, left):
-    """Only the uppermost group of version 2 was looked at, so a batch job had the memory of its whole node; and what
-    the kernel keeps of files, which it gives up, counted as used."""
+    """Only the uppermost group of version 2 was looked at, so a batch job had the memory of its
+    whole node; and what the kernel keeps of files, which it gives up, counted as used."""
     (tmp_path / "own").write_text(own)
     for name, text in files.items():
         (tmp_path / "top" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -82,22 +91,25 @@ def test_the_memory_of_a_job_is_that_of_all_groups_around_it(tmp_path, own, file
 
 def test_a_reading_of_this_host_grows_while_it_works():
     first = HostLoad.read()
-    while (second := HostLoad.read()).busy_s == first.busy_s:  # the kernel counts in hundredths of a second
+    while (
+        second := HostLoad.read()
+    ).busy_s == first.busy_s:  # the kernel counts in hundredths of a second
         sum(range(10_000))
     assert second.whole_s > first.whole_s and 0 < second.memory < 1
     assert HostLoad.from_list(second.to_list()) == second
 
 
 @pytest.mark.parametrize(
-    "said", [None, 1, [], [1.0, 2.0], [1, 2, "x"], [1, 2, float("nan")], [-1, 2, 0.5], [True, 2, 0.5]]
+    "said",
+    [None, 1, [], [1.0, 2.0], [1, 2, "x"], [1, 2, float("nan")], [-1, 2, 0.5], [True, 2, 0.5]],
 )
 def test_what_is_no_reading_is_none(said):
     assert HostLoad.from_list(said) is None
 
 
 def test_a_step_has_the_share_of_its_own_time():
-    """Not that since the boot; a host keeps its share until it is read anew, and one that was started anew, or came
-    just now, has none yet."""
+    """Not that since the boot; a host keeps its share until it is read anew, and one that was
+    started anew, or came just now, has none yet."""
     loads = LoadOfSteps()
 
     def figures(*others):
@@ -112,13 +124,20 @@ def test_a_step_has_the_share_of_its_own_time():
     assert figures(("a", HostLoad(103.0, 1004.0, 0.6)))["host/a/cpu"] == 0.75
     assert figures(("a", HostLoad(103.0, 1008.0, 0.6)))["host/a/cpu"] == 0.0
     assert figures(("a", HostLoad(1.0, 2.0, 0.2))) == {"host/a/memory": 0.2}
-    assert figures(("a", HostLoad(2.0, 4.0, 0.2)), ("a", HostLoad(3.0, 6.0, 0.2)))["host/a/cpu"] == 0.5
+    assert (
+        figures(("a", HostLoad(2.0, 4.0, 0.2)), ("a", HostLoad(3.0, 6.0, 0.2)))["host/a/cpu"] == 0.5
+    )
 
 
 def test_this_host_is_read_without_being_told_and_hosts_of_one_name_are_kept_apart():
     loads = LoadOfSteps()
     own = os.uname().nodename
-    others = [(own, "another", HostLoad(1.0, 2.0, 0.25)), ("a/b\n", "third", HostLoad(1.0, 2.0, 0.5))]
+    others = [
+        (own, "another", HostLoad(1.0, 2.0, 0.25)),
+        ("a/b\n", "third", HostLoad(1.0, 2.0, 0.5)),
+    ]
     first = loads.figures(others)
     assert {f"host/{own}/memory", f"host/{own}-2/memory", "host/a-b-/memory"} == {*first}
-    assert loads.figures([others[1], others[0]])[f"host/{own}-2/memory"] == 0.25, "a name stays that of its host"
+    assert loads.figures([others[1], others[0]])[f"host/{own}-2/memory"] == 0.25, (
+        "a name stays that of its host"
+    )

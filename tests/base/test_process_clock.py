@@ -1,4 +1,5 @@
-"""A clock that leaves out what its process stood still, and that every deadline of the product goes by."""
+"""A clock that leaves out what its process stood still, and that every deadline of the product goes
+by."""
 
 from __future__ import annotations
 
@@ -46,11 +47,16 @@ def test_a_pause_is_what_goes_beyond_the_time_between_two_looks():
         (100.1 + 3 * EVERY_S + LATE_S / 2, 40.0),
         (100.3 + 3 * EVERY_S + LATE_S / 2, 40.0),
     ]
-    assert [pair for both in found for pair in both] == pytest.approx([pair for both in expected for pair in both])
+    assert [pair for both in found for pair in both] == pytest.approx(
+        [pair for both in expected for pair in both]
+    )
 
 
-def test_a_wait_is_repeated_with_what_is_left_when_the_process_stood_still(monkeypatch: pytest.MonkeyPatch):
-    """What waits in a library comes back with nothing after a pause, since the library counts it."""
+def test_a_wait_is_repeated_with_what_is_left_when_the_process_stood_still(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """What waits in a library comes back with nothing after a pause, since the library counts
+    it."""
     hands = Hands()
     pauses = PauseDetector(hands)
     monkeypatch.setattr(process_clock.CLOCK, "_pauses", pauses)
@@ -129,7 +135,9 @@ else:
 def test_a_wait_of_three_seconds_outlasts_a_pause_of_five(kind: str):
     """Of a thread, of a coroutine, and of an HTTP client. The answer comes after the pause."""
     command = [sys.executable, "-c", STANDS_STILL, kind]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdin is not None
         assert process.stdout.readline() == "waits\n"
@@ -148,7 +156,8 @@ def test_a_wait_of_three_seconds_outlasts_a_pause_of_five(kind: str):
 
 @pytest.mark.parametrize("loop", [ClockedLoop, new_event_loop])
 def test_the_timers_of_a_loop_go_by_the_clock(loop: type[asyncio.AbstractEventLoop]):
-    """One that is cancelled does not ring; each rings in its order, with its context and no earlier than it should."""
+    """One that is cancelled does not ring; each rings in its order, with its context and no earlier
+    than it should."""
 
     async def rings() -> list[str]:
         running = asyncio.get_running_loop()
@@ -223,13 +232,14 @@ def _sources(*words: str) -> list[tuple[str, ast.AST]]:
 
 def _asks(node: ast.AST) -> bool:
     return any(
-        isinstance(part, ast.Attribute | ast.Name) and "monotonic" in ast.unparse(part) for part in ast.walk(node)
+        isinstance(part, ast.Attribute | ast.Name) and "monotonic" in ast.unparse(part)
+        for part in ast.walk(node)
     )
 
 
 def test_no_deadline_goes_by_another_clock():
-    """``time.monotonic()`` counts pauses. It measures durations that are reported: nothing is added to it, and it is
-    compared with nothing."""
+    """``time.monotonic()`` counts pauses. It measures durations that are reported: nothing is added
+    to it, and it is compared with nothing."""
     found = set()
     for name, tree in _sources("monotonic"):
         for node in ast.walk(tree):
@@ -248,7 +258,12 @@ def test_no_event_loop_goes_by_another_clock():
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
                 keywords = {keyword.arg for keyword in node.keywords}
-                if called in ("asyncio.run", "asyncio.new_event_loop", "uvloop.new_event_loop", "asyncio.Runner"):
+                if called in (
+                    "asyncio.run",
+                    "asyncio.new_event_loop",
+                    "uvloop.new_event_loop",
+                    "asyncio.Runner",
+                ):
                     if "loop_factory" not in keywords:
                         found.add(name)
                 elif called == "uvicorn.Config" and not keywords & {"loop", None}:

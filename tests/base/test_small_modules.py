@@ -21,7 +21,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from realhf.base import loopback as free_ports
 from realhf.base.dataclass_json import from_json_value, to_json_value
 from realhf.base.files import content_key
-from realhf.base.hf_config import activation_bytes, model_size, size_of, trainer_memory, weight_bytes
+from realhf.base.hf_config import (
+    activation_bytes,
+    model_size,
+    size_of,
+    trainer_memory,
+    weight_bytes,
+)
 from realhf.base.loopback import free_port
 from realhf.base.partition import balanced_parts, parts_near
 from realhf.base.plugin import load_plugin
@@ -99,7 +105,9 @@ print("settled")
 
 def test_what_is_there_when_it_settles_is_left_out_and_what_comes_later_is_collected():
     """In a process of its own: the tests' own process collects rarely all the time."""
-    done = subprocess.run([sys.executable, "-c", PROCESS], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS], capture_output=True, text=True, timeout=300, check=False
+    )
     assert (done.stdout, done.stderr, done.returncode) == ("settled\n", "", 0)
 
 
@@ -126,7 +134,9 @@ COSTS = st.lists(st.integers(0, 50), min_size=1, max_size=30)
 def batches(draw):
     costs = draw(COSTS)
     count = draw(st.integers(1, 5))
-    homes = draw(st.lists(st.none() | st.integers(0, count - 1), min_size=len(costs), max_size=len(costs)))
+    homes = draw(
+        st.lists(st.none() | st.integers(0, count - 1), min_size=len(costs), max_size=len(costs))
+    )
     return costs, homes, count
 
 
@@ -139,7 +149,9 @@ def largest(costs, parts):
 def test_every_item_is_in_one_part_and_no_part_is_larger_than_without_homes(batch):
     costs, homes, count = batch
     parts = parts_near(costs, homes, count)
-    assert len(parts) == count and sorted(i for part in parts for i in part) == list(range(len(costs)))
+    assert len(parts) == count and sorted(i for part in parts for i in part) == list(
+        range(len(costs))
+    )
     assert parts == [sorted(part) for part in parts]
     if len(costs) >= count:
         plain = balanced_parts(costs, count)
@@ -231,7 +243,12 @@ def test_a_plugin_is_imported_once_and_a_broken_one_can_be_tried_again(tmp_path)
 SMALL = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2, "intermediate_size": 96, "tie_word_embeddings": False},
-    "qwen3": {"num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 96, "tie_word_embeddings": True},
+    "qwen3": {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 96,
+        "tie_word_embeddings": True,
+    },
     "mixtral": {"num_key_value_heads": 2, "intermediate_size": 96, "num_local_experts": 4},
     "gpt2": {},
 }
@@ -243,7 +260,9 @@ def test_the_size_is_that_of_the_model(kind, tmp_path):
     model = AutoModelForCausalLM.from_config(config)
     counted = sum(p.numel() for p in model.parameters())
     written = {**config.to_dict(), "tie_word_embeddings": config.tie_word_embeddings}
-    assert size_of(written).parameters == pytest.approx(counted, rel=0.1 if kind == "gpt2" else 0.02)
+    assert size_of(written).parameters == pytest.approx(
+        counted, rel=0.1 if kind == "gpt2" else 0.02
+    )
     model.save_pretrained(tmp_path)
     found = model_size(str(tmp_path))
     assert found is not None and found.parameters == counted
@@ -256,14 +275,21 @@ def test_the_size_is_that_of_the_model(kind, tmp_path):
 
 
 def test_a_trainer_holds_weights_gradients_and_moments():
-    """By hand, in bytes for each parameter: fp32 4 + 4 + 8; bf16 2 with an fp32 copy of 4, + 4 + 8."""
+    """By hand, in bytes for each parameter: fp32 4 + 4 + 8; bf16 2 with an fp32 copy of 4, + 4 +
+    8."""
     size = size_of({**SMALL, "intermediate_size": 96, "tie_word_embeddings": True})
     n = size.parameters
     few = size.adapters(4)
-    assert trainer_memory(size, "float32") == (held := type(trainer_memory(size, "float32")))(4 * n, 4 * n, 8 * n)
+    assert trainer_memory(size, "float32") == (held := type(trainer_memory(size, "float32")))(
+        4 * n, 4 * n, 8 * n
+    )
     assert trainer_memory(size, "bfloat16", offload=True) == held(6 * n, 4 * n, 0)
     assert trainer_memory(size, "bfloat16", parts=2).later == 6 * n
-    assert trainer_memory(size, "bfloat16", lora_rank=4) == held(2 * (n + few) + 4 * few, 4 * few, 8 * few)
+    assert trainer_memory(size, "bfloat16", lora_rank=4) == held(
+        2 * (n + few) + 4 * few, 4 * few, 8 * few
+    )
     assert weight_bytes(size, "bfloat16") == 2 * n
-    plain, saved = (activation_bytes(size, "float32", 100, checkpointing=on) for on in (False, True))
+    plain, saved = (
+        activation_bytes(size, "float32", 100, checkpointing=on) for on in (False, True)
+    )
     assert plain == 4 * 100 * 3 * (16 * 64 + 4 * 96) and saved < plain / 2

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from realhf.base import tensor_digest
-from realhf.base.tensor_digest import LAST_ROWS, ROW_BYTES, SUMS, TensorDigester, digests, joint_digest
+from realhf.base.tensor_digest import (
+    LAST_ROWS,
+    ROW_BYTES,
+    SUMS,
+    TensorDigester,
+    digests,
+    joint_digest,
+)
 
 torch.set_num_threads(1)
 
@@ -15,10 +22,14 @@ torch.set_num_threads(1)
 def plain(tensor):
     """The definition, in numbers without a bound."""
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    named = hashlib.blake2b(f"{str(tensor.dtype)[6:]}{tuple(tensor.shape)}".encode(), digest_size=16)
+    named = hashlib.blake2b(
+        f"{str(tensor.dtype)[6:]}{tuple(tensor.shape)}".encode(), digest_size=16
+    )
     level = 0
     while raw:
-        stream = hashlib.shake_256(f"realhf tensor digest 2, level {level}".encode()).digest(ROW_BYTES * SUMS)
+        stream = hashlib.shake_256(f"realhf tensor digest 2, level {level}".encode()).digest(
+            ROW_BYTES * SUMS
+        )
         keys = np.frombuffer(stream, dtype=np.int8).astype(object).reshape(ROW_BYTES, SUMS) // 2
         raw += bytes(-len(raw) % ROW_BYTES)
         sums = np.frombuffer(raw, dtype=np.int8).astype(object).reshape(-1, ROW_BYTES) @ keys
@@ -37,8 +48,12 @@ def of(tensor):
     return DIGESTER.digest(tensor)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
-@pytest.mark.parametrize("shape", [(), (1,), (7, 3), (0, 4), (3, ROW_BYTES // 2 + 5), (LAST_ROWS + 1, ROW_BYTES)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+)
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (7, 3), (0, 4), (3, ROW_BYTES // 2 + 5), (LAST_ROWS + 1, ROW_BYTES)]
+)
 def test_it_is_the_sums_of_the_bytes(dtype, shape):
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mul(9).to(dtype)
     assert of(tensor) == plain(tensor)
@@ -69,7 +84,8 @@ def test_strides_and_alignment_do_not_count():
 
 
 def test_every_single_bit_and_pairs_of_high_bits_count():
-    """Also pairs of the highest bits, such as the signs of two weights, which a product modulo 2**64 would lose."""
+    """Also pairs of the highest bits, such as the signs of two weights, which a product modulo
+    2**64 would lose."""
     words = torch.randint(-(2**62), 2**62, (24,), generator=torch.Generator().manual_seed(2))
     seen = {of(words)}
     for place in range(24):
@@ -87,7 +103,9 @@ def test_every_single_bit_and_pairs_of_high_bits_count():
 
 def test_a_bit_counts_in_every_row_and_rows_do_not_change_places():
     rows = 2 * LAST_ROWS
-    tensor = torch.randint(-128, 128, (rows, ROW_BYTES), dtype=torch.int8, generator=torch.Generator().manual_seed(3))
+    tensor = torch.randint(
+        -128, 128, (rows, ROW_BYTES), dtype=torch.int8, generator=torch.Generator().manual_seed(3)
+    )
     seen = {of(tensor)}
     for row in range(rows):
         changed = tensor.clone()
@@ -114,5 +132,10 @@ def test_the_joint_digest_knows_which_name_has_which_tensor():
     twos = torch.full((3,), 2.0)
     joint = joint_digest(digests({"a": ones, "b": twos}))
     assert joint == joint_digest(digests({"b": twos, "a": ones}))
-    others = [{"a": twos, "b": ones}, {"a": ones}, {"a": ones, "b": twos, "c": ones}, {"ab": ones, "": twos}]
+    others = [
+        {"a": twos, "b": ones},
+        {"a": ones},
+        {"a": ones, "b": twos, "c": ones},
+        {"ab": ones, "": twos},
+    ]
     assert joint not in {joint_digest(digests(other)) for other in others}

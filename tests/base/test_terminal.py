@@ -25,7 +25,8 @@ sys.exit(3)
 
 
 def finished(tmp_path: Path, **streams: object) -> tuple[int, str, bool]:
-    """Run the program; return its exit code, the note about the loss, and whether it came to its end."""
+    """Run the program; return its exit code, the note about the loss, and whether it came to its
+    end."""
     note = tmp_path / "note"
     done = tmp_path / "done"
     command = [sys.executable, "-c", PROGRAM, str(note), str(done)]
@@ -43,10 +44,16 @@ def test_a_closed_pipe_is_noted_and_the_exit_code_is_the_program_s(tmp_path: Pat
     assert found == (3, "stdout is lost: Broken pipe", True)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="this system has no device that is always full"
+)
 def test_a_full_disk_is_noted(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        assert finished(tmp_path, stdout=full, stderr=full) == (3, "stdout is lost: No space left on device", True)
+        assert finished(tmp_path, stdout=full, stderr=full) == (
+            3,
+            "stdout is lost: No space left on device",
+            True,
+        )
 
 
 def test_a_stream_that_is_closed_from_the_start_is_noted(tmp_path: Path) -> None:
@@ -59,7 +66,9 @@ def test_a_stream_that_is_closed_from_the_start_is_noted(tmp_path: Path) -> None
     assert (note.read_text(), done.read_text()) == ("stdout is lost: Bad file descriptor", "done")
 
 
-def test_a_stream_that_takes_all_is_left_as_it_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stream_that_takes_all_is_left_as_it_is(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert finished(tmp_path) == (3, "", True)
     out, error = capfd.readouterr()
     assert out.splitlines()[-2:] == ["19999", "a table"]
@@ -73,7 +82,11 @@ def test_a_command_whose_reader_has_gone_ends_well(module: str) -> None:
     os.close(reader)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", module], stdout=writer, stderr=subprocess.PIPE, timeout=100, check=False
+            [sys.executable, "-m", module],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            timeout=100,
+            check=False,
         )
     finally:
         os.close(writer)

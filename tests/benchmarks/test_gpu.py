@@ -1,4 +1,5 @@
-"""What the GPU benchmark works out without a GPU, and that the program runs from end to end on the CPU."""
+"""What the GPU benchmark works out without a GPU, and that the program runs from end to end on the
+CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def gpu(monkeypatch):
 
 
 def test_operations_are_those_that_torch_counts():
-    """Torch counts whole squares of attention, of which a causal model needs the lower half with its diagonal."""
+    """Torch counts whole squares of attention, of which a causal model needs the lower half with
+    its diagonal."""
     config = Qwen3Config(
         vocab_size=96, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         intermediate_size=40, attn_implementation="eager",
@@ -46,13 +48,26 @@ def test_operations_are_those_that_torch_counts():
     with counter, torch.no_grad():
         model(torch.zeros(rows, length, dtype=torch.int64), use_cache=False)
     shape = Shape.of(config)
-    above = 4 * shape.layers * shape.heads * shape.head_dim * rows * (length * length - length * (length + 1) // 2)
-    positions = 2 * length * config.head_dim // 2  # The angles of the positions, which are not counted here.
+    above = (
+        4
+        * shape.layers
+        * shape.heads
+        * shape.head_dim
+        * rows
+        * (length * length - length * (length + 1) // 2)
+    )
+    positions = (
+        2 * length * config.head_dim // 2
+    )  # The angles of the positions, which are not counted here.
     found = forward_operations(shape, [length] * rows)
     assert counter.get_total_flops() - above - found in (0, positions, rows * positions)
     assert train_operations(shape, [length] * rows) == 3 * found
-    assert found - forward_operations(shape, [length] * rows, scored=5) == 2 * 32 * 96 * (rows * length - 5)
-    assert forward_operations(shape, [4, 8]) > forward_operations(shape, [6, 6]), "a longer text attends to more"
+    assert found - forward_operations(shape, [length] * rows, scored=5) == 2 * 32 * 96 * (
+        rows * length - 5
+    )
+    assert forward_operations(shape, [4, 8]) > forward_operations(shape, [6, 6]), (
+        "a longer text attends to more"
+    )
 
 
 def test_the_models_of_the_table_have_the_sizes_it_says(gpu):
@@ -85,7 +100,11 @@ def test_timing_leaves_the_warm_up_out_and_waits_for_the_device():
 
 def test_the_table_says_where_there_is_no_number():
     text = table(
-        [Row("speed", 12345.6, "tokens/s", "a | b\nc"), Row("small", 0.01234, "s"), Row("none", None, "", "why")]
+        [
+            Row("speed", 12345.6, "tokens/s", "a | b\nc"),
+            Row("small", 0.01234, "s"),
+            Row("none", None, "", "why"),
+        ]
     )
     lines = text.splitlines()
     assert lines[2:] == [
@@ -98,11 +117,20 @@ def test_the_table_says_where_there_is_no_number():
 
 @pytest.mark.slow
 def test_the_program_runs_on_the_cpu(gpu, monkeypatch):
-    """All that it does to a model, on one of no size; and a part that fails, or has no time left, is a row."""
+    """All that it does to a model, on one of no size; and a part that fails, or has no time left,
+    is a row."""
     torch.set_num_threads(1)
     rows = gpu.measure(torch.device("cpu"), ["1m"], 5.0, lambda text: None)
     found = {row.what.partition(": ")[2]: row for row in rows[1:]}
-    parts = {"generation", "scoring", "training", "training, groups", "the head alone", "weight update", "a step"}
+    parts = {
+        "generation",
+        "scoring",
+        "training",
+        "training, groups",
+        "the head alone",
+        "weight update",
+        "a step",
+    }
     assert {*found} == parts
     assert all(row.number is not None and row.number > 0 for row in found.values())
     monkeypatch.setattr(gpu, "Bench", lambda *_: 1 / 0)
@@ -121,7 +149,9 @@ def test_without_a_gpu_it_says_so(gpu, monkeypatch, capsys):
 
 def test_the_default_experiment_is_read_from_its_run(gpu, monkeypatch):
     def run(command, **_):
-        root = next(word.removeprefix("fileroot=") for word in command if word.startswith("fileroot="))
+        root = next(
+            word.removeprefix("fileroot=") for word in command if word.startswith("fileroot=")
+        )
         folder = Path(root) / "grpo_aws" / "measured"
         folder.mkdir(parents=True)
         rows = [{"step": n, "time/step": float(n)} for n in range(1, 6)]
@@ -131,7 +161,12 @@ def test_the_default_experiment_is_read_from_its_run(gpu, monkeypatch):
     monkeypatch.setattr(subprocess, "run", run)
     (row,) = gpu.default_rows(torch.device("cpu"))
     assert (row.number, row.unit) == (4.0, "s") and "of 3 steps" in row.remark
-    failed = subprocess.CompletedProcess([], 1, "", "a line\nModuleNotFoundError: No module named 'ministack'\n")
+    failed = subprocess.CompletedProcess(
+        [], 1, "", "a line\nModuleNotFoundError: No module named 'ministack'\n"
+    )
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     (row,) = gpu.default_rows(torch.device("cpu"))
-    assert row.number is None and row.remark == "ended with 1: ModuleNotFoundError: No module named 'ministack'"
+    assert (
+        row.number is None
+        and row.remark == "ended with 1: ModuleNotFoundError: No module named 'ministack'"
+    )

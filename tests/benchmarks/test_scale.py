@@ -25,7 +25,9 @@ def test_rates_follow_the_assumptions():
     for model in MODELS:
         usual = line(64, model, Assumptions())
         shorter = line(64, model, given)
-        assert shorter.generation > 2 * usual.generation, "half the tokens, and less to read of the cache"
+        assert shorter.generation > 2 * usual.generation, (
+            "half the tokens, and less to read of the cache"
+        )
         assert shorter.training == pytest.approx(2 * usual.training)
         assert line(64, model, replace(given, weights=given.weights / 2)).update_s == pytest.approx(
             2 * shorter.update_s
@@ -63,7 +65,9 @@ def test_a_missed_bar_is_named():
     assert list(verdicts(figures).values()) == [False, True, True, False]
 
 
-@pytest.mark.parametrize("words", [["--workers", "1", "--processes", "2"], ["--lose", "1"], ["--group", "0"]])
+@pytest.mark.parametrize(
+    "words", [["--workers", "1", "--processes", "2"], ["--lose", "1"], ["--group", "0"]]
+)
 def test_options_that_make_no_sense_are_refused(words, capsys):
     with pytest.raises(SystemExit):
         parse(words)

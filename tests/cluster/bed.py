@@ -1,4 +1,5 @@
-"""A run over hosts that are network namespaces: its launcher, its host agents, and what befalls them."""
+"""A run over hosts that are network namespaces: its launcher, its host agents, and what befalls
+them."""
 
 from __future__ import annotations
 
@@ -99,9 +100,25 @@ class ClusterRun:
 
     def join(self, name: str, *options: str, before: tuple[str, ...] = ()) -> None:
         """Start the agent of a host; ``before`` are words before its command."""
-        given = ["--join", self.door, "--key-file", str(self.ring.file_of(name)), "--name", name, "--linger-s", "5"]
+        given = [
+            "--join",
+            self.door,
+            "--key-file",
+            str(self.ring.file_of(name)),
+            "--name",
+            name,
+            "--linger-s",
+            "5",
+        ]
         given += ["--folder", str(self.folder / f"host-{name}"), *(options or ("--host-agent",))]
-        command = [*self.lan.hosts[name].enter, *before, sys.executable, "-m", "realhf.worker", *given]
+        command = [
+            *self.lan.hosts[name].enter,
+            *before,
+            sys.executable,
+            "-m",
+            "realhf.worker",
+            *given,
+        ]
         self.agents[name] = self._started(command, self.folder / f"agent-{name}.log")
 
     @staticmethod
@@ -134,12 +151,14 @@ class ClusterRun:
         return [json.loads(line) for line in whole.splitlines()]
 
     def until(self, what: Callable[[], object], within_s: float) -> float:
-        """Wait for a condition; how long it took, in seconds. Fails with the launcher's words when it is late or the
-        run ends before."""
+        """Wait for a condition; how long it took, in seconds. Fails with the launcher's words when
+        it is late or the run ends before."""
         began = time.monotonic()
         while not what():
             assert self.launcher is not None and self.launcher.poll() is None, self.said()[-4000:]
-            assert time.monotonic() - began < within_s, f"not within {within_s:g} s; {self.said()[-4000:]}"
+            assert time.monotonic() - began < within_s, (
+                f"not within {within_s:g} s; {self.said()[-4000:]}"
+            )
             time.sleep(0.1)
         return time.monotonic() - began
 
@@ -203,9 +222,17 @@ def check_books(run: ClusterRun, steps: int) -> None:
 
 def busy_lanes(run: ClusterRun, steps: int) -> dict[str, set[str]]:
     """The processes that were at work in the last steps, by host."""
-    events = [json.loads(line) for file in trace_files(run.run_dir) for line in file.read_bytes().splitlines()]
-    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    ends = sorted(event["ts"] for event in events if event["ph"] == INSTANT and event["name"] == STEP)
+    events = [
+        json.loads(line)
+        for file in trace_files(run.run_dir)
+        for line in file.read_bytes().splitlines()
+    ]
+    names = {
+        event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
+    }
+    ends = sorted(
+        event["ts"] for event in events if event["ph"] == INSTANT and event["name"] == STEP
+    )
     began = ends[-steps - 1] if len(ends) > steps else 0
     hosts = HostLanes(run.run_dir)
     found = {}

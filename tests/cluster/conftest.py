@@ -1,4 +1,5 @@
-"""Options of the tests over several hosts; ``tests/asked_for.py`` has the one that asks for them."""
+"""Options of the tests over several hosts; ``tests/asked_for.py`` has the one that asks for
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a launcher of tests has: its file of keys with a key for each host that is asked for, and a run folder."""
+"""What a launcher of tests has: its file of keys with a key for each host that is asked for, and a
+run folder."""
 
 from __future__ import annotations
 

@@ -12,7 +12,14 @@ import zmq
 
 from realhf.cluster.cluster_keys import HostKey, KnownHosts
 from realhf.cluster.control_endpoint import ControlEndpoint
-from realhf.cluster.messages import OF_LAUNCHER, HostHello, Message, Welcome, pack_message, unpack_message
+from realhf.cluster.messages import (
+    OF_LAUNCHER,
+    HostHello,
+    Message,
+    Welcome,
+    pack_message,
+    unpack_message,
+)
 from realhf.cluster.own_host import installed_versions
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header
 from realhf.transport.network import connect_encrypted
@@ -27,7 +34,12 @@ class StrangeAgent:
     """Has the key of a host and a connection to the endpoint."""
 
     def __init__(
-        self, door: str, keys: KeyRing | HostKey, name: str = "a", *, context: zmq.Context[Any] | None = None
+        self,
+        door: str,
+        keys: KeyRing | HostKey,
+        name: str = "a",
+        *,
+        context: zmq.Context[Any] | None = None,
     ) -> None:
         self.name, self.session = name, os.urandom(16)
         self._key = keys.of(name) if isinstance(keys, KeyRing) else keys
@@ -46,7 +58,9 @@ class StrangeAgent:
 
     def babble(self, kind: str, payload: Any) -> None:
         """Send something that has the header of a message."""
-        self.socket.send_multipart([pack_header(kind, "control", self.session), pack_payload(payload)])
+        self.socket.send_multipart(
+            [pack_header(kind, "control", self.session), pack_payload(payload)]
+        )
 
     def hello(
         self,
@@ -56,8 +70,13 @@ class StrangeAgent:
         versions: Mapping[str, str] = {},
         unlike: Mapping[str, str] = {},
     ) -> None:
-        """Say hello, without waiting for the welcome. ``gpus``: so many that no other host has, or their names."""
-        names = [f"machine of {self.name}/{number}" for number in range(gpus)] if isinstance(gpus, int) else [*gpus]
+        """Say hello, without waiting for the welcome. ``gpus``: so many that no other host has, or
+        their names."""
+        names = (
+            [f"machine of {self.name}/{number}" for number in range(gpus)]
+            if isinstance(gpus, int)
+            else [*gpus]
+        )
         here = HostHello(
             self.name,
             2,

@@ -1,4 +1,5 @@
-"""An agent by itself: its messages, its own folder, and the workers that wait while it imports for them."""
+"""An agent by itself: its messages, its own folder, and the workers that wait while it imports for
+them."""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ def test_messages_arrive_as_they_were_sent():
         ("exited", {"log_from": -1}, "log_from"),
     ],
 )
-def test_what_has_not_its_form_is_refused_by_its_field(kind: str, changed: dict[str, Any], says: str):
+def test_what_has_not_its_form_is_refused_by_its_field(
+    kind: str, changed: dict[str, Any], says: str
+):
     with pytest.raises(ProtocolError, match=re.escape(says)):
         take(kind, {**(HELLO if kind == "hello" else EXITED), **changed})
 
@@ -99,7 +102,9 @@ def test_a_folder_with_files_of_others_is_refused_and_they_stay(tmp_path: Path):
     (tmp_path / "keys" / "id_rsa").write_text("mine")
     key = KeyRing(tmp_path / "key").of("a")
     agent = HostAgent("tcp://127.0.0.1:1", key, "a", tmp_path, patience_s=0.1, prepare=False)
-    with pytest.raises(ClusterError, match=rf"--folder {tmp_path}: it holds files that are no host agent's"):
+    with pytest.raises(
+        ClusterError, match=rf"--folder {tmp_path}: it holds files that are no host agent's"
+    ):
         agent.run()
     assert (tmp_path / "keys" / "id_rsa").read_text() == "mine"
     agent._context.destroy(0)
@@ -111,20 +116,29 @@ def test_two_agents_do_not_share_a_folder_and_one_may_have_it_after_the_other(tm
     with lock_folder(folder):
         assert folder.stat().st_mode & 0o777 == 0o700
         (folder / "keys").mkdir()
-        with pytest.raises(ClusterError, match="another host agent uses it; give this"), lock_folder(folder):
+        with (
+            pytest.raises(ClusterError, match="another host agent uses it; give this"),
+            lock_folder(folder),
+        ):
             pass
     with lock_folder(folder):
         pass
 
 
-def test_a_temporary_folder_goes_with_its_agent_and_those_of_killed_agents_with_the_next(tmp_path: Path, monkeypatch):
+def test_a_temporary_folder_goes_with_its_agent_and_those_of_killed_agents_with_the_next(
+    tmp_path: Path, monkeypatch
+):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     killed = tmp_path / f"{PREFIX}killed"
     strange = tmp_path / f"{PREFIX}strange"
     for folder in (killed, strange):
         (folder / "carried").mkdir(parents=True)
     (killed / MARK).touch()
-    with create_temporary_folder() as running, lock_folder(running), create_temporary_folder() as other:
+    with (
+        create_temporary_folder() as running,
+        lock_folder(running),
+        create_temporary_folder() as other,
+    ):
         assert running.exists() and other.exists() and not killed.exists()
     assert [*tmp_path.iterdir()] == [strange], "who has no mark is no agent's"
 
@@ -142,7 +156,11 @@ class Wire:
 def test_workers_wait_for_imports_and_one_that_is_not_wanted_any_more_never_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    agent, wire, started = HostAgent("tcp://127.0.0.1:1", KeyRing(tmp_path / "key").of("a"), "a", tmp_path), Wire(), []
+    agent, wire, started = (
+        HostAgent("tcp://127.0.0.1:1", KeyRing(tmp_path / "key").of("a"), "a", tmp_path),
+        Wire(),
+        [],
+    )
     importing = True
 
     def start(spec: WorkerSpec) -> None:
@@ -162,7 +180,9 @@ def test_workers_wait_for_imports_and_one_that_is_not_wanted_any_more_never_star
 
 
 @pytest.mark.parametrize("logged", [b"", b"a line\n" * TAIL_BYTES, b"FATAL: the cause\n"])
-def test_the_cause_that_a_full_disk_kept_out_of_the_log_is_sent_with_its_end(tmp_path: Path, logged: bytes):
+def test_the_cause_that_a_full_disk_kept_out_of_the_log_is_sent_with_its_end(
+    tmp_path: Path, logged: bytes
+):
     agent = HostAgent("tcp://127.0.0.1:1", KeyRing(tmp_path / "key").of("a"), "a", tmp_path)
     wire = Wire()
     log = tmp_path / "log"

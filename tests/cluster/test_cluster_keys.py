@@ -1,5 +1,5 @@
-"""Each host has a key of its own: with it nobody is the launcher, another host or an operator, and it can be taken
-away."""
+"""Each host has a key of its own: with it nobody is the launcher, another host or an operator, and
+it can be taken away."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ import pytest
 import zmq
 
 from realhf.cluster.__main__ import main
-from realhf.cluster.cluster_keys import HostKey, HostKeys, KnownHosts, LauncherKeys, add_hosts, make_keys
+from realhf.cluster.cluster_keys import (
+    HostKey,
+    HostKeys,
+    KnownHosts,
+    LauncherKeys,
+    add_hosts,
+    make_keys,
+)
 from realhf.cluster.control_endpoint import ControlEndpoint, HostJoined, HostLost, OperatorRequest
 from realhf.cluster.messages import HelloRefusal, Nothing, OperatorReport
 from realhf.transport.errors import NetworkError
@@ -59,7 +66,10 @@ def test_a_host_has_no_secret_of_the_launcher_and_none_of_another_host(tmp_path:
     for secret in (launcher.server.secret, launcher.operator.secret, other.secret):
         assert secret not in mine
     assert other.secret not in ring.file.read_text(), "the launcher needs no secret of a host"
-    assert (ring.file.stat().st_mode & 0o777, ring.file_of("a").stat().st_mode & 0o777) == (0o600, 0o600)
+    assert (ring.file.stat().st_mode & 0o777, ring.file_of("a").stat().st_mode & 0o777) == (
+        0o600,
+        0o600,
+    )
     shown = f"{launcher!r} {ring.of('a')!r} {ring.keys_of('a')!r}"
     assert launcher.server.secret not in shown and ring.of("a").own.secret not in shown
 
@@ -68,7 +78,9 @@ def test_a_host_has_no_secret_of_the_launcher_and_none_of_another_host(tmp_path:
 def test_with_the_key_of_a_host_nobody_is_another_host_or_an_operator(opened: OpenEndpoint):
     pretender = opened.agent("b", opened.ring.of("a"))
     pretender.hello()
-    assert pretender.hears(HelloRefusal).reason.startswith("its key is that of a, and not of a host 'b'")
+    assert pretender.hears(HelloRefusal).reason.startswith(
+        "its key is that of a, and not of a host 'b'"
+    )
     for kind in ("status", "remove"):
         pretender.say(kind, Nothing())
     said = pretender.hears(OperatorReport)
@@ -78,11 +90,15 @@ def test_with_the_key_of_a_host_nobody_is_another_host_or_an_operator(opened: Op
     pretender.say("leave")
     pretender.hello()
     pretender.hears(HelloRefusal)
-    assert not [event for event in opened.control.events() if isinstance(event, HostLost | OperatorRequest)]
+    assert not [
+        event for event in opened.control.events() if isinstance(event, HostLost | OperatorRequest)
+    ]
 
 
 @pytest.mark.nightly
-def test_a_key_that_was_taken_away_is_worth_nothing_also_on_a_connection_that_is_there(opened: OpenEndpoint):
+def test_a_key_that_was_taken_away_is_worth_nothing_also_on_a_connection_that_is_there(
+    opened: OpenEndpoint,
+):
     """And after a new one was drawn for the same name, the old one is not."""
     old = opened.ring.of("a")
     there = opened.agent("a", old).join()
@@ -108,7 +124,9 @@ def test_a_host_that_gets_its_key_while_the_launcher_waits_may_join(opened: Open
     assert agent.join()
 
 
-def test_hosts_of_an_engine_have_keys_in_memory_and_one_that_was_removed_gets_no_other(tmp_path: Path):
+def test_hosts_of_an_engine_have_keys_in_memory_and_one_that_was_removed_gets_no_other(
+    tmp_path: Path,
+):
     known = KnownHosts(None)
     drawn = known.draw(["player-0", "player-1"])
     assert {*drawn.hosts} == {"player-0", "player-1"}
@@ -117,11 +135,15 @@ def test_hosts_of_an_engine_have_keys_in_memory_and_one_that_was_removed_gets_no
     assert not known.knows(drawn.hosts["player-0"].public)
     again = known.draw(["player-0", "player-1"])
     assert [*again.hosts] == ["player-1"], "not when the run begins again either"
-    assert not known.knows(drawn.hosts["player-1"].public), "and what the other had before is not taken any more"
+    assert not known.knows(drawn.hosts["player-1"].public), (
+        "and what the other had before is not taken any more"
+    )
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_host_that_is_about_to_leave_gets_no_other_key_when_its_engine_starts_again(tmp_path: Path):
+def test_a_host_that_is_about_to_leave_gets_no_other_key_when_its_engine_starts_again(
+    tmp_path: Path,
+):
     """A run may begin again before a host that was removed has said how its workers ended."""
     known = KnownHosts(KeyRing(tmp_path / "cluster.key").file)
     assert set(known.draw(["node-0", "node-1"]).hosts) == {"node-0", "node-1"}
@@ -157,9 +179,21 @@ def test_a_file_that_is_for_somebody_else_is_named_with_what_to_do(tmp_path: Pat
     RunKeys.make().write(tmp_path / "old.key")
     (tmp_path / "a.key").chmod(0o600)
     for read, file, said in (
-        (HostKeys.read, "cluster.key", "has the keys of the launcher; a host has one of its own: python -m"),
-        (LauncherKeys.read, "a.key", "has the keys of hosts; the launcher and its operators need the file"),
-        (LauncherKeys.read, "old.key", "has one key for all hosts, as before; move it away and make new ones"),
+        (
+            HostKeys.read,
+            "cluster.key",
+            "has the keys of the launcher; a host has one of its own: python -m",
+        ),
+        (
+            LauncherKeys.read,
+            "a.key",
+            "has the keys of hosts; the launcher and its operators need the file",
+        ),
+        (
+            LauncherKeys.read,
+            "old.key",
+            "has one key for all hosts, as before; move it away and make new ones",
+        ),
         (HostKeys.read, "old.key", "has one key for all hosts, as before"),
     ):
         with pytest.raises(NetworkError, match=f"keys of the cluster: .*{file} {said}"):
@@ -179,7 +213,8 @@ def test_why_a_file_of_keys_cannot_be_read_is_said(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"server_public": 3, "hosts": {}}', '{"server_public": "", "hosts": 3}']
+    "text",
+    ["", "[]", "{}", '{"server_public": 3, "hosts": {}}', '{"server_public": "", "hosts": 3}'],
 )
 def test_what_is_no_file_of_keys_is_named(tmp_path: Path, text: str):
     path = tmp_path / "key"
@@ -190,7 +225,9 @@ def test_what_is_no_file_of_keys_is_named(tmp_path: Path, text: str):
             read(path)
 
 
-def test_the_command_makes_a_file_for_each_host_or_one_for_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_makes_a_file_for_each_host_or_one_for_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     file = tmp_path / "cluster.key"
     assert main(["keys", str(file), "--host", "a", "b"]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -202,9 +239,13 @@ def test_the_command_makes_a_file_for_each_host_or_one_for_several(tmp_path: Pat
     before = HostKeys.read(tmp_path / "cluster-a.key").of("a").own.public
     assert main(["keys", str(file), "--host", "a", "c", "--into", str(tmp_path / "both.key")]) == 0
     hosts = LauncherKeys.read(file).hosts
-    assert {*hosts} == {"a", "b", "c"} and hosts["a"] != before, "the key that it had is worth nothing any more"
+    assert {*hosts} == {"a", "b", "c"} and hosts["a"] != before, (
+        "the key that it had is worth nothing any more"
+    )
     assert {*HostKeys.read(tmp_path / "both.key").hosts} == {"a", "c"}
-    assert main(["keys", str(file)]) == 1 and "is there already" in capsys.readouterr().err, "it said nothing"
+    assert main(["keys", str(file)]) == 1 and "is there already" in capsys.readouterr().err, (
+        "it said nothing"
+    )
     assert main(["keys", str(file), "--host", "launcher"]) == 1
     assert main(["keys", str(file), "--host", "d", "--into", str(tmp_path / "both.key")]) == 1
     assert "d" not in LauncherKeys.read(file).hosts

@@ -24,7 +24,8 @@ from tests.cluster.key_ring import KeyRing
 from tests.cluster.strange_agent import ANSWER_S, OpenEndpoint, StrangeAgent
 
 SOON_S = 30.0
-"""Five seconds for hosts to say that they have heard, half of one for what is under way, and a busy machine."""
+"""Five seconds for hosts to say that they have heard, half of one for what is under way, and a busy
+machine."""
 FLOOD = """
 import sys
 from pathlib import Path
@@ -65,7 +66,9 @@ def heard(agent: StrangeAgent, kind: str) -> bool:
     return False
 
 
-def test_hosts_that_say_that_they_have_heard_are_not_waited_for(opened: OpenEndpoint, monkeypatch: pytest.MonkeyPatch):
+def test_hosts_that_say_that_they_have_heard_are_not_waited_for(
+    opened: OpenEndpoint, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(control_endpoint, "PART_S", 3 * ANSWER_S)
     agents = [opened.agent(name).join() for name in ("a", "b")]
 
@@ -103,11 +106,20 @@ def slowed(door: ControlEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_host_that_sends_faster_than_the_door_reads_does_not_hold_it_open(
     opened: OpenEndpoint, monkeypatch: pytest.MonkeyPatch
 ):
-    """The endpoint went on to read, told nobody that the run was over, and kept its port. Here it is slow."""
+    """The endpoint went on to read, told nobody that the run was over, and kept its port. Here it
+    is slow."""
     slowed(opened.control, monkeypatch)
     quiet = opened.agent("a").join()
-    words = [sys.executable, "-c", FLOOD, opened.control.endpoint, str(opened.ring.file_of("flood"))]
-    floods = subprocess.Popen(words, stdout=subprocess.PIPE, cwd=Path(__file__).resolve().parents[2])
+    words = [
+        sys.executable,
+        "-c",
+        FLOOD,
+        opened.control.endpoint,
+        str(opened.ring.file_of("flood")),
+    ]
+    floods = subprocess.Popen(
+        words, stdout=subprocess.PIPE, cwd=Path(__file__).resolve().parents[2]
+    )
     try:
         assert floods.stdout is not None and floods.stdout.readline() == b"begins\n"
         time.sleep(1.0)  # so that much lies there
@@ -137,12 +149,15 @@ def test_a_silent_host_is_found_lost_after_this_process_was_paused(
 
 
 def test_who_comes_when_the_door_closes_is_not_welcomed(opened: OpenEndpoint):
-    """It was, and never told that the run was over: it took the launcher for lost nine seconds later."""
+    """It was, and never told that the run was over: it took the launcher for lost nine seconds
+    later."""
     agent = opened.agent("late")
     door = opened.control
     with door._lock:  # pyright: ignore[reportPrivateUsage]
         agent.hello()
-        time.sleep(0.2)  # the endpoint has its hello, and waits for the lock as it would for a launcher that closes it
+        time.sleep(
+            0.2
+        )  # the endpoint has its hello, and waits for the lock as it would for a launcher that closes it
         door._closing = True  # pyright: ignore[reportPrivateUsage]
     door._listener.close()  # pyright: ignore[reportPrivateUsage]
     while (found := agent.heard()) is not None:
@@ -151,11 +166,15 @@ def test_who_comes_when_the_door_closes_is_not_welcomed(opened: OpenEndpoint):
 
 
 @pytest.mark.nightly
-def test_who_comes_while_the_workers_of_a_run_end_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_who_comes_while_the_workers_of_a_run_end_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Nothing runs there; it was waited for until the time of all was over."""
     monkeypatch.setattr(scheduler_module, "STOP_LATE_S", 3 * ANSWER_S)
     keys = KeyRing(tmp_path / "key")
-    options = ClusterOptions(address="127.0.0.1", port=0, key_file=str(tmp_path / "key"), dead_after_s=40.0)
+    options = ClusterOptions(
+        address="127.0.0.1", port=0, key_file=str(tmp_path / "key"), dead_after_s=40.0
+    )
     scheduler = ClusterScheduler(options, say=lambda text: None)
     endpoint = scheduler._open_endpoint().endpoint  # pyright: ignore[reportPrivateUsage]
     first = StrangeAgent(endpoint, keys, "a").join()

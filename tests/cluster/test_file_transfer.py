@@ -1,5 +1,5 @@
-"""What is brought to a host that does not have the run folder, under which paths, and how it is kept there: below the
-agent's folder, whole or not at all."""
+"""What is brought to a host that does not have the run folder, under which paths, and how it is
+kept there: below the agent's folder, whole or not at all."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def run_dir(tmp_path: Path) -> Path:
             "run_dir": str(folder),
             "models": {"actor": {"path": str(model)}, "ref": {"path": "org/name"}},
             "source": {"args": {"file": "/nowhere.jsonl"}},
-            "rollout": {"options": {"weights": "disk"}, "environment": f"{tmp_path / 'mine.py'}:Env"},
+            "rollout": {
+                "options": {"weights": "disk"},
+                "environment": f"{tmp_path / 'mine.py'}:Env",
+            },
         },
     }
     (folder / "plan.json").write_text(json.dumps(plan))
@@ -55,19 +58,29 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_a_host_that_shares_the_folder_gets_the_keys_only(run_dir: Path):
-    found = files_for_host(run_dir, "/h", run_dir / ".keys-1", shared=True, there=[], limit_mb=0, host="b")
+    found = files_for_host(
+        run_dir, "/h", run_dir / ".keys-1", shared=True, there=[], limit_mb=0, host="b"
+    )
     assert [(piece.path, piece.data) for piece in found.pieces()] == [("/h/keys/keys-1", b"secret")]
     assert found.map_path(str(run_dir / ".keys-1")) == "/h/keys/keys-1"
     assert found.map_path(str(run_dir)) == str(run_dir)
 
 
 def test_one_that_does_not_gets_what_the_plan_names_under_new_paths(run_dir: Path, tmp_path: Path):
-    found = files_for_host(run_dir, "/h", run_dir / ".keys-1", shared=False, there=[], limit_mb=9, host="b")
+    found = files_for_host(
+        run_dir, "/h", run_dir / ".keys-1", shared=False, there=[], limit_mb=9, host="b"
+    )
     files: dict[str, bytes] = {}
     for piece in found.pieces():
         assert piece.offset == len(files.get(piece.path, b"")) and len(piece.data) <= PIECE_BYTES
         files[piece.path] = files.get(piece.path, b"") + piece.data
-    assert sorted(path.rpartition("/")[2] for path in files) == ["empty", "keys-1", "mine.py", "plan.json", "weights"]
+    assert sorted(path.rpartition("/")[2] for path in files) == [
+        "empty",
+        "keys-1",
+        "mine.py",
+        "plan.json",
+        "weights",
+    ]
     plan = json.loads(files[f"{found.map_path(str(run_dir))}/plan.json"])
     model = plan["spec"]["models"]["actor"]["path"]
     assert files[f"{model}/weights"] == b"w" * LARGE and files[f"{model}/empty"] == b""
@@ -75,16 +88,22 @@ def test_one_that_does_not_gets_what_the_plan_names_under_new_paths(run_dir: Pat
     assert (files[code], name) == (b"x = 1\n", "Env")
     assert plan["spec"]["models"]["ref"]["path"] == "org/name"
     assert plan["spec"]["run_dir"].startswith("/h/runs/exp-trial-")
-    assert found.map_path(f"{tmp_path}/model-2") == f"{tmp_path}/model-2", "another path that begins alike"
+    assert found.map_path(f"{tmp_path}/model-2") == f"{tmp_path}/model-2", (
+        "another path that begins alike"
+    )
 
 
-def test_what_looks_the_same_there_stays_and_what_is_too_large_is_refused(run_dir: Path, tmp_path: Path):
+def test_what_looks_the_same_there_stays_and_what_is_too_large_is_refused(
+    run_dir: Path, tmp_path: Path
+):
     paths = [*needed_paths(run_dir)]
     assert paths == [str(tmp_path / "model"), str(tmp_path / "mine.py")]
     assert all(fingerprint(Path(path)) for path in paths) and fingerprint(Path("/nowhere")) == ""
     found = files_for_host(run_dir, "/h", None, shared=False, there=paths, limit_mb=0, host="b")
     assert not found.files and found.map_path(paths[0]) == paths[0]
-    with pytest.raises(ClusterError, match=r"actor\.path=.*host b neither shares .* 4 MB .* scheduler\.carry_mb=1"):
+    with pytest.raises(
+        ClusterError, match=r"actor\.path=.*host b neither shares .* 4 MB .* scheduler\.carry_mb=1"
+    ):
         files_for_host(run_dir, "/h", None, shared=False, there=[], limit_mb=1, host="b")
 
 
@@ -96,7 +115,9 @@ def test_weights_that_would_not_arrive_are_refused_by_option_and_host(run_dir: P
     plan = run_dir / "plan.json"
     plan.write_text(plan.read_text().replace('"disk"', '"shm"'))
     assert find_weights_problem(run_dir, "b", "b", shared=False) == ""
-    assert "async_rl.weights=shm: memory of launcher" in find_weights_problem(run_dir, "b", "launcher", shared=True)
+    assert "async_rl.weights=shm: memory of launcher" in find_weights_problem(
+        run_dir, "b", "launcher", shared=True
+    )
 
 
 def test_a_prompt_that_begins_with_a_slash_is_no_path(run_dir: Path):
@@ -107,7 +128,9 @@ def test_a_prompt_that_begins_with_a_slash_is_no_path(run_dir: Path):
     assert len(needed_paths(run_dir)) == 2
 
 
-def test_a_model_that_has_changed_is_not_mixed_with_what_was_brought_before(run_dir: Path, tmp_path: Path):
+def test_a_model_that_has_changed_is_not_mixed_with_what_was_brought_before(
+    run_dir: Path, tmp_path: Path
+):
     def target() -> str:
         found = files_for_host(run_dir, "/h", None, shared=False, there=[], limit_mb=9, host="b")
         return found.paths[str(tmp_path / "model")]
@@ -135,7 +158,8 @@ def test_a_file_as_large_as_a_disk_is_compared_at_once(tmp_path: Path):
 
 
 def test_a_model_of_the_same_names_and_sizes_is_another_where_a_byte_differs(tmp_path: Path):
-    """Two fine-tuned models of one architecture look alike by names and sizes, and a host used its own."""
+    """Two fine-tuned models of one architecture look alike by names and sizes, and a host used its
+    own."""
     (tmp_path / "model").mkdir()
     weights = tmp_path / "model" / "weights"
     weights.write_bytes(b"a" * 1000)
@@ -144,7 +168,9 @@ def test_a_model_of_the_same_names_and_sizes_is_another_where_a_byte_differs(tmp
     assert fingerprint(tmp_path / "model") != before
 
 
-def test_parts_make_a_file_that_appears_with_the_last_one_and_replaces_the_one_before(tmp_path: Path):
+def test_parts_make_a_file_that_appears_with_the_last_one_and_replaces_the_one_before(
+    tmp_path: Path,
+):
     target = tmp_path / "runs" / "plan.json"
     for text in (b"first life", b"2"):
         assert keep(FilePiece(str(target), 0, text, False), tmp_path).size == len(text)
@@ -155,7 +181,9 @@ def test_parts_make_a_file_that_appears_with_the_last_one_and_replaces_the_one_b
     assert target.stat().st_mode & 0o777 == 0o600 and [*target.parent.iterdir()] == [target]
 
 
-@pytest.mark.parametrize("path", ["/etc/realhf", "{}/../x", "{}/a/../../x", "relative", "/", "{}/a\0b"])
+@pytest.mark.parametrize(
+    "path", ["/etc/realhf", "{}/../x", "{}/a/../../x", "relative", "/", "{}/a\0b"]
+)
 def test_nothing_is_written_elsewhere(tmp_path: Path, path: str):
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -177,7 +205,10 @@ def test_a_link_is_not_written_through(tmp_path: Path):
 def test_a_file_that_misses_a_part_never_gets_its_name(tmp_path: Path):
     target = tmp_path / "weights"
     keep(FilePiece(str(target), 0, b"a" * 10, False), tmp_path)
-    assert keep(FilePiece(str(target), 20, b"c" * 10, True), tmp_path).problem == "a part before byte 20 is missing"
+    assert (
+        keep(FilePiece(str(target), 20, b"c" * 10, True), tmp_path).problem
+        == "a part before byte 20 is missing"
+    )
     assert not [*tmp_path.iterdir()]
 
 
@@ -193,7 +224,10 @@ def test_a_full_disk_is_told_and_what_was_written_is_removed(tmp_path: Path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (found.size, found.problem) == (0, "File too large")
     assert not [*tmp_path.iterdir()]
-    assert keep(FilePiece(str(target), 2000, b"c", True), tmp_path).problem == "a part before byte 2000 is missing"
+    assert (
+        keep(FilePiece(str(target), 2000, b"c", True), tmp_path).problem
+        == "a part before byte 2000 is missing"
+    )
     assert not target.exists()
 
 
@@ -216,27 +250,34 @@ def test_keys_are_kept_in_memory_and_gone_with_their_process(tmp_path: Path):
             agent.stdin.close()
             assert agent.stdout.readline() == b"\n"
             assert RunKeys.read(piece) == keys, "a worker reads them as it reads a file"
-            assert not [path for path in tmp_path.rglob("*") if not path.is_symlink() and path.is_file()]
+            assert not [
+                path for path in tmp_path.rglob("*") if not path.is_symlink() and path.is_file()
+            ]
         finally:
             agent.kill()
     with pytest.raises(NetworkError):
         RunKeys.read(piece)
     KeyFiles(tmp_path).forget()
-    assert not [*(tmp_path / "keys").iterdir()], "what a killed agent has left leads nowhere, and goes"
+    assert not [*(tmp_path / "keys").iterdir()], (
+        "what a killed agent has left leads nowhere, and goes"
+    )
 
 
 def test_what_is_no_file_of_keys_is_refused(tmp_path: Path):
     held = KeyFiles(tmp_path)
     assert held.takes(FilePiece(str(tmp_path / "keys" / "k"), 0, b"", True))
     assert not held.takes(FilePiece(str(tmp_path / "keys" / "a" / "k"), 0, b"", True))
-    assert held.keep(FilePiece(str(tmp_path / "keys" / "k"), 0, b"half", False)).problem == "no file of keys"
+    assert (
+        held.keep(FilePiece(str(tmp_path / "keys" / "k"), 0, b"half", False)).problem
+        == "no file of keys"
+    )
     assert held.keep(FilePiece(str(tmp_path / "keys" / ".."), 0, b"", True)).problem
     assert not [path for path in tmp_path.rglob("*") if path.is_symlink()]
 
 
 def test_what_is_carried_goes_on_where_it_was_cut_off(tmp_path: Path):
-    """Over a slow link a large file began again at its first byte whenever the host was lost, and never arrived. A part
-    was cut in its middle, too."""
+    """Over a slow link a large file began again at its first byte whenever the host was lost, and
+    never arrived. A part was cut in its middle, too."""
     target = tmp_path / "carried" / "0123" / "weights"
     content = bytes(range(256)) * 40
     keep(FilePiece(str(target), 0, content[:5000], False), tmp_path)
@@ -245,10 +286,14 @@ def test_what_is_carried_goes_on_where_it_was_cut_off(tmp_path: Path):
     def brought(length: int) -> int:
         """Bring the file as a launcher does, in parts; how many parts were sent."""
         parts = (
-            FilePiece(str(target), start, content[start : start + length], start + length >= len(content))
+            FilePiece(
+                str(target), start, content[start : start + length], start + length >= len(content)
+            )
             for start in range(0, len(content), length)
         )
-        transfers = TransferQueue(lambda kind, message: sent.append(kind == "file") or answer(message))
+        transfers = TransferQueue(
+            lambda kind, message: sent.append(kind == "file") or answer(message)
+        )
         waiting: list[FileReceipt] = []
 
         def answer(message: Message) -> None:

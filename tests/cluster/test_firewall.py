@@ -1,4 +1,5 @@
-"""A host and a launcher that are cut off from each other in one direction: it is named soon, with the host."""
+"""A host and a launcher that are cut off from each other in one direction: it is named soon, with
+the host."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def pair() -> Iterator[tuple[Host, Host]]:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, pair: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def cluster(
+    tmp_path: Path, pair: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Cluster]:
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(__file__).resolve().parents[2]}")
     made = Cluster(tmp_path, address=pair[0].address, hosts=["b"], wait_s=12.0, dead_after_s=7.0)
     with pair[0].entered():
@@ -50,19 +53,25 @@ def until_said(cluster: Cluster, text: str) -> None:
 
 
 @pytest.mark.nightly
-def test_a_firewall_before_the_start_is_told_at_both_ends(cluster: Cluster, pair: tuple[Host, Host]):
+def test_a_firewall_before_the_start_is_told_at_both_ends(
+    cluster: Cluster, pair: tuple[Host, Host]
+):
     """The agent's packets arrive, and those of the launcher do not."""
     here, there = pair
     with here.cut_off_from(there):
         cluster.join("b", before=there.enter)
-        with pytest.raises(ClusterError, match=r"host b did not join tcp://.* within 12 s; .*scheduler\.hosts"):
+        with pytest.raises(
+            ClusterError, match=r"host b did not join tcp://.* within 12 s; .*scheduler\.hosts"
+        ):
             cluster.start("master")
         until_said(cluster, "was not reached within 8 s: nothing answers there, or a firewall lies")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("sender", ["launcher", "host"])
-def test_one_that_comes_later_is_told_with_the_host(cluster: Cluster, pair: tuple[Host, Host], sender: str):
+def test_one_that_comes_later_is_told_with_the_host(
+    cluster: Cluster, pair: tuple[Host, Host], sender: str
+):
     """Nothing that ``sender`` says arrives any more. What runs there ends."""
     here, there = pair
     agent = cluster.join("b", before=there.enter)
@@ -71,7 +80,11 @@ def test_one_that_comes_later_is_told_with_the_host(cluster: Cluster, pair: tupl
     began = time.monotonic()
     one, other = (here, there) if sender == "launcher" else (there, here)
     with one.cut_off_from(other):
-        cluster.until(lambda event: isinstance(event, Notice) and "host b was lost: nothing was heard" in event.text)
+        cluster.until(
+            lambda event: (
+                isinstance(event, Notice) and "host b was lost: nothing was heard" in event.text
+            )
+        )
         named = time.monotonic() - began
         assert cluster.exit_of("rollout_worker/0").exit_code < 0
         until_said(cluster, "its workers end")

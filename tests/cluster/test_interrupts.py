@@ -1,4 +1,5 @@
-"""Ctrl-C on a launcher whose workers run on hosts: nothing is left, here or there, whatever it was about to do."""
+"""Ctrl-C on a launcher whose workers run on hosts: nothing is left, here or there, whatever it was
+about to do."""
 
 from __future__ import annotations
 
@@ -36,18 +37,39 @@ class Bench:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         with (self.folder / log).open("wb") as file:
             command = [sys.executable, "-m", *words]
-            self.running.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file))
+            self.running.append(
+                subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
+            )
         return self.running[-1]
 
     def launch(self) -> subprocess.Popen[bytes]:
-        given = (*OPTIONS, "scheduler=join", "network.bind=127.0.0.1", f"scheduler.port={self.port}")
-        given += (f"scheduler.key_file={self.ring.file}", f"fileroot={self.folder / 'runs'}", "scheduler.hosts=[a]")
+        given = (
+            *OPTIONS,
+            "scheduler=join",
+            "network.bind=127.0.0.1",
+            f"scheduler.port={self.port}",
+        )
+        given += (
+            f"scheduler.key_file={self.ring.file}",
+            f"fileroot={self.folder / 'runs'}",
+            "scheduler.hosts=[a]",
+        )
         return self._started(
-            "launch.log", "realhf.launch", *given, f"actor.path={self._policy}", "total_train_steps=50"
+            "launch.log",
+            "realhf.launch",
+            *given,
+            f"actor.path={self._policy}",
+            "total_train_steps=50",
         )
 
     def join(self) -> subprocess.Popen[bytes]:
-        given = ("--join", f"tcp://127.0.0.1:{self.port}", "--key-file", str(self.ring.file_of("a")), "--host-agent")
+        given = (
+            "--join",
+            f"tcp://127.0.0.1:{self.port}",
+            "--key-file",
+            str(self.ring.file_of("a")),
+            "--host-agent",
+        )
         given += ("--folder", str(self.folder / "a"), "--linger-s", "2", "--no-prepare")
         return self._started("agent.log", "realhf.worker", *given)
 
@@ -58,8 +80,12 @@ class Bench:
     def until(self, condition: Callable[[], object]) -> None:
         end = time.monotonic() + LONG_S
         while not condition():
-            assert time.monotonic() < end, self.says("launch.log")[-2000:] + self.says("agent.log")[-2000:]
-            assert all(process.poll() is None for process in self.running), self.says("launch.log")[-2000:]
+            assert time.monotonic() < end, (
+                self.says("launch.log")[-2000:] + self.says("agent.log")[-2000:]
+            )
+            assert all(process.poll() is None for process in self.running), self.says("launch.log")[
+                -2000:
+            ]
             time.sleep(0.05)
 
 
@@ -92,7 +118,9 @@ def test_while_it_waits_for_hosts(bench: Bench):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("stage", ["a takes part in the run", "rollout_worker/0 runs here", "generation/0 runs here"])
+@pytest.mark.parametrize(
+    "stage", ["a takes part in the run", "rollout_worker/0 runs here", "generation/0 runs here"]
+)
 def test_while_it_starts_workers(bench: Bench, stage: str):
     """The agent has ended its workers, and the run's keys are gone from it."""
     agent = bench.join()

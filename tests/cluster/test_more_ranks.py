@@ -1,5 +1,5 @@
-"""A run whose model is cut over two workers, one of which is killed, goes on with one worker and with four, from the
-same checkpoint, with the same losses."""
+"""A run whose model is cut over two workers, one of which is killed, goes on with one worker and
+with four, from the same checkpoint, with the same losses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ FOUR = ("actor.workers=[0,1,2,3]", "actor.backend=fsdp2")
 
 
 def killed(root: Path) -> float:
-    """Run until there is a checkpoint, kill a rank, and return after how many seconds the launch has named it."""
+    """Run until there is a checkpoint, kill a rank, and return after how many seconds the launch
+    has named it."""
     run = launched(root, *CUT)
     try:
         end = time.monotonic() + PATIENCE_S

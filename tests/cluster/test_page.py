@@ -1,4 +1,5 @@
-"""``docs/cluster.md`` followed to the letter: its commands are read from the page and typed on two fresh hosts."""
+"""``docs/cluster.md`` followed to the letter: its commands are read from the page and typed on two
+fresh hosts."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ HIDDEN = 'mount -t tmpfs none "$0" && exec "$@"'
 def commands() -> list[tuple[str, str]]:
     """Host and command of each step, in order."""
     part = PAGE.partition("## Two machines, step by step\n")[2].partition("\n## ")[0]
-    return [(found["host"], line.strip()) for found in STEP.finditer(part) for line in found["commands"].splitlines()]
+    return [
+        (found["host"], line.strip())
+        for found in STEP.finditer(part)
+        for line in found["commands"].splitlines()
+    ]
 
 
 def test_the_page_has_a_command_for_every_step():
@@ -67,10 +72,17 @@ class Hands:
     def type(self, name: str, host: str, command: str) -> subprocess.Popen[bytes]:
         """Start a command; what it says is in ``NAME.log``."""
         home = self._folder / host
-        environment = {**os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "HOME": str(home),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }
         with (self._folder / f"{name}.log").open("wb") as log:
             words = self.words(host, command)
-            self.running[name] = subprocess.Popen(words, cwd=home, env=environment, stdout=log, stderr=log)
+            self.running[name] = subprocess.Popen(
+                words, cwd=home, env=environment, stdout=log, stderr=log
+            )
         return self.running[name]
 
     def says(self, name: str) -> str:
@@ -88,13 +100,17 @@ def test_its_commands_lead_to_a_run_on_two_hosts(tmp_path: Path):
         try:
             assert hands.type("keys", "alpha", keys).wait(60) == 0, hands.says("keys")
             said = [line.strip() for line in hands.says("keys").splitlines()]
-            assert said[1].startswith("cluster-beta.key: ") and all(f"       {line}\n" in PAGE for line in said), said
+            assert said[1].startswith("cluster-beta.key: ") and all(
+                f"       {line}\n" in PAGE for line in said
+            ), said
             assert hands.type("copy", "beta", copy).wait(60) == 0
             hands.type("agent", "beta", agent)
             launcher = hands.type("launch", "alpha", launch)
             end = time.monotonic() + RUN_S
             while "step 1/6" not in hands.says("launch"):
-                assert launcher.poll() is None and time.monotonic() < end, hands.says("launch")[-4000:]
+                assert launcher.poll() is None and time.monotonic() < end, hands.says("launch")[
+                    -4000:
+                ]
                 time.sleep(0.2)
             assert hands.type("status", "alpha", status).wait(60) == 0, hands.says("status")
             assert launcher.wait(RUN_S) == 0, hands.says("launch")[-4000:]
@@ -107,6 +123,8 @@ def test_its_commands_lead_to_a_run_on_two_hosts(tmp_path: Path):
             shutil.rmtree(tmp_path / "alpha" / "runs", ignore_errors=True)
         lines = [line.split() for line in hands.says("status").splitlines()[1:]]
         there = [line[0] for line in lines]
-        assert there.index("model_worker/0") < there.index("beta") < there.index("generation/0"), there
+        assert there.index("model_worker/0") < there.index("beta") < there.index("generation/0"), (
+            there
+        )
         assert "beta takes part in the run of the launcher" in hands.says("agent")
         assert "does not share fileroot" in hands.says("status")

@@ -1,4 +1,5 @@
-"""Whole runs over several hosts, which are network namespaces with their own addresses at one bridge."""
+"""Whole runs over several hosts, which are network namespaces with their own addresses at one
+bridge."""
 
 from __future__ import annotations
 
@@ -22,18 +23,24 @@ RUN_S = 600.0
 STEPS = 10
 FAULTS = 6
 LONG_STEPS = 40
-"""Of a run that is to see so many faults, on a fast machine too: none is more than a sixth of it after the last one."""
+"""Of a run that is to see so many faults, on a fast machine too: none is more than a sixth of it
+after the last one."""
 FEW = 4
 MANY = 120
 NAMED_S = 30.0
 NEW_ON_D = re.compile(r"(rollout_worker/\d+)[^\n]* started on d\b")
-"""Its number depends on how often hosts have joined: an agent that is not answered soon says hello anew."""
+"""Its number depends on how often hosts have joined: an agent that is not answered soon says hello
+anew."""
 
 
 def refusing(host: Host) -> set[int]:
     """The ports on which anybody listens on a host, none of which takes a stranger."""
     with host.entered():
-        found = {(port, address) for port, address in listeners("thread-self").items() if address != "127.0.0.1"}
+        found = {
+            (port, address)
+            for port, address in listeners("thread-self").items()
+            if address != "127.0.0.1"
+        }
         for port, address in found:
             assert not takes_a_stranger(address, port), f"{address}:{port} takes everybody"
     return {port for port, _ in found}
@@ -55,8 +62,14 @@ def test_ten_steps_over_three_hosts(tmp_path: Path, tiny_policy: Path):
         found = {name: refusing(host) for name, host in lan.hosts.items()}
         run.ended(RUN_S)
         check_books(run, STEPS)
-        loads = [value for name, value in run.rows()[-1].items() if name.startswith("host/") and name.endswith("/cpu")]
-        assert len(loads) == 3 and all(0 < load <= 1 for load in loads), "each host tells how busy it is"
+        loads = [
+            value
+            for name, value in run.rows()[-1].items()
+            if name.startswith("host/") and name.endswith("/cpu")
+        ]
+        assert len(loads) == 3 and all(0 < load <= 1 for load in loads), (
+            "each host tells how busy it is"
+        )
         assert PORT in found["a"] and found["b"], found
         assert not found["c"], "nobody asks a rollout worker anything: it listens nowhere"
         lanes = busy_lanes(run, STEPS)
@@ -77,12 +90,19 @@ def test_ten_steps_over_three_hosts(tmp_path: Path, tiny_policy: Path):
     ], "the trainer is with its checkpoints"
 
 
-HIDDEN = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs none "$0" && mount -t tmpfs none "$1" && shift && exec "$@"')
+HIDDEN = (
+    "unshare",
+    "-m",
+    "sh",
+    "-c",
+    'mount -t tmpfs none "$0" && mount -t tmpfs none "$1" && shift && exec "$@"',
+)
 """Before a command: it sees nothing in two folders."""
 
 
 def test_a_run_whose_hosts_share_no_folder(tmp_path: Path, tiny_policy: Path):
-    """Plan, policy and keys come to the hosts, weights too; what fails there is told here; nothing secret stays."""
+    """Plan, policy and keys come to the hosts, weights too; what fails there is told here; nothing
+    secret stays."""
     with hosts("a", "b", "c") as lan, running(lan, tmp_path, tiny_policy) as run:
         (tmp_path / "runs").mkdir()
         for name in ("b", "c"):
@@ -124,7 +144,9 @@ def test_a_cut_link_a_killed_host_and_one_that_joins(tmp_path: Path, tiny_policy
         )
         run.until(lambda: len(run.rows()) >= 2, RUN_S)
         lan.unplug("c")
-        named = run.until(lambda: "host c was lost: nothing was heard of it for" in run.said(), RUN_S)
+        named = run.until(
+            lambda: "host c was lost: nothing was heard of it for" in run.said(), RUN_S
+        )
         steps = len(run.rows())
         run.until(lambda: len(run.rows()) >= steps + 3, RUN_S)
         lan.plug("c")
@@ -140,9 +162,14 @@ def test_a_cut_link_a_killed_host_and_one_that_joins(tmp_path: Path, tiny_policy
         run.until(lambda: "host b was lost" in run.said(), RUN_S)
         run.ended(RUN_S)
         check_books(run, MANY)
-        assert named < NAMED_S, "on a machine that is not overloaded it takes 8 s, and half a second to look"
+        assert named < NAMED_S, (
+            "on a machine that is not overloaded it takes 8 s, and half a second to look"
+        )
         run.keep_report("cut_killed_joined")
-        print(f"cut named after {named:.1f} s, back after {back:.1f} s, a new host plays after {joined:.1f} s")
+        print(
+            f"cut named after {named:.1f} s, back after {back:.1f} s, a new host plays after "
+            f"{joined:.1f} s"
+        )
 
 
 def test_the_host_of_the_trainer_is_lost(tmp_path: Path, tiny_policy: Path):
@@ -160,19 +187,26 @@ def test_the_host_of_the_trainer_is_lost(tmp_path: Path, tiny_policy: Path):
         run.kill("b")
         run.until(lambda: "begins again from its last checkpoint" in run.said(), RUN_S)
         run.ended(RUN_S)
-        assert "host b was lost" in run.said() or "worker 'model_worker/0' died" in run.said(), run.said()
+        assert "host b was lost" in run.said() or "worker 'model_worker/0' died" in run.said(), (
+            run.said()
+        )
         assert run.tally().resumes == 1
         check_books(run, 12)
 
 
 def key_file_of_the_run(run: ClusterRun) -> Path:
-    """Where processes of the run on the launcher's machine read its keys. Waits for its master: where the run begins
-    again there is none for a moment, and a forked one has the words of its parent at first."""
+    """Where processes of the run on the launcher's machine read its keys. Waits for its master:
+    where the run begins again there is none for a moment, and a forked one has the words of its
+    parent at first."""
     found: list[list[str]] = []
 
     def master() -> bool:
         assert run.launcher is not None
-        found[:] = [list(words) for words in family(run.launcher.pid).values() if "workers.master_worker" in words]
+        found[:] = [
+            list(words)
+            for words in family(run.launcher.pid).values()
+            if "workers.master_worker" in words
+        ]
         return len(found) == 1
 
     run.until(master, RUN_S)
@@ -181,12 +215,17 @@ def key_file_of_the_run(run: ClusterRun) -> Path:
 
 
 def test_a_host_that_is_not_trusted_any_more_can_do_nothing(tmp_path: Path, tiny_policy: Path):
-    """It is removed, and what it knew of the cluster and of the run is void: it joins no more, and the run begins again
-    with other keys. It used to be taken back under another name, and could act as the launcher."""
+    """It is removed, and what it knew of the cluster and of the run is void: it joins no more, and
+    the run begins again with other keys. It used to be taken back under another name, and could act
+    as the launcher."""
     with hosts("a", "b", "c") as lan, running(lan, tmp_path, tiny_policy) as run:
         for name in ("b", "c"):
             run.join(name)
-        run.launch(f"total_train_steps={FEW + 8}", "scheduler.hosts=[b,c]", "scheduler.placement.generation=b")
+        run.launch(
+            f"total_train_steps={FEW + 8}",
+            "scheduler.hosts=[b,c]",
+            "scheduler.placement.generation=b",
+        )
         run.until(lambda: len(run.rows()) >= 3, RUN_S)
         known = RunKeys.read(key_file_of_the_run(run))
         said = run.operator("remove", "--host", "c", "--new-keys")
@@ -207,7 +246,8 @@ def test_a_host_that_is_not_trusted_any_more_can_do_nothing(tmp_path: Path, tiny
 
 
 class Fate:
-    """What befalls hosts of a run at random: links are cut and mended, hosts killed and started anew."""
+    """What befalls hosts of a run at random: links are cut and mended, hosts killed and started
+    anew."""
 
     def __init__(self, run: ClusterRun, seed: int) -> None:
         self._run, self._random = run, random.Random(seed)
@@ -219,7 +259,9 @@ class Fate:
         """Do one thing. One host at least is left as it is."""
         names = ("b", "c", "d")
         able = [name for name in names if name not in self._cut | self._gone]
-        deeds = [(self._mend, name) for name in sorted(self._cut)] + [(self._join, name) for name in sorted(self._gone)]
+        deeds = [(self._mend, name) for name in sorted(self._cut)] + [
+            (self._join, name) for name in sorted(self._gone)
+        ]
         if len(able) > 1:
             deeds += [(deed, name) for name in able for deed in (self._unplug, self._kill)]
         deed, name = self._random.choice(deeds)
@@ -250,12 +292,14 @@ class Fate:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(int(metafunc.config.getoption("--schedules", default=2) or 0)))
+        metafunc.parametrize(
+            "seed", range(int(metafunc.config.getoption("--schedules", default=2) or 0))
+        )
 
 
 def test_the_books_balance_whatever_befalls_the_hosts(tmp_path: Path, tiny_policy: Path, seed: int):
-    """Some seconds lie between one fault and the next, more or less than it takes to notice a lost host, but at most a
-    few steps, so that all faults come before the run is over."""
+    """Some seconds lie between one fault and the next, more or less than it takes to notice a lost
+    host, but at most a few steps, so that all faults come before the run is over."""
     with hosts("a", "b", "c", "d") as lan, running(lan, tmp_path, tiny_policy) as run:
         fate = Fate(run, seed)
         pause = random.Random(1000 + seed)
@@ -269,7 +313,10 @@ def test_the_books_balance_whatever_befalls_the_hosts(tmp_path: Path, tiny_polic
             fate.strike()
             end = time.monotonic() + pause.uniform(1.0, 12.0)
             steps = len(run.rows()) + pause.randint(1, LONG_STEPS // 7)
-            run.until(lambda end=end, steps=steps: time.monotonic() > end or len(run.rows()) >= steps, RUN_S)
+            run.until(
+                lambda end=end, steps=steps: time.monotonic() > end or len(run.rows()) >= steps,
+                RUN_S,
+            )
         fate.mend()
         run.ended(RUN_S)
         check_books(run, LONG_STEPS)

@@ -1,4 +1,5 @@
-"""A link of 3 Mbit/s between two hosts: what a worker needs arrives, once, whatever happens on the way."""
+"""A link of 3 Mbit/s between two hosts: what a worker needs arrives, once, whatever happens on the
+way."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from tests.cluster.test_agents import LONG_S, Cluster
 pytestmark = [pytest.mark.several_hosts, pytest.mark.slow, pytest.mark.timeout(900)]
 MBIT_S = 3.0
 LARGE = 20_000_000
-HIDDEN = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs none "$0" && mount -t tmpfs none "$1" && shift && exec "$@"')
+HIDDEN = (
+    "unshare",
+    "-m",
+    "sh",
+    "-c",
+    'mount -t tmpfs none "$0" && mount -t tmpfs none "$1" && shift && exec "$@"',
+)
 
 
 @pytest.fixture
@@ -32,7 +39,9 @@ def pair() -> Iterator[tuple[Host, Host]]:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, pair: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def cluster(
+    tmp_path: Path, pair: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Cluster]:
     """A launcher whose run needs a model of 20 MB, which the host ``b`` does not have."""
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(__file__).resolve().parents[2]}")
     made = Cluster(tmp_path, address=pair[0].address, hosts=["b"], dead_after_s=7.0)
@@ -57,14 +66,23 @@ def lost(event: WorkerEvent) -> bool:
 
 def arrived(cluster: Cluster) -> int:
     """Bytes of the model that the host has."""
-    return sum(path.stat().st_size for path in (cluster.folder / "host-b" / "carried").rglob("*") if path.is_file())
+    return sum(
+        path.stat().st_size
+        for path in (cluster.folder / "host-b" / "carried").rglob("*")
+        if path.is_file()
+    )
 
 
-def test_a_large_model_arrives_and_goes_on_where_a_cut_stopped_it(cluster: Cluster, pair: tuple[Host, Host]):
-    """The parts that were under way kept signs of life back, the host was lost every eleven seconds, and each time the
-    file began again at its first byte."""
+def test_a_large_model_arrives_and_goes_on_where_a_cut_stopped_it(
+    cluster: Cluster, pair: tuple[Host, Host]
+):
+    """The parts that were under way kept signs of life back, the host was lost every eleven
+    seconds, and each time the file began again at its first byte."""
     here, there = pair
-    cluster.join("b", before=(*there.enter, *HIDDEN, str(cluster.folder / "exp"), str(cluster.folder / "model")))
+    cluster.join(
+        "b",
+        before=(*there.enter, *HIDDEN, str(cluster.folder / "exp"), str(cluster.folder / "model")),
+    )
     cluster.start("master")
     before = there.received_bytes()
     began = time.monotonic()
@@ -87,5 +105,8 @@ def test_a_large_model_arrives_and_goes_on_where_a_cut_stopped_it(cluster: Clust
     assert not any(map(lost, cluster.events))
     assert there_before > LARGE / 2 and arrived(cluster) == LARGE
     brought = there.received_bytes() - before
-    print(f"{brought / 1e6:.1f} MB over the link for {LARGE / 1e6:.1f} MB, {time.monotonic() - began:.0f} s")
+    print(
+        f"{brought / 1e6:.1f} MB over the link for {LARGE / 1e6:.1f} MB, "
+        f"{time.monotonic() - began:.0f} s"
+    )
     assert brought < 1.3 * LARGE, "half of it was there when the link was cut"

@@ -39,7 +39,15 @@ from realhf.cluster.options import ClusterOptions
 from realhf.cluster.placement import ClusterError
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.monitor.run_files import HostLanes
-from realhf.scheduler.base import BeginAgain, Notice, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec, WorkersWanted
+from realhf.scheduler.base import (
+    BeginAgain,
+    Notice,
+    WorkerEvent,
+    WorkerExit,
+    WorkerLine,
+    WorkerSpec,
+    WorkersWanted,
+)
 from realhf.transport.sockets import allow_many_connections
 from tests.cluster.key_ring import ASYNCHRONOUS, KeyRing, log_of, run_folder
 from tests.cluster.strange_agent import ANSWER_S, StrangeAgent
@@ -52,8 +60,18 @@ class Bench:
     """A launcher's scheduler with a run folder, and strange agents."""
 
     def __init__(self, folder: Path, rollout: object = ASYNCHRONOUS, **more: Any) -> None:
-        self.run, self.folder, self.keys = run_folder(folder, rollout), folder, KeyRing(folder / "cluster.key")
-        given = {"address": "127.0.0.1", "port": 0, "key_file": str(folder / "cluster.key"), **SILENT, **more}
+        self.run, self.folder, self.keys = (
+            run_folder(folder, rollout),
+            folder,
+            KeyRing(folder / "cluster.key"),
+        )
+        given = {
+            "address": "127.0.0.1",
+            "port": 0,
+            "key_file": str(folder / "cluster.key"),
+            **SILENT,
+            **more,
+        }
         self.scheduler = ClusterScheduler(ClusterOptions(**given), say=lambda text: None)
         self.agents: list[StrangeAgent] = []
         self.events: list[WorkerEvent] = []
@@ -131,8 +149,8 @@ def bench(benches: Callable[..., Bench]) -> Bench:
 
 
 class Answers(threading.Thread):
-    """Says for an agent that it shares nothing, and that it keeps parts of files, or its ``problem`` with them. It ends
-    when a worker is to be started."""
+    """Says for an agent that it shares nothing, and that it keeps parts of files, or its
+    ``problem`` with them. It ends when a worker is to be started."""
 
     def __init__(self, agent: StrangeAgent) -> None:
         super().__init__(daemon=True)
@@ -150,18 +168,24 @@ class Answers(threading.Thread):
             elif isinstance(found[1], StartWorker):
                 return
             elif isinstance(piece := found[1], FilePiece):
-                self._agent.say("kept", FileReceipt(piece.path, piece.offset + len(piece.data), self.problem))
+                self._agent.say(
+                    "kept", FileReceipt(piece.path, piece.offset + len(piece.data), self.problem)
+                )
 
 
 @pytest.mark.nightly
-def test_a_host_that_never_says_what_it_shares_is_waited_for_once(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+def test_a_host_that_never_says_what_it_shares_is_waited_for_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(scheduler_module, "PROBE_S", 0.3)
     bench.agent().join()
     bench.begin()
     waits: list[bool] = []
     monkeypatch.setattr(bench.scheduler, "_start_there", lambda *given: waits.append(True))
     bench.start("rollout_worker/0")
-    bench.until(Notice, "host a did not say within 0.3 s what it shares; it is taken to share nothing")
+    bench.until(
+        Notice, "host a did not say within 0.3 s what it shares; it is taken to share nothing"
+    )
     asked = bench.scheduler._probes  # pyright: ignore[reportPrivateUsage]
     bench.start("rollout_worker/1")
     assert bench.scheduler._probes == asked and len(waits) == 2  # pyright: ignore[reportPrivateUsage]
@@ -183,7 +207,9 @@ def test_lines_of_a_worker_that_reports_none_are_nobodys(bench: Bench):
     agent.say("lines", Lines("rollout_worker/0", [json.dumps({"kind": "done", "summary": {}})]))
     agent.say("leave")
     bench.until(WorkerExit, "rollout_worker/0")
-    assert not [event for event in bench.events if isinstance(event, WorkerLine) and event.name != "master"]
+    assert not [
+        event for event in bench.events if isinstance(event, WorkerLine) and event.name != "master"
+    ]
 
 
 def test_nonsense_is_told_with_the_name_of_the_host_and_once(bench: Bench):
@@ -209,16 +235,21 @@ def test_an_agent_of_another_version_is_refused_with_both_and_its_host(bench: Be
     agent = bench.agent()
     agent.hello(versions={"realhf": "99.0", "Python": "2.7"})
     reason = agent.hears(HelloRefusal).reason
-    assert reason.startswith("versions differ: realhf 99.0 on its-node, ") and "Python 2.7 on its-node" in reason
+    assert (
+        reason.startswith("versions differ: realhf 99.0 on its-node, ")
+        and "Python 2.7 on its-node" in reason
+    )
     assert not bench.scheduler.wait(0.1)
 
 
 UNLIKE = {"source": "0123", "torch": "1.0+cpu"}
 
 
-def test_a_host_with_other_files_of_the_package_or_another_torch_is_refused_with_both(benches: Callable[..., Bench]):
-    """One changed line of a host of the same version gave rewards of 7.0, and was trained on. Who waits for the host
-    learns of it at once."""
+def test_a_host_with_other_files_of_the_package_or_another_torch_is_refused_with_both(
+    benches: Callable[..., Bench],
+):
+    """One changed line of a host of the same version gave rewards of 7.0, and was trained on. Who
+    waits for the host learns of it at once."""
     bench = benches(hosts=["a"])
     agent = bench.agent()
     agent.hello(unlike=UNLIKE)
@@ -227,7 +258,8 @@ def test_a_host_with_other_files_of_the_package_or_another_torch_is_refused_with
     reason = agent.hears(HelloRefusal).reason
     own = own_host.installed_versions()
     assert reason == (
-        f"it has the package's files with the digest 0123, here {own['source']}; torch 1.0+cpu, here {own['torch']} "
+        f"it has the package's files with the digest 0123, here {own['source']}; torch 1.0+cpu, "
+        f"here {own['torch']} "
         "(scheduler.differing_hosts=warn takes it)"
     )
     assert f": a is refused: {reason};" in str(found.value)
@@ -246,7 +278,10 @@ def test_a_host_that_differs_may_be_taken_with_a_warning_and_what_each_is_made_o
     bench.agent("b").join(unlike={"torch": f"{torch}+other"})
     bench.until(Notice, "host b (127.0.0.1) joins")
     assert "host b has" not in str(bench.events)
-    rows = [json.loads(line) for line in (tmp_path / "exp" / "run" / "placements.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "exp" / "run" / "placements.jsonl").read_text().splitlines()
+    ]
     assert [(row["host"], row["made_of"]["torch"]) for row in rows if "made_of" in row] == [
         ("a", "1.0+cpu"),
         ("b", f"{torch}+other"),
@@ -276,15 +311,21 @@ def test_too_few_devices_are_told_with_what_each_host_has(benches: Callable[...,
     with pytest.raises(ClusterError) as found:
         bench.start("model_worker/1")
     said = str(found.value)
-    assert said.startswith("model_worker/1: needs a GPU of its own on a, which has 1, all taken by model_worker/0 (")
+    assert said.startswith(
+        "model_worker/1: needs a GPU of its own on a, which has 1, all taken by model_worker/0 ("
+    )
     assert said.endswith("; a: 2 cores, 0 of 1 GPUs free, 1 workers")
 
 
-def test_a_port_that_is_taken_is_named_with_its_option_when_the_launch_begins(benches: Callable[..., Bench]):
+def test_a_port_that_is_taken_is_named_with_its_option_when_the_launch_begins(
+    benches: Callable[..., Bench],
+):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         bench = benches(port=port)
-        with pytest.raises(ClusterError, match=rf"\(.*scheduler\.port, .* tcp://127.0.0.1:{port}: "):
+        with pytest.raises(
+            ClusterError, match=rf"\(.*scheduler\.port, .* tcp://127.0.0.1:{port}: "
+        ):
             bench.start("job/demonstrations", "platform")
 
 
@@ -306,7 +347,10 @@ def test_what_a_host_cannot_keep_is_told_with_its_name_and_brought_again_next_ti
     bench.start("rollout_worker/0")
     end = bench.until(WorkerExit, "rollout_worker/0")
     assert isinstance(end, WorkerExit) and end.exit_code == 1
-    assert re.match(r"host a cannot keep /nowhere/runs/.*/plan\.json: No space left on device \(--folder", end.reason)
+    assert re.match(
+        r"host a cannot keep /nowhere/runs/.*/plan\.json: No space left on device \(--folder",
+        end.reason,
+    )
     assert "rollout_worker/0" not in bench.scheduler._table.workers
     thread.problem = ""
     bench.start("rollout_worker/0")
@@ -324,7 +368,8 @@ def large_file(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.nightly
 def test_no_more_is_sent_than_a_host_keeps(bench: Bench, monkeypatch: pytest.MonkeyPatch):
-    """A large file does not pile up in the launcher, which goes on; a host that keeps nothing is named."""
+    """A large file does not pile up in the launcher, which goes on; a host that keeps nothing is
+    named."""
     monkeypatch.setattr(file_transfer, "RECEIPT_S", 0.5)
     agent = bench.agent().join()
     bench.begin()
@@ -333,7 +378,9 @@ def test_no_more_is_sent_than_a_host_keeps(bench: Bench, monkeypatch: pytest.Mon
     assert bench.scheduler._table.hosts["a"].transfers._queue, (
         "it did not wait until all was there, or the host given up"
     )
-    assert "host a has kept no part of a file for 0.5 s" in str(bench.until(WorkerExit, "rollout_worker/0"))
+    assert "host a has kept no part of a file for 0.5 s" in str(
+        bench.until(WorkerExit, "rollout_worker/0")
+    )
     parts = 0
     while (found := agent.heard()) is not None:
         parts += isinstance(found[1], FilePiece)
@@ -341,7 +388,9 @@ def test_no_more_is_sent_than_a_host_keeps(bench: Bench, monkeypatch: pytest.Mon
 
 
 @pytest.mark.nightly
-def test_workers_begin_in_order_when_what_they_need_is_there(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+def test_workers_begin_in_order_when_what_they_need_is_there(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
     agent = bench.agent().join()
     bench.begin()
     large = large_file(bench, monkeypatch)
@@ -366,13 +415,17 @@ def test_workers_begin_in_order_when_what_they_need_is_there(bench: Bench, monke
     assert started == ["rollout_worker/0", "rollout_worker/1"], "the file is brought once"
 
 
-def test_workers_of_a_host_that_is_lost_while_files_come_are_told_of(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+def test_workers_of_a_host_that_is_lost_while_files_come_are_told_of(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
     agent = bench.agent().join()
     bench.begin()
     large = large_file(bench, monkeypatch)
     bench.start("rollout_worker/0", "none", "--key-file", large)
     agent.say("leave")
-    assert "its host a was lost: its agent was stopped" in str(bench.until(WorkerExit, "rollout_worker/0"))
+    assert "its host a was lost: its agent was stopped" in str(
+        bench.until(WorkerExit, "rollout_worker/0")
+    )
     assert "rollout_worker/0" not in bench.scheduler._table.workers
 
 
@@ -423,15 +476,20 @@ def test_a_host_that_leaves_for_new_keys_makes_the_run_begin_again(bench: Bench)
 
 
 @pytest.mark.nightly
-def test_a_worker_is_not_started_in_the_next_life_of_a_host(bench: Bench, monkeypatch: pytest.MonkeyPatch):
-    """The launcher has not heard yet that the agent was started anew; two workers of one name would run there."""
+def test_a_worker_is_not_started_in_the_next_life_of_a_host(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    """The launcher has not heard yet that the agent was started anew; two workers of one name would
+    run there."""
     monkeypatch.setattr(control_endpoint, "SILENT_PINGS", 0)
     bench.agent().join()
     bench.begin()
     bench.scheduler._table.hosts["a"].shared = True
     second = bench.agent().join()
     bench.start("rollout_worker/0")
-    assert "its host a was lost: its agent was started anew" in str(bench.until(WorkerExit, "rollout_worker/0"))
+    assert "its host a was lost: its agent was started anew" in str(
+        bench.until(WorkerExit, "rollout_worker/0")
+    )
     bench.scheduler.wait(0.2)
     assert second.heard() is None
 
@@ -472,12 +530,16 @@ def test_a_synchronous_run_says_that_it_takes_no_more_workers(benches: Callable[
     bench.start("env/0")
     bench.agent("b").join(wants={"generation": 1})
     bench.until(Notice, "host b: a synchronous run takes no more workers")
-    assert not [event for event in bench.events if isinstance(event, WorkersWanted) and event.host == "b"]
+    assert not [
+        event for event in bench.events if isinstance(event, WorkersWanted) and event.host == "b"
+    ]
     operator = bench.operator()
     operator.say("add", OperatorOrder("a", "generation", 1))
     bench.scheduler.wait(1.0)
     report = operator.hears(OperatorReport)
-    assert report.failed and report.lines == ["this run is synchronous: it takes no more workers while it goes on"]
+    assert report.failed and report.lines == [
+        "this run is synchronous: it takes no more workers while it goes on"
+    ]
 
 
 MANY_AGENTS = """

@@ -1,4 +1,5 @@
-"""One YAML and one seed: whoever has started the workers, and wherever they are, a run computes the same."""
+"""One YAML and one seed: whoever has started the workers, and wherever they are, a run computes the
+same."""
 
 from __future__ import annotations
 
@@ -30,8 +31,11 @@ def of_one_machine(tmp_path_factory: pytest.TempPathFactory, actor: Path) -> lis
 
 
 @pytest.mark.parametrize("way", ["join", "hosts", "ray"])
-def test_losses_are_identical_to_the_bit(way: str, tmp_path: Path, actor: Path, of_one_machine: list[dict[str, Any]]):
-    """The trainer runs below an agent on the loopback, on another host over an encrypted network, and below Ray."""
+def test_losses_are_identical_to_the_bit(
+    way: str, tmp_path: Path, actor: Path, of_one_machine: list[dict[str, Any]]
+):
+    """The trainer runs below an agent on the loopback, on another host over an encrypted network,
+    and below Ray."""
     if way == "ray" and find_spec("ray") is None:
         pytest.skip("Ray is not installed; make test-ray")
     try:
@@ -53,7 +57,9 @@ def test_losses_of_two_hosts_are_those_of_one(backend: str, tmp_path: Path, acto
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     try:
-        apart = losses(run(APART, tmp_path / "two", actor, STEPS, *ranks(backend), "network.trusted=true"))
+        apart = losses(
+            run(APART, tmp_path / "two", actor, STEPS, *ranks(backend), "network.trusted=true")
+        )
     except NoNamespaces as error:
         pytest.skip(str(error))
     alone = losses(run("local", tmp_path / "one", actor, STEPS, *ranks(backend)))
@@ -65,7 +71,9 @@ def test_losses_of_two_hosts_are_those_of_one(backend: str, tmp_path: Path, acto
 
 def test_a_network_that_is_not_trusted_is_refused(tmp_path: Path, actor: Path):
     try:
-        with pytest.raises(RuntimeError, match=r"must be on one host.*network\.trusted=true") as caught:
+        with pytest.raises(
+            RuntimeError, match=r"must be on one host.*network\.trusted=true"
+        ) as caught:
             run(APART, tmp_path, actor, STEPS, *ranks("ddp"))
     except NoNamespaces as error:
         pytest.skip(str(error))
@@ -75,7 +83,11 @@ def test_a_network_that_is_not_trusted_is_refused(tmp_path: Path, actor: Path):
 def test_an_asynchronous_run_receives_samples_on_both_hosts(tmp_path: Path, tiny_policy: Path):
     with hosts("a", "b") as lan, running(lan, tmp_path, tiny_policy) as cluster:
         cluster.join("b")
-        apart = ("scheduler.hosts=[b]", "scheduler.placement={model_worker/1:b}", "network.trusted=true")
+        apart = (
+            "scheduler.hosts=[b]",
+            "scheduler.placement={model_worker/1:b}",
+            "network.trusted=true",
+        )
         cluster.launch(f"total_train_steps={2 * STEPS}", *ranks("ddp"), *apart)
         cluster.until(lambda: len(cluster.rows()) >= 2, RUN_S)
         for host in lan.hosts.values():

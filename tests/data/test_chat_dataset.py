@@ -27,8 +27,12 @@ MESSAGES = [
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory):
     path = tmp_path_factory.mktemp("demos") / "demos.jsonl"
-    path.write_text("\n".join(json.dumps({"messages": MESSAGES}) for _ in range(5)), encoding="utf-8")
-    config = BuiltinModelConfig(vocab_size=320, hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16)
+    path.write_text(
+        "\n".join(json.dumps({"messages": MESSAGES}) for _ in range(5)), encoding="utf-8"
+    )
+    config = BuiltinModelConfig(
+        vocab_size=320, hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16
+    )
     build_builtin_policy(path, path.parent / "policy", config, seed=0)
     return path
 
@@ -48,10 +52,15 @@ def test_only_trained_turns_and_their_end_are_in_the_loss(demos):
 def test_what_an_environment_said_in_a_demonstration_ends_no_turn(demos):
     chat = TemplateChat(AutoTokenizer.from_pretrained(demos.parent / "policy"))
     control = set(chat._tokenizer.all_special_ids)
-    hostile = [{**m, "content": f"<|end|>{m['content']}<|end|>"} if m["role"] == "user" else m for m in MESSAGES]
+    hostile = [
+        {**m, "content": f"<|end|>{m['content']}<|end|>"} if m["role"] == "user" else m
+        for m in MESSAGES
+    ]
     plain_ids, plain_mask = conversation_tokens({"messages": MESSAGES}, chat)
     ids, mask = conversation_tokens({"messages": hostile}, chat)
-    assert [token for token in ids if token in control] == [token for token in plain_ids if token in control]
+    assert [token for token in ids if token in control] == [
+        token for token in plain_ids if token in control
+    ]
     assert [token for token, learned in zip(ids, mask, strict=True) if learned] == [
         token for token, learned in zip(plain_ids, plain_mask, strict=True) if learned
     ]
@@ -78,11 +87,17 @@ def test_a_conversation_that_is_too_long_is_refused_and_not_cut(demos):
     tokenizer = AutoTokenizer.from_pretrained(demos.parent / "policy")
     length = ChatDataset(str(demos), tokenizer).load(["x"], [0]).n_tokens("packed_input_ids")
     ChatDataset(str(demos), tokenizer, max_tokens=length)
-    with pytest.raises(ValueError, match=f"5 of 5 .* rollout.max_total_tokens={length - 1} .*longest has {length} tok"):
+    with pytest.raises(
+        ValueError,
+        match=f"5 of 5 .* rollout.max_total_tokens={length - 1} .*longest has {length} tok",
+    ):
         ChatDataset(str(demos), tokenizer, max_tokens=length - 1)
 
 
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 def calling(content="", **more):
@@ -106,11 +121,14 @@ ROW: dict[str, Any] = {
 
 
 def test_a_row_of_any_environment_is_what_the_template_renders():
-    """System message, tools, calls and answers; what follows the last turn is left out, and so is the template's own
-    text after the end of that turn."""
+    """System message, tools, calls and answers; what follows the last turn is left out, and so is
+    the template's own text after the end of that turn."""
     tokenizer = tokenizer_of(QWEN25, "<|im_end|>")
     ids, mask = conversation_tokens(ROW, TemplateChat(tokenizer))
-    plain = [{key: value for key, value in message.items() if key != "train"} for message in ROW["messages"][:-1]]
+    plain = [
+        {key: value for key, value in message.items() if key != "train"}
+        for message in ROW["messages"][:-1]
+    ]
     plain[2]["tool_calls"] = [{"function": {"name": "look", "arguments": {}}}]
     whole = tokenizer.apply_chat_template(plain, tools=[TOOL], tokenize=False)
     assert tokenizer.decode(ids) == whole.removesuffix("\n")
@@ -124,7 +142,12 @@ def test_a_row_of_any_environment_is_what_the_template_renders():
 
 def test_the_system_prompt_precedes_a_row():
     chat = TemplateChat(tokenizer_of(QWEN25, "<|im_end|>"))
-    row = {"messages": [{"role": "user", "content": "Do it."}, {"role": "assistant", "content": "done"}]}
+    row = {
+        "messages": [
+            {"role": "user", "content": "Do it."},
+            {"role": "assistant", "content": "done"},
+        ]
+    }
     ids, mask = conversation_tokens(row, chat, "Be brief.")
     opening = chat.opening([{"role": "system", "content": "Be brief."}, *row["messages"][:1]])
     turn = [*chat.encode("done"), *chat.closing()[:1]]
@@ -150,7 +173,9 @@ def test_a_row_that_is_none_is_named(tmp_path: Path, row: Any, reason: str) -> N
         ChatDataset(str(path), tokenizer_of(SMOLLM2, "<|im_end|>"))
 
 
-REASONING = QWEN3.replace("{%- set thought = '' %}", "{%- set thought = message.reasoning_content or '' %}")
+REASONING = QWEN3.replace(
+    "{%- set thought = '' %}", "{%- set thought = message.reasoning_content or '' %}"
+)
 """A template that writes reasoning which is given by its key."""
 THOUGHT = {"role": "assistant", "content": "It is 4.", "reasoning_content": "2 + 2 is 4"}
 
@@ -182,7 +207,10 @@ def test_reasoning_that_the_template_does_not_write_is_refused(
     path = tmp_path / "rows.jsonl"
     row = {"messages": [{"role": "user", "content": "2 + 2?"}, THOUGHT]}
     path.write_text(json.dumps(row) + "\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: the chat template does not write .*reasoning_content"):
+    with pytest.raises(
+        ValueError,
+        match=r"rows\.jsonl, line 1: the chat template does not write .*reasoning_content",
+    ):
         ChatDataset(str(path), tokenizer_of(template, "<|im_end|>"), chat_template_kwargs=variables)
 
 
@@ -190,7 +218,13 @@ def test_blank_lines_and_a_mark_are_no_rows(tmp_path: Path) -> None:
     """Either ended the load, or made the master draw a row that the worker did not have."""
     path = tmp_path / "rows.jsonl"
     rows = [
-        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]} for n in "ab"
+        {
+            "messages": [
+                {"role": "user", "content": f"{n}?"},
+                {"role": "assistant", "content": f"{n}!"},
+            ]
+        }
+        for n in "ab"
     ]
     text = "\n".join(map(json.dumps, rows))
     tokenizer = tokenizer_of(QWEN25, "<|im_end|>")
@@ -204,6 +238,9 @@ def test_blank_lines_and_a_mark_are_no_rows(tmp_path: Path) -> None:
         sample = dataset.load(["x"], [1])
         assert tokenizer.decode(sample["packed_input_ids"][sample["loss_mask"]]) == "b!<|im_end|>"
     path.write_text("\ufeff\n \n", encoding="utf-8")
-    for make in (lambda: ChatDataset(str(path), tokenizer), lambda: ChatDatasetSource(seed=1, path=str(path))):
+    for make in (
+        lambda: ChatDataset(str(path), tokenizer),
+        lambda: ChatDatasetSource(seed=1, path=str(path)),
+    ):
         with pytest.raises(ValueError, match="holds no conversations"):
             make()

@@ -1,4 +1,5 @@
-"""The payload log: what was handed a reference is there after any death, and nothing else is believed."""
+"""The payload log: what was handed a reference is there after any death, and nothing else is
+believed."""
 
 import errno
 import os
@@ -21,13 +22,18 @@ def path(folder, segment):
 
 
 @settings(max_examples=25, deadline=None)
-@given(batches=st.lists(st.lists(FRAMES, max_size=4), max_size=6), segment_bytes=st.sampled_from([1, 300, 1 << 20]))
+@given(
+    batches=st.lists(st.lists(FRAMES, max_size=4), max_size=6),
+    segment_bytes=st.sampled_from([1, 300, 1 << 20]),
+)
 def test_everything_reads_back_from_another_log(tmp_path_factory, batches, segment_bytes):
     folder = tmp_path_factory.mktemp("log")
     log = PayloadLog(folder, segment_bytes=segment_bytes)
     refs = [ref for batch in batches for ref in log.append(batch)]
     log.close()
-    assert [PayloadLog(folder).read(ref) for ref in refs] == [frames for batch in batches for frames in batch]
+    assert [PayloadLog(folder).read(ref) for ref in refs] == [
+        frames for batch in batches for frames in batch
+    ]
     assert refs == sorted(refs), "references rise"
 
 
@@ -71,7 +77,9 @@ def test_a_torn_tail_harms_only_what_was_torn(tmp_path):
             again.read(torn)
 
 
-@pytest.mark.parametrize("ref", [[7, 0, 20], [0, 1 << 40, 20], [0, 0, 3], [0, 0, 0], [0, -1, 20], [0, 2, 20]])
+@pytest.mark.parametrize(
+    "ref", [[7, 0, 20], [0, 1 << 40, 20], [0, 0, 3], [0, 0, 0], [0, -1, 20], [0, 2, 20]]
+)
 def test_references_to_nothing_are_damage(tmp_path, ref):
     log = PayloadLog(tmp_path)
     log.append([[b"some frame that is long enough"]])
@@ -95,14 +103,18 @@ def test_each_rank_has_a_log_of_its_own_and_reads_all(tmp_path):
     logs = [PayloadLog(tmp_path, rank=rank, segment_bytes=1) for rank in range(3)]
     refs = [log.append([[bytes([n])]])[0] for n in range(2) for log in logs]
     assert [ref[3:] for ref in refs] == [[], [1], [2]] * 2, "a log alone says nothing of ranks"
-    assert [reader.read(ref) for reader in logs for ref in refs] == [[bytes([n])] for n in (0, 0, 0, 1, 1, 1)] * 3
+    assert [reader.read(ref) for reader in logs for ref in refs] == [
+        [bytes([n])] for n in (0, 0, 0, 1, 1, 1)
+    ] * 3
     for log in logs:
         log.close()
     alone = PayloadLog(tmp_path)
     assert alone.segments() == [0, 1] and alone.read(refs[5]) == [b"\x01"]
     alone.sweep([refs[0], refs[5]], ranks=1)
     assert not (tmp_path / "rank-1").exists(), "nothing of it is needed"
-    assert alone.read(refs[5]) == [b"\x01"] and alone.read(refs[0]) == [b"\x00"], "its own log is not swept"
+    assert alone.read(refs[5]) == [b"\x01"] and alone.read(refs[0]) == [b"\x00"], (
+        "its own log is not swept"
+    )
     with pytest.raises(PayloadDamaged):
         alone.read(refs[2])
     alone.sweep([], ranks=3)
@@ -110,7 +122,8 @@ def test_each_rank_has_a_log_of_its_own_and_reads_all(tmp_path):
 
 
 def test_what_cannot_be_read_now_is_not_lost(tmp_path):
-    """Without a free descriptor every sample that had arrived used to count as damaged, and was dropped for good."""
+    """Without a free descriptor every sample that had arrived used to count as damaged, and was
+    dropped for good."""
     log = PayloadLog(tmp_path)
     (ref,) = log.append([[b"kept"]])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -165,11 +178,17 @@ for number in range(1_000_000):
 
 
 def test_what_was_appended_survives_a_kill(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(20)]
     process.kill()
-    lines += [line for line in process.communicate(timeout=300)[0].splitlines(keepends=True) if line.endswith("\n")]
+    lines += [
+        line
+        for line in process.communicate(timeout=300)[0].splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
     log = PayloadLog(tmp_path)
     for line in lines:
         number, *ref = map(int, line.split())

@@ -1,4 +1,5 @@
-"""From rollout workers into the tensor store: once, durable, told to the master before the producer may forget."""
+"""From rollout workers into the tensor store: once, durable, told to the master before the producer
+may forget."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def group(id, lengths=(3, 5), seed=0, **changes):
 
 
 class FakeMaster:
-    """Answers arrivals from a table, by id and attempt; the second time an accepted one is a duplicate."""
+    """Answers arrivals from a table, by id and attempt; the second time an accepted one is a
+    duplicate."""
 
     def __init__(self):
         self.arrivals: list[Arrival] = []
@@ -135,7 +137,10 @@ async def test_a_sample_is_logged_stored_told_and_acked(bench):
         assert all(torch.equal(bench.get(sample.ids[0])[key], sample[key]) for key in sample.keys)
         assert decode_sample(arrival.meta) == sample.meta()
         assert bench.logged(arrival.ref) == sample
-    assert bench.dataset.counts.total() == bench.dataset.counts["accepted"] == 6 and len(bench.dataset._stored) == 6
+    assert (
+        bench.dataset.counts.total() == bench.dataset.counts["accepted"] == 6
+        and len(bench.dataset._stored) == 6
+    )
     bench.store.clear()
     assert not bench.dataset._stored
 
@@ -164,7 +169,9 @@ async def test_malformed_samples_are_told_and_acked(bench):
         "many": encode_sample(group("many", (2,) * 5)),
         "long": encode_sample(group("long", (51,))),
         "nan": encode_sample(group("nan", rewards=torch.tensor([1.0, float("nan")]))),
-        "inf": encode_sample(group("inf", packed_logprobs=torch.tensor([0, -torch.inf, 0, 0, 0, 0]))),
+        "inf": encode_sample(
+            group("inf", packed_logprobs=torch.tensor([0, -torch.inf, 0, 0, 0, 0]))
+        ),
         "dtype": encode_sample(group("dtype", loss_mask=torch.ones(8, dtype=torch.uint8))),
         "rule": encode_sample(
             SequenceSample.from_tensors(
@@ -199,12 +206,17 @@ async def test_refused_attempts_leave_no_tensors(bench):
 
 
 async def test_what_calls_computed_of_a_sample_stays_when_it_came_here_for_nothing(bench):
-    """It was accepted through another receiver, and its reference log-probabilities were computed here."""
-    output = SequenceSample.from_tensors(["s"], {"packed_ref_logprobs": torch.ones(6)}, {"packed_ref_logprobs": [[6]]})
+    """It was accepted through another receiver, and its reference log-probabilities were computed
+    here."""
+    output = SequenceSample.from_tensors(
+        ["s"], {"packed_ref_logprobs": torch.ones(6)}, {"packed_ref_logprobs": [[6]]}
+    )
     bench.store.put(output, producer="ref_inf@3")
     bench.master.answers[("s", 0)] = REFUSED
     await bench.push(group("s"))
-    assert torch.equal(bench.store.get(["s"], ["packed_ref_logprobs"])["packed_ref_logprobs"], torch.ones(6))
+    assert torch.equal(
+        bench.store.get(["s"], ["packed_ref_logprobs"])["packed_ref_logprobs"], torch.ones(6)
+    )
     assert not bench.store.has("s", "packed_input_ids") and not bench.dataset._stored
 
 
@@ -243,8 +255,12 @@ async def test_the_first_rank_prunes_what_ranks_left_that_are_no_more(bench):
     await bench.push(group("s"))
     (ref,) = [a.ref for a in bench.master.arrivals]
     assert bench.dataset.prune([old[1]], newest=ref, ranks=2) == []
-    kept, *gone = bench.dataset.restore([("old1", 0, old[1]), ("old0", 0, old[0]), ("old2", 0, old[2])])
-    assert (kept.error, kept.ref) == ("", old[1]) and all("cannot be read" in arrival.error for arrival in gone)
+    kept, *gone = bench.dataset.restore(
+        [("old1", 0, old[1]), ("old0", 0, old[0]), ("old2", 0, old[2])]
+    )
+    assert (kept.error, kept.ref) == ("", old[1]) and all(
+        "cannot be read" in arrival.error for arrival in gone
+    )
     assert len(bench.dataset._stored) == 2
 
 
@@ -319,7 +335,9 @@ async def test_deaths_at_any_point_lose_nothing_and_accept_nothing_twice(bench, 
             await producer.push(sample.ids[0], 0, encode_sample(sample), timeout_s=60)
         assert await producer.drain(20)
 
-    working = asyncio.gather(*(work(producer, samples[n::2]) for n, producer in enumerate(producers)))
+    working = asyncio.gather(
+        *(work(producer, samples[n::2]) for n, producer in enumerate(producers))
+    )
     deaths = 0
     while not working.done():
         await asyncio.sleep(0.01)
@@ -329,7 +347,11 @@ async def test_deaths_at_any_point_lose_nothing_and_accept_nothing_twice(bench, 
             deaths += 1
             await asyncio.to_thread(bench.reopen)
             accepted = list(bench.master.accepted.values())
-            assert not [a.error for a in bench.dataset.restore((a.id, a.attempt, a.ref) for a in accepted) if a.error]
+            assert not [
+                a.error
+                for a in bench.dataset.restore((a.id, a.attempt, a.ref) for a in accepted)
+                if a.error
+            ]
     await working
     assert deaths
     assert sorted(bench.master.accepted) == sorted((sample.ids[0], 0) for sample in samples)
@@ -338,7 +360,10 @@ async def test_deaths_at_any_point_lose_nothing_and_accept_nothing_twice(bench, 
         assert all(torch.equal(bench.get(sample.ids[0])[key], sample[key]) for key in sample.keys)
 
 
-NAMES = "packed_input_ids prompt_mask loss_mask packed_logprobs packed_versions env_rewards seq_no_eos_mask outcome"
+NAMES = (
+    "packed_input_ids prompt_mask loss_mask packed_logprobs packed_versions env_rewards "
+    "seq_no_eos_mask outcome"
+)
 ROLLOUT_KEYS = tuple(map(key_spec, (NAMES + " rewards rollout_index").split()))
 
 
@@ -362,7 +387,9 @@ def rollout(status, reward):
 
 def finished(statuses):
     """A group as a rollout worker streams it, its rewards computed."""
-    sample = outcomes_to_sample(["s"], [[rollout(status, reward) for status, reward in statuses.items()]])
+    sample = outcomes_to_sample(
+        ["s"], [[rollout(status, reward) for status, reward in statuses.items()]]
+    )
     rewards, _ = OutcomeRewardInterface().inference(None, sample, None)
     return sample.update(rewards)
 
@@ -386,7 +413,9 @@ def test_what_is_not_finite_without_a_failure_is_refused(key):
 
 def test_an_outcome_of_another_length_is_refused():
     sample = finished({"achieved": 1.0, "internal": None})
-    tensors = {name: sample[name] for name in sample.keys} | {"outcome": torch.zeros(1, dtype=torch.uint8)}
+    tensors = {name: sample[name] for name in sample.keys} | {
+        "outcome": torch.zeros(1, dtype=torch.uint8)
+    }
     whole = SequenceSample.from_tensors(["s"], tensors, {**sample.seqlens, "outcome": [[1]]})
     with pytest.raises(CodecError):
         SampleLimits(ROLLOUT_KEYS).read("s", encode_sample(whole))

@@ -9,7 +9,9 @@ from typing import Any
 from realhf.dataflow.checkpoint import CheckpointStore
 
 
-def save(store: CheckpointStore, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
+def save(
+    store: CheckpointStore, step: int, write: Callable[[Path], None], state: Mapping[str, Any]
+) -> Path:
     """Write one checkpoint, which ``write`` fills, and return its folder."""
     draft = store.begin(step)
     try:

@@ -103,7 +103,8 @@ async def test_back_pressure_is_first_come_first_served_and_cancellable() -> Non
     with pytest.raises(BatchTooLarge):
         await buffer.put_batch(meta_of(ids(100, 109)))
     big, cancelled, small = [
-        asyncio.create_task(buffer.put_batch(meta_of(ids(a, b)))) for a, b in ((10, 14), (20, 23), (30, 32))
+        asyncio.create_task(buffer.put_batch(meta_of(ids(a, b))))
+        for a, b in ((10, 14), (20, 23), (30, 32))
     ]
     await tick()
     assert not small.done() and buffer.stats()["putters_waiting"] == 3
@@ -127,7 +128,11 @@ async def test_a_getter_cancelled_as_its_batch_arrives_gives_it_back() -> None:
     await buffer.put_batch(meta_of(ids(0, 4)))
     getter.cancel()
     await asyncio.gather(getter, return_exceptions=True)
-    assert getter.cancelled() and buffer.stats()["calls"]["gen"] == {"ready": 4, "leased": 0, "waiting": 0}
+    assert getter.cancelled() and buffer.stats()["calls"]["gen"] == {
+        "ready": 4,
+        "leased": 0,
+        "waiting": 0,
+    }
     check_invariants(buffer)
     assert (await through(buffer, "gen")).ids == tuple(ids(0, 4))
 
@@ -223,7 +228,9 @@ async def test_what_must_not_be_put_or_added() -> None:
 
 
 @pytest.mark.parametrize("bound", [24, None])
-async def test_ids_of_samples_that_left_are_known_up_to_a_bound(monkeypatch: pytest.MonkeyPatch, bound) -> None:
+async def test_ids_of_samples_that_left_are_known_up_to_a_bound(
+    monkeypatch: pytest.MonkeyPatch, bound
+) -> None:
     if bound:
         monkeypatch.setattr("realhf.dataflow.buffer.REMEMBERED", bound)
     buffer = make(max_size=4)
@@ -238,7 +245,8 @@ async def test_ids_of_samples_that_left_are_known_up_to_a_bound(monkeypatch: pyt
 
 
 async def test_samples_of_a_lease_give_way_to_others() -> None:
-    """Those behind them have their place; other calls see the new ones alone, and what cannot be changes nothing."""
+    """Those behind them have their place; other calls see the new ones alone, and what cannot be
+    changes nothing."""
     buffer = make()
     await buffer.put_batch(meta_of(ids(0, 4)), step_batch=2)
     lease = await buffer.get_batch_for_rpc("gen", 2)

@@ -12,7 +12,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from realhf.dataflow.buffer import AsyncIOSequenceBuffer, BatchLease, BufferClosed, EndOfData, Sample
+from realhf.dataflow.buffer import (
+    AsyncIOSequenceBuffer,
+    BatchLease,
+    BufferClosed,
+    EndOfData,
+    Sample,
+)
 from tests.dataflow.toy_buffer import buffer_graph, check_invariants, meta_of, outputs_of
 
 MAX_SIZE = 24
@@ -21,7 +27,8 @@ STEP_BATCHES = st.sampled_from([0, 1])
 
 
 class WatchedBuffer(AsyncIOSequenceBuffer):
-    """Checks every batch at the instant it is issued: full or final, and birth-minimal (invariants 4, 5)."""
+    """Checks every batch at the instant it is issued: full or final, and birth-minimal (invariants
+    4, 5)."""
 
     def _issue(self, call: Any, step_batch: int, count: int) -> BatchLease:
         eligible = sorted(
@@ -61,7 +68,9 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule(mfc=st.sampled_from(sorted(SIZES)), step_batch=STEP_BATCHES)
     def get(self, mfc: str, step_batch: int) -> None:
-        self.getters.append((mfc, self.loop.create_task(self.buffer.get_batch_for_rpc(mfc, step_batch))))
+        self.getters.append(
+            (mfc, self.loop.create_task(self.buffer.get_batch_for_rpc(mfc, step_batch)))
+        )
 
     @rule()
     def tick(self) -> None:
@@ -124,7 +133,8 @@ class BufferMachine(RuleBasedStateMachine):
                 assert self.lengths.setdefault((sample.id, key), now) == now
 
     def teardown(self) -> None:
-        """After any history, what is left runs to its end: no path waits for ever (invariant 10)."""
+        """After any history, what is left runs to its end: no path waits for ever (invariant
+        10)."""
         if not hasattr(self, "buffer"):
             return
         for _, task in [*self.getters, *self.putters]:

@@ -1,4 +1,5 @@
-"""Checkpoints are whole or absent: kills at every system call that matters, broken files, full disks."""
+"""Checkpoints are whole or absent: kills at every system call that matters, broken files, full
+disks."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ def test_the_latest_comes_back_whole_and_old_ones_go(tmp_path: Path) -> None:
     assert found is not None
     assert (found.step, found.state) == (15, {"next_step": 15, "text": "ü"})
     assert weights(found.folder) == "w15 " * 1000
-    assert sorted(p.name for p in store.folder.iterdir()) == ["LATEST", "ckpt-00000010", "ckpt-00000015"]
+    assert sorted(p.name for p in store.folder.iterdir()) == [
+        "LATEST",
+        "ckpt-00000010",
+        "ckpt-00000015",
+    ]
 
 
 def test_a_step_that_is_run_again_replaces_the_history_after_it(tmp_path: Path) -> None:
@@ -45,7 +50,9 @@ def test_a_step_that_is_run_again_replaces_the_history_after_it(tmp_path: Path) 
     for step, text in ((5, "a"), (10, "b"), (5, "c")):
         save(store, step, put(text), {"text": text})
     found = store.latest()
-    assert found is not None and found.state == {"text": "c"} and weights(found.folder).startswith("c")
+    assert (
+        found is not None and found.state == {"text": "c"} and weights(found.folder).startswith("c")
+    )
     assert not list(tmp_path.glob("ckpt-00000010*"))
 
 
@@ -74,7 +81,9 @@ def test_a_broken_checkpoint_falls_back_with_a_warning(
     assert found is not None and (found.step, found.state) == (1, {"n": 1})
     assert str(folder) in caplog.text and "not valid" in caplog.text
     (told,) = found.warnings
-    assert told.startswith("the run goes on from the checkpoint of step 1, because later ones cannot be used: ckpt-000")
+    assert told.startswith(
+        "the run goes on from the checkpoint of step 1, because later ones cannot be used: ckpt-000"
+    )
     before = contents(folder)
     newer = save(store, 2, put("again"), {"n": 3})
     assert contents(tmp_path / f"{folder.name}.damaged") == before, "what could not be used is kept"
@@ -83,7 +92,11 @@ def test_a_broken_checkpoint_falls_back_with_a_warning(
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def flip(file: Path, offset: int = 3) -> None:
@@ -106,14 +119,20 @@ def test_checkpoints_that_cannot_be_used_are_not_none(tmp_path: Path, how: str) 
     with pytest.raises(CheckpointError) as refused:
         look(store, how)
     told = str(refused.value)
-    assert told.startswith(f"{store.folder} holds checkpoints and none can be used: ckpt-00000002 (state.json differs")
-    assert "ckpt-00000001 (state.json" in told and "recover_mode=disabled" in told and "\n" not in told
+    assert told.startswith(
+        f"{store.folder} holds checkpoints and none can be used: ckpt-00000002 (state.json differs"
+    )
+    assert (
+        "ckpt-00000001 (state.json" in told and "recover_mode=disabled" in told and "\n" not in told
+    )
     assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("how", ["latest", "newest"])
 @pytest.mark.parametrize("kind", ["link", "no_folder", "one_is_a_link", "latest_is_a_folder"])
-def test_a_disk_that_is_not_mounted_holds_no_run_that_begins(tmp_path: Path, kind: str, how: str) -> None:
+def test_a_disk_that_is_not_mounted_holds_no_run_that_begins(
+    tmp_path: Path, kind: str, how: str
+) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     folder = save(store, 1, put("x"), {})
     if kind == "latest_is_a_folder":
@@ -124,14 +143,22 @@ def test_a_disk_that_is_not_mounted_holds_no_run_that_begins(tmp_path: Path, kin
         folder.symlink_to(tmp_path / "not mounted")
     else:
         store.folder.rename(tmp_path / "elsewhere")
-        store.folder.symlink_to(tmp_path / "not mounted") if kind == "link" else store.folder.write_text("")
-    with pytest.raises(CheckpointError, match=rf"{store.folder}.*(link|ot a dir|is a folder).*recover_mode=disabled"):
+        store.folder.symlink_to(
+            tmp_path / "not mounted"
+        ) if kind == "link" else store.folder.write_text("")
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{store.folder}.*(link|ot a dir|is a folder).*recover_mode=disabled",
+    ):
         look(store, how)
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.EACCES])
-def test_what_cannot_be_read_now_is_not_damaged(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An older checkpoint used to be taken, and the newer one to be deleted, because there was no descriptor left."""
+def test_what_cannot_be_read_now_is_not_damaged(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older checkpoint used to be taken, and the newer one to be deleted, because there was no
+    descriptor left."""
     store = CheckpointStore(tmp_path)
     save(store, 1, put("old"), {})
     file = save(store, 2, put("new"), {}) / "actor" / "weights.bin"
@@ -145,7 +172,8 @@ def test_what_cannot_be_read_now_is_not_damaged(tmp_path: Path, number: int, mon
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", fails)
         with pytest.raises(
-            CheckpointError, match=rf"{file} cannot be read: {os.strerror(number)}.*nothing was changed"
+            CheckpointError,
+            match=rf"{file} cannot be read: {os.strerror(number)}.*nothing was changed",
         ):
             store.latest()
     found = store.latest()
@@ -153,7 +181,8 @@ def test_what_cannot_be_read_now_is_not_damaged(tmp_path: Path, number: int, mon
 
 
 def test_checkpoints_that_are_gone_are_missed(tmp_path: Path) -> None:
-    """A run that was killed before its first checkpoint has none, and one that has made one is told apart from it."""
+    """A run that was killed before its first checkpoint has none, and one that has made one is told
+    apart from it."""
     store = CheckpointStore.of_run(tmp_path)
     assert store.latest() is None
     store.begin(1)
@@ -163,7 +192,8 @@ def test_checkpoints_that_are_gone_are_missed(tmp_path: Path) -> None:
         path.rmdir() if path.is_dir() else path.unlink()
     for _ in range(2):
         with pytest.raises(
-            CheckpointError, match=r"holds no checkpoint, though the run has made one .*checkpoints\.json"
+            CheckpointError,
+            match=r"holds no checkpoint, though the run has made one .*checkpoints\.json",
         ):
             store.latest()
         if store.folder.exists():
@@ -200,7 +230,9 @@ def test_one_bit_anywhere_in_a_checkpoint_is_noticed(tmp_path: Path) -> None:
             flip(file, offset)
             found = CheckpointStore(tmp_path).latest()
             assert found is not None and len(found.warnings) == 1, (file, offset)
-            assert found.step == (3 if file.name == "LATEST" else 2), "of LATEST alone nothing is lost"
+            assert found.step == (3 if file.name == "LATEST" else 2), (
+                "of LATEST alone nothing is lost"
+            )
             file.write_bytes(data)
 
 
@@ -239,7 +271,10 @@ def test_killed_at_each_phase_leaves_the_old_or_the_new(tmp_path: Path) -> None:
         store = CheckpointStore(folder, keep=1)
         save(store, 6, put("old"), {"name": "old"})
         run = subprocess.run(
-            [sys.executable, "-c", KILLED, str(folder), str(phase)], capture_output=True, text=True, timeout=300
+            [sys.executable, "-c", KILLED, str(folder), str(phase)],
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         found = store.latest()
         assert found is not None
@@ -264,10 +299,14 @@ def test_a_full_disk_is_one_clear_error_and_harms_nothing(tmp_path: Path) -> Non
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def full_elsewhere(folder: Path) -> None:
-        raise RuntimeError("save of 'w0' raised SafetensorError: No space left on device (os error 28)")
+        raise RuntimeError(
+            "save of 'w0' raised SafetensorError: No space left on device (os error 28)"
+        )
 
     for write in (full, full_elsewhere):
-        with pytest.raises(CheckpointError, match=r"step 2 was not written to .*no space left on device.*intact"):
+        with pytest.raises(
+            CheckpointError, match=r"step 2 was not written to .*no space left on device.*intact"
+        ):
             save(store, 2, write, {})
         found = store.latest()
         assert found is not None and found.step == 1

@@ -31,10 +31,21 @@ TWO = {"actor": ["w0"], "ref": ["w1"]}
 class Bench:
     """An executor over in-process workers."""
 
-    def __init__(self, tmp_path: Path, workers: dict[str, list[str]], *, limit: int = 10**9, n: int = 4, **kw: Any):
+    def __init__(
+        self,
+        tmp_path: Path,
+        workers: dict[str, list[str]],
+        *,
+        limit: int = 10**9,
+        n: int = 4,
+        **kw: Any,
+    ):
         n_seqs = kw.pop("n_seqs", {})
         resample = kw.pop("resample", 0.0)
-        mfcs = [replace(mfc, resample=resample if mfc.name == "gen" else 0.0) for mfc in toy_mfcs(n, **n_seqs)]
+        mfcs = [
+            replace(mfc, resample=resample if mfc.name == "gen" else 0.0)
+            for mfc in toy_mfcs(n, **n_seqs)
+        ]
         self.graph = build_graph(mfcs, ["packed_prompts"])
         self.caller = FakeCaller()
         for name in sorted({w for names in workers.values() for w in names}):
@@ -92,7 +103,9 @@ async def test_training_saw_the_tensors_of_every_producer(tmp_path: Path) -> Non
     assert report.stats["train"]["weight"] == pytest.approx(1 + rewards * rows * noise, rel=1e-5)
 
 
-async def test_the_same_seed_gives_the_same_weights_wherever_the_reference_is(tmp_path: Path) -> None:
+async def test_the_same_seed_gives_the_same_weights_wherever_the_reference_is(
+    tmp_path: Path,
+) -> None:
     here, there, again = [await Bench(tmp_path, where).run(3) for where in (ONE, TWO, TWO)]
     assert weights(here) == weights(there) == weights(again)
 
@@ -101,7 +114,9 @@ async def test_sync_draws_follow_the_results_of_the_step_before(tmp_path: Path) 
     bench = Bench(tmp_path, ONE)
     seen: list[tuple[int, int]] = []
     draw = bench.source.next_batch
-    bench.source.next_batch = lambda n: seen.append((bench.source.count, len(bench.source.recorded))) or draw(n)
+    bench.source.next_batch = lambda n: (
+        seen.append((bench.source.count, len(bench.source.recorded))) or draw(n)
+    )
     await bench.run(3)
     assert seen[:3] == [(0, 0), (4, 4), (8, 8)]
 
@@ -142,12 +157,16 @@ async def test_who_holds_the_inputs_of_a_sample_scores_it(tmp_path: Path) -> Non
     storage = bench.executor.storage
     ids = [f"t{i}" for i in range(6)]
     lengths = [[[n]] for n in (8, 2, 8, 2, 6, 6)]
-    meta = SequenceSample(ids, {"ids": [n for (n,) in lengths]}, {"ids": "i64"}, {"ids": ()}, None, {})
+    meta = SequenceSample(
+        ids, {"ids": [n for (n,) in lengths]}, {"ids": "i64"}, {"ids": ()}, None, {}
+    )
     for sample_id, worker in zip(ids, ("w1", "w0", "w0", "w1", "w1", "w0"), strict=True):
         storage.record([sample_id], call.inputs, worker)
     parts = call._split(meta)
     assert parts == [[1, 2, 5], [0, 3, 4]], "both score 16 tokens, and nothing is fetched"
-    placement = {worker: [ids[i] for i in part] for worker, part in zip(("w0", "w1"), parts, strict=True)}
+    placement = {
+        worker: [ids[i] for i in part] for worker, part in zip(("w0", "w1"), parts, strict=True)
+    }
     assert storage.plan(placement, call.inputs, {"w0": "here", "w1": "here"}) == []
     one = meta.select_ids([1])
     assert call._split(one) == [[0]], "fewer samples than workers, the holder not among the first"
@@ -169,7 +188,10 @@ def spoil_keys(sample: SequenceSample) -> SequenceSample:
 async def test_wrong_keys_name_the_call_and_the_keys(tmp_path: Path) -> None:
     bench = Bench(tmp_path, ONE)
     bench.caller.interface("w0", "gen").change = spoil_keys
-    with pytest.raises(MFCFailed, match=r"gen failed at step 0 on w0.*missing \['ids', 'logprobs'\], extra \['idz'\]"):
+    with pytest.raises(
+        MFCFailed,
+        match=r"gen failed at step 0 on w0.*missing \['ids', 'logprobs'\], extra \['idz'\]",
+    ):
         await bench.run(1)
     assert bench.executor.buffer.stats()["calls"]["gen"]["leased"] == 0
 
@@ -198,7 +220,9 @@ async def test_an_error_cancels_the_siblings(tmp_path: Path) -> None:
         return forever() if handler == "call" and payload["mfc"] == "ref" else None
 
     bench.caller.before = before
-    with pytest.raises(MFCFailed, match=r"rew failed at step 0 on w0 \(samples t0, .*killed by the test") as caught:
+    with pytest.raises(
+        MFCFailed, match=r"rew failed at step 0 on w0 \(samples t0, .*killed by the test"
+    ) as caught:
         await bench.run(1)
     assert isinstance(caught.value.cause, WorkerDied)
     assert cancelled.is_set()
@@ -224,7 +248,9 @@ async def test_a_source_without_the_key_is_named(tmp_path: Path) -> None:
         await bench.run(1)
 
 
-async def test_a_stall_names_what_is_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_stall_names_what_is_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     bench = Bench(tmp_path, ONE, stall_warn_s=0.1, stall_fail_s=1.5)
     run = bench.executor.calls["rew"].run
 
@@ -236,14 +262,21 @@ async def test_a_stall_names_what_is_missing(tmp_path: Path, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING), pytest.raises(StallError) as caught:
         await bench.run(1)
     text = str(caught.value)
-    assert "train: train takes 4 samples of step 0: 0 ready, 4 not yet taken; 4 lack 'rewards' (from rew)" in text
+    assert (
+        "train: train takes 4 samples of step 0: 0 ready, 4 not yet taken; 4 lack 'rewards' (from "
+        "rew)" in text
+    )
     assert "nothing moved" in caplog.text
-    assert text.endswith("look first at rew: every other call needs what it makes"), "the cause among those that wait"
+    assert text.endswith("look first at rew: every other call needs what it makes"), (
+        "the cause among those that wait"
+    )
 
 
-async def test_a_pause_before_a_step_does_not_hide_its_stalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The beginning of a step was taken from another clock than the time since: one stall of a run that had stood still
-    for ten minutes was noticed ten minutes late."""
+async def test_a_pause_before_a_step_does_not_hide_its_stalls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The beginning of a step was taken from another clock than the time since: one stall of a run
+    that had stood still for ten minutes was noticed ten minutes late."""
     process_clock.now()
     monkeypatch.setattr(process_clock.CLOCK._pauses, "paused_s", 600.0)
     bench = Bench(tmp_path, ONE, stall_warn_s=0.1, stall_fail_s=0.2)
@@ -258,7 +291,9 @@ async def test_what_is_at_work_is_no_stall_however_long_it_takes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, handler: str
 ) -> None:
     bench = Bench(tmp_path, ONE, stall_warn_s=0.1, stall_fail_s=1.5)
-    bench.caller.before = lambda w, h, p: asyncio.sleep(4.0) if h == handler and p.get("mfc", "gen") == "gen" else None
+    bench.caller.before = lambda w, h, p: (
+        asyncio.sleep(4.0) if h == handler and p.get("mfc", "gen") == "gen" else None
+    )
     with caplog.at_level(logging.WARNING):
         await bench.run(1)
     assert "nothing moved" in caplog.text, "a person hears of it all the same"
@@ -272,7 +307,9 @@ async def test_recovery_continues_bit_identically(tmp_path: Path) -> None:
             await executor.execute_step(step)
         await asyncio.sleep(0.01)
         state = executor.state_dict()
-        saved = CheckpointRequest({"actor": str(tmp_path / "ckpt" / "actor")}, str(tmp_path / "ckpt"))
+        saved = CheckpointRequest(
+            {"actor": str(tmp_path / "ckpt" / "actor")}, str(tmp_path / "ckpt")
+        )
         first.caller.hosts["w0"].save(saved)
     second = Bench(tmp_path, ONE)
     second.caller.hosts["w0"].restore(saved)
@@ -288,7 +325,10 @@ def flat_rewards(*flat: int) -> Any:
 
     def change(sample: SequenceSample) -> SequenceSample:
         numbers = [int(sample_id[1:]) for sample_id in sample.ids]
-        rewards = [json.dumps([1.0, 1.0] if number in flat else [float(number), -1.0]) for number in numbers]
+        rewards = [
+            json.dumps([1.0, 1.0] if number in flat else [float(number), -1.0])
+            for number in numbers
+        ]
         tensors = {key: sample[key] for key in sample.keys}
         metadata = {**sample.metadata, "rewards": rewards}
         return SequenceSample.from_tensors(sample.ids, tensors, dict(sample.seqlens), metadata)
@@ -301,32 +341,46 @@ def trained(bench: Bench) -> list[str]:
 
 
 async def test_groups_without_signal_give_way_before_the_step_trains(tmp_path: Path) -> None:
-    """Two of the first step and one of those in their place; the source learns of all, in the order of drawing, and
-    nothing of those that gave way stays on a worker."""
+    """Two of the first step and one of those in their place; the source learns of all, in the order
+    of drawing, and nothing of those that gave way stays on a worker."""
     bench = Bench(tmp_path, TWO, resample=1.0)
     bench.caller.interface("w0", "gen").change = flat_rewards(1, 2, 5)
     first, second = await bench.run(2)
     assert trained(bench) == ["t0", "t3", "t4", "t6", "t7", "t8", "t9", "t10"]
     assert [r.id for r in first.results] == ["t0", "t3", "t4", "t6"] and first.n_samples == 4
     assert [r.id for r in bench.source.recorded] == [f"t{i}" for i in range(11)]
-    assert bench.source.recorded[2].rewards == [1.0, 1.0] and bench.source.recorded[2].metadata["task"] == "task 2"
+    assert (
+        bench.source.recorded[2].rewards == [1.0, 1.0]
+        and bench.source.recorded[2].metadata["task"] == "task 2"
+    )
     assert [ids for _, ids, _ in bench.caller.interface("w0", "gen").trace][:3] == [
         ("t0", "t1", "t2", "t3"),
         ("t4", "t5"),
         ("t6",),
     ]
     found = first.stats["gen"]
-    assert (found["n_dropped_groups"], found["n_resample_rounds"], found["n_groups_without_signal"]) == (3, 2, 0)
-    assert second.stats["gen"]["n_dropped_groups"] == 0 and found["n_tokens"] == 2 * sum(2 + i % 3 for i in range(7))
-    assert len(bench.executor.storage) == 0 and not any(len(store) for store in bench.caller.stores.values())
+    assert (
+        found["n_dropped_groups"],
+        found["n_resample_rounds"],
+        found["n_groups_without_signal"],
+    ) == (3, 2, 0)
+    assert second.stats["gen"]["n_dropped_groups"] == 0 and found["n_tokens"] == 2 * sum(
+        2 + i % 3 for i in range(7)
+    )
+    assert len(bench.executor.storage) == 0 and not any(
+        len(store) for store in bench.caller.stores.values()
+    )
     check_invariants(bench.executor.buffer)
 
 
-@pytest.mark.parametrize(("resample", "limit", "kept"), [(0.5, 10**9, ["t2", "t3", "t4", "t5"]), (2.0, 5, None)])
+@pytest.mark.parametrize(
+    ("resample", "limit", "kept"), [(0.5, 10**9, ["t2", "t3", "t4", "t5"]), (2.0, 5, None)]
+)
 async def test_the_bound_and_the_end_of_the_source_end_the_replacement(
     tmp_path: Path, resample: float, limit: int, kept: list[str] | None
 ) -> None:
-    """All groups are without signal: as many as the bound allows, or the source has, give way; the rest trains."""
+    """All groups are without signal: as many as the bound allows, or the source has, give way; the
+    rest trains."""
     bench = Bench(tmp_path, ONE, resample=resample, limit=limit)
     bench.caller.interface("w0", "gen").change = flat_rewards(*range(100))
     (report,) = await bench.run(1)
@@ -350,13 +404,17 @@ async def test_a_run_that_goes_on_replaces_the_same_groups(tmp_path: Path) -> No
             await executor.execute_step(step)
         await asyncio.sleep(0.01)
         state = executor.state_dict()
-        saved = CheckpointRequest({"actor": str(tmp_path / "again" / "actor")}, str(tmp_path / "again"))
+        saved = CheckpointRequest(
+            {"actor": str(tmp_path / "again" / "actor")}, str(tmp_path / "again")
+        )
         first.caller.hosts["w0"].save(saved)
     second.caller.hosts["w0"].restore(saved)
     second.executor.load_state_dict(state)
     rest = await second.run(2)
     assert weights(rest) == weights(whole)[2:]
-    assert [r.id for one in rest for r in one.results] == [r.id for one in whole[2:] for r in one.results]
+    assert [r.id for one in rest for r in one.results] == [
+        r.id for one in whole[2:] for r in one.results
+    ]
 
 
 async def test_freeing_tensors_does_not_wait_for_a_long_call(tmp_path: Path) -> None:
@@ -377,8 +435,8 @@ async def test_freeing_tensors_does_not_wait_for_a_long_call(tmp_path: Path) -> 
 async def test_a_step_that_is_broken_off_before_it_trains_is_repeated_to_the_bit(
     tmp_path: Path, stopped_in: str
 ) -> None:
-    """Also where groups were replaced in it: those that were drawn for it are drawn again. The call that runs is not
-    cut off, and nothing is sent after it."""
+    """Also where groups were replaced in it: those that were drawn for it are drawn again. The call
+    that runs is not cut off, and nothing is sent after it."""
 
     def bench() -> Bench:
         made = Bench(tmp_path, ONE, resample=1.0)
@@ -398,7 +456,9 @@ async def test_a_step_that_is_broken_off_before_it_trains_is_repeated_to_the_bit
             await asyncio.sleep(0.2)
             ended.append(mfc)
 
-        first.caller.before = lambda w, h, p: slow(p["mfc"]) if h == "call" and p["mfc"] == stopped_in else None
+        first.caller.before = lambda w, h, p: (
+            slow(p["mfc"]) if h == "call" and p["mfc"] == stopped_in else None
+        )
         step = asyncio.create_task(executor.execute_step(1))
         await asyncio.wait_for(reached.wait(), 10)
         assert not executor.has_begun_training(1)
@@ -406,7 +466,11 @@ async def test_a_step_that_is_broken_off_before_it_trains_is_repeated_to_the_bit
         assert set(ended) == {stopped_in}
         step.cancel()
         await asyncio.wait([step])
-        assert step.cancelled() and not executor.has_begun_training(1) and executor.has_begun_training(0)
+        assert (
+            step.cancelled()
+            and not executor.has_begun_training(1)
+            and executor.has_begun_training(0)
+        )
         state = json.loads(json.dumps(executor.state_dict()))
         folder = tmp_path / f"ckpt-{stopped_in}"
         saved = CheckpointRequest({"actor": str(folder / "actor")}, str(folder))

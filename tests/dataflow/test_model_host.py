@@ -1,4 +1,5 @@
-"""The worker's side of a call: inputs from several places, renamed keys, checked outputs, seeds, state."""
+"""The worker's side of a call: inputs from several places, renamed keys, checked outputs, seeds,
+state."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class Doubler(ToyInterface):
     def inference(self, model: Model, sample: SequenceSample, context: Any) -> Any:
         assert sample.keys == {"text"}
         self.seen = sample
-        out = SequenceSample.from_tensors(sample.ids, {"twice": sample["text"] * 2}, {"twice": sample.seqlens["text"]})
+        out = SequenceSample.from_tensors(
+            sample.ids, {"twice": sample["text"] * 2}, {"twice": sample.seqlens["text"]}
+        )
         return self.change(out), {"noise": torch.rand(1).item(), "flag": True}
 
     def train_step(self, model: Model, sample: SequenceSample, context: Any) -> TrainResult:
@@ -184,8 +187,8 @@ def test_roles_give_the_memory_of_generation_back_before_another_computes(tmp_pa
 
 
 def test_the_host_owns_the_policy_version(tmp_path: Path) -> None:
-    """A step begins with the version of its number and makes the next, whatever the interface does; and weights are
-    given away only as what they are."""
+    """A step begins with the version of its number and makes the next, whatever the interface does;
+    and weights are given away only as what they are."""
     host = Host(tmp_path)
     host.store.put(sample(["s1"]))
     host.call(["s1"], mfc="train")
@@ -305,15 +308,21 @@ def test_checkpoints_and_exports_carry_digests_and_another_weight_than_was_saved
     host.host.export(ExportRequest("actor", str(tmp_path / "policy")))
     said = json.loads((tmp_path / "policy" / "weight_digests.json").read_text())
     assert said == json.loads((tmp_path / "ckpt" / "actor" / "weight_digests.json").read_text())
-    assert said["tensors"] == digests(host.model.engine.weights()) and said["digest"] == joint_digest(said["tensors"])
+    assert said["tensors"] == digests(host.model.engine.weights()) and said[
+        "digest"
+    ] == joint_digest(said["tensors"])
     (tmp_path / "ckpt" / "actor" / "weight.txt").write_text("1.0000001 0")
-    with pytest.raises(ValueError, match=r"weight was saved with digest [0-9a-f]+ and is restored with [0-9a-f]+"):
+    with pytest.raises(
+        ValueError, match=r"weight was saved with digest [0-9a-f]+ and is restored with [0-9a-f]+"
+    ):
         host.host.restore(request)
 
 
-def test_an_export_that_is_killed_at_any_moment_leaves_the_folder_of_before_or_none(tmp_path: Path) -> None:
-    """The launcher takes the folder of a warm start for done when it is there: it used to be made, empty, before the
-    export, so that a kill then ended every later launch with "no such folder"."""
+def test_an_export_that_is_killed_at_any_moment_leaves_the_folder_of_before_or_none(
+    tmp_path: Path,
+) -> None:
+    """The launcher takes the folder of a warm start for done when it is there: it used to be made,
+    empty, before the export, so that a kill then ended every later launch with "no such folder"."""
     host = Host(tmp_path)
     out = tmp_path / "made" / "policy-key"
     engine: Any = host.model.engine
@@ -338,7 +347,9 @@ def test_an_export_that_is_killed_at_any_moment_leaves_the_folder_of_before_or_n
     assert not is_made(tmp_path / "empty"), "what an older version left is made anew"
 
 
-def test_a_disk_that_takes_no_more_is_the_cause_that_is_told_and_nothing_of_it_stays(tmp_path: Path) -> None:
+def test_a_disk_that_takes_no_more_is_the_cause_that_is_told_and_nothing_of_it_stays(
+    tmp_path: Path,
+) -> None:
     """torch spoke of an unexpected position in inline_container.cc."""
     host, store = Host(tmp_path), CheckpointStore(tmp_path / "checkpoints")
     engine: Any = host.model.engine
@@ -360,14 +371,23 @@ def test_a_disk_that_takes_no_more_is_the_cause_that_is_told_and_nothing_of_it_s
             host.host.export(ExportRequest("actor", str(tmp_path / "hf")))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert f"step 2 was not written to {store.folder}: file too large; earlier checkpoints are" in str(failed.value)
-    assert isinstance(failed.value.__cause__, OSError) and "inline_container" in str(exported.value.__cause__)
+    assert (
+        f"step 2 was not written to {store.folder}: file too large; earlier checkpoints are"
+        in str(failed.value)
+    )
+    assert isinstance(failed.value.__cause__, OSError) and "inline_container" in str(
+        exported.value.__cause__
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
     assert sorted(path.name for path in store.folder.iterdir()) == ["LATEST", "ckpt-00000001"]
 
 
-@pytest.mark.parametrize(("rank", "whole"), [(0, True), (1, True), (0, False)], ids=["first", "second", "in parts"])
-def test_the_first_of_several_workers_writes_digests_of_whole_weights(tmp_path: Path, rank: int, whole: bool) -> None:
+@pytest.mark.parametrize(
+    ("rank", "whole"), [(0, True), (1, True), (0, False)], ids=["first", "second", "in parts"]
+)
+def test_the_first_of_several_workers_writes_digests_of_whole_weights(
+    tmp_path: Path, rank: int, whole: bool
+) -> None:
     host = Host(tmp_path)
     engine: Any = host.model.engine
 
@@ -378,7 +398,9 @@ def test_the_first_of_several_workers_writes_digests_of_whole_weights(tmp_path: 
     engine.save_checkpoint = lambda folder: []
     if not whole:
         engine.weights = parts
-    saved = host.host.save(CheckpointRequest({"actor": str(tmp_path / "ckpt" / "actor")}, str(tmp_path / "ckpt")))
+    saved = host.host.save(
+        CheckpointRequest({"actor": str(tmp_path / "ckpt" / "actor")}, str(tmp_path / "ckpt"))
+    )
     written = [Path(file.path).name for file in saved.files]
     assert ("weight_digests.json" in written) == (rank == 0 and whole)
 

@@ -34,7 +34,9 @@ def test_no_tensor_reaches_the_master(answer: dict[str, Any]) -> None:
     assert answer["results"] == ["t4", "t5", "t6", "t7"]
     assert answer["held"] == {"w0": 0, "w1": 0}
     rows = sum(2 * ((2 + task % 3) * 5000 - 1) for task in range(4))
-    assert answer["weight"] == pytest.approx(1 + 2 * (0 + 1 + 2 + 3) * rows * answer["noise"], rel=1e-4)
+    assert answer["weight"] == pytest.approx(
+        1 + 2 * (0 + 1 + 2 + 3) * rows * answer["noise"], rel=1e-4
+    )
 
 
 def test_a_killed_worker_is_named_in_time(answer: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
-"""What is asked of all workers of a run: where a role's state lies, and who is to blame when it fails. Calls that
-several workers make together: one batch for all, one answer of all, one failure for all."""
+"""What is asked of all workers of a run: where a role's state lies, and who is to blame when it
+fails. Calls that several workers make together: one batch for all, one answer of all, one failure
+for all."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from tests.dataflow.toy_source import ToySource, toy_graph
 
 
 class Answers:
-    """Stands for the master's RPC: answers by worker, the first ones at once and later ones after a moment."""
+    """Stands for the master's RPC: answers by worker, the first ones at once and later ones after a
+    moment."""
 
     def __init__(self, **failures: Exception) -> None:
         self.roster: dict[str, Any] = {}
@@ -48,12 +50,16 @@ class Answers:
 
 
 def failure(kind: str, message: str) -> RemoteError:
-    return RemoteError(worker="w", handler="save", mfc="", step=1, kind=kind, message=message, remote_traceback="")
+    return RemoteError(
+        worker="w", handler="save", mfc="", step=1, kind=kind, message=message, remote_traceback=""
+    )
 
 
 def roles_of(caller: Answers, *, trusted: bool = False) -> Roles:
     models = {
-        "actor": ModelSpec("actor", "x", (1, 0), trainable=True, backend="ddp", parallel=Parallel(dp=2)),
+        "actor": ModelSpec(
+            "actor", "x", (1, 0), trainable=True, backend="ddp", parallel=Parallel(dp=2)
+        ),
         "critic": ModelSpec("critic", "x", (2,), trainable=True),
         "ref": ModelSpec("ref", "x", (2,)),
     }
@@ -66,8 +72,14 @@ async def test_ranks_share_a_folder_and_others_have_their_own(tmp_path: Path) ->
     roles = roles_of(caller)
     assert roles.workers_of("actor") == ["model_worker/0", "model_worker/1"]
     files = await roles.save(tmp_path)
-    assert [file.path for file in files] == ["/model_worker/0", "/model_worker/1", "/model_worker/2"]
-    asked = {worker: payload["roles"] for worker, handler, payload in caller.sent if handler == "save"}
+    assert [file.path for file in files] == [
+        "/model_worker/0",
+        "/model_worker/1",
+        "/model_worker/2",
+    ]
+    asked = {
+        worker: payload["roles"] for worker, handler, payload in caller.sent if handler == "save"
+    }
     together = {"actor": str(tmp_path / "actor")}
     own = {"critic": str(tmp_path / "model_worker-2" / "critic")}
     assert asked == {"model_worker/0": together, "model_worker/1": together, "model_worker/2": own}
@@ -78,7 +90,9 @@ async def test_a_checkpoint_is_read_from_where_other_workers_wrote_it(tmp_path: 
     (tmp_path / "critic").mkdir()
     caller = Answers()
     await roles_of(caller).restore(tmp_path)
-    asked = {worker: payload["roles"] for worker, handler, payload in caller.sent if handler == "restore"}
+    asked = {
+        worker: payload["roles"] for worker, handler, payload in caller.sent if handler == "restore"
+    }
     assert asked["model_worker/1"] == {"actor": str(tmp_path / "model_worker-0" / "actor")}
     assert asked["model_worker/2"] == {"critic": str(tmp_path / "critic")}
 
@@ -91,13 +105,19 @@ async def test_ranks_are_on_several_hosts_on_a_trusted_network_only(trusted: boo
         caller.roster[name] = WorkerInfo(name, "model_worker", index, machine, 1, machine=machine)
     roles = roles_of(caller, trusted=trusted)
     if not trusted:
-        with pytest.raises(RuntimeError, match=r"model_worker/0 on alpha, model_worker/1 on beta.*network\.trusted"):
+        with pytest.raises(
+            RuntimeError, match=r"model_worker/0 on alpha, model_worker/1 on beta.*network\.trusted"
+        ):
             await roles.load()
         assert caller.sent == []
         return
     await roles.load()
     assert caller.sent[0] == ("model_worker/0", "open_world", {"several_hosts": True})
-    asked = {worker: payload["world"] for worker, handler, payload in caller.sent if handler == "initialize"}
+    asked = {
+        worker: payload["world"]
+        for worker, handler, payload in caller.sent
+        if handler == "initialize"
+    }
     assert asked == dict.fromkeys(caller.roster, "10.0.0.1:7")
 
 
@@ -138,11 +158,21 @@ class Bench:
         self.ranks = {name: ToyRanks() for name in WORKERS}
         self.gathered: list[str] = []
         for name in WORKERS:
-            host = self.caller.add(name, ["actor", *(["ref"] if name == "w0" else [])], graph, folder)
+            host = self.caller.add(
+                name, ["actor", *(["ref"] if name == "w0" else [])], graph, folder
+            )
             engine: Any = host._models["actor"].engine
-            engine.ranks, engine.gather = self.ranks[name], lambda here, name=name: self.gathered.append(name)
+            engine.ranks, engine.gather = (
+                self.ranks[name],
+                lambda here, name=name: self.gathered.append(name),
+            )
         steps = SynchronousSteps(
-            source, self.caller, worker="w0", keys=graph.required_dataset_keys(), n_seqs=graph.n_seqs, timeout_s=60
+            source,
+            self.caller,
+            worker="w0",
+            keys=graph.required_dataset_keys(),
+            n_seqs=graph.n_seqs,
+            timeout_s=60,
         )
         self.executor = FunctionExecutor(
             graph,
@@ -176,17 +206,26 @@ async def test_copies_train_together_on_the_whole_batch_and_play_apart(tmp_path:
     bench = Bench(tmp_path, Parallel(dp=3))
     report = await bench.step()
     assert bench.seen("train") == [ALL] * 3
-    assert sorted(i for ids in bench.seen("gen") for i in ids) == sorted(ALL) and len(bench.seen("gen")) == 3
+    assert (
+        sorted(i for ids in bench.seen("gen") for i in ids) == sorted(ALL)
+        and len(bench.seen("gen")) == 3
+    )
     groups = [request["group"] for request in bench.requests("train")]
-    assert [g["rank"] for g in groups] == [0, 1, 2] and {(g["no"], g["size"]) for g in groups} == {(1, 3)}
+    assert [g["rank"] for g in groups] == [0, 1, 2] and {(g["no"], g["size"]) for g in groups} == {
+        (1, 3)
+    }
     assert len({request["seed"] for request in bench.requests("train")}) == 1
     assert all(request["group"] is None for request in bench.requests("gen"))
     assert [r.calls for r in bench.ranks.values()] == [["actor, group call 1"]] * 3
     assert report.stats["train"]["n_rows"] == 22.0, "what all ranks report alike is reported once"
-    assert all(len(store) == 0 for store in bench.caller.stores.values()), "every copy of the inputs is freed"
+    assert all(len(store) == 0 for store in bench.caller.stores.values()), (
+        "every copy of the inputs is freed"
+    )
 
 
-async def test_a_model_that_is_cut_scores_together_and_one_rank_keeps_the_outputs(tmp_path: Path) -> None:
+async def test_a_model_that_is_cut_scores_together_and_one_rank_keeps_the_outputs(
+    tmp_path: Path,
+) -> None:
     bench = Bench(tmp_path, Parallel(fsdp=3))
     held: dict[str, bool] = {}
 
@@ -212,7 +251,9 @@ async def test_the_rank_that_failed_is_named_and_not_those_that_lost_it(tmp_path
         bench.caller.interface(name, "train").train_step = out_of_memory if name == "w1" else broken
     # The cause is heard of last.
     bench.caller.before = lambda w, h, p: asyncio.sleep(0.1) if h == "call" and w == "w1" else None
-    with pytest.raises(MFCFailed, match=r"train failed at step 0 on w1 .*MemoryError: no room for the batch"):
+    with pytest.raises(
+        MFCFailed, match=r"train failed at step 0 on w1 .*MemoryError: no room for the batch"
+    ):
         await bench.step()
 
 
@@ -265,4 +306,8 @@ def test_which_calls_are_made_together() -> None:
     play = InterfaceType.GENERATE
     assert [together(kind, Parallel()) for kind in (train, score, play)] == [False] * 3
     assert [together(kind, Parallel(dp=2)) for kind in (train, score, play)] == [True, False, False]
-    assert [together(kind, Parallel(dp=2, fsdp=2)) for kind in (train, score, play)] == [True, True, False]
+    assert [together(kind, Parallel(dp=2, fsdp=2)) for kind in (train, score, play)] == [
+        True,
+        True,
+        False,
+    ]

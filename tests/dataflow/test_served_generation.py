@@ -1,4 +1,5 @@
-"""A trainer whose tokens come from an engine beside it: the tokens of its own weights, proven, version by version."""
+"""A trainer whose tokens come from an engine beside it: the tokens of its own weights, proven,
+version by version."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from realhf.dataflow.weight_proof import WrongWeights
 from tests.workers.test_weights_proven import Boaster
 
 torch.set_num_threads(1)
-SIZES = BuiltinModelConfig(vocab_size=400, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
+SIZES = BuiltinModelConfig(
+    vocab_size=400, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64
+)
 PREFIX = [5, 9, 200, 41, 77, 130, 12]
 GEN = GenConfig(max_new_tokens=6)
 Serve = Callable[..., ServedEngine]
@@ -29,7 +32,9 @@ Serve = Callable[..., ServedEngine]
 def serve() -> Iterator[Serve]:
     engines: list[ContinuousGenerator] = []
 
-    def made(kind: Callable[..., ContinuousGenerator] = ContinuousGenerator, **options: Any) -> ServedEngine:
+    def made(
+        kind: Callable[..., ContinuousGenerator] = ContinuousGenerator, **options: Any
+    ) -> ServedEngine:
         model = build_model(SIZES, SIZES.vocab_size, 3, 0, 7)
         engines.append(kind(build_model(SIZES, SIZES.vocab_size, 3, 0, 8), version=-1, **options))
         trainer: Any = TorchEngine(model, None)
@@ -45,7 +50,11 @@ def serve() -> Iterator[Serve]:
 
 def own_logprobs(engine: Any, output: Any) -> torch.Tensor:
     with torch.inference_mode():
-        rows = engine.model(torch.tensor([PREFIX + output.token_ids])).logits[0, len(PREFIX) - 1 : -1].log_softmax(-1)
+        rows = (
+            engine.model(torch.tensor([PREFIX + output.token_ids]))
+            .logits[0, len(PREFIX) - 1 : -1]
+            .log_softmax(-1)
+        )
     return rows.gather(-1, torch.tensor(output.token_ids)[:, None])[:, 0]
 
 
@@ -60,7 +69,9 @@ def test_tokens_are_those_of_the_trainers_weights_at_every_version(serve: Serve)
             assert set(output.versions) == {version}
             assert (torch.tensor(output.logprobs) - own_logprobs(engine, output)).abs().max() < 1e-4
         if version == 4:
-            assert digests(engine.weights()) == before, "the self-test has left the trainer as it was"
+            assert digests(engine.weights()) == before, (
+                "the self-test has left the trainer as it was"
+            )
             with torch.no_grad():
                 for parameter in engine.model.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -71,7 +82,8 @@ def test_requests_without_a_seed_follow_that_of_the_batch(serve: Serve) -> None:
     generator = serve().generator()
     requests = [GenRequest(slot, PREFIX) for slot in range(2)]
     first, again, other = (
-        [output.token_ids for output in generator.generate(requests, GEN, stop_ids=(), seed=seed)] for seed in (1, 1, 2)
+        [output.token_ids for output in generator.generate(requests, GEN, stop_ids=(), seed=seed)]
+        for seed in (1, 1, 2)
     )
     assert first == again != other and first[0] != first[1]
 

@@ -1,6 +1,6 @@
-"""Engines say what they hold and what they compute: what is right, what ends the run, and what is written down. The
-prefix after which engines are probed: long enough for a block of a prefix cache, and never too long. Digests beside
-the weights of a checkpoint."""
+"""Engines say what they hold and what they compute: what is right, what ends the run, and what is
+written down. The prefix after which engines are probed: long enough for a block of a prefix cache,
+and never too long. Digests beside the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -49,20 +49,34 @@ def test_an_engine_that_holds_the_weights_also_in_another_type_passes() -> None:
 @pytest.mark.parametrize(
     ("held", "text"),
     [
-        ({**GOOD, "a": HeldTensor("f32", "d-x")}, "a should have digest d-a, found d-x .f32. .1 of 2"),
-        ({**GOOD, "b": HeldTensor("bf16", "d-b", "d-b16")}, "b should have digest d-b16, found d-b .bf16."),
+        (
+            {**GOOD, "a": HeldTensor("f32", "d-x")},
+            "a should have digest d-a, found d-x .f32. .1 of 2",
+        ),
+        (
+            {**GOOD, "b": HeldTensor("bf16", "d-b", "d-b16")},
+            "b should have digest d-b16, found d-b .bf16.",
+        ),
         ({"b": GOOD["b"]}, "a should have digest d-a, found nothing of that name"),
         ({}, r"a should .* nothing of that name \(2 of 2 tensors\)"),
     ],
 )
-def test_a_difference_names_engine_version_tensor_and_both_digests(held: dict[str, HeldTensor], text: str) -> None:
-    with pytest.raises(WrongWeights, match=f"generation/0 does not hold the weights of version 3: {text}"):
+def test_a_difference_names_engine_version_tensor_and_both_digests(
+    held: dict[str, HeldTensor], text: str
+) -> None:
+    with pytest.raises(
+        WrongWeights, match=f"generation/0 does not hold the weights of version 3: {text}"
+    ):
         check_held("generation/0", MANIFEST, answer(held), 2)
 
 
-def test_weights_that_changed_between_two_updates_are_found_at_the_next_though_it_is_right_again() -> None:
+def test_weights_that_changed_between_two_updates_are_found_at_the_next_though_it_is_right_again() -> (
+    None
+):
     changed = ChangedTensor("b", "d-b", "d-z")
-    with pytest.raises(WrongWeights, match=r"generation/1: b changed while version 2 was in use: .* d-b and is d-z"):
+    with pytest.raises(
+        WrongWeights, match=r"generation/1: b changed while version 2 was in use: .* d-b and is d-z"
+    ):
         check_held("generation/1", MANIFEST, answer(GOOD, changed), 2)
 
 
@@ -81,7 +95,13 @@ def test_the_digest_of_every_version_and_who_held_it_is_written_down(tmp_path: P
     for _ in range(2):
         record.held("generation/1", MANIFEST, answer(None))
     assert rows(tmp_path) == [
-        {"event": "published", "version": 3, "digest": MANIFEST.digest, "tensors": 2, "nbytes": 128},
+        {
+            "event": "published",
+            "version": 3,
+            "digest": MANIFEST.digest,
+            "tensors": 2,
+            "nbytes": 128,
+        },
         {"event": "held", "version": 3, "digest": MANIFEST.digest, "engine": "generation/0"},
         {"event": "self-test", "version": 3, "engines": ["generation/0"]},
     ]
@@ -101,8 +121,11 @@ def test_what_an_engine_cannot_prove_passes_and_is_counted_with_a_warning(tmp_pa
     assert len(warned) == 1 and "cannot tell what it holds of 1 of 2 tensors, e.g. b;" in warned[0]
 
 
-def test_a_version_that_a_run_did_not_publish_before_it_stopped_is_not_missed(tmp_path: Path) -> None:
-    """A run that went on after Ctrl-C in a training call warned that its weights could not be compared."""
+def test_a_version_that_a_run_did_not_publish_before_it_stopped_is_not_missed(
+    tmp_path: Path,
+) -> None:
+    """A run that went on after Ctrl-C in a training call warned that its weights could not be
+    compared."""
     record = WeightRecord(tmp_path, lambda _: None)
     record.published(MANIFEST)
     record.unpublished(4)
@@ -114,7 +137,9 @@ def test_a_version_that_a_run_did_not_publish_before_it_stopped_is_not_missed(tm
     assert len(warned) == 1 and "does not say which weights version 5 had" in warned[0]
 
 
-def test_a_run_that_goes_on_with_other_weights_than_it_published_is_warned_of(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_with_other_weights_than_it_published_is_warned_of(
+    tmp_path: Path,
+) -> None:
     other = replace(MANIFEST, slots=SLOTS[:1])
     WeightRecord(tmp_path, lambda _: None).published(MANIFEST)
     with (tmp_path / WEIGHTS_FILE).open("a") as file:
@@ -147,7 +172,13 @@ def test_an_engine_that_follows_the_trainer_there_and_back_passes() -> None:
     [
         (OLD, OLD, OLD, SCORES, "ignores updates"),
         (OLD, OLD, OLD, None, "ignores updates"),
-        (OLD, probe(-2.9, -2.2), OLD, SCORES, "a part of its weights, or of its cache, is not of this version"),
+        (
+            OLD,
+            probe(-2.9, -2.2),
+            OLD,
+            SCORES,
+            "a part of its weights, or of its cache, is not of this version",
+        ),
         (OLD, NEW, NEW, SCORES, "did not take all of the update"),
         (OLD, NEW, probe(-1.1, -2.0), SCORES, "did not take all of the update"),
         (OLD, NEW, probe(-1.0, -2.0, ids=[5, 6, 7, 9]), SCORES, "did not take all of the update"),
@@ -162,14 +193,20 @@ def test_what_is_wrong_with_an_engine_is_said(
 
 
 class TableEngine:
-    """Scores a token by row 0 of a table, which is the whole model; ``copies``: its weights are given as copies."""
+    """Scores a token by row 0 of a table, which is the whole model; ``copies``: its weights are
+    given as copies."""
 
     def __init__(self, *, copies: bool = False) -> None:
         self.table, self.norm = torch.arange(20.0).reshape(10, 2), torch.ones(3)
         self.copies = copies
 
     def weights(self) -> dict[str, torch.Tensor]:
-        own = {"other": self.table + 1, "table": self.table, "norm": self.norm, "step": torch.arange(4)}
+        own = {
+            "other": self.table + 1,
+            "table": self.table,
+            "norm": self.norm,
+            "step": torch.arange(4),
+        }
         return {name: tensor.clone() for name, tensor in own.items()} if self.copies else own
 
     def logprobs(self, sample: Any, **_: Any) -> torch.Tensor:

@@ -46,7 +46,8 @@ class ToyEngine:
 
 
 class ToyInterface:
-    """Every method of the toy graph; ``change`` may spoil an answer, ``trace`` sees (method, ids, version)."""
+    """Every method of the toy graph; ``change`` may spoil an answer, ``trace`` sees (method, ids,
+    version)."""
 
     def __init__(self, change: Callable[[SequenceSample], SequenceSample] | None = None) -> None:
         self.change = change or (lambda sample: sample)
@@ -82,9 +83,16 @@ class ToyGen(ToyInterface):
             "achieved": [json.dumps([task % 2 == 0, False]) for task in tasks],
         }
         out = SequenceSample.from_tensors(
-            sample.ids, {"ids": ids, "logprobs": logprobs}, {"ids": lens, "logprobs": short}, metadata
+            sample.ids,
+            {"ids": ids, "logprobs": logprobs},
+            {"ids": lens, "logprobs": short},
+            metadata,
         )
-        return self.change(out), {"noise": noise, "n_tokens": len(ids), "task": sample.metadata["task"][0]}
+        return self.change(out), {
+            "noise": noise,
+            "n_tokens": len(ids),
+            "task": sample.metadata["task"][0],
+        }
 
 
 class ToyRef(ToyInterface):
@@ -92,7 +100,11 @@ class ToyRef(ToyInterface):
         self._note("inference", sample, model)
         lens = [[n - 1 for n in group] for group in sample.seqlens["ids"]]
         values = torch.zeros(sum(map(sum, lens)))
-        return self.change(SequenceSample.from_tensors(sample.ids, {"ref_logprobs": values}, {"ref_logprobs": lens}))
+        return self.change(
+            SequenceSample.from_tensors(
+                sample.ids, {"ref_logprobs": values}, {"ref_logprobs": lens}
+            )
+        )
 
 
 class ToyRew(ToyInterface):
@@ -100,32 +112,43 @@ class ToyRew(ToyInterface):
         self._note("inference", sample, model)
         firsts = sample["ids"][sample.lengths("ids").cumulated()[:-1]].float()
         lens = [[1] * GROUP for _ in sample.ids]
-        return self.change(SequenceSample.from_tensors(sample.ids, {"rewards": firsts}, {"rewards": lens}))
+        return self.change(
+            SequenceSample.from_tensors(sample.ids, {"rewards": firsts}, {"rewards": lens})
+        )
 
 
 class ToyTrain(ToyInterface):
-    def train_step(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, float]:
+    def train_step(
+        self, model: Model, sample: SequenceSample, context: CallContext
+    ) -> dict[str, float]:
         self._note("train_step", sample, model)
         model.engine.weight += float(sample["rewards"].sum() * sample["logprobs"].sum())
         return {"weight": model.engine.weight, "n_rows": float(len(sample["ids"]))}
 
-    def evaluate(self, model: Model, args: Mapping[str, Any], context: CallContext) -> dict[str, Any]:
+    def evaluate(
+        self, model: Model, args: Mapping[str, Any], context: CallContext
+    ) -> dict[str, Any]:
         return {"weight": model.engine.weight, "args": dict(args)}
 
 
 TOY_INTERFACES = {"gen": ToyGen, "ref": ToyRef, "rew": ToyRew, "train": ToyTrain}
 
 
-def toy_host(roles: Sequence[str], graph: DataFlowGraph, run_dir: Path, store: TensorStore, fetch: Any) -> ModelHost:
+def toy_host(
+    roles: Sequence[str], graph: DataFlowGraph, run_dir: Path, store: TensorStore, fetch: Any
+) -> ModelHost:
     """A host with the given roles and the interfaces of their calls."""
     models = {role: Model(role, ToyEngine(), None) for role in roles}  # pyright: ignore
-    interfaces = {m.name: (m, TOY_INTERFACES[m.name]()) for m in graph.mfcs if m.model_role in roles}
+    interfaces = {
+        m.name: (m, TOY_INTERFACES[m.name]()) for m in graph.mfcs if m.model_role in roles
+    }
     return ModelHost(models, interfaces, store, fetch, run_dir=run_dir)
 
 
 class FakeCaller:
-    """Stands for RpcMaster: runs the handlers of real ModelHosts in this process, one ordered call at a
-    time per worker, in the order of the calls. ``before(worker, handler, payload)`` may wait or raise."""
+    """Stands for RpcMaster: runs the handlers of real ModelHosts in this process, one ordered call
+    at a time per worker, in the order of the calls. ``before(worker, handler, payload)`` may wait
+    or raise."""
 
     def __init__(self, hosts: Mapping[str, str] | None = None) -> None:
         self.roster: dict[str, WorkerInfo] = {}
@@ -135,9 +158,13 @@ class FakeCaller:
         self.before: Callable[[str, str, Any], Any] | None = None
         self._locks: dict[str, asyncio.Lock] = {}
 
-    def add(self, name: str, roles: Sequence[str], graph: DataFlowGraph, run_dir: Path) -> ModelHost:
+    def add(
+        self, name: str, roles: Sequence[str], graph: DataFlowGraph, run_dir: Path
+    ) -> ModelHost:
         self.stores[name] = TensorStore(name)
-        self.roster[name] = WorkerInfo(name, "model_worker", len(self.roster), "here", 1, f"data:{name}")
+        self.roster[name] = WorkerInfo(
+            name, "model_worker", len(self.roster), "here", 1, f"data:{name}"
+        )
         self._locks[name] = asyncio.Lock()
         self.hosts[name] = toy_host(roles, graph, run_dir, self.stores[name], self._fetch)
         return self.hosts[name]
@@ -149,7 +176,14 @@ class FakeCaller:
         return self.stores[endpoint.removeprefix("data:")].get(ids, keys)
 
     def call(
-        self, worker: str, handler: str, payload: Any = None, *, timeout_s: float, step: int = -1, mfc: str = ""
+        self,
+        worker: str,
+        handler: str,
+        payload: Any = None,
+        *,
+        timeout_s: float,
+        step: int = -1,
+        mfc: str = "",
     ) -> asyncio.Future[Any]:
         self.sent.append((worker, handler, payload))
         return asyncio.ensure_future(self._serve(worker, handler, payload, step, mfc))

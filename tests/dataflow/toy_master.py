@@ -1,7 +1,7 @@
 """A real master of the toy graph: python toy_master.py FOLDER. Prints one JSON line.
 
-Two steps on two worker processes, with every object reachable from the master's state that could hold a tensor;
-then the reference's worker is killed in a third step.
+Two steps on two worker processes, with every object reachable from the master's state that could
+hold a tensor; then the reference's worker is killed in a third step.
 """
 
 from __future__ import annotations
@@ -60,7 +60,17 @@ async def run(folder: Path) -> dict[str, Any]:
     roles = {"w0": "actor", "w1": "ref"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.dataflow.toy_worker", name, str(i), role, "toy", rpc.endpoint, str(folder)]
+            [
+                sys.executable,
+                "-m",
+                "tests.dataflow.toy_worker",
+                name,
+                str(i),
+                role,
+                "toy",
+                rpc.endpoint,
+                str(folder),
+            ]
         )
         for i, (name, role) in enumerate(roles.items())
     ]
@@ -71,11 +81,18 @@ async def run(folder: Path) -> dict[str, Any]:
         graph = toy_graph()
         source = ToySource()
         keys = graph.required_dataset_keys()
-        steps = SynchronousSteps(source, rpc, worker="w0", keys=keys, n_seqs=graph.n_seqs, timeout_s=60)
-        executor = FunctionExecutor(graph, rpc, source, make_loader=steps.loader, workers=workers, seed=7)
+        steps = SynchronousSteps(
+            source, rpc, worker="w0", keys=keys, n_seqs=graph.n_seqs, timeout_s=60
+        )
+        executor = FunctionExecutor(
+            graph, rpc, source, make_loader=steps.loader, workers=workers, seed=7
+        )
         async with executor:
             report = await executor.execute_step(0)
-            answer["noise"], answer["weight"] = report.stats["gen"]["noise"], report.stats["train"]["weight"]
+            answer["noise"], answer["weight"] = (
+                report.stats["gen"]["noise"],
+                report.stats["train"]["weight"],
+            )
             answer["tensors_in_between"] = []
             step = asyncio.create_task(executor.execute_step(1))
             while not step.done():

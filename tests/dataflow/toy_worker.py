@@ -1,4 +1,5 @@
-"""A real worker process of the toy graph: python toy_worker.py NAME INDEX ROLES RUN_ID MASTER FOLDER."""
+"""A real worker process of the toy graph: python toy_worker.py NAME INDEX ROLES RUN_ID MASTER
+FOLDER."""
 
 from __future__ import annotations
 

@@ -28,7 +28,9 @@ def agents_page() -> str:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     parts = [_INTRODUCTION.strip()]
     for name in _SECTIONS:
-        found = re.search(rf"^## {re.escape(name)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+        found = re.search(
+            rf"^## {re.escape(name)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL
+        )
         if found is None:
             raise ValueError(f"CONTRIBUTING.md has no section {name!r}")
         blocks = found[1].strip().split("\n\n")

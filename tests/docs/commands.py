@@ -41,8 +41,9 @@ _KEYWORDS = frozenset({"do", "then", "else", "time"})
 
 
 class Command(NamedTuple):
-    """A simple command: where it stands, its ``words`` as a shell reads them, the whole ``line`` that it is part of,
-    and what the page shows below the line. ``whole``: it stands on a line of its own and not in a sentence."""
+    """A simple command: where it stands, its ``words`` as a shell reads them, the whole ``line``
+    that it is part of, and what the page shows below the line. ``whole``: it stands on a line of
+    its own and not in a sentence."""
 
     page: str
     number: int
@@ -62,7 +63,9 @@ class Command(NamedTuple):
     @property
     def arguments(self) -> list[str]:
         """What follows the program."""
-        return [*self.words[1 + self.words.index(self.program) if self.program in self.words else 1 :]]
+        return [
+            *self.words[1 + self.words.index(self.program) if self.program in self.words else 1 :]
+        ]
 
     @property
     def where(self) -> str:
@@ -71,9 +74,12 @@ class Command(NamedTuple):
 
 
 def pages() -> list[Path]:
-    """The Markdown files of the repository, and the examples, whose docstrings say how they are run."""
+    """The Markdown files of the repository, and the examples, whose docstrings say how they are
+    run."""
     listed = ["git", "ls-files", "*.md", "examples/*.py", "docs/extend/examples/*.py"]
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    names = subprocess.run(
+        listed, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
     return [ROOT / name for name in names]
 
 
@@ -106,8 +112,8 @@ def commands_in(text: str, name: str) -> list[Command]:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str, tuple[str, ...], bool]]:
-    """The lines of a text, those that go on joined: number, the line, what follows within its block, and whether it is
-    one of a block. Blocks of other languages than a shell are left out."""
+    """The lines of a text, those that go on joined: number, the line, what follows within its
+    block, and whether it is one of a block. Blocks of other languages than a shell are left out."""
     lines = text.split("\n")
     fence = ""
     at = 0
@@ -136,7 +142,8 @@ def _lines(text: str) -> Iterator[tuple[int, str, tuple[str, ...], bool]]:
 
 
 def _simple(line: str) -> Iterator[tuple[str, ...]]:
-    """The simple commands of a line that begin with one of the programs, or with ``experiment=``."""
+    """The simple commands of a line that begin with one of the programs, or with
+    ``experiment=``."""
     lexer = shlex.shlex(_CHOICE.sub(r"\1", line), posix=True, punctuation_chars="|&;<>")
     lexer.whitespace_split = True
     try:
@@ -152,6 +159,10 @@ def _simple(line: str) -> Iterator[tuple[str, ...]]:
             words.pop(0)
         end = next((at for at, word in enumerate(words) if word in _REDIRECTIONS), len(words))
         name = words[0].rpartition("/")[2] if words else ""
-        if (name in PROGRAMS and end > 1) or name in ("run-api", "aws-env") or name.startswith("experiment="):
+        if (
+            (name in PROGRAMS and end > 1)
+            or name in ("run-api", "aws-env")
+            or name.startswith("experiment=")
+        ):
             yield tuple(words[:end])
         words = []

@@ -1,4 +1,5 @@
-"""The pages of ``docs/extend/`` show the files beside them word for word, and every example does what its page says."""
+"""The pages of ``docs/extend/`` show the files beside them word for word, and every example does
+what its page says."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ PAGES = (
     "task",
 )
 SHOWN = re.compile(
-    r"\[(?P<name>[\w.]+)\]\(examples/(?P=name)\):\n\n```(?:python|yaml)\n(?P<code>.*?)^```$", re.M | re.S
+    r"\[(?P<name>[\w.]+)\]\(examples/(?P=name)\):\n\n```(?:python|yaml)\n(?P<code>.*?)^```$",
+    re.M | re.S,
 )
 """A link to a file with a colon, followed by the file itself."""
 DEADLINE_S = 120.0
@@ -93,15 +95,23 @@ def test_a_page_shows_its_files_word_for_word() -> None:
     """Every file of the examples stands on exactly one page, and is what the page says it is."""
     shown = [found for name in PAGES for found in SHOWN.finditer(page(name))]
     for found in shown:
-        assert found["code"] == (EXAMPLES / found["name"]).read_text(encoding="utf-8"), found["name"]
+        assert found["code"] == (EXAMPLES / found["name"]).read_text(encoding="utf-8"), found[
+            "name"
+        ]
     files = [path.name for path in EXAMPLES.iterdir() if path.is_file()]
     assert sorted(found["name"] for found in shown) == sorted(files)
 
 
 @pytest.mark.parametrize("name", PAGES[1:])
 def test_a_page_says_when_what_and_how(name: str) -> None:
-    """Every page has the same four parts, and the index and the documentation's front page lead to it."""
-    assert re.findall(r"^## (.+)$", page(name), re.M) == ["When", "The contract", "An example", "Try it"]
+    """Every page has the same four parts, and the index and the documentation's front page lead to
+    it."""
+    assert re.findall(r"^## (.+)$", page(name), re.M) == [
+        "When",
+        "The contract",
+        "An example",
+        "Try it",
+    ]
     assert f"({name}.md)" in page("README")
     assert f"extend/{name}.md" in (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
 
@@ -115,7 +125,8 @@ def section(path: str, title: str) -> str:
 def test_the_newcomers_walk_names_files_that_exist() -> None:
     """Whoever follows the walk of the contributing page finds every file that it opens."""
     files = re.findall(
-        r"`((?:realhf|tests|docs|configs|experiments)/[\w/.]+)`", section("CONTRIBUTING.md", "A first walk")
+        r"`((?:realhf|tests|docs|configs|experiments)/[\w/.]+)`",
+        section("CONTRIBUTING.md", "A first walk"),
     )
     assert len(files) > 10
     assert [name for name in files if not (ROOT / name).exists()] == []
@@ -127,15 +138,31 @@ def test_the_newcomers_walk_names_files_that_exist() -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_the_experiment_of_ones_own_parts_learns_to_count(tmp_path: Path) -> None:
-    """Launched from outside the tree, it draws from its source, trains its backend and logs its metric."""
+    """Launched from outside the tree, it draws from its source, trains its backend and logs its
+    metric."""
     options = ("trial_name=t", f"fileroot={tmp_path}")
-    command = [sys.executable, "-m", "realhf.launch", f"+experiment_path={EXAMPLES / 'counting.py'}", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "realhf.launch",
+        f"+experiment_path={EXAMPLES / 'counting.py'}",
+        *options,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr + done.stdout
-    rows = [json.loads(line) for line in (tmp_path / "counting" / "t" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "counting" / "t" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(rows) == 12
     assert (rows[0]["actor_train/sure"], rows[-1]["actor_train/sure"]) == (0.0, 1.0)
     assert rows[-1]["policy/loss"] < 0.1 * rows[0]["policy/loss"]
@@ -185,7 +212,8 @@ class Answers:
 
 
 def test_the_generation_engine_keeps_its_contract() -> None:
-    """Requests wait for weights, go on under new ones, can be paused and aborted, and fail when the engine closes."""
+    """Requests wait for weights, go on under new ones, can be paused and aborted, and fail when the
+    engine closes."""
     engine = example("bigram_generation").BigramGenerator()
     answers = Answers()
     greedy = GenConfig(temperature=0.0, max_new_tokens=3)
@@ -193,18 +221,31 @@ def test_the_generation_engine_keeps_its_contract() -> None:
     engine.submit(GenRequest(0, [1]), greedy, [], answers.done)
     assert (engine.version, engine.stats()["waiting"]) == (-1, 1.0)
     engine.load_weights(0, {"logits": counting})
-    assert engine.weight_digests(["logits", "other"])["logits"].digest == digests({"logits": counting})["logits"]
+    assert (
+        engine.weight_digests(["logits", "other"])["logits"].digest
+        == digests({"logits": counting})["logits"]
+    )
     first = answers.next()
     assert isinstance(first, GenOutput)
-    assert (first.token_ids, first.versions, first.finish_reason) == ([2, 3, 4], [0, 0, 0], "length")
+    assert (first.token_ids, first.versions, first.finish_reason) == (
+        [2, 3, 4],
+        [0, 0, 0],
+        "length",
+    )
     engine.submit(GenRequest(0, [1, 2]), greedy, [3], answers.done)
     stopped = answers.next()
-    assert isinstance(stopped, GenOutput) and (stopped.token_ids, stopped.finish_reason) == ([3], "stop")
+    assert isinstance(stopped, GenOutput) and (stopped.token_ids, stopped.finish_reason) == (
+        [3],
+        "stop",
+    )
     engine.pause(5)
     engine.submit(GenRequest(7, [1]), greedy, [], answers.done)
     engine.abort([7])
     aborted = answers.next()
-    assert isinstance(aborted, GenOutput) and (aborted.token_ids, aborted.finish_reason) == ([], "aborted")
+    assert isinstance(aborted, GenOutput) and (aborted.token_ids, aborted.finish_reason) == (
+        [],
+        "aborted",
+    )
     with pytest.raises(ValueError, match="older"):
         engine.load_weights(-1, {"logits": counting})
     with pytest.raises(ValueError, match="shape"):
@@ -237,8 +278,11 @@ def test_a_seeded_request_gets_its_tokens_in_any_company() -> None:
 def test_the_addition_that_the_page_shows_makes_the_engine_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The block of the page fits where the page says, and a generation worker then gets the new engine."""
-    [branch] = re.findall(r"```python\n(        elif model\.engine.*?)```", page("generation_engine"), re.S)
+    """The block of the page fits where the page says, and a generation worker then gets the new
+    engine."""
+    [branch] = re.findall(
+        r"```python\n(        elif model\.engine.*?)```", page("generation_engine"), re.S
+    )
     text = Path(streaming_engines.__file__).read_text(encoding="utf-8")
     before = "        else:\n            url = model.engine.vllm_url"
     assert text.count(before) == 1
@@ -295,13 +339,17 @@ def test_the_scheduler_pins_its_workers_and_reports_their_ends(tmp_path: Path) -
     [
         ("scheduler.corse=2", None),
         ("scheduler.cores=0", None),
-        ("scheduler.cores=9999", f"scheduler.cores=9999: this machine has {len(os.sched_getaffinity(0))}"),
+        (
+            "scheduler.cores=9999",
+            f"scheduler.cores=9999: this machine has {len(os.sched_getaffinity(0))}",
+        ),
     ],
 )
 def test_a_wrong_option_of_the_scheduler_is_refused_as_the_page_says(
     capsys: pytest.CaptureFixture[str], given: str, said: str | None
 ) -> None:
-    """A name that does not exist, a value out of range and one that this machine does not have end the launch."""
+    """A name that does not exist, a value out of range and one that this machine does not have end
+    the launch."""
     path = f"scheduler.path={EXAMPLES / 'pinned_scheduler.py'}:PINNED"
     assert main(["experiment=sft_aws", "mode=check", path, given]) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -321,7 +369,12 @@ def test_the_loss_is_what_its_page_says() -> None:
     old = torch.tensor([-1.2, -2.0, 0.0])
     advantages = torch.tensor([1.0, -2.0, float("nan")])
     terms = LossTerms(
-        logprobs, old, advantages, torch.tensor([True, True, False]), torch.zeros(3, dtype=torch.int64), 1
+        logprobs,
+        old,
+        advantages,
+        torch.tensor([True, True, False]),
+        torch.zeros(3, dtype=torch.int64),
+        1,
     )
     found = policy_losses.get("soft_clip")(terms, SimpleNamespace(ratio="token"))
     ratio = math.exp(0.2)
@@ -332,12 +385,20 @@ def test_the_loss_is_what_its_page_says() -> None:
 
 
 def test_the_advantage_is_what_its_page_says() -> None:
-    """The distance to the median of the group; invalid rollouts enter nothing, equal scores give nothing."""
+    """The distance to the median of the group; invalid rollouts enter nothing, equal scores give
+    nothing."""
     example("own_policy_gradient")
     scores = torch.tensor([0.0, 0.0, 1.0, float("nan"), 0.5, 0.5])
     valid = torch.tensor([True, True, True, False, True, True])
     group = torch.tensor([0, 0, 0, 0, 1, 1])
-    assert advantage_estimators.get("above_median")(scores, valid, group).tolist() == [0, 0, 1, 0, 0, 0]
+    assert advantage_estimators.get("above_median")(scores, valid, group).tolist() == [
+        0,
+        0,
+        1,
+        0,
+        0,
+        0,
+    ]
 
 
 # ---- agent
@@ -354,9 +415,15 @@ def test_the_advantage_is_what_its_page_says() -> None:
     ids=["achieved", "gave up", "gave up by its options", "ran out of turns"],
 )
 async def test_the_agent_plays(
-    options: dict[str, float], max_turns: int, speech: list[str], status: str, reward: float, turns: int
+    options: dict[str, float],
+    max_turns: int,
+    speech: list[str],
+    status: str,
+    reward: float,
+    turns: int,
 ) -> None:
-    """The environment's reward counts, unless the agent gives up; an episode that ran out of turns is valid data."""
+    """The environment's reward counts, unless the agent gives up; an episode that ran out of turns
+    is valid data."""
 
     def speak(prompt: str) -> str:
         return speech[min(len(speech), prompt.count("<|user|>")) - 1]
@@ -366,11 +433,18 @@ async def test_the_agent_plays(
     with FakeEnvServer() as server:
         env = AwsEnvironment(server.url)
         try:
-            outcome = await agent.play(env, EpisodeRequest(0, Task("1"), sampling_seed=5), FakeTokens(speak), 2)
+            outcome = await agent.play(
+                env, EpisodeRequest(0, Task("1"), sampling_seed=5), FakeTokens(speak), 2
+            )
         finally:
             await agent.close()
             await env.close()
-    assert (outcome.status, outcome.reward, len(outcome.turns), outcome.valid) == (status, reward, turns, True)
+    assert (outcome.status, outcome.reward, len(outcome.turns), outcome.valid) == (
+        status,
+        reward,
+        turns,
+        True,
+    )
 
 
 # ---- environment
@@ -378,7 +452,8 @@ async def test_the_agent_plays(
 
 @pytest.mark.parametrize("split", ["train", "heldout"])
 async def test_the_class_with_tools_is_played(split: str) -> None:
-    """Halving finds the number within seven guesses, a wrong call is answered, and an idle policy earns nothing."""
+    """Halving finds the number within seven guesses, a wrong call is answered, and an idle policy
+    earns nothing."""
     spec = build_environment(str(EXAMPLES / "guess_tools.py"), {})
     tasks = spec.tasks(split)
     environment = spec.make("")
@@ -387,15 +462,25 @@ async def test_the_class_with_tools_is_played(split: str) -> None:
         task = tasks.instantiate(template, seed)
         opening = await environment.reset(task.payload, seed=task.seed)
         assert [tool["function"]["name"] for tool in opening.tools] == ["guess"]
-        turn = await environment.step(AssistantMessage("", (ToolCall("guess", {"number": "many"}),)))
+        turn = await environment.step(
+            AssistantMessage("", (ToolCall("guess", {"number": "many"}),))
+        )
         assert "must be a whole number" in turn.messages[0]["content"] and turn.reward == 0.0
         low = 1
         high = 100
         while not turn.done:
             middle = (low + high) // 2
-            turn = await environment.step(AssistantMessage("", (ToolCall("guess", {"number": middle}),)))
-            low, high = (middle + 1, high) if turn.messages[0]["content"] == "higher" else (low, middle - 1)
-        assert (turn.reward, turn.metrics["success"], turn.metrics["tool_failures"]) == (1.0, 1.0, 1.0)
+            turn = await environment.step(
+                AssistantMessage("", (ToolCall("guess", {"number": middle}),))
+            )
+            low, high = (
+                (middle + 1, high) if turn.messages[0]["content"] == "higher" else (low, middle - 1)
+            )
+        assert (turn.reward, turn.metrics["success"], turn.metrics["tool_failures"]) == (
+            1.0,
+            1.0,
+            1.0,
+        )
         assert turn.metrics["tool_calls"] <= 8
         await environment.reset(task.payload, seed=task.seed)
         idle = await environment.step(AssistantMessage("50, I guess"))
@@ -421,14 +506,19 @@ async def test_the_class_with_messages_is_played() -> None:
             turn = await environment.step(AssistantMessage(str(said)))
             done = turn.done
             if not done:
-                low, high = (said + 1, high) if turn.messages[0]["content"] == "Higher." else (low, said - 1)
+                low, high = (
+                    (said + 1, high)
+                    if turn.messages[0]["content"] == "Higher."
+                    else (low, said - 1)
+                )
         await environment.reset(task.payload, seed=task.seed)
         assert (await environment.step(AssistantMessage(str(said)))).metrics == {"success": 1.0}
 
 
 async def test_the_customer_of_the_support_desk_answers_and_leaves() -> None:
-    """A turn without a call is answered by the user; half is paid for the deed and half for telling of it; the user
-    leaves when they hear that it is done, not when they hear that it is not, or when nothing comes of it."""
+    """A turn without a call is answered by the user; half is paid for the deed and half for telling
+    of it; the user leaves when they hear that it is done, not when they hear that it is not, or
+    when nothing comes of it."""
     spec = build_environment(str(EXAMPLES / "support_desk.py"), {})
     for said, told in (("It is done.", True), ("Hm.", False), ("It is not done.", False)):
         environment = spec.make("")
@@ -436,8 +526,14 @@ async def test_the_customer_of_the_support_desk_answers_and_leaves() -> None:
         await environment.reset({"wish": "move", "split": "heldout"}, seed=4)
         number = await environment.step(AssistantMessage("What is the number of the order?"))
         city = await environment.step(AssistantMessage("And which city?"))
-        assert [message["role"] for message in (*number.messages, *city.messages)] == ["user", "user"]
-        arguments = {"number": number.messages[0]["content"][6:-1], "city": city.messages[0]["content"][:-1]}
+        assert [message["role"] for message in (*number.messages, *city.messages)] == [
+            "user",
+            "user",
+        ]
+        arguments = {
+            "number": number.messages[0]["content"][6:-1],
+            "city": city.messages[0]["content"][:-1],
+        }
         moved = await environment.step(AssistantMessage("", (ToolCall("move", arguments),)))
         assert not moved.done and moved.messages[0]["role"] == "tool" and moved.reward == 0.5
         turn = moved
@@ -452,10 +548,13 @@ async def test_the_customer_of_the_support_desk_answers_and_leaves() -> None:
 def test_the_reward_that_the_page_shows_is_bought_until_it_is_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command is typed, and every line that the page shows is in the answer; with the other reward none is."""
+    """The command is typed, and every line that the page shows is in the answer; with the other
+    reward none is."""
     part = page("environment").partition("### Can its reward be bought?")[2]
     code = re.findall(r"```python\n(.*?)```", part, re.DOTALL)[0]
-    command, *shown = [line[4:] for line in part.replace(code, "").splitlines() if line.startswith("    ")]
+    command, *shown = [
+        line[4:] for line in part.replace(code, "").splitlines() if line.startswith("    ")
+    ]
     (tmp_path / "shelf.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command.removeprefix("$ python -m realhf.env"))
@@ -473,10 +572,14 @@ def test_the_reward_that_the_page_shows_is_bought_until_it_is_mended(
 
 
 async def test_the_verifier_judges_the_last_word(tmp_path: Path) -> None:
-    """Its own rows share no question; without ``tasks`` the page's option brings them from a file."""
+    """Its own rows share no question; without ``tasks`` the page's option brings them from a
+    file."""
     spec = build_environment(str(EXAMPLES / "sums.py"), {})
     tasks = {split: spec.tasks(split) for split in ("train", "heldout")}
-    assert {split: len(each.group_of) for split, each in tasks.items()} == {"train": 320, "heldout": 80}
+    assert {split: len(each.group_of) for split, each in tasks.items()} == {
+        "train": 320,
+        "heldout": 80,
+    }
     rows = [each.instantiate(name, 0).payload for each in tasks.values() for name in each.group_of]
     assert len({row["prompt"] for row in rows}) == 400
     environment = spec.make("")
@@ -484,14 +587,19 @@ async def test_the_verifier_judges_the_last_word(tmp_path: Path) -> None:
         await environment.reset(rows[0], seed=0)
         assert (await environment.step(AssistantMessage(text))).reward == reward
     source = (EXAMPLES / "sums.py").read_text(encoding="utf-8")
-    (tmp_path / "own.py").write_text(source[: source.index("def tasks")] + source[source.index("def reward") :])
+    (tmp_path / "own.py").write_text(
+        source[: source.index("def tasks")] + source[source.index("def reward") :]
+    )
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = build_environment(str(tmp_path / "own.py"), {"data": "rows.jsonl", "heldout_fraction": 0.2})
+    own = build_environment(
+        str(tmp_path / "own.py"), {"data": "rows.jsonl", "heldout_fraction": 0.2}
+    )
     assert 40 < len(own.tasks("heldout").group_of) < 120
 
 
 def test_the_tables_of_the_page_name_what_there_is() -> None:
-    """Every option of rows, and every attribute that a class may add, stands in a table and works."""
+    """Every option of rows, and every attribute that a class may add, stands in a table and
+    works."""
     text = page("environment")
     for each in fields(DatasetOptions):
         assert f"`env.{each.name}`" in text
@@ -505,14 +613,17 @@ def test_the_tables_of_the_page_name_what_there_is() -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 async def test_the_environment_is_played_over_the_wire() -> None:
-    """Halving finds the number, a wrong message is answered, and the same seed brings the same number back."""
+    """Halving finds the number, a wrong message is answered, and the same seed brings the same
+    number back."""
     reference = f"{EXAMPLES / 'guess_messages.py'}:Dialogue"
     with ServerProcess("--env", reference, "--pool-size", "1") as server:
         env = OpenEnvClient(server.url)
         await env.connect()
         first = await env.reset(task_id="up to 100", seed=5)
         assert [message["role"] for message in first.observation["messages"]] == ["system", "user"]
-        assert (await env.step({"content": "shout"})).observation["messages"][0]["content"] == "Say a number."
+        assert (await env.step({"content": "shout"})).observation["messages"][0][
+            "content"
+        ] == "Say a number."
         low = 1
         high = 100
         result = first
@@ -536,7 +647,11 @@ def trajectory_server() -> Iterator[str]:
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
-            yield next(found[1] for line in process.stderr if (found := re.search(r"running on (http\S+)", line)))
+            yield next(
+                found[1]
+                for line in process.stderr
+                if (found := re.search(r"running on (http\S+)", line))
+            )
         finally:
             process.terminate()
 
@@ -546,25 +661,34 @@ def trajectory_server() -> Iterator[str]:
 def test_the_producer_feeds_a_trainer_until_it_has_enough() -> None:
     """A trainer pulls whole groups of sound episodes, and the producer ends with the run."""
     pushed: list[int] = []
-    with trajectory_server() as url, TrajectoryClient(url, binary=False, explicit_acks=True) as trainer:
+    with (
+        trajectory_server() as url,
+        TrajectoryClient(url, binary=False, explicit_acks=True) as trainer,
+    ):
         trainer.register(batch_size=8, max_token_len=17, num_steps=2)
         produce = example("guessing_producer").produce
         producer = threading.Thread(target=lambda: pushed.append(produce(url)), daemon=True)
         producer.start()
         for _ in range(3):
             batch = trainer.pull(timeout_s=DEADLINE_S)
-            assert batch.n_sequences == 8 and [len(group["scores"]) for group in batch.groups] == [4, 4]
+            assert batch.n_sequences == 8 and [len(group["scores"]) for group in batch.groups] == [
+                4,
+                4,
+            ]
             trainer.ack(batch.lease_id)
         producer.join(DEADLINE_S)
     assert pushed and pushed[0] >= 6
 
 
 def test_an_episode_of_the_producer_is_a_sound_row() -> None:
-    """Only guesses are trained, with the log-probability that the policy had; the score is one over their number."""
+    """Only guesses are trained, with the log-probability that the policy had; the score is one over
+    their number."""
     module = example("guessing_producer")
     for secret in range(0, 100, 7):
         tokens, masks, logprobs, score = module.play(secret, random.Random(secret))
-        trained = [token for token, mask in zip(tokens, masks, strict=True) if mask != module.NOT_TRAINED]
+        trained = [
+            token for token, mask in zip(tokens, masks, strict=True) if mask != module.NOT_TRAINED
+        ]
         assert len(tokens) == len(logprobs) <= 17 and max(trained) < 100
         assert score == (1 / len(trained) if secret in trained else 0.0)
 

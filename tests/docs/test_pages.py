@@ -1,4 +1,5 @@
-"""What the pages say is so: what they and the code cite exists, the architecture is that of the tree, figures agree."""
+"""What the pages say is so: what they and the code cite exists, the architecture is that of the
+tree, figures agree."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ SECTION = r"\d{1,2}(?:\.\d{1,2})?(?!\d)"
 ASIDE = r"(?:\s+\([^()]*\))?"
 SECTIONS = rf"{SECTION}{ASIDE}(?:(?:,|,?\s+and|,?\s+to)\s+{SECTION}{ASIDE})*"
 CITATION = re.compile(rf"docs/reference/(?P<file>\w+\.md)(?P<rest>\s+(?P<sections>{SECTIONS}))?")
-"""The one form: file, space, section; several with commas, "and" and "to", each perhaps with words in brackets."""
+"""The one form: file, space, section; several with commas, "and" and "to", each perhaps with words
+in brackets."""
 LINKED_CITATION = re.compile(
     r"\]\((?:\.\./|reference/|docs/reference/)*(?P<file>dataflow|environment|trajectory|learning)\.md\) "
     rf"(?P<sections>{SECTIONS})"
@@ -38,7 +40,9 @@ OTHER_SPELLING = re.compile(
 LINK = re.compile(r"\]\((?P<target>[^()\s]+)\)")
 DOCS_PATH = re.compile(r"(?<![\w/.-])docs/[\w/-]+\.(?:md|png)")
 MODULE_PATH = re.compile(r"(?<![\w/.-])realhf/[\w./*-]*[\w/*]")
-DOTTED = re.compile(r"(?P<run>python3? -m )?(?<![\w./-])(?P<name>realhf(?:\.\w+)+)(?::(?P<attribute>\w+))?")
+DOTTED = re.compile(
+    r"(?P<run>python3? -m )?(?<![\w./-])(?P<name>realhf(?:\.\w+)+)(?::(?P<attribute>\w+))?"
+)
 
 TO_BE_WRITTEN = {"realhf.backends.bigram_generation"}
 """Modules that a page of ``docs/extend/`` tells its reader to add."""
@@ -53,7 +57,10 @@ def test_every_citation_names_a_section_of_the_reference() -> None:
             continue
         for citation in CITATION.finditer(text):
             found += 1
-            problems += [f"{_at(path, text, citation)}: {problem}" for problem in _citation_problems(citation)]
+            problems += [
+                f"{_at(path, text, citation)}: {problem}"
+                for problem in _citation_problems(citation)
+            ]
     assert not problems, "\n".join(problems)
     assert found > 150, f"only {found} citations were found: is the form still the same?"
 
@@ -71,7 +78,8 @@ def test_no_other_spelling_of_a_citation_is_left() -> None:
 
 
 def test_links_of_the_docs_lead_to_files_and_headings() -> None:
-    """Relative links, and paths of docs in any text, exist; anchors are headings of the file that they point into."""
+    """Relative links, and paths of docs in any text, exist; anchors are headings of the file that
+    they point into."""
     problems = []
     links = 0
     for path, text in _documents():
@@ -84,7 +92,9 @@ def test_links_of_the_docs_lead_to_files_and_headings() -> None:
             if not file.exists():
                 problems.append(f"{_at(path, text, link)}: no file {target}")
             elif anchor and anchor not in _anchors(file):
-                problems.append(f"{_at(path, text, link)}: {target or path.name} has no heading for #{anchor}")
+                problems.append(
+                    f"{_at(path, text, link)}: {target or path.name} has no heading for #{anchor}"
+                )
     for path, text in [*_documents(), *_python_files()]:
         problems += [f"{_at(path, text, named)}: no file {named[0]}"
                      for named in DOCS_PATH.finditer(text)
@@ -94,7 +104,8 @@ def test_links_of_the_docs_lead_to_files_and_headings() -> None:
 
 
 def test_sections_that_the_docs_point_to_exist() -> None:
-    """A link to a file of the reference that is followed by a section names one that the file has."""
+    """A link to a file of the reference that is followed by a section names one that the file
+    has."""
     problems = []
     found = 0
     for path, text in _documents():
@@ -109,7 +120,8 @@ def test_sections_that_the_docs_point_to_exist() -> None:
 
 
 def test_modules_and_paths_that_the_docs_name_exist() -> None:
-    """``realhf/...`` is a file or folder, ``realhf.x.y`` a module or something in one, ``python -m`` can run it."""
+    """``realhf/...`` is a file or folder, ``realhf.x.y`` a module or something in one, ``python
+    -m`` can run it."""
     problems = []
     found = 0
     for path, text in _documents():
@@ -119,21 +131,26 @@ def test_modules_and_paths_that_the_docs_name_exist() -> None:
                 problems.append(f"{_at(path, text, named)}: no file {named[0]}")
         for named in DOTTED.finditer(text):
             found += 1
-            problem = _module_problem(named["name"], named["attribute"], runs=named["run"] is not None)
+            problem = _module_problem(
+                named["name"], named["attribute"], runs=named["run"] is not None
+            )
             problems += [f"{_at(path, text, named)}: {problem}"] if problem else []
     assert not problems, "\n".join(problems)
     assert found > 20, f"only {found} names were found"
 
 
 def test_what_is_wrong_is_found() -> None:
-    """The checks above see a file, a section and a module that do not exist, and each old spelling."""
+    """The checks above see a file, a section and a module that do not exist, and each old
+    spelling."""
     assert not _citation_problems(_cited("see docs/reference/environment.md 2.1, 10. Parsing"))
     assert not _citation_problems(_cited("docs/reference/environment.md 7 (Chaos) and 8"))
     assert _citation_problems(_cited("docs/reference/nowhere.md 1"))
     assert _citation_problems(_cited("docs/reference/environment.md 99"))
     assert _citation_problems(_cited("docs/reference/trajectory.md 3.3 to 3.99"))
     assert _citation_problems(_cited("docs/reference/dataflow.md says so"))
-    for spelling in ("environment spec 2.1", "spec dataflow, section 9", "dataflow spec section 2", "Spec section 6.",
+    for spelling in ("environment spec "
+                     "2.1", "spec dataflow, section "
+                            "9", "dataflow spec section 2", "Spec section 6.",
                      "trajectory specification\n    3.11", "specification tests 27, 31", "spec 7"):  # fmt: skip
         assert OTHER_SPELLING.search(spelling), spelling
     assert _module_problem("realhf.no.such_module", None, runs=False)
@@ -174,8 +191,12 @@ def _missing(file: str, sections: str) -> list[str]:
     if not path.is_file():
         return [f"there is no {REFERENCE}/{file}"]
     numbers = re.findall(SECTION, re.sub(r"\([^()]*\)", "", sections))
-    known = set(re.findall(r"^#{2,4} (\d+(?:\.\d+)?)\b", path.read_text(encoding="utf-8"), re.MULTILINE))
-    return [f"{REFERENCE}/{file} has no section {number}" for number in numbers if number not in known]
+    known = set(
+        re.findall(r"^#{2,4} (\d+(?:\.\d+)?)\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    return [
+        f"{REFERENCE}/{file} has no section {number}" for number in numbers if number not in known
+    ]
 
 
 def _in_words(text: str, offset: int) -> bool:
@@ -199,13 +220,19 @@ def _module_problem(name: str, attribute: str | None, *, runs: bool) -> str | No
         return None
     for length in range(len(parts), 0, -1):
         base = REPO.joinpath(*parts[:length])
-        file = next((f for f in (base.with_suffix(".py"), base / "__init__.py") if f.is_file()), None)
+        file = next(
+            (f for f in (base.with_suffix(".py"), base / "__init__.py") if f.is_file()), None
+        )
         if file is None and not base.is_dir():
             continue
         rest = [*parts[length:], *([attribute] if attribute else [])]
         if rest and (file is None or rest[0] not in _names(file)):
             return f"{'.'.join(parts[:length])} has no {rest[0]}"
-        if runs and not rest and not (base.with_suffix(".py").is_file() or (base / "__main__.py").is_file()):
+        if (
+            runs
+            and not rest
+            and not (base.with_suffix(".py").is_file() or (base / "__main__.py").is_file())
+        ):
             return f"python -m {name} has nothing to run"
         return None
     return f"no module {name}"
@@ -221,13 +248,20 @@ def _names(file: Path) -> set[str]:
             found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+            found |= {
+                part.id
+                for target in targets
+                for part in ast.walk(target)
+                if isinstance(part, ast.Name)
+            }
     return found
 
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-FOLDER = re.compile(r"`((?:realhf|workers|experiments|configs|tests|benchmarks|docs|examples)/(?:[\w]+/)*)`")
+FOLDER = re.compile(
+    r"`((?:realhf|workers|experiments|configs|tests|benchmarks|docs|examples)/(?:[\w]+/)*)`"
+)
 MODULE = re.compile(r"`((?:realhf|workers|tests)/[\w/]+\.py)`")
 
 
@@ -241,7 +275,9 @@ def section(title: str) -> str:
 
 def table(title: str) -> list[list[str]]:
     """The cells of every row of a section's table, without its head."""
-    rows = [line.strip("|").split(" | ") for line in section(title).splitlines() if line.startswith("|")]
+    rows = [
+        line.strip("|").split(" | ") for line in section(title).splitlines() if line.startswith("|")
+    ]
     return [[cell.strip() for cell in row] for row in rows[2:]]
 
 
@@ -279,7 +315,9 @@ def test_each_question_is_answered_by_a_folder_or_a_module():
         first = answer.partition(":")[0]
         folders = FOLDER.findall(first)
         modules = MODULE.findall(first)
-        assert len(folders) + len(modules) == 1, f"one folder or module answers {question!r}, not {folders + modules}"
+        assert len(folders) + len(modules) == 1, (
+            f"one folder or module answers {question!r}, not {folders + modules}"
+        )
         assert set(folders) <= known, question
 
 
@@ -310,7 +348,11 @@ def test_every_worker_is_in_the_table_of_deaths():
 
 
 def test_every_folder_and_module_on_the_page_exists():
-    missing = [path for path in {*FOLDER.findall(PAGE), *MODULE.findall(PAGE)} if not (ROOT / path).exists()]
+    missing = [
+        path
+        for path in {*FOLDER.findall(PAGE), *MODULE.findall(PAGE)}
+        if not (ROOT / path).exists()
+    ]
     assert not missing
 
 
@@ -325,48 +367,128 @@ def test_the_tables_are_read_as_they_are_written():
 NUMBER = re.compile(r"(?<![\w.,])\d+(?:[.,]\d+)*")
 MEASURED = "docs/measured.md"
 QUOTED = (
-    ("docs/quickstart.md", r"minutes on two cores \((.*?) on the machine", MEASURED, "whole default run"),
-    ("docs/environment.md", r"\| environment time of 8 sessions.*", MEASURED, "environment time of 8 sessions"),
-    ("docs/environments/sql.md", r"The runs took (.*?) on two quiet", MEASURED, "whole runs on `sql`"),
-    ("docs/environments/files.md", r"sampled episodes: (63\.5 %) before", MEASURED, "whole runs on `sql`"),
+    (
+        "docs/quickstart.md",
+        r"minutes on two cores \((.*?) on the machine",
+        MEASURED,
+        "whole default run",
+    ),
+    (
+        "docs/environment.md",
+        r"\| environment time of 8 sessions.*",
+        MEASURED,
+        "environment time of 8 sessions",
+    ),
+    (
+        "docs/environments/sql.md",
+        r"The runs took (.*?) on two quiet",
+        MEASURED,
+        "whole runs on `sql`",
+    ),
+    (
+        "docs/environments/files.md",
+        r"sampled episodes: (63\.5 %) before",
+        MEASURED,
+        "whole runs on `sql`",
+    ),
     ("docs/environments/files.md", r"Wilson\), (87\.7 %) after", MEASURED, "whole runs on `sql`"),
     ("docs/environments/files.md", r"on quiet cores: (236 s)", MEASURED, "whole runs on `sql`"),
-    ("docs/environments/countdown.md", r"sampled episodes: (72\.2 %) before", MEASURED, "whole runs on `sql`"),
-    ("docs/environments/countdown.md", r"360 episodes\), (89\.2 %) after", MEASURED, "whole runs on `sql`"),
+    (
+        "docs/environments/countdown.md",
+        r"sampled episodes: (72\.2 %) before",
+        MEASURED,
+        "whole runs on `sql`",
+    ),
+    (
+        "docs/environments/countdown.md",
+        r"360 episodes\), (89\.2 %) after",
+        MEASURED,
+        "whole runs on `sql`",
+    ),
     (
         "docs/adapters.md",
         r"all weights came to (58\.8 %)",
         "docs/environments/countdown.md",
         "The equation of a two-number puzzle",
     ),
-    ("docs/trajectory_server.md", r"a day later (?s:(.*?))\. These", MEASURED, "trajectory server, durable"),
+    (
+        "docs/trajectory_server.md",
+        r"a day later (?s:(.*?))\. These",
+        MEASURED,
+        "trajectory server, durable",
+    ),
     (
         "docs/asynchronous.md",
         r"\| 200 ms, simulated, the latest(?: \| \d){3}.*",
         MEASURED,
         "asynchronous (eta 1) against",
     ),
-    ("docs/asynchronous.md", r"\| true, about .*?4\.01.*", MEASURED, "the same with the true latency"),
-    ("docs/running.md", r"The last row took (.*?) on two quiet", MEASURED, "SmolLM2-135M from an empty clone"),
-    ("docs/recipes.md", r"(165 to 187 s) with the policy that ships", MEASURED, "whole default run"),
-    ("docs/recipes.md", r"(76\.1 -> 97\.3 .*?), two cores \| \[sql\]", MEASURED, "whole runs on `sql`"),
-    ("docs/recipes.md", r"(63\.5 -> 87\.7 .*?), two cores \| \[files\]", MEASURED, "whole runs on `sql`"),
-    ("docs/recipes.md", r"(72\.2 -> 89\.2 .*?), two cores \| \[countdown\]", MEASURED, "whole runs on `sql`"),
-    ("docs/recipes.md", r"(51\.0 -> 88\.3 \| 37 minutes)", MEASURED, "SmolLM2-135M from an empty clone"),
+    (
+        "docs/asynchronous.md",
+        r"\| true, about .*?4\.01.*",
+        MEASURED,
+        "the same with the true latency",
+    ),
+    (
+        "docs/running.md",
+        r"The last row took (.*?) on two quiet",
+        MEASURED,
+        "SmolLM2-135M from an empty clone",
+    ),
+    (
+        "docs/recipes.md",
+        r"(165 to 187 s) with the policy that ships",
+        MEASURED,
+        "whole default run",
+    ),
+    (
+        "docs/recipes.md",
+        r"(76\.1 -> 97\.3 .*?), two cores \| \[sql\]",
+        MEASURED,
+        "whole runs on `sql`",
+    ),
+    (
+        "docs/recipes.md",
+        r"(63\.5 -> 87\.7 .*?), two cores \| \[files\]",
+        MEASURED,
+        "whole runs on `sql`",
+    ),
+    (
+        "docs/recipes.md",
+        r"(72\.2 -> 89\.2 .*?), two cores \| \[countdown\]",
+        MEASURED,
+        "whole runs on `sql`",
+    ),
+    (
+        "docs/recipes.md",
+        r"(51\.0 -> 88\.3 \| 37 minutes)",
+        MEASURED,
+        "SmolLM2-135M from an empty clone",
+    ),
     *(
-        ("docs/recipes.md", rf"default job.*?({before} -> {after})", MEASURED, f"{seed} | sampled |")
+        (
+            "docs/recipes.md",
+            rf"default job.*?({before} -> {after})",
+            MEASURED,
+            f"{seed} | sampled |",
+        )
         for seed, before, after in ((1, "68.4", "95.5"), (2, "64.1", "94.7"), (3, "60.7", "94.9"))
     ),
     ("README.md", r"to the report took (.*?):", MEASURED, "SmolLM2-135M from an empty clone"),
-    ("README.md", r"report took(?s:.*?)(51\.0) % of 429", MEASURED, "SmolLM2-135M from an empty clone"),
+    (
+        "README.md",
+        r"report took(?s:.*?)(51\.0) % of 429",
+        MEASURED,
+        "SmolLM2-135M from an empty clone",
+    ),
     ("README.md", r"before\), (88\.3)\s", MEASURED, "SmolLM2-135M from an empty clone"),
     ("README.md", r"began at (52\.4) came", "docs/running.md", "All 1,287 episodes"),
     ("README.md", r"came to (86\.0)", "docs/running.md", "after 36 steps of GRPO, seed 1"),
     ("README.md", r"86\.0, (87\.4)", "docs/running.md", "seed 2 (from"),
     ("README.md", r"87\.4\s+and (84\.1)\s+\(", "docs/running.md", "seed 3 (from"),
 )
-"""A page, what it says (the group, if there is one), the page that has it first, and how the row or paragraph begins
-there, in which every number has to stand."""
+"""A page, what it says (the group, if there is one), the page that has it first, and how the row or
+paragraph begins there, in which every number has to stand."""
 COUNTED = re.compile(r"^\| (?:200 ms, simulated|true, about)")
 """Rows whose first cells are no measurements: latency, eta, niceness and rounds."""
 
@@ -386,8 +508,12 @@ def numbers(text: str) -> list[str]:
     return NUMBER.findall(text)
 
 
-@pytest.mark.parametrize(("page", "quote", "origin", "start"), QUOTED, ids=lambda part: str(part)[:40])
-def test_a_quoted_figure_is_that_of_its_source(page: str, quote: str, origin: str, start: str) -> None:
+@pytest.mark.parametrize(
+    ("page", "quote", "origin", "start"), QUOTED, ids=lambda part: str(part)[:40]
+)
+def test_a_quoted_figure_is_that_of_its_source(
+    page: str, quote: str, origin: str, start: str
+) -> None:
     found = re.search(quote, read(page))
     assert found, f"{page} does not say {quote!r} any more"
     text = found[1] if found.re.groups else found[0]
@@ -398,7 +524,8 @@ def test_a_quoted_figure_is_that_of_its_source(page: str, quote: str, origin: st
 
 
 def test_the_first_screen_of_the_readme_says_what_the_default_job_trains() -> None:
-    """A small transformer that was taught on its own tasks, followed by the job's own curve and the real model."""
+    """A small transformer that was taught on its own tasks, followed by the job's own curve and the
+    real model."""
     screen = " ".join(read("README.md").partition("\n## ")[0].split())
     weights = ROOT / "realhf" / "aws" / "training" / "policy" / "model.safetensors"
     with safe_open(weights, "np") as opened:
@@ -406,8 +533,15 @@ def test_the_first_screen_of_the_readme_says_what_the_default_job_trains() -> No
     assert round(parameters / 1e6, 1) == 1.0 and "a transformer of one million parameters" in screen
     templates = load_templates()
     tiers = ("warmup", "beginner", "intermediate")
-    starters = [each for each in templates if "starter" in each.tags and each.tier in tiers and each.split != "heldout"]
-    assert f"imitation of scripted episodes first, on the same {len(starters)} of the {len(templates)} kinds" in screen
+    starters = [
+        each
+        for each in templates
+        if "starter" in each.tags and each.tier in tiers and each.split != "heldout"
+    ]
+    assert (
+        f"imitation of scripted episodes first, on the same {len(starters)} of the "
+        f"{len(templates)} kinds" in screen
+    )
     assert "make train-real" in screen and "SmolLM2-135M-Instruct" in screen
     assert re.findall(r"!\[.*?\]\((.*?)\)", read("README.md"))[0] == "docs/learning.png"
 
@@ -463,7 +597,9 @@ def test_a_run_that_a_page_names_has_the_figures_of_one_page() -> None:
     named: dict[str, set[str]] = {}
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for name in re.findall(
-            r"^results: runs/\S*?/(\S*\d)(?:-\.\.\.)?$", page.read_text(encoding="utf-8"), re.MULTILINE
+            r"^results: runs/\S*?/(\S*\d)(?:-\.\.\.)?$",
+            page.read_text(encoding="utf-8"),
+            re.MULTILINE,
         ):
             named.setdefault(name, set()).add(page.name)
     assert named and [name for name, pages in named.items() if len(pages) > 1] == []
@@ -477,8 +613,11 @@ def test_what_make_says_is_in_the_table_of_the_quickstart() -> None:
 
 
 def test_the_episode_in_the_quickstart_names_its_task_as_a_run_does() -> None:
-    """By the identifier of the sample; the number of the template that the page showed is in no episodes.txt."""
+    """By the identifier of the sample; the number of the template that the page showed is in no
+    episodes.txt."""
     [(sample, task, seed)] = re.findall(
-        r"^=== step \d+, sample (\S+)@\d+: \w+ task (\S+) \(seed (\d+)\)", read("docs/quickstart.md"), re.MULTILINE
+        r"^=== step \d+, sample (\S+)@\d+: \w+ task (\S+) \(seed (\d+)\)",
+        read("docs/quickstart.md"),
+        re.MULTILINE,
     )
     assert sample == task and task.endswith(f"-{seed}")

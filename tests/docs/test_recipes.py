@@ -1,5 +1,5 @@
-"""What the page of recipes says of GPUs and templates is what the code says; its commands are composed in
-``test_commands.py``, its figures compared in ``test_pages.py``."""
+"""What the page of recipes says of GPUs and templates is what the code says; its commands are
+composed in ``test_commands.py``, its figures compared in ``test_pages.py``."""
 
 from __future__ import annotations
 
@@ -35,10 +35,16 @@ SHAPES = {
 
 
 def on_a_gpu() -> list[list[str]]:
-    return [found for each in commands_of(PAGE) if (found := launched(each)) and "model=qwen3" in " ".join(found)]
+    return [
+        found
+        for each in commands_of(PAGE)
+        if (found := launched(each)) and "model=qwen3" in " ".join(found)
+    ]
 
 
-def test_the_memory_plan_on_the_page_is_that_of_its_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_plan_on_the_page_is_that_of_its_commands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def here(path: str) -> Any:
         return size_of(SHAPES[path])
 
@@ -52,10 +58,14 @@ def test_the_memory_plan_on_the_page_is_that_of_its_commands(monkeypatch: pytest
             name = need.path.partition("/")[2]
             part = "generation" if need.process.startswith("generation") else "trainer"
             cells = [*need.bytes, need.total]
-            rows.append(f"| {name}, {part} | " + " | ".join(f"{each / GIB:.3g}" for each in cells) + " |")
+            rows.append(
+                f"| {name}, {part} | " + " | ".join(f"{each / GIB:.3g}" for each in cells) + " |"
+            )
     assert len(rows) == 4 and [row for row in rows if row not in PAGE.read_text()] == []
     whole = trainer_memory(here("Qwen/Qwen3-4B"), "bfloat16")
-    assert f"would take {(whole.weights + whole.later) / GIB:.0f} GiB" in " ".join(PAGE.read_text().split())
+    assert f"would take {(whole.weights + whole.later) / GIB:.0f} GiB" in " ".join(
+        PAGE.read_text().split()
+    )
 
 
 def test_the_counts_on_the_page_are_those_of_the_templates() -> None:
@@ -74,5 +84,9 @@ def test_the_counts_on_the_page_are_those_of_the_templates() -> None:
     assert f"{warm['train_steps']} steps x ({warm['batch_size']} episodes" in text
     episodes = 8 * config["dataset"]["train_bs_n_seqs"]
     assert f"{config['total_train_steps']} steps x {episodes} episodes" in text
-    assert f"3 x {config['evaluation']['episodes_per_task'] * len(load_templates())} episodes" in text
-    assert config["evaluation"]["every_steps"] * 2 == config["total_train_steps"], "before, in the middle, at the end"
+    assert (
+        f"3 x {config['evaluation']['episodes_per_task'] * len(load_templates())} episodes" in text
+    )
+    assert config["evaluation"]["every_steps"] * 2 == config["total_train_steps"], (
+        "before, in the middle, at the end"
+    )

@@ -1,7 +1,9 @@
-"""What the pages print is run, as it stands: by a shell, in a folder of its own, made small by the tests alone.
+"""What the pages print is run, as it stands: by a shell, in a folder of its own, made small by the
+tests alone.
 
-``make test-docs``. A file ``sitecustomize.py`` that only these processes see adds options to a launch and a free port
-to a server; nothing of the product knows of it. ``test_commands.py`` looks at every command, also at those not run.
+``make test-docs``. A file ``sitecustomize.py`` that only these processes see adds options to a
+launch and a free port to a server; nothing of the product knows of it. ``test_commands.py`` looks
+at every command, also at those not run.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ LONGEST_S = 600
 NOT_RUN = {
     r"scheduler=(join|ray|slurm)": "needs hosts of its own; make test-cluster, make test-ray",
     r"stream.url=": "needs a server and producers that run already",
-    r"experiment=grpo_stream_http": "waits for producers; tests/test_stream_end_to_end.py brings them",
+    r"experiment=grpo_stream_http": "waits for producers; tests/test_stream_end_to_end.py brings "
+    "them",
     r"model=qwen3": "asks a hub for weights",
     r"docs/extend/examples/pinned_scheduler.py": "tests/docs/test_extend.py runs it",
     r"(mine|guess)\.py": "is run by the tests of the page and of init below",
@@ -43,9 +46,11 @@ NOT_RUN = {
 """Launches that are composed and not run, and why, beside those that cannot be composed."""
 PARSED = {
     r"benchmarks[./].*": "measures for minutes",
-    r"examples/.*|docs/extend/examples/.*": "is run by tests/examples, tests/tinker or tests/docs/test_extend.py",
+    r"examples/.*|docs/extend/examples/.*": "is run by tests/examples, tests/tinker or "
+    "tests/docs/test_extend.py",
     r"tests\..*": "is a test",
-    r"realhf\.(aws\.|cluster|worker|monitor\.|dataflow\.|view).*": "needs a finished run, a pool for minutes, or hosts",
+    r"realhf\.(aws\.|cluster|worker|monitor\.|dataflow\.|view).*": "needs a finished run, a pool "
+    "for minutes, or hosts",
     r"workers\.producer_worker": "needs two servers and a policy",
     r"train-api|realhf\.tinker": "needs the client tinker; make test-tinker",
     r"(pip|pytest|make|module|sh)": "is no command of the package",
@@ -84,8 +89,8 @@ elif asked[:1] == ["-m"] and asked[1:] in (["workers.env_worker"], ["realhf.traj
 
 
 def smaller(arguments: list[str]) -> list[str]:
-    """Those of ``SMALLER`` that have an effect beside these arguments. Raises ConfigError for arguments that are wrong
-    by themselves."""
+    """Those of ``SMALLER`` that have an effect beside these arguments. Raises ConfigError for
+    arguments that are wrong by themselves."""
     chosen = [
         text
         for text in SMALLER
@@ -121,7 +126,9 @@ def run(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, typed: str = "
     [*_, words] = [[*each.words] for each in commands_in(f"    {line}", "line")] or [[]]
     if "realhf.launch" in words:
         monkeypatch.chdir(folder)
-        monkeypatch.setenv("LAUNCH_SMALLER", " ".join(smaller(words[words.index("realhf.launch") + 1 :])))
+        monkeypatch.setenv(
+            "LAUNCH_SMALLER", " ".join(smaller(words[words.index("realhf.launch") + 1 :]))
+        )
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", line],
         cwd=folder,
@@ -133,14 +140,19 @@ def run(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, typed: str = "
     )
     assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     if "realhf.launch" in words and "mode=check" not in words:
-        assert re.search(r"^2 steps in \d+ s.*\nresults: ", done.stdout, re.MULTILINE), done.stdout[-2000:]
+        assert re.search(r"^2 steps in \d+ s.*\nresults: ", done.stdout, re.MULTILINE), done.stdout[
+            -2000:
+        ]
     return done.stdout
 
 
 def whole_launches() -> list[Command]:
-    """The launches that the pages print on lines of their own, each once, whatever its seed and name."""
+    """The launches that the pages print on lines of their own, each once, whatever its seed and
+    name."""
     found: dict[tuple[str, ...], Command] = {}
-    for command in (each for page in pages() for each in commands_of(page) if each.whole and launched(each)):
+    for command in (
+        each for page in pages() for each in commands_of(page) if each.whole and launched(each)
+    ):
         text = " ".join(command.words)
         if command.program == "realhf.launch" and not any(
             re.search(not_run, text) for not_run in (*NOT_RUN, *LAUNCHED)
@@ -161,11 +173,18 @@ def test_what_a_page_launches_trains(
     arguments = launched(command)
     assert arguments is not None
     shutil.rmtree(workplace / "runs" / "kept", ignore_errors=True)
-    run(shlex.join(["python", "-m", "realhf.launch", *arguments, "recover_mode=disabled"]), workplace, monkeypatch)
+    run(
+        shlex.join(["python", "-m", "realhf.launch", *arguments, "recover_mode=disabled"]),
+        workplace,
+        monkeypatch,
+    )
 
 
-def test_one_of_your_own_by_the_words_of_the_page(tmp_path: Path, shell: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From an empty folder to finished runs, synchronous and asynchronous: every line of the page, in its order."""
+def test_one_of_your_own_by_the_words_of_the_page(
+    tmp_path: Path, shell: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From an empty folder to finished runs, synchronous and asynchronous: every line of the page,
+    in its order."""
     page = (ROOT / "docs" / "environments" / "README.md").read_text()
     section = page.partition("## One of your own, in an empty folder")[2].partition("\n## ")[0]
     lines = [each for each in commands_in(section, "page") if each.whole]
@@ -178,48 +197,80 @@ def test_one_of_your_own_by_the_words_of_the_page(tmp_path: Path, shell: None, m
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_what_init_prints(door: str, tmp_path: Path, shell: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_init_prints(
+    door: str, tmp_path: Path, shell: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each line, as printed; the agent plays asynchronously."""
     folder = tmp_path / "empty"
     folder.mkdir()
-    told = run(f"python -m realhf.env init my_game --door {door}", folder, monkeypatch).splitlines()[1:]
+    told = run(
+        f"python -m realhf.env init my_game --door {door}", folder, monkeypatch
+    ).splitlines()[1:]
     assert len(told) == 3
     for line in told:
         run(line.strip(), folder, monkeypatch, typed="/quit\n")
 
 
 def played() -> list[Command]:
-    """The commands of environments that the pages print, and what they are said to print; those about a file that a
-    page prints are typed in test_extend.py."""
-    every = [each for page in pages() for each in commands_of(page) if each.whole and each.program == "realhf.env"]
+    """The commands of environments that the pages print, and what they are said to print; those
+    about a file that a page prints are typed in test_extend.py."""
+    every = [
+        each
+        for page in pages()
+        for each in commands_of(page)
+        if each.whole and each.program == "realhf.env"
+    ]
     mine = re.compile(r"mine\.py|guess\.py|mean\.py|shelf\.py|init |gymnasium")
     return [*{each.line: each for each in every if not mine.search(each.line)}.values()]
 
 
 @pytest.mark.parametrize("command", played(), ids=lambda command: command.where)
-def test_what_a_page_plays(command: Command, workplace: Path, shell: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_page_plays(
+    command: Command, workplace: Path, shell: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The page shows what is printed, but for what it leaves out."""
     printed = run(command.line, workplace, monkeypatch, typed="/quit\n").splitlines()
-    shown = [line for line in command.shown if line and line != "[...]" and not line.startswith("python -m")]
+    shown = [
+        line
+        for line in command.shown
+        if line and line != "[...]" and not line.startswith("python -m")
+    ]
     if shown and command.page.endswith("environment_command.md"):
         assert [line for line in shown if line not in [each.strip() for each in printed]] == []
 
 
 def served() -> list[Command]:
     """The servers that the pages start on lines of their own."""
-    every = [each for page in pages() for each in commands_of(page) if each.whole and each.program in SERVERS]
+    every = [
+        each
+        for page in pages()
+        for each in commands_of(page)
+        if each.whole and each.program in SERVERS
+    ]
     return [
-        *{each.line: each for each in every if "redis://" not in each.line and "key=value" not in each.line}.values()
+        *{
+            each.line: each
+            for each in every
+            if "redis://" not in each.line and "key=value" not in each.line
+        }.values()
     ]
 
 
 @pytest.mark.sim
 @pytest.mark.parametrize("command", served(), ids=lambda command: command.where)
-def test_what_a_page_serves(command: Command, workplace: Path, shell: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_page_serves(
+    command: Command, workplace: Path, shell: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server says where it listens, and ends when it is asked to."""
-    line = command.line.replace("my_env.py:Name", "mine.py:Mine").replace("file.py:Name", "mine.py:Mine")
+    line = command.line.replace("my_env.py:Name", "mine.py:Mine").replace(
+        "file.py:Name", "mine.py:Mine"
+    )
     server = subprocess.Popen(
-        ["bash", "-c", f"exec {line}"], cwd=workplace, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ["bash", "-c", f"exec {line}"],
+        cwd=workplace,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     with server:
         assert server.stdout is not None
@@ -242,7 +293,14 @@ def test_every_program_is_run_or_has_a_reason() -> None:
     """A program that a new page brings is put into one of the tables."""
     tried = ("realhf.launch", "realhf.env", *SERVERS)
     every = {
-        each.program for page in pages() for each in commands_of(page) if not each.words[0].startswith("experiment")
+        each.program
+        for page in pages()
+        for each in commands_of(page)
+        if not each.words[0].startswith("experiment")
     }
     reasons = [*PARSED, *ELSEWHERE]
-    assert [name for name in every if name not in tried and not any(re.fullmatch(text, name) for text in reasons)] == []
+    assert [
+        name
+        for name in every
+        if name not in tried and not any(re.fullmatch(text, name) for text in reasons)
+    ] == []

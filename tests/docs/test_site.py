@@ -1,4 +1,5 @@
-"""The site is made of every page and of the docstrings of the interfaces, and loads nothing from another server.
+"""The site is made of every page and of the docstrings of the interfaces, and loads nothing from
+another server.
 
 ``make docs`` builds it, strictly, and checks what it built; here is what needs no MkDocs."""
 
@@ -53,7 +54,10 @@ def test_pages_about_interfaces_name_every_public_class_and_function() -> None:
                     assert f"## `{node.name}`\n" in page, f"{path}: {node.name}"
     assert names > 100
     sample = api["api/realhf.api.sample.md"]
-    assert "```python\n@staticmethod\ndef of(" in sample and "Return the number of rows of the packed tensor." in sample
+    assert (
+        "```python\n@staticmethod\ndef of(" in sample
+        and "Return the number of rows of the packed tensor." in sample
+    )
 
 
 def test_what_is_loaded_from_another_server_is_found(tmp_path: Path) -> None:
@@ -69,11 +73,18 @@ def test_what_is_loaded_from_another_server_is_found(tmp_path: Path) -> None:
     found = build.loaded_from_elsewhere(tmp_path)
     assert [fault.partition(":")[0] for fault in found] == ["index.html", "a.css", "a.js"]
     build.keep_libraries_away(tmp_path)
-    assert [fault.partition(":")[0] for fault in build.loaded_from_elsewhere(tmp_path)] == ["index.html", "a.css"]
+    assert [fault.partition(":")[0] for fault in build.loaded_from_elsewhere(tmp_path)] == [
+        "index.html",
+        "a.css",
+    ]
 
 
 def test_the_theme_asks_nobody_for_fonts() -> None:
-    assert "\n  font: false\n" in CONFIG and "analytics" not in CONFIG and "extra_javascript" not in CONFIG
+    assert (
+        "\n  font: false\n" in CONFIG
+        and "analytics" not in CONFIG
+        and "extra_javascript" not in CONFIG
+    )
 
 
 def test_a_page_that_is_there_only_once_is_found(tmp_path: Path) -> None:
@@ -81,6 +92,6 @@ def test_a_page_that_is_there_only_once_is_found(tmp_path: Path) -> None:
     for name in ("index.html", "README.md", "docs/running.md", "api/x.html", "api/x.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert build.not_twice(tmp_path, [Path("README.md"), Path("docs/running.md"), Path("api/x.md")]) == [
-        "docs/running.html: is missing"
-    ]
+    assert build.not_twice(
+        tmp_path, [Path("README.md"), Path("docs/running.md"), Path("api/x.md")]
+    ) == ["docs/running.html: is missing"]

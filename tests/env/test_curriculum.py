@@ -1,5 +1,5 @@
-"""Both strategies: arithmetic against independent formulas, mastery, promotion, persistence, what changes state; and
-the tasks as a data source."""
+"""Both strategies: arithmetic against independent formulas, mastery, promotion, persistence, what
+changes state; and the tasks as a data source."""
 
 from __future__ import annotations
 
@@ -178,9 +178,13 @@ def test_uniform_draws_what_never_succeeds_as_often_as_all_else() -> None:
     size = len(tasks.group_of) // 2
     batches = [[template for template, _ in curriculum.draw(size)] for _ in range(100)]
     drawn = Counter(template for batch in batches for template in batch)
-    assert drawn.keys() == tasks.group_of.keys() and all(len(set(batch)) == size for batch in batches)
+    assert drawn.keys() == tasks.group_of.keys() and all(
+        len(set(batch)) == size for batch in batches
+    )
     assert max(drawn.values()) < 1.8 * min(drawn.values())
-    assert len({frozenset(batch) for batch in batches}) > 90, "those that come together are others each time"
+    assert len({frozenset(batch) for batch in batches}) > 90, (
+        "those that come together are others each time"
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -249,7 +253,9 @@ def test_record_result_is_the_only_mutation(strategy: str) -> None:
     curriculum.get_stats()
     curriculum.success_rate(1)
     after = curriculum.state_dict()
-    assert {k: v for k, v in after.items() if k != "rng"} == {k: v for k, v in before.items() if k != "rng"}
+    assert {k: v for k, v in after.items() if k != "rng"} == {
+        k: v for k, v in before.items() if k != "rng"
+    }
     record(curriculum, 1, 1.0)
     assert curriculum.state_dict()["episodes"] == before["episodes"] + 1
 
@@ -259,9 +265,15 @@ def test_groups_without_valid_rollouts_are_counted_not_learned(strategy: str) ->
     curriculum = make_curriculum(strategy, 0, TrainingTasks())
     curriculum.record_result(instantiate(1, 0), None)
     figures = curriculum.stats()
-    assert (figures["invalid_groups"], figures["episodes"], figures["untried"]) == (1, 0, len(TRAIN))
+    assert (figures["invalid_groups"], figures["episodes"], figures["untried"]) == (
+        1,
+        0,
+        len(TRAIN),
+    )
     curriculum.record_result(instantiate(1, 0), 0.25, 0.5)
-    assert curriculum.stats()["success/warmup"] == 0.25 and curriculum.stats()["reward_last_10"] == 0.5
+    assert (
+        curriculum.stats()["success/warmup"] == 0.25 and curriculum.stats()["reward_last_10"] == 0.5
+    )
     curriculum.reset()
     assert curriculum.stats()["untried"] == len(TRAIN)
 
@@ -347,7 +359,11 @@ def test_get_stats_of_the_priority_strategy() -> None:
     assert (figures["episode_count"], figures["invalid_groups"]) == (5, 1)
     assert (figures["graduated_tasks"], figures["weak_spots"]) == ([1], [2])
     assert figures["avg_reward_last_10"] == pytest.approx(3.5 / 5)
-    assert (figures["group"], figures["group_episodes"], figures["promotions"]) == ("beginner", 0, [(5, "beginner")])
+    assert (figures["group"], figures["group_episodes"], figures["promotions"]) == (
+        "beginner",
+        0,
+        [(5, "beginner")],
+    )
     record(curriculum, 101, 1.0, 0.0)
     later = curriculum.get_stats()
     assert (later["group_episodes"], later["spaced_rep_due"]) == (2, [1])
@@ -364,12 +380,17 @@ def test_all_strategies_tell_the_same_figures() -> None:
     for curriculum in kinds:
         record(curriculum, 1, 0.0)
     figures = [curriculum.get_stats() for curriculum in kinds]
-    assert len({frozenset(each) for each in figures}) == 1 and [each["weak_spots"] for each in figures] == [[1]] * 3
+    assert (
+        len({frozenset(each) for each in figures}) == 1
+        and [each["weak_spots"] for each in figures] == [[1]] * 3
+    )
 
 
 def test_the_slow_preset_and_changed_constants() -> None:
     assert PRESETS["standard"] == PriorityRule()
-    slow = make_curriculum("priority", 0, TrainingTasks(), priority={"preset": "slow", "fast_track_rate": 2.0})
+    slow = make_curriculum(
+        "priority", 0, TrainingTasks(), priority={"preset": "slow", "fast_track_rate": 2.0}
+    )
     assert isinstance(slow, PriorityCurriculum)
     record(slow, 1, *[1.0] * 5)
     assert slow.group == "beginner"
@@ -377,30 +398,44 @@ def test_the_slow_preset_and_changed_constants() -> None:
     assert slow.group == "beginner", "the standard rule would have promoted after five"
     record(slow, 101, 1.0)
     assert slow.group == "intermediate"
-    bold = PriorityCurriculum(0, TrainingTasks(), rule=PriorityRule.of(weak=10.0, due=1.0, recent=0.0, untried=7.0))
+    bold = PriorityCurriculum(
+        0, TrainingTasks(), rule=PriorityRule.of(weak=10.0, due=1.0, recent=0.0, untried=7.0)
+    )
     assert bold.priority(1) == 7.0
     record(bold, 1, 0.0)
     assert bold.priority(1) == 10.0
 
 
 def test_the_classic_rule_leads_through_the_groups_of_any_environment() -> None:
-    """The pairs of the rule hold for the first, the second and the further groups, whatever they are called."""
+    """The pairs of the rule hold for the first, the second and the further groups, whatever they
+    are called."""
     tasks = build_environment("sql", {}).tasks("train")
-    curriculum = PriorityCurriculum(0, tasks, rule=PriorityRule(promotion=((2, 0.5), (3, 0.5)), fast_track_rate=2.0))
+    curriculum = PriorityCurriculum(
+        0, tasks, rule=PriorityRule(promotion=((2, 0.5), (3, 0.5)), fast_track_rate=2.0)
+    )
     reached = []
     for _ in range(20):
         template, _ = curriculum.draw(1)[0]
         curriculum.record_template(template, 1.0, 1.0)
         reached.append(curriculum.group)
-    assert curriculum.get_stats()["promotions"] == [(2, "aggregate"), (5, "join"), (8, "change"), (11, "steps")]
+    assert curriculum.get_stats()["promotions"] == [
+        (2, "aggregate"),
+        (5, "join"),
+        (8, "change"),
+        (11, "steps"),
+    ]
     assert reached[-1] == "steps" and curriculum.stats()["group"] == 4.0
     with pytest.raises(ValueError, match="at least one pair"):
         PriorityRule.of(promotion=())
     with pytest.raises(ValueError, match="earlier release"):
-        curriculum.load_state_dict({key: value for key, value in curriculum.state_dict().items() if key != "group"})
+        curriculum.load_state_dict(
+            {key: value for key, value in curriculum.state_dict().items() if key != "group"}
+        )
 
 
-def results(items: list[SourceItem], rewards: list[float | None], achieved: list[bool]) -> list[SampleResult]:
+def results(
+    items: list[SourceItem], rewards: list[float | None], achieved: list[bool]
+) -> list[SampleResult]:
     return [SampleResult(item.id, item.metadata, rewards, achieved) for item in items]
 
 
@@ -413,13 +448,20 @@ def test_items() -> None:
     for item in items:
         asked = parse_task(item.metadata)
         task = Task.from_json(asked.payload["task"])
-        assert asked.payload["chaos"] is True and (asked.id, asked.seed) == (f"{task.template}-{task.seed}", task.seed)
+        assert asked.payload["chaos"] is True and (asked.id, asked.seed) == (
+            f"{task.template}-{task.seed}",
+            task.seed,
+        )
         assert item.id.startswith(f"{task.template}-{task.seed}@")
         assert task == instantiate(task.task_id, item.metadata["task_seed"])
         assert (item.metadata["template"], item.metadata["group"]) == (str(task.task_id), task.tier)
-        assert asked.template == task.template, "people read the name of a template, and not its number"
+        assert asked.template == task.template, (
+            "people read the name of a template, and not its number"
+        )
         assert item.metadata["group"] in ("warmup", "beginner")
-        assert dict(item.values) == {}, "a tensor that nobody reads would be stored by a call in every step"
+        assert dict(item.values) == {}, (
+            "a tensor that nobody reads would be stored by a call in every step"
+        )
         json.dumps(dict(item.metadata))
 
 

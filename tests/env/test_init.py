@@ -1,4 +1,5 @@
-"""``init`` writes a start that works: the check finds no fault in it, its own tests pass, nothing is overwritten."""
+"""``init`` writes a start that works: the check finds no fault in it, its own tests pass, nothing
+is overwritten."""
 
 from __future__ import annotations
 
@@ -52,8 +53,11 @@ def test_what_it_writes_passes_the_check_and_its_own_tests(
     assert len(run) >= 2 and "test_the_check_finds_no_fault" in tests
 
 
-def test_the_lines_for_another_folder_find_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The agent is named by its file: it was named as a module, which is found in the working directory alone."""
+def test_the_lines_for_another_folder_find_their_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The agent is named by its file: it was named as a module, which is found in the working
+    directory alone."""
     (tmp_path / "games").mkdir()
     assert main(["init", "agent_game", "--door", "agent", "--folder", "games"]) == 0
     words = shlex.split(capsys.readouterr().out.splitlines()[-1])
@@ -63,8 +67,8 @@ def test_the_lines_for_another_folder_find_their_files(tmp_path: Path, capsys: p
 
 
 async def test_the_agent_plays_as_it_would_in_a_run(tmp_path: Path) -> None:
-    """With the session and the endpoint of a run, up to its end and to a limit. It was written for another contract
-    once, which its own tests stood in for."""
+    """With the session and the endpoint of a run, up to its end and to a limit. It was written for
+    another contract once, which its own tests stood in for."""
     assert main(["init", "agent_play", "--door", "agent"]) == 0
     spec = build_environment(f"{tmp_path / 'agent_play.py'}:AgentPlay", {})
     heard: list[str] = []
@@ -75,7 +79,9 @@ async def test_the_agent_plays_as_it_would_in_a_run(tmp_path: Path) -> None:
 
     for turns, status in ((8, "finished"), (2, "max_turns")):
         limits = Limits(max_turns=turns, max_total_tokens=2000, turn_tokens=10)
-        agent = BlackBoxAgent(load_agent(f"{tmp_path / 'agent_play.py'}:solve"), chat(), limits, timeout_s=60)
+        agent = BlackBoxAgent(
+            load_agent(f"{tmp_path / 'agent_play.py'}:solve"), chat(), limits, timeout_s=60
+        )
         try:
             wanted = EpisodeRequest(0, Task("1", seed=9), sampling_seed=5)
             outcome = await agent.play(spec.make(""), wanted, FakeTokens(speak), 2)
@@ -88,12 +94,26 @@ async def test_the_agent_plays_as_it_would_in_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_its_tests_run_by_pytest_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_tests_run_by_pytest_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a newcomer would run them, but for the check."""
     assert main(["init", "first_game"]) == 0
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not check", "test_first_game.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "not check",
+        "test_first_game.py",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
 
 
@@ -102,29 +122,54 @@ def test_it_is_short_and_clean(door: str, tmp_path: Path) -> None:
     """Less than 60 lines, formatted as ruff does, and without an import of this package."""
     assert main(["init", "first_game", "--door", door]) == 0
     text = (tmp_path / "first_game.py").read_text()
-    assert text.count("\n") < 60 and "import realhf" not in text and "from realhf" not in text and "$" not in text
+    assert (
+        text.count("\n") < 60
+        and "import realhf" not in text
+        and "from realhf" not in text
+        and "$" not in text
+    )
     for tool in (("check", "--select", "E,F,I,UP,B,SIM"), ("format", "--check")):
-        command = [sys.executable, "-m", "ruff", *tool, "--isolated", "--line-length", "120", str(tmp_path)]
+        command = [
+            sys.executable,
+            "-m",
+            "ruff",
+            *tool,
+            "--isolated",
+            "--line-length",
+            "120",
+            str(tmp_path),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
 
 
-def test_nothing_is_overwritten_and_nothing_is_half_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten_and_nothing_is_half_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "test_mine.py").write_text("mine")
     assert main(["init", "mine"]) == 2
-    assert capsys.readouterr().err == "error: test_mine.py is there already, and nothing was written\n"
+    assert (
+        capsys.readouterr().err == "error: test_mine.py is there already, and nothing was written\n"
+    )
     assert (tmp_path / "test_mine.py").read_text() == "mine" and not (tmp_path / "mine.py").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("My-Game",), "error: 'My-Game' is no name: write a small letter, then letters, digits and underscores"),
+        (
+            ("My-Game",),
+            "error: 'My-Game' is no name: write a small letter, then letters, digits and "
+            "underscores",
+        ),
         (("../up",), "error: '../up' is no name"),
         (("class",), "error: 'class' is no name"),
         (("json",), "error: 'json' is the name of another module, which it would hide"),
         (("realhf",), "error: 'realhf' is the name of another module"),
-        (("mine", "--folder", "none"), "error: none cannot be written to: No such file or directory"),
+        (
+            ("mine", "--folder", "none"),
+            "error: none cannot be written to: No such file or directory",
+        ),
     ],
 )
 def test_a_name_or_folder_that_cannot_be_is_one_line(

@@ -1,4 +1,5 @@
-"""The list of environments: sizes of groups, tools or text, a solver or none, one sentence; one that fails is a row."""
+"""The list of environments: sizes of groups, tools or text, a solver or none, one sentence; one
+that fails is a row."""
 
 from __future__ import annotations
 
@@ -17,9 +18,15 @@ def test_every_registered_environment_is_listed(capsys: pytest.CaptureFixture[st
     assert set(rows) == set(environments) >= {"countdown", "sql"}
     assert not [row["error"] for row in rows.values() if row["error"]]
     assert rows["countdown"]["interface"] == "text" and rows["countdown"]["solver"] is True
-    assert rows["countdown"]["groups"]["train"].keys() == rows["countdown"]["groups"]["heldout"].keys()
+    assert (
+        rows["countdown"]["groups"]["train"].keys() == rows["countdown"]["groups"]["heldout"].keys()
+    )
     needed = {name: rows[name]["interface"] for name in ("openenv", "verifiers", "gymnasium")}
-    assert needed == {"openenv": "needs env.url", "verifiers": "needs env.name", "gymnasium": "needs env.id"}
+    assert needed == {
+        "openenv": "needs env.url",
+        "verifiers": "needs env.name",
+        "gymnasium": "needs env.id",
+    }
     assert all(row["about"].endswith(".") for row in rows.values())
 
 

@@ -1,4 +1,5 @@
-"""A game by hand: what a typed line means, turns and rewards are shown, the environment is closed."""
+"""A game by hand: what a typed line means, turns and rewards are shown, the environment is
+closed."""
 
 from __future__ import annotations
 
@@ -17,8 +18,13 @@ import pytest
 from realhf.env.__main__ import main
 from realhf.env.play import CALL, HELP, NEXT, QUIT, RESTART, SAY, TOOLS, Typed, read_line
 
-SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}, "lines": {"type": "integer"}}}
-KNOWN = [{"type": "function", "function": {"name": "read", "description": "Read.", "parameters": SCHEMA}}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"path": {"type": "string"}, "lines": {"type": "integer"}},
+}
+KNOWN = [
+    {"type": "function", "function": {"name": "read", "description": "Read.", "parameters": SCHEMA}}
+]
 
 
 @pytest.mark.parametrize(
@@ -33,8 +39,14 @@ KNOWN = [{"type": "function", "function": {"name": "read", "description": "Read.
         ("/next ", Typed(NEXT)),
         ("/quit", Typed(QUIT)),
         ("/tool read", Typed(CALL, name="read")),
-        ("/tool read path=7 lines=7", Typed(CALL, name="read", arguments={"path": "7", "lines": 7})),
-        ("/tool read path='a b' other=x", Typed(CALL, name="read", arguments={"path": "a b", "other": "x"})),
+        (
+            "/tool read path=7 lines=7",
+            Typed(CALL, name="read", arguments={"path": "7", "lines": 7}),
+        ),
+        (
+            "/tool read path='a b' other=x",
+            Typed(CALL, name="read", arguments={"path": "a b", "other": "x"}),
+        ),
         ('/tool read {"lines": "seven"}', Typed(CALL, name="read", arguments={"lines": "seven"})),
         ("/tool other list=[1,2]", Typed(CALL, name="other", arguments={"list": [1, 2]})),
     ],
@@ -132,11 +144,25 @@ def test_a_game_with_tools_is_played_from_a_pipe(
         assert text in shown, text
 
 
-def test_the_end_is_shown_with_the_return(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_is_shown_with_the_return(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The held-out task of seed 0 is drawn again after /restart."""
-    lines = "".join(f"/tool add amount={amount}\n" for amount in [1] * 8) + "late\n/restart\n/quit\nnever\n"
+    lines = (
+        "".join(f"/tool add amount={amount}\n" for amount in [1] * 8)
+        + "late\n/restart\n/quit\nnever\n"
+    )
     status, shown = played(
-        monkeypatch, capsys, lines, SOUND, "--split", "heldout", "--seed", "0", "--task", "below ten"
+        monkeypatch,
+        capsys,
+        lines,
+        SOUND,
+        "--split",
+        "heldout",
+        "--seed",
+        "0",
+        "--task",
+        "below ten",
     )
     assert status == 0 and "the episode is over, its return is " in shown
     assert shown.count("── Sound, task below ten/1, group small, split heldout, seed 0") == 2
@@ -147,11 +173,15 @@ def test_the_end_is_shown_with_the_return(monkeypatch: pytest.MonkeyPatch, capsy
 def test_rewards_are_summed_and_a_final_one_replaces_them(
     odd: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line that ends with a backslash goes on; control characters are shown and not obeyed; the end closes."""
+    """A line that ends with a backslash goes on; control characters are shown and not obeyed; the
+    end closes."""
     _, shown = played(monkeypatch, capsys, "a\\\nb\n\nfinal\n", odd)
     assert "evil \u241b[31m text" in shown and "\x1b" not in shown
     assert "you said 'a\\nb'" in shown
-    assert "reward +0.5  style +0.25  return 0.5" in shown and "reward +0.5  style +0.25  return 1" in shown
+    assert (
+        "reward +0.5  style +0.25  return 0.5" in shown
+        and "reward +0.5  style +0.25  return 1" in shown
+    )
     assert "reward +0.5 (final)  style +0.25  return 0.5" in shown
     assert shown.rstrip().endswith("closed")
 
@@ -160,7 +190,10 @@ def test_an_environment_that_raises_is_said_in_a_line_and_can_be_begun_again(
     odd: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, shown = played(monkeypatch, capsys, "raise\nhello\n/restart\nhello\n", odd)
-    assert "the environment failed: step raised KeyError: 'lost', at " in shown and ":17 in step" in shown
+    assert (
+        "the environment failed: step raised KeyError: 'lost', at " in shown
+        and ":17 in step" in shown
+    )
     assert "the episode is over: /restart begins it again" in shown
     assert shown.count("you said 'hello'") == 1 and status == 0
 
@@ -175,13 +208,19 @@ def test_an_environment_that_failed_last_ends_with_1(
     ("arguments", "says"),
     [
         (("no_such",), "error: unknown environment 'no_such'"),
-        ((SOUND, "--task", "below tem"), "error: the split 'train' has no task 'below tem'; did you mean 'below ten'?"),
+        (
+            (SOUND, "--task", "below tem"),
+            "error: the split 'train' has no task 'below tem'; did you mean 'below ten'?",
+        ),
         ((SOUND, "--seed", "x"), "error: argument --seed: invalid int value: 'x'"),
         ((SOUND, "size=3"), f"error: {SOUND}: env.size is unknown"),
     ],
 )
 def test_a_mistake_is_one_line(
-    arguments: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     try:
         status, shown = played(monkeypatch, capsys, "", *arguments)
@@ -195,7 +234,9 @@ def test_ctrl_c_at_a_terminal_closes_the_environment(odd: str) -> None:
     """At the prompt of a terminal, with its line editing: status 130, and no traceback."""
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "realhf.env", "play", odd]
-    process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdin=follower, stdout=follower, stderr=follower, start_new_session=True
+    )
     os.close(follower)
     seen = bytearray()
     reader = threading.Thread(target=read_all, args=(leader, seen), daemon=True)
@@ -216,7 +257,9 @@ def test_ctrl_c_at_a_terminal_closes_the_environment(odd: str) -> None:
 def test_ctrl_c_while_the_environment_blocks_ends_within_seconds(odd: str) -> None:
     """It cannot be closed any more, which is said."""
     command = [sys.executable, "-m", "realhf.env", "play", odd]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     assert process.stdin is not None and process.stdout is not None
     seen = bytearray()
     reader = threading.Thread(target=read_all, args=(process.stdout.fileno(), seen), daemon=True)

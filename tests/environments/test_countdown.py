@@ -1,4 +1,5 @@
-"""Countdown: steps of arithmetic and hostile text, the verifier, the levels, and the environment with its solver."""
+"""Countdown: steps of arithmetic and hostile text, the verifier, the levels, and the environment
+with its solver."""
 
 from __future__ import annotations
 
@@ -45,7 +46,12 @@ from realhf.environments.countdown import (
 from realhf.registry import environments
 from tests.cheapest import cheapest
 
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 def reference(node: ast.AST) -> tuple[Fraction, list[int]]:
@@ -70,7 +76,8 @@ numbers = st.integers(0, 30)
 expressions = st.recursive(
     numbers.map(str),
     lambda inner: st.one_of(
-        st.tuples(inner, st.sampled_from(["+", "-", "*", "/"]), inner).map("".join), inner.map(lambda text: f"({text})")
+        st.tuples(inner, st.sampled_from(["+", "-", "*", "/"]), inner).map("".join),
+        inner.map(lambda text: f"({text})"),
     ),
     max_leaves=8,
 )
@@ -78,7 +85,8 @@ expressions = st.recursive(
 
 @given(expressions)
 def test_an_expression_comes_to_what_python_says(text: str):
-    """Random expressions, with every number they need in the pool: the same exact fraction, or a refusal by both."""
+    """Random expressions, with every number they need in the pool: the same exact fraction, or a
+    refusal by both."""
     expected = python_says(text)
     assert len(text) <= LONGEST_ANSWER
     if expected is None:
@@ -104,8 +112,8 @@ def test_a_number_too_few_is_refused(text: str, data: st.DataObject):
 
 @given(st.text(alphabet="0123456789+-*/()=, \n", max_size=30), st.lists(numbers, max_size=5))
 def test_random_text_is_accepted_only_as_python_would(text: str, pool: list[int]):
-    """Any text is refused or evaluated. One expression without a stated value is evaluated as Python does, and uses
-    only what the pool holds."""
+    """Any text is refused or evaluated. One expression without a stated value is evaluated as
+    Python does, and uses only what the pool holds."""
     try:
         found = evaluate(text, pool)
     except ArithmeticRefused:
@@ -119,7 +127,8 @@ def test_random_text_is_accepted_only_as_python_would(text: str, pool: list[int]
 
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=6), st.randoms(use_true_random=False))
 def test_a_chain_of_steps_comes_to_what_its_nested_form_does(pool: list[int], rng):
-    """Steps that hand their values on equal the one expression in which every value is replaced by its step."""
+    """Steps that hand their values on equal the one expression in which every value is replaced by
+    its step."""
     steps = []
     nested = [(value, str(value)) for value in pool]
     while len(nested) > 1:
@@ -130,7 +139,9 @@ def test_a_chain_of_steps_comes_to_what_its_nested_form_does(pool: list[int], rn
         value = {"+": left + right, "-": left - right, "*": left * right}[sign]
         steps.append(f"{left}{sign}{right}={value}")
         nested.append((value, f"({first}{sign}{second})"))
-    assert evaluate(", ".join(steps), pool).value == evaluate(nested[0][1], pool).value == nested[0][0]
+    assert (
+        evaluate(", ".join(steps), pool).value == evaluate(nested[0][1], pool).value == nested[0][0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -296,15 +307,22 @@ DRAWS = 150
 
 @pytest.mark.parametrize("name", LEVELS)
 def test_a_level_keeps_its_bounds_and_its_solution_is_right(name: str):
-    """Every puzzle has as many numbers as its level says, within its bounds, and its solution earns everything."""
+    """Every puzzle has as many numbers as its level says, within its bounds, and its solution earns
+    everything."""
     level = LEVELS[name]
     for split in SPLITS:
         tasks = CountdownTasks([name], split)
         for seed in range(DRAWS):
             puzzle = tasks.puzzle(name, seed)
             task = tasks.instantiate(name, seed)
-            assert (tuple(task.payload["numbers"]), task.payload["target"]) == (puzzle.numbers, puzzle.target)
-            assert task.payload["prompt"] == f"Reach {puzzle.target} with {' '.join(map(str, puzzle.numbers))}."
+            assert (tuple(task.payload["numbers"]), task.payload["target"]) == (
+                puzzle.numbers,
+                puzzle.target,
+            )
+            assert (
+                task.payload["prompt"]
+                == f"Reach {puzzle.target} with {' '.join(map(str, puzzle.numbers))}."
+            )
             assert json.loads(json.dumps(task.payload)) == task.payload
             assert len(puzzle.numbers) == level.numbers == len(puzzle.solution) + 1
             assert all(1 <= number <= level.largest for number in puzzle.numbers)
@@ -318,12 +336,14 @@ def test_a_puzzle_of_more_numbers_needs_more_than_one_operation():
         for seed in range(DRAWS):
             puzzle = CountdownTasks([name], TRAIN).puzzle(name, seed)
             pairs = [(a, b) for i, a in enumerate(puzzle.numbers) for b in puzzle.numbers[i + 1 :]]
-            assert puzzle.target not in {step.value for a, b in pairs for step in list_operations(a, b)}
+            assert puzzle.target not in {
+                step.value for a, b in pairs for step in list_operations(a, b)
+            }
 
 
 def test_no_puzzle_is_in_both_splits():
-    """Numbers in another order are the same puzzle. The splits are disjoint whatever is drawn, and both are endless
-    enough to hold hundreds of puzzles."""
+    """Numbers in another order are the same puzzle. The splits are disjoint whatever is drawn, and
+    both are endless enough to hold hundreds of puzzles."""
     seen: dict[str, set] = {TRAIN: set(), HELD_OUT: set()}
     for split in SPLITS:
         tasks = CountdownTasks(LEVELS, split)
@@ -361,12 +381,15 @@ async def play(environment: Environment, task: Task, text: str) -> Turn:
 
 
 async def test_every_demonstration_ends_as_it_says_and_the_shares_are_kept():
-    """Solutions and recoveries earn 1, habits at most the partial credit; each level has its share of each kind."""
+    """Solutions and recoveries earn 1, habits at most the partial credit; each level has its share
+    of each kind."""
     countdown = spec()
     environment = countdown.make("")
     counts = Counter()
     assert countdown.demonstrate
-    for shown in countdown.demonstrate(DemonstrationRequest(20, 5, habit_fraction=0.35, recovery_fraction=0.15)):
+    for shown in countdown.demonstrate(
+        DemonstrationRequest(20, 5, habit_fraction=0.35, recovery_fraction=0.15)
+    ):
         assert len(shown.turns) == 1
         turn = await play(environment, shown.task, shown.turns[0])
         assert turn.done
@@ -374,20 +397,25 @@ async def test_every_demonstration_ends_as_it_says_and_the_shares_are_kept():
         assert turn.reward is not None and (shown.succeeds or turn.reward <= 0.1)
         counts[shown.task.group, shown.kind] += 1
     levels = countdown.tasks("train").groups
-    assert counts == {(level, kind): n for level in levels for kind, n in zip(KINDS, (10, 3, 7), strict=True)}
+    assert counts == {
+        (level, kind): n for level in levels for kind, n in zip(KINDS, (10, 3, 7), strict=True)
+    }
 
 
 def test_demonstrations_are_decided_by_the_seed_and_leave_held_out_puzzles_alone():
     countdown = spec(levels=["two-small"])
     assert countdown.demonstrate
     first, again, other = (
-        [*countdown.demonstrate(DemonstrationRequest(30, seed, habit_fraction=0.5))] for seed in (1, 1, 2)
+        [*countdown.demonstrate(DemonstrationRequest(30, seed, habit_fraction=0.5))]
+        for seed in (1, 1, 2)
     )
     assert first == again != other
     held_out = countdown.tasks("heldout")
     kept = {(tuple(sorted(task.payload["numbers"])), task.payload["target"]) for task in
             (held_out.instantiate("two-small", seed) for seed in range(200))}  # fmt: skip
-    assert not kept & {(tuple(sorted(d.task.payload["numbers"])), d.task.payload["target"]) for d in first + other}
+    assert not kept & {
+        (tuple(sorted(d.task.payload["numbers"])), d.task.payload["target"]) for d in first + other
+    }
 
 
 async def test_nothing_earns_nothing():
@@ -419,7 +447,9 @@ async def test_an_instance_plays_one_episode_after_another_and_many_live_at_once
     assert await asyncio.gather(*(episode(seed) for seed in range(500))) == [1.0] * 500
 
 
-@pytest.mark.parametrize("task", [{}, {"prompt": "x", "numbers": [1, 2]}, {"prompt": "x", "target": 3}])
+@pytest.mark.parametrize(
+    "task", [{}, {"prompt": "x", "numbers": [1, 2]}, {"prompt": "x", "target": 3}]
+)
 async def test_a_task_without_a_column_is_an_error(task: dict[str, Any]):
     """The player counts it as a failure of the environment, not as a reward."""
     environment = spec().make("")

@@ -1,4 +1,5 @@
-"""The task sets of the built-in environments: groups in their order, and names that do not exist."""
+"""The task sets of the built-in environments: groups in their order, and names that do not
+exist."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ Make = Callable[[Sequence[str], str], TaskSet]
         (lambda groups, split: SqlTaskSet(split, groups), ("lookup", "steps"), "count"),
     ],
 )
-def test_the_task_set_offers_the_chosen_groups_in_order(make: Make, chosen: Sequence[str], left_out: str) -> None:
+def test_the_task_set_offers_the_chosen_groups_in_order(
+    make: Make, chosen: Sequence[str], left_out: str
+) -> None:
     for split in (TRAIN, HELD_OUT):
         tasks = make(chosen[::-1], split)
         assert isinstance(tasks, TaskSet)
@@ -31,5 +34,7 @@ def test_the_task_set_offers_the_chosen_groups_in_order(make: Make, chosen: Sequ
         with pytest.raises(KeyError):
             tasks.instantiate(left_out, 1)
     for make_wrong in (partial(make, ["hard"], TRAIN), partial(make, chosen, "test")):
-        with pytest.raises(ValueError, match=r"unknown (group|level|split) '(hard|test)' \(known: "):
+        with pytest.raises(
+            ValueError, match=r"unknown (group|level|split) '(hard|test)' \(known: "
+        ):
             make_wrong()

@@ -57,23 +57,34 @@ def scripts():
 
 
 def test_each_example_is_short_and_has_its_line_on_the_page():
-    """An example is read in one sitting: under 90 lines. The page names each, and nothing that is not there."""
+    """An example is read in one sitting: under 90 lines. The page names each, and nothing that is
+    not there."""
     page = (EXAMPLES / "README.md").read_text()
     assert len(scripts()) >= 7
-    assert {path.name: lines for path in scripts() if (lines := path.read_text().count("\n")) >= LONGEST} == {}
-    named = {(EXAMPLES / link).resolve() for link in re.findall(r"\]\(([\w./-]+\.(?:py|sh))\)", page)}
+    assert {
+        path.name: lines for path in scripts() if (lines := path.read_text().count("\n")) >= LONGEST
+    } == {}
+    named = {
+        (EXAMPLES / link).resolve() for link in re.findall(r"\]\(([\w./-]+\.(?:py|sh))\)", page)
+    }
     assert named >= set(scripts()) and all(path.exists() for path in named)
 
 
 @pytest.mark.slow
 def test_groups_are_pushed_and_pulled_with_curl(tmp_path):
-    """The group that the shell pushed, twice under one key, is pulled once, and the server counts the step."""
+    """The group that the shell pushed, twice under one key, is pulled once, and the server counts
+    the step."""
     if shutil.which("curl") is None:
         pytest.skip("no curl on this machine")
     printed = run(
-        "sh", str(EXAMPLES / "push_groups.sh"), cwd=tmp_path, PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        "sh",
+        str(EXAMPLES / "push_groups.sh"),
+        cwd=tmp_path,
+        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     )
-    answers = [json.loads(line) for line in re.findall(r"^\{.*?\}$", printed, re.MULTILINE | re.DOTALL)]
+    answers = [
+        json.loads(line) for line in re.findall(r"^\{.*?\}$", printed, re.MULTILINE | re.DOTALL)
+    ]
     [batch] = [answer["batch"] for answer in answers if answer.get("batch")]
     assert [group["tokens"] for group in batch] == [[[5, 6, 7], [5, 6, 8, 9]]]
     assert answers[-1] == {"current_step": 1, "queue_size": 0}
@@ -89,17 +100,22 @@ def test_a_trainer_of_ones_own_learns_from_the_server():
 
 
 async def test_the_black_box_agent_plays_an_episode_and_corrects_itself():
-    """It asks again when no command was said, shows the model what a command printed, and ends with the environment."""
+    """It asks again when no command was said, shows the model what a command printed, and ends with
+    the environment."""
 
     def speak(prompt):
         return ("hm", "aws s3 ls", "aws s3api list-buckets")[min(2, prompt.count("<|user|>") - 1)]
 
     limits = Limits(max_turns=5, max_total_tokens=600, turn_tokens=40)
-    agent = BlackBoxAgent(load_agent("examples/black_box_agent.py:rollout"), chat(), limits, timeout_s=60)
+    agent = BlackBoxAgent(
+        load_agent("examples/black_box_agent.py:rollout"), chat(), limits, timeout_s=60
+    )
     with FakeEnvServer() as server:
         env = AwsEnvironment(server.url)
         try:
-            outcome = await agent.play(env, EpisodeRequest(0, Task("1"), sampling_seed=5), FakeTokens(speak), 2)
+            outcome = await agent.play(
+                env, EpisodeRequest(0, Task("1"), sampling_seed=5), FakeTokens(speak), 2
+            )
         finally:
             await agent.close()
             await env.close()
@@ -108,14 +124,20 @@ async def test_the_black_box_agent_plays_an_episode_and_corrects_itself():
 
 
 async def test_the_black_box_agent_stops_at_a_limit():
-    """An episode that ran out of turns is valid data; the refusal of a third turn is not a fault of the agent."""
+    """An episode that ran out of turns is valid data; the refusal of a third turn is not a fault of
+    the agent."""
     limits = Limits(max_turns=2, max_total_tokens=600, turn_tokens=40)
-    agent = BlackBoxAgent(load_agent("examples/black_box_agent.py:rollout"), chat(), limits, timeout_s=60)
+    agent = BlackBoxAgent(
+        load_agent("examples/black_box_agent.py:rollout"), chat(), limits, timeout_s=60
+    )
     with FakeEnvServer() as server:
         env = AwsEnvironment(server.url)
         try:
             outcome = await agent.play(
-                env, EpisodeRequest(0, Task("1"), sampling_seed=5), FakeTokens(lambda prompt: "hm"), 2
+                env,
+                EpisodeRequest(0, Task("1"), sampling_seed=5),
+                FakeTokens(lambda prompt: "hm"),
+                2,
             )
         finally:
             await agent.close()
@@ -126,7 +148,8 @@ async def test_the_black_box_agent_stops_at_a_limit():
 @pytest.mark.nightly
 @pytest.mark.sim
 def test_an_episode_is_played_over_the_wire():
-    """The scripted agent of the example finds the bucket and solves its task on a real simulator."""
+    """The scripted agent of the example finds the bucket and solves its task on a real
+    simulator."""
     printed = run(sys.executable, str(EXAMPLES / "environment_over_the_wire.py"))
     assert printed.count("$ aws s3api ") == 2 and printed.endswith("return 1.0\n")
 
@@ -156,7 +179,9 @@ def test_the_first_run_says_what_it_learned(first_run):
     assert summary["steps"] == 2
     for when in ("before", "after"):
         assert f"{summary[f'heldout_success_{when}']['overall']:.0%} {when}" in printed
-    assert re.search(r"reward of a training episode: -?[\d.]+ in step 1, -?[\d.]+ in step 2", printed)
+    assert re.search(
+        r"reward of a training episode: -?[\d.]+ in step 1, -?[\d.]+ in step 2", printed
+    )
     assert (folder / "report.html").exists()
 
 
@@ -165,12 +190,16 @@ def test_the_first_run_says_what_it_learned(first_run):
     ("example", "given", "said"),
     [
         ("first_run", "--help", "options are name=value"),
-        pytest.param("own_trainer", "twenty", "give the number of steps", marks=pytest.mark.slow),  # it imports torch
+        pytest.param(
+            "own_trainer", "twenty", "give the number of steps", marks=pytest.mark.slow
+        ),  # it imports torch
         ("environment_over_the_wire", "twenty", "twenty: no server plays there"),
         ("trl_grpo", "policy", "run this with a Python that has TRL"),
     ],
 )
-def test_an_example_that_cannot_run_so_says_why_in_a_line(example: str, given: str, said: str) -> None:
+def test_an_example_that_cannot_run_so_says_why_in_a_line(
+    example: str, given: str, said: str
+) -> None:
     """They used to end in tracebacks."""
     command = [sys.executable, str(EXAMPLES / f"{example}.py"), given]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -182,7 +211,8 @@ def test_an_example_that_cannot_run_so_says_why_in_a_line(example: str, given: s
 @pytest.mark.sim
 @pytest.mark.slow
 def test_an_algorithm_of_ones_own_trains_the_policy_of_the_first_run(first_run):
-    """The launcher takes the file from where it lies, and the train step in the worker is the example's."""
+    """The launcher takes the file from where it lies, and the train step in the worker is the
+    example's."""
     folder = first_run[1]
     toy = [option for option in SMALL if not option.startswith("evaluation.")]
     options = [
@@ -192,8 +222,18 @@ def test_an_algorithm_of_ones_own_trains_the_policy_of_the_first_run(first_run):
         "total_train_steps=1",
         *toy,
     ]
-    command = (sys.executable, "-m", "realhf.launch", f"+experiment_path={EXAMPLES / 'own_algorithm.py'}")
-    run(*command, "evaluation.episodes_per_task=0", "evaluation.greedy_episodes_per_task=0", *options)
+    command = (
+        sys.executable,
+        "-m",
+        "realhf.launch",
+        f"+experiment_path={EXAMPLES / 'own_algorithm.py'}",
+    )
+    run(
+        *command,
+        "evaluation.episodes_per_task=0",
+        "evaluation.greedy_episodes_per_task=0",
+        *options,
+    )
     metrics = folder.parents[1] / "own_algorithm" / "default" / "metrics.jsonl"
     [step] = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert step["policy/updates"] == 1 and "actor_train/n_failed" in step
@@ -201,13 +241,23 @@ def test_an_algorithm_of_ones_own_trains_the_policy_of_the_first_run(first_run):
 
 @pytest.mark.sim
 @pytest.mark.slow
-@pytest.mark.skipif(not TRL_PYTHON.exists(), reason="no TRL beside us; `make test-trl` makes .venv-trl and runs this")
+@pytest.mark.skipif(
+    not TRL_PYTHON.exists(),
+    reason="no TRL beside us; `make test-trl` makes .venv-trl and runs this",
+)
 def test_trl_trains_the_policy_of_the_first_run(first_run):
     """TRL takes two steps on episodes that the environment played."""
     policy = str(first_run[1] / "policy")
     toy = ("--group-size", "2", "--steps", "2", "--tasks", "1", "3")
     with EnvServerProcess(2) as server:
-        command = (str(TRL_PYTHON), str(EXAMPLES / "trl_grpo.py"), policy, "--url", server.url, *toy)
+        command = (
+            str(TRL_PYTHON),
+            str(EXAMPLES / "trl_grpo.py"),
+            policy,
+            "--url",
+            server.url,
+            *toy,
+        )
         printed = run(*command, PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1")
     assert re.findall(r"step (\d): reward -?[\d.]+, loss -?[\d.]+", printed) == ["1", "2"]
 
@@ -223,7 +273,8 @@ def example() -> Iterator[ModuleType]:
 
 
 def two_groups() -> SequenceSample:
-    """Two groups of two sequences of four tokens, of which all but the first are trained; each has one failure."""
+    """Two groups of two sequences of four tokens, of which all but the first are trained; each has
+    one failure."""
     tensors = {
         "packed_input_ids": torch.arange(16),
         "loss_mask": torch.tensor([False, True, True, True] * 4),
@@ -232,20 +283,27 @@ def two_groups() -> SequenceSample:
         "outcome": torch.zeros(4, dtype=torch.uint8),
     }
     shapes = {"packed_logprobs": 3, "rewards": 1, "outcome": 1}
-    return SequenceSample.from_tensors(["a", "b"], tensors, {key: [[shapes.get(key, 4)] * 2] * 2 for key in tensors})
+    return SequenceSample.from_tensors(
+        ["a", "b"], tensors, {key: [[shapes.get(key, 4)] * 2] * 2 for key in tensors}
+    )
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.25, 1.0])
 def test_failures_count_as_much_as_the_option_says(example: ModuleType, weight: float) -> None:
-    """Positive advantages stay those of GRPO, negative ones are multiplied by the weight; 1 is GRPO itself."""
+    """Positive advantages stay those of GRPO, negative ones are multiplied by the weight; 1 is GRPO
+    itself."""
     plain = PolicyGradientInterface({"algo": "grpo"}).prepare(two_groups())[0][ADVANTAGES]
-    own = interfaces.get("lenient_policy_gradient")({"failure_weight": weight}, ppo={"algo": "grpo"})
+    own = interfaces.get("lenient_policy_gradient")(
+        {"failure_weight": weight}, ppo={"algo": "grpo"}
+    )
     prepared, stats = own.prepare(two_groups())
     assert (plain < 0).sum() == stats["n_failed"] == 6 and (plain > 0).sum() == 6
     assert torch.equal(prepared[ADVANTAGES], torch.where(plain < 0, weight * plain, plain))
 
 
-def test_its_graph_is_that_of_grpo_with_its_own_train_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_graph_is_that_of_grpo_with_its_own_train_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """The launcher takes the file and its option, and counts GRPO's four calls."""
     assert main([*ARGUMENTS, "algorithm.failure_weight=0.25"]) == 0
     assert "own_algorithm: 4 calls" in capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""The graphs of the experiments, what names their artifacts, and the policy that was not trained."""
+"""The graphs of the experiments, what names their artifacts, and the policy that was not
+trained."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ AGENT = Path(__file__).resolve().parents[2] / "examples" / "black_box_agent.py"
 
 
 OWN = "warm_start.shipped=false"
-"""The run makes its own warm start, although the package ships one that was made from the same options."""
+"""The run makes its own warm start, although the package ships one that was made from the same
+options."""
 
 
 @cache
@@ -55,8 +57,9 @@ def test_without_a_kl_term_the_reference_leaves_the_graph_and_the_workers():
 
 @pytest.mark.slow
 def test_workers_that_share_the_actor_share_the_sessions_of_the_environment():
-    """Each opens all of its own before it plays: together they waited for more than there were, until they failed.
-    Evaluation has the same ones. Rollout workers have sessions of their own number."""
+    """Each opens all of its own before it plays: together they waited for more than there were,
+    until they failed. Evaluation has the same ones. Rollout workers have sessions of their own
+    number."""
     several = ("env.pool_size=16", "actor.workers=[0,1]", "actor.backend=ddp")
     shared = spec("experiment=grpo_aws", *several)
     assert shared.mfcs[0].interface_args["sessions"] == 8 and shared.evaluation is not None
@@ -72,7 +75,10 @@ def test_a_reference_that_plays_elsewhere_shares_the_sessions_with_the_evaluatio
     config.env.pool_size = 9
     made = dpo.build(config)
     assert made.evaluation is not None and made.mfcs[0].model_role == "ref"
-    assert [made.mfcs[0].interface_args["sessions"], made.evaluation.interface_args["sessions"]] == [2, 2]
+    assert [
+        made.mfcs[0].interface_args["sessions"],
+        made.evaluation.interface_args["sessions"],
+    ] == [2, 2]
     config.preference.player = "current"
     playing = dpo.build(config).mfcs[0]
     assert (playing.model_role, playing.interface_args["sessions"]) == ("actor", 9)
@@ -97,11 +103,15 @@ def test_an_environment_that_would_be_cut_off_before_it_scores_is_refused(tmp_pa
     assert made.spec.mfcs[0].interface_args["max_turns"] == 5
 
 
-@pytest.mark.parametrize("options", [{"algo": "gigpo"}, {"loss_agg": "seq_mean_turn_mean"}, {"algo": "sdpo"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"algo": "gigpo"}, {"loss_agg": "seq_mean_turn_mean"}, {"algo": "sdpo"}], ids=str
+)
 def test_evaluation_has_the_arguments_of_the_call_that_plays(options: dict[str, str]) -> None:
     """With others it played in sessions of its own, which it kept: training found none left."""
     ppo = PolicyGradientOptions(**options)  # type: ignore[arg-type]
-    made = policy_gradient.build(policy_gradient.config_class("countdown")(experiment="grpo", ppo=ppo))
+    made = policy_gradient.build(
+        policy_gradient.config_class("countdown")(experiment="grpo", ppo=ppo)
+    )
     playing = made.mfcs[0].interface_args
     assert playing["turn_rewards"] or playing["feedback"]
     assert made.evaluation is not None and made.evaluation.interface_args == playing
@@ -115,15 +125,23 @@ def test_a_kl_term_in_the_reward_keeps_it():
 def test_a_proximal_policy_is_scored_by_a_call_unless_the_train_call_does_it():
     for experiment in ("grpo_aws", "grpo_stream_http"):
         made = built(f"experiment={experiment}", "ppo.use_decoupled_loss=true")
-        assert made.graph.topological_levels()[1:] == [["actor_inf", "ref_inf", "rew_inf"], ["actor_train"]]
-    made = built("experiment=grpo_aws", "ppo.use_decoupled_loss=true", "ppo.prox_logp_method=recompute")
+        assert made.graph.topological_levels()[1:] == [
+            ["actor_inf", "ref_inf", "rew_inf"],
+            ["actor_train"],
+        ]
+    made = built(
+        "experiment=grpo_aws", "ppo.use_decoupled_loss=true", "ppo.prox_logp_method=recompute"
+    )
     assert made.graph.topological_levels()[1:] == [["ref_inf", "rew_inf"], ["actor_train"]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "option", "read"),
-    [("grpo_aws", "ppo.algo=gigpo", TURN_KEYS), ("reinforce_aws", "ppo.credit=turn", TURN_KEYS[:2])],
+    [
+        ("grpo_aws", "ppo.algo=gigpo", TURN_KEYS),
+        ("reinforce_aws", "ppo.credit=turn", TURN_KEYS[:2]),
+    ],
 )
 def test_rewards_per_turn_are_made_where_the_train_call_asks_for_them(
     experiment: str, option: str, read: tuple[str, ...]
@@ -140,9 +158,17 @@ def test_rewards_per_turn_are_made_where_the_train_call_asks_for_them(
 @pytest.mark.slow
 def test_rewards_per_turn_are_streamed_where_they_are_asked_for() -> None:
     rollout = spec("experiment=grpo_aws_async", "ppo.credit=state").rollout
-    assert rollout is not None and rollout.episodes.turn_rewards and set(TURN_KEYS) <= set(rollout.keys)
+    assert (
+        rollout is not None
+        and rollout.episodes.turn_rewards
+        and set(TURN_KEYS) <= set(rollout.keys)
+    )
     plain = spec("experiment=grpo_aws_async").rollout
-    assert plain is not None and not plain.episodes.turn_rewards and not set(TURN_KEYS) & set(plain.keys)
+    assert (
+        plain is not None
+        and not plain.episodes.turn_rewards
+        and not set(TURN_KEYS) & set(plain.keys)
+    )
     with pytest.raises(ConfigError, match=r"ppo.credit=turn"):
         built("experiment=grpo_stream_http", "ppo.credit=turn")
 
@@ -160,12 +186,15 @@ def test_an_episode_has_one_row_unless_an_agent_or_dropped_reasoning_makes_more(
     with pytest.raises(ConfigError, match=r"rollout.agent=nowhere.py:rollout: there is no file /"):
         built("experiment=grpo_aws_async", "rollout.agent=nowhere.py:rollout")
     alone = RolloutConfig(agent="mine.py:rollout", keep_reasoning=False)
-    assert any("keep_reasoning=False: no effect with" in problem for problem in problems(alone, "rollout"))
+    assert any(
+        "keep_reasoning=False: no effect with" in problem for problem in problems(alone, "rollout")
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("experiment", "divisor"), [("grpo_aws", 40 * 5), ("grpo_aws_async", 40 * 5), ("grpo_stream_http", 640)]
+    ("experiment", "divisor"),
+    [("grpo_aws", 40 * 5), ("grpo_aws_async", 40 * 5), ("grpo_stream_http", 640)],
 )
 def test_the_train_call_divides_by_what_was_checked(experiment: str, divisor: int):
     def trained(*options: str) -> PolicyGradientInterface:
@@ -180,32 +209,47 @@ def test_the_train_call_divides_by_what_was_checked(experiment: str, divisor: in
 
 @pytest.mark.parametrize("experiment", ["grpo_aws", "grpo_aws_async", "grpo_stream_http"])
 def test_the_reference_scores_trainable_tokens_only(experiment: str):
-    assert set(built(f"experiment={experiment}").graph["ref_inf"].input_keys) == {"packed_input_ids", "loss_mask"}
+    assert set(built(f"experiment={experiment}").graph["ref_inf"].input_keys) == {
+        "packed_input_ids",
+        "loss_mask",
+    }
 
 
 def test_what_an_algorithm_needs_joins_the_graph_of_any_experiment_of_the_family() -> None:
     """Which calls there are follows from the options, not from the name of the experiment."""
-    critic = built("experiment=grpo", "env=countdown", "ppo.adv_estimator=gae", "critic.warmup_steps=1")
+    critic = built(
+        "experiment=grpo", "env=countdown", "ppo.adv_estimator=gae", "critic.warmup_steps=1"
+    )
     assert critic.graph.topological_levels()[1:] == [
         ["critic_inf", "ref_inf", "rew_inf"],
         ["actor_train", "critic_train"],
     ]
     proximal = built("experiment=reinforce_aws", "ppo.use_decoupled_loss=true")
     assert "actor_inf" in {call.name for call in proximal.graph.mfcs}
-    streamed = built("experiment=reinforce_aws", "async_rl.enabled=true", "gen.new_tokens_per_chunk=0")
+    streamed = built(
+        "experiment=reinforce_aws", "async_rl.enabled=true", "gen.new_tokens_per_chunk=0"
+    )
     assert streamed.spec.rollout is not None
 
 
 def test_reinforce_and_sft():
-    assert built("experiment=reinforce_aws").graph.topological_levels() == [["actor_gen"], ["rew_inf"], ["actor_train"]]
+    assert built("experiment=reinforce_aws").graph.topological_levels() == [
+        ["actor_gen"],
+        ["rew_inf"],
+        ["actor_train"],
+    ]
     supervised = built("experiment=sft_aws")
     assert supervised.graph.topological_levels() == [["actor_train"]]
     assert supervised.graph.required_dataset_keys() == ["loss_mask", "packed_input_ids"]
 
 
 def test_rows_count_only_where_a_rollout_can_have_several() -> None:
-    config = policy_gradient.config_class("countdown")(experiment="grpo", ppo=PolicyGradientOptions(count="row"))
-    with pytest.raises(ConfigError, match=r"ppo.count=row has no effect where each rollout trains as one sequence"):
+    config = policy_gradient.config_class("countdown")(
+        experiment="grpo", ppo=PolicyGradientOptions(count="row")
+    )
+    with pytest.raises(
+        ConfigError, match=r"ppo.count=row has no effect where each rollout trains as one sequence"
+    ):
         policy_gradient.policy_options(config)
     config.rollout.keep_reasoning = False
     assert policy_gradient.policy_options(config).count == "row"
@@ -218,20 +262,30 @@ def test_rows_count_only_where_a_rollout_can_have_several() -> None:
 @pytest.mark.slow
 def test_the_stream_brings_groups_in_place_of_episodes_and_a_server_unless_there_is_one():
     made = built("experiment=grpo_stream_http")
-    assert made.graph.topological_levels() == [["stream_gen"], ["ref_inf", "rew_inf"], ["actor_train"]]
+    assert made.graph.topological_levels() == [
+        ["stream_gen"],
+        ["ref_inf", "rew_inf"],
+        ["actor_train"],
+    ]
     assert made.graph.required_dataset_keys() == []
     [service] = made.spec.services
-    assert service.module == "workers.trajectory_worker" and str(made.spec.run_dir) in service.argv[-1]
+    assert (
+        service.module == "workers.trajectory_worker" and str(made.spec.run_dir) in service.argv[-1]
+    )
     assert not made.spec.needs_env
     call = made.graph["stream_gen"]
     # 16 groups of 8, which may come as 64 groups of the least size that teaches anything.
-    assert call.interface_args["batch_size"] == 128 and {mfc.n_seqs for mfc in made.graph.mfcs} == {64}
+    assert call.interface_args["batch_size"] == 128 and {mfc.n_seqs for mfc in made.graph.mfcs} == {
+        64
+    }
     assert spec("experiment=grpo_stream_http", "stream.url=http://queue:8000").services == ()
     assert set(spec("experiment=grpo_stream_http", "ppo.kl_loss_coef=0").models) == {"actor"}
     # Each rank would pull under one name, and train on what another one acknowledges.
     with pytest.raises(ConfigError, match=r"actor.workers=\[0, 1\]"):
         built("experiment=grpo_stream_http", "actor.workers=[0,1]", "actor.backend=ddp")
-    with pytest.raises(ConfigError, match="takes the values of a critic, which grpo_stream_http has not"):
+    with pytest.raises(
+        ConfigError, match="takes the values of a critic, which grpo_stream_http has not"
+    ):
         built("experiment=grpo_stream_http", "ppo.adv_estimator=gae")
 
 
@@ -265,12 +319,16 @@ def test_a_model_of_ones_own_is_trained_on_demonstrations_first_when_asked(tmp_p
         return before
 
     one = folder("one", "1")
-    before = start(one, "warm_start.train_steps=7", "warm_start.batch_size=3", "warm_start.optimizer.lr=1e-4")
-    assert before.models["actor"].path == str(tmp_path / "one") and [job.name for job in before.jobs] == [
-        "demonstrations"
-    ]
+    before = start(
+        one, "warm_start.train_steps=7", "warm_start.batch_size=3", "warm_start.optimizer.lr=1e-4"
+    )
+    assert before.models["actor"].path == str(tmp_path / "one") and [
+        job.name for job in before.jobs
+    ] == ["demonstrations"]
     assert before.total_train_steps == 7 and before.n_seqs == 3
-    assert before.models["actor"].optimizer is not None and before.models["actor"].optimizer.lr == 1e-4
+    assert (
+        before.models["actor"].optimizer is not None and before.models["actor"].optimizer.lr == 1e-4
+    )
     same = start(folder("two", "1")).artifact
     assert start(one).artifact == same != start(folder("three", "2")).artifact
     assert start(one, "actor.chat_template_kwargs={enable_thinking: false}").artifact != same
@@ -278,20 +336,33 @@ def test_a_model_of_ones_own_is_trained_on_demonstrations_first_when_asked(tmp_p
 
 
 def test_the_pretrained_model_comes_with_lengths_rates_and_a_warm_start():
-    made = spec("experiment=grpo_aws", "model=smollm2_135m", "actor.path=owner/name", "ppo.kl_loss_coef=0")
+    made = spec(
+        "experiment=grpo_aws", "model=smollm2_135m", "actor.path=owner/name", "ppo.kl_loss_coef=0"
+    )
     [before] = made.before
-    assert (before.total_train_steps, before.n_seqs, made.total_train_steps, made.n_seqs) == (60, 16, 36, 8)
+    assert (before.total_train_steps, before.n_seqs, made.total_train_steps, made.n_seqs) == (
+        60,
+        16,
+        36,
+        8,
+    )
     assert set(made.models) == {"actor"} and made.models["actor"].optimizer.lr == 3e-5
 
 
 def test_all_evaluations_but_the_last_play_a_share_of_the_episodes():
     """At least one of each way, and none of a way that is not played at all."""
-    evaluation = spec("experiment=grpo", "env=sql", "evaluation.greedy_episodes_per_task=0").evaluation
+    evaluation = spec(
+        "experiment=grpo", "env=sql", "evaluation.greedy_episodes_per_task=0"
+    ).evaluation
     assert evaluation is not None and evaluation.interim_args is not None
     for args, sampled in ((evaluation.args, 40), (evaluation.interim_args, 10)):
         assert (args["episodes_per_task"], args["greedy_episodes_per_task"]) == (sampled, 0)
     small = spec("experiment=grpo", "env=sql", "evaluation.episodes_per_task=1").evaluation
-    assert small is not None and small.interim_args is not None and small.interim_args["episodes_per_task"] == 1
+    assert (
+        small is not None
+        and small.interim_args is not None
+        and small.interim_args["episodes_per_task"] == 1
+    )
 
 
 def test_all_tiers_are_demonstrated_but_for_ten_templates_before_trial_and_judged_in_between():
@@ -302,7 +373,10 @@ def test_all_tiers_are_demonstrated_but_for_ten_templates_before_trial_and_judge
     [before] = made.before
     [demonstrations] = before.jobs
     told = " ".join(demonstrations.argv)
-    assert "--mix recovery=0.25 habit=0.0" in told and "--split all_but_ten --observation-chars 400 --show-ids" in told
+    assert (
+        "--mix recovery=0.25 habit=0.0" in told
+        and "--split all_but_ten --observation-chars 400 --show-ids" in told
+    )
     assert told.endswith("--slips --phrasings")
     assert made.evaluation is not None and 2 * made.evaluation.every_steps == made.total_train_steps
     assert before.source.dataset_args["max_tokens"] == 1792 and set(made.models) == {"actor"}
@@ -394,4 +468,6 @@ def test_the_job_makes_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     argv = [str(out) if text == "{artifact}" else text for text in job.argv]
     monkeypatch.setattr(sys, "argv", [job.module, *argv])
     importlib.import_module(job.module).main()
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in out.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        file.name for file in out.iterdir()
+    }

@@ -32,7 +32,9 @@ def first_policy(*arguments: str) -> Path | None:
     return build_warm_start(compose_config(arguments).config).artifact
 
 
-@pytest.mark.parametrize("arguments", [(), ("seed=7",), ("total_train_steps=3", "actor.optimizer.lr=1e-4")])
+@pytest.mark.parametrize(
+    "arguments", [(), ("seed=7",), ("total_train_steps=3", "actor.optimizer.lr=1e-4")]
+)
 def test_a_run_whose_warm_start_is_made_from_the_same_takes_it(job, arguments):
     assert first_policy(*job, *arguments) == SHIPPED[job]
 
@@ -61,7 +63,9 @@ def test_any_other_run_makes_its_own(argument):
 def test_a_policy_says_what_it_was_made_from_and_is_small(job):
     folder = SHIPPED[job]
     provenance = json.loads((folder / PROVENANCE).read_text())
-    assert provenance["made_from"] == json.loads(json.dumps(warm_start_recipe(compose_config(job).config)))
+    assert provenance["made_from"] == json.loads(
+        json.dumps(warm_start_recipe(compose_config(job).config))
+    )
     assert provenance["git"]["commit"] and not provenance["git"]["modified"]
     assert provenance["command"].startswith("python -m experiments.shipped_policy ")
     assert sum(file.stat().st_size for file in folder.iterdir()) < 2.5e6
@@ -72,7 +76,10 @@ def test_a_file_that_was_not_shipped_is_refused(tmp_path):
     content = {"made_from": {"seed": None}, "sha256": {"model.safetensors": "0" * 64}}
     (tmp_path / PROVENANCE).write_text(json.dumps(content))
     assert find_shipped_policy(tmp_path, {"seed": 1}) is None
-    with pytest.raises(ConfigError, match=r"model.safetensors: SHA-256 .* shipped with 0000.*warm_start.shipped=false"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model.safetensors: SHA-256 .* shipped with 0000.*warm_start.shipped=false",
+    ):
         find_shipped_policy(tmp_path, {"seed": None})
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="of no such file"):
@@ -83,8 +90,16 @@ def test_a_file_that_was_not_shipped_is_refused(tmp_path):
 
 
 def test_an_environment_that_ships_none_is_one_line(capsys):
-    assert main(["experiment=grpo", f"env.path={IMPORT_ROOT / 'docs/extend/examples/support_desk.py'}"]) == 2
-    assert capsys.readouterr().err == "grpo: its environment says no folder for a policy that ships with it\n"
+    assert (
+        main(
+            ["experiment=grpo", f"env.path={IMPORT_ROOT / 'docs/extend/examples/support_desk.py'}"]
+        )
+        == 2
+    )
+    assert (
+        capsys.readouterr().err
+        == "grpo: its environment says no folder for a policy that ships with it\n"
+    )
 
 
 @pytest.mark.parametrize("change", ["prompt", "task", "script"])

@@ -1,4 +1,5 @@
-"""Makes run folders, damages one file in them, and goes on from them as a launch does, in this process."""
+"""Makes run folders, damages one file in them, and goes on from them as a launch does, in this
+process."""
 
 from __future__ import annotations
 
@@ -46,25 +47,39 @@ OPTIONS = (
     "torch_threads=1", "monitor.progress=false", "ppo.entropy_coef=0.05", "exp_ctrl.ckpt_freq_steps=1",
     "rollout.sessions=4", "rollout.max_turns=2", "rollout.max_total_tokens=600", f"total_train_steps={STEPS}",
 )  # fmt: skip
-EXPERIMENTS = {"sync": ("experiment=grpo",), "async": ("experiment=grpo_async", "async_rl.recover_retries=0")}
+EXPERIMENTS = {
+    "sync": ("experiment=grpo",),
+    "async": ("experiment=grpo_async", "async_rl.recover_retries=0"),
+}
 KILLED_AFTER = 3
 """The run is killed when the checkpoint of this step is there, so that two of them are."""
 
 
 def arguments(kind: str, root: Path, policy: Path) -> list[str]:
     """Return the options of a launch of ``kind`` (sync, async) below ``root``."""
-    return [*EXPERIMENTS[kind], *OPTIONS, f"experiment_name={kind}", f"fileroot={root}", f"actor.path={policy}"]
+    return [
+        *EXPERIMENTS[kind],
+        *OPTIONS,
+        f"experiment_name={kind}",
+        f"fileroot={root}",
+        f"actor.path={policy}",
+    ]
 
 
-def launch(kind: str, root: Path, policy: Path, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+def launch(
+    kind: str, root: Path, policy: Path, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run the command to its end, in ``folder``, to which relative paths belong."""
     command = [sys.executable, "-m", "realhf.launch", *arguments(kind, root, policy)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=folder)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, cwd=folder
+    )
 
 
 class RunFolders:
-    """Makes the folders of a killed and of a finished run of both kinds below ``root`` when they are asked for, by
-    names such as ``sync-killed``. The finished one is the killed one gone on with."""
+    """Makes the folders of a killed and of a finished run of both kinds below ``root`` when they
+    are asked for, by names such as ``sync-killed``. The finished one is the killed one gone on
+    with."""
 
     def __init__(self, root: Path, policy: Path) -> None:
         self._root = root
@@ -87,13 +102,18 @@ class RunFolders:
 
 
 def launch_and_kill(kind: str, root: Path, policy: Path) -> None:
-    """Run the command until the checkpoint of ``KILLED_AFTER`` is there, and kill all of its processes."""
+    """Run the command until the checkpoint of ``KILLED_AFTER`` is there, and kill all of its
+    processes."""
     command = [sys.executable, "-m", "realhf.launch", *arguments(kind, root, policy)]
-    launched = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    launched = psutil.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     record = root / kind / "t" / "checkpoints.json"
     deadline = time.monotonic() + 300
     while not (record.exists() and json.loads(record.read_text())["step"] >= KILLED_AFTER):
-        assert launched.poll() is None and time.monotonic() < deadline, "the run did not reach its checkpoint"
+        assert launched.poll() is None and time.monotonic() < deadline, (
+            "the run did not reach its checkpoint"
+        )
         time.sleep(0.02)
     victims = [launched, *launched.children(recursive=True)]
     for process in victims:
@@ -142,7 +162,8 @@ FIGURES = ("metrics", "evaluations", "launches", "trackers", "weights", "options
 
 
 def kind_of(name: str) -> str | None:
-    """Return the kind of a file by its path in the run folder; None where nobody has thought of it."""
+    """Return the kind of a file by its path in the run folder; None where nobody has thought of
+    it."""
     return next((kind for kind, form in (READ | WRITTEN).items() if re.fullmatch(form, name)), None)
 
 
@@ -158,9 +179,15 @@ OTHERS = ("missing", "empty", "cut", "folder", "unreadable", "link")
 
 
 def damages(size: int) -> list[Damage]:
-    """Return all ways to damage a file of so many bytes, with flipped bits at places that are spread over it."""
-    bits = sorted({(8 * size * number // FLIPS + 7 * number % 8) for number in range(FLIPS)} if size else ())
-    return [*(Damage(name) for name in OTHERS), *(Damage("flip", min(bit, 8 * size - 1)) for bit in bits)]
+    """Return all ways to damage a file of so many bytes, with flipped bits at places that are
+    spread over it."""
+    bits = sorted(
+        {(8 * size * number // FLIPS + 7 * number % 8) for number in range(FLIPS)} if size else ()
+    )
+    return [
+        *(Damage(name) for name in OTHERS),
+        *(Damage("flip", min(bit, 8 * size - 1)) for bit in bits),
+    ]
 
 
 def apply(damage: Damage, path: Path) -> None:
@@ -176,7 +203,9 @@ def apply(damage: Damage, path: Path) -> None:
         changed[damage.bit // 8] ^= 1 << damage.bit % 8
         path.write_bytes(changed)
     elif damage.name != "missing":
-        path.write_bytes({"empty": b"", "cut": data[: len(data) // 2], "unreadable": data}[damage.name])
+        path.write_bytes(
+            {"empty": b"", "cut": data[: len(data) // 2], "unreadable": data}[damage.name]
+        )
 
 
 @contextlib.contextmanager
@@ -185,7 +214,9 @@ def unreadable(path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    ordinary = {(module, name): getattr(module, name) for module, name in ((io, "open"), (os, "open"))}
+    ordinary = {
+        (module, name): getattr(module, name) for module, name in ((io, "open"), (os, "open"))
+    }
 
     def refusing(open_: Callable[..., Any]) -> Callable[..., Any]:
         def call(file: Any, *args: Any, **more: Any) -> Any:
@@ -205,7 +236,8 @@ def unreadable(path: Path | None) -> Iterator[None]:
 
 
 def copied(folder: Path, target: Path) -> Path:
-    """Copy a run folder. What a resume replaces or leaves alone shares its contents with the original."""
+    """Copy a run folder. What a resume replaces or leaves alone shares its contents with the
+    original."""
     shutil.copytree(folder, target, symlinks=True, copy_function=_copied)
     return target
 
@@ -259,8 +291,8 @@ class Trainer(FakeWorkers):
 
 @dataclass
 class Outcome:
-    """What a resume did: ``error`` is why it was refused, "" where it went on; ``told`` are the lines on the terminal;
-    ``found`` is what it goes on from."""
+    """What a resume did: ``error`` is why it was refused, "" where it went on; ``told`` are the
+    lines on the terminal; ``found`` is what it goes on from."""
 
     error: str = ""
     told: list[str] = field(default_factory=list)
@@ -273,7 +305,8 @@ def config_of(kind: str, root: Path, policy: Path) -> ExperimentConfig:
 
 
 def resume(folder: Path, config: ExperimentConfig, *, asynchronous: bool) -> Outcome:
-    """Go on from a run folder as far as reading it goes: the launcher's part, then the master's, in their order."""
+    """Go on from a run folder as far as reading it goes: the launcher's part, then the master's, in
+    their order."""
     config = copy.copy(config)
     config.fileroot, config.experiment_name, config.trial_name = map(
         str, (folder.parents[1], folder.parent.name, folder.name)
@@ -296,26 +329,45 @@ def _master(folder: Path, config: ExperimentConfig, asynchronous: bool, outcome:
     outcome.told += checkpoint.warnings if checkpoint else ()
     outcome.found |= {"step": completed, "state": checkpoint and checkpoint.state}
     if asynchronous:
-        asyncio.run(_rollouts(folder, checkpoint.folder if checkpoint else None, completed, outcome))
+        asyncio.run(
+            _rollouts(folder, checkpoint.folder if checkpoint else None, completed, outcome)
+        )
     origin = {"git": {"commit": ""}, "arguments": []}
-    record_launch(folder, Launch("now", "now: 1\n", plain_options(config), {}, origin), completed, outcome.told.append)
+    record_launch(
+        folder,
+        Launch("now", "now: 1\n", plain_options(config), {}, origin),
+        completed,
+        outcome.told.append,
+    )
     outcome.found["launches"] = [
         entry["at"] for entry in json.loads((folder / "provenance.json").read_text())["launches"]
     ]
     events = io.StringIO()
-    log = RunLog(folder, MonitorConfig(trackers=[]), EventStream(events), completed_steps=completed, total_steps=STEPS)
+    log = RunLog(
+        folder,
+        MonitorConfig(trackers=[]),
+        EventStream(events),
+        completed_steps=completed,
+        total_steps=STEPS,
+    )
     outcome.found |= {"rows": read_metrics(folder), "evaluations": log.evaluations.all()}
     outcome.found["tracker"] = run_info(folder, completed, (), outcome.told.append).id
     log.close()
     messages = [parse_event(line) for line in events.getvalue().splitlines()]
-    outcome.told += [message["text"] for message in messages if message and message["kind"] == "warning"]
+    outcome.told += [
+        message["text"] for message in messages if message and message["kind"] == "warning"
+    ]
 
 
-async def _rollouts(folder: Path, checkpoint: Path | None, completed: int, outcome: Outcome) -> None:
+async def _rollouts(
+    folder: Path, checkpoint: Path | None, completed: int, outcome: Outcome
+) -> None:
     source = KeptSource()
     plan = plan_of(folder / "journal", batch=BATCH, steps=STEPS, completed=completed)
     plan = replace(plan, archive=False, checkpoint=checkpoint)
-    rollouts = await AsyncRollouts.open(plan, Trainer(folder / "stream"), source, outcome.told.append)
+    rollouts = await AsyncRollouts.open(
+        plan, Trainer(folder / "stream"), source, outcome.told.append
+    )
     state = rollouts._ledger.state
     outcome.found |= {
         "open": sorted([*state.accepted, *state.outstanding]),

@@ -1,8 +1,10 @@
-"""A damaged run folder, as a class: every kind of file of a finished and of a killed run, with every kind of damage.
+"""A damaged run folder, as a class: every kind of file of a finished and of a killed run, with
+every kind of damage.
 
-A resume either goes on, and says in one line what it does without, or is refused with file, cause and remedy. It never
-begins at step 0 by itself, never overwrites what it could not read, and never trains a sample twice without a word. A
-flipped bit that leaves a figure of a report a figure need not be noticed; in checkpoint and journal it must.
+A resume either goes on, and says in one line what it does without, or is refused with file, cause
+and remedy. It never begins at step 0 by itself, never overwrites what it could not read, and never
+trains a sample twice without a word. A flipped bit that leaves a figure of a report a figure need
+not be noticed; in checkpoint and journal it must.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class Scene:
         self._asynchronous = name.startswith("async")
         self._config: ExperimentConfig = run_folders.config_of(name.partition("-")[0], tmp, policy)
         self._trials = 0
-        self.files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        self.files = sorted(
+            path.relative_to(folder) for path in folder.rglob("*") if path.is_file()
+        )
         self.sound = self.go_on(self.copy())
         assert not self.sound.error and not self.sound.told, self.sound
 
@@ -70,17 +74,26 @@ class Scene:
 
 @pytest.fixture(
     scope="module",
-    params=[name if name.endswith("killed") else pytest.param(name, marks=pytest.mark.nightly) for name in NAMES],
+    params=[
+        name if name.endswith("killed") else pytest.param(name, marks=pytest.mark.nightly)
+        for name in NAMES
+    ],
 )
 def scene(
-    request: pytest.FixtureRequest, folders: RunFolders, tmp_path_factory: pytest.TempPathFactory, policy: Path
+    request: pytest.FixtureRequest,
+    folders: RunFolders,
+    tmp_path_factory: pytest.TempPathFactory,
+    policy: Path,
 ) -> Iterator[Scene]:
-    """Without the waits for the disk and the lines of the log, of which there would be thousands."""
+    """Without the waits for the disk and the lines of the log, of which there would be
+    thousands."""
     logging.disable(logging.CRITICAL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
         patch.setattr(os, "fdatasync", lambda handle: None)
-        yield Scene(request.param, folders[request.param], tmp_path_factory.mktemp(request.param), policy)
+        yield Scene(
+            request.param, folders[request.param], tmp_path_factory.mktemp(request.param), policy
+        )
     logging.disable(logging.NOTSET)
 
 
@@ -101,7 +114,11 @@ def test_every_file_of_a_run_folder_has_a_kind(scene: Scene) -> None:
     """A new kind of file is noticed here: say in ``run_folders`` whether a resume reads it."""
     kinds = {str(name): kind_of(str(name)) for name in scene.files}
     assert not [name for name, kind in kinds.items() if kind is None]
-    wanted = {*READ} - UNUSED - (set() if scene.name.startswith("async") else {"journal", "payloads", "weights"})
+    wanted = (
+        {*READ}
+        - UNUSED
+        - (set() if scene.name.startswith("async") else {"journal", "payloads", "weights"})
+    )
     assert {*kinds.values()} >= wanted
 
 
@@ -113,13 +130,23 @@ def test_what_a_resume_reads_is_known(scene: Scene) -> None:
     folder = scene.copy()
     opened.clear()
     scene.go_on(folder)
-    names = [str(Path(path).relative_to(folder)) for path in sorted(opened) if path.startswith(f"{folder}/")]
-    kinds = {kind_of(name) for name in names if (folder / name).is_file() and (scene.folder / name).is_file()}
+    names = [
+        str(Path(path).relative_to(folder))
+        for path in sorted(opened)
+        if path.startswith(f"{folder}/")
+    ]
+    kinds = {
+        kind_of(name)
+        for name in names
+        if (folder / name).is_file() and (scene.folder / name).is_file()
+    }
     assert kinds <= {*READ, "lock"}, kinds
     assert kinds >= {"checkpoint", "LATEST", "metrics", "evaluations", "launches", "trackers"}
 
 
-def problems(scene: Scene, name: Path, damage: Damage, outcome: Outcome, folder: Path) -> Iterator[str]:
+def problems(
+    scene: Scene, name: Path, damage: Damage, outcome: Outcome, folder: Path
+) -> Iterator[str]:
     """Say what is wrong with how a resume took a damage."""
     kind = kind_of(str(name))
     after = contents(folder)
@@ -127,7 +154,9 @@ def problems(scene: Scene, name: Path, damage: Damage, outcome: Outcome, folder:
     words = {name.name, *(part for part in name.parts if part.startswith(("ckpt-", "journal")))}
     if any("\n" in line for line in lines):
         yield "more than one line"
-    if lines and not any(word in line for line in lines for word in words | {"samples that had arrived are lost"}):
+    if lines and not any(
+        word in line for line in lines for word in words | {"samples that had arrived are lost"}
+    ):
         yield f"the file is not named: {lines}"
     if outcome.error:
         if not any(remedy in outcome.error for remedy in REMEDIES):
@@ -155,10 +184,13 @@ def problems(scene: Scene, name: Path, damage: Damage, outcome: Outcome, folder:
 
 
 def twice(scene: Scene, outcome: Outcome) -> Iterator[str]:
-    """Say which samples a resume would train a second time, relative to the weights that it goes on from."""
+    """Say which samples a resume would train a second time, relative to the weights that it goes on
+    from."""
     if "source" not in outcome.found:
         return
-    frames = [frame for path in segments(scene.folder / "journal") for frame in read_segment(path)[0]]
+    frames = [
+        frame for path in segments(scene.folder / "journal") for frame in read_segment(path)[0]
+    ]
     step = outcome.found["step"]
     trained = {
         id
@@ -185,7 +217,8 @@ def kept_states(scene: Scene) -> list[dict[str, Any]]:
 
 
 def representatives(scene: Scene) -> list[Path]:
-    """Return the files of a folder, one of those that are alike by kind and by name without numbers."""
+    """Return the files of a folder, one of those that are alike by kind and by name without
+    numbers."""
     alike: dict[tuple[str | None, str], Path] = {}
     for name in scene.files:
         plain = "".join("#" if character.isdigit() else character for character in name.name)
@@ -204,14 +237,27 @@ def test_every_damage_of_every_kind_of_file(scene: Scene) -> None:
             outcome, folder = scene.damaged(name, damage)
             what = "refused" if outcome.error else "told" if outcome.told else "same"
             counted[kind_of(str(name)), damage.name, what] += 1
-            wrong += [f"{name} {damage}: {problem}" for problem in problems(scene, name, damage, outcome, folder)]
+            wrong += [
+                f"{name} {damage}: {problem}"
+                for problem in problems(scene, name, damage, outcome, folder)
+            ]
             shutil.rmtree(folder)
-    print(f"{scene.name}: {counted.total()} damages", Counter(what for _, _, what in counted.elements()))
+    print(
+        f"{scene.name}: {counted.total()} damages",
+        Counter(what for _, _, what in counted.elements()),
+    )
     for kind in sorted({str(kind) for kind, _, _ in counted}):
-        print(f"  {kind}: ", {f"{d} {w}": n for (k, d, w), n in sorted(counted.items(), key=str) if k == kind})
+        print(
+            f"  {kind}: ",
+            {f"{d} {w}": n for (k, d, w), n in sorted(counted.items(), key=str) if k == kind},
+        )
     assert not wrong, "\n".join(wrong[:40])
     assert counted.total() > 100
-    strict = [key for key in counted if key[0] in ("checkpoint", "journal") and key[1] == "flip" and key[2] == "same"]
+    strict = [
+        key
+        for key in counted
+        if key[0] in ("checkpoint", "journal") and key[1] == "flip" and key[2] == "same"
+    ]
     assert not strict, "one bit in a checkpoint or a journal is always noticed"
 
 
@@ -233,20 +279,26 @@ def test_no_checkpoint_that_can_be_used_is_no_run_that_begins(scene: Scene) -> N
             Damage("link"),
         ):
             folder = scene.copy()
-            # The kill may have come while the oldest checkpoint was removed, so that only a part of it is there.
-            found = [path for path in folder.glob(f"checkpoints/ckpt-*[0-9]/{rest}") if path.exists()]
+            # The kill may have come while the oldest checkpoint was removed, so that only a part of
+            # it is there.
+            found = [
+                path for path in folder.glob(f"checkpoints/ckpt-*[0-9]/{rest}") if path.exists()
+            ]
             assert len(found) >= 2
             for path in found:
                 run_folders.apply(damage, path)
             before = contents(folder)
             outcome = scene.go_on(folder)
-            assert "none can be used" in outcome.error and "recover_mode=disabled" in outcome.error, (rest, damage)
+            assert (
+                "none can be used" in outcome.error and "recover_mode=disabled" in outcome.error
+            ), (rest, damage)
             assert contents(folder) == before
             shutil.rmtree(folder)
 
 
 class Launched(NamedTuple):
-    """A damage that the command itself meets: ``told`` are words of its line, ``goes_on`` says how it ends."""
+    """A damage that the command itself meets: ``told`` are words of its line, ``goes_on`` says how
+    it ends."""
 
     folder: str
     files: str
@@ -257,8 +309,12 @@ class Launched(NamedTuple):
 
 CUT, FLIP = Damage("cut"), Damage("flip", 8 * 40 + 7)
 LAUNCHES = {
-    "all checkpoints": Launched("sync-killed", "checkpoints/ckpt-*[0-9]/state.json", FLIP, False, "none can be used"),
-    "journal": Launched("async-killed", "journal/journal-*.log", FLIP, True, "from what the checkpoint of step"),
+    "all checkpoints": Launched(
+        "sync-killed", "checkpoints/ckpt-*[0-9]/state.json", FLIP, False, "none can be used"
+    ),
+    "journal": Launched(
+        "async-killed", "journal/journal-*.log", FLIP, True, "from what the checkpoint of step"
+    ),
     "one checkpoint": Launched(
         "sync-killed",
         f"checkpoints/ckpt-*{run_folders.KILLED_AFTER}/state.json",
@@ -266,17 +322,31 @@ LAUNCHES = {
         True,
         "later ones cannot be used",
     ),
-    "LATEST": Launched("sync-killed", "checkpoints/LATEST", Damage("empty"), True, "does not name the newest"),
-    "journal that cannot be read": Launched("async-killed", "journal/*.log", Damage("folder"), False, "cannot be read"),
+    "LATEST": Launched(
+        "sync-killed", "checkpoints/LATEST", Damage("empty"), True, "does not name the newest"
+    ),
+    "journal that cannot be read": Launched(
+        "async-killed", "journal/*.log", Damage("folder"), False, "cannot be read"
+    ),
     "payloads": Launched(
-        "async-killed", "stream/payload-*.log", Damage("empty"), True, "samples that had arrived are lost"
+        "async-killed",
+        "stream/payload-*.log",
+        Damage("empty"),
+        True,
+        "samples that had arrived are lost",
     ),
     "metrics": Launched("sync-killed", "metrics.jsonl", FLIP, True, "is damaged in line 1"),
-    "metrics that are a folder": Launched("sync-killed", "metrics.jsonl", Damage("folder"), False, "should be a file"),
+    "metrics that are a folder": Launched(
+        "sync-killed", "metrics.jsonl", Damage("folder"), False, "should be a file"
+    ),
     "evaluations": Launched("sync-killed", "evaluations.json", CUT, True, "cannot be understood"),
     "launches": Launched("sync-killed", "provenance.json", CUT, True, "cannot be understood"),
-    "trackers": Launched("sync-killed", "trackers.json", CUT, True, "for its trackers the run is a new one"),
-    "weights": Launched("async-killed", "weights.jsonl", Damage("missing"), True, "does not say which weights"),
+    "trackers": Launched(
+        "sync-killed", "trackers.json", CUT, True, "for its trackers the run is a new one"
+    ),
+    "weights": Launched(
+        "async-killed", "weights.jsonl", Damage("missing"), True, "does not say which weights"
+    ),
     "a finished run": Launched(
         "sync-finished", "checkpoints/ckpt-*[0-9]/MANIFEST.json", CUT, False, "none can be used"
     ),
@@ -285,9 +355,12 @@ FIRST = ("all checkpoints",)
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.nightly) for name in LAUNCHES]
+    "name",
+    [name if name in FIRST else pytest.param(name, marks=pytest.mark.nightly) for name in LAUNCHES],
 )
-def test_the_command_goes_on_or_says_what_to_do(folders: RunFolders, tmp_path: Path, policy: Path, name: str) -> None:
+def test_the_command_goes_on_or_says_what_to_do(
+    folders: RunFolders, tmp_path: Path, policy: Path, name: str
+) -> None:
     case = LAUNCHES[name]
     kind = case.folder.partition("-")[0]
     folder = tmp_path / kind / "t"
@@ -301,7 +374,9 @@ def test_the_command_goes_on_or_says_what_to_do(folders: RunFolders, tmp_path: P
     assert "Traceback" not in done.stdout + done.stderr
     if case.goes_on:
         assert done.returncode == 0, done.stderr
-        steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        steps = [
+            json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+        ]
         assert steps[-1] == run_folders.STEPS and len(set(steps)) == len(steps)
         assert "resumed after step" in done.stdout
         return

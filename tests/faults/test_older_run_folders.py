@@ -1,8 +1,9 @@
-"""A run folder that an earlier commit wrote is resumed: what it stores (plan, journal, payload log, checkpoint) names
-classes and fields, which may have been renamed since.
+"""A run folder that an earlier commit wrote is resumed: what it stores (plan, journal, payload log,
+checkpoint) names classes and fields, which may have been renamed since.
 
-``data/run_folders_of_0.1.0.tar.xz`` holds ``policy`` and ``runs`` with a synchronous and an asynchronous run that were
-killed after the checkpoint of step 3. Commit bca51a49 wrote it with ``write_run_folders``.
+``data/run_folders_of_0.1.0.tar.xz`` holds ``policy`` and ``runs`` with a synchronous and an
+asynchronous run that were killed after the checkpoint of step 3. Commit bca51a49 wrote it with
+``write_run_folders``.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from tests.faults.run_folders import EXPERIMENTS, KILLED_AFTER, STEPS, launch, l
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ARCHIVE = Path(__file__).with_name("data") / "run_folders_of_0.1.0.tar.xz"
-SIZES = BuiltinModelConfig(vocab_size=300, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16)
+SIZES = BuiltinModelConfig(
+    vocab_size=300, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16
+)
 """A policy so small that its checkpoints may lie in the repository."""
 
 
 def write_run_folders() -> None:
-    """Write what the archive holds into the working folder: options of a run hold its paths, so they are relative."""
+    """Write what the archive holds into the working folder: options of a run hold its paths, so
+    they are relative."""
     root = Path()
     tasks = [instantiate(template.task_id, 1) for template in load_templates(["warmup"])]
     with (root / "talks.jsonl").open("w", encoding="utf-8") as talks:

@@ -1,4 +1,5 @@
-"""Real runs that stand still as a whole, as where a virtual machine is moved: they go on with the processes they had.
+"""Real runs that stand still as a whole, as where a virtual machine is moved: they go on with the
+processes they had.
 
 ``benchmarks/pause_soak.py`` does this at ten moments (``make test-freezes``)."""
 
@@ -20,9 +21,13 @@ STUCK_S = 300.0
 
 
 @pytest.mark.parametrize("synchronous", [True, False])
-def test_a_run_goes_on_after_all_of_it_stood_still(tmp_path: Path, policy: Path, synchronous: bool) -> None:
+def test_a_run_goes_on_after_all_of_it_stood_still(
+    tmp_path: Path, policy: Path, synchronous: bool
+) -> None:
     """Its deadlines counted the pause: one of four ended the master."""
-    run = KilledRun(tmp_path, "paused", policy, steps=400, environment=VERIFIER, synchronous=synchronous)
+    run = KilledRun(
+        tmp_path, "paused", policy, steps=400, environment=VERIFIER, synchronous=synchronous
+    )
     run.start()
     try:
         assert pause_again_and_again(run, 4, 40.0, random.Random(7), STUCK_S) >= 3
@@ -31,9 +36,11 @@ def test_a_run_goes_on_after_all_of_it_stood_still(tmp_path: Path, policy: Path,
     assert run.deaths() == []
 
 
-def test_a_job_that_is_stopped_at_the_terminal_goes_on_with_fg(tmp_path: Path, policy: Path) -> None:
-    """Ctrl-Z stops the process group of the terminal, which is the launcher; its workers go on. With ``fg`` it goes on,
-    too, kills nobody and ends well."""
+def test_a_job_that_is_stopped_at_the_terminal_goes_on_with_fg(
+    tmp_path: Path, policy: Path
+) -> None:
+    """Ctrl-Z stops the process group of the terminal, which is the launcher; its workers go on.
+    With ``fg`` it goes on, too, kills nobody and ends well."""
     run = KilledRun(tmp_path, "stopped", policy, steps=12, environment=VERIFIER)
     run.start()
     try:

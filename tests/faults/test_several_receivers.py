@@ -1,5 +1,5 @@
-"""A real asynchronous run whose trainer has two ranks, each with a receiver of its own. A rank is killed, then the
-launcher; one rank goes on, then two again: every sample is trained once."""
+"""A real asynchronous run whose trainer has two ranks, each with a receiver of its own. A rank is
+killed, then the launcher; one rank goes on, then two again: every sample is trained once."""
 
 from __future__ import annotations
 

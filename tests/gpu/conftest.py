@@ -1,7 +1,9 @@
-"""Tests for machines with a GPU: ``make test-gpu`` runs them, anywhere else they are skipped with a word.
+"""Tests for machines with a GPU: ``make test-gpu`` runs them, anywhere else they are skipped with a
+word.
 
-This folder needs nothing of the other tests' conftest, so that it runs where only a part of the project's dependencies
-is installed. ``--gpu-device cpu`` plays those tests that need no CUDA on the CPU, which shows that they are sound.
+This folder needs nothing of the other tests' conftest, so that it runs where only a part of the
+project's dependencies is installed. ``--gpu-device cpu`` plays those tests that need no CUDA on the
+CPU, which shows that they are sound.
 """
 
 from __future__ import annotations
@@ -32,7 +34,13 @@ CONFIGS: dict[str, Any] = {
     "qwen3": Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=True),
     "llama": LlamaConfig(**SHAPE),
     "gpt2": GPT2Config(
-        vocab_size=VOCABULARY, n_embd=128, n_layer=2, n_head=4, n_positions=POSITIONS, bos_token_id=1, eos_token_id=2
+        vocab_size=VOCABULARY,
+        n_embd=128,
+        n_layer=2,
+        n_head=4,
+        n_positions=POSITIONS,
+        bos_token_id=1,
+        eos_token_id=2,
     ),
 }
 
@@ -41,7 +49,9 @@ SPEC = MicroBatchSpec(1, 512)
 
 
 def engine_of(model: Any, **options: Any) -> TorchEngine:
-    return TorchEngine(model, None, optimizer=OptimizerConfig(lr=1e-3), total_train_steps=10, **options)
+    return TorchEngine(
+        model, None, optimizer=OptimizerConfig(lr=1e-3), total_train_steps=10, **options
+    )
 
 
 def train(engine: TorchEngine, sample: SequenceSample, steps: int = 1) -> list[float]:
@@ -49,18 +59,28 @@ def train(engine: TorchEngine, sample: SequenceSample, steps: int = 1) -> list[f
     losses = []
     for step in range(steps):
         context = CallContext(step, 7 + step, SPEC, Path())
-        losses.append(SFTInterface().train_step(Model("actor", engine, None), sample, context)["loss"])
+        losses.append(
+            SFTInterface().train_step(Model("actor", engine, None), sample, context)["loss"]
+        )
         engine.version += 1
     return losses
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--gpu-device", default="cuda", choices=("cuda", "cpu"), help="cpu: a rehearsal without a GPU")
+    parser.addoption(
+        "--gpu-device",
+        default="cuda",
+        choices=("cuda", "cpu"),
+        help="cpu: a rehearsal without a GPU",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     rehearsal = config.getoption("--gpu-device", default="cuda") == "cpu"
-    missing = f"needs a GPU: torch {torch.__version__} sees none here (make test-gpu on a machine that has one)"
+    missing = (
+        f"needs a GPU: torch {torch.__version__} sees none here (make test-gpu on a machine that "
+        f"has one)"
+    )
     for item in items:
         if HERE not in item.path.parents:
             continue
@@ -74,14 +94,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where the test computes."""
-    return torch.device("cuda:0" if request.config.getoption("--gpu-device", default="cuda") == "cuda" else "cpu")
+    return torch.device(
+        "cuda:0" if request.config.getoption("--gpu-device", default="cuda") == "cuda" else "cpu"
+    )
 
 
 @pytest.fixture
 def model_on() -> Callable[..., Any]:
-    """model_on(device, architecture, dtype) -> the same random weights every time, sharp enough to have favourites."""
+    """model_on(device, architecture, dtype) -> the same random weights every time, sharp enough to
+    have favourites."""
 
-    def build(device: torch.device, architecture: str = "qwen3", dtype: torch.dtype = torch.float32) -> Any:
+    def build(
+        device: torch.device, architecture: str = "qwen3", dtype: torch.dtype = torch.float32
+    ) -> Any:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(CONFIGS[architecture]).eval()
         with torch.no_grad():
@@ -100,10 +125,15 @@ def batch() -> SequenceSample:
     rows: list[torch.Tensor] = []
     for n in (90, 61):
         stem = torch.randint(3, VOCABULARY, (n,), generator=g)
-        rows += [torch.cat([stem, torch.randint(3, VOCABULARY, (m,), generator=g)]) for m in (37, 12, 55)]
+        rows += [
+            torch.cat([stem, torch.randint(3, VOCABULARY, (m,), generator=g)]) for m in (37, 12, 55)
+        ]
     rows.append(torch.randint(3, VOCABULARY, (140,), generator=g))
     total = sum(map(len, rows))
-    tensors = {"packed_input_ids": torch.cat(rows), "loss_mask": torch.rand(total, generator=g) < 0.5}
+    tensors = {
+        "packed_input_ids": torch.cat(rows),
+        "loss_mask": torch.rand(total, generator=g) < 0.5,
+    }
     lengths = [[len(row) for row in rows[:3]], [len(row) for row in rows[3:6]], [len(rows[6])]]
     return SequenceSample.from_tensors(["a", "b", "c"], tensors, dict.fromkeys(tensors, lengths))
 

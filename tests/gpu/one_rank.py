@@ -78,7 +78,9 @@ def _train(engine: Any, steps: range) -> list[float]:
     g = torch.Generator().manual_seed(3)
     ids = torch.randint(3, VOCABULARY, (200,), generator=g)
     tensors = {"packed_input_ids": ids, "loss_mask": torch.rand(200, generator=g) < 0.7}
-    batch = SequenceSample.from_tensors(["a", "b"], tensors, {key: [[60, 40], [100]] for key in tensors})
+    batch = SequenceSample.from_tensors(
+        ["a", "b"], tensors, {key: [[60, 40], [100]] for key in tensors}
+    )
     losses = []
     for step in steps:
         engine.version = step

@@ -1,4 +1,5 @@
-"""Adapters train on a GPU as on the CPU, and reach what generates; moments rest in the memory of the host."""
+"""Adapters train on a GPU as on the CPU, and reach what generates; moments rest in the memory of
+the host."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from tests.gpu.conftest import SPEC, train
 def engine_of(model: Any, rank: int = 0, **options: Any) -> TorchEngine:
     torch.manual_seed(5)
     lora = LoraConfig(rank, 16.0) if rank else None
-    return TorchEngine(model, None, optimizer=OptimizerConfig(lr=1e-3, **options), total_train_steps=10, lora=lora)
+    return TorchEngine(
+        model, None, optimizer=OptimizerConfig(lr=1e-3, **options), total_train_steps=10, lora=lora
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -37,7 +40,9 @@ def test_adapters_train_and_what_samples_has_them(
         [GenRequest(0, prompt, seed=1)], GenConfig(max_new_tokens=24), stop_ids=(), seed=1
     )[0]
     ids = torch.tensor([*prompt, *output.token_ids])
-    sample = SequenceSample.from_tensors(["s"], {"packed_input_ids": ids}, {"packed_input_ids": [[len(ids)]]})
+    sample = SequenceSample.from_tensors(
+        ["s"], {"packed_input_ids": ids}, {"packed_input_ids": [[len(ids)]]}
+    )
     scored = engine.logprobs(sample, temperature=1.0, mb_spec=SPEC)[len(prompt) - 1 :]
     off = (scored - torch.tensor(output.logprobs)).abs().mean()
     assert float(off) < (1e-3 if dtype == torch.float32 else 0.05)
@@ -67,7 +72,9 @@ def test_moments_in_the_memory_of_the_host_change_no_bit_and_free_the_device(
 def _lies_in_one_pinned_slab(engine: TorchEngine) -> None:
     assert engine._optimizer is not None
     names = {parameter: name for name, parameter in engine.model.named_parameters()}
-    moments = [t for name, t in engine._optimizer.tensors(names).items() if name.startswith("exp_avg")]
+    moments = [
+        t for name, t in engine._optimizer.tensors(names).items() if name.startswith("exp_avg")
+    ]
     assert moments and all(tensor.is_pinned() for tensor in moments)
     assert len({tensor.untyped_storage().data_ptr() for tensor in moments}) == 1
     slab = moments[0].untyped_storage().nbytes()
@@ -81,7 +88,9 @@ def test_pieces_of_moments_move_while_others_are_computed(device: torch.device) 
     found = []
     for memory in (None, HostMemory(device)):
         torch.manual_seed(0)
-        weights = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(512, 300 + 7 * n)) for n in range(12)])
+        weights = torch.nn.ParameterList(
+            [torch.nn.Parameter(torch.randn(512, 300 + 7 * n)) for n in range(12)]
+        )
         weights = weights.to(device)
         adamw = torch.optim.AdamW(weights.parameters(), lr=1e-2, fused=True)
         stepped = adamw if memory is None else RestingMoments(adamw, memory, piece_bytes=3 << 20)

@@ -25,7 +25,9 @@ def mean_nll(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dic
 @pytest.fixture
 def one_gigabyte() -> Iterator[None]:
     """This process gets no more of the device's memory than that."""
-    torch.cuda.set_per_process_memory_fraction(LIMIT_BYTES / torch.cuda.get_device_properties(0).total_memory)
+    torch.cuda.set_per_process_memory_fraction(
+        LIMIT_BYTES / torch.cuda.get_device_properties(0).total_memory
+    )
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
 
@@ -51,7 +53,9 @@ def test_training_gets_the_memory_of_generation(
     filled = engine.generator().core.kv_bytes
     assert filled > 8 << 20
     step()
-    assert seen[-1] == (0, pytest.approx(alone, abs=filled / 4)), "a step needs no more memory after generation"
+    assert seen[-1] == (0, pytest.approx(alone, abs=filled / 4)), (
+        "a step needs no more memory after generation"
+    )
     engine.generator().generate(requests, GenConfig(max_new_tokens=4), stop_ids=(), seed=1)
     held = torch.cuda.memory_reserved()
     engine.release_generation()
@@ -63,9 +67,13 @@ def test_generation_without_memory_names_what_and_which_option(
 ) -> None:
     engine = TorchEngine(model_on(device), None, kv_cache_gib=64.0)
     requests = [GenRequest(slot, [5] * 500) for slot in range(4096)]
-    with pytest.raises(RuntimeError, match=r"keys and values of 4096 rows of \d+ tokens: lower engine.kv_cache_gib"):
+    with pytest.raises(
+        RuntimeError, match=r"keys and values of 4096 rows of \d+ tokens: lower engine.kv_cache_gib"
+    ):
         engine.generator().generate(requests, GenConfig(max_new_tokens=4), stop_ids=(), seed=1)
-    (output,) = engine.generator().generate(requests[:1], GenConfig(max_new_tokens=4), stop_ids=(), seed=1)
+    (output,) = engine.generator().generate(
+        requests[:1], GenConfig(max_new_tokens=4), stop_ids=(), seed=1
+    )
     assert len(output.token_ids) == 4, "the engine goes on"
 
 
@@ -75,8 +83,12 @@ def test_a_step_without_memory_names_what_where_and_which_option(
     engine = TorchEngine(model_on(device), None, optimizer=OptimizerConfig(), total_train_steps=1)
     n = 400 * 500
     ids = torch.randint(3, 500, (n,), generator=torch.Generator().manual_seed(1))
-    sample = SequenceSample.from_tensors(["long"], {"packed_input_ids": ids}, {"packed_input_ids": [[500] * 400]})
-    with pytest.raises(RuntimeError, match=r"micro-batch of \d+ positions in \d+ rows: lower mb_spec") as caught:
+    sample = SequenceSample.from_tensors(
+        ["long"], {"packed_input_ids": ids}, {"packed_input_ids": [[500] * 400]}
+    )
+    with pytest.raises(
+        RuntimeError, match=r"micro-batch of \d+ positions in \d+ rows: lower mb_spec"
+    ) as caught:
         engine.train_batch(sample, mean_nll, mb_spec=MicroBatchSpec(1, n))
     assert f"it is {n}" in str(caught.value) and "gradient_checkpointing" in str(caught.value)
     caught = None  # It holds the tensors of the failed pass.

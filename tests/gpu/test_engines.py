@@ -1,4 +1,5 @@
-"""Each engine on a GPU computes what it computes on the CPU, and what one samples the other scores alike."""
+"""Each engine on a GPU computes what it computes on the CPU, and what one samples the other scores
+alike."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ CPU = torch.device("cpu")
 GEN = GenConfig(max_new_tokens=24)
 PROMPTS = [[5, 6, 7] * 20, [8, 9, 8], [9, 10, 11, 12] * 5]
 MISMATCH = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (0.02, 0.3)}
-"""Mean and largest difference of log-probabilities that is put down to rounding. TF32 is off by default."""
+"""Mean and largest difference of log-probabilities that is put down to rounding. TF32 is off by
+default."""
 DEADLINE_S = 120.0
 Build = Callable[..., Any]
 
@@ -43,7 +45,8 @@ def streamed(engine: ContinuousGenerator) -> list[GenOutput]:
 
 
 def mismatch(engine: TorchEngine, outputs: Sequence[GenOutput]) -> torch.Tensor:
-    """Differences between the log-probabilities of sampled tokens and those that the trainer computes."""
+    """Differences between the log-probabilities of sampled tokens and those that the trainer
+    computes."""
     rows = [prompt + output.token_ids for prompt, output in zip(PROMPTS, outputs, strict=True)]
     ids = torch.tensor([token for row in rows for token in row])
     sample = SequenceSample.from_tensors(
@@ -51,14 +54,20 @@ def mismatch(engine: TorchEngine, outputs: Sequence[GenOutput]) -> torch.Tensor:
         {"packed_input_ids": ids},
         {"packed_input_ids": [[len(row)] for row in rows]},
     )
-    scored = engine.logprobs(sample, temperature=1.0, mb_spec=SPEC).split([len(row) - 1 for row in rows])
+    scored = engine.logprobs(sample, temperature=1.0, mb_spec=SPEC).split(
+        [len(row) - 1 for row in rows]
+    )
     found = [part[len(prompt) - 1 :] for prompt, part in zip(PROMPTS, scored, strict=True)]
-    return (torch.cat(found) - torch.tensor([p for output in outputs for p in output.logprobs])).abs()
+    return (
+        torch.cat(found) - torch.tensor([p for output in outputs for p in output.logprobs])
+    ).abs()
 
 
 def within(off: torch.Tensor, dtype: torch.dtype) -> None:
     mean, most = MISMATCH[dtype]
-    assert float(off.mean()) < mean and float(off.max()) < most, f"mean {off.mean():.1e}, largest {off.max():.1e}"
+    assert float(off.mean()) < mean and float(off.max()) < most, (
+        f"mean {off.mean():.1e}, largest {off.max():.1e}"
+    )
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gpt2"])
@@ -77,21 +86,31 @@ def test_scores_and_five_train_steps_are_those_of_the_cpu(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gpt2"])
 def test_what_an_engine_samples_the_trainer_scores_alike(
-    device: torch.device, model_on: Build, batch: SequenceSample, architecture: str, dtype: torch.dtype
+    device: torch.device,
+    model_on: Build,
+    batch: SequenceSample,
+    architecture: str,
+    dtype: torch.dtype,
 ) -> None:
     engine = engine_of(model_on(device, architecture, dtype))
-    within(mismatch(engine, engine.generator().generate(requests(), GEN, stop_ids=(), seed=0)), dtype)
+    within(
+        mismatch(engine, engine.generator().generate(requests(), GEN, stop_ids=(), seed=0)), dtype
+    )
     with closing(ContinuousGenerator(model_on(device, architecture, dtype))) as stream:
         within(mismatch(engine, streamed(stream)), dtype)
         train(engine, batch)
-        assert float(mismatch(engine, streamed(stream)).mean()) > 0, "the engine has the weights of before"
+        assert float(mismatch(engine, streamed(stream)).mean()) > 0, (
+            "the engine has the weights of before"
+        )
         stream.load_weights(engine.version, engine.weights())
         after = streamed(stream)
         held = stream.weight_digests([*engine.weights()])
     assert {version for output in after for version in output.versions} == {1}
     within(mismatch(engine, after), dtype)
     expected = digests({name: tensor.cpu() for name, tensor in engine.weights().items()})
-    assert {name: tensor.digest for name, tensor in held.items()} == expected, "digests do not depend on the device"
+    assert {name: tensor.digest for name, tensor in held.items()} == expected, (
+        "digests do not depend on the device"
+    )
 
 
 def test_a_checkpoint_of_a_gpu_goes_on_elsewhere(

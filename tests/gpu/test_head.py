@@ -31,7 +31,9 @@ def test_the_products_of_this_gpu_are_used(device: torch.device) -> None:
 
 @pytest.mark.parametrize("chunk", [None, 37], ids=["one chunk", "four"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_and_gradients_are_those_of_fp64(device: torch.device, dtype: torch.dtype, chunk: int | None) -> None:
+def test_values_and_gradients_are_those_of_fp64(
+    device: torch.device, dtype: torch.dtype, chunk: int | None
+) -> None:
     hidden, weight, ids = drawn(device, dtype, 120)
     found, entropy = selected_logprobs(hidden, weight, ids, 0.8, chunk)
     (found + 0.1 * entropy).sum().backward()
@@ -56,4 +58,6 @@ def test_memory_is_that_of_a_chunk_and_one_gradient_of_the_head(device: torch.de
     selected_logprobs(hidden, weight, ids, with_entropy=False)[0].sum().backward()
     used = torch.cuda.max_memory_allocated(device) - before
     assert 4 * rows * VOCABULARY > 3 * GPU_CHUNK_BYTES, "it would be more at once"
-    assert used < 2.6 * GPU_CHUNK_BYTES + 8 * weight.numel() + (64 << 20), "and what the library works in"
+    assert used < 2.6 * GPU_CHUNK_BYTES + 8 * weight.numel() + (64 << 20), (
+        "and what the library works in"
+    )

@@ -15,11 +15,15 @@ DEADLINE_S = 180.0
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
-def test_one_rank_trains_as_an_engine_alone(device: torch.device, tmp_path: Path, backend: str) -> None:
+def test_one_rank_trains_as_an_engine_alone(
+    device: torch.device, tmp_path: Path, backend: str
+) -> None:
     """In a process of its own: a process group stays until its process ends."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=outcome, args=(there, device.type, backend, str(tmp_path)), daemon=True)
+    process = context.Process(
+        target=outcome, args=(there, device.type, backend, str(tmp_path)), daemon=True
+    )
     process.start()
     try:
         assert here.poll(DEADLINE_S), f"the rank did not end within {DEADLINE_S:g} s"

@@ -1,4 +1,5 @@
-"""Rows without padding on CUDA: the kernel of torch, and a whole trainer with it, beside the plain computation."""
+"""Rows without padding on CUDA: the kernel of torch, and a whole trainer with it, beside the plain
+computation."""
 
 from __future__ import annotations
 
@@ -34,8 +35,9 @@ def test_the_kernel_of_this_torch_is_proven_here(device: torch.device) -> None:
 def test_the_backward_pass_is_right_for_heads_of_every_width(
     device: torch.device, head_size: int, window: int | None
 ) -> None:
-    """The kernel in bf16 beside dense attention in fp32, over sequences that share a prefix: outputs and gradients. A
-    width that a device does not have is refused by name, and rows are padded there."""
+    """The kernel in bf16 beside dense attention in fp32, over sequences that share a prefix:
+    outputs and gradients. A width that a device does not have is refused by name, and rows are
+    padded there."""
     if torch.cuda.get_device_capability(device) < (8, 0):
         pytest.skip(kernel_for(device, torch.bfloat16)[1])
     kernel, reason = kernel_for(device, torch.bfloat16, (head_size,))
@@ -43,7 +45,11 @@ def test_the_backward_pass_is_right_for_heads_of_every_width(
         assert f"for heads of {head_size}, " in reason
         pytest.skip(reason)
     draw = torch.Generator().manual_seed(head_size)
-    paths = [np.arange(150), np.r_[np.arange(90), np.arange(150, 190)], np.r_[np.arange(90), np.arange(190, 400)]]
+    paths = [
+        np.arange(150),
+        np.r_[np.arange(90), np.arange(150, 190)],
+        np.r_[np.arange(90), np.arange(190, 400)],
+    ]
     shapes = [(400, heads, head_size) for heads in (4, 2, 2, 4)]
     *given, weights = (torch.randn(*shape, generator=draw).to(device) for shape in shapes)
     found: list[list[torch.Tensor]] = []
@@ -68,13 +74,22 @@ def test_packed_rows_train_as_padded_ones(
 ) -> None:
     if kernel_for(device, torch.bfloat16)[0] is None:
         pytest.skip(kernel_for(device, torch.bfloat16)[1])
-    packed = engine_of(model_on(device, architecture, torch.bfloat16), gradient_checkpointing=checkpointing)
+    packed = engine_of(
+        model_on(device, architecture, torch.bfloat16), gradient_checkpointing=checkpointing
+    )
     assert packed._forward.packs
     monkeypatch.setattr(packed_forward, "kernel_for", lambda *_: (None, ""))
-    padded = engine_of(model_on(device, architecture, torch.bfloat16), gradient_checkpointing=checkpointing)
+    padded = engine_of(
+        model_on(device, architecture, torch.bfloat16), gradient_checkpointing=checkpointing
+    )
     exact = engine_of(model_on(device, architecture, torch.float32))
-    scores = [engine.logprobs(batch, temperature=1.0, mb_spec=SPEC) for engine in (packed, padded, exact)]
+    scores = [
+        engine.logprobs(batch, temperature=1.0, mb_spec=SPEC) for engine in (packed, padded, exact)
+    ]
     ours, theirs = ((one - scores[2]).abs().mean() for one in scores[:2])
     assert float(ours) < 2 * float(theirs) + 1e-3, "as close to fp32 as padded rows are"
-    norms = [engine.train_batch(batch, loss, mb_spec=SPEC).grad_norm for engine in (packed, padded, exact)]
+    norms = [
+        engine.train_batch(batch, loss, mb_spec=SPEC).grad_norm
+        for engine in (packed, padded, exact)
+    ]
     assert norms[0] == pytest.approx(norms[2], rel=max(0.03, 2 * abs(norms[1] / norms[2] - 1)))

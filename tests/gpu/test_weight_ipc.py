@@ -47,8 +47,15 @@ def receive(pipe: Connection) -> None:
 @pytest.mark.parametrize("origin", ["cuda:0", "cpu"])
 def test_another_process_reads_what_this_one_holds(device: torch.device, origin: str) -> None:
     draw = torch.Generator().manual_seed(0)
-    shapes = {"a": ((300, 70), torch.bfloat16), "b": ((11,), torch.float32), "c": ((5, 9, 2), torch.bfloat16)}
-    tensors = {name: torch.randn(*shape, generator=draw).to(origin, dtype) for name, (shape, dtype) in shapes.items()}
+    shapes = {
+        "a": ((300, 70), torch.bfloat16),
+        "b": ((11,), torch.float32),
+        "c": ((5, 9, 2), torch.bfloat16),
+    }
+    tensors = {
+        name: torch.randn(*shape, generator=draw).to(origin, dtype)
+        for name, (shape, dtype) in shapes.items()
+    }
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -57,7 +64,9 @@ def test_another_process_reads_what_this_one_holds(device: torch.device, origin:
     try:
 
         def answer() -> Any:
-            assert here.poll(DEADLINE_S), f"the other process did not answer within {DEADLINE_S:g} s"
+            assert here.poll(DEADLINE_S), (
+                f"the other process did not answer within {DEADLINE_S:g} s"
+            )
             return here.recv()
 
         assert answer() == "ready"
@@ -78,7 +87,8 @@ def test_another_process_reads_what_this_one_holds(device: torch.device, origin:
 
 
 def test_a_vllm_of_this_machine_takes_weights_so(device: torch.device, tmp_path: Path) -> None:
-    """Needs a vLLM for CUDA, as the command ``vllm``; without one the transfer is proven up to the handle only."""
+    """Needs a vLLM for CUDA, as the command ``vllm``; without one the transfer is proven up to the
+    handle only."""
     import shutil
 
     from realhf.api.config import BuiltinModelConfig
@@ -89,14 +99,23 @@ def test_a_vllm_of_this_machine_takes_weights_so(device: torch.device, tmp_path:
     if (found := shutil.which("vllm")) is None:
         pytest.skip("no command vllm here: install vLLM 0.32 or later for CUDA to run this")
     sizes = BuiltinModelConfig(
-        vocab_size=512, hidden_size=256, num_layers=2, num_heads=4, intermediate_size=256, max_positions=1024
+        vocab_size=512,
+        hidden_size=256,
+        num_layers=2,
+        num_heads=4,
+        intermediate_size=256,
+        max_positions=1024,
     )
     models = [build_model(sizes, 512, 3, 0, seed).to(device, torch.bfloat16) for seed in range(2)]
     models[0].save_pretrained(tmp_path / "model")
     words = [f"aws s3api create-bucket --bucket fox-{n}" for n in range(50)]
     train_tokenizer(words, 512, 1024).save_pretrained(tmp_path / "model")
-    options = VllmOptions(dtype="bfloat16", max_model_len=512, gpu_memory_utilization=0.3, cuda=True)
-    with VllmServer(tmp_path / "model", executable=Path(found), log=tmp_path / "log.txt", options=options) as server:
+    options = VllmOptions(
+        dtype="bfloat16", max_model_len=512, gpu_memory_utilization=0.3, cuda=True
+    )
+    with VllmServer(
+        tmp_path / "model", executable=Path(found), log=tmp_path / "log.txt", options=options
+    ) as server:
         engine = VllmGenerator(server.url)
         try:
             assert engine._places, "the server is on this GPU and was started with the transfer"
@@ -106,6 +125,8 @@ def test_a_vllm_of_this_machine_takes_weights_so(device: torch.device, tmp_path:
                 held = engine.weight_digests([*weights])
                 expected = digests(weights)
                 proven = {name: tensor.digest for name, tensor in held.items() if tensor.proven}
-                assert len(proven) > len(weights) // 2 and all(expected[name] == proven[name] for name in proven)
+                assert len(proven) > len(weights) // 2 and all(
+                    expected[name] == proven[name] for name in proven
+                )
         finally:
             engine.close()

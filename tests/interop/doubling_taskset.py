@@ -1,4 +1,5 @@
-"""A taskset in the form of the package ``verifiers``: double a number with a tool; two named rewards."""
+"""A taskset in the form of the package ``verifiers``: double a number with a tool; two named
+rewards."""
 
 from __future__ import annotations
 
@@ -42,5 +43,7 @@ class DoublingTaskset(vf.Taskset[DoublingTask, DoublingConfig]):
 
     def load(self) -> Iterator[DoublingTask]:
         for number in range(self.config.lowest, self.config.lowest + 30):
-            data = DoublingData(prompt=f"Double {number}.", answer=str(2 * number), system_prompt="Use the tool.")
+            data = DoublingData(
+                prompt=f"Double {number}.", answer=str(2 * number), system_prompt="Use the tool."
+            )
             yield DoublingTask(data, self.config.task)

@@ -33,7 +33,9 @@ class EchoEnvironment(Environment):
 
     def step(self, action: EchoAction, **kwargs) -> EchoObservation:
         self._state.step_count += 1
-        return EchoObservation(command_output=action.command, done=self._state.step_count >= 2, reward=0.5)
+        return EchoObservation(
+            command_output=action.command, done=self._state.step_count >= 2, reward=0.5
+        )
 
     @property
     def state(self) -> State:

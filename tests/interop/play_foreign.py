@@ -1,4 +1,5 @@
-"""Runs in an environment with ``verifiers`` and Gymnasium: plays environments of theirs through the adapters.
+"""Runs in an environment with ``verifiers`` and Gymnasium: plays environments of theirs through the
+adapters.
 
     python play_foreign.py verifiers|gymnasium
 
@@ -24,7 +25,9 @@ from realhf.api.environment import (
 from realhf.env.loader.load import build_environment
 
 
-async def played(spec: EnvironmentSpec, template: str, seed: int, said: list[Any], env: Any = None) -> dict[str, Any]:
+async def played(
+    spec: EnvironmentSpec, template: str, seed: int, said: list[Any], env: Any = None
+) -> dict[str, Any]:
     """Play one episode: what was read, the reward, and how it ended."""
     own = env or spec.make("")
     task = spec.tasks(TRAIN).instantiate(template or next(iter(spec.tasks(TRAIN).group_of)), seed)
@@ -34,11 +37,19 @@ async def played(spec: EnvironmentSpec, template: str, seed: int, said: list[Any
         found["tools"] = [tool["function"]["name"] for tool in opening.tools]
         found["read"] = [message["content"] for message in opening.messages]
         for text in said:
-            message = AssistantMessage("", (text,)) if isinstance(text, ToolCall) else AssistantMessage(text)
+            message = (
+                AssistantMessage("", (text,))
+                if isinstance(text, ToolCall)
+                else AssistantMessage(text)
+            )
             turn = await own.step(message)
             found["read"] += [each["content"] for each in turn.messages]
             found["reward"] = turn.reward if turn.final else found["reward"] + (turn.reward or 0.0)
-            found |= {"done": turn.done, "metrics": dict(turn.metrics), "rewards": dict(turn.rewards)}
+            found |= {
+                "done": turn.done,
+                "metrics": dict(turn.metrics),
+                "rewards": dict(turn.rewards),
+            }
             if turn.done:
                 break
     except EnvironmentFailure as failure:
@@ -49,8 +60,12 @@ async def played(spec: EnvironmentSpec, template: str, seed: int, said: list[Any
 
 
 async def verifiers() -> dict[str, Any]:
-    hangman = build_environment("verifiers", {"name": "textarena", "args": {"game": "Hangman-v0"}, "most_tasks": 20})
-    doubling = build_environment("verifiers", {"name": "doubling_taskset", "args": {"lowest": 4}, "max_turns": 4})
+    hangman = build_environment(
+        "verifiers", {"name": "textarena", "args": {"game": "Hangman-v0"}, "most_tasks": 20}
+    )
+    doubling = build_environment(
+        "verifiers", {"name": "doubling_taskset", "args": {"lowest": 4}, "max_turns": 4}
+    )
     splits = {split: [*doubling.tasks(split).group_of] for split in SPLITS}
     first = splits[TRAIN][0]
     number = int(first.partition(":")[0]) + 4
@@ -125,7 +140,10 @@ async def gymnasium() -> dict[str, Any]:
     password = build_environment("gymnasium", {"id": "Password-v0"})
     words = [one + other for one in "abc" for other in "abc"]
     wrong = problems(
-        "gymnasium", {"id": "Nothing-v9"}, {"id": "CartPole-v1", "actions": ["left"]}, {"id": "Pendulum-v1"}
+        "gymnasium",
+        {"id": "Nothing-v9"},
+        {"id": "CartPole-v1", "actions": ["left"]},
+        {"id": "Pendulum-v1"},
     )
     return {
         "lake": await played(lake, "", 1, ["down", "down", "right", "down", "right", "right"]),

@@ -1,4 +1,5 @@
-"""Environments of Gymnasium through the adapter: one that ships with it, and one whose actions are text."""
+"""Environments of Gymnasium through the adapter: one that ships with it, and one whose actions are
+text."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ HERE = Path(__file__).resolve().parent
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(LIMIT_S + 60),
-    pytest.mark.skipif(not PYTHON.exists(), reason="Gymnasium is not installed; `make test-verifiers` installs it"),
+    pytest.mark.skipif(
+        not PYTHON.exists(), reason="Gymnasium is not installed; `make test-verifiers` installs it"
+    ),
 ]
 
 
@@ -32,12 +35,18 @@ def test_named_actions_and_text_play_the_environments() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["lake"]["reward"] == 1.0 and found["lake"]["metrics"]["success"] == 1.0
     assert len(found["lake"]["read"]) == 7 and "(Right)" in found["lake"]["read"][-1]
-    assert found["hole"]["done"] and found["hole"]["reward"] == 0.0 and found["hole"]["metrics"]["success"] == 0.0
+    assert (
+        found["hole"]["done"]
+        and found["hole"]["reward"] == 0.0
+        and found["hole"]["metrics"]["success"] == 0.0
+    )
     assert found["prompt"] == "Answer with one of: left, down, right, up."
     password = found["password"]
     assert "cannot be used" in password["read"][1] and password["read"][-1] == "right"
     assert password["reward"] == 0.0, "one turn was no action"
-    for problem, named in zip(found["problems"], ("env.id=Nothing-v9", "env.actions", "Box"), strict=True):
+    for problem, named in zip(
+        found["problems"], ("env.id=Nothing-v9", "env.actions", "Box"), strict=True
+    ):
         assert named in problem
     assert found["held out"] == 7
 

@@ -1,4 +1,5 @@
-"""The real OpenEnv packages and ours, each as client and as server (``make test-openenv`` installs them)."""
+"""The real OpenEnv packages and ours, each as client and as server (``make test-openenv`` installs
+them)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ pytestmark = pytest.mark.sim
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-PEERS = {"openenv 0.10.0": ROOT / ".venv-openenv", "openenv-core 0.3.0": ROOT / ".venv-openenv-core"}
+PEERS = {
+    "openenv 0.10.0": ROOT / ".venv-openenv",
+    "openenv-core 0.3.0": ROOT / ".venv-openenv-core",
+}
 
 
 @pytest.fixture(params=list(PEERS))
@@ -58,11 +62,21 @@ def _wait_for(server: subprocess.Popen, port: int, limit_s: float) -> None:
 def test_their_client_plays_an_episode_on_our_server(python: Path) -> None:
     task = instantiate(201, 3)
     with EnvServerProcess(1, "--web", "off") as server:
-        command = [python, HERE / "stock_client.py", server.url, json.dumps({"task": task.to_json()}), *task.solution]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=HERE, check=False)
+        command = [
+            python,
+            HERE / "stock_client.py",
+            server.url,
+            json.dumps({"task": task.to_json()}),
+            *task.solution,
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, cwd=HERE, check=False
+        )
     assert done.returncode == 0, done.stderr[-2000:]
     first, *steps, last = json.loads(done.stdout.splitlines()[-1])
-    assert first["done"] is False and first["observation"]["task"]["description"] == task.description
+    assert (
+        first["done"] is False and first["observation"]["task"]["description"] == task.description
+    )
     assert sum(step["reward"] for step in steps) == pytest.approx(1.0)
     assert steps[-1]["done"] is True and steps[-1]["observation"]["task_achieved"] is True
     assert last["state"]["step_count"] == len(task.solution)

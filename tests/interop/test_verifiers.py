@@ -1,5 +1,6 @@
-"""Environments of the package ``verifiers`` through the adapter: one that ships with it, unchanged, and one that has a
-tool and a rubric of two rewards. Its word lists are downloaded; here they are written, and nothing else is."""
+"""Environments of the package ``verifiers`` through the adapter: one that ships with it, unchanged,
+and one that has a tool and a rubric of two rewards. Its word lists are downloaded; here they are
+written, and nothing else is."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ WORDS = ("candle", "garden", "market", "planet", "silver", "window")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(LIMIT_S + 60),
-    pytest.mark.skipif(not PYTHON.exists(), reason="verifiers is not installed; `make test-verifiers` installs it"),
+    pytest.mark.skipif(
+        not PYTHON.exists(), reason="verifiers is not installed; `make test-verifiers` installs it"
+    ),
 ]
 
 
@@ -36,7 +39,12 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def played(words: str) -> dict[str, Any]:
     """What came of episodes that the side environment played."""
-    variables = {"PATH": str(PYTHON.parent), "PYTHONPATH": f"{ROOT}:{HERE}", "NLTK_DATA": words, "HOME": words}
+    variables = {
+        "PATH": str(PYTHON.parent),
+        "PYTHONPATH": f"{ROOT}:{HERE}",
+        "NLTK_DATA": words,
+        "HOME": words,
+    }
     done = subprocess.run(
         [PYTHON, HERE / "play_foreign.py", "verifiers"],
         env=variables,
@@ -52,22 +60,35 @@ def played(words: str) -> dict[str, Any]:
 def test_a_game_of_the_package_is_played_to_its_end(played: dict[str, Any]) -> None:
     game = played["hangman"]
     assert "Hangman" in game["read"][1] and game["done"] and not game["failure"]
-    assert game["reward"] == 1.0 and game["rewards"] == {"game_reward": 1.0} and game["metrics"]["success"] == 1.0
+    assert (
+        game["reward"] == 1.0
+        and game["rewards"] == {"game_reward": 1.0}
+        and game["metrics"]["success"] == 1.0
+    )
     assert played["few"]["done"] is False and "_" in played["few"]["read"][-1]
 
 
 def test_a_tool_and_named_rewards_are_those_of_the_environment(played: dict[str, Any]) -> None:
     plain = played["plain"]
     tool = played["tool"]
-    assert plain["read"] == ["Use the tool.", "Double 4."] and plain["tools"] == ["doubling_tools_double"]
+    assert plain["read"] == ["Use the tool.", "Double 4."] and plain["tools"] == [
+        "doubling_tools_double"
+    ]
     assert (plain["reward"], plain["rewards"]) == (1.0, {"right": 0.75, "short": 0.25})
-    assert tool["read"][2] == "8" and tool["read"][3].startswith("error: the arguments are not JSON")
+    assert tool["read"][2] == "8" and tool["read"][3].startswith(
+        "error: the arguments are not JSON"
+    )
     assert tool["metrics"] == {"turns": 3.0, "success": 1.0} and tool["reward"] == 1.0
     assert played["many"] == [1.0] * 6 and played["max turns"] == [10, 4]
 
 
-def test_a_verifier_that_raises_and_names_that_are_wrong_have_a_reason(played: dict[str, Any]) -> None:
-    assert played["broken"]["failure"].startswith("internal: ") and "the verifier broke" in played["broken"]["failure"]
+def test_a_verifier_that_raises_and_names_that_are_wrong_have_a_reason(
+    played: dict[str, Any],
+) -> None:
+    assert (
+        played["broken"]["failure"].startswith("internal: ")
+        and "the verifier broke" in played["broken"]["failure"]
+    )
     missing, wrong = played["problems"]
     assert "env.name=no-such-thing" in missing and "game" in wrong
     assert played["left off"]["failure"] == "" and played["tasks left"] == 0

@@ -30,7 +30,10 @@ TINY = (
 
 
 def trained(
-    folder: Path, *arguments: str, python: Path | str = sys.executable, variables: Mapping[str, str] | None = None
+    folder: Path,
+    *arguments: str,
+    python: Path | str = sys.executable,
+    variables: Mapping[str, str] | None = None,
 ) -> list[dict]:
     """Run an experiment under ``python`` and return the metrics of its steps."""
     command = [

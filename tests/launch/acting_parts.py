@@ -1,5 +1,6 @@
-"""What the parts of a plan do on a tiny policy: calls that score and train on a fixed batch, episodes of a first step,
-drawn tasks, and the files of jobs. Equal parts of several experiments are computed once.
+"""What the parts of a plan do on a tiny policy: calls that score and train on a fixed batch,
+episodes of a first step, drawn tasks, and the files of jobs. Equal parts of several experiments are
+computed once.
 
 A part whose plan differs and whose result is equal to the bit reads an option without acting on it.
 """
@@ -23,7 +24,14 @@ from transformers.utils import logging as transformers_logging
 
 from realhf.algorithms.inference import LogprobInterface
 from realhf.api.config import BuiltinModelConfig
-from realhf.api.experiment import ExperimentSpec, InterfaceType, JobSpec, MFCDef, ModelSpec, RolloutOptions
+from realhf.api.experiment import (
+    ExperimentSpec,
+    InterfaceType,
+    JobSpec,
+    MFCDef,
+    ModelSpec,
+    RolloutOptions,
+)
 from realhf.api.keys import TURN_IDS
 from realhf.api.model import CallContext, Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample
@@ -41,13 +49,35 @@ BATCH = "batch"
 FILE = "file"
 TINY = BuiltinModelConfig(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
 GROUPS = [[12, 20, 15, 9, 14], [10, 18, 14, 11, 13], [8, 8, 16, 9, 9], [11, 7, 12, 10, 10]]
-REWARDS = [1.0, 0.0, 25.0, 0.5, 0.5, 1.0, 0.0, 1.0, -0.5, -0.5, 0.0, 1.0, 0.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.5]
+REWARDS = [
+    1.0,
+    0.0,
+    25.0,
+    0.5,
+    0.5,
+    1.0,
+    0.0,
+    1.0,
+    -0.5,
+    -0.5,
+    0.0,
+    1.0,
+    0.0,
+    1.0,
+    1.0,
+    0.5,
+    0.5,
+    0.5,
+    0.5,
+    0.5,
+]
 OUTCOME = [0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
 ROWS = [0, 1, 2, 3, 3] * len(GROUPS)
 """The last two sequences of each group are rows of one rollout."""
 STEPS = 3
 DAMAGED_STEPS = 4
-"""Train steps at the beginning, before that of the end, and steps after it with weights that are no numbers."""
+"""Train steps at the beginning, before that of the end, and steps after it with weights that are no
+numbers."""
 ROWS_OF_DATA = 40
 TASKS = 2
 DRAWS = 4
@@ -65,7 +95,8 @@ class Difference(NamedTuple):
 
 
 class ActingParts:
-    """Computes in ``folder`` what plans do. Results are kept by the part of the plan that they follow from."""
+    """Computes in ``folder`` what plans do. Results are kept by the part of the plan that they
+    follow from."""
 
     def __init__(self, folder: Path) -> None:
         torch.set_num_threads(1)
@@ -85,16 +116,22 @@ class ActingParts:
     def difference(self, plain: ExperimentSpec, other: ExperimentSpec) -> Difference | None:
         """What the second plan does otherwise than the first, None where nothing is seen."""
         for kind, key, compute in self._parts():
-            keys = [json.dumps([compute.__name__, key(spec)], sort_keys=True) for spec in (plain, other)]
+            keys = [
+                json.dumps([compute.__name__, key(spec)], sort_keys=True) for spec in (plain, other)
+            ]
             if keys[0] == keys[1]:
                 continue
-            one, two = [self._result(name, compute, spec) for name, spec in zip(keys, (plain, other), strict=True)]
+            one, two = [
+                self._result(name, compute, spec)
+                for name, spec in zip(keys, (plain, other), strict=True)
+            ]
             if one != two:
                 return Difference(kind, first_difference(one, two))
         return None
 
     def again(self, spec: ExperimentSpec) -> bool:
-        """Whether every part that was computed for a plan gives the same, to the bit, a second time."""
+        """Whether every part that was computed for a plan gives the same, to the bit, a second
+        time."""
         for _, key, compute in self._parts():
             name = json.dumps([compute.__name__, key(spec)], sort_keys=True)
             if name in self._results and compute(spec) != self._results[name]:
@@ -119,7 +156,9 @@ class ActingParts:
 
     def _training(self, spec: ExperimentSpec) -> dict[str, Any]:
         models = {role: placeless(model) for role, model in spec.models.items()}
-        calls = [{**to_json_value(call), "timeout_s": 0, "n_seqs": 0} for call in scoring_calls(spec)]
+        calls = [
+            {**to_json_value(call), "timeout_s": 0, "n_seqs": 0} for call in scoring_calls(spec)
+        ]
         return {"models": models, "calls": calls, "steps": spec.total_train_steps}
 
     def trains(self, spec: ExperimentSpec) -> dict[str, Any]:
@@ -134,14 +173,20 @@ class ActingParts:
         whole = len(steps) - DAMAGED_STEPS
         for number, step in enumerate(steps):
             if number == whole:
-                trained = {role: model for role, model in models.items() if spec.models[role].trainable}
-                found["weights"] = {role: digest(model.engine.weights()) for role, model in trained.items()}
+                trained = {
+                    role: model for role, model in models.items() if spec.models[role].trainable
+                }
+                found["weights"] = {
+                    role: digest(model.engine.weights()) for role, model in trained.items()
+                }
                 damage(trained.values())
             sample = self._sample if number < whole else sample
             for call in calls:
                 if number >= whole and call.interface_type is not InterfaceType.TRAIN_STEP:
                     continue
-                if call.interface == "served_logprob":  # asks a server; the batch has what one would say
+                if (
+                    call.interface == "served_logprob"
+                ):  # asks a server; the batch has what one would say
                     continue
                 model = models[call.model_role]
                 interface = interfaces[call.name][1]
@@ -170,13 +215,27 @@ class ActingParts:
             if model.base_of:
                 engine: Any = found[model.base_of].engine.base()  # pyright: ignore[reportAttributeAccessIssue]
             else:
-                local = replace(model, path=str(self._path_of(model)), backend="torch", compile=False, tokens_of="")
-                engine = TorchBackend("cpu").build(local, seed=1, total_train_steps=spec.total_train_steps)
-            found[role] = Model(role, engine, engine.tokenizer, model.chat_template_kwargs, model.tool_parser)
+                local = replace(
+                    model,
+                    path=str(self._path_of(model)),
+                    backend="torch",
+                    compile=False,
+                    tokens_of="",
+                )
+                engine = TorchBackend("cpu").build(
+                    local, seed=1, total_train_steps=spec.total_train_steps
+                )
+            found[role] = Model(
+                role, engine, engine.tokenizer, model.chat_template_kwargs, model.tool_parser
+            )
         return found
 
     def _path_of(self, model: ModelSpec) -> Path:
-        return self.reward_model if model.role == "reward_model" and not model.trainable else self.policy
+        return (
+            self.reward_model
+            if model.role == "reward_model" and not model.trainable
+            else self.policy
+        )
 
     def _context(self, step: int, mb_spec: MicroBatchSpec) -> CallContext:
         return CallContext(step, step, mb_spec, self._folder)
@@ -196,8 +255,12 @@ class ActingParts:
             args = {name: value for name, value in every.source.args.items() if name != "path"}
             rows = every.source.dataset_args
             rows = rows and {**rows, "path": ""}
-            tokens = {role: [m.chat_template_kwargs, m.tool_parser] for role, m in every.models.items()}
-            found.append([every.source.name, args, rows, every.n_seqs, every.seed, to_json_value(tokens)])
+            tokens = {
+                role: [m.chat_template_kwargs, m.tool_parser] for role, m in every.models.items()
+            }
+            found.append(
+                [every.source.name, args, rows, every.n_seqs, every.seed, to_json_value(tokens)]
+            )
         return found
 
     def draws(self, spec: ExperimentSpec) -> dict[str, Any]:
@@ -223,7 +286,9 @@ class ActingParts:
                 args = {**every.source.dataset_args, "path": str(self._talks)}
                 rows = ChatDataset(tokenizer=tokenizer, **args)
                 sample = rows.load(["a", "b", "c"], [0, 1, 2])
-                found[every.name]["tokens"] = digest({key: sample[key] for key in sorted(sample.keys)})
+                found[every.name]["tokens"] = digest(
+                    {key: sample[key] for key in sorted(sample.keys)}
+                )
         return found
 
     def _episodes(self, spec: ExperimentSpec) -> Any:
@@ -262,10 +327,14 @@ class ActingParts:
         finally:
             interface.close()
         keys = {key: digest({key: sample[key]}) for key in sorted(sample.keys)}
-        return untimed({"tokens": stats["generated_tokens"], **keys, **{k: plain(v) for k, v in stats.items()}})
+        return untimed(
+            {"tokens": stats["generated_tokens"], **keys, **{k: plain(v) for k, v in stats.items()}}
+        )
 
     def _tasks(self, options: Mapping[str, Any]) -> SequenceSample:
-        items = TaskSource(1, options["environment"], options["environment_options"], "uniform").next_batch(TASKS)
+        items = TaskSource(
+            1, options["environment"], options["environment_options"], "uniform"
+        ).next_batch(TASKS)
         names = sorted({name for item in items for name in item.metadata})
         metadata = {name: [item.metadata[name] for item in items] for name in names}
         return SequenceSample.from_tensors([item.id for item in items], {}, {}, metadata)
@@ -275,11 +344,14 @@ class ActingParts:
         return wanted and [to_json_value(wanted.args), to_json_value(wanted.interim_args)]
 
     def evaluates(self, spec: ExperimentSpec) -> dict[str, Any]:
-        """The reports of an evaluation in the middle and of the last one, by episodes of one turn."""
+        """The reports of an evaluation in the middle and of the last one, by episodes of one
+        turn."""
         wanted = spec.evaluation
         assert wanted is not None
         model = self._models(spec, {"actor"})["actor"]
-        options = RolloutOptions("files", 1, 16, {"groups": ["one_call"]}, max_turns=1, max_total_tokens=900)
+        options = RolloutOptions(
+            "files", 1, 16, {"groups": ["one_call"]}, max_turns=1, max_total_tokens=900
+        )
         options = replace(options, gen=replace(options.gen, max_new_tokens=1))
         interface = EnvRolloutInterface(**options.to_args())
         try:
@@ -303,11 +375,14 @@ class ActingParts:
         return [job.module, [text for text in job.argv if not text.startswith("/")]]
 
     def makes(self, spec: ExperimentSpec) -> dict[str, Any]:
-        """The files that the jobs before a run make; of demonstrations on a simulator, their command."""
+        """The files that the jobs before a run make; of demonstrations on a simulator, their
+        command."""
         jobs = [job for every in (*spec.before, spec) for job in every.jobs]
         for job in jobs:
             if (name := json.dumps(self._job(job))) not in self._files:
-                self._files[name] = self._made(job, self._folder / f"made{len(self._files)}-{job.name}")
+                self._files[name] = self._made(
+                    job, self._folder / f"made{len(self._files)}-{job.name}"
+                )
         return {job.name: self._files[json.dumps(self._job(job))] for job in jobs}
 
     def _made(self, job: JobSpec, out: Path) -> Any:
@@ -316,7 +391,10 @@ class ActingParts:
             names = {name: int(given[f"--{name.replace('_', '-')}"]) for name in asdict(TINY)}
             taught = self._talks if "--demonstrations" in given else None
             build_builtin_policy(taught, out, BuiltinModelConfig(**names), int(given["--seed"]))
-            return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(out.iterdir())}
+            return {
+                file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+                for file in sorted(out.iterdir())
+            }
         if job.module == "realhf.rollout.demonstrations" and "files" in job.argv:
             argv = [str(out) if text == "{artifact}" else text for text in job.argv]
             said = io.StringIO()
@@ -337,7 +415,9 @@ class ActingParts:
         self._talks.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
     def _make_reward_model(self) -> None:
-        engine = TorchBackend("cpu").build(ModelSpec("actor", str(self.policy)), seed=0, total_train_steps=1)
+        engine = TorchBackend("cpu").build(
+            ModelSpec("actor", str(self.policy)), seed=0, total_train_steps=1
+        )
         model = ValueModel(engine.model)
         with torch.no_grad():
             model.value_head.weight.copy_(torch.randn_like(model.value_head.weight))
@@ -345,19 +425,26 @@ class ActingParts:
         engine.tokenizer.save_pretrained(self.reward_model)
 
     def _fixed_batch(self) -> SequenceSample:
-        """Groups of random tokens, the second half of each sequence sampled in two turns. Sampler, reference and others
-        said something near what the policy says, some by more than a clip range; one rollout failed, one was cut off,
-        and one reward lies beyond the bound of rewards."""
+        """Groups of random tokens, the second half of each sequence sampled in two turns. Sampler,
+        reference and others said something near what the policy says, some by more than a clip
+        range; one rollout failed, one was cut off, and one reward lies beyond the bound of
+        rewards."""
         generator = torch.Generator().manual_seed(0)
         lengths = [n for group in GROUPS for n in group]
         n = sum(lengths)
         ids = [f"s{number}@0" for number in range(len(GROUPS))]
         tokens = torch.randint(10, 200, (n,), generator=generator)
         mask = torch.tensor([place >= size // 2 for size in lengths for place in range(size)])
-        turn = torch.tensor([turn_of(place, size) for size in lengths for place in range(size)]).int()
-        sample = SequenceSample.from_tensors(ids, {"packed_input_ids": tokens}, {"packed_input_ids": GROUPS})
+        turn = torch.tensor(
+            [turn_of(place, size) for size in lengths for place in range(size)]
+        ).int()
+        sample = SequenceSample.from_tensors(
+            ids, {"packed_input_ids": tokens}, {"packed_input_ids": GROUPS}
+        )
         model = self._models(ExperimentSpecs.plain, {"actor"})["actor"]
-        scored, _ = parted(LogprobInterface("own").inference(model, sample, self._context(0, MicroBatchSpec())))
+        scored, _ = parted(
+            LogprobInterface("own").inference(model, sample, self._context(0, MicroBatchSpec()))
+        )
         assert scored is not None
         sampled = torch.cat([part[1:] for part in mask.split(lengths)])
 
@@ -386,10 +473,15 @@ class ActingParts:
             "rollout_index": (torch.tensor(ROWS).int(), one),
             "turn_rewards": (torch.rand(2 * len(lengths), generator=generator), two),
             "turn_states": (torch.arange(2 * len(lengths)) % 2, two),
-            "feedback_prompt_ids": (torch.randint(10, 200, (sum(map(sum, told)),), generator=generator), told),
+            "feedback_prompt_ids": (
+                torch.randint(10, 200, (sum(map(sum, told)),), generator=generator),
+                told,
+            ),
         }
         return SequenceSample.from_tensors(
-            ids, {key: tensor for key, (tensor, _) in keys.items()}, {key: sizes for key, (_, sizes) in keys.items()}
+            ids,
+            {key: tensor for key, (tensor, _) in keys.items()},
+            {key: sizes for key, (_, sizes) in keys.items()},
         )
 
 
@@ -400,7 +492,8 @@ class ExperimentSpecs:
 
 
 def placeless(model: ModelSpec) -> dict[str, Any]:
-    """A role without where it lies and which processes hold it: a path is only told from another path."""
+    """A role without where it lies and which processes hold it: a path is only told from another
+    path."""
     told = to_json_value(model)
     return {
         **told,
@@ -456,7 +549,9 @@ def parted(result: Any) -> tuple[SequenceSample | None, Mapping[str, Any]]:
         return result, {}
     if isinstance(result, tuple):
         return result[0], result[1]
-    return None, result.stats | {"grad_norm": result.grad_norm} if hasattr(result, "stats") else result
+    return None, result.stats | {"grad_norm": result.grad_norm} if hasattr(
+        result, "stats"
+    ) else result
 
 
 def plain(value: Any) -> Any:
@@ -484,7 +579,9 @@ def first_difference(one: Any, two: Any, where: str = "") -> str:
     if isinstance(one, Mapping) and isinstance(two, Mapping):
         for name in [*one, *(name for name in two if name not in one)]:
             if one.get(name) != two.get(name):
-                return first_difference(one.get(name), two.get(name), f"{where}/{name}" if where else str(name))
+                return first_difference(
+                    one.get(name), two.get(name), f"{where}/{name}" if where else str(name)
+                )
     texts = [str(value) for value in (one, two)]
     return f"{where}: {texts[0][:40]} -> {texts[1][:40]}"
 

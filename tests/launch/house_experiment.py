@@ -1,5 +1,5 @@
-"""An experiment that lies in ``experiments/`` and brings its own interface, source and policy loss (its own backend and
-the rest come from ``toy_experiment``, which is copied beside it)."""
+"""An experiment that lies in ``experiments/`` and brings its own interface, source and policy loss
+(its own backend and the rest come from ``toy_experiment``, which is copied beside it)."""
 
 from __future__ import annotations
 
@@ -50,5 +50,9 @@ def build(config: Config) -> ExperimentSpec:
     spec = build_toy(config)
     train = replace(spec.mfcs[0], interface="house_train", interface_args={"loss": config.ppo.loss})
     return replace(
-        spec, name="house", mfcs=(train,), source=replace(spec.source, name="house_numbers"), evaluation=None
+        spec,
+        name="house",
+        mfcs=(train,),
+        source=replace(spec.source, name="house_numbers"),
+        evaluation=None,
     )

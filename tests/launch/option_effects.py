@@ -1,9 +1,12 @@
-"""Gives each option of an experiment another value and says by what its effect was seen: the table of
-``python -m tests.launch.option_effects --table EXPERIMENT ...`` (all of them where none is named).
+"""Gives each option of an experiment another value and says by what its effect was seen: the table
+of ``python -m tests.launch.option_effects --table EXPERIMENT ...`` (all of them where none is
+named).
 
-- ``loss``, ``batch``, ``file``: what a tiny policy does with the plan differs (``tests/launch/acting_parts.py``): its
-  statistics or weights after some steps, what is drawn and played, or the files that are made.
-- ``plan``: the workers of the run are told something else, and ``TOLD`` says which test shows that they act on it.
+- ``loss``, ``batch``, ``file``: what a tiny policy does with the plan differs
+  (``tests/launch/acting_parts.py``): its statistics or weights after some steps, what is drawn and
+  played, or the files that are made.
+- ``plan``: the workers of the run are told something else, and ``TOLD`` says which test shows that
+  they act on it.
 - ``message``: the launcher refuses the value, and says why.
 - ``listed``: none of these; ``ELSEWHERE`` says where the option acts.
 
@@ -41,7 +44,8 @@ LISTED = "listed"
 NOTHING = "nothing"
 DEEP = (LOSS, BATCH, FILE)
 AT_WORK = ("dpo", "grpo", "grpo_async", "ppo", "sft")
-"""Experiments whose plans are played; the others have the same calls with other values, on other environments."""
+"""Experiments whose plans are played; the others have the same calls with other values, on other
+environments."""
 SMALL = (
     "warm_start.episodes_per_task=4",
     "evaluation.episodes_per_task=4",
@@ -82,8 +86,8 @@ OWN: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "teacher.token_file": (__file__,),
     }
 )
-"""Other values of options, by their names, or by their last part below; the general ones may be too near, or no such
-thing."""
+"""Other values of options, by their names, or by their last part below; the general ones may be too
+near, or no such thing."""
 OWN_LAST: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "gradient_clipping": (0.001,),
@@ -138,8 +142,8 @@ COMPANIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "network.": {"network.bind": "10.0.0.1"},
     }
 )
-"""Options, or beginnings of names, that act only beside others: these are set first, and the effect is that of the
-option alone. The longest name that fits counts."""
+"""Options, or beginnings of names, that act only beside others: these are set first, and the effect
+is that of the option alone. The longest name that fits counts."""
 
 
 class Effect(NamedTuple):
@@ -154,7 +158,8 @@ class Effect(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """An experiment whose options are looked at: its configuration, and its plan as it is and as text."""
+    """An experiment whose options are looked at: its configuration, and its plan as it is and as
+    text."""
 
     composed: Composed
     spec: ExperimentSpec
@@ -252,14 +257,18 @@ class Table:
         self._places = {POLICY: str(self.parts.policy), REWARD_MODEL: str(self.parts.reward_model)}
 
     def effects(self, experiment: str) -> Iterator[Effect]:
-        """How each option of an experiment showed: the deepest way that was seen, or in experiments that are not in
-        ``AT_WORK``, by plan and message alone."""
+        """How each option of an experiment showed: the deepest way that was seen, or in experiments
+        that are not in ``AT_WORK``, by plan and message alone."""
         composed = with_small(base_of(experiment))
         sights: dict[str, Sight | None] = {"": sight_of(composed)}
         for found in walk(composed.config):
             best = self._best(experiment, sights[""], found, "")
             seen_elsewhere = found.name in self._shown and best.kind == MESSAGE
-            companions = {} if seen_elsewhere or experiment not in AT_WORK else self._companions(found.name, composed)
+            companions = (
+                {}
+                if seen_elsewhere or experiment not in AT_WORK
+                else self._companions(found.name, composed)
+            )
             if best.kind not in DEEP and companions:
                 beside = " ".join(f"{name}={value}" for name, value in companions.items())
                 if beside not in sights:
@@ -275,7 +284,9 @@ class Table:
                 best = best._replace(kind=LISTED, detail=why)
             yield best
 
-    def _best(self, experiment: str, sight: Sight | None, found: NamedOption, beside: str) -> Effect:
+    def _best(
+        self, experiment: str, sight: Sight | None, found: NamedOption, beside: str
+    ) -> Effect:
         best = Effect(experiment, found.name, None, NOTHING, "", beside)
         if sight is None:
             return best
@@ -291,9 +302,12 @@ class Table:
         return best
 
     def _seen(self, sight: Sight, name: str, value: Any) -> tuple[str, str]:
-        """What happens with another value of an option: the kind, and the first difference or the message."""
+        """What happens with another value of an option: the kind, and the first difference or the
+        message."""
         try:
-            changed = sight_of(with_values(sight.composed, {name: self._places.get(str(value), value)}))
+            changed = sight_of(
+                with_values(sight.composed, {name: self._places.get(str(value), value)})
+            )
         except (ConfigError, ValueError) as error:
             return MESSAGE, str(error).splitlines()[0]
         if changed.text == sight.text:
@@ -308,12 +322,20 @@ class Table:
 
     def _companions(self, name: str, composed: Composed) -> dict[str, Any]:
         """What is set beside an option; only what this experiment has."""
-        fitting = [each for each in COMPANIONS if name == each or (each[-1] in "._" and name.startswith(each))]
+        fitting = [
+            each
+            for each in COMPANIONS
+            if name == each or (each[-1] in "._" and name.startswith(each))
+        ]
         if not fitting:
             return {}
         there = {found.name for found in walk(composed.config)}
         chosen = COMPANIONS[max(fitting, key=len)]
-        return {each: value for each, value in chosen.items() if each != name} if there.issuperset(chosen) else {}
+        return (
+            {each: value for each, value in chosen.items() if each != name}
+            if there.issuperset(chosen)
+            else {}
+        )
 
     def _placed(self, values: Mapping[str, Any]) -> dict[str, Any]:
         return {name: self._places.get(str(value), value) for name, value in values.items()}
@@ -338,14 +360,21 @@ def with_small(composed: Composed) -> Composed:
             sight_of(with_values(small, {name: value}))
         except ConfigError:  # no effect in this experiment
             continue
-        small = composed._replace(config=with_values(small, {name: value}).config)  # as if that were the default
+        small = composed._replace(
+            config=with_values(small, {name: value}).config
+        )  # as if that were the default
     return small
 
 
 def entry(entries: Mapping[str, str], option: str) -> str:
     """What a list says about an option, itself or its section: "" for others."""
     return next(
-        (why for name, why in entries.items() if option == name or (name.endswith(".") and option.startswith(name))), ""
+        (
+            why
+            for name, why in entries.items()
+            if option == name or (name.endswith(".") and option.startswith(name))
+        ),
+        "",
     )
 
 
@@ -357,7 +386,9 @@ def line_of(effect: Effect) -> str:
 
 def main() -> int:
     """Print the table and its counts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--table", action="store_true", help="print a line for each option, too")
     parser.add_argument("experiments", nargs="*")
     arguments = parser.parse_args()
@@ -369,8 +400,16 @@ def main() -> int:
                 found.append(effect)
                 if arguments.table:
                     print(line_of(effect), flush=True)
-            print(f"{experiment}: {len(found)} options, {dict(Counter(effect.kind for effect in found))}", flush=True)
-            unsaid = [effect.option for effect in found if effect.kind == PLAN and not entry(TOLD, effect.option)]
+            print(
+                f"{experiment}: {len(found)} options, "
+                f"{dict(Counter(effect.kind for effect in found))}",
+                flush=True,
+            )
+            unsaid = [
+                effect.option
+                for effect in found
+                if effect.kind == PLAN and not entry(TOLD, effect.option)
+            ]
             print(f"{experiment}: plan only, and nobody says which test: {unsaid}", flush=True)
     return 0
 

@@ -1,4 +1,5 @@
-"""Supervised training that looks away from what the model knows already (a focal loss): an algorithm of one's own."""
+"""Supervised training that looks away from what the model knows already (a focal loss): an
+algorithm of one's own."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ class FocalOptions:
     """A token's loss is multiplied by (1 - probability) ** focus."""
 
     focus: float = option(
-        2.0, "The larger it is, the less a likely token counts; 0 is the plain loss.", at_least=0, at_most=5
+        2.0,
+        "The larger it is, the less a likely token counts; 0 is the plain loss.",
+        at_least=0,
+        at_most=5,
     )
     chats: str = option("", "This JSON Lines file holds a conversation per line, under 'messages'.")
 

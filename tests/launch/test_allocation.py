@@ -11,7 +11,15 @@ import pytest
 from realhf.api.config import AllocationConfig, ConfigError
 from realhf.launch import allocation
 from realhf.launch.__main__ import main
-from realhf.launch.allocation import GIB, MemoryNeed, allocate, check_offload, estimate_needs, memory_lines, shortages
+from realhf.launch.allocation import (
+    GIB,
+    MemoryNeed,
+    allocate,
+    check_offload,
+    estimate_needs,
+    memory_lines,
+    shortages,
+)
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
 from realhf.launch.plugins import definition_of, options_of
@@ -25,7 +33,12 @@ def spec_of(*arguments):
 
 
 def test_each_worker_that_computes_gets_one():
-    spec = spec_of("actor.workers=[0,1]", "actor.backend=ddp", "async_rl.n_generation_workers=2", "ref.workers=[0]")
+    spec = spec_of(
+        "actor.workers=[0,1]",
+        "actor.backend=ddp",
+        "async_rl.n_generation_workers=2",
+        "ref.workers=[0]",
+    )
     workers = ["model_worker/0", "model_worker/1", "generation/0", "generation/1"]
     assert allocate(spec, AllocationConfig(), 0) == {}
     apart = allocate(spec, AllocationConfig(gpus=[3, 2, 1, 0]), 4)
@@ -36,38 +49,55 @@ def test_each_worker_that_computes_gets_one():
 
 def test_workers_that_train_together_get_different_gpus_though_none_are_named():
     spec = spec_of("actor.workers=[0,1]", "actor.backend=ddp", "async_rl.n_generation_workers=1")
-    assert allocate(spec, AllocationConfig(), 3) == {"model_worker/0": 0, "model_worker/1": 1, "generation/0": 2}
+    assert allocate(spec, AllocationConfig(), 3) == {
+        "model_worker/0": 0,
+        "model_worker/1": 1,
+        "generation/0": 2,
+    }
     with pytest.raises(
-        ConfigError, match=r"allocation.gpus=\[\]: actor trains on 2 .* need 3 GPUs, 2 are visible here"
+        ConfigError,
+        match=r"allocation.gpus=\[\]: actor trains on 2 .* need 3 GPUs, 2 are visible here",
     ):
         allocate(spec, AllocationConfig(), 2)
     assert allocate(spec_of(), AllocationConfig(), 1) == {}, "a role on one worker takes the first"
 
 
 @pytest.mark.parametrize(
-    ("there", "gpus"), [(2, (0, 1, 0, 1, 0)), (3, (0, 1, 2, 2, 2)), (4, (0, 1, 2, 3, 2)), (8, (0, 1, 2, 3, 4))]
+    ("there", "gpus"),
+    [(2, (0, 1, 0, 1, 0)), (3, (0, 1, 2, 2, 2)), (4, (0, 1, 2, 3, 2)), (8, (0, 1, 2, 3, 4))],
 )
 def test_roles_are_dealt_out_though_none_are_named(there, gpus):
     """All of them used to take GPU 0 while the others of the machine stood by."""
     spec = spec_of("actor.workers=[0]", "ref.workers=[1]", "async_rl.n_generation_workers=3")
     workers = ("model_worker/0", "model_worker/1", *(f"generation/{number}" for number in range(3)))
     assert allocate(spec, AllocationConfig(), there) == dict(zip(workers, gpus, strict=True))
-    on_cpu = {name: replace(model, backend_args={"device": "cpu"}) for name, model in spec.models.items()}
+    on_cpu = {
+        name: replace(model, backend_args={"device": "cpu"}) for name, model in spec.models.items()
+    }
     assert allocate(replace(spec, models=on_cpu), AllocationConfig(), there) == {}
 
 
 def test_workers_on_other_hosts_have_the_gpus_of_those():
-    several = ("actor.workers=[0,1]", "actor.backend=ddp", "network.bind=10.0.0.1", "network.trusted=true")
+    several = (
+        "actor.workers=[0,1]",
+        "actor.backend=ddp",
+        "network.bind=10.0.0.1",
+        "network.trusted=true",
+    )
     joined = (*several, "scheduler=join", "scheduler.hosts=[beta]")
     spec = spec_of(*joined)
 
     def given(*options, there):
-        scheduler = compose_config(["experiment=grpo_aws_async", *joined, *options]).config.scheduler
+        scheduler = compose_config(
+            ["experiment=grpo_aws_async", *joined, *options]
+        ).config.scheduler
         elsewhere = definition_of("join").elsewhere
         assert elsewhere is not None
         return allocate(spec, AllocationConfig(), there, partial(elsewhere, options_of(scheduler)))
 
-    assert given("scheduler.placement={model_worker/1:beta}", there=1) == {"model_worker/0": 0}, "generation has beta's"
+    assert given("scheduler.placement={model_worker/1:beta}", there=1) == {"model_worker/0": 0}, (
+        "generation has beta's"
+    )
     assert given("scheduler.placement={model_worker:beta}", there=1) == {}
     here = given("scheduler.placement={generation:launcher}", there=3)
     assert here == {"model_worker/0": 0, "model_worker/1": 1, "generation/0": 2}
@@ -78,19 +108,26 @@ def test_workers_on_other_hosts_have_the_gpus_of_those():
 def test_a_server_on_several_gpus_does_not_fit_workers_that_see_one():
     spec = spec_of("engine.name=vllm", "engine.tensor_parallel_size=2")
     assert allocate(spec, AllocationConfig(), 4) == {}, "every worker sees all of them"
-    with pytest.raises(ConfigError, match=r"engine.tensor_parallel_size=2: each worker sees one GPU here"):
+    with pytest.raises(
+        ConfigError, match=r"engine.tensor_parallel_size=2: each worker sees one GPU here"
+    ):
         allocate(spec, AllocationConfig(gpus=[0, 1]), 4)
 
 
 def test_too_few_are_refused_with_the_numbers():
     spec = spec_of()
-    with pytest.raises(ConfigError, match=r"1 model worker\(s\) and 1 generation worker\(s\) need 2 GPUs, 1 are named"):
+    with pytest.raises(
+        ConfigError,
+        match=r"1 model worker\(s\) and 1 generation worker\(s\) need 2 GPUs, 1 are named",
+    ):
         allocate(spec, AllocationConfig(gpus=[0]), 4)
     with pytest.raises(ConfigError, match=r"4 GPUs are visible here .*, so there is no number 7"):
         allocate(spec, AllocationConfig(gpus=[0, 7]), 4)
     with pytest.raises(ConfigError, match="0 GPUs are visible here"):
         allocate(spec, AllocationConfig(gpus=[0, 1]), 0)
-    assert list(AllocationConfig(gpus=[1, 1]).problems("allocation")) == ["allocation.gpus=[1, 1]: give different GPUs"]
+    assert list(AllocationConfig(gpus=[1, 1]).problems("allocation")) == [
+        "allocation.gpus=[1, 1]: give different GPUs"
+    ]
     assert list(AllocationConfig(share=True).problems("allocation")) == [
         "allocation.share: has no effect without allocation.gpus"
     ]
@@ -119,9 +156,15 @@ def built(*options):
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_without_a_gpu_it_is_refused_for_every_role_and_with_one_only_where_it_cannot_be(monkeypatch):
+def test_without_a_gpu_it_is_refused_for_every_role_and_with_one_only_where_it_cannot_be(
+    monkeypatch,
+):
     monkeypatch.setattr("realhf.launch.allocation.visible_gpus", lambda: ())
-    for option in ("actor.optimizer.offload", "critic.optimizer.offload", "warm_start.optimizer.offload"):
+    for option in (
+        "actor.optimizer.offload",
+        "critic.optimizer.offload",
+        "warm_start.optimizer.offload",
+    ):
         with pytest.raises(ConfigError, match=r"optimizer.offload=true: has no effect on the CPU"):
             built(f"{option}=true")
     monkeypatch.setattr("realhf.launch.allocation.visible_gpus", lambda: ("0",))
@@ -137,8 +180,18 @@ def test_without_a_gpu_it_is_refused_for_every_role_and_with_one_only_where_it_c
         check_offload(replace(spec, models={"actor": offloads}), gpu_count=1)
 
 
-LARGE = {"vocab_size": 151936, "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32}
-LARGE |= {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 9728, "tie_word_embeddings": True}
+LARGE = {
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+}
+LARGE |= {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 9728,
+    "tie_word_embeddings": True,
+}
 PARAMETERS = 4.02e9
 """Of Qwen3-4B, whose configuration that is."""
 
@@ -152,7 +205,10 @@ def folder(tmp_path):
 def needs(*arguments, gpus=None, there=0):
     composed = compose_config(arguments)
     built = build_experiment(composed)
-    return {(need.process, need.role): need for need in estimate_needs(built.spec, built.config, gpus or {}, there)}
+    return {
+        (need.process, need.role): need
+        for need in estimate_needs(built.spec, built.config, gpus or {}, there)
+    }
 
 
 def test_each_process_has_a_plan_by_role(folder):
@@ -162,18 +218,26 @@ def test_each_process_has_a_plan_by_role(folder):
         "actor.dtype=bfloat16",
         "rollout.max_total_tokens=1000",
     )
-    found = needs(*given, "env.pool_size=10", gpus={"model_worker/0": 0, "generation/0": 1}, there=2)
+    found = needs(
+        *given, "env.pool_size=10", gpus={"model_worker/0": 0, "generation/0": 1}, there=2
+    )
     assert {key: need.device for key, need in found.items()} == {
         ("model_worker/0", "actor"): 0,
         ("model_worker/0", "ref"): 0,
         ("generation/0", "actor"): 1,
     }
     weights, gradients, moments, passes, kept = found["model_worker/0", "actor"].bytes or ()
-    assert [weights, gradients, moments] == pytest.approx([6 * PARAMETERS, 4 * PARAMETERS, 8 * PARAMETERS], rel=0.01)
+    assert [weights, gradients, moments] == pytest.approx(
+        [6 * PARAMETERS, 4 * PARAMETERS, 8 * PARAMETERS], rel=0.01
+    )
     assert passes > GIB and kept == 0
-    assert (found["model_worker/0", "ref"].bytes or ())[0] == pytest.approx(2 * PARAMETERS, rel=0.01)
+    assert (found["model_worker/0", "ref"].bytes or ())[0] == pytest.approx(
+        2 * PARAMETERS, rel=0.01
+    )
     tokens = (found["generation/0", "actor"].bytes or ())[4]
-    assert tokens == 10 * 1000 * 2 * 36 * 8 * 128 * 2, "ten episodes of 1,000 tokens, keys and values, 36 layers, bf16"
+    assert tokens == 10 * 1000 * 2 * 36 * 8 * 128 * 2, (
+        "ten episodes of 1,000 tokens, keys and values, 36 layers, bf16"
+    )
     adapters = needs(*given, "actor.lora.rank=16")
     assert adapters["model_worker/0", "actor"].total < found["model_worker/0", "actor"].total / 2
     assert adapters["model_worker/0", "ref"].total == 0, "it is the actor without its adapters"
@@ -187,11 +251,19 @@ def test_a_plan_that_does_not_fit_is_told_at_the_check(folder, monkeypatch, caps
     (folder / "tokenizer_config.json").write_text("{}")
     free = {None: 8 * GIB}
     monkeypatch.setattr("realhf.launch.build.free_bytes", lambda there: free)
-    arguments = ["experiment=grpo_aws", f"actor.path={folder}", f"fileroot={folder / 'runs'}", "mode=check"]
+    arguments = [
+        "experiment=grpo_aws",
+        f"actor.path={folder}",
+        f"fileroot={folder / 'runs'}",
+        "mode=check",
+    ]
     assert main(arguments) == 0
     said, warned = capsys.readouterr()
     assert "model_worker/0 actor (host): 15 " in said and ", 8.00 free" in said
-    assert "this machine has 8.0 GiB free, and this run is estimated to take" in warned and "actor.lora.rank" in warned
+    assert (
+        "this machine has 8.0 GiB free, and this run is estimated to take" in warned
+        and "actor.lora.rank" in warned
+    )
     assert main(["experiment=grpo_aws", "mode=check", f"fileroot={folder / 'runs'}"]) == 0
     assert not capsys.readouterr().err
 

@@ -1,4 +1,5 @@
-"""An experiment inside the tree that brings its own parts: the launcher knows their names, every worker has them."""
+"""An experiment inside the tree that brings its own parts: the launcher knows their names, every
+worker has them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the tree with one more experiment in it."""
     folder = tmp_path_factory.mktemp("house")
     for part in ("realhf", "workers", "experiments", "configs"):
-        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "static"))
+        shutil.copytree(
+            ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "static")
+        )
     for name in ("toy_experiment.py", "house_experiment.py"):
         shutil.copy(HERE / name, folder / "experiments")
     (folder / "configs" / "experiment" / "house_experiment.yaml").write_text(YAML)
@@ -37,10 +40,23 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launch(house: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "realhf.launch", "experiment=house_experiment", "trial_name=t", "fileroot=runs"]
+    command = [
+        sys.executable,
+        "-m",
+        "realhf.launch",
+        "experiment=house_experiment",
+        "trial_name=t",
+        "fileroot=runs",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(house)}
     return subprocess.run(
-        [*command, *options], cwd=house, env=environment, capture_output=True, text=True, timeout=300, check=False
+        [*command, *options],
+        cwd=house,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
 
 
@@ -51,7 +67,9 @@ def test_its_interface_source_and_loss_work_in_the_workers(house: Path):
     run = house / "runs" / "house_experiment" / "t"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["policy/loss"] for row in rows] == [2.0 * (1 + 2), 2.0 * (1 + 2 + 3 + 4)]
-    assert json.loads((run / "plan.json").read_text())["plugins"] == ["experiments.house_experiment"]
+    assert json.loads((run / "plan.json").read_text())["plugins"] == [
+        "experiments.house_experiment"
+    ]
 
 
 def test_a_name_that_nobody_registered_is_refused_and_its_own_is_among_the_known(house: Path):
@@ -64,9 +82,12 @@ def test_a_name_that_nobody_registered_is_refused_and_its_own_is_among_the_known
 def test_a_file_outside_the_tree_is_held_to_the_names_that_it_registers(tmp_path: Path):
     user = tmp_path / "mine.py"
     user.write_text(
-        (HERE / "toy_experiment.py").read_text() + "\nfrom experiments.policy_gradient import Config\n"
-        "from realhf.registry import policy_losses\npolicy_losses.register('my_loss')(len)\n_toy = build\n\n\n"
-        "def build(config: Config):\n    assert config.ppo.loss == 'my_loss'\n    return _toy(config)\n"
+        (HERE / "toy_experiment.py").read_text()
+        + "\nfrom experiments.policy_gradient import Config\n"
+        "from realhf.registry import policy_losses\npolicy_losses.register('my_loss')(len)\n_toy = "
+        "build\n\n\n"
+        "def build(config: Config):\n    assert config.ppo.loss == 'my_loss'\n    return "
+        "_toy(config)\n"
     )
     command = [
         sys.executable,
@@ -81,7 +102,12 @@ def test_a_file_outside_the_tree_is_held_to_the_names_that_it_registers(tmp_path
 
     def check(loss: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*command, f"ppo.loss={loss}"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+            [*command, f"ppo.loss={loss}"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
 
     assert (done := check("my_loss")).returncode == 0, done.stderr

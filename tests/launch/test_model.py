@@ -1,4 +1,5 @@
-"""The folder of a model is read before anything starts: its chat template and the length of its context."""
+"""The folder of a model is read before anything starts: its chat template and the length of its
+context."""
 
 import json
 from dataclasses import asdict
@@ -16,7 +17,13 @@ from realhf.backends.training.tokenizer_loading import ModelLoadError, check_con
 from realhf.launch import checks
 from realhf.launch.__main__ import main
 from realhf.launch.build import build_experiment
-from realhf.launch.checks import BUILTIN_PATHS, BUILTIN_VARIABLES, adapter_problems, check_config, model_problems
+from realhf.launch.checks import (
+    BUILTIN_PATHS,
+    BUILTIN_VARIABLES,
+    adapter_problems,
+    check_config,
+    model_problems,
+)
 from realhf.launch.compose import compose_config
 from realhf.rollout.interface import EnvRolloutInterface
 from realhf.rollout.player import make_agent
@@ -82,19 +89,37 @@ LAYERS = "it has layers of the type {}, whose state is not keys and values for e
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"layer_types": ["full_attention", "linear_attention"]}, LAYERS.format("linear_attention")),
+        (
+            {"layer_types": ["full_attention", "linear_attention"]},
+            LAYERS.format("linear_attention"),
+        ),
         ({"layers_block_type": ["attention", "mamba"]}, LAYERS.format("mamba")),
-        ({"text_config": {"layer_types": ["chunked_attention"]}}, LAYERS.format("chunked_attention")),
-        ({"model_type": "mamba2", "state_size": 64}, "it has state-space or linear layers ('mamba2' with state_size)"),
+        (
+            {"text_config": {"layer_types": ["chunked_attention"]}},
+            LAYERS.format("chunked_attention"),
+        ),
+        (
+            {"model_type": "mamba2", "state_size": 64},
+            "it has state-space or linear layers ('mamba2' with state_size)",
+        ),
         ({"model_type": "rwkv"}, "it has state-space or linear layers ('rwkv')"),
         ({"model_type": "bloom"}, "'bloom' tells positions by ALiBi"),
-        ({"attention_types": [[["global", "local"], 12]]}, "attention_types gives its layers a window"),
+        (
+            {"attention_types": [[["global", "local"], 12]]},
+            "attention_types gives its layers a window",
+        ),
         ({"attention_layers": ["global", "local"]}, "attention_layers gives its layers a window"),
         ({"keep_window_size": 2048}, "keep_window_size gives its layers a window"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "'t5' is an encoder with a decoder"),
         ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is not a causal language model"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "its weights are quantized (mxfp4); save them in float32"),
-        ({"hidden_size": 30, "num_attention_heads": 6, "rope_theta": 1e4}, "its attention heads are 5 wide"),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "its weights are quantized (mxfp4); save them in float32",
+        ),
+        (
+            {"hidden_size": 30, "num_attention_heads": 6, "rope_theta": 1e4},
+            "its attention heads are 5 wide",
+        ),
     ],
 )
 def test_a_model_that_is_no_dense_decoder_is_refused_by_name(tmp_path, config, problem):
@@ -113,10 +138,14 @@ MIXTURES = {
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_a_mixture_of_experts_is_refused_until_somebody_accepts_what_is_missing(kind, tmp_path):
-    described = AutoConfig.for_model(kind, hidden_size=32, num_attention_heads=4, **MIXTURES[kind]).to_dict()
+    described = AutoConfig.for_model(
+        kind, hidden_size=32, num_attention_heads=4, **MIXTURES[kind]
+    ).to_dict()
     path = folder_of(tmp_path, **{**described, "quantization_config": None})
     [found] = problems(path)
-    assert found.startswith(f"actor.path={path}: its tokens are routed to 8 experts, and neither is the auxiliary loss")
+    assert found.startswith(
+        f"actor.path={path}: its tokens are routed to 8 experts, and neither is the auxiliary loss"
+    )
     assert found.endswith("take a dense model, or set actor.experts=true to train it without them")
     assert [*model_problems("actor", ModelConfig(path=path, experts=True), 1024)] == []
     [served] = model_problems("critic", ModelConfig(path=path), 1024)
@@ -133,16 +162,32 @@ def test_only_a_mixture_can_be_accepted_as_one(tmp_path, capsys):
         assert problems(path) == []
         for name in (path, "builtin"):
             [found] = model_problems("actor", ModelConfig(path=name, experts=True), 1024)
-            assert found == f"actor.path={name}: it has no experts, so actor.experts=true does nothing; remove it"
+            assert (
+                found
+                == f"actor.path={name}: it has no experts, so actor.experts=true does nothing; "
+                f"remove it"
+            )
     folder_of(tmp_path, model_type="qwen3_moe", num_experts=8)
     (tmp_path / "model.safetensors").write_bytes(b"")
-    given = ["experiment=grpo", "env=countdown", "mode=check", f"actor.path={tmp_path}", f"fileroot={tmp_path}"]
+    given = [
+        "experiment=grpo",
+        "env=countdown",
+        "mode=check",
+        f"actor.path={tmp_path}",
+        f"fileroot={tmp_path}",
+    ]
     vllm = ("actor.experts=true", "engine.name=vllm", "engine.vllm_url=http://127.0.0.1:1")
-    for options, cause in (((), "routed to 8 experts"), (vllm, "vLLM keeps a tensor for each expert")):
+    for options, cause in (
+        ((), "routed to 8 experts"),
+        (vllm, "vLLM keeps a tensor for each expert"),
+    ):
         assert main([*given, *options]) == 2
         [line] = capsys.readouterr().err.splitlines()
         assert line.startswith("config error: actor.") and cause in line
-    shapes = {f"model.layers.0.{name}.weight": torch.ones(2, 2) for name in ("attn.q_proj", "mlp.experts.0.up_proj")}
+    shapes = {
+        f"model.layers.0.{name}.weight": torch.ones(2, 2)
+        for name in ("attn.q_proj", "mlp.experts.0.up_proj")
+    }
     save_file(shapes, tmp_path / "model.safetensors")
     lora = ModelConfig(path=str(tmp_path), lora=LoraConfig(rank=2, targets=["q_proj", "up_proj"]))
     [found] = [line for line in adapter_problems("actor", lora) if "targets" in line]
@@ -150,10 +195,26 @@ def test_only_a_mixture_can_be_accepted_as_one(tmp_path, capsys):
 
 
 def test_mistakes_in_a_folder_end_the_check(tmp_path):
-    """What is written in config.json comes from others: whatever it is, it is answered with a line."""
-    odd = {"layer_types": [3, []], "architectures": 4, "rope_parameters": 7, "vocab_size": "x", "head_dim": [1]}
-    odd |= {"max_position_embeddings": "many", "quantization_config": [1], "model_type": 5, "hidden_size": None}
-    texts = [json.dumps(odd), json.dumps({"text_config": 3, **odd}), json.dumps({"text_config": odd})]
+    """What is written in config.json comes from others: whatever it is, it is answered with a
+    line."""
+    odd = {
+        "layer_types": [3, []],
+        "architectures": 4,
+        "rope_parameters": 7,
+        "vocab_size": "x",
+        "head_dim": [1],
+    }
+    odd |= {
+        "max_position_embeddings": "many",
+        "quantization_config": [1],
+        "model_type": 5,
+        "hidden_size": None,
+    }
+    texts = [
+        json.dumps(odd),
+        json.dumps({"text_config": 3, **odd}),
+        json.dumps({"text_config": odd}),
+    ]
     for text in ("", "[]", "{", *texts):
         folder_of(tmp_path)
         (tmp_path / "config.json").write_text(text)
@@ -171,7 +232,9 @@ def test_mistakes_in_a_folder_end_the_check(tmp_path):
 def test_a_text_that_turns_its_tokens_otherwise_when_longer_is_no_context(tmp_path):
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 512}
     [problem] = problems(folder_of(tmp_path, rope_scaling=rope), total=513)
-    assert problem.endswith("holds 512 tokens (its rotary embedding, longrope, changes for longer texts)")
+    assert problem.endswith(
+        "holds 512 tokens (its rotary embedding, longrope, changes for longer texts)"
+    )
     assert problems(str(tmp_path), total=512) == []
 
 
@@ -183,10 +246,19 @@ def test_tokenizer_and_weights_must_have_the_vocabulary_of_the_model(tmp_path):
     assert problems(folder) == []
     words["added_tokens"] = [{"id": 4, "content": "<end>"}]
     (tmp_path / "tokenizer.json").write_text(json.dumps(words))
-    assert problems(folder) == [f"actor.path={folder}: the tokenizer has the id 4, the model's vocabulary 4 tokens"]
+    assert problems(folder) == [
+        f"actor.path={folder}: the tokenizer has the id 4, the model's vocabulary 4 tokens"
+    ]
     folder_of(tmp_path, vocab_size=5)
-    assert problems(folder) == [f"actor.path={folder}: the checkpoint embeds 4 tokens, config.json says vocab_size=5"]
-    for broken in (b"", b"\xff" * 9, (2).to_bytes(8, "little") + b"{]", (8).to_bytes(8, "little") + b'{"a": 1}'):
+    assert problems(folder) == [
+        f"actor.path={folder}: the checkpoint embeds 4 tokens, config.json says vocab_size=5"
+    ]
+    for broken in (
+        b"",
+        b"\xff" * 9,
+        (2).to_bytes(8, "little") + b"{]",
+        (8).to_bytes(8, "little") + b'{"a": 1}',
+    ):
         (tmp_path / "model.safetensors").write_bytes(broken)
         assert problems(folder) == []
 
@@ -210,12 +282,16 @@ def with_gpu(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_vllm_samples_the_tokens_of_a_pretrained_model_on_a_gpu(with_gpu):
-    """Where the options name no engine. The embedded one is slow there, which is said where vLLM cannot be taken."""
+    """Where the options name no engine. The embedded one is slow there, which is said where vLLM
+    cannot be taken."""
     given = ["experiment=grpo_aws", "actor.path=owner/name"]
     composed = compose_config(given)
     assert composed.config.engine.name == "embedded"
     (warning,) = composed.warnings
-    assert "copies all keys and values" in warning and "which is not here (engine.vllm_executable=vllm)" in warning
+    assert (
+        "copies all keys and values" in warning
+        and "which is not here (engine.vllm_executable=vllm)" in warning
+    )
     (with_gpu / "vllm").touch(mode=0o755)
     composed = compose_config([*given, "engine.gpu_memory_utilization=0.4"])
     check_config(composed.config)
@@ -228,10 +304,19 @@ def test_vllm_samples_the_tokens_of_a_pretrained_model_on_a_gpu(with_gpu):
     for own in ("engine.name=embedded", "engine.kv_cache_gib=2"):
         composed = compose_config([*given, own])
         assert composed.config.engine.name == "embedded" and not composed.warnings
-    assert compose_config(["experiment=grpo_aws"]).config.engine.name == "embedded", "the built-in policy is small"
-    composed = compose_config([*given, "actor.workers=[0,1]", "actor.backend=ddp", "actor.parallel.dp=2"])
-    assert composed.config.engine.name == "embedded" and "in asynchronous experiments only" in composed.warnings[0]
-    streamed = build_experiment(compose_config(["experiment=grpo_stream_http", "actor.path=owner/name"])).spec
+    assert compose_config(["experiment=grpo_aws"]).config.engine.name == "embedded", (
+        "the built-in policy is small"
+    )
+    composed = compose_config(
+        [*given, "actor.workers=[0,1]", "actor.backend=ddp", "actor.parallel.dp=2"]
+    )
+    assert (
+        composed.config.engine.name == "embedded"
+        and "in asynchronous experiments only" in composed.warnings[0]
+    )
+    streamed = build_experiment(
+        compose_config(["experiment=grpo_stream_http", "actor.path=owner/name"])
+    ).spec
     assert streamed.models["actor"].engine.name == "embedded", "nothing is sampled"
 
 
@@ -244,7 +329,10 @@ def test_without_a_gpu_the_embedded_engine_samples(with_gpu, monkeypatch):
 
 def misfits(path, *targets, rank=8, backend="torch"):
     return list(
-        adapter_problems("actor", ModelConfig(path=path, backend=backend, lora=LoraConfig(rank, targets=[*targets])))
+        adapter_problems(
+            "actor",
+            ModelConfig(path=path, backend=backend, lora=LoraConfig(rank, targets=[*targets])),
+        )
     )
 
 
@@ -254,7 +342,8 @@ def with_peft(monkeypatch):
 
 
 def test_targets_are_looked_for_in_the_heads_of_the_files(tmp_path):
-    """Names of matrices in numbered blocks, whole or their ends; embeddings, heads, norms and biases are none."""
+    """Names of matrices in numbered blocks, whole or their ends; embeddings, heads, norms and
+    biases are none."""
     matrix = torch.zeros(2, 2)
     vector = torch.zeros(2)
     tensors = {
@@ -265,7 +354,9 @@ def test_targets_are_looked_for_in_the_heads_of_the_files(tmp_path):
         "model.layers.0.norm.weight": vector.clone(),
     }
     save_file(tensors, tmp_path / "model-1.safetensors")
-    save_file({"model.layers.1.mlp.up_proj.weight": matrix.clone()}, tmp_path / "model-2.safetensors")
+    save_file(
+        {"model.layers.1.mlp.up_proj.weight": matrix.clone()}, tmp_path / "model-2.safetensors"
+    )
     path = str(tmp_path)
     assert misfits(path) == misfits(path, "q_proj", "mlp.up_proj", "layers.1.mlp.up_proj") == []
     for target in ("lm_head", "norm", "embed_tokens", "proj", "mlp.q_proj"):
@@ -281,7 +372,10 @@ def test_targets_are_looked_for_in_the_heads_of_the_files(tmp_path):
 
 def test_the_layers_of_the_built_in_policy_are_known():
     assert misfits("builtin", "q_proj", "mlp.down_proj") == []
-    assert "(there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj)" in misfits("builtin", "fc1")[0]
+    assert (
+        "(there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj)"
+        in misfits("builtin", "fc1")[0]
+    )
 
 
 def test_a_backend_that_trains_all_weights_and_a_missing_package_are_refused(monkeypatch):
@@ -295,12 +389,24 @@ def test_a_backend_that_trains_all_weights_and_a_missing_package_are_refused(mon
 @pytest.mark.parametrize(
     ("experiment", "options", "said"),
     [
-        ("grpo", ["actor.lora.alpha=8"], "actor.lora.alpha has no effect in experiment grpo: there are no adapters"),
+        (
+            "grpo",
+            ["actor.lora.alpha=8"],
+            "actor.lora.alpha has no effect in experiment grpo: there are no adapters",
+        ),
         ("grpo", ["actor.lora.rank=2", "actor.lora.dropout=0.1"], "must be the one that sampled"),
         ("ppo", ["critic.lora.rank=2"], "a critic trains all its weights"),
         ("grpo", ["actor.lora.rank=-1"], "must be at least 0"),
-        ("grpo", ["actor.lora.rank=2", "actor.compile=true"], "blocks with adapters are not compiled"),
-        ("grpo", ["actor.compile=true", "actor.backend=fsdp2", "actor.workers=[0,1]"], "does not compile them"),
+        (
+            "grpo",
+            ["actor.lora.rank=2", "actor.compile=true"],
+            "blocks with adapters are not compiled",
+        ),
+        (
+            "grpo",
+            ["actor.compile=true", "actor.backend=fsdp2", "actor.workers=[0,1]"],
+            "does not compile them",
+        ),
     ],
 )
 def test_options_without_sense_are_refused(experiment, options, said):
@@ -316,7 +422,9 @@ def test_with_adapters_the_reference_is_the_base_of_the_actor():
     spec = build_experiment(compose_config(["experiment=grpo", *options])).spec
     assert spec.models["actor"].lora == LoraConfig(2) and spec.models["ref"].base_of == "actor"
     assert all(model.lora is None for before in spec.before for model in before.models.values())
-    taught = build_experiment(compose_config(["experiment=sft", *options, "actor.lora.dropout=0.1"])).spec
+    taught = build_experiment(
+        compose_config(["experiment=sft", *options, "actor.lora.dropout=0.1"])
+    ).spec
     assert taught.models["actor"].lora == LoraConfig(2, dropout=0.1)
     plain = build_experiment(compose_config(["experiment=grpo", "env=countdown"])).spec
     assert plain.models["actor"].lora is None and plain.models["ref"].base_of == ""
@@ -338,7 +446,12 @@ def test_rollouts_for_training_refuse_it_too_and_evaluation_does_not():
         interface.generate(None, None, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="training samples from the whole"):
         make_agent(
-            "", None, "", RolloutOptions.from_args({"environment": "aws", "group_size": 2, "sessions": 2, "gen": gen})
+            "",
+            None,
+            "",
+            RolloutOptions.from_args(
+                {"environment": "aws", "group_size": 2, "sessions": 2, "gen": gen}
+            ),
         )  # type: ignore[arg-type]
     assert GenConfig(temperature=0.3, max_new_tokens=9).truncations() == []
 

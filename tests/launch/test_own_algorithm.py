@@ -1,4 +1,5 @@
-"""An algorithm with a hyper-parameter of its own, in one Python file and one YAML outside the tree."""
+"""An algorithm with a hyper-parameter of its own, in one Python file and one YAML outside the
+tree."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from realhf.launch.__main__ import main
 
 HERE = Path(__file__).resolve().parent
 PAGE = PACKAGE.parent / "docs" / "extend" / "experiment.md"
-TINY = BuiltinModelConfig(vocab_size=300, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=32)
+TINY = BuiltinModelConfig(
+    vocab_size=300, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=32
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(HERE / f"own_algorithm.{suffix}", folder / f"focal.{suffix}")
     ask = {"role": "user", "content": "list the queues"}
     answer = {"role": "assistant", "content": "aws sqs list-queues"}
-    (folder / "chats.jsonl").write_text("\n".join(json.dumps({"messages": [ask, answer]}) for _ in range(4)))
+    (folder / "chats.jsonl").write_text(
+        "\n".join(json.dumps({"messages": [ask, answer]}) for _ in range(4))
+    )
     build_builtin_policy(folder / "chats.jsonl", folder / "model", TINY, seed=0)
     return folder
 
@@ -47,7 +52,9 @@ def arguments(folder: Path, *more: str) -> list[str]:
 @pytest.mark.slow
 def test_it_trains_two_steps_and_its_option_reaches_the_loss(folder: Path):
     command = [sys.executable, "-m", "realhf.launch", *arguments(folder, "algorithm.focus=3")]
-    done = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr + done.stdout
     (run,) = (folder / "runs" / "focal").iterdir()
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -55,7 +62,9 @@ def test_it_trains_two_steps_and_its_option_reaches_the_loss(folder: Path):
     assert call["interface_args"]["algorithm"]["focus"] == 3.0
     assert len(steps) == 2
     for step in steps:
-        assert 0 < step["policy/loss"] < step["policy/nll"], "every token counts less than in the plain loss"
+        assert 0 < step["policy/loss"] < step["policy/nll"], (
+            "every token counts less than in the plain loss"
+        )
 
 
 @pytest.mark.parametrize(
@@ -63,26 +72,37 @@ def test_it_trains_two_steps_and_its_option_reaches_the_loss(folder: Path):
     [
         (
             "algorithm.focsu=1",
-            "unknown option 'algorithm.focsu'; did you mean 'algorithm.focus'? The larger it is, the less a likely "
+            "unknown option 'algorithm.focsu'; did you mean 'algorithm.focus'? The larger it is, "
+            "the less a likely "
             "token counts; 0 is the plain loss.",
         ),
         (
             "algorithm.focus=7",
-            "algorithm.focus=7.0: must be between 0 and 5. The larger it is, the less a likely token counts; 0 is the "
+            "algorithm.focus=7.0: must be between 0 and 5. The larger it is, the less a likely "
+            "token counts; 0 is the "
             "plain loss.",
         ),
-        ("algorithm.focus=much", "algorithm.focus=much: Value 'much' of type 'str' could not be converted to Float"),
-        ("ppo.group_size=2", "option ppo.group_size has no effect in experiment focal: it belongs to dpo, "),
+        (
+            "algorithm.focus=much",
+            "algorithm.focus=much: Value 'much' of type 'str' could not be converted to Float",
+        ),
+        (
+            "ppo.group_size=2",
+            "option ppo.group_size has no effect in experiment focal: it belongs to dpo, ",
+        ),
         ("rollout.max_turns=2", "option rollout.max_turns has no effect in experiment focal"),
     ],
 )
-def test_a_mistake_is_refused_with_the_text_of_the_option(folder: Path, capsys, option: str, said: str):
+def test_a_mistake_is_refused_with_the_text_of_the_option(
+    folder: Path, capsys, option: str, said: str
+):
     assert main(arguments(folder, "mode=check", option)) == 2
     assert f"config error: {said}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{focsu: 1}", "did you mean 'algorithm.focus'?"), ("{focus: -1}", "must be between 0 and 5")]
+    ("text", "said"),
+    [("{focsu: 1}", "did you mean 'algorithm.focus'?"), ("{focus: -1}", "must be between 0 and 5")],
 )
 def test_a_mistake_in_its_yaml_is_refused_too(folder: Path, capsys, text: str, said: str):
     yaml = folder / "focal.yaml"

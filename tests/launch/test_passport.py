@@ -21,8 +21,14 @@ def test_a_run_keeps_what_its_environment_has_and_nothing_of_another(tmp_path: P
     run = tmp_path / "run"
     file.write_text(SHELF)
     run.mkdir()
-    assert passport_file(str(file)) == passport_file(f"{file}:Shelf") == tmp_path / "Shelf.passport.json"
-    Passport("shelf", "check", "2026-11-28", "", {"beside": Counts(wrong=3)}).write(tmp_path / "Shelf.passport.json")
+    assert (
+        passport_file(str(file))
+        == passport_file(f"{file}:Shelf")
+        == tmp_path / "Shelf.passport.json"
+    )
+    Passport("shelf", "check", "2026-11-28", "", {"beside": Counts(wrong=3)}).write(
+        tmp_path / "Shelf.passport.json"
+    )
     copy_passport(f"{file}:Shelf", run)
     assert told(run / PASSPORT_FILE).startswith("shelf: of 3 wrong plays 0 were paid")
     (tmp_path / "Shelf.passport.json").unlink()

@@ -1,4 +1,5 @@
-"""Which processes a run has, which of them are started again, and what is said about one that failed."""
+"""Which processes a run has, which of them are started again, and what is said about one that
+failed."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def begun(root, *options):
 
 
 class ScriptedScheduler:
-    """Starts nothing; workers end when the script says so, which real ones on a busy machine do not. ``started`` is
-    called with what would be."""
+    """Starts nothing; workers end when the script says so, which real ones on a busy machine do
+    not. ``started`` is called with what would be."""
 
     def __init__(self, *script, started=lambda spec: None):
         self._script = list(script)
@@ -79,7 +80,10 @@ def test_a_killed_process_is_shown_with_the_end_of_its_log(tmp_path):
     log = tmp_path / "w.log"
     log.write_text("".join(f"line {i}\n" for i in range(20)))
     first, *tail = failure_message(WorkerExit("model_worker/0", -9, log)).splitlines()
-    assert first == f"model_worker/0 ended before the run did: killed by SIGKILL (log: {log}); its log ends:"
+    assert (
+        first
+        == f"model_worker/0 ended before the run did: killed by SIGKILL (log: {log}); its log ends:"
+    )
     assert tail == [f"  | line {i}" for i in range(12, 20)]
 
 
@@ -90,7 +94,10 @@ def test_what_a_predecessor_logged_is_not_blamed(tmp_path):
     assert "cause before" not in failure_message(WorkerExit("master", -9, log, before))
     with log.open("a") as more:
         more.write("FATAL: the cause now\n")
-    assert failure_message(WorkerExit("master", 1, log, before)) == f"master failed: the cause now (log: {log})"
+    assert (
+        failure_message(WorkerExit("master", 1, log, before))
+        == f"master failed: the cause now (log: {log})"
+    )
 
 
 @pytest.mark.parametrize("order", [("model_worker/0", "master"), ("master", "model_worker/0")])
@@ -120,9 +127,18 @@ def test_only_the_master_reports_for_the_run(tmp_path):
 
 def test_a_worker_of_any_run_that_the_master_declares_dead_is_killed_and_named(tmp_path):
     built = begun(tmp_path)
-    said = {"kind": "lost", "name": "env/0", "pid": 7, "started": 70, "reason": "no heartbeat for 8.1 s", "left": False}
+    said = {
+        "kind": "lost",
+        "name": "env/0",
+        "pid": 7,
+        "started": 70,
+        "reason": "no heartbeat for 8.1 s",
+        "left": False,
+    }
     scheduler = ScriptedScheduler(WorkerLine("master", json.dumps(said)))
-    with pytest.raises(LaunchError, match="env/0 ended before the run did: killed: no heartbeat for"):
+    with pytest.raises(
+        LaunchError, match="env/0 ended before the run did: killed: no heartbeat for"
+    ):
         run_workers(built.plan(built.spec, 0.0), scheduler, QUIET)
     assert scheduler.killed == [("env/0", "killed: no heartbeat for 8.1 s", 7, 70)]
     assert [(death.process, death.then) for death in deaths(built.spec.run_dir)] == [
@@ -130,8 +146,11 @@ def test_a_worker_of_any_run_that_the_master_declares_dead_is_killed_and_named(t
     ]
 
 
-def test_a_ctrl_c_during_the_clean_up_waits_for_its_end_and_does_not_hide_the_cause(tmp_path, capsys, monkeypatch):
-    """It ended the clean-up: a worker that was stopped outlived the launcher, which told of the signal alone."""
+def test_a_ctrl_c_during_the_clean_up_waits_for_its_end_and_does_not_hide_the_cause(
+    tmp_path, capsys, monkeypatch
+):
+    """It ended the clean-up: a worker that was stopped outlived the launcher, which told of the
+    signal alone."""
     built = build_experiment(compose_config(["experiment=grpo_aws", f"fileroot={tmp_path}"]))
     ended: list[str] = []
 
@@ -149,7 +168,10 @@ def test_a_ctrl_c_during_the_clean_up_waits_for_its_end_and_does_not_hide_the_ca
     assert launch_run.run_to_the_end(built, [], 0.0) == 128 + signal.SIGINT
     assert ended == ["all of them"]
     said = capsys.readouterr().err
-    assert "model_worker/0 ended before the run did: killed by SIGKILL" in said and "stopped by SIGINT" in said
+    assert (
+        "model_worker/0 ended before the run did: killed by SIGKILL" in said
+        and "stopped by SIGINT" in said
+    )
 
 
 def test_an_early_clean_exit_is_a_failure_too(tmp_path):
@@ -168,7 +190,9 @@ def test_flags_of_the_environment_server_are_named_as_options(tmp_path):
 
 @pytest.mark.parametrize("niceness", [0, 10])
 def test_whoever_feeds_the_trainer_steps_back_behind_it(niceness):
-    built = build_experiment(compose_config(["experiment=grpo_aws_async", f"async_rl.niceness={niceness}"]))
+    built = build_experiment(
+        compose_config(["experiment=grpo_aws_async", f"async_rl.niceness={niceness}"])
+    )
     workers = worker_specs(built.plan(built.spec, 0.0), "run", "tcp://127.0.0.1:1")
     assert {worker.name: worker.niceness for worker in workers} == {
         "env/0": niceness,
@@ -179,9 +203,13 @@ def test_whoever_feeds_the_trainer_steps_back_behind_it(niceness):
 
 
 def test_who_trains_is_started_before_who_generates():
-    """Of a host with one GPU the trainer needs that one; it was refused it, as an engine had it already."""
+    """Of a host with one GPU the trainer needs that one; it was refused it, as an engine had it
+    already."""
     built = build_experiment(compose_config(["experiment=grpo_aws_async"]))
-    names = [worker.name for worker in worker_specs(built.plan(built.spec, 0.0), "run", "tcp://127.0.0.1:1")]
+    names = [
+        worker.name
+        for worker in worker_specs(built.plan(built.spec, 0.0), "run", "tcp://127.0.0.1:1")
+    ]
     assert names.index("model_worker/0") < names.index("generation/0")
 
 
@@ -193,22 +221,30 @@ def test_without_rollout_workers_nobody_steps_back():
 
 @pytest.mark.parametrize("bind", ["", "127.0.0.1", "10.0.0.1"])
 def test_keys_are_in_the_launchers_memory_and_on_no_disk_or_command_line(tmp_path, bind):
-    """Beyond the loopback the launcher makes keys before the first process. They lie in no folder, so that a launcher
-    that is killed leaves none behind."""
-    options = ["experiment=grpo_aws", f"fileroot={tmp_path}", *([f"network.bind={bind}"] if bind else [])]
+    """Beyond the loopback the launcher makes keys before the first process. They lie in no folder,
+    so that a launcher that is killed leaves none behind."""
+    options = [
+        "experiment=grpo_aws",
+        f"fileroot={tmp_path}",
+        *([f"network.bind={bind}"] if bind else []),
+    ]
     built = build_experiment(compose_config(options))
     folder = built.spec.run_dir
     folder.mkdir(parents=True)
     seen: dict[Path, RunKeys] = {}
 
     def look(spec):
-        files = [Path(spec.argv[at + 1]) for at, text in enumerate(spec.argv) if text == "--key-file"]
+        files = [
+            Path(spec.argv[at + 1]) for at, text in enumerate(spec.argv) if text == "--key-file"
+        ]
         seen.update({file: RunKeys.read(file) for file in files})
         written = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
         assert any("grpo_aws" in text for text in written)
         for keys in seen.values():
             secrets = (keys.server_secret, keys.client_secret, keys.token)
-            assert not [secret for secret in secrets for text in (*written, *spec.argv) if secret in text]
+            assert not [
+                secret for secret in secrets for text in (*written, *spec.argv) if secret in text
+            ]
 
     scheduler = ScriptedScheduler(WorkerExit("master", 1, tmp_path / "none.log"), started=look)
     with pytest.raises(LaunchError):
@@ -251,7 +287,14 @@ def supervisor(*names):
 
 
 def test_only_workers_that_hold_nothing_have_successors(clock):
-    names = ("rollout_worker/1", "generation/0", "env/0", "model_worker/0", "master", "trajectory/0")
+    names = (
+        "rollout_worker/1",
+        "generation/0",
+        "env/0",
+        "model_worker/0",
+        "master",
+        "trajectory/0",
+    )
     watch = supervisor(*names)
     clock.now = 2 * QUICK_S
     again = [name for name in names if watch.successor(end(name)) == spec(name)]
@@ -298,7 +341,14 @@ def test_one_that_has_said_good_bye_ends_without_an_error(clock):
     for _ in range(2 * MAX_ERRORS):
         clock.now += 2 * QUICK_S
         watch.on_message(
-            {"kind": "lost", "name": "generation/0", "pid": 1, "started": 1, "reason": "it left", "left": True}
+            {
+                "kind": "lost",
+                "name": "generation/0",
+                "pid": 1,
+                "started": 1,
+                "reason": "it left",
+                "left": True,
+            }
         )
         assert watch.successor(end("generation/0", 0)) is not None
         watch.on_start(spec("generation/0"))
@@ -311,7 +361,9 @@ def test_one_that_is_given_up_ends_the_run_only_when_no_other_of_its_kind_is_lef
         watch.on_start(spec("generation/0"))
     assert watch.successor(end("generation/0")) is None and watch.is_dispensable("generation/0")
     assert watch.successor(end("env/0")) is not None and not watch.is_dispensable("env/0")
-    assert watch.successor(end("model_worker/0")) is None and not watch.is_dispensable("model_worker/0")
+    assert watch.successor(end("model_worker/0")) is None and not watch.is_dispensable(
+        "model_worker/0"
+    )
     for _ in range(MAX_QUICK_DEATHS):
         assert watch.successor(end("generation/1")) is not None
         watch.on_start(spec("generation/1"))
@@ -333,12 +385,16 @@ def lost(name, *, left=False):
 
 
 def test_whom_the_master_declares_dead_is_killed_and_only_that_process(clock):
-    """A worker that was silent counted as dead for the master alone: nobody ended it, nobody took its place, and the
-    run stood still for half an hour."""
+    """A worker that was silent counted as dead for the master alone: nobody ended it, nobody took
+    its place, and the run stood still for half an hour."""
     watch = supervisor("generation/0", "rollout_worker/0")
-    assert watch.on_message({"kind": "joined", "name": "generation/0"}) and not watch.on_message({"kind": "step"})
+    assert watch.on_message({"kind": "joined", "name": "generation/0"}) and not watch.on_message(
+        {"kind": "step"}
+    )
     assert watch.on_message(lost("generation/0"))
-    assert watch.pop_kill_orders() == [KillOrder("generation/0", "killed: no heartbeat for 8.1 s (was idle)", 7, 70)]
+    assert watch.pop_kill_orders() == [
+        KillOrder("generation/0", "killed: no heartbeat for 8.1 s (was idle)", 7, 70)
+    ]
     assert watch.pop_kill_orders() == []
     watch.on_message(lost("rollout_worker/0", left=True))
     assert watch.pop_kill_orders() == [], "its process may end by itself"
@@ -376,7 +432,9 @@ def test_who_never_registers_is_killed_and_so_is_a_master_that_never_listens(clo
         "generation/1": ("killed: it did not register with the master within 50 s", 0),
     }
     watch.on_start(spec("master"))
-    assert not watch.on_message({"kind": "endpoint", "address": "tcp://127.0.0.1:1"}), "others take it as well"
+    assert not watch.on_message({"kind": "endpoint", "address": "tcp://127.0.0.1:1"}), (
+        "others take it as well"
+    )
     clock.now = 200.0
     assert watch.pop_kill_orders() == []
 
@@ -414,22 +472,36 @@ def test_a_successor_without_a_place_is_left_out_while_others_of_its_kind_run(cl
     scheduler = FullScheduler("generation/0")
     processes._replace_workers([end("generation/0")], scheduler, display, watch, tmp_path)
     assert scheduler.started == []
-    with pytest.raises(WorkerFailed, match=r"generation/1 .*cannot be started again: generation/1: no host has room"):
-        processes._replace_workers([end("generation/1")], FullScheduler("generation/1"), display, watch, tmp_path)
+    with pytest.raises(
+        WorkerFailed,
+        match=r"generation/1 .*cannot be started again: generation/1: no host has room",
+    ):
+        processes._replace_workers(
+            [end("generation/1")], FullScheduler("generation/1"), display, watch, tmp_path
+        )
     assert [(death.process, death.then) for death in deaths(tmp_path)] == [
-        ("generation/0", "it cannot be started again: generation/0: no host has room; the run goes on without it"),
+        (
+            "generation/0",
+            "it cannot be started again: generation/0: no host has room; the run goes on without "
+            "it",
+        ),
         ("generation/1", "it cannot be started again: generation/1: no host has room"),
     ]
 
 
 def test_nobody_gets_a_successor_where_the_run_ends_anyway(clock, tmp_path):
-    """A master that stood still is lost by all its workers: rollout workers used to be started once, for nothing."""
+    """A master that stood still is lost by all its workers: rollout workers used to be started
+    once, for nothing."""
     watch = supervisor("generation/0", "rollout_worker/0", "model_worker/0")
     display = QUIET
     scheduler = FullScheduler()
     with pytest.raises(WorkerFailed, match="model_worker/0 ended"):
         processes._replace_workers(
-            [end("generation/0"), end("rollout_worker/0"), end("model_worker/0")], scheduler, display, watch, tmp_path
+            [end("generation/0"), end("rollout_worker/0"), end("model_worker/0")],
+            scheduler,
+            display,
+            watch,
+            tmp_path,
         )
     assert scheduler.started == []
     assert [(death.process, death.then) for death in deaths(tmp_path)] == [
@@ -441,7 +513,9 @@ def test_nobody_gets_a_successor_where_the_run_ends_anyway(clock, tmp_path):
 
 def test_who_lost_the_master_is_judged_when_others_may_have_lost_it_too(tmp_path):
     log = tmp_path / "log"
-    log.write_text(f"FATAL: worker 'rollout_worker/0' {LOST_MASTER} tcp://10.0.0.1:1: no answer for 10.0 s\n")
+    log.write_text(
+        f"FATAL: worker 'rollout_worker/0' {LOST_MASTER} tcp://10.0.0.1:1: no answer for 10.0 s\n"
+    )
     assert processes._may_follow_master(WorkerExit("rollout_worker/0", 1, log))
     log.write_text("FATAL: no space left\n")
     assert not processes._may_follow_master(WorkerExit("rollout_worker/0", 1, log))
@@ -477,7 +551,9 @@ def test_a_host_that_joins_gets_workers_with_new_names_once_the_master_listens(t
 
 
 @pytest.mark.parametrize("reached", [[], [{"kind": "step", "step": 1, "total": 9, "metrics": {}}]])
-def test_a_signal_asks_for_a_checkpoint_once_there_is_a_step_and_ends_the_launch_before(tmp_path, capsys, reached):
+def test_a_signal_asks_for_a_checkpoint_once_there_is_a_step_and_ends_the_launch_before(
+    tmp_path, capsys, reached
+):
     """A launch that waits for hosts, or loads models, has nothing to save."""
     built = begun(tmp_path)
     asked: list[str] = []
@@ -491,7 +567,11 @@ def test_a_signal_asks_for_a_checkpoint_once_there_is_a_step_and_ends_the_launch
 
         def interrupt(self, name):
             asked.append(name)
-            self._script.append(WorkerLine("master", '{"kind": "stopped", "text": "a checkpoint of step 1 is saved"}'))
+            self._script.append(
+                WorkerLine(
+                    "master", '{"kind": "stopped", "text": "a checkpoint of step 1 is saved"}'
+                )
+            )
 
     def run(built, launch, started_at, resumption, signals):
         scheduler = Signalled(*(WorkerLine("master", json.dumps(message)) for message in script))
@@ -502,4 +582,6 @@ def test_a_signal_asks_for_a_checkpoint_once_there_is_a_step_and_ends_the_launch
         assert launch_run.run_to_the_end(built, [], 0.0) == 128 + signal.SIGTERM
     said = capsys.readouterr().err
     assert asked == (["master"] if reached else [])
-    assert "stopped by SIGTERM" in said and ("a checkpoint of step 1 is saved" in said) == bool(reached)
+    assert "stopped by SIGTERM" in said and ("a checkpoint of step 1 is saved" in said) == bool(
+        reached
+    )

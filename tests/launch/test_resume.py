@@ -1,4 +1,5 @@
-"""A run that goes on knows the options that it had: what may change, what is said of it, and what is refused."""
+"""A run that goes on knows the options that it had: what may change, what is said of it, and what
+is refused."""
 
 from __future__ import annotations
 
@@ -57,14 +58,24 @@ def other_value(random, found):
     if isinstance(now, Enum):
         return random.choice([value for value in type(now) if value != now])
     if isinstance(now, list):
-        return [random.choice(names)] if names else [*now, 1 if now and isinstance(now[0], int) else "other"]
+        return (
+            [random.choice(names)]
+            if names
+            else [*now, 1 if now and isinstance(now[0], int) else "other"]
+        )
     if isinstance(now, dict):
         return {**now, "other": 1}
     if names:
         return random.choice([value for value in names if value != now] or names)
     if isinstance(now, str) or (now is None and random.random() < 0.3):
         return f"{now or ''}other"
-    low = about.at_least if about.at_least is not None else (about.above or 0) + 0.01 if about.above is not None else 0
+    low = (
+        about.at_least
+        if about.at_least is not None
+        else (about.above or 0) + 0.01
+        if about.above is not None
+        else 0
+    )
     high = about.at_most if about.at_most is not None else max(4.0 * (now or 1), low + 8)
     drawn = random.uniform(low, high)
     return round(drawn) if isinstance(now, int) else drawn
@@ -82,11 +93,17 @@ def with_option(composed, name, value):
 
 @pytest.mark.slow
 def test_random_changes_are_free_told_or_refused_as_their_fields_say(tmp_path):
-    """Whatever could be launched into an empty folder is tried on one that has made five steps with other options."""
+    """Whatever could be launched into an empty folder is tried on one that has made five steps with
+    other options."""
     random = Random(11)
     seen = Counter()
-    bases = [compose_config([*base, f"fileroot={tmp_path / str(i)}", "trial_name=t"]) for i, base in enumerate(BASES)]
-    options = [(base, option) for base in bases for option in walk(base.config) if option.name not in WHERE]
+    bases = [
+        compose_config([*base, f"fileroot={tmp_path / str(i)}", "trial_name=t"])
+        for i, base in enumerate(BASES)
+    ]
+    options = [
+        (base, option) for base in bases for option in walk(base.config) if option.name not in WHERE
+    ]
     for base in bases:
         saved(base.config)
     while seen.total() < NUMBER_OF_CHANGES:
@@ -117,33 +134,68 @@ def test_random_changes_are_free_told_or_refused_as_their_fields_say(tmp_path):
 
 
 def test_a_refused_launch_names_the_options_and_changes_nothing(tmp_path, capsys):
-    """It used to report the old run as if it were the new one, and to write the new options into its folder."""
+    """It used to report the old run as if it were the new one, and to write the new options into
+    its folder."""
     where = [f"fileroot={tmp_path}", "trial_name=z"]
     first = ["experiment=grpo", "env=countdown", "actor.path=owner/name", *where]
     composed = compose_config(first)
     folder = saved(composed.config, 14)
     record_launch(folder, _launched("first", composed.config), 0)
-    before = {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in folder.rglob("*")}
-    assert main([*first, "ppo.algo=drgrpo", "actor.optimizer.lr=0.01", "gen.temperature=0.5", "torch_threads=1"]) == 2
-    (told,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")]
-    assert told.startswith(f"config error: trial_name=z: {folder} holds a run that has made 14 steps")
+    before = {
+        path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes())
+        for path in folder.rglob("*")
+    }
+    assert (
+        main(
+            [
+                *first,
+                "ppo.algo=drgrpo",
+                "actor.optimizer.lr=0.01",
+                "gen.temperature=0.5",
+                "torch_threads=1",
+            ]
+        )
+        == 2
+    )
+    (told,) = [
+        line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")
+    ]
+    assert told.startswith(
+        f"config error: trial_name=z: {folder} holds a run that has made 14 steps"
+    )
     for text in ("ppo.algo=grpo -> drgrpo", "gen.temperature=1.0 -> 0.5"):
         assert text in told
-    assert "torch_threads" not in told and "actor.optimizer.lr" not in told, "they would have been taken"
+    assert "torch_threads" not in told and "actor.optimizer.lr" not in told, (
+        "they would have been taken"
+    )
     other = [text if text != "env=countdown" else "env=sql" for text in first]
     assert main([*other, "mode=check"]) == 2, "another environment is another experiment"
     told = capsys.readouterr().err
-    assert "env.path=countdown -> sql" in told and "env.max_statements" not in told, "its own options are no changes"
+    assert "env.path=countdown -> sql" in told and "env.max_statements" not in told, (
+        "its own options are no changes"
+    )
     assert main([*first, "mode=check"]) == 0
-    after = {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in folder.rglob("*")}
+    after = {
+        path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes())
+        for path in folder.rglob("*")
+    }
     assert after == before
 
 
 @pytest.mark.nightly
-def test_a_second_launch_with_another_learning_rate_never_reports_the_first_ones_result(tmp_path, capsys):
-    """A complete run has nothing left to train with it, and is not shown as if it had been trained so; one that is not
-    complete takes it from its next step on, and says so. Of the warm start it would come too late in any case."""
-    options = ["experiment=ppo", "env=sql", "actor.path=owner/name", f"fileroot={tmp_path}", "trial_name=z"]
+def test_a_second_launch_with_another_learning_rate_never_reports_the_first_ones_result(
+    tmp_path, capsys
+):
+    """A complete run has nothing left to train with it, and is not shown as if it had been trained
+    so; one that is not complete takes it from its next step on, and says so. Of the warm start it
+    would come too late in any case."""
+    options = [
+        "experiment=ppo",
+        "env=sql",
+        "actor.path=owner/name",
+        f"fileroot={tmp_path}",
+        "trial_name=z",
+    ]
     composed = compose_config([*options, "total_train_steps=14"])
     saved(composed.config, 14)
     rates = ["actor.optimizer.lr=0.01", "critic.optimizer.lr=0.02"]
@@ -155,14 +207,22 @@ def test_a_second_launch_with_another_learning_rate_never_reports_the_first_ones
     said = describe_changes(resumption.values)
     assert "-> 0.01" in said and "critic.optimizer.lr=null -> 0.02" in said
     with pytest.raises(ConfigError, match=r"other options: warm_start\.optimizer\.lr="):
-        check_resume(compose_config([*options, "total_train_steps=20", "warm_start.optimizer.lr=0.01"]).config)
+        check_resume(
+            compose_config(
+                [*options, "total_train_steps=20", "warm_start.optimizer.lr=0.01"]
+            ).config
+        )
 
 
 def test_options_that_come_too_late_are_refused_and_more_steps_are_not(tmp_path):
-    config = compose_config(["experiment=grpo", "env=sql", "actor.path=owner/name", f"fileroot={tmp_path}"]).config
+    config = compose_config(
+        ["experiment=grpo", "env=sql", "actor.path=owner/name", f"fileroot={tmp_path}"]
+    ).config
     saved(config, config.total_train_steps)
     config.evaluation.templates += 1
-    with pytest.raises(ConfigError, match=r"is complete with \d+ steps.*evaluation\.templates=200 -> 201"):
+    with pytest.raises(
+        ConfigError, match=r"is complete with \d+ steps.*evaluation\.templates=200 -> 201"
+    ):
         check_resume(config)
     config.total_train_steps += 5
     resumption = check_resume(config)
@@ -171,14 +231,21 @@ def test_options_that_come_too_late_are_refused_and_more_steps_are_not(tmp_path)
     with pytest.raises(ConfigError, match=r"warm_start\.optimizer\.lr="):
         check_resume(config)
     others = [name for name in plain_options(config) if not name.startswith("warm_start.")]
-    assert check_resume(config, others), "an option that does nothing makes no other run, and could not be set back"
+    assert check_resume(config, others), (
+        "an option that does nothing makes no other run, and could not be set back"
+    )
     config.recover_mode = RecoverMode.disabled
     assert check_resume(config) is None, "it begins anew"
 
 
 def test_options_are_known_from_the_configuration_before_the_first_checkpoint(tmp_path):
     """A run that was killed before its first checkpoint has samples in its journal all the same."""
-    options = ["experiment=grpo_aws_async", "actor.path=owner/name", f"fileroot={tmp_path}", "trial_name=t"]
+    options = [
+        "experiment=grpo_aws_async",
+        "actor.path=owner/name",
+        f"fileroot={tmp_path}",
+        "trial_name=t",
+    ]
     config = compose_config(options).config
     folder = run_folder(config)
     folder.mkdir(parents=True)
@@ -194,8 +261,12 @@ def test_options_are_known_from_the_configuration_before_the_first_checkpoint(tm
     assert resumption and "it is not known which options" in "".join(resumption.warnings())
 
 
-def test_options_of_an_earlier_version_had_their_defaults_and_paths_may_be_written_otherwise(tmp_path):
-    config = compose_config(["experiment=grpo", "env=sql", f"fileroot={tmp_path}", "trial_name=t"]).config
+def test_options_of_an_earlier_version_had_their_defaults_and_paths_may_be_written_otherwise(
+    tmp_path,
+):
+    config = compose_config(
+        ["experiment=grpo", "env=sql", f"fileroot={tmp_path}", "trial_name=t"]
+    ).config
     (tmp_path / "model").mkdir()
     config.actor.path = str(tmp_path / "model")
     before = {**plain_options(config), "actor.path": f"{tmp_path}/./model", "gone": 1}
@@ -234,17 +305,26 @@ def test_a_resume_without_a_checkpoint_names_the_runs_that_have_one(tmp_path):
     arguments = ["experiment=grpo", "env=sql", "actor.path=owner/name", f"fileroot={tmp_path}"]
     saved(compose_config([*arguments, "trial_name=mine"]).config)
     config = compose_config([*arguments, "recover_mode=resume"]).config
-    with pytest.raises(ConfigError, match=r"no checkpoint in .*; give the trial_name of a run: mine"):
+    with pytest.raises(
+        ConfigError, match=r"no checkpoint in .*; give the trial_name of a run: mine"
+    ):
         check_config(config)
 
 
 def test_the_history_of_a_run_is_kept(tmp_path):
     for name, steps in (("a", 0), ("b", 5), ("b", 5)):
         launch = Launch(
-            name, f"seed: {steps}\n", {}, {"seed": [0, steps]}, {"git": {"commit": "c"}, "arguments": [name]}
+            name,
+            f"seed: {steps}\n",
+            {},
+            {"seed": [0, steps]},
+            {"git": {"commit": "c"}, "arguments": [name]},
         )
         record_launch(tmp_path, launch, steps)
-    assert [(entry["at"], entry["completed_steps"]) for entry in launches(tmp_path)] == [("a", 0), ("b", 5)]
+    assert [(entry["at"], entry["completed_steps"]) for entry in launches(tmp_path)] == [
+        ("a", 0),
+        ("b", 5),
+    ]
     assert launches(tmp_path)[1]["changed"] == {"seed": [0, 5]}
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"seed": 5}
     assert json.loads((tmp_path / "provenance.json").read_text())["arguments"] == ["b"]
@@ -252,14 +332,23 @@ def test_the_history_of_a_run_is_kept(tmp_path):
 
 def test_what_a_run_wrote_goes_when_it_begins_anew_and_nothing_else(tmp_path):
     """``weights.jsonl`` used to stay, so that the proof of the weights held two histories."""
-    made = [file.name.replace("*", "x") for file in RUN_FILES] + ["notes.txt", "metrics.jsonl.partial"]
+    made = [file.name.replace("*", "x") for file in RUN_FILES] + [
+        "notes.txt",
+        "metrics.jsonl.partial",
+    ]
     made += [".policy.7.old", ".policy.7.tmp"]
     for name in made:
         (tmp_path / name).touch()
-    assert unknown_files(tmp_path) == [".policy.7.old", ".policy.7.tmp", "metrics.jsonl.partial", "notes.txt"]
+    assert unknown_files(tmp_path) == [
+        ".policy.7.old",
+        ".policy.7.tmp",
+        "metrics.jsonl.partial",
+        "notes.txt",
+    ]
     gone = {path.name for path in removable(tmp_path)}
     assert (
-        set(made) - gone == {"notes.txt", "note.json", ".lock", ".keys-x", "warm_start-x"} and "weights.jsonl" in gone
+        set(made) - gone == {"notes.txt", "note.json", ".lock", ".keys-x", "warm_start-x"}
+        and "weights.jsonl" in gone
     )
 
 

@@ -1,4 +1,5 @@
-"""The launcher with real master and model worker processes, on an experiment from outside the package.
+"""The launcher with real master and model worker processes, on an experiment from outside the
+package.
 
 What follows when a worker or the launcher itself is killed is shown by runs with everything real:
 ``tests/test_stream_end_to_end.py`` and ``tests/faults/test_kills.py``.
@@ -60,7 +61,9 @@ def command(root, *options):
 
 
 def launch(root, *options):
-    return subprocess.run(command(root, *options), capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command(root, *options), capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,12 @@ def ended(tmp_path_factory):
         "fails": ("experiment_name=fails",),
         "broken": ("experiment_name=toy", "actor.path=hub/broken"),
         "stops": ("experiment_name=stops",),
-        "ends": ("experiment_name=ends", "total_train_steps=10", "evaluation.every_steps=1", "rpc.control_timeout_s=6"),
+        "ends": (
+            "experiment_name=ends",
+            "total_train_steps=10",
+            "evaluation.every_steps=1",
+            "rpc.control_timeout_s=6",
+        ),
     }
 
     def end(name):
@@ -84,7 +92,9 @@ def ended(tmp_path_factory):
 def losses(run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    assert all(0 < row[f"host/{os.uname().nodename}/memory"] < 1 for row in rows), "of the host, with every step"
+    assert all(0 < row[f"host/{os.uname().nodename}/memory"] < 1 for row in rows), (
+        "of the host, with every step"
+    )
     return {row["step"]: row["policy/loss"] for row in rows}
 
 
@@ -103,12 +113,17 @@ class Slow(NamedTuple):
 
 def start_slow(root):
     process = subprocess.Popen(
-        command(root, "experiment_name=slow"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(root, "experiment_name=slow"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     metrics = root / "slow" / "t" / "metrics.jsonl"
     deadline = time.monotonic() + 300
     while not (metrics.exists() and metrics.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline, "the run did not reach its first step"
+        assert process.poll() is None and time.monotonic() < deadline, (
+            "the run did not reach its first step"
+        )
         time.sleep(0.1)
     time.sleep(0.5)
     workers = {}
@@ -162,7 +177,11 @@ def test_a_run_saves_everything_and_goes_on_where_it_ended(tmp_path):
 
     again = launch(tmp_path, "experiment_name=skips", "total_train_steps=5")
     assert again.returncode == 0, again.stderr
-    assert "resumed after step 3" in again.stdout and "step 4/5" in again.stdout and "step 3/5" not in again.stdout
+    assert (
+        "resumed after step 3" in again.stdout
+        and "step 4/5" in again.stdout
+        and "step 3/5" not in again.stdout
+    )
     assert losses(run) == expected_losses(5)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["heldout_success_before"]["overall"] == 0.0 and summary["steps"] == 5
@@ -174,7 +193,9 @@ def test_a_run_saves_everything_and_goes_on_where_it_ended(tmp_path):
     ]
     assert "total_train_steps: 5" in (run / "config.yaml").read_text() and unknown_files(run) == []
 
-    afresh = launch(tmp_path, "experiment_name=skips", "total_train_steps=1", "recover_mode=disabled")
+    afresh = launch(
+        tmp_path, "experiment_name=skips", "total_train_steps=1", "recover_mode=disabled"
+    )
     assert afresh.returncode == 0, afresh.stderr
     assert losses(run) == expected_losses(1) and len(launches(run)) == 1
 
@@ -186,7 +207,9 @@ def test_a_second_signal_to_the_launcher_stops_everything(slow):
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 143
-    assert "stopped by SIGTERM; no checkpoint was waited for" in errors and "Traceback" not in errors
+    assert (
+        "stopped by SIGTERM; no checkpoint was waited for" in errors and "Traceback" not in errors
+    )
     assert gone(workers.values(), 10)
 
 
@@ -194,7 +217,10 @@ def test_a_second_signal_to_the_launcher_stops_everything(slow):
 def test_a_failing_call_is_one_line_and_its_traceback_is_in_the_log(ended):
     done, root = ended["fails"]
     assert done.returncode == 1
-    assert "actor_train failed at step 1 on model_worker/0" in done.stderr and "the toy fell over" in done.stderr
+    assert (
+        "actor_train failed at step 1 on model_worker/0" in done.stderr
+        and "the toy fell over" in done.stderr
+    )
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
     assert "Traceback" in (root / "fails" / "t" / "logs" / "master.log").read_text()
 
@@ -237,15 +263,26 @@ def test_a_disk_without_room_for_the_files_of_the_launcher_is_one_line(tmp_path)
 def test_a_call_that_asks_for_the_end_gets_it_after_its_samples_were_written_out(ended):
     done, root = ended["stops"]
     assert done.returncode == 1
-    assert "actor_train ended the run at step 2: it was skipped" in done.stderr and "Traceback" not in done.stderr
-    rows = [json.loads(line) for line in (root / "stops" / "t" / "nonfinite.jsonl").read_text().splitlines()]
+    assert (
+        "actor_train ended the run at step 2: it was skipped" in done.stderr
+        and "Traceback" not in done.stderr
+    )
+    rows = [
+        json.loads(line)
+        for line in (root / "stops" / "t" / "nonfinite.jsonl").read_text().splitlines()
+    ]
     assert [(row["step"], row["ids"]) for row in rows] == [(2, ["n3", "n4"])]
 
 
 def test_loading_waits_for_an_evaluation_that_lasts_longer_than_a_control_call_may(ended):
     done, root = ended["ends"]
     assert done.returncode == 0, done.stderr
-    assert list(json.loads((root / "ends" / "t" / "evaluations.json").read_text())) == ["0", "1", "2", "3"]
+    assert list(json.loads((root / "ends" / "t" / "evaluations.json").read_text())) == [
+        "0",
+        "1",
+        "2",
+        "3",
+    ]
 
 
 @pytest.mark.nightly
@@ -256,7 +293,10 @@ def test_a_finite_source_ends_with_evaluation_checkpoint_and_export(ended):
     run = root / "ends" / "t"
     assert losses(run) == {1: 3.0, 2: 10.0, 3: 15.0}, "two, two and one of five numbers"
     assert json.loads((run / "policy" / "weight.json").read_text()) == 15.0
-    assert sorted(folder.name for folder in (run / "checkpoints").glob("ckpt-*"))[-1] == "ckpt-00000003"
+    assert (
+        sorted(folder.name for folder in (run / "checkpoints").glob("ckpt-*"))[-1]
+        == "ckpt-00000003"
+    )
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 3 and summary["heldout_success_after"]["overall"] == 0.15
     again = launch(root, "experiment_name=ends", "total_train_steps=10")
@@ -270,7 +310,11 @@ def test_a_run_goes_on_when_its_terminal_is_gone(tmp_path):
     os.close(reader)
     try:
         done = subprocess.run(
-            command(tmp_path, "experiment_name=toy"), stdout=writer, stderr=subprocess.PIPE, timeout=300, check=False
+            command(tmp_path, "experiment_name=toy"),
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            timeout=300,
+            check=False,
         )
     finally:
         os.close(writer)
@@ -306,7 +350,9 @@ def wait_for_line(process, text):
     raise AssertionError(f"the output ended without {text!r}: {process.stderr.read()}")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)]
+)
 def test_a_signal_saves_the_last_finished_step_and_the_same_command_goes_on(tmp_path, number):
     """All steps since the last multiple of exp_ctrl.ckpt_freq_steps were lost."""
     options = ("experiment_name=paced", "exp_ctrl.ckpt_freq_steps=1000", "monitor.progress=false")
@@ -348,12 +394,18 @@ def test_the_best_policy_is_kept_beside_the_last_and_a_resumed_run_knows_how_goo
     def kept():
         figures = json.loads((run / "best_policy" / "held_out.json").read_text())
         assert figures == json.loads((run / "best_policy.json").read_text())
-        return json.loads((run / "best_policy" / "weight.json").read_text()), figures["step"], figures["success"]
+        return (
+            json.loads((run / "best_policy" / "weight.json").read_text()),
+            figures["step"],
+            figures["success"],
+        )
 
     assert kept() == (10.0, 2, 1.0), "weights 0, 3, 10, 21: the second step is the best"
     assert json.loads((run / "policy" / "weight.json").read_text()) == 21.0
     assert json.loads((run / "summary.json").read_text())["best_policy"]["step"] == 2
-    assert "best held-out success 100.0 %, after step 2, is kept in" in " ".join(first.stdout.split())
+    assert "best held-out success 100.0 %, after step 2, is kept in" in " ".join(
+        first.stdout.split()
+    )
     assert not (run / ".best_policy.candidate").exists() and not unknown_files(run)
     again = launch(tmp_path, *options, "total_train_steps=4")
     assert again.returncode == 0, again.stderr

@@ -1,4 +1,5 @@
-"""A model whose calls of tools the policy's parser would not find is refused before anything starts."""
+"""A model whose calls of tools the policy's parser would not find is refused before anything
+starts."""
 
 from __future__ import annotations
 
@@ -41,12 +42,20 @@ class Lamp:
 
 
 def policy(folder: Path, made: Any) -> str:
-    """Write a tiny model with this tokenizer; its context holds the longest demonstration in bytes."""
+    """Write a tiny model with this tokenizer; its context holds the longest demonstration in
+    bytes."""
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=len(made), max_position_embeddings=8192, tie_word_embeddings=True, **shape)
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = LlamaConfig(
+        vocab_size=len(made), max_position_embeddings=8192, tie_word_embeddings=True, **shape
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     made.save_pretrained(folder)
     return str(folder)
@@ -71,7 +80,9 @@ def test_calls_that_are_read_back_pass_and_others_do_not(
         assert said.err.startswith("the chat template ") and len(said.err.splitlines()) == 1
 
 
-def test_calls_with_other_arguments_than_texts_are_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calls_with_other_arguments_than_texts_are_tried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "lamp.py").write_text(CLASS)
     family_tokenizer("qwen3-coder").save_pretrained(tmp_path / "model")
     assert check([f"{tmp_path}/lamp.py:Lamp", "--model", str(tmp_path / "model")]) == 0
@@ -96,12 +107,19 @@ def test_calls_with_other_arguments_than_texts_are_tried(tmp_path: Path, capsys:
 def test_the_call_that_is_tried_has_arguments_that_the_schema_allows(schema: Any) -> None:
     """An integer or null was tried with a text, and a right model of the XML family was refused."""
     parameters = {"type": "object", "properties": {"given": schema}, "required": ["given"]}
-    tools = [{"type": "function", "function": {"name": "set", "description": "Set.", "parameters": parameters}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "set", "description": "Set.", "parameters": parameters},
+        }
+    ]
     chat = TemplateChat(family_tokenizer("qwen3-coder"))
     assert check_calls(chat, one_of_each(tools), tools) == 1
 
 
-def test_a_template_that_shows_no_tools_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_template_that_shows_no_tools_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokenizer(SMOLLM2, "<|im_end|>").save_pretrained(tmp_path)
     assert check(["files", "--model", str(tmp_path)]) == 1
     assert "does not read tools" in capsys.readouterr().err
@@ -119,34 +137,63 @@ def launched(tmp_path: Path, name: str, *more: str) -> list[str]:
     [
         ("qwen3.5", ["actor.warm_start=true"], ""),
         ("lfm2.5", ["actor.warm_start=true"], "in which the parser 'plain' finds no call"),
-        pytest.param("lfm2.5", [], "in which the parser 'plain' finds no call", marks=pytest.mark.nightly),
+        pytest.param(
+            "lfm2.5", [], "in which the parser 'plain' finds no call", marks=pytest.mark.nightly
+        ),
         pytest.param("lfm2.5", ["actor.tool_parser=plain"], "", marks=pytest.mark.nightly),
-        pytest.param("qwen3", ["actor.tool_parser=xml"], "the parser 'xml' sees a mistake", marks=pytest.mark.nightly),
+        pytest.param(
+            "qwen3",
+            ["actor.tool_parser=xml"],
+            "the parser 'xml' sees a mistake",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_a_launch_says_so(
     name: str, more: list[str], refusal: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = main([*launched(tmp_path, name, *more), "mode=check"])
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("config error: ")]
+    errors = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("config error: ")
+    ]
     assert code == (2 if refusal else 0)
     assert len(errors) == bool(refusal)
     if refusal:
         assert refusal in errors[0] and "actor.tool_parser" in errors[0]
-        assert errors[0].startswith(f"config error: actor.path={tmp_path / 'model'}: the chat template writes the call")
+        assert errors[0].startswith(
+            f"config error: actor.path={tmp_path / 'model'}: the chat template writes the call"
+        )
         assert errors[0].endswith("; the environment files would see no call of its tools")
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_a_warm_start_trains_on_calls_that_are_not_those_of_hermes(tmp_path: Path) -> None:
-    sizes = ["warm_start.episodes_per_task=1", "warm_start.train_steps=2", "warm_start.batch_size=2"]
-    sizes += ["total_train_steps=1", "dataset.train_bs_n_seqs=1", "ppo.group_size=2", "rollout.max_turns=1"]
-    sizes += ["evaluation.episodes_per_task=0", "evaluation.greedy_episodes_per_task=0", "gen.max_new_tokens=8"]
-    given = launched(tmp_path, "qwen3.5", "actor.warm_start=true", "experiment_name=x", "trial_name=t", *sizes)
+    sizes = [
+        "warm_start.episodes_per_task=1",
+        "warm_start.train_steps=2",
+        "warm_start.batch_size=2",
+    ]
+    sizes += [
+        "total_train_steps=1",
+        "dataset.train_bs_n_seqs=1",
+        "ppo.group_size=2",
+        "rollout.max_turns=1",
+    ]
+    sizes += [
+        "evaluation.episodes_per_task=0",
+        "evaluation.greedy_episodes_per_task=0",
+        "gen.max_new_tokens=8",
+    ]
+    given = launched(
+        tmp_path, "qwen3.5", "actor.warm_start=true", "experiment_name=x", "trial_name=t", *sizes
+    )
     assert main(given) == 0
     (rows,) = (tmp_path / "warm_start").glob("demonstrations-*.jsonl")
     turns = [
-        m for line in rows.read_text().splitlines() for m in json.loads(line)["messages"] if m["role"] == "assistant"
+        m
+        for line in rows.read_text().splitlines()
+        for m in json.loads(line)["messages"]
+        if m["role"] == "assistant"
     ]
     assert turns and all(turn["tool_calls"] and not turn["content"] for turn in turns)

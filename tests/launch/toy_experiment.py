@@ -1,8 +1,9 @@
 """An experiment outside the package: its own backend, interface and data source, no language model.
 
 The "weights" are one number that every train step adds to; behaviour at a step is chosen by
-``experiment_name``, e.g. ``slow`` sleeps inside the train step, ``ends`` has five numbers only and takes long
-to evaluate in the middle, ``paced`` takes its time with every step, and ``peaks`` is best when its weight is 10.
+``experiment_name``, e.g. ``slow`` sleeps inside the train step, ``ends`` has five numbers only and
+takes long to evaluate in the middle, ``paced`` takes its time with every step, and ``peaks`` is
+best when its weight is 10.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.config import ExperimentConfig, run_folder
-from realhf.api.experiment import EvaluationSpec, ExperimentSpec, InterfaceType, MFCDef, ModelSpec, SourceSpec
+from realhf.api.experiment import (
+    EvaluationSpec,
+    ExperimentSpec,
+    InterfaceType,
+    MFCDef,
+    ModelSpec,
+    SourceSpec,
+)
 from realhf.api.source import SourceItem
 from realhf.registry import backends, interfaces, sources
 
@@ -72,8 +80,15 @@ class ToyTrain:
         if self._behaviour == "fails" and context.step == 1:
             raise RuntimeError("the toy fell over")
         skipped = self._behaviour in ("skips", "stops") and context.step == 1
-        stats = {"loss": model.engine.weight, "skipped": skipped, "mismatch_kl": 0.5, "episodes": ["an episode"]}
-        return {**stats, "stop": "it was skipped"} if self._behaviour == "stops" and skipped else stats
+        stats = {
+            "loss": model.engine.weight,
+            "skipped": skipped,
+            "mismatch_kl": 0.5,
+            "episodes": ["an episode"],
+        }
+        return (
+            {**stats, "stop": "it was skipped"} if self._behaviour == "stops" and skipped else stats
+        )
 
     def evaluate(self, model: Any, args: Any, context: Any) -> dict[str, Any]:
         if self._behaviour == "ends" and context.step == 1:
@@ -82,7 +97,10 @@ class ToyTrain:
         if self._behaviour == "peaks":
             success = 1.0 - abs(model.engine.weight - 10.0) / 100
         entry = {"success": success, "low": 0.0, "high": 1.0, "episodes": args["n"]}
-        return {"sampled": {"overall": entry, "easy": entry}, "greedy": {"overall": entry, "easy": entry}}
+        return {
+            "sampled": {"overall": entry, "easy": entry},
+            "greedy": {"overall": entry, "easy": entry},
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -140,5 +158,7 @@ def build(config: ExperimentConfig) -> ExperimentSpec:
         seed=config.seed,
         run_dir=run_folder(config),
         export_role="actor",
-        evaluation=EvaluationSpec("actor", "toy_train", args, {"n": 400}, every_steps=config.evaluation.every_steps),
+        evaluation=EvaluationSpec(
+            "actor", "toy_train", args, {"n": 400}, every_steps=config.evaluation.every_steps
+        ),
     )

@@ -21,10 +21,18 @@ from realhf.backends.builtin_policy import build_builtin_policy
 from realhf.backends.training.torch_backend import TorchBackend
 from realhf.base.hf_config import HEAD_FILE
 from realhf.data.chat_dataset import ChatDataset
-from tests.mfc.graph_calls import TEMPERATURE, TRAIN_GROUPS, TRAIN_OUTCOME, TRAIN_REWARDS, graph_calls
+from tests.mfc.graph_calls import (
+    TEMPERATURE,
+    TRAIN_GROUPS,
+    TRAIN_OUTCOME,
+    TRAIN_REWARDS,
+    graph_calls,
+)
 from tests.mfc.mfc_bench import MfcBench, sequences
 
-TINY = BuiltinModelConfig(vocab_size=400, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
+TINY = BuiltinModelConfig(
+    vocab_size=400, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64
+)
 TEACHING_STEPS = 60
 USELESS = "aws s3api list-buckets"
 """A command that the taught policy likes and that solves nothing."""
@@ -43,7 +51,8 @@ def task():
 
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory, task):
-    """A folder with the built-in policy, taught for a second to solve ``task``, or to ask something useless first."""
+    """A folder with the built-in policy, taught for a second to solve ``task``, or to ask something
+    useless first."""
     folder = tmp_path_factory.mktemp("policy")
     ask = {"role": "user", "content": task.description}
     turns = [[task.solution[0]], [USELESS, task.solution[0]], [USELESS, USELESS]]
@@ -53,7 +62,10 @@ def policy(tmp_path_factory, task):
             *(
                 message
                 for turn in told
-                for message in ({"role": "assistant", "content": turn}, {"role": "user", "content": "ok"})
+                for message in (
+                    {"role": "assistant", "content": turn},
+                    {"role": "user", "content": "ok"},
+                )
             ),
         ]
         for told in turns
@@ -62,7 +74,9 @@ def policy(tmp_path_factory, task):
     demonstrations.write_text("\n".join(json.dumps({"messages": row}) for row in told_rows))
     build_builtin_policy(demonstrations, folder / "random", TINY, seed=0)
 
-    spec = ModelSpec("actor", str(folder / "random"), trainable=True, optimizer=OptimizerConfig(lr=1e-2))
+    spec = ModelSpec(
+        "actor", str(folder / "random"), trainable=True, optimizer=OptimizerConfig(lr=1e-2)
+    )
     engine = TorchBackend().build(spec, seed=0, total_train_steps=TEACHING_STEPS)
     sample = ChatDataset(str(demonstrations), engine.tokenizer, system_prompt=SYSTEM_PROMPT).load(
         ["a", "b", "c"], [0, 1, 2]
@@ -87,7 +101,10 @@ def critic_folder(tmp_path_factory, policy):
     folder = tmp_path_factory.mktemp("critic") / "critic"
     shutil.copytree(policy, folder)
     generator = torch.Generator().manual_seed(5)
-    head = {"weight": torch.randn(1, TINY.hidden_size, generator=generator), "bias": torch.tensor([0.5])}
+    head = {
+        "weight": torch.randn(1, TINY.hidden_size, generator=generator),
+        "bias": torch.tensor([0.5]),
+    }
     save_file(head, folder / HEAD_FILE)
     return folder
 
@@ -109,11 +126,13 @@ def fresh(bench):
 
 @pytest.fixture(scope="session")
 def expected_logprobs(policy):
-    """expected_logprobs(sample, temperature, folder=policy) -> f32 (L-1,) per sequence: one plain forward of
-    transformers for each, in float64."""
+    """expected_logprobs(sample, temperature, folder=policy) -> f32 (L-1,) per sequence: one plain
+    forward of transformers for each, in float64."""
 
     def compute(sample, temperature, folder=policy):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager"
+        )
         found = []
         with torch.no_grad():
             for ids in sequences(sample, "packed_input_ids"):
@@ -126,9 +145,10 @@ def expected_logprobs(policy):
 
 @pytest.fixture(scope="session")
 def train_sample(expected_logprobs):
-    """train_sample(seed=0, name="g") -> a batch for both train calls: two groups of random tokens, the second half of
-    each sequence sampled. Sampler, reference and critic said something near what the first policy says, so that ratios
-    differ from 1, some by more than a clip range. The last rollout of the first group failed; the second group agrees.
+    """train_sample(seed=0, name="g") -> a batch for both train calls: two groups of random tokens,
+    the second half of each sequence sampled. Sampler, reference and critic said something near what
+    the first policy says, so that ratios differ from 1, some by more than a clip range. The last
+    rollout of the first group failed; the second group agrees.
     """
 
     def make(seed=0, name="g"):
@@ -136,7 +156,9 @@ def train_sample(expected_logprobs):
         lengths = [n for group in TRAIN_GROUPS for n in group]
         ids = torch.randint(4, TINY.vocab_size, (sum(lengths),), generator=generator)
         names = [f"{name}{number}@{seed}" for number in range(len(TRAIN_GROUPS))]
-        tokens = SequenceSample.from_tensors(names, {"packed_input_ids": ids}, {"packed_input_ids": TRAIN_GROUPS})
+        tokens = SequenceSample.from_tensors(
+            names, {"packed_input_ids": ids}, {"packed_input_ids": TRAIN_GROUPS}
+        )
         mask = torch.tensor([place >= n // 2 for n in lengths for place in range(n)])
         sampled = torch.cat([part[1:] for part in mask.split(lengths)])
         logprobs = torch.cat(expected_logprobs(tokens, TEMPERATURE))
@@ -154,7 +176,9 @@ def train_sample(expected_logprobs):
             "rewards": torch.tensor(TRAIN_REWARDS).masked_fill(failed, torch.nan),
             "seq_no_eos_mask": torch.zeros(len(lengths), dtype=torch.bool),
             "outcome": torch.tensor(TRAIN_OUTCOME, dtype=torch.uint8),
-            "rollout_index": torch.tensor([i for group in TRAIN_GROUPS for i in range(len(group))]).int(),
+            "rollout_index": torch.tensor(
+                [i for group in TRAIN_GROUPS for i in range(len(group))]
+            ).int(),
         }
         by_size = {
             sum(lengths): TRAIN_GROUPS,

@@ -1,15 +1,27 @@
-"""The calls that the bench runs, and the models that they run on, built as the experiments build them."""
+"""The calls that the bench runs, and the models that they run on, built as the experiments build
+them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from experiments.policy_gradient import actor_gen as actor_gen_of
-from experiments.policy_gradient import actor_inf, build_training_graph, config_class, policy_options
+from experiments.policy_gradient import (
+    actor_inf,
+    build_training_graph,
+    config_class,
+    policy_options,
+)
 from experiments.sft import InitialWeights
 from realhf.algorithms.options import PolicyGradientOptions
 from realhf.algorithms.role_options import CriticConfig, CriticOptimizerConfig
-from realhf.api.config import GenConfig, MicroBatchConfig, ModelConfig, OptimizerConfig, RolloutConfig
+from realhf.api.config import (
+    GenConfig,
+    MicroBatchConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+)
 from realhf.aws.environment import AwsOptions
 
 GROUP = 3
@@ -24,11 +36,15 @@ CLIP = 1.25
 EPS_CLIP = 0.2
 EPS_CLIP_HIGHER = 0.3
 KL_LOSS = 0.05
-ACTOR_STEP = OptimizerConfig(lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-4, gradient_clipping=0.05)
+ACTOR_STEP = OptimizerConfig(
+    lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-4, gradient_clipping=0.05
+)
 KL_REWARD = 0.1
 DISCOUNT = 0.9
 LAMBDA = 0.8
-CRITIC_STEP = CriticOptimizerConfig(lr=2e-3, weight_decay=0.0, beta1=0.9, beta2=0.99, eps=1e-4, gradient_clipping=0.0)
+CRITIC_STEP = CriticOptimizerConfig(
+    lr=2e-3, weight_decay=0.0, beta1=0.9, beta2=0.99, eps=1e-4, gradient_clipping=0.0
+)
 OVERLONG_LENGTH = 20
 OVERLONG_BUFFER = 0.5
 TRAIN_GROUPS = [[12, 20, 15, 9], [10, 18, 14, 11]]
@@ -39,8 +55,9 @@ MOST_TOKENS = 48
 
 
 def graph_calls(policy, critic):
-    """(models by role, calls): those of a GRPO run with a KL term, ``actor_inf``, those that PPO adds to it, and
-    ``rew_inf`` once more with a penalty for length. ``policy`` and ``critic`` are folders."""
+    """(models by role, calls): those of a GRPO run with a KL term, ``actor_inf``, those that PPO
+    adds to it, and ``rew_inf`` once more with a penalty for length. ``policy`` and ``critic`` are
+    folders."""
     common = {
         "env": AwsOptions(pool_size=SESSIONS),
         "gen": GenConfig(max_new_tokens=MAX_NEW, temperature=TEMPERATURE),
@@ -62,12 +79,17 @@ def graph_calls(policy, critic):
     )
     ppo = config_class("aws")(
         experiment="ppo",
-        ppo=PolicyGradientOptions(algo="ppo", kl_ctl=KL_REWARD, discount=DISCOUNT, gae_lambda=LAMBDA),
+        ppo=PolicyGradientOptions(
+            algo="ppo", kl_ctl=KL_REWARD, discount=DISCOUNT, gae_lambda=LAMBDA
+        ),
         critic=CriticConfig(path=str(critic), optimizer=CRITIC_STEP),
         **common,
     )
     long = replace(
-        grpo, ppo=PolicyGradientOptions(overlong_length=OVERLONG_LENGTH, overlong_buffer=OVERLONG_BUFFER, **rewards)
+        grpo,
+        ppo=PolicyGradientOptions(
+            overlong_length=OVERLONG_LENGTH, overlong_buffer=OVERLONG_BUFFER, **rewards
+        ),
     )
     first = InitialWeights(str(policy))
     models, calls = build_training_graph(grpo, policy_options(grpo), first)

@@ -1,7 +1,8 @@
-"""One model function call at a time on a real model worker: the master, two owners of its inputs and, in a thread, the
-worker are in this process, and speak over their sockets as in a run.
+"""One model function call at a time on a real model worker: the master, two owners of its inputs
+and, in a thread, the worker are in this process, and speak over their sockets as in a run.
 
-A worker of its own process would import torch once more; what kills one has it (``MfcBench.doomed_worker``).
+A worker of its own process would import torch once more; what kills one has it
+(``MfcBench.doomed_worker``).
 """
 
 from __future__ import annotations
@@ -46,14 +47,16 @@ PRELOADED = ["workers.model_worker", "realhf.backends.training.torch_backend"]
 
 
 class Reply(NamedTuple):
-    """What a call answered: its outputs, fetched from the worker (None of a train call), and its statistics."""
+    """What a call answered: its outputs, fetched from the worker (None of a train call), and its
+    statistics."""
 
     outputs: SequenceSample | None
     stats: dict[str, Any]
 
 
 class HeldStore(TensorStore):
-    """A store whose values can be held back: ``asked`` is set when a fetch waits for one until ``open`` is set."""
+    """A store whose values can be held back: ``asked`` is set when a fetch waits for one until
+    ``open`` is set."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -75,7 +78,9 @@ class Owner:
         self.store = HeldStore(name)
         self.plane = DataPlane(name, RUN_ID, self.store)
         self.plane.start()
-        self._rpc = RpcWorker(name, "owner", index, RUN_ID, master, ordered={}, data_endpoint=self.plane.endpoint)
+        self._rpc = RpcWorker(
+            name, "owner", index, RUN_ID, master, ordered={}, data_endpoint=self.plane.endpoint
+        )
         self._thread = threading.Thread(target=self._rpc.run, name=name, daemon=True)
         self._thread.start()
 
@@ -87,7 +92,8 @@ class Owner:
 
 
 class MfcBench:
-    """Starts the worker with ``models`` and ``mfcs``, and two owners of tensors; runs calls by their names."""
+    """Starts the worker with ``models`` and ``mfcs``, and two owners of tensors; runs calls by
+    their names."""
 
     def __init__(self, folder, models, mfcs):
         self._folder = folder
@@ -151,8 +157,9 @@ class MfcBench:
     # ---- calls
 
     def run(self, name, sample, *, step=0, seed=1, worker=WORKER, n_owners=2, lost=""):
-        """Share the inputs out among the owners, run the call as the master of a run does, and fetch its outputs as
-        another worker would. ``lost`` is a key that no owner has, though the master believes so. Raises MFCFailed."""
+        """Share the inputs out among the owners, run the call as the master of a run does, and
+        fetch its outputs as another worker would. ``lost`` is a key that no owner has, though the
+        master believes so. Raises MFCFailed."""
         return self._runner.run(self._run(name, sample, step, seed, worker, n_owners, lost))
 
     async def _run(self, name, sample, step, seed, worker, n_owners, lost):
@@ -170,19 +177,23 @@ class MfcBench:
                 mfc, graph, buffer, storage, self._master, [worker], seed=seed, endpoints=endpoints
             )
             report = await asyncio.wait_for(call.run(step, 0), TIMEOUT_S)
-            outputs = self._fetched(sample.ids, mfc.output_keys, storage) if mfc.output_keys else None
+            outputs = (
+                self._fetched(sample.ids, mfc.output_keys, storage) if mfc.output_keys else None
+            )
             return Reply(outputs, dict(report.stats))
         finally:
             await self._clear(sample.ids)
 
     def _share_out(self, held, storage, n_owners, lost):
-        """Put the inputs into the stores of the owners, and who has what into the map of the master: samples by turns,
-        and the keys of each sample by turns."""
+        """Put the inputs into the stores of the owners, and who has what into the map of the
+        master: samples by turns, and the keys of each sample by turns."""
         keys = sorted(held.keys)
         for number in range(n_owners):
             for turn in range(n_owners):
                 rows = list(range(turn, len(held), n_owners))
-                chosen = [key for place, key in enumerate(keys) if (place + turn) % n_owners == number]
+                chosen = [
+                    key for place, key in enumerate(keys) if (place + turn) % n_owners == number
+                ]
                 if not rows or not chosen:
                     continue
                 part = held.select_ids(rows).select(chosen)
@@ -207,7 +218,8 @@ class MfcBench:
         assert held["nbytes"] == 0
 
     def error_of(self, name, sample, **more):
-        """The line that a person sees of a call that fails. The worker has then nothing of its samples, and lives."""
+        """The line that a person sees of a call that fails. The worker has then nothing of its
+        samples, and lives."""
         with pytest.raises(MFCFailed) as caught:
             self.run(name, sample, **more)
         return self._line(caught.value, name, WORKER, sample)
@@ -215,18 +227,24 @@ class MfcBench:
     @staticmethod
     def _line(error, name, worker, sample):
         line = describe(error)
-        assert line.startswith(f"{name} failed at step ") and f" on {worker} (samples {sample.ids[0]}" in line
+        assert (
+            line.startswith(f"{name} failed at step ")
+            and f" on {worker} (samples {sample.ids[0]}" in line
+        )
         return line
 
     # ---- models
 
     def _first_state(self):
         folder = self._folder / "first"
-        roles = {role: str(folder / role) for role, model in self._models.items() if model.trainable}
+        roles = {
+            role: str(folder / role) for role, model in self._models.items() if model.trainable
+        }
         return {"roles": roles, "folder": str(folder / "worker")}
 
     def restore(self):
-        """Put back the weights, the optimizers and what interfaces know, as they were before the first call."""
+        """Put back the weights, the optimizers and what interfaces know, as they were before the
+        first call."""
         self.ask(RESTORE.name, self._first_state())
 
     def export(self, role, name):
@@ -240,9 +258,14 @@ class MfcBench:
     def serve_environment(self, sessions):
         """Start an environment server in a process of its own."""
         join = ("--run-id", RUN_ID, "--master", self._master.endpoint)
-        argv = f"-m workers.env_worker --name {ENV} --port 0 --ministack-base-port 0 --pool-size {sessions}".split()
+        argv = (
+            f"-m workers.env_worker --name {ENV} --port 0 --ministack-base-port 0 --pool-size "
+            f"{sessions}".split()
+        )
         with (self._folder / "env_worker.log").open("wb") as log:
-            self._environment = subprocess.Popen([sys.executable, *argv, *join], stdout=log, stderr=log)
+            self._environment = subprocess.Popen(
+                [sys.executable, *argv, *join], stdout=log, stderr=log
+            )
         self._wait_for([ENV])
 
     @contextlib.contextmanager
@@ -254,7 +277,9 @@ class MfcBench:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self._master.expect(DOOMED)
-        process = context.Process(target=_serve_plan, args=(str(folder), self._master.endpoint), daemon=True)
+        process = context.Process(
+            target=_serve_plan, args=(str(folder), self._master.endpoint), daemon=True
+        )
         process.start()
         try:
             self._wait_for([DOOMED])
@@ -265,8 +290,8 @@ class MfcBench:
             process.join(TIMEOUT_S)
 
     def error_of_kill(self, name, sample):
-        """The line that a person sees of a call whose worker is killed in it: while it waits for its inputs, or in its
-        first episodes where it has none."""
+        """The line that a person sees of a call whose worker is killed in it: while it waits for
+        its inputs, or in its first episodes where it has none."""
         store = self.owners[0].store
         waits = bool(self._mfcs[name].input_keys)
         with self.doomed_worker() as pid:
@@ -326,7 +351,9 @@ def _serve_plan(folder, master):
 def replaced(sample, key, values):
     """The sample with other values of a key, as many as there were."""
     others = sample.select(sample.keys - {key})
-    return others.update(SequenceSample.from_tensors(sample.ids, {key: values}, {key: sample.seqlens[key]}))
+    return others.update(
+        SequenceSample.from_tensors(sample.ids, {key: values}, {key: sample.seqlens[key]})
+    )
 
 
 def shortened(sample, key):
@@ -334,7 +361,9 @@ def shortened(sample, key):
     lengths = as_lists(sample.seqlens)[key]
     lengths[-1][-1] -= 1
     others = sample.select(sample.keys - {key})
-    return others.update(SequenceSample.from_tensors(sample.ids, {key: sample[key][:-1]}, {key: lengths}))
+    return others.update(
+        SequenceSample.from_tensors(sample.ids, {key: sample[key][:-1]}, {key: lengths})
+    )
 
 
 def random_tokens(groups, seed=0, share=0.6):

@@ -59,13 +59,21 @@ def turns(ids, mask):
 
 def rollouts(played):
     """(ids, mask) of every rollout."""
-    return list(zip(sequences(played[0], "packed_input_ids"), sequences(played[0], "loss_mask"), strict=True))
+    return list(
+        zip(
+            sequences(played[0], "packed_input_ids"), sequences(played[0], "loss_mask"), strict=True
+        )
+    )
 
 
 @pytest.mark.nightly
 def test_groups_of_one_instance(played, tasks, tokenizer):
     outputs, stats = played
-    assert outputs.ids == ("first0", "first1") and stats["rollouts"] == 2 * GROUP and stats["failed_rollouts"] == 0
+    assert (
+        outputs.ids == ("first0", "first1")
+        and stats["rollouts"] == 2 * GROUP
+        and stats["failed_rollouts"] == 0
+    )
     lengths = as_lists(outputs.seqlens)
     assert [len(group) for group in lengths["packed_input_ids"]] == [GROUP, GROUP]
     shifted = [[length - 1 for length in group] for group in lengths["packed_input_ids"]]
@@ -80,7 +88,9 @@ def test_groups_of_one_instance(played, tasks, tokenizer):
 
 def test_the_mask_covers_what_was_sampled_and_nothing_else(played, tokenizer):
     stop = tokenizer.eos_token_id
-    for (ids, mask), prompt in zip(rollouts(played), sequences(played[0], "prompt_mask"), strict=True):
+    for (ids, mask), prompt in zip(
+        rollouts(played), sequences(played[0], "prompt_mask"), strict=True
+    ):
         assert mask[int(prompt.sum())] and mask[-1] and not bool((mask & prompt).any())
         spoken = turns(ids, mask)
         assert 1 <= len(spoken) <= MAX_TURNS
@@ -99,16 +109,25 @@ def test_logprobs_are_those_of_a_plain_forward_of_the_same_tokens(played, expect
     versions = sequences(outputs, "packed_versions")
     for number, (_, mask) in enumerate(rollouts(played)):
         sampled = mask[1:]
-        torch.testing.assert_close(found[number][sampled], expected[number][sampled], atol=1e-3, rtol=0)
-        assert float(expected[number][sampled].min()) < -0.1, "not a policy that is sure of everything"
+        torch.testing.assert_close(
+            found[number][sampled], expected[number][sampled], atol=1e-3, rtol=0
+        )
+        assert float(expected[number][sampled].min()) < -0.1, (
+            "not a policy that is sure of everything"
+        )
         assert bool((found[number][~sampled] == 0).all())
-        assert bool((versions[number][sampled] == STEP).all()) and bool((versions[number][~sampled] == -1).all())
+        assert bool((versions[number][sampled] == STEP).all()) and bool(
+            (versions[number][~sampled] == -1).all()
+        )
 
 
 def test_the_solution_is_rewarded_and_nothing_else(played, tasks, tokenizer):
     outputs, stats = played
     solved = [
-        any(tokenizer.decode(turn).removesuffix("<|end|>") == tasks[number // GROUP].solution[0] for turn in spoken)
+        any(
+            tokenizer.decode(turn).removesuffix("<|end|>") == tasks[number // GROUP].solution[0]
+            for turn in spoken
+        )
         for number, spoken in enumerate(turns(*rollout) for rollout in rollouts(played))
     ]
     assert any(solved) and not all(solved), "a policy that can do some of it"
@@ -119,7 +138,9 @@ def test_the_solution_is_rewarded_and_nothing_else(played, tasks, tokenizer):
         group = solved[number * GROUP : (number + 1) * GROUP]
         assert json.loads(outputs.metadata["achieved"][number]) == group
         assert json.loads(outputs.metadata["rewards"][number]) == [float(each) for each in group]
-    assert not any(outputs["seq_no_eos_mask"].tolist()), "an episode ends by success or by its turns, none by length"
+    assert not any(outputs["seq_no_eos_mask"].tolist()), (
+        "an episode ends by success or by its turns, none by length"
+    )
 
 
 def test_the_observation_is_that_of_the_simulator(played, tasks, tokenizer):
@@ -151,13 +172,22 @@ def test_a_samples_own_id_decides_its_tokens(played_on, tasks, played):
     ],
     ids=["none", "no JSON"],
 )
-def test_a_sample_without_a_task_is_one_error_and_the_next_call_is_served(played_on, tasks, change, words):
+def test_a_sample_without_a_task_is_one_error_and_the_next_call_is_served(
+    played_on, tasks, change, words
+):
     sample = drawn(tasks, "bare")
-    bare = sample.annotated({name: [value, *sample.metadata[name][1:]] for name, value in change.items()})
+    bare = sample.annotated(
+        {name: [value, *sample.metadata[name][1:]] for name, value in change.items()}
+    )
     assert words in played_on.error_of("actor_gen", bare)
-    assert played_on.run("actor_gen", drawn(tasks[:1], "after"), step=STEP).stats["rollouts"] == GROUP
+    assert (
+        played_on.run("actor_gen", drawn(tasks[:1], "after"), step=STEP).stats["rollouts"] == GROUP
+    )
 
 
 def test_a_worker_that_is_killed_in_its_episodes_is_named(played_on, tasks):
     assert "'model_worker/1' died" in played_on.error_of_kill("actor_gen", drawn(tasks, "killed"))
-    assert played_on.run("actor_gen", drawn(tasks[:1], "survivor"), step=STEP).stats["failed_rollouts"] == 0
+    assert (
+        played_on.run("actor_gen", drawn(tasks[:1], "survivor"), step=STEP).stats["failed_rollouts"]
+        == 0
+    )

@@ -12,7 +12,9 @@ GROUPS = [[12, 7], [9, 20]]
 def expected_of(sample, logprobs):
     """The log-probabilities of the sampled tokens, 0 elsewhere."""
     masks = [mask[1:] for mask in sequences(sample, "loss_mask")]
-    return torch.cat([torch.where(mask, row, 0.0) for mask, row in zip(masks, logprobs, strict=True)])
+    return torch.cat(
+        [torch.where(mask, row, 0.0) for mask, row in zip(masks, logprobs, strict=True)]
+    )
 
 
 def test_sampled_tokens_are_scored_at_the_training_temperature(bench, expected_logprobs):
@@ -27,7 +29,9 @@ def test_sampled_tokens_are_scored_at_the_training_temperature(bench, expected_l
 
 
 @pytest.mark.slow
-def test_it_follows_the_policy_as_that_trains_and_the_reference_does_not(fresh, train_sample, expected_logprobs):
+def test_it_follows_the_policy_as_that_trains_and_the_reference_does_not(
+    fresh, train_sample, expected_logprobs
+):
     sample = random_tokens(GROUPS, seed=1)
     before = fresh.run("actor_inf", sample).outputs["proximal_logprobs"]
     reference = fresh.run("ref_inf", sample).outputs["packed_ref_logprobs"]
@@ -38,7 +42,9 @@ def test_it_follows_the_policy_as_that_trains_and_the_reference_does_not(fresh, 
     expected = expected_of(sample, expected_logprobs(sample, TEMPERATURE, trained))
     torch.testing.assert_close(after, expected, atol=1e-4, rtol=1e-4)
     assert float((after - before).abs().max()) > 1e-3
-    assert torch.equal(fresh.run("ref_inf", sample, step=1).outputs["packed_ref_logprobs"], reference)
+    assert torch.equal(
+        fresh.run("ref_inf", sample, step=1).outputs["packed_ref_logprobs"], reference
+    )
 
 
 def test_samples_of_several_owners_are_joined(bench):
@@ -49,11 +55,17 @@ def test_samples_of_several_owners_are_joined(bench):
 
 def test_a_bad_input_is_one_error_and_the_next_call_is_served(bench):
     sample = random_tokens(GROUPS, seed=3)
-    assert "does not hold packed_input_ids of s" in bench.error_of("actor_inf", sample, lost="packed_input_ids")
-    assert "loss_mask of sample 's1@3' has 19 entries" in bench.error_of("actor_inf", shortened(sample, "loss_mask"))
+    assert "does not hold packed_input_ids of s" in bench.error_of(
+        "actor_inf", sample, lost="packed_input_ids"
+    )
+    assert "loss_mask of sample 's1@3' has 19 entries" in bench.error_of(
+        "actor_inf", shortened(sample, "loss_mask")
+    )
     assert bench.run("actor_inf", sample).stats["n_tokens"] == sum(map(sum, GROUPS))
 
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_in_the_call_is_named(bench):
-    assert "'model_worker/1' died" in bench.error_of_kill("actor_inf", random_tokens(GROUPS, seed=4))
+    assert "'model_worker/1' died" in bench.error_of_kill(
+        "actor_inf", random_tokens(GROUPS, seed=4)
+    )

@@ -27,15 +27,17 @@ def grpo_advantages(rewards):
         valid = [rewards[place] for place in places if TRAIN_OUTCOME[place] == 0]
         mean = sum(valid) / len(valid)
         std = math.sqrt(sum((reward - mean) ** 2 for reward in valid) / (len(valid) - 1))
-        found += [(rewards[p] - mean) / (std + 1e-6) if TRAIN_OUTCOME[p] == 0 else 0.0 for p in places]
+        found += [
+            (rewards[p] - mean) / (std + 1e-6) if TRAIN_OUTCOME[p] == 0 else 0.0 for p in places
+        ]
         start += len(group)
     return found
 
 
 def grpo_loss(model, sample):
-    """Shao et al. 2024, eq. 3, with the clip range of the options: the mean over the rollouts that did not fail of the
-    mean over their sampled tokens of max(-A rho, -A clip(rho)) + beta (exp(ref - lp) - 1 - (ref - lp)). Returns it and
-    the figures that a step reports."""
+    """Shao et al. 2024, eq. 3, with the clip range of the options: the mean over the rollouts that
+    did not fail of the mean over their sampled tokens of max(-A rho, -A clip(rho)) + beta (exp(ref
+    - lp) - 1 - (ref - lp)). Returns it and the figures that a step reports."""
     advantages = grpo_advantages(sample["rewards"].tolist())
     rows = zip(
         *(
@@ -75,10 +77,15 @@ class PlainTrainer:
     """AdamW of torch on the weights in a folder, in float64; biases and norms do not decay."""
 
     def __init__(self, folder):
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager"
+        )
         wide = [p for p in self.model.parameters() if p.ndim > 1]
         narrow = [p for p in self.model.parameters() if p.ndim <= 1]
-        groups = [{"params": wide, "weight_decay": ACTOR_STEP.weight_decay}, {"params": narrow, "weight_decay": 0.0}]
+        groups = [
+            {"params": wide, "weight_decay": ACTOR_STEP.weight_decay},
+            {"params": narrow, "weight_decay": 0.0},
+        ]
         betas = (ACTOR_STEP.beta1, ACTOR_STEP.beta2)
         self._adamw = torch.optim.AdamW(groups, lr=ACTOR_STEP.lr, betas=betas, eps=ACTOR_STEP.eps)
 
@@ -110,7 +117,10 @@ def test_two_steps_are_those_of_plain_torch(fresh, policy, train_sample):
         expected = plain.step(sample)
         assert expected["clip_fraction"] > 0.02 and expected["ratio_max"] > 1.5
         assert {name: stats[name] for name in expected} == pytest.approx(expected, rel=1e-3)
-        assert stats["lr"] == pytest.approx(ACTOR_STEP.lr) and (stats["n_updates"], stats["skipped"]) == (1, 0)
+        assert stats["lr"] == pytest.approx(ACTOR_STEP.lr) and (
+            stats["n_updates"],
+            stats["skipped"],
+        ) == (1, 0)
     before = weights(policy)
     trained = weights(fresh.export("actor", "two steps"))
     moved = 0.0
@@ -122,7 +132,14 @@ def test_two_steps_are_those_of_plain_torch(fresh, policy, train_sample):
 
 def test_statistics_of_a_step(fresh, train_sample):
     stats = fresh.run("actor_train", train_sample()).stats
-    names = ("n_groups", "groups_with_signal", "n_sequences", "n_rollouts", "n_invalid", "n_trainable")
+    names = (
+        "n_groups",
+        "groups_with_signal",
+        "n_sequences",
+        "n_rollouts",
+        "n_invalid",
+        "n_trainable",
+    )
     assert [stats[name] for name in names] == [2, 1, 8, 8, 1, 7]
     assert stats["reward_mean"] == pytest.approx((1.0 + 0.25 + 4 * 0.5) / 7)
     sampled = [n - n // 2 for group in TRAIN_GROUPS for n in group]
@@ -144,14 +161,19 @@ def test_a_step_depends_on_its_batch_and_not_on_who_held_it(fresh, train_sample)
     ("spoil", "words"),
     [
         (
-            lambda s: replaced(s, "rewards", torch.where(s["rewards"] == 0.25, torch.nan, s["rewards"])),
+            lambda s: replaced(
+                s, "rewards", torch.where(s["rewards"] == 0.25, torch.nan, s["rewards"])
+            ),
             "a valid sequence has a reward that is not finite",
         ),
         (
             lambda s: shortened(s, "packed_logprobs"),
             "packed_logprobs of sample 'g1@4' has 9 entries for a sequence of 11 tokens, not 10",
         ),
-        (lambda s: replaced(s, "rewards", s["rewards"].double()), "rewards of sample 'g0@4' is f64, not f32"),
+        (
+            lambda s: replaced(s, "rewards", s["rewards"].double()),
+            "rewards of sample 'g0@4' is f64, not f32",
+        ),
         (
             lambda s: replaced(s, "packed_input_ids", s["packed_input_ids"] - 400),
             "packed_input_ids of sample 'g0@4' has the token -",
@@ -170,12 +192,15 @@ def test_a_bad_input_is_one_error_changes_nothing_and_the_next_call_is_served(
 
 
 def test_a_key_that_its_owner_does_not_have_is_named(fresh, train_sample):
-    assert "does not hold rewards of g" in fresh.error_of("actor_train", train_sample(4), lost="rewards")
+    assert "does not hold rewards of g" in fresh.error_of(
+        "actor_train", train_sample(4), lost="rewards"
+    )
 
 
 @pytest.mark.slow
 def test_a_gradient_that_is_no_number_is_skipped_and_counted(fresh, policy, train_sample):
-    """Log-probabilities of a sampler that broke: the update is left out, and the third one in a row ends the run."""
+    """Log-probabilities of a sampler that broke: the update is left out, and the third one in a row
+    ends the run."""
     sample = train_sample(5)
     broken = replaced(sample, "packed_logprobs", sample["packed_logprobs"] * torch.nan)
     found = [fresh.run("actor_train", broken, step=step).stats for step in range(3)]

@@ -1,5 +1,5 @@
-"""``critic_inf`` and ``critic_train`` alone on a worker: values of the states in which tokens were sampled, and one
-step on their returns, against the same in plain torch."""
+"""``critic_inf`` and ``critic_train`` alone on a worker: values of the states in which tokens were
+sampled, and one step on their returns, against the same in plain torch."""
 
 import math
 
@@ -20,9 +20,13 @@ class PlainCritic(torch.nn.Module):
 
     def __init__(self, folder):
         super().__init__()
-        self.decoder = AutoModel.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+        self.decoder = AutoModel.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager"
+        )
         self.value_head = torch.nn.Linear(self.decoder.config.hidden_size, 1, dtype=torch.float64)
-        self.value_head.load_state_dict({k: v.double() for k, v in load_file(folder / HEAD_FILE).items()})
+        self.value_head.load_state_dict(
+            {k: v.double() for k, v in load_file(folder / HEAD_FILE).items()}
+        )
 
     def forward(self, ids):
         """The value of the state before each token but the first, (L-1,)."""
@@ -32,22 +36,31 @@ class PlainCritic(torch.nn.Module):
 def test_values_are_the_head_on_a_plain_forward_of_the_decoder(bench, critic_folder):
     sample = random_tokens(GROUPS)
     outputs, stats = bench.run("critic_inf", sample)
-    assert as_lists(outputs.seqlens) == {"values": [[8, 29, 1], [16, 4]]} and outputs["values"].dtype == torch.float32
+    assert (
+        as_lists(outputs.seqlens) == {"values": [[8, 29, 1], [16, 4]]}
+        and outputs["values"].dtype == torch.float32
+    )
     critic = PlainCritic(critic_folder)
     with torch.no_grad():
         rows = [critic(ids) for ids in sequences(sample, "packed_input_ids")]
     masks = [mask[1:] for mask in sequences(sample, "loss_mask")]
-    expected = torch.cat([torch.where(mask, row, 0.0) for mask, row in zip(masks, rows, strict=True)]).float()
+    expected = torch.cat(
+        [torch.where(mask, row, 0.0) for mask, row in zip(masks, rows, strict=True)]
+    ).float()
     assert expected[expected != 0].std() > 0.5
     torch.testing.assert_close(outputs["values"], expected, atol=1e-4, rtol=1e-4)
     assert stats["n_tokens"] == sum(map(sum, GROUPS))
 
 
 def returns_of(sample):
-    """Advantage plus value of each sampled token of the rollouts that did not fail, by the recursion of Schulman et
-    al. 2016. The reward of a token is minus the KL term, and at the last one also the episode's."""
+    """Advantage plus value of each sampled token of the rollouts that did not fail, by the
+    recursion of Schulman et al. 2016. The reward of a token is minus the KL term, and at the last
+    one also the episode's."""
     rows = zip(
-        *(sequences(sample, key) for key in ("loss_mask", "packed_logprobs", "packed_ref_logprobs", "values")),
+        *(
+            sequences(sample, key)
+            for key in ("loss_mask", "packed_logprobs", "packed_ref_logprobs", "values")
+        ),
         sample["rewards"].tolist(),
         TRAIN_OUTCOME,
         strict=True,
@@ -84,10 +97,16 @@ def one_plain_step(critic, sample):
     loss = ((predicted - (flat - mean) / std) ** 2 / 2).mean()
     betas = (CRITIC_STEP.beta1, CRITIC_STEP.beta2)
     adamw = torch.optim.AdamW(
-        critic.parameters(), lr=CRITIC_STEP.lr, betas=betas, eps=CRITIC_STEP.eps, weight_decay=CRITIC_STEP.weight_decay
+        critic.parameters(),
+        lr=CRITIC_STEP.lr,
+        betas=betas,
+        eps=CRITIC_STEP.eps,
+        weight_decay=CRITIC_STEP.weight_decay,
     )
     loss.backward()
-    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in critic.parameters() if p.grad is not None))
+    norm = math.sqrt(
+        sum(float(p.grad.square().sum()) for p in critic.parameters() if p.grad is not None)
+    )
     adamw.step()
     return {
         "loss": float(loss.detach()),
@@ -118,7 +137,9 @@ def test_a_step_is_that_of_plain_torch(fresh, critic_folder, train_sample):
     assert moved > 50 * 2e-5
 
 
-def test_values_after_a_step_are_in_units_of_the_returns_that_it_saw(fresh, critic_folder, train_sample):
+def test_values_after_a_step_are_in_units_of_the_returns_that_it_saw(
+    fresh, critic_folder, train_sample
+):
     sample = train_sample(1)
     stats = fresh.run("critic_train", sample).stats
     outputs = fresh.run("critic_inf", sample, step=1).outputs
@@ -152,15 +173,33 @@ def test_samples_of_several_owners_are_joined(fresh, train_sample):
 @pytest.mark.parametrize(
     ("call", "spoil", "words"),
     [
-        ("critic_inf", lambda s: shortened(s, "loss_mask"), "loss_mask of sample 'g1@3' has 10 entries"),
-        ("critic_inf", lambda s: replaced(s, "packed_input_ids", s["packed_input_ids"] + 400), "critic has the tokens"),
-        ("critic_train", lambda s: replaced(s, "values", s["values"] * torch.nan), "a value is not finite"),
-        ("critic_train", lambda s: replaced(s, "rewards", s["rewards"] * torch.nan), "reward that is not finite"),
+        (
+            "critic_inf",
+            lambda s: shortened(s, "loss_mask"),
+            "loss_mask of sample 'g1@3' has 10 entries",
+        ),
+        (
+            "critic_inf",
+            lambda s: replaced(s, "packed_input_ids", s["packed_input_ids"] + 400),
+            "critic has the tokens",
+        ),
+        (
+            "critic_train",
+            lambda s: replaced(s, "values", s["values"] * torch.nan),
+            "a value is not finite",
+        ),
+        (
+            "critic_train",
+            lambda s: replaced(s, "rewards", s["rewards"] * torch.nan),
+            "reward that is not finite",
+        ),
         ("critic_train", lambda s: shortened(s, "values"), "values of sample 'g1@3' has 9 entries"),
     ],
     ids=["a short mask", "unknown tokens", "values of NaN", "rewards of NaN", "too few values"],
 )
-def test_a_bad_input_is_one_error_and_the_next_call_is_served(fresh, train_sample, call, spoil, words):
+def test_a_bad_input_is_one_error_and_the_next_call_is_served(
+    fresh, train_sample, call, spoil, words
+):
     assert words in fresh.error_of(call, spoil(train_sample(3)))
     stats = fresh.run(call, train_sample(3)).stats
     assert stats.get("n_tokens", 1) and stats.get("skipped", 0) == 0

@@ -48,7 +48,8 @@ def test_a_batch_in_which_everything_failed_has_no_mean(bench):
 
 
 def test_a_rollout_that_is_too_long_loses_up_to_one(bench):
-    """Between 10 and 20 sampled tokens the reward falls in a line (DAPO); tokens of both rows of a rollout count."""
+    """Between 10 and 20 sampled tokens the reward falls in a line (DAPO); tokens of both rows of a
+    rollout count."""
     assert (OVERLONG_LENGTH, OVERLONG_BUFFER) == (20, 0.5)
     sampled = [10, 15, 40, 8, 7]
     groups = [[length + 2 for length in sampled[:3]], [length + 2 for length in sampled[3:]]]
@@ -61,30 +62,49 @@ def test_a_rollout_that_is_too_long_loses_up_to_one(bench):
         "rollout_index": torch.tensor([0, 1, 2, 0, 0], dtype=torch.int32),
     }
     ones = [[1] * 3, [1] * 2]
-    lengths = {key: groups if len(tensor) == len(masks) else ones for key, tensor in tensors.items()}
-    outputs, _ = bench.run("rew_inf_overlong", SequenceSample.from_tensors(["a", "b"], tensors, lengths))
+    lengths = {
+        key: groups if len(tensor) == len(masks) else ones for key, tensor in tensors.items()
+    }
+    outputs, _ = bench.run(
+        "rew_inf_overlong", SequenceSample.from_tensors(["a", "b"], tensors, lengths)
+    )
     assert outputs["rewards"].tolist() == [0.0, -0.5, -1.0, -0.5, -0.5]
 
 
 def test_samples_of_several_owners_are_joined(bench):
     sample = scored([[float(number), 0.5] for number in range(5)], [[0, 0]] * 5)
     rewards = bench.run("rew_inf", sample).outputs["rewards"]
-    assert rewards.tolist() == [x for n in range(5) for x in (max(-1.25, min(1.25, (n - 0.25) * 2)), 0.5)]
+    assert rewards.tolist() == [
+        x for n in range(5) for x in (max(-1.25, min(1.25, (n - 0.25) * 2)), 0.5)
+    ]
     assert torch.equal(bench.run("rew_inf", sample, n_owners=1).outputs["rewards"], rewards)
 
 
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda s: replaced(s, "env_rewards", s["env_rewards"] * torch.nan), "env_rewards of sample 'g0' is nan"),
-        (lambda s: replaced(s, "env_rewards", s["env_rewards"] / 0), "env_rewards of sample 'g0' is inf"),
-        (lambda s: replaced(s, "outcome", s["outcome"].float()), "outcome of sample 'g0' is f32, not u8"),
-        (lambda s: shortened(s, "outcome"), "outcome of sample 'g1' has 0 entries for a sequence, not 1"),
+        (
+            lambda s: replaced(s, "env_rewards", s["env_rewards"] * torch.nan),
+            "env_rewards of sample 'g0' is nan",
+        ),
+        (
+            lambda s: replaced(s, "env_rewards", s["env_rewards"] / 0),
+            "env_rewards of sample 'g0' is inf",
+        ),
+        (
+            lambda s: replaced(s, "outcome", s["outcome"].float()),
+            "outcome of sample 'g0' is f32, not u8",
+        ),
+        (
+            lambda s: shortened(s, "outcome"),
+            "outcome of sample 'g1' has 0 entries for a sequence, not 1",
+        ),
     ],
     ids=["NaN", "infinite", "another type", "one too few"],
 )
 def test_a_bad_input_is_one_error_and_the_next_call_is_served(bench, spoil, words):
-    """A score that is no number used to count as a failure that nobody had marked; an infinite one was clipped."""
+    """A score that is no number used to count as a failure that nobody had marked; an infinite one
+    was clipped."""
     assert words in bench.error_of("rew_inf", spoil(scored([[0.5, 0.5], [1.0, 1.0]], [[0, 0]] * 2)))
     assert bench.run("rew_inf", scored()).stats["n_scored"] == 6
 

@@ -60,9 +60,15 @@ def row(step: int, **more: float) -> dict[str, Any]:
 def run_folder(tmp_path: Path, eta: int = 2) -> Path:
     folder = tmp_path / "grpo_aws_async" / "x<y"
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(f"async_rl:\n  max_head_offpolicyness: {eta}\nnote: <script>\n")
+    (folder / "config.yaml").write_text(
+        f"async_rl:\n  max_head_offpolicyness: {eta}\nnote: <script>\n"
+    )
     begun = {"at": "a", "completed_steps": 0, "changed": {}}
-    again = {"at": "b", "completed_steps": 2, "changed": {"async_rl.max_head_offpolicyness": [4, eta]}}
+    again = {
+        "at": "b",
+        "completed_steps": 2,
+        "changed": {"async_rl.max_head_offpolicyness": [4, eta]},
+    }
     content = {"arguments": ["experiment=grpo_aws_async", "seed=3"], "launches": [begun, again]}
     (folder / "provenance.json").write_text(json.dumps(content))
     return folder
@@ -70,7 +76,11 @@ def run_folder(tmp_path: Path, eta: int = 2) -> Path:
 
 def test_an_event_has_the_names_of_the_metrics():
     flat = flatten_rollouts(EVENT)
-    assert flat["admission/running"] == 48 and flat["failures_total/timeout"] == 3 and "kind" not in flat
+    assert (
+        flat["admission/running"] == 48
+        and flat["failures_total/timeout"] == 3
+        and "kind" not in flat
+    )
     assert dict(rollout_labels(flat)) == {
         "generation": "91%",
         "in play": "48",
@@ -114,8 +124,19 @@ def test_the_panel_shows_rollouts_before_the_first_step_and_between_steps():
         assert "in play" not in shown()
         display.show(EVENT)
         assert "in play 48" in shown() and "failed timeout 3" in shown()
-        display.show({"kind": "step", "step": 1, "total": 9, "metrics": row(1, **{"admission/running": 31.0})})
-        assert "in play 31" in shown() and "staleness 0.5 max 1" in shown() and "capacity 16" in shown()
+        display.show(
+            {
+                "kind": "step",
+                "step": 1,
+                "total": 9,
+                "metrics": row(1, **{"admission/running": 31.0}),
+            }
+        )
+        assert (
+            "in play 31" in shown()
+            and "staleness 0.5 max 1" in shown()
+            and "capacity 16" in shown()
+        )
         display.show({"kind": "rollouts", "admission": {"running": 30}})
         assert "in play 30" in shown() and "step 1/9" in shown()
         display.show({"kind": "phase", "text": "held-out evaluation after step 1"})
@@ -128,7 +149,9 @@ def test_the_panel_shows_rollouts_before_the_first_step_and_between_steps():
         display.close()
 
 
-def test_a_log_without_steps_says_now_and_then_what_the_rollouts_do(monkeypatch: pytest.MonkeyPatch):
+def test_a_log_without_steps_says_now_and_then_what_the_rollouts_do(
+    monkeypatch: pytest.MonkeyPatch,
+):
     console = Console(file=io.StringIO(), width=300)
     display = Display(console)
     display.show(EVENT)
@@ -150,14 +173,25 @@ def test_counters_go_on_over_a_resumption():
 
 
 def test_the_summary_of_an_asynchronous_run():
-    rows = [row(step, **{"admission/rejected": float(step), "failures/timeout": 1.0}) for step in (1, 2, 3)]
-    summary = build_summary(rows, None, None, wall_seconds=9.0, train_calls=["actor_train"])["asynchronous"]
+    rows = [
+        row(step, **{"admission/rejected": float(step), "failures/timeout": 1.0})
+        for step in (1, 2, 3)
+    ]
+    summary = build_summary(rows, None, None, wall_seconds=9.0, train_calls=["actor_train"])[
+        "asynchronous"
+    ]
     assert summary == rollout_summary(rows)
-    assert (summary["staleness_head_max"], summary["accepted"], summary["rejected"]) == (1.0, 48.0, 3.0)
+    assert (summary["staleness_head_max"], summary["accepted"], summary["rejected"]) == (
+        1.0,
+        48.0,
+        3.0,
+    )
     assert summary["failed"] == {"timeout": 3.0} and summary["retried"] == {"env_error": 12.0}
     assert summary["generation_occupancy"] == pytest.approx(0.914)
     assert not is_asynchronous([{"step": 1, "staleness/max": 0.0}])
-    assert "asynchronous" not in build_summary([{"step": 1}], None, None, wall_seconds=1.0, train_calls=[])
+    assert "asynchronous" not in build_summary(
+        [{"step": 1}], None, None, wall_seconds=1.0, train_calls=[]
+    )
 
 
 def test_the_bound_comes_from_the_configuration(tmp_path: Path):
@@ -172,7 +206,12 @@ def test_a_run_ends_with_a_trace_and_its_advisories(tmp_path: Path):
     stream = io.StringIO()
     with open_trace(folder, "master") as tracer:
         log = RunLog(
-            folder, MonitorConfig(trackers=[]), EventStream(stream), completed_steps=0, total_steps=3, tracer=tracer
+            folder,
+            MonitorConfig(trackers=[]),
+            EventStream(stream),
+            completed_steps=0,
+            total_steps=3,
+            tracer=tracer,
         )
         for step in (1, 2, 3):
             with tracer.span("train"):
@@ -192,7 +231,9 @@ def test_a_trace_that_cannot_be_joined_does_not_fail_the_run(tmp_path: Path):
         tracer.instant("beat")
     (tmp_path / "trace.json").mkdir()
     stream = io.StringIO()
-    log = RunLog(tmp_path, MonitorConfig(trackers=[]), EventStream(stream), completed_steps=0, total_steps=1)
+    log = RunLog(
+        tmp_path, MonitorConfig(trackers=[]), EventStream(stream), completed_steps=0, total_steps=1
+    )
     log.step(1, {"time/step": 1.0}, [])
     assert log.finish(wall_seconds=1.0, train_calls=[])["steps"] == 1
     assert "no trace" in stream.getvalue()

@@ -45,7 +45,10 @@ ROW = {
 
 def report(success: float) -> dict:
     entry = {"success": success, "low": success - 0.1, "high": success + 0.1, "episodes": 400}
-    return {"sampled": {"overall": entry, "warmup": entry}, "greedy": {"overall": {**entry, "episodes": 200}}}
+    return {
+        "sampled": {"overall": entry, "warmup": entry},
+        "greedy": {"overall": {**entry, "episodes": 200}},
+    }
 
 
 def quiet() -> MonitorConfig:
@@ -60,13 +63,19 @@ def test_metrics_after_the_checkpoint_are_dropped_and_written_once(tmp_path: Pat
         file.write('{"step": 4, "lo')
     again = RunLog(tmp_path, quiet(), EventStream(io.StringIO()), completed_steps=2, total_steps=3)
     again.step(3, {"loss": 30.0}, [])
-    assert [(row["step"], row["loss"]) for row in read_metrics(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert [(row["step"], row["loss"]) for row in read_metrics(tmp_path)] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 30.0),
+    ]
 
 
 def test_headline_figures():
     assert success_by_group(ROW) == {"warmup": 0.75}
     split = time_split(ROW)
-    assert split == pytest.approx({"environment": 1.5, "generation": 0.9, "actor_train": 1.0, "other": 0.6})
+    assert split == pytest.approx(
+        {"environment": 1.5, "generation": 0.9, "actor_train": 1.0, "other": 0.6}
+    )
 
 
 def test_step_metrics_are_flat_numbers():
@@ -94,12 +103,22 @@ def test_step_metrics_are_flat_numbers():
 
 def test_summary_has_the_promised_fields_and_totals():
     rows = [{**ROW, "step": step, "throughput/tokens": 2000.0} for step in (1, 2)]
-    summary = build_summary(rows, report(0.4), report(0.7), wall_seconds=99.0, train_calls=["actor_train"])
+    summary = build_summary(
+        rows, report(0.4), report(0.7), wall_seconds=99.0, train_calls=["actor_train"]
+    )
     assert summary["heldout_success_before"] == {"overall": 0.4, "warmup": 0.4}
     assert summary["heldout_success_after_greedy"] == {"overall": 0.7}
     assert summary["heldout_episodes"] == 400
-    assert (summary["steps"], summary["env_seconds"], summary["generation_seconds"]) == (2, 3.0, 1.8)
-    assert (summary["train_seconds"], summary["tokens_per_second"], summary["wall_seconds"]) == (2.0, 500.0, 99.0)
+    assert (summary["steps"], summary["env_seconds"], summary["generation_seconds"]) == (
+        2,
+        3.0,
+        1.8,
+    )
+    assert (summary["train_seconds"], summary["tokens_per_second"], summary["wall_seconds"]) == (
+        2.0,
+        500.0,
+        99.0,
+    )
     assert summary["mismatch_kl"] == pytest.approx(1e-6)
     assert summary["heldout_interval_after"]["overall"] == pytest.approx([0.6, 0.8])
     json.dumps(summary)
@@ -112,14 +131,24 @@ def test_the_closing_table_shows_change_and_number_of_episodes():
     console = Console(file=io.StringIO(), width=120)
     console.print(build_held_out_table(summary))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "100, 400" in text and "40.0 % [30, 50]" in text and "70.0 % [60, 80]" in text and "+30.0" in text
-    assert build_held_out_table(build_summary([ROW], None, None, wall_seconds=1.0, train_calls=[])) is None
+    assert (
+        "100, 400" in text
+        and "40.0 % [30, 50]" in text
+        and "70.0 % [60, 80]" in text
+        and "+30.0" in text
+    )
+    assert (
+        build_held_out_table(build_summary([ROW], None, None, wall_seconds=1.0, train_calls=[]))
+        is None
+    )
 
 
 def test_groups_that_one_evaluation_has_alone_do_not_break_the_closing_table():
     """A run that went on with other evaluation options ended in a KeyError after all its steps."""
     one = {"success": 0.5, "low": 0.4, "high": 0.6, "episodes": 40}
-    before, after = ({"sampled": {"overall": one, name: one}, "greedy": {}} for name in ("early", "late"))
+    before, after = (
+        {"sampled": {"overall": one, name: one}, "greedy": {}} for name in ("early", "late")
+    )
     summary = build_summary([ROW], before, after, wall_seconds=1.0, train_calls=[])
     console = Console(file=io.StringIO(), width=120)
     console.print(build_held_out_table(summary))
@@ -138,14 +167,17 @@ def test_a_group_whose_episodes_all_failed_has_no_success():
 
 
 def test_a_group_drives_no_terminal():
-    """Whoever wrote the environment names its groups: the panel, the table and the line show what stands there."""
+    """Whoever wrote the environment names its groups: the panel, the table and the line show what
+    stands there."""
     entry = {"success": 0.5, "low": 0.4, "high": 0.6, "episodes": 40}
     found = {"sampled": {"overall": entry, "[/b]\x1b[2J": entry}, "greedy": {}}
     summary = build_summary([ROW], found, found, wall_seconds=1.0, train_calls=[])
     console = Console(file=io.StringIO(), width=140, force_terminal=True)
     console.print(build_held_out_table(summary))
     display = LiveDisplay(console, "grpo/x")
-    display.show({"kind": "step", "step": 3, "total": 60, "metrics": {**ROW, "success/[/c]\x1b[2J": 0.5}})
+    display.show(
+        {"kind": "step", "step": 3, "total": 60, "metrics": {**ROW, "success/[/c]\x1b[2J": 0.5}}
+    )
     display.show({"kind": "activity", "calls": ["d\x1b[2J"], "resident": 4, "capacity": 16})
     display._live.refresh()
     display.show({"kind": "phase", "text": "e\x1b[2J"})
@@ -178,7 +210,8 @@ def test_a_run_log_remembers_where_it_began(tmp_path: Path):
 
 
 def test_lines_stand_behind_the_seconds_of_the_run(monkeypatch):
-    """Also where the process stood still: they counted by the clock of deadlines, which leaves that time out."""
+    """Also where the process stood still: they counted by the clock of deadlines, which leaves that
+    time out."""
     console = Console(file=io.StringIO(), width=120)
     display = Display(console)
     monkeypatch.setattr(process_clock, "now", lambda: time.monotonic() - 1000.0)
@@ -244,7 +277,14 @@ def test_a_row_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path: Path):
 def test_displays_show_the_figures():
     event = {"kind": "step", "step": 3, "total": 60, "metrics": ROW}
     line = step_line(event)
-    for part in ("step 3/60", "reward 0.6", "warmup 75%", "500 tokens/s", "environment 1.5", "buffer 16"):
+    for part in (
+        "step 3/60",
+        "reward 0.6",
+        "warmup 75%",
+        "500 tokens/s",
+        "environment 1.5",
+        "buffer 16",
+    ):
         assert part in line
     console = Console(file=io.StringIO(), width=140, force_terminal=True)
     display = LiveDisplay(console, "grpo/x")
@@ -260,13 +300,19 @@ def test_displays_show_the_figures():
 
 
 def test_plain_lines_without_a_terminal():
-    assert not isinstance(make_display("t", live=True, console=Console(file=io.StringIO())), LiveDisplay)
+    assert not isinstance(
+        make_display("t", live=True, console=Console(file=io.StringIO())), LiveDisplay
+    )
     terminal = Console(file=io.StringIO(), force_terminal=True)
     assert not isinstance(make_display("t", live=False, console=terminal), LiveDisplay)
 
 
 def test_lines_that_are_no_events_are_told_apart():
-    assert parse_event("hello") is None and parse_event("[1]") is None and parse_event('{"a": 1}') is None
+    assert (
+        parse_event("hello") is None
+        and parse_event("[1]") is None
+        and parse_event('{"a": 1}') is None
+    )
     assert parse_event('{"kind": "phase", "text": "x"}') == {"kind": "phase", "text": "x"}
 
 
@@ -287,14 +333,22 @@ def test_a_log_gets_few_lines_of_quick_steps_and_the_last_one():
 
 
 def test_what_a_failed_program_wrote_does_not_drive_the_terminal():
-    """The end of a worker's log stands in the warning of its failure, and what the policy ran may have written it."""
+    """The end of a worker's log stands in the warning of its failure, and what the policy ran may
+    have written it."""
     console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
-    Display(console).show({"kind": "warning", "text": "it ended:\n  | \x1b[31mred\x1b[0m \x1b[2J\x07"})
+    Display(console).show(
+        {"kind": "warning", "text": "it ended:\n  | \x1b[31mred\x1b[0m \x1b[2J\x07"}
+    )
     assert console.file.getvalue().endswith("warning: it ended:\n  | red ␛[2J␇\n")  # type: ignore[attr-defined]
 
 
 def test_staleness_stands_at_the_top_level() -> None:
-    measured = {"loss": 0.5, "staleness/head_mean": 0.5, "staleness/head_max": 2.0, "mismatch/abs_p50": 0.1}
+    measured = {
+        "loss": 0.5,
+        "staleness/head_mean": 0.5,
+        "staleness/head_max": 2.0,
+        "mismatch/abs_p50": 0.1,
+    }
     metrics = flatten_step(
         wall_s=1.0,
         stats={"actor_train": measured},
@@ -313,13 +367,21 @@ def opened_log(folder: Path, completed_steps: int) -> tuple[RunLog, list[str]]:
     """A run log that goes on, and the warnings that it gave."""
     events = io.StringIO()
     log = RunLog(
-        folder, MonitorConfig(trackers=[]), EventStream(events), completed_steps=completed_steps, total_steps=9
+        folder,
+        MonitorConfig(trackers=[]),
+        EventStream(events),
+        completed_steps=completed_steps,
+        total_steps=9,
     )
     messages = [parse_event(line) for line in events.getvalue().splitlines()]
-    return log, [message["text"] for message in messages if message and message["kind"] == "warning"]
+    return log, [
+        message["text"] for message in messages if message and message["kind"] == "warning"
+    ]
 
 
-@pytest.mark.parametrize("damage", [b"\xff", b"[1]", b'{"step": "two"}', b"{", b"null", b'{"loss": 1.0}'])
+@pytest.mark.parametrize(
+    "damage", [b"\xff", b"[1]", b'{"step": "two"}', b"{", b"null", b'{"loss": 1.0}']
+)
 def test_a_line_of_metrics_that_is_damaged_costs_that_line(tmp_path: Path, damage: bytes) -> None:
     """Every resume used to end in a UnicodeDecodeError that named no file."""
     log, told = opened_log(tmp_path, 0)
@@ -343,9 +405,12 @@ def test_a_line_of_metrics_that_is_damaged_costs_that_line(tmp_path: Path, damag
 
 
 @pytest.mark.parametrize(
-    "damage", [b'{"0": {"sampled": {"overall": {\xff', b"", b"[]", b'{"0": 1}', b'{"x": {}}', b"[" * 9999]
+    "damage",
+    [b'{"0": {"sampled": {"overall": {\xff', b"", b"[]", b'{"0": 1}', b'{"x": {}}', b"[" * 9999],
 )
-def test_evaluations_that_are_damaged_are_kept_and_done_without(tmp_path: Path, damage: bytes) -> None:
+def test_evaluations_that_are_damaged_are_kept_and_done_without(
+    tmp_path: Path, damage: bytes
+) -> None:
     log, _ = opened_log(tmp_path, 0)
     for step in (1, 2, 3):
         log.step(step, {"loss": float(step)}, [])

@@ -20,7 +20,14 @@ from hypothesis import strategies as st
 
 from realhf.monitor import trace
 from realhf.monitor.run_files import PLACEMENTS_FILE, HostLanes, Placement, note_placement
-from realhf.monitor.trace import Lanes, TraceWriter, line_number, merge_traces, process_number, trace_path
+from realhf.monitor.trace import (
+    Lanes,
+    TraceWriter,
+    line_number,
+    merge_traces,
+    process_number,
+    trace_path,
+)
 
 MS = 1_000_000
 
@@ -75,7 +82,9 @@ def test_no_two_processes_have_one_number():
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20)), max_size=30).map(
-    lambda drawn: sorted(((began, began + length) for began, length in drawn), key=lambda span: span[1])
+    lambda drawn: sorted(
+        ((began, began + length) for began, length in drawn), key=lambda span: span[1]
+    )
 )
 
 
@@ -110,12 +119,20 @@ def test_spans_of_coroutines_take_lanes_of_their_own(tmp_path: Path):
     with writer(tmp_path, "rollout_worker/0") as tracer:
         asyncio.run(everything(tracer))
     events = merged(tmp_path)
-    assert set(names(events, "thread_name").values()) >= {"MainThread", "MainThread (2)", "MainThread (3)"}
+    assert set(names(events, "thread_name").values()) >= {
+        "MainThread",
+        "MainThread (2)",
+        "MainThread (3)",
+    }
     assert len([event for event in events if event["name"] == "env/step"]) == 9
 
 
 def test_a_span_that_fails_is_recorded_and_raises(tmp_path: Path):
-    with writer(tmp_path, "master") as tracer, pytest.raises(KeyError), tracer.span("train", step=1):
+    with (
+        writer(tmp_path, "master") as tracer,
+        pytest.raises(KeyError),
+        tracer.span("train", step=1),
+    ):
         raise KeyError("x")
     assert [event["args"] for event in merged(tmp_path) if event["name"] == "train"] == [
         {"step": 1, "error": "KeyError"}
@@ -182,7 +199,9 @@ def test_what_was_written_outlives_a_kill_and_the_next_process_goes_on(tmp_path:
     events = merged(tmp_path)
     numbers = [event["args"]["number"] for event in events if event["name"] == "beat"]
     assert numbers == list(range(len(numbers))) and len(numbers) >= 2000
-    assert [event["name"] for event in events][-1] == "again" and "cut" not in {event["name"] for event in events}
+    assert [event["name"] for event in events][-1] == "again" and "cut" not in {
+        event["name"] for event in events
+    }
     assert len(names(events, "process_name")) == 1
 
 
@@ -208,14 +227,18 @@ def test_the_newest_part_is_kept_and_bounded(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("by_hand")
-def test_too_many_events_are_counted_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_too_many_events_are_counted_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(trace, "MAX_PENDING", 100)
     with writer(tmp_path, "master") as tracer:
         for _ in range(150):
             tracer.instant("beat")
     events = merged(tmp_path)
     assert len([event for event in events if event["name"] == "beat"]) == 100
-    assert [event["args"] for event in events if event["name"] == "events left out"] == [{"count": 50}]
+    assert [event["args"] for event in events if event["name"] == "events left out"] == [
+        {"count": 50}
+    ]
 
 
 def test_odd_arguments_do_no_harm(tmp_path: Path):
@@ -232,7 +255,9 @@ def test_odd_arguments_do_no_harm(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("by_hand")
-def test_a_file_that_cannot_be_written_costs_only_the_trace(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_file_that_cannot_be_written_costs_only_the_trace(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     tracer = writer(tmp_path, "master")
     tracer._file.close()
     for _ in range(3):
@@ -258,9 +283,14 @@ def test_a_process_that_moves_is_on_each_host_in_its_time(tmp_path: Path):
     """The launcher's machine comes first. A line that a kill cut off is no obstacle."""
     with writer(tmp_path, "rollout_worker/0") as rollout:
         rollout.instant("beat")
-    rows = [(0.5, "b", "rollout_worker/0", ""), (3.0, "b", "", "cut <off>"), (5.0, "a", "rollout_worker/0", "")]
+    rows = [
+        (0.5, "b", "rollout_worker/0", ""),
+        (3.0, "b", "", "cut <off>"),
+        (5.0, "a", "rollout_worker/0", ""),
+    ]
     text = b"".join(
-        msgspec.json.encode(Placement(1000 + at, host, process, lost)) + b"\n" for at, host, process, lost in rows
+        msgspec.json.encode(Placement(1000 + at, host, process, lost)) + b"\n"
+        for at, host, process, lost in rows
     )
     (tmp_path / PLACEMENTS_FILE).write_bytes(text + b'{"at": 1, "ho')
     note_placement(tmp_path, "launcher", "master")
@@ -268,7 +298,13 @@ def test_a_process_that_moves_is_on_each_host_in_its_time(tmp_path: Path):
     note_placement(tmp_path, "launcher", "master")
     hosts = HostLanes(tmp_path)
     assert hosts.hosts == ["launcher", "a", "b"]
-    assert [hosts.at("rollout_worker/0", round(1e6 * at)) for at in (1000.6, 1004, 1006)] == ["b", "b", "a"]
+    assert [hosts.at("rollout_worker/0", round(1e6 * at)) for at in (1000.6, 1004, 1006)] == [
+        "b",
+        "b",
+        "a",
+    ]
     assert hosts.lost == [(1_003_000_000, "b", "cut <off>")]
-    labels = [event["args"]["labels"] for event in merged(tmp_path) if event["name"] == "process_labels"]
+    labels = [
+        event["args"]["labels"] for event in merged(tmp_path) if event["name"] == "process_labels"
+    ]
     assert labels == ["host launcher", "host a, b"]

@@ -13,7 +13,11 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-PORTS = {"AWS_RL_ENV_PORT": "0", "AWS_RL_ENV_MINISTACK_BASE_PORT": "0", "AWS_RL_ENV_WEB_MINISTACK_PORT": "0"}
+PORTS = {
+    "AWS_RL_ENV_PORT": "0",
+    "AWS_RL_ENV_MINISTACK_BASE_PORT": "0",
+    "AWS_RL_ENV_WEB_MINISTACK_PORT": "0",
+}
 """Free ports, so that servers of several tests stand beside each other."""
 
 
@@ -21,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def checkout_in(folder: Path) -> Path:
-    """Make a folder a checkout whose ``.venv`` has what this Python has, so that ``make install`` has nothing to do."""
+    """Make a folder a checkout whose ``.venv`` has what this Python has, so that ``make install``
+    has nothing to do."""
     for name in ("Makefile", "setup.py", "constraints.txt"):
         shutil.copy(ROOT / name, folder / name)
     binaries = folder / ".venv" / "bin"
@@ -33,8 +38,11 @@ def checkout_in(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def typed(line: str, folder: Path, environ: Mapping[str, str] = {}) -> Iterator[tuple[str, list[str]]]:
-    """Type a line that starts a server; yields its address and the lines up to it, which grow to all that it printed.
+def typed(
+    line: str, folder: Path, environ: Mapping[str, str] = {}
+) -> Iterator[tuple[str, list[str]]]:
+    """Type a line that starts a server; yields its address and the lines up to it, which grow to
+    all that it printed.
 
     The server is interrupted as ``Ctrl-C`` does it, in its whole process group, and must end then.
     """

@@ -1,4 +1,5 @@
-"""The Makefile finds a Python by itself, or says in one line what is missing; the container file uses its targets."""
+"""The Makefile finds a Python by itself, or says in one line what is missing; the container file
+uses its targets."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ SHOW = ("--eval=show: ; @: $(info $(PYTHON))", "show")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of what ``make install`` reads, with an empty ``path`` folder beside it, and no ``.venv``."""
+    """A copy of what ``make install`` reads, with an empty ``path`` folder beside it, and no
+    ``.venv``."""
     for name in ("Makefile", "setup.py", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "path").mkdir()
@@ -41,9 +43,16 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def program(folder: Path, name: str, usable: bool = True, version: tuple[int, int] | None = None) -> None:
-    """Put a Python into ``path``: this one, one that calls itself ``version``, or one that answers no question."""
-    code = "" if version is None else f"import sys; sys.version_info = {(*version, 0)}; exec(sys.argv[2])"
+def program(
+    folder: Path, name: str, usable: bool = True, version: tuple[int, int] | None = None
+) -> None:
+    """Put a Python into ``path``: this one, one that calls itself ``version``, or one that answers
+    no question."""
+    code = (
+        ""
+        if version is None
+        else f"import sys; sys.version_info = {(*version, 0)}; exec(sys.argv[2])"
+    )
     runs = f'{sys.executable} -c "{code}" "$@"' if code else f'{sys.executable} "$@"'
     path = folder / "path" / name
     path.write_text(f"#!/bin/sh\nexec {runs}\n" if usable else "#!/bin/sh\nexit 1\n")
@@ -58,7 +67,8 @@ def test_any_of_the_names_is_found(folder: Path, name: str) -> None:
 
 
 def test_one_that_is_too_old_is_passed_over(folder: Path) -> None:
-    """A name that is there but does not answer (a version manager's shim, an old python3) is not taken."""
+    """A name that is there but does not answer (a version manager's shim, an old python3) is not
+    taken."""
     program(folder, "python3.11", usable=False)
     program(folder, "python3.13")
     assert make(folder, *SHOW).stdout.strip() == "python3.13"
@@ -90,7 +100,10 @@ def test_one_that_is_newer_than_what_is_tested_is_taken_only_by_name(folder: Pat
     assert done.returncode == 2 and "no Python 3.11, 3.12 or 3.13" in done.stderr
     assert "PYTHON=/path/to/python3" in done.stderr and not (folder / ".venv").exists()
     done = make(folder, "install", "PYTHON=python3")
-    assert "make: warning: python3 is newer than the versions that are tested, 3.11 to 3.13" in done.stderr
+    assert (
+        "make: warning: python3 is newer than the versions that are tested, 3.11 to 3.13"
+        in done.stderr
+    )
     for version in ((3, 11), (3, 13)):
         program(folder, "python3", version=version)
         assert make(folder, *SHOW).stdout.strip() == "python3"
@@ -109,7 +122,8 @@ def another_checkout(folder: Path) -> Path:
 
 @pytest.mark.parametrize("stamped", [False, True])
 def test_the_environment_of_another_checkout_is_not_taken(folder: Path, stamped: bool) -> None:
-    """A link to it was installed into without a word, and then the other checkout ran this one's code."""
+    """A link to it was installed into without a word, and then the other checkout ran this one's
+    code."""
     other = another_checkout(folder)
     if stamped:
         (other / ".venv" / ".installed").touch()
@@ -122,14 +136,18 @@ def test_the_environment_of_another_checkout_is_not_taken(folder: Path, stamped:
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_an_environment_that_lies_elsewhere_belongs_to_what_is_installed_in_it(folder: Path, own: bool) -> None:
+def test_an_environment_that_lies_elsewhere_belongs_to_what_is_installed_in_it(
+    folder: Path, own: bool
+) -> None:
     """A link to another disk is fine, unless another checkout is installed there."""
     other = another_checkout(folder)
     elsewhere = folder / "disk" / "environment"
     (elsewhere / "bin").mkdir(parents=True)
     (folder / "realhf").mkdir()
     (folder / "realhf" / "__init__.py").touch()
-    (elsewhere / "bin" / "python").write_text(f"#!/bin/sh\necho {folder.resolve() if own else other.resolve()}\n")
+    (elsewhere / "bin" / "python").write_text(
+        f"#!/bin/sh\necho {folder.resolve() if own else other.resolve()}\n"
+    )
     (elsewhere / "bin" / "python").chmod(0o755)
     (elsewhere / ".installed").touch()
     (folder / ".venv").symlink_to(elsewhere)
@@ -141,14 +159,17 @@ def test_an_environment_that_lies_elsewhere_belongs_to_what_is_installed_in_it(f
 @pytest.mark.slow
 @pytest.mark.sim
 def test_make_run_starts_the_environment_with_the_sessions_of_the_variable(tmp_path: Path) -> None:
-    """``AWS_RL_ENV_POOL_SIZE=2 make run`` serves two sessions, each an account of its own, and ends with Ctrl-C."""
+    """``AWS_RL_ENV_POOL_SIZE=2 make run`` serves two sessions, each an account of its own, and ends
+    with Ctrl-C."""
     with typed("AWS_RL_ENV_POOL_SIZE=2 make run", checkout_in(tmp_path)) as (url, printed):
         assert httpx.get(f"{url}/metadata").json()["max_concurrent_envs"] == 2
         with AwsEnv(url).sync() as first, AwsEnv(url).sync() as second:
             first.reset(task_id=1, seed=1)
             second.reset(task_id=1, seed=1)
             first.step("aws s3api create-bucket --bucket only-here")
-            seen = second.step("aws s3api list-buckets --query Buckets[].Name").observation.command_output
+            seen = second.step(
+                "aws s3api list-buckets --query Buckets[].Name"
+            ).observation.command_output
     assert "only-here" not in seen
     assert not [line for line in printed if "Traceback" in line]
     assert "make run" in make(ROOT, "help").stdout
@@ -166,19 +187,25 @@ def test_the_versions_that_are_named_agree() -> None:
 
 
 def test_the_container_file_runs_targets_that_exist() -> None:
-    """The image installs and trains by the Makefile, on a Python that was tested, and leaves local folders out."""
+    """The image installs and trains by the Makefile, on a Python that was tested, and leaves local
+    folders out."""
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     words = " ".join(line for line in lines if not line.startswith("#"))
     assert re.search(r"FROM python:3\.1[123]-", words)
     assert "RUN make install" in words and 'CMD ["make", "train"]' in words
     makefile = (ROOT / "Makefile").read_text()
-    assert re.search(r"^install:", makefile, re.MULTILINE) and re.search(r"^train:", makefile, re.MULTILINE)
+    assert re.search(r"^install:", makefile, re.MULTILINE) and re.search(
+        r"^train:", makefile, re.MULTILINE
+    )
     assert {".git", ".venv*", "runs"} <= set((ROOT / ".dockerignore").read_text().splitlines())
 
 
-@pytest.mark.parametrize("broken", ["", "ruff check", "pyright", "realhf.aws.tasks validate", "-m pytest"])
+@pytest.mark.parametrize(
+    "broken", ["", "ruff check", "pyright", "realhf.aws.tasks validate", "-m pytest"]
+)
 def test_make_test_fails_with_whatever_fails(folder: Path, broken: str) -> None:
-    """Checks run beside the tests: the failure of either is that of make, and what checks say is in one piece."""
+    """Checks run beside the tests: the failure of either is that of make, and what checks say is in
+    one piece."""
     binaries = folder / ".venv" / "bin"
     binaries.mkdir(parents=True)
     fails = f'case "$0 $*" in *"{broken}"*) exit 1;; esac\n' if broken else ""
@@ -197,7 +224,11 @@ def test_make_test_fails_with_whatever_fails(folder: Path, broken: str) -> None:
         check=False,
     )
     assert done.returncode == (2 if broken else 0), done.stdout + done.stderr
-    said = [line.removeprefix("said: ") for line in done.stdout.splitlines() if line.startswith("said: ")]
+    said = [
+        line.removeprefix("said: ")
+        for line in done.stdout.splitlines()
+        if line.startswith("said: ")
+    ]
     [tests] = [line for line in said if "-m pytest" in line]
     assert said.index(tests) in (0, len(said) - 1) and "--dist loadfile" in tests
     said.remove(tests)

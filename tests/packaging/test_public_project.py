@@ -1,5 +1,6 @@
-"""What a public project has beside its code: workflows, hooks, the pages for reporters and for coding agents. The
-workflows were never run; what they run is what CONTRIBUTING.md and the Makefile name."""
+"""What a public project has beside its code: workflows, hooks, the pages for reporters and for
+coding agents. The workflows were never run; what they run is what CONTRIBUTING.md and the Makefile
+name."""
 
 import re
 from pathlib import Path
@@ -21,7 +22,9 @@ def steps(workflow: Path) -> list[dict]:
     found = []
     for job in yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"].values():
         assert job["timeout-minutes"] <= 180, "every wait has a deadline"
-        found += [{**step, "matrix": job.get("strategy", {}).get("matrix", {})} for step in job["steps"]]
+        found += [
+            {**step, "matrix": job.get("strategy", {}).get("matrix", {})} for step in job["steps"]
+        ]
     return found
 
 
@@ -30,7 +33,11 @@ def commands(step: dict) -> list[str]:
     lines = step.get("run", "").splitlines()
     for name, values in step["matrix"].items():
         place = re.compile(rf"\$\{{\{{ matrix\.{name} \}}\}}")
-        lines = [place.sub(str(value), line) for line in lines for value in (values if place.search(line) else [""])]
+        lines = [
+            place.sub(str(value), line)
+            for line in lines
+            for value in (values if place.search(line) else [""])
+        ]
     return lines
 
 
@@ -48,7 +55,9 @@ def test_a_workflow_runs_what_the_project_names_and_nothing_else(workflow: Path)
         target = re.fullmatch(r"make ([\w-]+)( PYTHON=python3\.1[123])?", line)
         assert target, line
         assert re.search(rf"^{target[1]}:", makefile, re.MULTILINE), line
-        assert re.search(rf"make\s+{target[1]}\b", contributing + help_text), f"{line}: no page names it"
+        assert re.search(rf"make\s+{target[1]}\b", contributing + help_text), (
+            f"{line}: no page names it"
+        )
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
@@ -70,14 +79,22 @@ def test_every_version_of_python_that_is_promised_is_tested() -> None:
 
 def test_hooks_run_the_programs_that_make_lint_runs() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
-    assert [repository["repo"] for repository in hooks] == ["local"], "the versions are those of constraints.txt"
+    assert [repository["repo"] for repository in hooks] == ["local"], (
+        "the versions are those of constraints.txt"
+    )
     entries = [hook["entry"] for hook in hooks[0]["hooks"]]
     assert {entry.split()[0] for entry in entries} == {".venv/bin/ruff", ".venv/bin/pyright"}
-    assert {name for name, _ in PINNED.findall((ROOT / "constraints.txt").read_text(encoding="utf-8"))} == {
+    assert {
+        name for name, _ in PINNED.findall((ROOT / "constraints.txt").read_text(encoding="utf-8"))
+    } == {
         "ruff",
         "pyright",
     }
-    lint = re.search(r"^lint: install\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    lint = re.search(
+        r"^lint: install\n((?:\t.*\n)+)",
+        (ROOT / "Makefile").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     assert lint
     for entry in entries:
         program, *verbs = entry.replace("--force-exclude", "").split()
@@ -87,15 +104,21 @@ def test_hooks_run_the_programs_that_make_lint_runs() -> None:
 def test_the_citation_has_the_version_and_the_licence() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == realhf.__version__
-    assert citation["license"] == "Apache-2.0" and citation["authors"] == [{"name": "the realhf authors"}]
+    assert citation["license"] == "Apache-2.0" and citation["authors"] == [
+        {"name": "the realhf authors"}
+    ]
 
 
 def test_no_page_for_the_public_invents_an_address() -> None:
     pages = [ROOT / "SECURITY.md", ROOT / "CITATION.cff", PAGE, *(ROOT / ".github").rglob("*.md")]
     for page in pages:
-        assert not re.search(r"https?://|[\w.]+@[\w.]+\.\w+", page.read_text(encoding="utf-8")), page
+        assert not re.search(r"https?://|[\w.]+@[\w.]+\.\w+", page.read_text(encoding="utf-8")), (
+            page
+        )
 
 
 def test_the_page_for_coding_agents_is_made_from_the_page_for_people() -> None:
-    assert PAGE.read_text(encoding="utf-8") == agents_page(), "python -m tests.docs.agents_page > AGENTS.md"
+    assert PAGE.read_text(encoding="utf-8") == agents_page(), (
+        "python -m tests.docs.agents_page > AGENTS.md"
+    )
     assert len(agents_page().split()) < 1500

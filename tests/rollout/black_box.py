@@ -1,4 +1,5 @@
-"""Tokens without a model for tests of the OpenAI endpoint: words spelt letter by letter, as no tokenizer would."""
+"""Tokens without a model for tests of the OpenAI endpoint: words spelt letter by letter, as no
+tokenizer would."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def chat() -> TemplateChat:
     from realhf.backends.builtin_policy import train_tokenizer
 
     return TemplateChat(
-        train_tokenizer(["aws s3 ls", "aws s3api list-buckets", "ok"] * 3, 400, 512), system_prompt=None
+        train_tokenizer(["aws s3 ls", "aws s3api list-buckets", "ok"] * 3, 400, 512),
+        system_prompt=None,
     )
 
 
@@ -53,7 +55,9 @@ async def served(
     """A session of ``tokens`` and the client of its agent."""
     server, http = endpoint
     session = server.sessions.open(tokens, slot=3, seed=7, max_turns=max_turns)
-    client = openai.AsyncOpenAI(base_url=server.base_url(session), api_key="x", max_retries=retries, http_client=http)
+    client = openai.AsyncOpenAI(
+        base_url=server.base_url(session), api_key="x", max_retries=retries, http_client=http
+    )
     try:
         yield server, session, client
     finally:
@@ -61,9 +65,9 @@ async def served(
 
 
 class FakeTokens:
-    """A ``TokenSource`` that says what ``speak(prompt text)`` says. ``part``: turns come in parts of so many tokens,
-    each under a version of its own; ``said`` are their lengths. ``fail`` counts down failures; ``hold`` keeps answers
-    back."""
+    """A ``TokenSource`` that says what ``speak(prompt text)`` says. ``part``: turns come in parts
+    of so many tokens, each under a version of its own; ``said`` are their lengths. ``fail`` counts
+    down failures; ``hold`` keeps answers back."""
 
     def __init__(self, speak: Callable[[str], str], *, part: int = 0, finish: str = "stop") -> None:
         self.requests: list[GenRequest] = []

@@ -1,5 +1,5 @@
-"""An agent around the ``openai`` package for tests: it calls tools, opens a second branch in some episodes, and fails
-in others. What the policy says first decides which."""
+"""An agent around the ``openai`` package for tests: it calls tools, opens a second branch in some
+episodes, and fails in others. What the policy says first decides which."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ FAILS_EVERY = 5
 async def rollout(
     task: Mapping[str, Any], base_url: str, session: Any, *, fails_every: int = FAILS_EVERY
 ) -> dict[str, float] | None:
-    """Take steps until the environment has had enough; where there is a second branch, each has a reward of its own."""
+    """Take steps until the environment has had enough; where there is a second branch, each has a
+    reward of its own."""
     del task
     http = DefaultAsyncHttpxClient(trust_env=False, verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
-    async with AsyncOpenAI(base_url=base_url, api_key="none", http_client=http, max_retries=0) as ai:
+    async with AsyncOpenAI(
+        base_url=base_url, api_key="none", http_client=http, max_retries=0
+    ) as ai:
         try:
             return await _played(ai, session, fails_every)
         except BadRequestError as error:
@@ -36,7 +39,9 @@ async def _played(ai: AsyncOpenAI, session: Any, fails_every: int) -> dict[str, 
     earned = 0.0
 
     async def say(conversation: list[Any]) -> Any:
-        return await ai.chat.completions.create(model="policy", messages=conversation, tools=session.tools)
+        return await ai.chat.completions.create(
+            model="policy", messages=conversation, tools=session.tools
+        )
 
     chance = 0
     for turn in range(3):

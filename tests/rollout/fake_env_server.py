@@ -1,4 +1,5 @@
-"""A fake environment server: speaks the wire's frames without tasks, and misbehaves when told to."""
+"""A fake environment server: speaks the wire's frames without tasks, and misbehaves when told
+to."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from websockets.http11 import Request, Response
 
 
 class FakeEnvServer:
-    """``misbehave(connection_number, message)`` returns None, or what to do instead of answering: "hang",
-    "drop", "error" (an EXECUTION_ERROR frame), "late" (answer after 0.5 s) or a raw text to send.
-    ``metadata`` is served at /metadata (None: 404); ids are echoed. ``messages``: what came, by connection;
-    ``headers``: of the last request."""
+    """``misbehave(connection_number, message)`` returns None, or what to do instead of answering:
+    "hang", "drop", "error" (an EXECUTION_ERROR frame), "late" (answer after 0.5 s) or a raw text to
+    send. ``metadata`` is served at /metadata (None: 404); ids are echoed. ``messages``: what came,
+    by connection; ``headers``: of the last request."""
 
     def __init__(
         self,
@@ -59,7 +60,11 @@ class FakeEnvServer:
 
         async def start() -> None:
             self._server = await serve(
-                self._session, "127.0.0.1", self._port, close_timeout=0.2, process_request=self._http
+                self._session,
+                "127.0.0.1",
+                self._port,
+                close_timeout=0.2,
+                process_request=self._http,
             )
             self._started.set()
 
@@ -122,4 +127,7 @@ class FakeEnvServer:
             "step_count": steps,
         }
         reward = 0.5 if steps else None
-        return {"type": "observation", "data": {"observation": observation, "reward": reward, "done": steps >= 2}}
+        return {
+            "type": "observation",
+            "data": {"observation": observation, "reward": reward, "done": steps >= 2},
+        }

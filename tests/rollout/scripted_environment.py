@@ -15,9 +15,10 @@ Answer = Callable[["Scripted", AssistantMessage], Any]
 
 
 class Scripted:
-    """Opens with the payload's ``text`` and answers each message with the reward 0.25 and the same words, until the
-    third, which ends the episode. ``world`` counts and misbehaves: ``world.answer(env, message)`` may return a turn, an
-    exception to raise, or "hang"; None is the usual."""
+    """Opens with the payload's ``text`` and answers each message with the reward 0.25 and the same
+    words, until the third, which ends the episode. ``world`` counts and misbehaves:
+    ``world.answer(env, message)`` may return a turn, an exception to raise, or "hang"; None is the
+    usual."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -58,16 +59,23 @@ class Scripted:
 
 
 class World:
-    """What all instances share: how many were made and closed, what came in order, and how they misbehave."""
+    """What all instances share: how many were made and closed, what came in order, and how they
+    misbehave."""
 
-    def __init__(self, answer: Answer = lambda env, message: None, on_reset: Callable[[Scripted], Any] | None = None):
+    def __init__(
+        self,
+        answer: Answer = lambda env, message: None,
+        on_reset: Callable[[Scripted], Any] | None = None,
+    ):
         self.made = self.closed = 0
         self.log: list[tuple[int, str]] = []
         self.answer = answer
         self.on_reset = on_reset or (lambda env: None)
 
     def spec(self, **changed: Any) -> EnvironmentSpec:
-        return EnvironmentSpec("scripted", lambda address: Scripted(self), lambda split: NoTasks(), **changed)
+        return EnvironmentSpec(
+            "scripted", lambda address: Scripted(self), lambda split: NoTasks(), **changed
+        )
 
 
 class NoTasks:

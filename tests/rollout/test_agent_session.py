@@ -1,4 +1,5 @@
-"""What an agent says to its environment and what it hears: tools through the real ``openai`` package, and bad words."""
+"""What an agent says to its environment and what it hears: tools through the real ``openai``
+package, and bad words."""
 
 from __future__ import annotations
 
@@ -41,7 +42,11 @@ class Listener:
 
     async def step(self, message: AssistantMessage) -> Turn:
         self.heard.append(message)
-        return Turn([{"role": "user", "content": "go on"}], done=len(self.heard) >= self._done_after, reward=0.25)
+        return Turn(
+            [{"role": "user", "content": "go on"}],
+            done=len(self.heard) >= self._done_after,
+            reward=0.25,
+        )
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -50,17 +55,27 @@ class Listener:
 TOOLS = [
     {
         "type": "function",
-        "function": {"name": "turn", "parameters": {"type": "object", "properties": {"digit": {"type": "integer"}}}},
+        "function": {
+            "name": "turn",
+            "parameters": {"type": "object", "properties": {"digit": {"type": "integer"}}},
+        },
     }
 ]
 
 
 async def play(
-    env: Environment, function: AgentFunction, tokens: FakeTokens, *, seed: int = 3, system: str = "be brief"
+    env: Environment,
+    function: AgentFunction,
+    tokens: FakeTokens,
+    *,
+    seed: int = 3,
+    system: str = "be brief",
 ) -> RolloutOutcome:
     agent = BlackBoxAgent(function, chat(), LIMITS, system, timeout_s=60)
     try:
-        return await agent.play(env, EpisodeRequest(0, Task("t", "g", {"n": 7}, seed=seed), 5), tokens, 2)
+        return await agent.play(
+            env, EpisodeRequest(0, Task("t", "g", {"n": 7}, seed=seed), 5), tokens, 2
+        )
     finally:
         await agent.close()
 
@@ -69,7 +84,17 @@ async def test_the_opening_of_the_environment_is_what_the_agent_finds() -> None:
     found: list[Any] = []
 
     async def looks(task: Mapping[str, Any], base_url: str, session: AgentSession) -> float:
-        found.append((task, session.messages, session.tools, session.text, session.id, session.group, session.seed))
+        found.append(
+            (
+                task,
+                session.messages,
+                session.tools,
+                session.text,
+                session.id,
+                session.group,
+                session.seed,
+            )
+        )
         return 1.0
 
     await play(Listener(), looks, FakeTokens(lambda _: "hm"))
@@ -78,8 +103,8 @@ async def test_the_opening_of_the_environment_is_what_the_agent_finds() -> None:
 
 
 async def test_a_completion_reaches_the_environment_as_the_policy_said_it() -> None:
-    """With its reasoning, its sampled tokens and the call that could not be read; the ids of the others are those that
-    the agent was given."""
+    """With its reasoning, its sampled tokens and the call that could not be read; the ids of the
+    others are those that the agent was given."""
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
     env = Listener()
@@ -88,31 +113,52 @@ async def test_a_completion_reaches_the_environment_as_the_policy_said_it() -> N
     async def agent(task: Mapping[str, Any], base_url: str, session: AgentSession) -> None:
         http = DefaultAsyncHttpxClient(trust_env=False, verify=False)
         async with AsyncOpenAI(base_url=base_url, api_key="x", http_client=http) as ai:
-            reply = await ai.chat.completions.create(model="m", messages=session.messages, tools=session.tools)  # type: ignore[arg-type]
+            reply = await ai.chat.completions.create(
+                model="m", messages=session.messages, tools=session.tools
+            )  # type: ignore[arg-type]
         given.append(reply.choices[0].message)
         await session.step(given[0])
         await session.step(given[0].model_dump())
         await session.step({"role": "assistant", "content": "my own words"})
 
-    outcome = await play(env, agent, FakeTokens(lambda _: f"<think>well</think>I turn.\n{BROKEN}{turned(4)}"))
+    outcome = await play(
+        env, agent, FakeTokens(lambda _: f"<think>well</think>I turn.\n{BROKEN}{turned(4)}")
+    )
     first, again, own = env.heard
-    assert first == again and first.reasoning == "well" and first.content == "I turn." and first.token_count > 20
+    assert (
+        first == again
+        and first.reasoning == "well"
+        and first.content == "I turn."
+        and first.token_count > 20
+    )
     assert [bool(call.problem) for call in first.tool_calls] == [True, False]
-    assert first.tool_calls[1].id == given[0].tool_calls[0].id and first.tool_calls[1].arguments == {"digit": 4}
+    assert first.tool_calls[1].id == given[0].tool_calls[0].id and first.tool_calls[
+        1
+    ].arguments == {"digit": 4}
     assert own == AssistantMessage("my own words", text="my own words")
     assert outcome.reward == 0.75 and outcome.status == "finished"
 
 
-async def test_calls_of_the_agents_own_are_read_and_bad_ones_reach_the_environment_with_the_reason() -> None:
+async def test_calls_of_the_agents_own_are_read_and_bad_ones_reach_the_environment_with_the_reason() -> (
+    None
+):
     env = Listener()
 
     def call(arguments: str) -> dict[str, Any]:
-        kind = None if arguments == "" else "function"  # A message that was put together from a stream has gaps.
-        return {"id": kind and "c1", "type": kind, "function": {"name": "turn", "arguments": arguments}}
+        kind = (
+            None if arguments == "" else "function"
+        )  # A message that was put together from a stream has gaps.
+        return {
+            "id": kind and "c1",
+            "type": kind,
+            "function": {"name": "turn", "arguments": arguments},
+        }
 
     async def agent(task: Mapping[str, Any], base_url: str, session: AgentSession) -> float:
         for arguments in ('{"digit": 3}', "", "[1]", '{"digit": 1e999}', "{}}"):
-            await session.step({"role": "assistant", "content": None, "tool_calls": [call(arguments)]})
+            await session.step(
+                {"role": "assistant", "content": None, "tool_calls": [call(arguments)]}
+            )
         return 0.0
 
     await play(env, agent, FakeTokens(lambda _: "hm"))
@@ -137,7 +183,9 @@ async def test_calls_of_the_agents_own_are_read_and_bad_ones_reach_the_environme
         ),
     ],
 )
-async def test_what_is_no_message_ends_the_episode_as_the_agents_fault(message: Any, words: str) -> None:
+async def test_what_is_no_message_ends_the_episode_as_the_agents_fault(
+    message: Any, words: str
+) -> None:
     env = Listener()
 
     async def agent(task: Mapping[str, Any], base_url: str, session: AgentSession) -> None:
@@ -148,7 +196,9 @@ async def test_what_is_no_message_ends_the_episode_as_the_agents_fault(message: 
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), asyncio.CancelledError()])
-async def test_an_agent_that_exits_or_cancels_itself_ends_its_own_episode_alone(error: BaseException) -> None:
+async def test_an_agent_that_exits_or_cancels_itself_ends_its_own_episode_alone(
+    error: BaseException,
+) -> None:
     async def agent(task: Mapping[str, Any], base_url: str, session: AgentSession) -> None:
         raise error
 
@@ -170,7 +220,8 @@ async def test_an_episode_that_is_cancelled_from_outside_stays_cancelled() -> No
 
 
 async def test_what_an_agent_leaves_running_does_not_reach_the_environment_any_more() -> None:
-    """One step is under way when the agent returns, and one comes after; the slot is another episode's by then."""
+    """One step is under way when the agent returns, and one comes after; the slot is another
+    episode's by then."""
     env = Listener()
     left = []
     begun = asyncio.Event()
@@ -198,12 +249,16 @@ async def test_what_an_agent_leaves_running_does_not_reach_the_environment_any_m
 
 @pytest.mark.slow
 async def test_an_agent_with_tools_opens_two_branches_and_fails_in_some_episodes() -> None:
-    """On a class with tools: every branch is a row with a reward of its own, and every row holds exactly what the
-    engine saw and sampled."""
+    """On a class with tools: every branch is a row with a reward of its own, and every row holds
+    exactly what the engine saw and sampled."""
     spec = build_environment(f"{LOCK}:Lock", {})
     found = Counter()
     for digit in range(12):
-        tokens = FakeTokens(lambda prompt, first=digit: f"<think>?</think>{turned(first + prompt.count(SAYS))}{BROKEN}")
+        tokens = FakeTokens(
+            lambda prompt, first=digit: (
+                f"<think>?</think>{turned(first + prompt.count(SAYS))}{BROKEN}"
+            )
+        )
         env = spec.make("")
         outcome = await play(env, branching, tokens)
         await env.close()
@@ -212,9 +267,13 @@ async def test_an_agent_with_tools_opens_two_branches_and_fails_in_some_episodes
         seen = [list(request.token_ids) for request in tokens.requests]
         for row in rows:
             whole = row.prompt_ids + row.completion_ids
-            begins = [n for n, on in enumerate(row.loss_mask) if on and not (n and row.loss_mask[n - 1])]
+            begins = [
+                n for n, on in enumerate(row.loss_mask) if on and not (n and row.loss_mask[n - 1])
+            ]
             assert begins and all(whole[: len(row.prompt_ids) + begin] in seen for begin in begins)
-        assert sum(sum(row.loss_mask) for row in rows) == sum(tokens.said), "every sampled token is in one row"
+        assert sum(sum(row.loss_mask) for row in rows) == sum(tokens.said), (
+            "every sampled token is in one row"
+        )
     assert {("agent", 1), ("finished", 1), ("finished", 2)} <= found.keys(), found
 
 

@@ -1,4 +1,5 @@
-"""Black-box agents in front of a fake environment: the example with the real ``openai`` package, and bad ones."""
+"""Black-box agents in front of a fake environment: the example with the real ``openai`` package,
+and bad ones."""
 
 from __future__ import annotations
 
@@ -37,11 +38,20 @@ def fake() -> Iterator[FakeEnvServer]:
 
 
 async def play(
-    server: FakeEnvServer, function: AgentFunction, tokens: FakeTokens, *, timeout_s: float = 20.0, retries: int = 0
+    server: FakeEnvServer,
+    function: AgentFunction,
+    tokens: FakeTokens,
+    *,
+    timeout_s: float = 20.0,
+    retries: int = 0,
 ) -> RolloutOutcome:
     agent = BlackBoxAgent(function, chat(), LIMITS, timeout_s=timeout_s)
     env = SlotEnvironment(
-        "aws", lambda: AwsEnvironment(server.url), message_timeout_s=5.0, patience_s=0.0, deterministic=True
+        "aws",
+        lambda: AwsEnvironment(server.url),
+        message_timeout_s=5.0,
+        patience_s=0.0,
+        deterministic=True,
     )
     env.prepare(retries)
     try:
@@ -69,8 +79,13 @@ async def test_every_conversation_of_an_agent_is_a_trajectory(fake: FakeEnvServe
         outcomes = [main, *main.branches]
         found = {tuple(outcome.prompt_ids): outcome.reward for outcome in outcomes}
         words = ["task", "help", "lost"][: len(rewards)]
-        assert found == {tuple(chat().first(text)): reward for text, reward in zip(words, rewards, strict=True)}
-        assert all(outcome.valid and outcome.seed == 11 and outcome.task_id == "t-1" for outcome in outcomes)
+        assert found == {
+            tuple(chat().first(text)): reward for text, reward in zip(words, rewards, strict=True)
+        }
+        assert all(
+            outcome.valid and outcome.seed == 11 and outcome.task_id == "t-1"
+            for outcome in outcomes
+        )
 
 
 def commands(prompt: str) -> str:
@@ -85,7 +100,12 @@ async def test_the_example_plays_an_episode(fake: FakeEnvServer) -> None:
     assert outcome.reward == 1.0, "the environment's, as the agent reports none"
     assert [turn.text for turn in outcome.turns] == ["hm", "aws s3 ls", "aws s3api list-buckets"]
     assert outcome.turns[1].output == "aws s3 ls" and outcome.prompt_ids == chat().first("task")
-    assert (outcome.task_id, outcome.group, outcome.seed, outcome.task_text) == ("t-1", "warmup", 11, "task")
+    assert (outcome.task_id, outcome.group, outcome.seed, outcome.task_text) == (
+        "t-1",
+        "warmup",
+        11,
+        "task",
+    )
     assert {request.seed for request in tokens.requests} == {5} and outcome.timings["branches"] == 1
 
 
@@ -97,17 +117,23 @@ async def test_a_lost_environment_is_resumed_behind_the_agents_back() -> None:
 
 
 @pytest.mark.parametrize(("trick", "status"), [("drop", "lost"), ("error", "internal")])
-async def test_a_failed_environment_is_no_reward_even_if_the_agent_says_so(trick: str, status: str) -> None:
+async def test_a_failed_environment_is_no_reward_even_if_the_agent_says_so(
+    trick: str, status: str
+) -> None:
     async def forgiving(task: Any, base_url: str, session: AgentSession) -> float:
         for _ in range(2):
             with pytest.raises(EnvironmentFailure):
                 await session.step("aws s3 ls")
         return 1.0
 
-    with FakeEnvServer(lambda number, message: trick if message["type"] == "step" else None) as server:
+    with FakeEnvServer(
+        lambda number, message: trick if message["type"] == "step" else None
+    ) as server:
         outcome = await play(server, forgiving, FakeTokens(commands))
     assert outcome.status == status and outcome.reward is None and not outcome.valid
-    with FakeEnvServer(lambda number, message: trick if message["type"] == "reset" else None) as server:
+    with FakeEnvServer(
+        lambda number, message: trick if message["type"] == "reset" else None
+    ) as server:
         assert (await play(server, rollout, FakeTokens(commands))).status == status
 
 
@@ -156,8 +182,12 @@ async def test_an_agent_that_fails_fails_alone(fake: FakeEnvServer) -> None:
         (is_silent, "asked for nothing"),
         (is_vague, "not a reward"),
     ]:
-        outcome = await play(fake, function, FakeTokens(commands), timeout_s=0.3 if function is hangs else 60.0)
-        assert outcome.status == "agent" and outcome.reward is None and words in outcome.message, outcome
+        outcome = await play(
+            fake, function, FakeTokens(commands), timeout_s=0.3 if function is hangs else 60.0
+        )
+        assert outcome.status == "agent" and outcome.reward is None and words in outcome.message, (
+            outcome
+        )
 
 
 async def test_an_engine_that_fails_is_named_and_a_limit_is_no_failure(fake: FakeEnvServer) -> None:
@@ -174,8 +204,11 @@ async def test_an_engine_that_fails_is_named_and_a_limit_is_no_failure(fake: Fak
     assert chatty.out_of_turns
 
 
-async def test_a_failed_engine_is_the_policys_until_a_later_turn_succeeds(fake: FakeEnvServer) -> None:
-    """Whether or not the agent says so: one that swallows it is not scored, one that mends it answers for the rest."""
+async def test_a_failed_engine_is_the_policys_until_a_later_turn_succeeds(
+    fake: FakeEnvServer,
+) -> None:
+    """Whether or not the agent says so: one that swallows it is not scored, one that mends it
+    answers for the rest."""
 
     async def asks_twice(task: Any, base_url: str, session: AgentSession, *, breaks: bool) -> float:
         for _ in range(2):
@@ -213,8 +246,8 @@ async def test_a_failed_engine_is_the_policys_until_a_later_turn_succeeds(fake: 
 
 
 async def test_a_limit_excuses_its_own_exception_alone(fake: FakeEnvServer) -> None:
-    """An error of the agent after a refused turn is its own; a refusal counts whatever client raises it, also behind
-    another exception. An agent that goes on after a refusal was not cut."""
+    """An error of the agent after a refused turn is its own; a refusal counts whatever client
+    raises it, also behind another exception. An agent that goes on after a refusal was not cut."""
 
     async def refused(base_url: str) -> httpx.Response:
         await ask(base_url)
@@ -255,21 +288,35 @@ async def test_a_limit_excuses_its_own_exception_alone(fake: FakeEnvServer) -> N
         (gives_up, "token_budget"),
         (goes_on, "finished"),
     ]:
-        outcome = await play(fake, function, FakeTokens(commands), timeout_s=0.3 if function is is_slow else 20.0)
+        outcome = await play(
+            fake, function, FakeTokens(commands), timeout_s=0.3 if function is is_slow else 20.0
+        )
         assert outcome.status == status, (function.__name__, outcome.status, outcome.message)
 
 
 async def test_a_reward_may_be_any_number(fake: FakeEnvServer) -> None:
     """Of numpy or torch, in a map too; text and arrays of several are none."""
 
-    async def pays(task: Any, base_url: str, session: AgentSession, *, reward: Any, named: bool) -> Any:
+    async def pays(
+        task: Any, base_url: str, session: AgentSession, *, reward: Any, named: bool
+    ) -> Any:
         reply = (await ask(base_url)).json()["id"]
         return {reply: reward} if named else reward
 
-    for reward in (np.float32(0.25), np.array(0.25), torch.tensor(0.25), torch.tensor(0.25, requires_grad=True)):
+    for reward in (
+        np.float32(0.25),
+        np.array(0.25),
+        torch.tensor(0.25),
+        torch.tensor(0.25, requires_grad=True),
+    ):
         for named in (False, True):
-            outcome = await play(fake, partial(pays, reward=reward, named=named), FakeTokens(commands))
-            assert outcome.reward == 0.25 and type(outcome.reward) is float, (reward, outcome.message)
+            outcome = await play(
+                fake, partial(pays, reward=reward, named=named), FakeTokens(commands)
+            )
+            assert outcome.reward == 0.25 and type(outcome.reward) is float, (
+                reward,
+                outcome.message,
+            )
     for reward in (np.array([0.25, 0.5]), "0.25", np.float32("nan"), torch.tensor([0.25])):
         outcome = await play(fake, partial(pays, reward=reward, named=False), FakeTokens(commands))
         assert outcome.status == "agent" and "is not a reward" in outcome.message
@@ -289,14 +336,23 @@ async def test_after_the_end_nothing_is_executed(fake: FakeEnvServer) -> None:
 
 def test_the_option_makes_the_agent() -> None:
     options = RolloutOptions(
-        "aws", group_size=2, sessions=2, gen=GenConfig(max_new_tokens=8), max_turns=2, max_total_tokens=100
+        "aws",
+        group_size=2,
+        sessions=2,
+        gen=GenConfig(max_new_tokens=8),
+        max_turns=2,
+        max_total_tokens=100,
     )
-    assert isinstance(make_agent("experiments.openai_agent:rollout", chat(), "", options), BlackBoxAgent)
+    assert isinstance(
+        make_agent("experiments.openai_agent:rollout", chat(), "", options), BlackBoxAgent
+    )
     with pytest.raises(ValueError, match=r"rollout.agent='a:b' names no agent"):
         make_agent("a:b", chat(), "", options)
 
 
-async def patient(task: Any, base_url: str, session: AgentSession, *, patience: int = 1) -> float | None:
+async def patient(
+    task: Any, base_url: str, session: AgentSession, *, patience: int = 1
+) -> float | None:
     """An agent with an option of its own."""
     del task, base_url, session
     return float(patience)
@@ -307,18 +363,23 @@ async def test_an_agent_is_called_with_its_own_options(monkeypatch: pytest.Monke
     assert await load_agent("own_agent:patient", {"patience": 3})({}, "url", None) == 3.0  # type: ignore[arg-type]
     assert await load_agent("own_agent:patient")({}, "url", None) == 1.0  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match=r"'own_agent:patient' cannot be called with \(task, base_url, session, patients=...\)"
+        ValueError,
+        match=r"'own_agent:patient' cannot be called with \(task, base_url, session, patients=...\)",
     ):
         load_agent("own_agent:patient", {"patients": 3})
 
 
 def test_the_built_in_agent_has_no_options_of_its_own() -> None:
     episodes = RolloutOptions("aws", group_size=2, sessions=2)
-    with pytest.raises(ValueError, match=r"the built-in agent has no options of its own: patience would do nothing"):
+    with pytest.raises(
+        ValueError, match=r"the built-in agent has no options of its own: patience would do nothing"
+    ):
         make_agent("", chat(), "", episodes, {"patience": 3})
 
 
-@pytest.mark.parametrize("name", ["nowhere:solve", "experiments.openai_agent:nobody", "json:dumps", "solve", ""])
+@pytest.mark.parametrize(
+    "name", ["nowhere:solve", "experiments.openai_agent:nobody", "json:dumps", "solve", ""]
+)
 def test_a_name_of_no_agent_is_told(name: str) -> None:
     with pytest.raises(ValueError, match=r"agent|async"):
         load_agent(name)

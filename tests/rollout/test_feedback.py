@@ -15,7 +15,10 @@ from realhf.backends.training.tokenizer_loading import load_tokenizer
 from realhf.rollout.feedback import Feedback, feedback_text
 from realhf.rollout.rollout_sample import outcomes_to_sample
 
-OPENING = ({"role": "system", "content": "Use the CLI."}, {"role": "user", "content": "Make a bucket."})
+OPENING = (
+    {"role": "system", "content": "Use the CLI."},
+    {"role": "user", "content": "Make a bucket."},
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +27,16 @@ def chat(tiny_policy: Path) -> TemplateChat:
 
 
 def rollout(
-    chat: TemplateChat, *turns: tuple[str, str], achieved: bool = False, status: str = "finished", **more: Any
+    chat: TemplateChat,
+    *turns: tuple[str, str],
+    achieved: bool = False,
+    status: str = "finished",
+    **more: Any,
 ) -> RolloutOutcome:
-    played = tuple(PlayedTurn(said, heard, 0.0, messages=[{"role": "user", "content": heard}]) for said, heard in turns)
+    played = tuple(
+        PlayedTurn(said, heard, 0.0, messages=[{"role": "user", "content": heard}])
+        for said, heard in turns
+    )
     completion = chat.encode("aws s3 ls")
     n = len(completion)
     return RolloutOutcome(
@@ -49,10 +59,18 @@ def rollout(
 
 
 def test_errors_and_solutions_are_told(chat: TemplateChat) -> None:
-    """A failed rollout reads the turns that went wrong, every rollout what another one did right; what failed for the
-    environment's own reasons, or did nothing that was called wrong, is told nothing."""
-    wrong = rollout(chat, ("aws s3 mk", "error: no such command"), ("aws s3 ls", "ok"), ("f()", '{"error": "no f"}'))
-    right, again = (rollout(chat, (f"aws s3 mb {name}", "ok"), achieved=True) for name in ("a", "b"))
+    """A failed rollout reads the turns that went wrong, every rollout what another one did right;
+    what failed for the environment's own reasons, or did nothing that was called wrong, is told
+    nothing."""
+    wrong = rollout(
+        chat,
+        ("aws s3 mk", "error: no such command"),
+        ("aws s3 ls", "ok"),
+        ("f()", '{"error": "no f"}'),
+    )
+    right, again = (
+        rollout(chat, (f"aws s3 mb {name}", "ok"), achieved=True) for name in ("a", "b")
+    )
     idle = rollout(chat, ("aws s3 ls", "ok"))
     lost = rollout(chat, ("x", "error: y"), status="lost")
     group = [wrong, right, again, idle, lost]
@@ -60,13 +78,23 @@ def test_errors_and_solutions_are_told(chat: TemplateChat) -> None:
     assert "aws s3 mk\nerror: no such command\nf()\n" in errors and "aws s3 ls" not in errors
     assert [feedback_text(one, group, "errors") for one in group[1:]] == [""] * 4
     solved = [feedback_text(one, group, "solved") for one in group]
-    assert ["mb a" in text for text in solved] == [True, False, True, True, False] and "mb b" in solved[1]
+    assert ["mb a" in text for text in solved] == [
+        True,
+        False,
+        True,
+        True,
+        False,
+    ] and "mb b" in solved[1]
     assert [feedback_text(one, group, "any") for one in group] == solved
-    assert feedback_text(wrong, [wrong, idle], "any") == errors and feedback_text(wrong, [wrong], "solved") == ""
+    assert (
+        feedback_text(wrong, [wrong, idle], "any") == errors
+        and feedback_text(wrong, [wrong], "solved") == ""
+    )
 
 
 def test_the_text_stands_in_the_prompt_within_its_bounds(chat: TemplateChat) -> None:
-    """Behind the message of the user, in every row that begins with the opening; the rest of a row's prompt stays."""
+    """Behind the message of the user, in every row that begins with the opening; the rest of a
+    row's prompt stays."""
     long = "error: " + " ".join(f"word{n}" for n in range(300))
     wrong = rollout(chat, ("aws s3 mk", long))
     later = replace(wrong, prompt_ids=[*wrong.prompt_ids, 7, 8, 9])
@@ -75,12 +103,22 @@ def test_the_text_stands_in_the_prompt_within_its_bounds(chat: TemplateChat) -> 
     grown = len(told.feedback_prompt) - len(wrong.prompt_ids)
     assert 16 < grown <= 64
     text = chat.decode(told.feedback_prompt)
-    assert text.index("Make a bucket.") < text.index("Feedback on an earlier") < text.index("Solve the task correctly.")
-    assert told.branches[0].feedback_prompt == [*told.feedback_prompt, 7, 8, 9] and not told.branches[1].feedback_prompt
+    assert (
+        text.index("Make a bucket.")
+        < text.index("Feedback on an earlier")
+        < text.index("Solve the task correctly.")
+    )
+    assert (
+        told.branches[0].feedback_prompt == [*told.feedback_prompt, 7, 8, 9]
+        and not told.branches[1].feedback_prompt
+    )
     size = len(wrong.prompt_ids) + len(wrong.completion_ids)
     for room in (0, 5, 30, 60):
         (bound,) = Feedback(chat, "any", 64, size + room)([wrong])
-        assert not bound.feedback_prompt or len(bound.feedback_prompt) + len(wrong.completion_ids) <= size + room
+        assert (
+            not bound.feedback_prompt
+            or len(bound.feedback_prompt) + len(wrong.completion_ids) <= size + room
+        )
         assert bool(bound.feedback_prompt) == (room >= 30)
 
 

@@ -1,5 +1,5 @@
-"""Tokens from several generation workers, which are real services here: where a request goes, and what happens when
-one of them dies."""
+"""Tokens from several generation workers, which are real services here: where a request goes, and
+what happens when one of them dies."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ from realhf.api.generation import GenerationFailed
 from realhf.api.model import GenOutput, GenRequest
 from realhf.base.messages import MessageError
 from realhf.rollout import generation_client
-from realhf.rollout.generation_client import ConstrainedTokens, GenerationClient, build_answer, build_request
+from realhf.rollout.generation_client import (
+    ConstrainedTokens,
+    GenerationClient,
+    build_answer,
+    build_request,
+)
 from realhf.transport.service import Request, ServiceServer
 from tests.transport.fixed_port import At
 
 
 class FakeEngine:
-    """A generation worker that answers with its own number, once ``open`` is set; or with ``error``."""
+    """A generation worker that answers with its own number, once ``open`` is set; or with
+    ``error``."""
 
     def __init__(self, number: int, endpoint: str = "") -> None:
         self.number = number
@@ -31,7 +37,9 @@ class FakeEngine:
         self.freed: list[int] = []
         self.methods: list[str] = []
         self.arrived = threading.Event()
-        self.server = ServiceServer(f"generation/{number}", "run", self._answer, network=At(endpoint=endpoint))
+        self.server = ServiceServer(
+            f"generation/{number}", "run", self._answer, network=At(endpoint=endpoint)
+        )
         self.endpoint = self.server.endpoint
 
     def _answer(self, request: Request) -> None:
@@ -70,7 +78,9 @@ async def all_asked(engines: list[FakeEngine], count: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_slot_stays_where_its_rows_are_until_it_is_freed(client: Any, engines: list[FakeEngine]) -> None:
+async def test_a_slot_stays_where_its_rows_are_until_it_is_freed(
+    client: Any, engines: list[FakeEngine]
+) -> None:
     for engine in engines:
         engine.open = False
     tasks = [asyncio.create_task(client.generate(GenRequest(slot, [1] * 10))) for slot in range(6)]
@@ -79,7 +89,9 @@ async def test_a_slot_stays_where_its_rows_are_until_it_is_freed(client: Any, en
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     homes = {payload[0]: engine.number for engine in engines for payload in engine.asked}
-    assert sorted(homes.values()) == [0, 0, 0, 1, 1, 1], "new slots go to the worker with the fewest tokens in hand"
+    assert sorted(homes.values()) == [0, 0, 0, 1, 1, 1], (
+        "new slots go to the worker with the fewest tokens in hand"
+    )
     for engine in engines:
         engine.open = True
     for slot, home in homes.items():
@@ -89,9 +101,11 @@ async def test_a_slot_stays_where_its_rows_are_until_it_is_freed(client: Any, en
     assert {slot: engine.number for engine in engines for slot in engine.freed} == homes
 
 
-async def test_what_an_episode_asks_for_is_not_forgotten_with_the_one_before(engines: list[FakeEngine]) -> None:
-    """The first request of an episode that was played again came before ``free``, which ended it: nothing waits between
-    the two where an environment answers at once."""
+async def test_what_an_episode_asks_for_is_not_forgotten_with_the_one_before(
+    engines: list[FakeEngine],
+) -> None:
+    """The first request of an episode that was played again came before ``free``, which ended it:
+    nothing waits between the two where an environment answers at once."""
     client = GenerationClient("me", "run", timeout_s=60)
     client.update({"generation/0": engines[0].endpoint})
     for _ in range(2):
@@ -102,28 +116,41 @@ async def test_what_an_episode_asks_for_is_not_forgotten_with_the_one_before(eng
     client.close()
 
 
-async def test_requests_of_a_worker_that_dies_go_to_another(client: Any, engines: list[FakeEngine]) -> None:
+async def test_requests_of_a_worker_that_dies_go_to_another(
+    client: Any, engines: list[FakeEngine]
+) -> None:
     engines[0].open = engines[1].open = False
-    tasks = [asyncio.create_task(client.generate(GenRequest(slot, [1] * 4, seed=9))) for slot in range(4)]
+    tasks = [
+        asyncio.create_task(client.generate(GenRequest(slot, [1] * 4, seed=9))) for slot in range(4)
+    ]
     await all_asked(engines, 4)
     dying, living = engines if client._home[0] == engines[0].endpoint else engines[::-1]
     living.open = True
     await asyncio.to_thread(dying.server.close)
     moved = await asyncio.wait_for(asyncio.gather(tasks[0], tasks[2]), 60)
     assert [output.token_ids for output in moved] == [[living.number]] * 2 and client.rerouted == 2
-    assert living.asked[-1][1:] == [[1] * 4, 0, 9, -1, -1, False], "with everything that the request holds"
+    assert living.asked[-1][1:] == [[1] * 4, 0, 9, -1, -1, False], (
+        "with everything that the request holds"
+    )
     for task in tasks:
         task.cancel()
 
 
-async def test_an_evaluation_asks_only_those_who_keep_its_weights(client: Any, engines: list[FakeEngine]) -> None:
+async def test_an_evaluation_asks_only_those_who_keep_its_weights(
+    client: Any, engines: list[FakeEngine]
+) -> None:
     """And fails at once when none of them is left."""
     pinned = ConstrainedTokens(client, ["generation/1"], pinned_version=4, greedy=True)
     for slot in range(4):
         assert (await pinned.generate(GenRequest(slot, [1, 2]))).token_ids == [1]
-    assert not engines[0].asked and {tuple(payload[5:]) for payload in engines[1].asked} == {(4, True)}
+    assert not engines[0].asked and {tuple(payload[5:]) for payload in engines[1].asked} == {
+        (4, True)
+    }
     client.update({"generation/0": engines[0].endpoint})
-    with pytest.raises(GenerationFailed, match="no generation worker that keeps these weights is left of generation/1"):
+    with pytest.raises(
+        GenerationFailed,
+        match="no generation worker that keeps these weights is left of generation/1",
+    ):
         await asyncio.wait_for(pinned.generate(GenRequest(0, [1, 2])), 60)
 
 
@@ -168,7 +195,9 @@ async def test_a_living_worker_whose_connection_broke_is_tried_again(
     client.close()
 
 
-async def test_a_connection_that_is_lost_late_does_not_cost_the_new_one(client: Any, engines: list[FakeEngine]) -> None:
+async def test_a_connection_that_is_lost_late_does_not_cost_the_new_one(
+    client: Any, engines: list[FakeEngine]
+) -> None:
     endpoint = engines[0].endpoint
     old = client._workers[endpoint]
     client._drop(endpoint, old)

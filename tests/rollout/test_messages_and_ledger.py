@@ -18,10 +18,18 @@ from realhf.rollout.openai_requests import ApiError, Call, Message, answer, cano
 from realhf.rollout.openai_sessions import TokenLedger
 from tests.rollout.black_box import chat, spelt
 
-SCALARS = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e6, 1e6) | st.text(max_size=5)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(-1e6, 1e6)
+    | st.text(max_size=5)
+)
 VALUES: Any = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 UTF8 = st.text(st.characters(exclude_categories=["Cs"]))
@@ -30,12 +38,16 @@ UTF8 = st.text(st.characters(exclude_categories=["Cs"]))
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(VALUES, st.booleans(), st.sampled_from([None, 2]))
-def test_json_is_the_same_in_any_way_of_writing(value: Any, escaped: bool, indent: int | None) -> None:
+def test_json_is_the_same_in_any_way_of_writing(
+    value: Any, escaped: bool, indent: int | None
+) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         return
-    other = json.dumps(dict(reversed(value.items())) if isinstance(value, dict) else value, indent=indent)
+    other = json.dumps(
+        dict(reversed(value.items())) if isinstance(value, dict) else value, indent=indent
+    )
     assert canonical_json(json.dumps(value, ensure_ascii=escaped)) == canonical_json(f" {other}\n")
 
 
@@ -55,7 +67,9 @@ def test_json_of_different_values_differs(one: Any, other: Any) -> None:
         assert canonical_json(json.dumps(one)) != canonical_json(json.dumps(other))
 
 
-@pytest.mark.parametrize("text", ['{"a": 1, "a": 1}', '{"a": 1', "", "{} {}", '{"a": NaN}', "[" * 10_000, "9" * 5000])
+@pytest.mark.parametrize(
+    "text", ['{"a": 1, "a": 1}', '{"a": 1', "", "{} {}", '{"a": NaN}', "[" * 10_000, "9" * 5000]
+)
 def test_what_programs_may_read_differently_is_compared_as_text(text: str) -> None:
     assert canonical_json(text) == text
 
@@ -66,14 +80,27 @@ def test_a_number_may_lose_its_fraction_of_nothing() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["f", "g"]), st.dictionaries(UTF8, SCALARS, max_size=2)), max_size=3))
-def test_an_answer_has_ids_of_its_own_that_the_tokens_decide(calls: list[tuple[str, dict[str, Any]]]) -> None:
-    said = AssistantMessage("words", tuple(ToolCall(name, arguments) for name, arguments in calls), text="all")
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["f", "g"]), st.dictionaries(UTF8, SCALARS, max_size=2)),
+        max_size=3,
+    )
+)
+def test_an_answer_has_ids_of_its_own_that_the_tokens_decide(
+    calls: list[tuple[str, dict[str, Any]]],
+) -> None:
+    said = AssistantMessage(
+        "words", tuple(ToolCall(name, arguments) for name, arguments in calls), text="all"
+    )
     message = answer(said, [1, 2], [3])
     assert message == answer(said, [1, 2], [3])
     assert message.content == ("words" if calls else "all")
     ids = [call.id for call in message.calls]
-    others = [call.id for other in (answer(said, [1], [2, 3]), answer(said, [1, 2], [4])) for call in other.calls]
+    others = [
+        call.id
+        for other in (answer(said, [1], [2, 3]), answer(said, [1, 2], [4]))
+        for call in other.calls
+    ]
     assert len({*ids, *others}) == 3 * len(calls)
     assert all(len(name) == 9 and name.isalnum() for name in ids)
 
@@ -82,14 +109,18 @@ def test_what_could_not_be_read_stays_in_the_content() -> None:
     broken = ToolCall("", {}, "call_1", "<tool_call>{</tool_call>", "no JSON")
     both = AssistantMessage("words", (ToolCall("f"), broken), text="all")
     assert answer(both, [1], [2]).content == f"words\n{broken.text}"
-    assert answer(AssistantMessage("words", (broken,), text="all"), [1], [2]) == Message("assistant", "all")
+    assert answer(AssistantMessage("words", (broken,), text="all"), [1], [2]) == Message(
+        "assistant", "all"
+    )
 
 
 STOP = chat().stop_ids[0]
 
 
 def ledger() -> TokenLedger:
-    return TokenLedger(chat(), Limits(max_total_tokens=4000, turn_tokens=16, max_turns=100), slot=1, seed=None)
+    return TokenLedger(
+        chat(), Limits(max_total_tokens=4000, turn_tokens=16, max_turns=100), slot=1, seed=None
+    )
 
 
 def sampled(words: str, reason: str = "stop") -> GenOutput:
@@ -97,16 +128,21 @@ def sampled(words: str, reason: str = "stop") -> GenOutput:
     return GenOutput(ids, [-1.0] * len(ids), [0] * len(ids), reason)
 
 
-def rendered(messages: list[Message], ids: dict[tuple[Message, ...], list[list[int]]]) -> list[list[int]]:
-    """What the engine may see: the ids that were sampled where the words were (the same words may have been sampled
-    more than once), the template's text elsewhere."""
+def rendered(
+    messages: list[Message], ids: dict[tuple[Message, ...], list[list[int]]]
+) -> list[list[int]]:
+    """What the engine may see: the ids that were sampled where the words were (the same words may
+    have been sampled more than once), the template's text elsewhere."""
     spoken = [n for n, message in enumerate(messages, 1) if message.role == "assistant"]
     if not spoken or tuple(messages[: spoken[-1]]) not in ids:
         return [chat().opening([message.for_template() for message in messages])]
     head = messages[: spoken[-1]]
     tail = messages[spoken[-1] :]
     between = [message.for_template() for message in tail]
-    return [known + chat().following_messages(between, ended=known[-1] == STOP) for known in ids[tuple(head)]]
+    return [
+        known + chat().following_messages(between, ended=known[-1] == STOP)
+        for known in ids[tuple(head)]
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -146,7 +182,9 @@ def test_every_request_sees_the_sampled_ids_and_every_kept_token_is_trained_once
         kept += len(turn.ids)
         said = [*messages, Message("assistant", words)]
         ids.setdefault(tuple(said), []).append(turn.prompt + turn.ids)
-        conversations.append(messages if deed == "again" else [*said, Message("user", f"answer {number}")])
+        conversations.append(
+            messages if deed == "again" else [*said, Message("user", f"answer {number}")]
+        )
     assert sum(branch.sampled for branch in book.branches) == kept
     for branch in book.branches:
         branch.tokens.check()
@@ -161,7 +199,9 @@ def test_what_is_no_turn_is_refused() -> None:
         book.add(turn, GenOutput([], [], [], "stop"))
     with pytest.raises(ValueError, match="2 logprobs"):
         book.add(turn, GenOutput([5], [0.0, 0.0], [0], "stop"))
-    assert not book.add(turn, GenOutput([], [], [], "interrupted")), "interrupted before the first token"
+    assert not book.add(turn, GenOutput([], [], [], "interrupted")), (
+        "interrupted before the first token"
+    )
     assert book.add(turn, sampled("ls"))
 
 

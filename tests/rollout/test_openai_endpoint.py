@@ -53,7 +53,11 @@ async def test_a_conversation_keeps_the_ids_that_were_sampled(endpoint: Endpoint
         messages = [USER]
         for answer in ("one", "two"):
             words = await say(client, messages)
-            messages = [*messages, {"role": "assistant", "content": words}, {"role": "user", "content": answer}]
+            messages = [
+                *messages,
+                {"role": "assistant", "content": words},
+                {"role": "user", "content": answer},
+            ]
         await say(client, messages)
         assert [message["content"] for message in messages[1::2]] == ["aws 1", "aws 2"]
         (outcome,) = outcomes(session)
@@ -63,22 +67,31 @@ async def test_a_conversation_keeps_the_ids_that_were_sampled(endpoint: Endpoint
     between = [chat().following(text, ended=True) for text in ("one", "two")]
     assert outcome.prompt_ids == chat().first("task")
     assert outcome.completion_ids == policy[0] + between[0] + policy[1] + between[1] + policy[2]
-    assert spelt("aws 1") != chat().encode("aws 1"), "tokenising the words again would give other ids"
+    assert spelt("aws 1") != chat().encode("aws 1"), (
+        "tokenising the words again would give other ids"
+    )
     assert outcome.loss_mask == [
-        n % 2 == 0 for n, ids in enumerate([policy[0], between[0], policy[1], between[1], policy[2]]) for _ in ids
+        n % 2 == 0
+        for n, ids in enumerate([policy[0], between[0], policy[1], between[1], policy[2]])
+        for _ in ids
     ]
     assert [v for v, m in zip(outcome.versions, outcome.loss_mask, strict=True) if m] == (
         [1] * len(policy[0]) + [2] * len(policy[1]) + [3] * len(policy[2])
     )
-    assert all((v == -1) == (not m) for v, m in zip(outcome.versions, outcome.loss_mask, strict=True))
+    assert all(
+        (v == -1) == (not m) for v, m in zip(outcome.versions, outcome.loss_mask, strict=True)
+    )
     assert (
-        outcome.valid and outcome.reward == 1.0 and [turn.text for turn in outcome.turns] == ["aws 1", "aws 2", "aws 3"]
+        outcome.valid
+        and outcome.reward == 1.0
+        and [turn.text for turn in outcome.turns] == ["aws 1", "aws 2", "aws 3"]
     )
     assert [turn.output for turn in outcome.turns] == ["one", "two", ""]
     for request, sent in zip(tokens.requests, (0, 1, 2), strict=True):
         assert (
             list(request.token_ids)
-            == outcome.prompt_ids + outcome.completion_ids[: sum(len(policy[n]) + len(between[n]) for n in range(sent))]
+            == outcome.prompt_ids
+            + outcome.completion_ids[: sum(len(policy[n]) + len(between[n]) for n in range(sent))]
         )
         assert (request.slot, request.seed) == (3, 7)
     assert tokens.freed == [3]
@@ -88,7 +101,10 @@ async def test_an_unfinished_turn_is_ended_and_parts_are_joined(endpoint: Endpoi
     tokens = FakeTokens(heard, part=2, finish="length")
     async with served(endpoint, tokens) as (_, session, client):
         reply = await client.chat.completions.create(model="m", messages=[USER])  # type: ignore[list-item]
-        assert reply.choices[0].finish_reason == "length" and reply.choices[0].message.content == "aws 1"
+        assert (
+            reply.choices[0].finish_reason == "length"
+            and reply.choices[0].message.content == "aws 1"
+        )
         assert [request.sampled for request in tokens.requests] == [0, 2, 4]
         await say(client, [USER, {"role": "assistant", "content": "aws 1"}, USER])
         (outcome,) = outcomes(session)
@@ -112,7 +128,10 @@ async def test_streaming_logprobs_and_usage(endpoint: Endpoint) -> None:
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
         usage = chunks[-1].usage
         assert text == "aws 1" and usage is not None
-        assert (usage.prompt_tokens, usage.completion_tokens) == (len(chat().first("task")), len(spelt("aws 1")) + 1)
+        assert (usage.prompt_tokens, usage.completion_tokens) == (
+            len(chat().first("task")),
+            len(spelt("aws 1")) + 1,
+        )
         assert chunks[-2].choices[0].finish_reason == "stop"
         whole = await client.chat.completions.create(model="m", messages=[USER], logprobs=True)  # type: ignore[list-item]
         values = whole.choices[0].logprobs
@@ -121,17 +140,23 @@ async def test_streaming_logprobs_and_usage(endpoint: Endpoint) -> None:
         assert {entry.logprob for entry in values.content} == {-0.5}
         assert (await client.models.list()).data[0].id == "policy"
         await say(client, [USER, {"role": "assistant", "content": text}, USER])
-        assert len(session.ledger.branches) == 2, "the streamed conversation was continued, not started again"
+        assert len(session.ledger.branches) == 2, (
+            "the streamed conversation was continued, not started again"
+        )
 
 
-async def test_the_bytes_of_tokens_that_split_a_character_are_joined_to_the_text(endpoint: Endpoint) -> None:
+async def test_the_bytes_of_tokens_that_split_a_character_are_joined_to_the_text(
+    endpoint: Endpoint,
+) -> None:
     """They were those of the replacement character that such a token reads as."""
     said = "é is 2 bytes, € is 3 and 😀 is 4"
     async with served(endpoint, FakeTokens(lambda prompt: said)) as (_, _, client):
         reply = await client.chat.completions.create(model="m", messages=[USER], logprobs=True)  # type: ignore[list-item]
         values = reply.choices[0].logprobs
         assert values is not None and values.content is not None
-        assert any("\ufffd" in entry.token for entry in values.content), "no token splits a character"
+        assert any("\ufffd" in entry.token for entry in values.content), (
+            "no token splits a character"
+        )
         assert b"".join(bytes(entry.bytes or ()) for entry in values.content).decode() == said
         assert reply.choices[0].message.content == said
 
@@ -157,7 +182,9 @@ async def test_what_leaves_a_conversation_is_a_trajectory_of_its_own(endpoint: E
         assert len(session.ledger.branches) == 2
         main, fork = session.ledger.branches
         at = len(main.tokens.prompt_ids) + main.marks[0].tokens
-        assert fork.tokens.prompt_ids == main.tokens.prefix()[:at] + chat().following("more", ended=True)
+        assert fork.tokens.prompt_ids == main.tokens.prefix()[:at] + chat().following(
+            "more", ended=True
+        )
         edited = {"role": "assistant", "content": first["content"] + " "}
         await say(client, [USER, edited, told])
         assert len(session.ledger.branches) == 3
@@ -168,7 +195,9 @@ async def test_what_leaves_a_conversation_is_a_trajectory_of_its_own(endpoint: E
         done = outcomes(session, 0.25)
     assert done[0].completion_ids == main.tokens.completion_ids and done[0].timings["branches"] == 4
     assert [outcome.reward for outcome in done] == [0.25] * 4 and len(done) == 4
-    assert sum(sum(outcome.loss_mask) for outcome in done) == sum(branch.sampled for branch in session.ledger.branches)
+    assert sum(sum(outcome.loss_mask) for outcome in done) == sum(
+        branch.sampled for branch in session.ledger.branches
+    )
 
 
 async def test_requests_at_once_do_not_share_a_row(endpoint: Endpoint) -> None:
@@ -181,7 +210,9 @@ async def test_requests_at_once_do_not_share_a_row(endpoint: Endpoint) -> None:
             await asyncio.sleep(0.005)
         tokens.hold.set()
         assert await asyncio.gather(*both) == ["aws 2", "aws 2"]
-        assert tokens.requests[1].slot != tokens.requests[2].slot and len(session.ledger.branches) == 2
+        assert (
+            tokens.requests[1].slot != tokens.requests[2].slot and len(session.ledger.branches) == 2
+        )
 
 
 async def test_a_reported_reward_ends_the_session(endpoint: Endpoint) -> None:
@@ -192,7 +223,10 @@ async def test_a_reported_reward_ends_the_session(endpoint: Endpoint) -> None:
         assert (await http.post(address, json={"reward": "much"})).status_code == 400
         assert (await http.post(address, content=b'{"reward": NaN}')).status_code == 400
         assert not session.ended.is_set()
-        assert (await http.post(address, json={"reward": 0.75})).json() == {"trajectories": 1, "turns": 1}
+        assert (await http.post(address, json={"reward": 0.75})).json() == {
+            "trajectories": 1,
+            "turns": 1,
+        }
         assert session.ended.is_set() and outcomes(session, None)[0].reward == 0.75
         assert (await http.post(address, json={"reward": 1})).status_code == 409
         with pytest.raises(openai.ConflictError):
@@ -235,7 +269,11 @@ async def test_the_end_cancels_what_is_under_way(endpoint: Endpoint) -> None:
             await asking
         assert tokens.cancelled == 1 and not session.ledger.branches
     nothing = outcomes(session)[0]
-    assert nothing.status == "agent" and nothing.reward is None and nothing.message == "the agent asked for nothing"
+    assert (
+        nothing.status == "agent"
+        and nothing.reward is None
+        and nothing.message == "the agent asked for nothing"
+    )
 
 
 async def test_a_client_that_goes_away_stops_the_sampling(endpoint: Endpoint) -> None:
@@ -259,7 +297,10 @@ async def test_limits_are_told_in_the_words_of_the_api(endpoint: Endpoint) -> No
         first = {"role": "assistant", "content": await say(client, [USER])}
         with pytest.raises(openai.BadRequestError) as refused:
             await say(client, [USER, first, {"role": "user", "content": "word " * 200}])
-        assert refused.value.code == "context_length_exceeded" and session.ledger.limit_hit == "token_budget"
+        assert (
+            refused.value.code == "context_length_exceeded"
+            and session.ledger.limit_hit == "token_budget"
+        )
         assert len(session.ledger.branches) == 1 and session.ledger.branches[0].sampled
         for _ in range(LIMITS.max_turns - 1):
             await say(client, [USER])
@@ -274,8 +315,13 @@ async def test_a_session_may_have_fewer_turns_than_the_others(endpoint: Endpoint
         with pytest.raises(openai.BadRequestError, match="has had its 1 turns"):
             await say(client, [USER])
         assert session.ledger.limit_hit == "max_turns"
-        cut = [session.outcomes(Ending("max_turns", 0.0, task=Task("", max_turns=most)))[0] for most in (1, 0)]
-        assert [outcome.out_of_turns for outcome in cut] == [False, True], "only the run's own limit can be raised"
+        cut = [
+            session.outcomes(Ending("max_turns", 0.0, task=Task("", max_turns=most)))[0]
+            for most in (1, 0)
+        ]
+        assert [outcome.out_of_turns for outcome in cut] == [False, True], (
+            "only the run's own limit can be raised"
+        )
 
 
 async def test_turns_under_way_count_to_the_limit(endpoint: Endpoint) -> None:
@@ -299,7 +345,8 @@ async def test_turns_under_way_count_to_the_limit(endpoint: Endpoint) -> None:
 
 
 async def test_a_turn_that_is_sampled_when_the_session_ends_is_not_kept(endpoint: Endpoint) -> None:
-    """The end comes while the server looks whether the client is still there; the outcome, made at once, stays."""
+    """The end comes while the server looks whether the client is still there; the outcome, made at
+    once, stays."""
     async with served(endpoint, FakeTokens(heard)) as (server, session, client):
         await say(client, [USER])
         messages = [USER, {"role": "assistant", "content": "aws 1"}, USER]
@@ -311,7 +358,9 @@ async def test_a_turn_that_is_sampled_when_the_session_ends_is_not_kept(endpoint
         async def receive() -> Any:
             if (event := next(incoming, None)) is not None:
                 return event
-            if not session._running and not made:  # Nothing is sampled any more, so the server asks before it keeps.
+            if (
+                not session._running and not made
+            ):  # Nothing is sampled any more, so the server asks before it keeps.
                 server.sessions.close(session)
                 made.extend(outcomes(session))
             return await asyncio.Event().wait()
@@ -320,8 +369,17 @@ async def test_a_turn_that_is_sampled_when_the_session_ends_is_not_kept(endpoint
             sent.append(event)
 
         path = f"/sessions/{session.key}/v1/chat/completions"
-        headers = [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+        headers = [
+            (b"content-length", str(len(body)).encode()),
+            (b"content-type", b"application/json"),
+        ]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "query_string": b"",
+            "headers": headers,
+        }
         await build_app(server.sessions)(scope, receive, send)
         assert sent[0]["status"] == 409 and b"ended meanwhile" in sent[1]["body"]
         assert outcomes(session) == made and len(made[0].turns) == 1 and made[0].loss_mask[-1]
@@ -339,39 +397,74 @@ BAD: list[tuple[Any, int]] = [
 
 
 async def test_bad_requests_are_refused_and_harm_nothing(endpoint: Endpoint) -> None:
-    async with served(endpoint, FakeTokens(heard)) as (server, session, client), plain_http() as http:
+    async with (
+        served(endpoint, FakeTokens(heard)) as (server, session, client),
+        plain_http() as http,
+    ):
         address = f"{server.base_url(session)}/chat/completions"
         for body, status in BAD:
             content = {"content": body} if isinstance(body, bytes) else {"json": body}
             reply = await http.post(address, **content)  # type: ignore[arg-type]
-            assert reply.status_code == status and reply.json()["error"]["message"], (body, reply.text)
+            assert reply.status_code == status and reply.json()["error"]["message"], (
+                body,
+                reply.text,
+            )
 
         async def unsized() -> AsyncIterator[bytes]:
             yield b"{}"
 
         assert (await http.post(address, content=unsized())).status_code == 413
-        picture = {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}]}
+        picture = {
+            "role": "user",
+            "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}],
+        }
         for message, said in (
-            (picture, "messages.1.content: only text is read, and part 1 is of the type 'image_url'"),
-            ({"role": "user", "content": ["x"]}, "messages.1.content: only text is read, and part 0 is no part at all"),
-            ({"role": "user", "content": [{"type": "text"}]}, "messages.1.content: part 0 has no text"),
-            ({"role": "user", "content": 3}, "messages.1.content: must be text, a list of parts of text, or null"),
+            (
+                picture,
+                "messages.1.content: only text is read, and part 1 is of the type 'image_url'",
+            ),
+            (
+                {"role": "user", "content": ["x"]},
+                "messages.1.content: only text is read, and part 0 is no part at all",
+            ),
+            (
+                {"role": "user", "content": [{"type": "text"}]},
+                "messages.1.content: part 0 has no text",
+            ),
+            (
+                {"role": "user", "content": 3},
+                "messages.1.content: must be text, a list of parts of text, or null",
+            ),
         ):
             reply = await http.post(address, json={"messages": [USER, message]})
             assert (reply.status_code, reply.json()["error"]["message"]) == (400, said)
-        guess = await http.post(f"{server.url}/sessions/guess/v1/chat/completions", json={"messages": [USER]})
+        guess = await http.post(
+            f"{server.url}/sessions/guess/v1/chat/completions", json={"messages": [USER]}
+        )
         assert guess.status_code == 404 and guess.json()["error"]["code"] == "no_such_session"
         parts = [{"type": "text", "text": "ta"}, {"type": "text", "text": "sk"}]
-        assert await say(client, [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}])
+        assert await say(
+            client,
+            [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}],
+        )
         assert len(session.ledger.branches) == 1
 
 
 async def test_what_is_not_served_is_refused_in_the_words_of_the_api(endpoint: Endpoint) -> None:
     """The ``openai`` package showed nothing but a status for what the framework answers."""
-    async with served(endpoint, FakeTokens(heard)) as (server, session, client), plain_http() as http:
+    async with (
+        served(endpoint, FakeTokens(heard)) as (server, session, client),
+        plain_http() as http,
+    ):
         with pytest.raises(openai.NotFoundError, match="POST chat/completions") as refused:
             await client.embeddings.create(model="any", input="x")
         assert refused.value.code == "unknown_url" and refused.value.type == "invalid_request_error"
-        for method, path, status in (("POST", "models", 405), ("GET", "chat/completions", 405), ("GET", "files", 404)):
+        for method, path, status in (
+            ("POST", "models", 405),
+            ("GET", "chat/completions", 405),
+            ("GET", "files", 404),
+        ):
             reply = await http.request(method, f"{server.base_url(session)}/{path}", json={})
-            assert reply.status_code == status and "GET models" in reply.json()["error"]["message"], reply.text
+            assert (
+                reply.status_code == status and "GET models" in reply.json()["error"]["message"]
+            ), reply.text

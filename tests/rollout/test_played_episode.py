@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
-from realhf.api.environment import HELD_OUT, TRAIN, AssistantMessage, Environment, EnvironmentSpec, Task, Turn
+from realhf.api.environment import (
+    HELD_OUT,
+    TRAIN,
+    AssistantMessage,
+    Environment,
+    EnvironmentSpec,
+    Task,
+    Turn,
+)
 from realhf.api.evaluation import evaluation_report
 from realhf.api.model import MEANS_OVER, GenOutput, GenRequest
 from realhf.api.rollout import PlayedTurn, RolloutOutcome
@@ -100,7 +108,9 @@ def test_words_of_an_episode_do_nothing_to_the_terminal_and_can_be_written(tmp_p
 
 
 def test_failed_episodes_are_counted_apart() -> None:
-    report = evaluation_report(episode_results([outcome(), outcome("max_turns"), outcome("internal")]), 7)
+    report = evaluation_report(
+        episode_results([outcome(), outcome("max_turns"), outcome("internal")]), 7
+    )
     assert report["overall"]["success"] == 0.5
     assert (report["overall"]["episodes"], report["overall"]["failed"]) == (2, 1)
     assert report["overall"]["version"] == 7
@@ -108,7 +118,8 @@ def test_failed_episodes_are_counted_apart() -> None:
 
 
 def test_an_environment_without_tasks_is_evaluated_on_seeds_that_are_not_trained_on() -> None:
-    """As many as episodes were asked for, since every seed is a task; they are shown as one template."""
+    """As many as episodes were asked for, since every seed is a task; they are shown as one
+    template."""
     spec = EnvironmentSpec("mine", lambda _: None, lambda split: SeedTaskSet("Mine", split))  # type: ignore[arg-type,return-value]
     played = held_out_tasks(spec, HELD_OUT, 12, 200)
     trained = {spec.tasks(TRAIN).instantiate("Mine", seed).seed for seed in range(100)}
@@ -139,9 +150,13 @@ async def play(
     engine: Engine, world: World | None = None, limits: Limits = LIMITS, turns: int = 0, **task: Any
 ) -> RolloutOutcome:
     spec = (world or World()).spec()
-    env = SlotEnvironment(spec.name, lambda: spec.make(""), message_timeout_s=5.0, patience_s=0.0, deterministic=True)
+    env = SlotEnvironment(
+        spec.name, lambda: spec.make(""), message_timeout_s=5.0, patience_s=0.0, deterministic=True
+    )
     speaker = Conversation(WordChat(), limits, engine, slot=4, seed=77)
-    wanted = EpisodeRequest(0, Task("t-1", "easy", {"text": "do it", **task}, seed=11, max_turns=turns))
+    wanted = EpisodeRequest(
+        0, Task("t-1", "easy", {"text": "do it", **task}, seed=11, max_turns=turns)
+    )
     return await play_episode(env, wanted, speaker, limits.max_turns)
 
 
@@ -160,12 +175,19 @@ async def test_the_engine_continues_exactly_what_is_kept() -> None:
         ids += [FOLLOW, *map(ord, "saw aws s3 ls"), CUE] if turn < 2 else []
     assert outcome.prompt_ids + outcome.completion_ids == ids
     assert [turn.text for turn in outcome.turns] == ["aws s3 ls"] * 3
-    assert (outcome.task_id, outcome.group, outcome.seed, outcome.task_text) == ("t-1", "easy", 11, "do it")
+    assert (outcome.task_id, outcome.group, outcome.seed, outcome.task_text) == (
+        "t-1",
+        "easy",
+        11,
+        "do it",
+    )
 
 
 async def test_a_long_answer_is_cut_until_a_turn_fits() -> None:
     engine = Engine(said("aws s3 ls"))
-    long = World(lambda env, message: Turn([{"role": "user", "content": "x" * 60 + "y" * 60}], reward=0.0))
+    long = World(
+        lambda env, message: Turn([{"role": "user", "content": "x" * 60 + "y" * 60}], reward=0.0)
+    )
     await play(engine, long)
     assert len(engine.asked) > 1 and len(engine.asked[1].token_ids) <= 100
     text = engine.asked[1].token_ids[6 + 10 + 1 : -1]
@@ -173,7 +195,8 @@ async def test_a_long_answer_is_cut_until_a_turn_fits() -> None:
 
 
 async def test_many_long_answers_are_cut_until_a_turn_fits() -> None:
-    """Each to its share, and a short one not at all; what cannot fit is not tokenised to find that out."""
+    """Each to its share, and a short one not at all; what cannot fit is not tokenised to find that
+    out."""
     sizes: list[int] = []
 
     class Counting(WordChat):
@@ -186,11 +209,15 @@ async def test_many_long_answers_are_cut_until_a_turn_fits() -> None:
         sizes.clear()
         answers = [{"role": "user", "content": letter * long} for letter in letters]
         world = World(
-            lambda env, message, told=answers: Turn([*told, {"role": "user", "content": "short"}], reward=0.0)
+            lambda env, message, told=answers: Turn(
+                [*told, {"role": "user", "content": "short"}], reward=0.0
+            )
         )
         engine = Engine(said("aws s3 ls"))
         speaker = Conversation(Counting(), Limits(2, 200, 20), engine, slot=4, seed=77)
-        outcome = await play_episode(world.spec().make(""), EpisodeRequest(0, Task("t-1", payload={})), speaker, 2)
+        outcome = await play_episode(
+            world.spec().make(""), EpisodeRequest(0, Task("t-1", payload={})), speaker, 2
+        )
         assert outcome.status == "max_turns" and len(engine.asked) == 2
         read = "".join(map(chr, engine.asked[1].token_ids[6 + 10 + 1 : -1]))
         assert read.endswith("short") and {*letters} <= {*read}, read
@@ -207,7 +234,12 @@ async def test_the_end_of_a_truncated_turn_is_added_without_loss() -> None:
 
 async def test_no_room_for_another_turn_ends_with_token_budget() -> None:
     outcome = await play(Engine(said("aws s3 ls")), limits=Limits(3, 36, 20))
-    assert (outcome.status, outcome.reward, outcome.valid, outcome.truncated) == ("token_budget", 0.25, True, True)
+    assert (outcome.status, outcome.reward, outcome.valid, outcome.truncated) == (
+        "token_budget",
+        0.25,
+        True,
+        True,
+    )
     assert outcome.loss_mask[-1]
 
 
@@ -232,16 +264,27 @@ async def test_rewards_are_summed_and_the_status_tells_the_end(
 
 
 async def test_named_rewards_and_metrics_are_kept() -> None:
-    world = World(lambda env, message: Turn(reward=0.5, rewards={"form": 0.5}, metrics={"rows": len(env.said)}))
+    world = World(
+        lambda env, message: Turn(
+            reward=0.5, rewards={"form": 0.5}, metrics={"rows": len(env.said)}
+        )
+    )
     outcome = await play(Engine(said("go")), world)
     assert outcome.rewards == {"form": 1.5} and outcome.metrics == {"rows": 3}
 
 
-@pytest.mark.parametrize("broken", [{"reward": float("nan")}, {"rewards": {"a": float("inf")}}, {"reward": 1e300}])
+@pytest.mark.parametrize(
+    "broken", [{"reward": float("nan")}, {"rewards": {"a": float("inf")}}, {"reward": 1e300}]
+)
 async def test_a_number_that_is_none_is_a_failure_not_a_zero(broken: dict[str, Any]) -> None:
     """A reward beyond fp32 is infinite where it is stored."""
     outcome = await play(Engine(said("aws s3 ls")), answer(**broken))
-    assert (outcome.status, outcome.reward, outcome.valid, outcome.achieved) == ("internal", None, False, False)
+    assert (outcome.status, outcome.reward, outcome.valid, outcome.achieved) == (
+        "internal",
+        None,
+        False,
+        False,
+    )
     assert "not a finite number" in outcome.message
 
 
@@ -258,7 +301,12 @@ async def test_an_engine_that_samples_nothing_is_a_failure_of_the_policy() -> No
 
 async def test_a_full_context_ends_the_episode_as_a_spent_budget_does() -> None:
     outcome = await play(Engine(said("aws s3 ls"), GenOutput([], [], [], "length")))
-    assert (outcome.status, outcome.reward, outcome.valid, outcome.truncated) == ("token_budget", 0.25, True, True)
+    assert (outcome.status, outcome.reward, outcome.valid, outcome.truncated) == (
+        "token_budget",
+        0.25,
+        True,
+        True,
+    )
     assert outcome.loss_mask == [True] * 10, "the answer that nobody read is gone"
 
 
@@ -268,7 +316,12 @@ async def test_a_prompt_that_fills_the_context_names_the_option() -> None:
 
 
 async def test_parts_of_a_turn_join_and_a_turn_that_fills_the_context_is_complete() -> None:
-    parts = [said("aws s3 ", "interrupted"), said("ls", "interrupted"), GenOutput([], [], [], "length"), said("go")]
+    parts = [
+        said("aws s3 ", "interrupted"),
+        said("ls", "interrupted"),
+        GenOutput([], [], [], "length"),
+        said("go"),
+    ]
     engine = Engine(*parts)
     outcome = await play(engine)
     assert [asked.sampled for asked in engine.asked[:4]] == [0, 7, 9, 0]
@@ -285,11 +338,14 @@ async def test_turns_that_run_out_are_no_truncation_unless_the_last_was_cut() ->
 async def test_a_task_may_have_fewer_turns_than_the_run_allows(turns: int, played: int) -> None:
     outcome = await play(Engine(said("aws s3 ls")), limits=Limits(2, 120, 20), turns=turns)
     assert (outcome.status, outcome.valid, len(outcome.turns)) == ("max_turns", True, played)
-    assert outcome.out_of_turns is (turns in (0, 9)), "only rollout.max_turns is an option that can be raised"
+    assert outcome.out_of_turns is (turns in (0, 9)), (
+        "only rollout.max_turns is an option that can be raised"
+    )
 
 
 async def test_episodes_that_the_limit_of_turns_ended_are_counted() -> None:
-    """Neither a metric nor a report said it: most held-out episodes had ended so, and nothing seemed wrong."""
+    """Neither a metric nor a report said it: most held-out episodes had ended so, and nothing
+    seemed wrong."""
     cut = await play(Engine(said("aws s3 ls")), answer(reward=0.0))
     solved = await play(Engine(said("aws s3 ls")), answer(metrics={"success": 1.0}))
     lost = await play(Engine(GenOutput([], [], [], "interrupted")))
@@ -297,10 +353,20 @@ async def test_episodes_that_the_limit_of_turns_ended_are_counted() -> None:
     assert rollout_statistics(outcomes)["out_of_turns"] == 2 / 3
     report = evaluation_report(episode_results(outcomes), 7)
     assert report["overall"]["out_of_turns"] == 2 / 3
-    assert evaluation_metrics({"sampled": report}, "heldout")["eval/heldout/sampled/out_of_turns/overall"] == 2 / 3
+    assert (
+        evaluation_metrics({"sampled": report}, "heldout")[
+            "eval/heldout/sampled/out_of_turns/overall"
+        ]
+        == 2 / 3
+    )
     note = json.dumps(PlayedGroup(outcomes).statistics())
-    earlier = json.dumps({name: value for name, value in json.loads(note).items() if name != "out_of_turns"})
-    results = [SampleResult(name, metadata={"rollout": text}) for name, text in (("a", note), ("b", earlier))]
+    earlier = json.dumps(
+        {name: value for name, value in json.loads(note).items() if name != "out_of_turns"}
+    )
+    results = [
+        SampleResult(name, metadata={"rollout": text})
+        for name, text in (("a", note), ("b", earlier))
+    ]
     assert rollout_metrics(results)["out_of_turns"] == 2 / 3
     for own in ("actor_gen/out_of_turns", "rollout/out_of_turns"):
         assert public_names({own: 0.5}) == {"length/out_of_turns": 0.5}
@@ -314,10 +380,14 @@ async def test_a_first_prompt_without_room_for_a_turn_is_an_error_of_the_configu
 async def test_what_is_no_turn_is_a_failure_that_names_the_environment() -> None:
     world = World(lambda env, message: {"messages": []})
     outcome = await play(Engine(said("go")), world)
-    assert outcome.status == "internal" and outcome.message.startswith("environment scripted: step returned")
+    assert outcome.status == "internal" and outcome.message.startswith(
+        "environment scripted: step returned"
+    )
 
 
-async def test_a_turn_begins_in_the_state_that_the_environment_names_or_in_the_text_that_it_answers() -> None:
+async def test_a_turn_begins_in_the_state_that_the_environment_names_or_in_the_text_that_it_answers() -> (
+    None
+):
     """The first one in the opening. A key and the same words as a text are different states."""
     words = [{"role": "user", "content": "a"}]
     turns = [Turn(words, state_key="a"), Turn(words), Turn(done=True)]
@@ -331,21 +401,40 @@ async def test_a_turn_begins_in_the_state_that_the_environment_names_or_in_the_t
     [
         ([{"reward": 0.5}, {}, {"reward": 0.25, "done": True}], [0.5, 0.0, 0.25]),
         ([{"reward": 0.5}, {"reward": 0.25, "final": True, "done": True}], [0.5, -0.25]),
-        ([{"reward": 1.0, "final": True}, {"final": True}, {"reward": 3.0, "final": True}], [1.0, 0.0, 2.0]),
+        (
+            [{"reward": 1.0, "final": True}, {"final": True}, {"reward": 3.0, "final": True}],
+            [1.0, 0.0, 2.0],
+        ),
     ],
 )
-async def test_rewards_of_turns_sum_to_that_of_the_episode(turns: list[dict[str, Any]], rewards: list[float]) -> None:
-    """One that is final counts as its difference to those before it. Every turn has its place among the tokens."""
-    answers = World(lambda env, message: Turn([{"role": "user", "content": "on"}], **turns[len(env.said) - 1]))
+async def test_rewards_of_turns_sum_to_that_of_the_episode(
+    turns: list[dict[str, Any]], rewards: list[float]
+) -> None:
+    """One that is final counts as its difference to those before it. Every turn has its place among
+    the tokens."""
+    answers = World(
+        lambda env, message: Turn([{"role": "user", "content": "on"}], **turns[len(env.said) - 1])
+    )
     outcome = await play(Engine(said("go")), answers)
     assert outcome.turn_rewards == rewards and sum(outcome.turn_rewards) == outcome.reward
     length = len(said("go").token_ids)
     assert len(outcome.turn_starts) == len(rewards)
-    assert all(outcome.completion_ids[start : start + length] == said("go").token_ids for start in outcome.turn_starts)
+    assert all(
+        outcome.completion_ids[start : start + length] == said("go").token_ids
+        for start in outcome.turn_starts
+    )
 
 
-def outcome(status: str = "achieved", *, prompt: int = 3, sampled: int = 2, env: int = 2, reward: float = 1.0):
-    """prompt ids 1.., then `sampled` policy tokens, `env` environment tokens, `sampled` policy tokens."""
+def outcome(
+    status: str = "achieved",
+    *,
+    prompt: int = 3,
+    sampled: int = 2,
+    env: int = 2,
+    reward: float = 1.0,
+):
+    """prompt ids 1.., then `sampled` policy tokens, `env` environment tokens, `sampled` policy
+    tokens."""
     mask = [True] * sampled + [False] * env + [True] * sampled
     failed = status == "internal"
     return RolloutOutcome(
@@ -366,8 +455,8 @@ def outcome(status: str = "achieved", *, prompt: int = 3, sampled: int = 2, env:
 
 
 def test_figures_of_several_workers_and_rounds_are_those_of_all_their_rollouts() -> None:
-    """A worker with one rollout of a group counted for as much as one with seven, and one whose rollouts all failed for
-    as much as any: success of the hard group was 0.5."""
+    """A worker with one rollout of a group counted for as much as one with seven, and one whose
+    rollouts all failed for as much as any: success of the hard group was 0.5."""
     lucky = replace(outcome(), group="hard")
     unlucky = replace(outcome("max_turns", reward=0.0), group="hard")
     slow = replace(outcome(), rewards={"speed": 0.25}, metrics={"calls": 6.0})
@@ -394,7 +483,20 @@ def test_shifted_keys_sit_before_the_token_they_predict() -> None:
     shifted_mask = torch.cat([mask[1:9], mask[10:12]])
     assert torch.equal(logprobs != 0, shifted_mask)
     assert torch.equal(versions == 7, shifted_mask)
-    assert sample["packed_input_ids"].tolist() == [1, 2, 3, 100, 101, 102, 103, 104, 105, 1, 100, 101]
+    assert sample["packed_input_ids"].tolist() == [
+        1,
+        2,
+        3,
+        100,
+        101,
+        102,
+        103,
+        104,
+        105,
+        1,
+        100,
+        101,
+    ]
     assert not bool((sample["prompt_mask"] & mask).any())
     assert sample["prompt_mask"].sum() == 4
 
@@ -432,7 +534,9 @@ def test_a_rollout_that_failed_before_its_prompt_keeps_its_place() -> None:
         ("token_budget", False, True),
     ],
 )
-def test_episodes_ended_by_a_limit_of_tokens_are_valid_and_marked(status: str, last_turn_cut: bool, cut: bool) -> None:
+def test_episodes_ended_by_a_limit_of_tokens_are_valid_and_marked(
+    status: str, last_turn_cut: bool, cut: bool
+) -> None:
     sample = outcomes_to_sample(["a"], [[replace(outcome(status), last_turn_cut=last_turn_cut)]])
     assert sample["outcome"].tolist() == [0]
     assert sample["seq_no_eos_mask"].tolist() == [cut]
@@ -440,19 +544,32 @@ def test_episodes_ended_by_a_limit_of_tokens_are_valid_and_marked(status: str, l
 
 def played(status: str = "achieved", **more: object) -> RolloutOutcome:
     """Two turns of two tokens, with two of the environment between, and a reward of each."""
-    return replace(outcome(status), turn_starts=[0, 4], turn_rewards=[0.25, 0.75], turn_states=[-7, 1 << 40], **more)
+    return replace(
+        outcome(status),
+        turn_starts=[0, 4],
+        turn_rewards=[0.25, 0.75],
+        turn_states=[-7, 1 << 40],
+        **more,
+    )
 
 
 def test_turns_are_numbered_where_the_policy_spoke() -> None:
     """-1 on the prompt and the environment's tokens; what does not train has no turn, and one reward of 0."""
-    branch = replace(outcome(sampled=1, env=0), turn_starts=[0], turn_rewards=[0.5, 0.0, 1.0], first_turn=2)
+    branch = replace(
+        outcome(sampled=1, env=0), turn_starts=[0], turn_rewards=[0.5, 0.0, 1.0], first_turn=2
+    )
     branch = replace(branch, turn_states=[4, 5, 6])
-    groups = [[played(), played("internal")], [played(branches=(replace(branch, completion_ids=[1, 2]),))]]
+    groups = [
+        [played(), played("internal")],
+        [played(branches=(replace(branch, completion_ids=[1, 2]),))],
+    ]
     sample = outcomes_to_sample(["a", "b"], groups, turns=True)
     none = [-1] * 9
     one = [-1, -1, -1, 0, 0, -1, -1, 1, 1]
     assert sample["turn_ids"].tolist() == [*one, *none, *one, -1, -1, -1, 2, 2]
-    assert sample["rollout_index"].tolist() == [0, 1, 0, 0], "a branch has the number of its rollout"
+    assert sample["rollout_index"].tolist() == [0, 1, 0, 0], (
+        "a branch has the number of its rollout"
+    )
     assert sample.seqlens["turn_rewards"] == [[2, 1], [2, 3]]
     assert sample["turn_rewards"].tolist() == [0.25, 0.75, 0.0, 0.25, 0.75, 0.5, 0.0, 1.0]
     assert sample["turn_states"].tolist() == [-7, 1 << 40, 0, -7, 1 << 40, 4, 5, 6]
@@ -462,8 +579,8 @@ def test_turns_are_numbered_where_the_policy_spoke() -> None:
 
 
 def test_a_group_whose_conversations_are_judged_apart_has_signal() -> None:
-    """Its main trajectories alone were looked at, so that it gave way although rows of it had an advantage. What is
-    known of it travels with the sample, as master and journal get it."""
+    """Its main trajectories alone were looked at, so that it gave way although rows of it had an
+    advantage. What is known of it travels with the sample, as master and journal get it."""
     worse = replace(outcome(), reward=0.25)
     lost = replace(outcome("internal"), reward=None)
     groups = [[played(branches=(worse, lost)), played()], [played(branches=(played(),)), played()]]
@@ -480,12 +597,19 @@ def test_a_group_whose_conversations_are_judged_apart_has_signal() -> None:
 
 
 def test_turns_are_made_only_where_they_are_asked_for_and_change_nothing_else() -> None:
-    plain, more = (outcomes_to_sample(["a"], [[played(), played()]], turns=turns) for turns in (False, True))
+    plain, more = (
+        outcomes_to_sample(["a"], [[played(), played()]], turns=turns) for turns in (False, True)
+    )
     assert more.keys - plain.keys == {"turn_ids", "turn_rewards", "turn_states"}
     assert all(torch.equal(plain[key], more[key]) for key in plain.keys)
 
 
 def test_two_turns_without_a_token_between_them_stay_two() -> None:
-    row = replace(outcome(sampled=2, env=0), turn_starts=[0, 1, 3], turn_rewards=[1.0, 2.0, 3.0], turn_states=[0] * 3)
+    row = replace(
+        outcome(sampled=2, env=0),
+        turn_starts=[0, 1, 3],
+        turn_rewards=[1.0, 2.0, 3.0],
+        turn_states=[0] * 3,
+    )
     sample = outcomes_to_sample(["a"], [[row]], turns=True)
     assert sample["turn_ids"].tolist() == [-1, -1, -1, 0, 1, 1, 2]

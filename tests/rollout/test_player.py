@@ -1,4 +1,5 @@
-"""Many episodes on a few slots: order, retries, lockstep and free play, environments that fail and are resumed."""
+"""Many episodes on a few slots: order, retries, lockstep and free play, environments that fail and
+are resumed."""
 
 from __future__ import annotations
 
@@ -23,17 +24,27 @@ LIMITS = Limits(4, 500, 20)
 
 
 def wanted(count: int) -> list[EpisodeRequest]:
-    return [EpisodeRequest(n, Task(f"t-{n}", payload={"text": f"task {n}"}, seed=n), n) for n in range(count)]
+    return [
+        EpisodeRequest(n, Task(f"t-{n}", payload={"text": f"task {n}"}, seed=n), n)
+        for n in range(count)
+    ]
 
 
 def player(world: World, size: int = 3, retries: int = 0, **spec: Any) -> Player:
     return Player(
-        world.spec(**spec), "", TurnAgent(WordChat(), LIMITS, ""), size, first_slot=10, retries=retries, patience_s=0.0
+        world.spec(**spec),
+        "",
+        TurnAgent(WordChat(), LIMITS, ""),
+        size,
+        first_slot=10,
+        retries=retries,
+        patience_s=0.0,
     )
 
 
 class Batches:
-    """A batch engine that says "go" to everybody and records every batch: slot and task of each request."""
+    """A batch engine that says "go" to everybody and records every batch: slot and task of each
+    request."""
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self.batches: list[list[tuple[int, str]]] = []
@@ -43,7 +54,9 @@ class Batches:
     def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
         assert round_index == len(self.batches)
         time.sleep(self.delay_s)
-        self.batches.append([(r.slot, "".join(map(chr, r.token_ids[: r.token_ids.index(CUE)]))) for r in requests])
+        self.batches.append(
+            [(r.slot, "".join(map(chr, r.token_ids[: r.token_ids.index(CUE)]))) for r in requests]
+        )
         return [said("go") for _ in requests]
 
     def free(self, slots: Sequence[int]) -> None:
@@ -142,7 +155,9 @@ def test_in_free_play_a_slow_environment_holds_up_only_its_own_episode() -> None
 
     world = World(on_reset=slow)
     spec = world.spec()
-    own = Player(spec, "", TurnAgent(WordChat(), LIMITS, ""), 3, message_timeout_s=0.3, patience_s=0.0)
+    own = Player(
+        spec, "", TurnAgent(WordChat(), LIMITS, ""), 3, message_timeout_s=0.3, patience_s=0.0
+    )
     engine = Batches()
     blocking = BlockingPlayer(own)
     outcomes = blocking.play(wanted(6), engine, lockstep=False).outcomes
@@ -165,7 +180,9 @@ def test_an_error_of_the_engine_is_raised_and_the_player_goes_on() -> None:
     blocking.close()
 
 
-def test_an_environment_that_blocks_the_loop_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_blocks_the_loop_is_named_with_its_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("realhf.rollout.blocking_player._CHECK_S", 0.05)
     over = threading.Event()
     look = BlockingPlayer._check_loop
@@ -185,7 +202,10 @@ def test_an_environment_that_blocks_the_loop_is_named_with_its_line(monkeypatch:
     agent = TurnAgent(WordChat(), LIMITS, "")
     blocking = BlockingPlayer(Player(World(blocks).spec(), "", agent, 2, message_timeout_s=0.3))
     try:
-        with pytest.raises(RuntimeError, match=r"blocked the event loop .* s \(.*test_player\.py, line \d+, in blocks"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"blocked the event loop .* s \(.*test_player\.py, line \d+, in blocks",
+        ):
             blocking.play(wanted(2), Batches())
     finally:
         over.set()
@@ -209,7 +229,9 @@ def test_one_run_at_a_time_and_nothing_is_left_running() -> None:
     assert second and threading.active_count() == before
 
 
-FAILED = {kind: EnvironmentFailure(kind, "why") for kind in ("unavailable", "timeout", "lost", "capacity")}
+FAILED = {
+    kind: EnvironmentFailure(kind, "why") for kind in ("unavailable", "timeout", "lost", "capacity")
+}
 
 
 def slot(world: World, retries: int = 0, **options: Any) -> SlotEnvironment:
@@ -251,7 +273,9 @@ async def test_a_lost_episode_is_resumed_by_replay(trick: Any, kind: str) -> Non
 
 
 async def test_a_loss_during_the_replay_is_one_more_loss() -> None:
-    world = tricks({(0, "b"): FAILED["lost"], (1, "a"): FAILED["lost"], (2, "b"): FAILED["unavailable"]})
+    world = tricks(
+        {(0, "b"): FAILED["lost"], (1, "a"): FAILED["lost"], (2, "b"): FAILED["unavailable"]}
+    )
     env = slot(world, retries=2)
     await env.reset({}, seed=1)
     await env.step(says("a"))
@@ -307,7 +331,9 @@ async def test_an_exception_names_the_environment_and_the_line(where: str) -> No
 
     world = World(broken) if where == "step" else World(on_reset=broken)
     env = slot(world, retries=0)
-    with pytest.raises(EnvironmentFailure, match=rf"environment scripted: {where}: KeyError: .*\.py, line \d+") as end:
+    with pytest.raises(
+        EnvironmentFailure, match=rf"environment scripted: {where}: KeyError: .*\.py, line \d+"
+    ) as end:
         await env.reset({}, seed=1)
         await env.step(says("a"))
     assert end.value.kind == "internal"
@@ -328,7 +354,11 @@ async def test_closing_is_bounded_and_never_raises() -> None:
 
     world = World()
     env = SlotEnvironment(
-        "scripted", lambda: Stubborn(world), message_timeout_s=1.0, patience_s=0.0, deterministic=True
+        "scripted",
+        lambda: Stubborn(world),
+        message_timeout_s=1.0,
+        patience_s=0.0,
+        deterministic=True,
     )
     await env.reset({}, seed=1)
     await env.close()

@@ -36,14 +36,19 @@ class Says:
     [
         ("lfm2.5", '<|tool_call_start|>[list_files(folder="x")]<|tool_call_end|>', True),
         ("qwen2.5", "I would list the files.", True),
-        ("qwen2.5", f"<tool_call>{json.dumps({'name': 'list_files', 'arguments': {}})}</tool_call>", False),
+        (
+            "qwen2.5",
+            f"<tool_call>{json.dumps({'name': 'list_files', 'arguments': {}})}</tool_call>",
+            False,
+        ),
         ("qwen2.5", "<tool_call>{</tool_call>", False),
     ],
 )
 async def test_a_policy_that_calls_no_tool_is_pointed_out(
     name: str, text: str, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A call that cannot be read is one all the same: the environment answers it with its mistake."""
+    """A call that cannot be read is one all the same: the environment answers it with its
+    mistake."""
     spec = build_environment("files", {})
     tasks = spec.tasks(TRAIN)
     template = next(iter(tasks.group_of))

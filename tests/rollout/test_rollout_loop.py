@@ -1,4 +1,5 @@
-"""The loop of a rollout worker, and the groups that it plays: samples, evaluations, failures, deadlines."""
+"""The loop of a rollout worker, and the groups that it plays: samples, evaluations, failures,
+deadlines."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ from typing import Any
 
 import pytest
 
-from realhf.api.calls import ALLOCATE, EVALUATED, AllocateAnswer, EvaluatedRequest, EvaluationPart, RolloutLease
+from realhf.api.calls import (
+    ALLOCATE,
+    EVALUATED,
+    AllocateAnswer,
+    EvaluatedRequest,
+    EvaluationPart,
+    RolloutLease,
+)
 from realhf.api.config import GenConfig
 from realhf.api.environment import EnvironmentFailure, EnvironmentSpec, Task
 from realhf.api.evaluation import EpisodeResult
@@ -35,7 +43,8 @@ from tests.rollout.word_chat import WordChat
 
 
 class FakeMaster:
-    """Gives the samples of ``ids`` as they are asked for, then none; ``rejected``: what it was told of."""
+    """Gives the samples of ``ids`` as they are asked for, then none; ``rejected``: what it was told
+    of."""
 
     def __init__(self, ids: Sequence[str], deadline_s: float = 60.0) -> None:
         self.leases = [RolloutLease(id, 0, order, 0, deadline_s) for order, id in enumerate(ids)]
@@ -53,14 +62,19 @@ class FakeMaster:
             self.shares = self.shares[count:]
             given = self.leases[: count - len(shares)]
             self.leases = self.leases[count - len(shares) :]
-            request.reply(ALLOCATE.pack_answer(AllocateAnswer(given or (None if shares else []), shares)))
+            request.reply(
+                ALLOCATE.pack_answer(AllocateAnswer(given or (None if shares else []), shares))
+            )
         elif request.method == "evaluated":
             self.evaluated.append(EVALUATED.unpack(request.payload))
             request.reply({})
         elif request.payload["id"] == "group refused":
             raise ValueError("refused")
         else:
-            self.rejected[request.payload["id"]] = request.payload["outcome"], request.payload["message"]
+            self.rejected[request.payload["id"]] = (
+                request.payload["outcome"],
+                request.payload["message"],
+            )
             request.reply({})
 
 
@@ -124,7 +138,9 @@ class Scene:
         self.players = [FakePlayer() for _ in range(players)]
         self.stream = FakeStream()
         self.client = ServiceClient(self.master.server.endpoint, "the master", "me", "run")
-        self.loop = RolloutLoop(self.client, self.stream, self.players, encode, tracer=Tracer(), timeout_s=60)
+        self.loop = RolloutLoop(
+            self.client, self.stream, self.players, encode, tracer=Tracer(), timeout_s=60
+        )
 
     async def run(self) -> None:
         await asyncio.wait_for(self.loop.run(), 60)
@@ -168,11 +184,15 @@ async def test_what_fails_ends_its_attempt_and_the_loop_goes_on(scene: Any) -> N
     assert "too many keys" in run.master.rejected["odd"][1]
 
 
-async def test_shares_of_an_evaluation_are_played_beside_samples_and_the_master_is_told(scene: Any) -> None:
+async def test_shares_of_an_evaluation_are_played_beside_samples_and_the_master_is_told(
+    scene: Any,
+) -> None:
     """What of them, and why one was not."""
     run = scene("good", "better", players=2)
     run.master.shares = [
-        EvaluationPart(7, part, 3, part == 0, 4, ["generation/0"], "heldout", 5, 10, 0.2 if part == 2 else 60.0)
+        EvaluationPart(
+            7, part, 3, part == 0, 4, ["generation/0"], "heldout", 5, 10, 0.2 if part == 2 else 60.0
+        )
         for part in range(3)
     ]
     await run.run()
@@ -186,7 +206,10 @@ async def test_shares_of_an_evaluation_are_played_beside_samples_and_the_master_
 async def test_a_sample_has_a_deadline_and_its_player_plays_the_next_one(scene: Any) -> None:
     run = scene("slow", "good", players=1, deadline_s=0.2)
     await run.run()
-    assert run.master.rejected["slow"] == ("timeout", "not over after 0.2 s") and run.stream.pushed == ["good"]
+    assert run.master.rejected["slow"] == (
+        "timeout",
+        "not over after 0.2 s",
+    ) and run.stream.pushed == ["good"]
 
 
 @pytest.mark.parametrize(("id", "error"), [("dead", StreamFailed), ("group refused", ServiceError)])
@@ -222,17 +245,35 @@ def lease(deadline_s: float = 30.0) -> RolloutLease:
 
 
 def player(
-    world: World, tokens: Any = None, name: str = "minimum_group", retries: int = 0, least: int = 2, **spec: Any
+    world: World,
+    tokens: Any = None,
+    name: str = "minimum_group",
+    retries: int = 0,
+    least: int = 2,
+    **spec: Any,
 ) -> GroupPlayer:
     policy = failure_policy(name, retries, least)
     played = world.spec(**spec)
     agent = TurnAgent(WordChat(), Limits(4, 500, 8), "")
-    own = Player(played, "", agent, N, first_slot=10, retries=policy.retries, message_timeout_s=5.0, patience_s=0.0)
+    own = Player(
+        played,
+        "",
+        agent,
+        N,
+        first_slot=10,
+        retries=policy.retries,
+        message_timeout_s=5.0,
+        patience_s=0.0,
+    )
     return group_player(own, tokens or Words(), policy, played)
 
 
 def group_player(
-    own: Player, tokens: Any, policy: FailurePolicy, played: EnvironmentSpec, recorder: RolloutRecorder = NO_RECORDER
+    own: Player,
+    tokens: Any,
+    policy: FailurePolicy,
+    played: EnvironmentSpec,
+    recorder: RolloutRecorder = NO_RECORDER,
 ) -> GroupPlayer:
     return GroupPlayer(
         own,
@@ -267,7 +308,9 @@ async def test_every_rollout_is_kept_whole_also_of_a_group_that_is_refused_or_to
     kept = Kept()
     world = World(lambda env, message: "hang" if hang[0] and env.number == 0 else None)
     played = replace(world.spec(), tasks=lambda split: TwoTasks())
-    own = Player(played, "", TurnAgent(WordChat(), Limits(4, 500, 8), "be brief"), N, patience_s=0.0)
+    own = Player(
+        played, "", TurnAgent(WordChat(), Limits(4, 500, 8), "be brief"), N, patience_s=0.0
+    )
     one = group_player(own, Words(), failure_policy("minimum_group", 0, 2), played, kept)
     await play_within_deadline(one, lease())
     hang[0] = True
@@ -277,31 +320,45 @@ async def test_every_rollout_is_kept_whole_also_of_a_group_that_is_refused_or_to
     await one.evaluate(share(0, 2, greedy=True))
     await one.close()
     refused = fails(0, 1)
-    failing = Player(refused.spec(), "", TurnAgent(WordChat(), Limits(4, 500, 8), ""), N, patience_s=0.0)
+    failing = Player(
+        refused.spec(), "", TurnAgent(WordChat(), Limits(4, 500, 8), ""), N, patience_s=0.0
+    )
     with pytest.raises(GroupFailed):
-        await group_player(failing, Words(), failure_policy("minimum_group", 0, 2), refused.spec(), kept).play(lease())
+        await group_player(
+            failing, Words(), failure_policy("minimum_group", 0, 2), refused.spec(), kept
+        ).play(lease())
     good, late, *evaluated, bad = kept.samples
-    assert (good.id, good.step, good.attempt, good.env, good.split) == ("s1", 1, 0, "scripted", "train")
+    assert (good.id, good.step, good.attempt, good.env, good.split) == (
+        "s1",
+        1,
+        0,
+        "scripted",
+        "train",
+    )
     assert good.sampling["temperature"] == 0.7 and len(good.rollouts) == N
     outcome = good.rollouts[0]
     assert [message["role"] for message in outcome.opening] == ["system", "user"]
-    assert [(turn.said.content, turn.messages[0]["content"]) for turn in outcome.turns if turn.said] == [
-        (turn.text, f"saw {turn.text}") for turn in outcome.turns
-    ]
+    assert [
+        (turn.said.content, turn.messages[0]["content"]) for turn in outcome.turns if turn.said
+    ] == [(turn.text, f"saw {turn.text}") for turn in outcome.turns]
     assert [turn.metrics["progress"] for turn in outcome.turns] == pytest.approx([1 / 3, 2 / 3, 1])
     assert [(o.status, o.reward, o.valid) for o in late.rollouts] == [("timeout", None, False)] * N
     assert [o.status for o in bad.rollouts] == ["internal", "internal", "finished"]
     assert [sample.id for sample in evaluated] == [
-        f"eval/greedy/4/{name}/{seed}" for name, seed in (("one", 0), ("one", 2), ("one", 4), ("two", 1), ("two", 3))
+        f"eval/greedy/4/{name}/{seed}"
+        for name, seed in (("one", 0), ("one", 2), ("one", 4), ("two", 1), ("two", 3))
     ]
-    assert {(sample.split, sample.step, sample.sampling["temperature"]) for sample in evaluated} == {
-        ("eval/greedy", 4, 0.0)
-    }
+    assert {
+        (sample.split, sample.step, sample.sampling["temperature"]) for sample in evaluated
+    } == {("eval/greedy", 4, 0.0)}
 
 
 def fails(*members: int, kind: str = "internal") -> World:
-    """A world whose first instances with these numbers fail in their first step, and those made later do not."""
-    return World(lambda env, message: EnvironmentFailure(kind, "why") if env.number in members else None)
+    """A world whose first instances with these numbers fail in their first step, and those made
+    later do not."""
+    return World(
+        lambda env, message: EnvironmentFailure(kind, "why") if env.number in members else None
+    )
 
 
 async def test_rollouts_come_in_order_each_with_its_row_and_its_random_numbers() -> None:
@@ -310,12 +367,16 @@ async def test_rollouts_come_in_order_each_with_its_row_and_its_random_numbers()
     played = await play_within_deadline(one, lease())
     again = await play_within_deadline(one, lease())
     await one.close()
-    assert [o.task_id for o in played.outcomes] == [o.task_id for o in again.outcomes] == ["t-1"] * N
+    assert (
+        [o.task_id for o in played.outcomes] == [o.task_id for o in again.outcomes] == ["t-1"] * N
+    )
     assert [(o.seed, o.group, o.task_text) for o in played.outcomes] == [(5, "easy", "do it")] * N
     seeds = {request.slot: request.seed for request in tokens.requests}
     assert seeds == {10 + member: sampling_seed(1, "s1", member) for member in range(N)}
     assert len(set(seeds.values())) == N
-    assert {request.min_version for request in tokens.requests} == {0}, "no token is older than the admission"
+    assert {request.min_version for request in tokens.requests} == {0}, (
+        "no token is older than the admission"
+    )
     assert not played.failures and not played.retried
     notes = played.statistics()
     assert (notes["tokens"], notes["turns"], notes["failed"]) == (27, [3] * N, {})
@@ -331,7 +392,9 @@ async def test_a_rollout_that_fails_is_played_again_and_both_are_counted() -> No
 
 async def test_what_a_failed_rollout_means_is_the_policys_affair() -> None:
     played = await player(fails(1)).play(lease())
-    assert [o.valid for o in played.outcomes] == [True, False, True] and played.failures == {"internal": 1}
+    assert [o.valid for o in played.outcomes] == [True, False, True] and played.failures == {
+        "internal": 1
+    }
     for refused, match in (
         (player(fails(1, 2)), "1 of 3 rollouts are valid; internal: why"),
         (player(fails(1), name="retry"), "2 of 3 rollouts are valid"),
@@ -363,7 +426,9 @@ async def test_after_a_deadline_the_same_slots_play_the_next_sample() -> None:
 async def test_a_service_that_comes_back_is_waited_for() -> None:
     away = asyncio.Event()
 
-    world = World(on_reset=lambda env: None if away.is_set() else EnvironmentFailure("lost", "no server"))
+    world = World(
+        on_reset=lambda env: None if away.is_set() else EnvironmentFailure("lost", "no server")
+    )
     agent = TurnAgent(WordChat(), Limits(4, 500, 8), "")
     own = Player(world.spec(), "", agent, N, patience_s=20.0)
     one = group_player(own, Words(), failure_policy("retry", 0, 1), world.spec())
@@ -407,7 +472,9 @@ async def test_the_shares_of_an_evaluation_are_every_held_out_instance_once() ->
     await one.close()
 
 
-async def test_an_episode_that_its_environment_fails_is_a_result_and_lost_weights_are_none() -> None:
+async def test_an_episode_that_its_environment_fails_is_a_result_and_lost_weights_are_none() -> (
+    None
+):
     world = fails(0, 1, 2)
     played = replace(world.spec(), tasks=lambda split: TwoTasks())
     own = Player(played, "", TurnAgent(WordChat(), Limits(4, 500, 8), ""), N, patience_s=0.0)
@@ -415,5 +482,7 @@ async def test_an_episode_that_its_environment_fails_is_a_result_and_lost_weight
     results = await one.evaluate(share(0, 1))
     assert Counter(result.valid for result in results) == {True: 7, False: 3}
     with pytest.raises(GroupFailed, match="no generation worker"):
-        await group_player(own, Words(broken=True), failure_policy("retry", 0, 1), played).evaluate(share(0, 1))
+        await group_player(own, Words(broken=True), failure_policy("retry", 0, 1), played).evaluate(
+            share(0, 1)
+        )
     await one.close()

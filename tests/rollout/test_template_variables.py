@@ -1,4 +1,5 @@
-"""Variables of the chat template reach the prompts of episodes and the rows of supervised data alike."""
+"""Variables of the chat template reach the prompts of episodes and the rows of supervised data
+alike."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from realhf.rollout.interface import EnvRolloutInterface
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% if not enable_thinking %}[quiet]{% endif %}{% endif %}"
+    "{% if add_generation_prompt %}assistant:{% if not enable_thinking %}[quiet]{% endif %}{% "
+    "endif %}"
 )
 
 
@@ -35,7 +37,9 @@ def tokenizer() -> Any:
     inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", clean_up_tokenization_spaces=False)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="</s>", clean_up_tokenization_spaces=False
+    )
     fast.chat_template = TEMPLATE
     return fast
 
@@ -73,17 +77,27 @@ class Listening:
 
     def generate(self, requests: Sequence[GenRequest], *_: Any, **__: Any) -> list[GenOutput]:
         self.read += [self._decode(list(request.token_ids)) for request in requests]
-        return [GenOutput(self.says, [0.0] * len(self.says), [0] * len(self.says), "stop") for _ in requests]
+        return [
+            GenOutput(self.says, [0.0] * len(self.says), [0] * len(self.says), "stop")
+            for _ in requests
+        ]
 
     def free(self, slots: Any = None) -> None:
         pass
 
 
 @pytest.mark.parametrize("thinks", [True, False])
-def test_every_turn_of_a_played_episode_is_rendered_with_them(tokenizer: Any, tmp_path: Path, thinks: bool) -> None:
+def test_every_turn_of_a_played_episode_is_rendered_with_them(
+    tokenizer: Any, tmp_path: Path, thinks: bool
+) -> None:
     engine: Any = Listening(tokenizer)
     options = RolloutOptions(
-        environment="sql", group_size=2, sessions=2, max_turns=3, max_total_tokens=4096, gen=GenConfig()
+        environment="sql",
+        group_size=2,
+        sessions=2,
+        max_turns=3,
+        max_total_tokens=4096,
+        gen=GenConfig(),
     )
     interface = EnvRolloutInterface(**options.to_args())
     model = Model("actor", engine, tokenizer, {"enable_thinking": thinks})
@@ -101,16 +115,31 @@ def test_every_turn_of_a_played_episode_is_rendered_with_them(tokenizer: Any, tm
 
 
 def test_whoever_makes_a_chat_gives_it_the_variables() -> None:
-    """Lockstep, free play, the endpoint of agents, demonstrations, evaluation and producers each make one."""
+    """Lockstep, free play, the endpoint of agents, demonstrations, evaluation and producers each
+    make one."""
     makers = []
     for path in sorted([*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "workers").glob("*.py")]):
         text = path.read_text(encoding="utf-8")
         if "TemplateChat" not in text and "apply_chat_template" not in text:
             continue
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "TemplateChat":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id == "TemplateChat"
+            ):
                 makers.append(path.name)
-                assert "template_kwargs" in {word.arg for word in node.keywords}, f"{path}:{node.lineno}"
+                assert "template_kwargs" in {word.arg for word in node.keywords}, (
+                    f"{path}:{node.lineno}"
+                )
             elif isinstance(node, ast.Attribute) and node.attr == "apply_chat_template":
-                assert path.name in ("chat_template.py", "pretrained_model.py"), f"{path}:{node.lineno}"
-    assert {"interface.py", "rollout_worker.py", "generation_worker.py", "chat_dataset.py", "agents.py"} <= set(makers)
+                assert path.name in ("chat_template.py", "pretrained_model.py"), (
+                    f"{path}:{node.lineno}"
+                )
+    assert {
+        "interface.py",
+        "rollout_worker.py",
+        "generation_worker.py",
+        "chat_dataset.py",
+        "agents.py",
+    } <= set(makers)

@@ -1,4 +1,5 @@
-"""Tools over the endpoint, through the real ``openai`` package: calls, answers, and the ids that are trained."""
+"""Tools over the endpoint, through the real ``openai`` package: calls, answers, and the ids that
+are trained."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def call_text(x: Any, name: str = "look") -> str:
 def speaks(prompt: str) -> str:
     """A call in the first two turns, with words and reasoning in the second; then words."""
     turn = prompt.count("<|assistant|>")
-    return {1: call_text(1), 2: f"<think>hm</think>I look.\n{call_text(2)}{call_text(3)}"}.get(turn, "done")
+    return {1: call_text(1), 2: f"<think>hm</think>I look.\n{call_text(2)}{call_text(3)}"}.get(
+        turn, "done"
+    )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -59,13 +62,18 @@ async def agent(endpoint: Endpoint, tokens: FakeTokens) -> AsyncIterator[tuple[S
     async with served(endpoint, tokens) as (_, session, client):
 
         async def ask(messages: list[Any], **more: Any) -> Any:
-            return await client.chat.completions.create(model="m", messages=messages, **{"tools": TOOLS, **more})
+            return await client.chat.completions.create(
+                model="m", messages=messages, **{"tools": TOOLS, **more}
+            )
 
         yield session, ask
 
 
 def answers(message: Any) -> list[dict[str, Any]]:
-    return [{"role": "tool", "tool_call_id": call.id, "content": f"seen {call.id}"} for call in message.tool_calls]
+    return [
+        {"role": "tool", "tool_call_id": call.id, "content": f"seen {call.id}"}
+        for call in message.tool_calls
+    ]
 
 
 def as_sent(message: Any) -> dict[str, Any]:
@@ -77,14 +85,17 @@ def with_nulls(message: Any) -> dict[str, Any]:
 
 
 def rewritten(message: Any) -> dict[str, Any]:
-    """As clients do that parse what they get: an empty content, and arguments in their own way of writing."""
+    """As clients do that parse what they get: an empty content, and arguments in their own way of
+    writing."""
     calls = [
         {
             "id": call.id,
             "type": "function",
             "function": {
                 "name": call.function.name,
-                "arguments": json.dumps(json.loads(call.function.arguments), indent=1, sort_keys=True),
+                "arguments": json.dumps(
+                    json.loads(call.function.arguments), indent=1, sort_keys=True
+                ),
             },
         }
         for call in message.tool_calls
@@ -93,7 +104,9 @@ def rewritten(message: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("resent", [as_sent, with_nulls, rewritten])
-async def test_a_conversation_with_tools_keeps_the_ids_that_were_sampled(server: Any, resent: Any) -> None:
+async def test_a_conversation_with_tools_keeps_the_ids_that_were_sampled(
+    server: Any, resent: Any
+) -> None:
     tokens = FakeTokens(speaks)
     async with agent(server, tokens) as (session, ask):
         messages: list[Any] = [USER]
@@ -106,12 +119,22 @@ async def test_a_conversation_with_tools_keeps_the_ids_that_were_sampled(server:
         (outcome,) = session.outcomes(Ending("finished", 1.0))
     assert [reply.finish_reason for reply in said] == ["tool_calls", "tool_calls", "stop"]
     first, second, last = (reply.message for reply in said)
-    assert first.content is None and json.loads(first.tool_calls[0].function.arguments) == {"x": 1, "ü": [1.0, "a"]}
-    assert (second.content, second.reasoning_content, len(second.tool_calls)) == ("I look.", "hm", 2)
+    assert first.content is None and json.loads(first.tool_calls[0].function.arguments) == {
+        "x": 1,
+        "ü": [1.0, "a"],
+    }
+    assert (second.content, second.reasoning_content, len(second.tool_calls)) == (
+        "I look.",
+        "hm",
+        2,
+    )
     assert (last.content, last.tool_calls) == ("done", None)
     stop = chat().stop_ids[0]
     policy = [[*spelt(text), stop] for text in (speaks("<|assistant|>" * n) for n in (1, 2, 3))]
-    between = [chat().following_messages(answers(message), ended=True, tools=TOOLS) for message in (first, second)]
+    between = [
+        chat().following_messages(answers(message), ended=True, tools=TOOLS)
+        for message in (first, second)
+    ]
     assert outcome.prompt_ids == chat().opening([USER], TOOLS)
     assert outcome.completion_ids == policy[0] + between[0] + policy[1] + between[1] + policy[2]
     assert [turn.text for turn in outcome.turns] == [speaks("<|assistant|>" * n) for n in (1, 2, 3)]
@@ -135,7 +158,9 @@ def edited(change: str, message: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("change", ["arguments", "name", "id", "content", "more", "tools"])
-async def test_what_was_not_said_like_that_is_another_conversation(server: Any, change: str) -> None:
+async def test_what_was_not_said_like_that_is_another_conversation(
+    server: Any, change: str
+) -> None:
     async with agent(server, FakeTokens(speaks)) as (session, ask):
         message = (await ask([USER])).choices[0].message
         tools = [{**TOOLS[0], "strict": True}] if change == "tools" else TOOLS
@@ -159,9 +184,13 @@ async def test_calls_are_streamed(server: Any) -> None:
         assert [json.loads(call.function.arguments)["x"] for call in calls] == [2, 3]
         assert "".join(delta.content or "" for delta in deltas) == "I look."
         assert chunks[-1].choices[0].finish_reason == "tool_calls"
-        body = [{"id": c.id, "type": "function", "function": c.function.model_dump()} for c in calls]
+        body = [
+            {"id": c.id, "type": "function", "function": c.function.model_dump()} for c in calls
+        ]
         said = {"role": "assistant", "content": "I look.", "tool_calls": body}
-        await ask([*conversation, said, {"role": "tool", "tool_call_id": calls[1].id, "content": "x"}])
+        await ask(
+            [*conversation, said, {"role": "tool", "tool_call_id": calls[1].id, "content": "x"}]
+        )
         assert len(session.ledger.branches) == 1
 
 
@@ -204,8 +233,22 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS * 129}, "tools"),
     ({"messages": [USER, {"role": "tool", "content": "x"}]}, "tool_call_id"),
     ({"messages": [{**USER, "tool_call_id": "x"}]}, "tool_call_id"),
-    ({"messages": [{**USER, "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}]}, "tool_calls"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}]}, "arguments"),
+    (
+        {
+            "messages": [
+                {**USER, "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}
+            ]
+        },
+        "tool_calls",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}
+            ]
+        },
+        "arguments",
+    ),
     ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "role"),
 ]
 
@@ -228,12 +271,21 @@ async def test_every_conversation_is_a_trajectory_with_its_own_reward(server: An
         lost = await ask([{"role": "user", "content": "nobody reads this"}])
         shared = session.outcomes(Ending("finished", 0.5))
         assert [outcome.reward for outcome in shared] == [0.5] * 3
-        main, *rest = session.outcomes(Ending("finished", {planner.id: 0.0, longer.id: 1.0, helper.id: -1.0}))
-        assert (main.reward, [outcome.reward for outcome in rest]) == (1.0, [-1.0]), "the latest of a conversation"
+        main, *rest = session.outcomes(
+            Ending("finished", {planner.id: 0.0, longer.id: 1.0, helper.id: -1.0})
+        )
+        assert (main.reward, [outcome.reward for outcome in rest]) == (1.0, [-1.0]), (
+            "the latest of a conversation"
+        )
         assert [outcome.prompt_ids for outcome in (main, *rest)] == [
-            chat().opening([{"role": "user", "content": words}], TOOLS) for words in ("task", "help")
+            chat().opening([{"role": "user", "content": words}], TOOLS)
+            for words in ("task", "help")
         ]
-        for wrong, words in (({"nothing": 1.0}, "no completion"), ({lost.id: float("nan")}, "nan"), ({}, "empty")):
+        for wrong, words in (
+            ({"nothing": 1.0}, "no completion"),
+            ({lost.id: float("nan")}, "nan"),
+            ({}, "empty"),
+        ):
             bad = session.outcomes(Ending("finished", wrong))
             assert {outcome.status for outcome in bad} == {"agent"} and words in bad[0].message
             assert {outcome.reward for outcome in bad} == {None}
@@ -247,13 +299,20 @@ async def test_rewards_of_conversations_are_reported_over_http(server: Any) -> N
         one = await ask([USER])
         two = await ask([{"role": "user", "content": "help"}])
         address = f"{endpoint.url}/sessions/{session.key}/reward"
-        for bad in ({"rewards": {}}, {"rewards": {"x": 1}}, {"rewards": {one.id: 1}, "reward": 1}, {}):
+        for bad in (
+            {"rewards": {}},
+            {"rewards": {"x": 1}},
+            {"rewards": {one.id: 1}, "reward": 1},
+            {},
+        ):
             assert (await http.post(address, json=bad)).status_code == 400
         assert not session.ended.is_set()
         given = {"rewards": {one.id: 1, two.id: 0}}
         assert (await http.post(address, json=given)).json() == {"trajectories": 2, "turns": 2}
         rewards = {tuple(o.prompt_ids): o.reward for o in session.outcomes(Ending("finished"))}
-        assert rewards[tuple(chat().opening([USER], TOOLS))] == 1.0 and sorted(rewards.values()) == [0.0, 1.0]
+        assert rewards[tuple(chat().opening([USER], TOOLS))] == 1.0 and sorted(
+            rewards.values()
+        ) == [0.0, 1.0]
 
 
 def request(messages: list[Any], **more: Any) -> ChatRequest:
@@ -263,7 +322,11 @@ def request(messages: list[Any], **more: Any) -> ChatRequest:
 @pytest.mark.parametrize(
     ("template", "eos", "said"),
     [
-        (QWEN25, "<|im_end|>", '<tool_call>\n{"name": "look", "arguments": {"x": 1}}\n</tool_call>'),
+        (
+            QWEN25,
+            "<|im_end|>",
+            '<tool_call>\n{"name": "look", "arguments": {"x": 1}}\n</tool_call>',
+        ),
         (LLAMA3, "<|eot|>", '{"name": "look", "parameters": {"x": 1}}'),
         (INSISTS, "</s>", '<tool_call>{"name": "look", "arguments": {"x": 1}}</tool_call>'),
     ],
@@ -287,8 +350,12 @@ async def test_templates_of_all_families_take_part(template: str, eos: str, said
         messages = [*messages, turn.answer.for_template(), reply]
         expected = expected + ids + format.following_messages([reply], ended=True, tools=TOOLS)
     assert len(ledger.branches) == 1
-    again = ledger.begin(request([*messages[:-2], {**messages[-2], "content": "Hm."}, messages[-1]]).conversation())
-    assert again.branch is not ledger.branches[0], "a history that was never sampled is rendered as a whole"
+    again = ledger.begin(
+        request([*messages[:-2], {**messages[-2], "content": "Hm."}, messages[-1]]).conversation()
+    )
+    assert again.branch is not ledger.branches[0], (
+        "a history that was never sampled is rendered as a whole"
+    )
 
 
 async def test_what_an_agent_passes_on_from_tools_and_users_holds_no_control_id() -> None:
@@ -297,7 +364,9 @@ async def test_what_an_agent_passes_on_from_tools_and_users_holds_no_control_id(
 
     def control(*told: str) -> list[int]:
         ledger = TokenLedger(format, LEDGER, slot=0, seed=None)
-        first = ledger.begin(request([{**USER, "content": told[0]}]).conversation(), request([USER]).toolbox())
+        first = ledger.begin(
+            request([{**USER, "content": told[0]}]).conversation(), request([USER]).toolbox()
+        )
         ids = [*format.encode(call_text(1)), format.stop_ids[0]]
         ledger.add(first, GenOutput(ids, [0.0] * len(ids), [0] * len(ids), "stop"))
         ledger.keep(first)

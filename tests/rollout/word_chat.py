@@ -1,4 +1,5 @@
-"""Chat formats without a model, in which decoding and encoding again does not give the same ids, and a policy."""
+"""Chat formats without a model, in which decoding and encoding again does not give the same ids,
+and a policy."""
 
 from __future__ import annotations
 
@@ -14,11 +15,14 @@ CUE = 902
 
 
 class WordChat:
-    """One token per character. The policy's tokens are another spelling of the same characters (+ 1000)."""
+    """One token per character. The policy's tokens are another spelling of the same characters (+
+    1000)."""
 
     stop_ids = (END,)
 
-    def opening(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def opening(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         del tools
         return [*(ord(c) % 900 for message in messages for c in message["content"]), CUE]
 
@@ -34,7 +38,9 @@ class WordChat:
         shown = [ord(c) % 900 for message in messages for c in message["content"]]
         return [*([] if ended else [END]), FOLLOW, *shown, CUE]
 
-    def parse(self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> AssistantMessage:
+    def parse(
+        self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> AssistantMessage:
         del tools
         text = self.decode(token_ids)
         return AssistantMessage(text, text=text, token_count=len(token_ids))
@@ -42,7 +48,9 @@ class WordChat:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(i - 1000) for i in token_ids if i >= 1000)
 
-    def forgotten(self, shape: Sequence[Sequence[str]], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[bool, ...]:
+    def forgotten(
+        self, shape: Sequence[Sequence[str]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[bool, ...]:
         del tools
         return (False,) * (len(shape) - 1)
 
@@ -57,8 +65,12 @@ class WordChat:
 class LossyChat(WordChat):
     """Leaves out system messages, and needs no messages for a task and an observation."""
 
-    def opening(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        return super().opening([message for message in messages if message["role"] != "system"], tools)
+    def opening(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        return super().opening(
+            [message for message in messages if message["role"] != "system"], tools
+        )
 
     def first(self, task: str) -> list[int]:
         return self.opening([{"role": "user", "content": task}])
@@ -68,7 +80,8 @@ class LossyChat(WordChat):
 
 
 class ScriptedPolicy:
-    """Says ``speak(prompt, turn)``, where the prompt is the episode's task text; records every batch.
+    """Says ``speak(prompt, turn)``, where the prompt is the episode's task text; records every
+    batch.
 
     ``finish`` is the finish reason (without it no end token)."""
 
@@ -89,7 +102,9 @@ class ScriptedPolicy:
             words = self._speak(task, ids.count(CUE) - 1)
             tokens = [ord(c) + 1000 for c in words] + ([END] if self._finish == "stop" else [])
             version = round_index
-            outputs.append(GenOutput(tokens, [-0.25] * len(tokens), [version] * len(tokens), self._finish))
+            outputs.append(
+                GenOutput(tokens, [-0.25] * len(tokens), [version] * len(tokens), self._finish)
+            )
         return outputs
 
     def free(self, slots: Iterable[int]) -> None:

@@ -33,18 +33,25 @@ def test_a_list_of_the_environment_is_read_as_cuda_reads_it(
 
 
 def test_a_gpu_has_one_name_however_a_process_counts_it(tmp_path: Path) -> None:
-    """By its address on the bus: what is listed by number, by a UUID or the beginning of one, and in a container that
-    has only some. A part of a GPU, which the driver does not list, has a UUID of its own."""
+    """By its address on the bus: what is listed by number, by a UUID or the beginning of one, and
+    in a container that has only some. A part of a GPU, which the driver does not list, has a UUID
+    of its own."""
     for number in range(3):
         for folder in (tmp_path / "machine", tmp_path / "container")[: 2 if number else 1]:
             (folder / f"0000:0{number}:00.0").mkdir(parents=True)
-            text = f"Model: \t H100\nGPU UUID: \t GPU-{number}af-11\nBus Location: \t 0000:0{number}:00.0\n"
+            text = (
+                f"Model: \t H100\nGPU UUID: \t GPU-{number}af-11\nBus Location: \t "
+                f"0000:0{number}:00.0\n"
+            )
             (folder / f"0000:0{number}:00.0" / "information").write_text(text)
     names = tuple(f"m/0000:0{number}:00.0" for number in range(3))
     assert gpus_anywhere("m", {}, tmp_path / "machine") == names
     assert gpus_anywhere("m", {}, tmp_path / "container") == names[1:]
     assert gpus_anywhere("m", {VISIBLE: "2,0"}, tmp_path / "machine") == (names[2], names[0])
-    assert gpus_anywhere("m", {VISIBLE: "GPU-1af,MIG-7"}, tmp_path / "machine") == (names[1], "MIG-7")
+    assert gpus_anywhere("m", {VISIBLE: "GPU-1af,MIG-7"}, tmp_path / "machine") == (
+        names[1],
+        "MIG-7",
+    )
     assert gpus_anywhere("n", {}, tmp_path / "machine")[0] == "n/0000:00:00.0"
     assert gpus_anywhere("m", {}, tmp_path / "nothing") == ()
 
@@ -54,5 +61,7 @@ def test_a_number_means_one_of_the_inherited_list() -> None:
     assert with_one_gpu(1, {VISIBLE: "4,5"}) == {VISIBLE: "5"}
     assert with_one_gpu(0, {VISIBLE: "GPU-8f1,GPU-9a2"}) == {VISIBLE: "GPU-8f1"}
     for text, count in (("4,5", 2), ("", 0)):
-        with pytest.raises(ValueError, match=f"GPU 2: {VISIBLE}='{text}' shows this process {count} GPUs only"):
+        with pytest.raises(
+            ValueError, match=f"GPU 2: {VISIBLE}='{text}' shows this process {count} GPUs only"
+        ):
             with_one_gpu(2, {VISIBLE: text})

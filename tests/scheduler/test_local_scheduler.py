@@ -62,7 +62,9 @@ def scheduler():
 
 
 def spec(tmp_path: Path, name: str, module: str, *argv: str, events: bool = False) -> WorkerSpec:
-    return WorkerSpec(name, module, argv, tmp_path / "logs" / f"{name.replace('/', '-')}.log", events)
+    return WorkerSpec(
+        name, module, argv, tmp_path / "logs" / f"{name.replace('/', '-')}.log", events
+    )
 
 
 def collect(scheduler: LocalScheduler, until: type, deadline_s: float = 60.0) -> list:
@@ -75,16 +77,26 @@ def collect(scheduler: LocalScheduler, until: type, deadline_s: float = 60.0) ->
 
 
 def test_lines_come_before_the_exit_and_both_are_reported(tmp_path, modules, scheduler):
-    modules("talker", "import sys; print('a'); print('b', sys.argv[1]); print('oops', file=sys.stderr); sys.exit(3)")
+    modules(
+        "talker",
+        "import sys; print('a'); print('b', sys.argv[1]); print('oops', file=sys.stderr); "
+        "sys.exit(3)",
+    )
     scheduler.start(spec(tmp_path, "talker/0", "talker", "x", events=True))
     events = collect(scheduler, WorkerExit)
     assert [event.text for event in events if isinstance(event, WorkerLine)] == ["a", "b x"]
     assert isinstance(events[-1], WorkerExit)
-    assert (events[-1].name, events[-1].exit_code, events[-1].reason) == ("talker/0", 3, "exit code 3")
+    assert (events[-1].name, events[-1].exit_code, events[-1].reason) == (
+        "talker/0",
+        3,
+        "exit code 3",
+    )
     assert log_tail(events[-1].log, 5) == ["oops"]
     scheduler.start(spec(tmp_path, "talker/0", "talker", "y", events=True))
     again = collect(scheduler, WorkerExit)[-1]
-    assert log_tail(again.log, 5) == ["oops", "oops"] and log_tail(again.log, 5, again.log_from) == ["oops"]
+    assert log_tail(again.log, 5) == ["oops", "oops"] and log_tail(
+        again.log, 5, again.log_from
+    ) == ["oops"]
 
 
 def test_a_killed_worker_is_seen_at_once(tmp_path, modules, scheduler):
@@ -102,7 +114,9 @@ def test_a_killed_worker_is_seen_at_once(tmp_path, modules, scheduler):
     assert exit_.reason == "killed by SIGKILL"
 
 
-def test_a_frozen_worker_is_killed_with_what_it_has_started_and_the_cause_is_told(tmp_path, modules, scheduler):
+def test_a_frozen_worker_is_killed_with_what_it_has_started_and_the_cause_is_told(
+    tmp_path, modules, scheduler
+):
     modules("starter", STARTER)
     scheduler.start(spec(tmp_path, "starter/0", "starter", events=True))
     collect(scheduler, WorkerLine)
@@ -120,7 +134,9 @@ def test_a_frozen_worker_is_killed_with_what_it_has_started_and_the_cause_is_tol
 
 
 @pytest.mark.parametrize("niceness", [0, 7])
-def test_a_worker_steps_back_with_its_session_and_what_it_starts_in_another(tmp_path, modules, scheduler, niceness):
+def test_a_worker_steps_back_with_its_session_and_what_it_starts_in_another(
+    tmp_path, modules, scheduler, niceness
+):
     modules("starter", STARTER)
     scheduler.start(replace(spec(tmp_path, "starter/0", "starter", events=True), niceness=niceness))
     seen = collect(scheduler, WorkerLine)[0].text.split()
@@ -143,10 +159,13 @@ def test_stop_kills_what_ignores_sigterm_with_descendants_in_other_sessions(tmp_
 
 
 def test_stop_leaves_alone_what_the_process_has_started_for_itself(tmp_path, modules):
-    """A program with servers of its own may train with the launcher inside it, one run after the other; another one
-    comes while a scheduler is there."""
+    """A program with servers of its own may train with the launcher inside it, one run after the
+    other; another one comes while a scheduler is there."""
     modules("stubborn", STUBBORN)
-    server = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    server = (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; "
+        "time.sleep(600)'])"
+    )
     stranger = subprocess.Popen([sys.executable, "-c", server], start_new_session=True)
     later: list[subprocess.Popen[bytes]] = []
     try:
@@ -195,7 +214,8 @@ def test_workers_end_when_the_launching_process_is_killed(tmp_path, modules):
     modules("orphan", "import os, time; print(os.getpid(), flush=True); time.sleep(600)")
     launcher = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from realhf.scheduler.base import WorkerSpec\nfrom realhf.scheduler.local import LocalScheduler\n"
+        "from realhf.scheduler.base import WorkerSpec\nfrom realhf.scheduler.local import "
+        "LocalScheduler\n"
         f"log = Path({str(tmp_path)!r}) / 'o.log'\n"
         "s = LocalScheduler(); s.start(WorkerSpec('orphan/0', 'orphan', (), log, True))\n"
         "events = []\n"
@@ -220,7 +240,10 @@ def test_an_error_leaves_its_traceback_and_one_line_about_the_cause(tmp_path, mo
     scheduler.start(spec(tmp_path, "failing/0", "failing"))
     exit_ = collect(scheduler, WorkerExit)[-1]
     assert exit_.exit_code == 1
-    assert failure_cause(exit_.log) == "no space left on the device of /somewhere/x; free some, then run again"
+    assert (
+        failure_cause(exit_.log)
+        == "no space left on the device of /somewhere/x; free some, then run again"
+    )
     assert any(line.startswith("Traceback") for line in log_tail(exit_.log, 50))
 
 
@@ -253,7 +276,8 @@ def test_a_worker_leaves_without_taking_down_its_interpreter(tmp_path, modules, 
 def test_a_worker_that_does_not_unwind_is_ended(tmp_path, modules, scheduler):
     modules(
         "stubborn",
-        "import signal, sys, time\nfrom realhf.scheduler import process as failure\nfailure.STOP_WITHIN_S = 1\n"
+        "import signal, sys, time\nfrom realhf.scheduler import process as "
+        "failure\nfailure.STOP_WITHIN_S = 1\n"
         "def work():\n    try:\n        print('up', flush=True); time.sleep(60)\n"
         "    finally:\n        time.sleep(60)\n"
         "sys.exit(failure.run_guarded(work))\n",
@@ -267,14 +291,19 @@ def test_a_worker_that_does_not_unwind_is_ended(tmp_path, modules, scheduler):
 
 
 def test_the_cause_is_known_although_the_log_takes_nothing(tmp_path, modules, scheduler):
-    """What a worker prints when it fails fails itself on a full disk, for the one that exits with a text, too."""
+    """What a worker prints when it fails fails itself on a full disk, for the one that exits with a
+    text, too."""
     modules(
         "failing",
         "import sys\nfrom realhf.scheduler.process import run_guarded\n"
         "def work(): raise ValueError('x' * 9000 if sys.argv[2:] else 'the cause')\n"
         "sys.exit('said at the end' if sys.argv[1] == 'exits' else run_guarded(work))\n",
     )
-    for words, expected in (("fails", "the cause"), ("fails long", "x" * 4096), ("exits", "said at the end")):
+    for words, expected in (
+        ("fails", "the cause"),
+        ("fails long", "x" * 4096),
+        ("exits", "said at the end"),
+    ):
         scheduler.start(WorkerSpec("failing/0", "failing", tuple(words.split()), Path("/dev/full")))
         exit_ = collect(scheduler, WorkerExit)[-1]
         assert (exit_.exit_code, exit_.words) == (1, expected)

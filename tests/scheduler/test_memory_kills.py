@@ -54,15 +54,29 @@ def test_a_kill_in_the_own_group_is_seen_for_a_while(
     proc = tmp_path / "proc"
     clock = [100.0]
     monkeypatch.setattr(process_clock, "now", lambda: clock[0])
-    line = {"second": "0::/job/run", "container": "0::/", "first": "4:memory:/job\n0::/", "machine": "0::/"}[layout]
+    line = {
+        "second": "0::/job/run",
+        "container": "0::/",
+        "first": "4:memory:/job\n0::/",
+        "machine": "0::/",
+    }[layout]
     write(proc / "self", cgroup=f"{line}\n")
     write(proc, vmstat="nr_free_pages 1\noom_kill 3\n")
-    folder = {"second": groups / "job" / "run", "container": groups, "first": groups / "memory" / "job"}.get(layout)
+    folder = {
+        "second": groups / "job" / "run",
+        "container": groups,
+        "first": groups / "memory" / "job",
+    }.get(layout)
     name = "memory.oom_control" if layout == "first" else "memory.events"
     if folder is not None:
-        write(folder, **{"memory_of_max": "max\n", "memory_of_limit_in_bytes": "9223372036854771712\n"})
+        write(
+            folder,
+            **{"memory_of_max": "max\n", "memory_of_limit_in_bytes": "9223372036854771712\n"},
+        )
         (folder / name).write_text("oom 0\noom_kill 3\n")
-        (folder.parent / ("memory.limit_in_bytes" if layout == "first" else "memory.max")).write_text(f"{512 * MIB}\n")
+        (
+            folder.parent / ("memory.limit_in_bytes" if layout == "first" else "memory.max")
+        ).write_text(f"{512 * MIB}\n")
     kills = OomKillMonitor(groups, proc)
     assert kills.explain_sigkill(MIB) == "", "those before it are not its own"
     counter = proc / "vmstat" if folder is None else folder / name
@@ -77,10 +91,16 @@ def test_a_kill_in_the_own_group_is_seen_for_a_while(
 def test_the_options_that_help_a_worker_of_the_kind_are_named(tmp_path: Path) -> None:
     cause = f"{OOM_KILLED}: it had 3.2 GiB at its peak, and its group may take 3.5"
     said = {
-        name: failure_message(WorkerExit(name, -9, tmp_path / "log", 0, cause)) for name in ("model_worker/0", "env/0")
+        name: failure_message(WorkerExit(name, -9, tmp_path / "log", 0, cause))
+        for name in ("model_worker/0", "env/0")
     }
-    assert "model_worker/0 was killed by the kernel for want of memory: it had 3.2 GiB" in said["model_worker/0"]
-    assert "mb_spec.max_tokens_per_mb" in said["model_worker/0"] and "env.pool_size" in said["env/0"]
+    assert (
+        "model_worker/0 was killed by the kernel for want of memory: it had 3.2 GiB"
+        in said["model_worker/0"]
+    )
+    assert (
+        "mb_spec.max_tokens_per_mb" in said["model_worker/0"] and "env.pool_size" in said["env/0"]
+    )
     assert "\n" not in said["model_worker/0"], "the end of a log says nothing about it"
 
 
@@ -88,7 +108,12 @@ def test_the_options_that_help_a_worker_of_the_kind_are_named(tmp_path: Path) ->
 def group() -> Iterator[Path]:
     """A control group with a limit, where this machine lets one be made."""
     own = next(
-        (line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line), ""
+        (
+            line.split(":", 2)[2]
+            for line in Path("/proc/self/cgroup").read_text().splitlines()
+            if ":memory:" in line
+        ),
+        "",
     )
     folder = V1 / own.lstrip("/") / f"realhf-test-{os.getpid()}"
     try:
@@ -107,12 +132,31 @@ def group() -> Iterator[Path]:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_the_kernel_kills_a_worker(tmp_path: Path, group: Path) -> None:
-    (tmp_path / "eater.py").write_text("held = []\nwhile True:\n    held.append(bytearray(b'x' * (1 << 22)))\n")
+    (tmp_path / "eater.py").write_text(
+        "held = []\nwhile True:\n    held.append(bytearray(b'x' * (1 << 22)))\n"
+    )
     join = f'echo $$ > {group}/cgroup.procs; exec "$@"'
-    command = ["sh", "-c", join, "sh", sys.executable, "-c", PROGRAM, str(tmp_path / "pid"), str(tmp_path / "log")]
+    command = [
+        "sh",
+        "-c",
+        join,
+        "sh",
+        sys.executable,
+        "-c",
+        PROGRAM,
+        str(tmp_path / "pid"),
+        str(tmp_path / "log"),
+    ]
     done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=120
+        command,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     first, second = done.stdout.splitlines()
-    assert first.startswith(f"{-signal.SIGKILL} {OOM_KILLED}: it had 0.") and "its group may take 0.3" in first
+    assert (
+        first.startswith(f"{-signal.SIGKILL} {OOM_KILLED}: it had 0.")
+        and "its group may take 0.3" in first
+    )
     assert second == f"{-signal.SIGKILL} killed by SIGKILL", done.stderr

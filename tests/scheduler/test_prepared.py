@@ -1,4 +1,5 @@
-"""Workers that are forked from a process that has imported what they need behave like those that were started."""
+"""Workers that are forked from a process that has imported what they need behave like those that
+were started."""
 
 from __future__ import annotations
 
@@ -74,7 +75,9 @@ def events_of(scheduler: LocalScheduler, name: str) -> tuple[list[str], WorkerEx
     raise AssertionError(f"{name} has not ended")
 
 
-def test_a_worker_is_forked_says_its_lines_and_ends_with_its_code(tmp_path: Path, scheduler: LocalScheduler):
+def test_a_worker_is_forked_says_its_lines_and_ends_with_its_code(
+    tmp_path: Path, scheduler: LocalScheduler
+):
     scheduler.start(spec(tmp_path, "a", 0.0, events=True, gpu=1))
     lines, end = events_of(scheduler, "a")
     assert lines == [f"True {os.getpid()} True ['0.0']"] and end.exit_code == 3
@@ -95,12 +98,18 @@ def test_the_cause_reaches_the_starter_of_a_forked_worker_past_a_full_disk(
     assert (end.exit_code, end.words) == (1, "the cause")
 
 
-def test_workers_are_ended_and_their_server_stays_for_the_next_run(tmp_path: Path, scheduler: LocalScheduler):
+def test_workers_are_ended_and_their_server_stays_for_the_next_run(
+    tmp_path: Path, scheduler: LocalScheduler
+):
     for number in range(2):
         for name in ("a", "b"):
             scheduler.start(spec(tmp_path, name, 600.0))
         logs = [tmp_path / f"{name}.log" for name in ("a", "b")]
-        until(lambda logs=logs, number=number: all(log.read_text().count("4,7") > number for log in logs))
+        until(
+            lambda logs=logs, number=number: all(
+                log.read_text().count("4,7") > number for log in logs
+            )
+        )
         pids = [child.process.pid for child in scheduler._children.values()]
         scheduler.end("a")
         _, end = events_of(scheduler, "a")
@@ -113,7 +122,11 @@ def test_workers_are_ended_and_their_server_stays_for_the_next_run(tmp_path: Pat
 def test_without_the_server_workers_are_started_as_ever(
     tmp_path: Path, scheduler: LocalScheduler, prepared: PreparedWorkers
 ):
-    (server,) = [found for found, line in family(os.getpid()).items() if "realhf.scheduler.prepared_server" in line]
+    (server,) = [
+        found
+        for found, line in family(os.getpid()).items()
+        if "realhf.scheduler.prepared_server" in line
+    ]
     server.kill()
     assert gone([server], LIMIT_S)
     scheduler.start(spec(tmp_path, "a", 0.0, events=True))

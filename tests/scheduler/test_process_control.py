@@ -15,9 +15,14 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pr
 
 
 def _parent_of_an_orphan() -> int:
-    """Its parent after the shell that started it has ended; the orphan is ended and, if it is ours, collected."""
+    """Its parent after the shell that started it has ended; the orphan is ended and, if it is ours,
+    collected."""
     shell = subprocess.run(
-        ["sh", "-c", "sleep 60 >/dev/null & echo $!"], stdout=subprocess.PIPE, text=True, check=True, timeout=300
+        ["sh", "-c", "sleep 60 >/dev/null & echo $!"],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=300,
     )
     orphan = psutil.Process(int(shell.stdout))
     parent = orphan.ppid()
@@ -27,7 +32,8 @@ def _parent_of_an_orphan() -> int:
 
 
 def test_orphans_become_children_inside_and_strangers_outside() -> None:
-    """A test or a notebook that runs the launcher in its own process is not left collecting zombies."""
+    """A test or a notebook that runs the launcher in its own process is not left collecting
+    zombies."""
     assert _parent_of_an_orphan() != os.getpid()
     with adopt_orphans():
         assert _parent_of_an_orphan() == os.getpid()

@@ -1,5 +1,6 @@
-"""A server in a process of its own, with the built-in policy, and clients of it. Without the package ``tinker`` only
-what needs no client is collected: ``make test-tinker`` installs it beside the project."""
+"""A server in a process of its own, with the built-in policy, and clients of it. Without the
+package ``tinker`` only what needs no client is collected: ``make test-tinker`` installs it beside
+the project."""
 
 from __future__ import annotations
 
@@ -32,7 +33,16 @@ class Server:
     """Runs ``train-api`` on a folder; ``url`` is where it listens."""
 
     def __init__(self, model: Path, root: Path, *options: str, port: int = 0) -> None:
-        self._command = [sys.executable, "-m", "realhf.tinker", "--model", str(model), "--root", str(root), *options]
+        self._command = [
+            sys.executable,
+            "-m",
+            "realhf.tinker",
+            "--model",
+            str(model),
+            "--root",
+            str(root),
+            *options,
+        ]
         self.root = root
         self.url = ""
         self._port = port
@@ -67,7 +77,9 @@ class Server:
 
     def compute_pid(self) -> int:
         """The process that computes."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        children = (
+            Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        )
         return int(children[-1])
 
     def stop(self) -> int:
@@ -90,7 +102,9 @@ def policy(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def server(policy, tmp_path_factory):
     """One server for all tests that do it no harm."""
-    running = Server(policy, tmp_path_factory.mktemp("served") / "root", "--max-body-mib", "4", *LIMITS)
+    running = Server(
+        policy, tmp_path_factory.mktemp("served") / "root", "--max-body-mib", "4", *LIMITS
+    )
     yield running
     if running.process.poll() is None:
         assert running.stop() == 0, running.log.read_text()[-3000:]
@@ -98,7 +112,8 @@ def server(policy, tmp_path_factory):
 
 @pytest.fixture
 def opened(tmp_path, monkeypatch):
-    """Opens services in this process, one after another, on the same folder; a stand-in computes."""
+    """Opens services in this process, one after another, on the same folder; a stand-in
+    computes."""
     monkeypatch.setattr("realhf.tinker.service.ComputeProcess", Compute)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -108,7 +123,9 @@ def opened(tmp_path, monkeypatch):
         async def begin(options) -> Service:
             if now:
                 await now.pop().close()
-            service = Service(ServerOptions(model=str(tmp_path / "model"), root=str(tmp_path / "root"), **options))
+            service = Service(
+                ServerOptions(model=str(tmp_path / "model"), root=str(tmp_path / "root"), **options)
+            )
             await service.open()
             now.append(service)
             return service

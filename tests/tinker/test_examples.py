@@ -17,15 +17,20 @@ PRINTED = "http://127.0.0.1:8800"
 
 def ran(command, within_s=400) -> str:
     """What a program prints that ends well."""
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=within_s, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=within_s, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.fixture(scope="module")
 def shipped(tmp_path_factory):
-    """A server of the policy that the package brings: the examples' tasks are longer than the tests' own model."""
-    running = Server(ROOT / "realhf/aws/training/policy", tmp_path_factory.mktemp("shipped") / "root")
+    """A server of the policy that the package brings: the examples' tasks are longer than the
+    tests' own model."""
+    running = Server(
+        ROOT / "realhf/aws/training/policy", tmp_path_factory.mktemp("shipped") / "root"
+    )
     yield running
     assert running.stop() == 0, running.log.read_text()[-3000:]
 

@@ -81,13 +81,17 @@ def test_steps_are_those_of_a_plain_loop_and_so_is_what_samples(trainer, policy)
     np.testing.assert_allclose(own, scored(model, TEXT[0]), atol=2e-3)
     params = types.SamplingParams(max_tokens=8, seed=1, stop=[])
     (drawn,) = sampler.sample(types.ModelInput.from_ints(TEXT[0]), 1, params).result().sequences
-    np.testing.assert_allclose(drawn.logprobs, scored(model, [*TEXT[0], *drawn.tokens])[-8:], atol=2e-3)
+    np.testing.assert_allclose(
+        drawn.logprobs, scored(model, [*TEXT[0], *drawn.tokens])[-8:], atol=2e-3
+    )
 
 
 def test_clients_train_copies_of_their_own(service, trainer, policy):
     steps(trainer, 2)
     other = service.create_lora_training_client(str(policy), rank=4).result()
-    assert steps(other, 1) == steps(service.create_lora_training_client(str(policy), rank=8).result(), 1)
+    assert steps(other, 1) == steps(
+        service.create_lora_training_client(str(policy), rank=8).result(), 1
+    )
     base = service.create_sampling_client(base_model=str(policy)).result()
     from transformers import AutoModelForCausalLM
 
@@ -100,13 +104,18 @@ def test_saved_weights_go_on_with_and_without_the_moments(service, trainer):
     steps(trainer, 3)
     path = trainer.save_state("three").result().path
     after = steps(trainer, 2)
-    assert steps(service.create_training_client_from_state_with_optimizer(path).result(), 2) == after
+    assert (
+        steps(service.create_training_client_from_state_with_optimizer(path).result(), 2) == after
+    )
     anew = service.create_training_client_from_state(path).result()
     first, second = steps(anew, 2)
     assert first[0] == after[0][0] and second[0] != after[1][0]
     named = trainer.save_weights_for_sampler("named").result().path
     anew.load_state(named).result()
-    losses = [each.forward([datum(TEXT[0])], "cross_entropy").result().metrics["loss:sum"] for each in (anew, trainer)]
+    losses = [
+        each.forward([datum(TEXT[0])], "cross_entropy").result().metrics["loss:sum"]
+        for each in (anew, trainer)
+    ]
     assert losses[0] == losses[1]
 
 
@@ -118,7 +127,9 @@ def test_a_whole_model_is_downloaded(service, trainer, tmp_path):
     path = trainer.save_weights_external("whole").result().path
     for name, url in rest.get_external_weights_urls(path).result().urls.items():
         (tmp_path / name).write_bytes(httpx.get(url).raise_for_status().content)
-    served = trainer.forward([datum(TEXT[0])], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+    served = (
+        trainer.forward([datum(TEXT[0])], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+    )
     own = scored(AutoModelForCausalLM.from_pretrained(tmp_path), TEXT[0])
     np.testing.assert_allclose(own, served.to_numpy(), atol=1e-4)
 
@@ -137,7 +148,9 @@ def test_a_killed_server_goes_on_to_the_bit(full, policy, tmp_path):
     whole: list = []
     loop(full.url, policy, whole)
     server = Server(policy, tmp_path / "root", "--full-weights", "--state-every-s", "0")
-    kills = iter([lambda: kill_and_start(server), lambda: os.kill(server.compute_pid(), signal.SIGKILL)])
+    kills = iter(
+        [lambda: kill_and_start(server), lambda: os.kill(server.compute_pid(), signal.SIGKILL)]
+    )
     try:
         assert disturbed(server, policy, (3, 9), lambda: next(kills)()) == whole
     finally:
@@ -160,7 +173,9 @@ def test_a_model_that_the_memory_cannot_hold_is_refused(policy):
     assert computer._models["m"].weights_id.digest == computer.digest
     computer._create(create)
     other = msgspec.structs.replace(create, model="other")
-    with pytest.raises(BadRequest, match=r"all weights of a model takes .* GiB; 1 are in memory.*--max-adapters"):
+    with pytest.raises(
+        BadRequest, match=r"all weights of a model takes .* GiB; 1 are in memory.*--max-adapters"
+    ):
         computer._create(other)
     computer._remove("m")
     computer._create(other)
@@ -176,4 +191,6 @@ def test_weights_for_others_are_refused_and_harm_nothing(service, trainer):
         trainer.load_state_with_optimizer(sampled).result()
     with pytest.raises(tinker.RequestFailedError, match="was saved to be downloaded"):
         trainer.load_state(whole).result()
-    assert steps(trainer, 2) == steps(service.create_training_client_from_state_with_optimizer(path).result(), 2)
+    assert steps(trainer, 2) == steps(
+        service.create_training_client_from_state_with_optimizer(path).result(), 2
+    )

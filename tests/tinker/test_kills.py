@@ -1,4 +1,5 @@
-"""Servers that are killed in the middle of training: the client waits, and gets what it would have got."""
+"""Servers that are killed in the middle of training: the client waits, and gets what it would have
+got."""
 
 from __future__ import annotations
 
@@ -18,14 +19,17 @@ STEPS = 12
 
 
 def loop(url, policy, losses, n=STEPS):
-    """A training loop that knows nothing of kills: steps ahead, a sample now and then, and a checkpoint."""
+    """A training loop that knows nothing of kills: steps ahead, a sample now and then, and a
+    checkpoint."""
     service = tinker.ServiceClient(base_url=url, api_key=KEY)
     client = service.create_lora_training_client(str(policy), rank=4, seed=7).result()
     data = [datum(tokens) for tokens in TEXT]
     for number in range(n):
         first = client.forward_backward(data, "cross_entropy")
         second = client.optim_step(ADAM)
-        losses.append((first.result().metrics["loss:sum"], second.result().metrics["weights_version"]))
+        losses.append(
+            (first.result().metrics["loss:sum"], second.result().metrics["weights_version"])
+        )
         if number % 4 == 3:
             sampler = client.save_weights_and_get_sampling_client().result()
             params = types.SamplingParams(max_tokens=8, seed=number, stop=[])
@@ -42,7 +46,8 @@ def undisturbed(server, policy):
 
 
 def disturbed(server, policy, places, kill, n=STEPS):
-    """The losses of a loop during which ``kill`` strikes as soon as so many are there as each of ``places`` says."""
+    """The losses of a loop during which ``kill`` strikes as soon as so many are there as each of
+    ``places`` says."""
     losses: list = []
     training = threading.Thread(target=loop, args=(server.url, policy, losses, n))
     training.start()
@@ -61,8 +66,9 @@ def kill_and_start(server):
 
 @pytest.mark.parametrize("options", [("--state-every-s", "0"), ("--state-every-s", "3600")])
 def test_a_killed_server_goes_on_to_the_bit(policy, tmp_path, undisturbed, options):
-    """Killed three times with all that it started, between and within requests: with a kept state after every step, and
-    with one after the first only, so that all steps behind it are done again."""
+    """Killed three times with all that it started, between and within requests: with a kept state
+    after every step, and with one after the first only, so that all steps behind it are done
+    again."""
     server = Server(policy, tmp_path / "root", *options)
     try:
         assert disturbed(server, policy, (2, 6, 9), lambda: kill_and_start(server)) == undisturbed
@@ -76,7 +82,10 @@ def test_two_hundred_steps_outlive_five_kills(server, policy, tmp_path):
     loop(server.url, policy, whole, 200)
     killed = Server(policy, tmp_path / "root")
     try:
-        assert disturbed(killed, policy, (11, 60, 111, 177, 240), lambda: kill_and_start(killed), 200) == whole
+        assert (
+            disturbed(killed, policy, (11, 60, 111, 177, 240), lambda: kill_and_start(killed), 200)
+            == whole
+        )
     finally:
         killed.kill()
 
@@ -85,7 +94,10 @@ def test_the_process_that_computes_may_die_alone(policy, tmp_path, undisturbed):
     """The server starts another one, which does the rest."""
     server = Server(policy, tmp_path / "root")
     try:
-        assert disturbed(server, policy, (2, 7), lambda: os.kill(server.compute_pid(), signal.SIGKILL)) == undisturbed
+        assert (
+            disturbed(server, policy, (2, 7), lambda: os.kill(server.compute_pid(), signal.SIGKILL))
+            == undisturbed
+        )
         assert server.stop() == 0
     finally:
         if server.process.poll() is None:

@@ -1,4 +1,5 @@
-"""The losses against loops in float64 over single positions, written from the client's documentation, gradients too."""
+"""The losses against loops in float64 over single positions, written from the client's
+documentation, gradients too."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ def data(seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor
         SEQUENCE_MASK: (rand() > 0.4).double(),
     }
     inputs[SEQUENCE_MASK][LENGTHS[0]] = 0.0  # the second sequence has no marked position
-    return logprobs, inputs, torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    return (
+        logprobs,
+        inputs,
+        torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)),
+    )
 
 
 def by_hand(name, p, inputs, sequence, settings):
@@ -39,7 +44,9 @@ def by_hand(name, p, inputs, sequence, settings):
         high = given.get(HIGH, settings.get(HIGH))
         ratio = math.exp(own - reference)
         if name == "gspo":
-            marked = [s for s in range(N) if sequence[s] == sequence[t] and inputs[SEQUENCE_MASK][s] != 0]
+            marked = [
+                s for s in range(N) if sequence[s] == sequence[t] and inputs[SEQUENCE_MASK][s] != 0
+            ]
             apart = [float(p[s]) - float(inputs["logprobs"][s]) for s in marked]
             ratio = math.exp(sum(apart) / len(apart)) if apart else 1.0
         if name == "cross_entropy":
@@ -51,7 +58,12 @@ def by_hand(name, p, inputs, sequence, settings):
             found.append((-clipped * own * advantage, -clipped * advantage))
         elif name == "dro":
             apart = own - reference
-            found.append((-own * advantage + settings["beta"] / 2 * apart**2, -advantage + settings["beta"] * apart))
+            found.append(
+                (
+                    -own * advantage + settings["beta"] / 2 * apart**2,
+                    -advantage + settings["beta"] * apart,
+                )
+            )
         else:
             clipped = min(max(ratio, low), high)
             if ratio * advantage <= clipped * advantage:
@@ -65,7 +77,8 @@ def by_hand(name, p, inputs, sequence, settings):
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("thresholds", [False, True])
 def test_a_loss_is_what_its_definition_says(name, seed, thresholds):
-    """Value and slope at every position, with random settings, and with thresholds of single positions."""
+    """Value and slope at every position, with random settings, and with thresholds of single
+    positions."""
     p, inputs, sequence = data(seed)
     draw = torch.Generator().manual_seed(seed)
     config = (
@@ -84,7 +97,10 @@ def test_a_loss_is_what_its_definition_says(name, seed, thresholds):
     if thresholds:
         if not loss.takes:
             pytest.skip("this loss clips nothing")
-        inputs[LOW], inputs[HIGH] = 0.7 + 0.2 * inputs["weights"].abs(), 1.0 + 0.3 * inputs["weights"].abs()
+        inputs[LOW], inputs[HIGH] = (
+            0.7 + 0.2 * inputs["weights"].abs(),
+            1.0 + 0.3 * inputs["weights"].abs(),
+        )
     assert set(settings) == set(loss.settings)
     leaf = p.clone().requires_grad_()
     values = loss.compute(leaf, inputs, sequence, settings)
@@ -105,7 +121,11 @@ def test_cross_entropy_takes_several_targets_for_a_position():
 @pytest.mark.parametrize(
     ("name", "config", "said"),
     [
-        ("stable_reinforce", {}, "'stable_reinforce' is not carried by this server: its formula is not public"),
+        (
+            "stable_reinforce",
+            {},
+            "'stable_reinforce' is not carried by this server: its formula is not public",
+        ),
         ("custom", {}, "forward_backward_custom"),
         ("dpo", {}, "there are cross_entropy, importance_sampling"),
         ("ppo", {"beta": 1.0}, "ppo has no setting 'beta'"),

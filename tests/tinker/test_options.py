@@ -1,4 +1,5 @@
-"""What the server is told, and refuses; and what it keeps on the disk. None of it needs the client."""
+"""What the server is told, and refuses; and what it keeps on the disk. None of it needs the
+client."""
 
 from __future__ import annotations
 
@@ -76,8 +77,8 @@ def test_keys_come_from_a_file_that_nobody_else_reads(model, tmp_path):
 
 @pytest.mark.parametrize("tls", [True, False])
 def test_a_server_has_all_descriptors_and_ends_silent_handshakes(model, monkeypatch, tmp_path, tls):
-    """The loop that does was named to uvicorn only, which does not start one here: who shook no hands held a connection
-    for a minute."""
+    """The loop that does was named to uvicorn only, which does not start one here: who shook no
+    hands held a connection for a minute."""
 
     async def serve(options):
         loops.append(isinstance(asyncio.get_running_loop(), HandshakeLoop))
@@ -131,7 +132,9 @@ def test_what_is_owed_is_found_again_and_bodies_go_when_a_state_holds_them(tmp_p
     assert store.drop_results(fetched_before=0.0, finished_before=0.0) == 0
     assert store.drop_results(fetched_before=1e12, finished_before=0.0) == 1
     assert store.request("m:0").info["gone"] == 1 and store.request("m:0").result == b""
-    assert store.next_seq("m") == 5 and store.get_or_set("a", "1") == store.get_or_set("a", "2") == "1"
+    assert (
+        store.next_seq("m") == 5 and store.get_or_set("a", "1") == store.get_or_set("a", "2") == "1"
+    )
     with pytest.raises(RuntimeError), store.transaction():
         store.add_request("m:7", "me", "sample", "m", 7, b"")
         raise RuntimeError

@@ -1,5 +1,5 @@
-"""Twenty steps by the interfaces of ``experiment=sft`` and ``experiment=grpo``, on the engine that a run has, and the
-same by a loop over the client: the same losses."""
+"""Twenty steps by the interfaces of ``experiment=sft`` and ``experiment=grpo``, on the engine that
+a run has, and the same by a loop over the client: the same losses."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ STEPS = 20
 GROUPS = [[19, 24, 16], [15, 35, 22], [28, 17, 20]]
 LENGTHS = [n for group in GROUPS for n in group]
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-ADAM = types.AdamParams(learning_rate=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, grad_clip_norm=1.0)
+ADAM = types.AdamParams(
+    learning_rate=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, grad_clip_norm=1.0
+)
 
 
 def engine_of(policy) -> TorchEngine:
-    """An engine as a run has it, with the first values of the adapters that the server draws from its seed."""
+    """An engine as a run has it, with the first values of the adapters that the server draws from
+    its seed."""
     options = OptimizerConfig(
         lr=3e-3,
         beta1=0.9,
@@ -39,21 +42,34 @@ def engine_of(policy) -> TorchEngine:
     )
     model = load_causal_lm(str(policy), "actor", torch.float32)
     torch.manual_seed(7)
-    return TorchEngine(model, None, optimizer=options, total_train_steps=STEPS, lora=LoraConfig(4, 32.0, LAYERS, 0.0))
+    return TorchEngine(
+        model,
+        None,
+        optimizer=options,
+        total_train_steps=STEPS,
+        lora=LoraConfig(4, 32.0, LAYERS, 0.0),
+    )
 
 
 def batch(step: int, **more: torch.Tensor) -> SequenceSample:
-    """Sequences of a step, of which the last ten tokens train; ``more`` of their positions or of the sequences."""
+    """Sequences of a step, of which the last ten tokens train; ``more`` of their positions or of
+    the sequences."""
     draw = torch.Generator().manual_seed(step)
     mask = torch.cat([torch.arange(n) >= n - 10 for n in LENGTHS])
-    given = {"packed_input_ids": torch.randint(0, 250, (sum(LENGTHS),), generator=draw), "loss_mask": mask, **more}
+    given = {
+        "packed_input_ids": torch.randint(0, 250, (sum(LENGTHS),), generator=draw),
+        "loss_mask": mask,
+        **more,
+    }
     widths = {
         sum(LENGTHS): GROUPS,
         sum(LENGTHS) - len(LENGTHS): [[n - 1 for n in group] for group in GROUPS],
         len(LENGTHS): [[1] * len(group) for group in GROUPS],
     }
     names = [f"t{i}" for i in range(len(GROUPS))]
-    return SequenceSample.from_tensors(names, given, {key: widths[len(value)] for key, value in given.items()})
+    return SequenceSample.from_tensors(
+        names, given, {key: widths[len(value)] for key, value in given.items()}
+    )
 
 
 def train(interface, engine, samples, folder) -> list[float]:
@@ -76,10 +92,14 @@ def data_of(sample, **inputs: torch.Tensor) -> list[types.Datum]:
     place = 0
     for n in LENGTHS:
         ids = sample["packed_input_ids"][at : at + n].tolist()
-        own = {name: values[place : place + n - 1].numpy().astype(np.float32) for name, values in inputs.items()}
+        own = {
+            name: values[place : place + n - 1].numpy().astype(np.float32)
+            for name, values in inputs.items()
+        }
         data.append(
             types.Datum(
-                model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs={"target_tokens": ids[1:], **own}
+                model_input=types.ModelInput.from_ints(ids[:-1]),
+                loss_fn_inputs={"target_tokens": ids[1:], **own},
             )
         )
         at = at + n
@@ -107,14 +127,16 @@ def test_supervised_steps(server, policy, tmp_path):
     expected = train(SFTInterface(), engine_of(policy), samples, tmp_path)
     weights = predicted(samples[0]["loss_mask"]).float()
     weights /= weights.sum()
-    found = loop(server, policy, "cross_entropy", [data_of(sample, weights=weights) for sample in samples])
+    found = loop(
+        server, policy, "cross_entropy", [data_of(sample, weights=weights) for sample in samples]
+    )
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert found[-1] < 0.98 * found[3]
 
 
 def test_policy_gradient_steps(server, policy, tmp_path):
-    """GRPO from rollouts of a neighbouring policy, so that ratios are none and clips decide; advantages by the plain
-    formula."""
+    """GRPO from rollouts of a neighbouring policy, so that ratios are none and clips decide;
+    advantages by the plain formula."""
     draw = torch.Generator().manual_seed(0)
     engine = engine_of(policy)
     samples = []
@@ -126,9 +148,17 @@ def test_policy_gradient_steps(server, policy, tmp_path):
         own = engine.logprobs(plain, temperature=1.0, mb_spec=MicroBatchSpec())
         behaviour = torch.where(mask, own + 0.3 * torch.randn(own.shape, generator=draw), 0.0)
         rewards = torch.rand(len(GROUPS), 3, generator=draw)
-        more = {"packed_logprobs": behaviour, "packed_ref_logprobs": own, "rewards": rewards.flatten()}
-        samples.append(batch(step % 4, **more, outcome=torch.zeros(len(LENGTHS), dtype=torch.uint8)))
-        advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
+        more = {
+            "packed_logprobs": behaviour,
+            "packed_ref_logprobs": own,
+            "rewards": rewards.flatten(),
+        }
+        samples.append(
+            batch(step % 4, **more, outcome=torch.zeros(len(LENGTHS), dtype=torch.uint8))
+        )
+        advantages = (rewards - rewards.mean(1, keepdim=True)) / (
+            rewards.std(1, keepdim=True) + 1e-6
+        )
         weighed = torch.where(mask, advantages.flatten()[sequence], 0.0) / (10 * len(LENGTHS))
         batches.append(data_of(plain, logprobs=behaviour, advantages=weighed))
     expected = train(PolicyGradientInterface({"algo": "grpo"}), engine, samples, tmp_path)

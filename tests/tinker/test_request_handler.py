@@ -16,7 +16,9 @@ def post():
     def send(service, path, /, **given) -> httpx.Response:
         async def answered() -> httpx.Response:
             transport = httpx.ASGITransport(build_app(service))
-            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1/api/v1") as http:
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://127.0.0.1/api/v1"
+            ) as http:
                 return await http.post(path, json=given, headers={"X-API-Key": KEY})
 
         return service._loop.run_until_complete(answered())
@@ -49,10 +51,18 @@ def test_options_that_are_not_carried_are_refused_by_name(opened, post):
     told = post(service, "/create_session", **SESSION, project_id="mine").json()["detail"]
     assert told == "project_id is not carried by this server"
     session = post(service, "/create_session", **SESSION).json()["session_id"]
-    given = {"session_id": session, "model_seq_id": 0, "path": "tinker://m/weights/a", "optimizer": False}
+    given = {
+        "session_id": session,
+        "model_seq_id": 0,
+        "path": "tinker://m/weights/a",
+        "optimizer": False,
+    }
     for change, said in (
         ({"base_model": "another"}, "base_model 'another' is not here"),
         ({"optimizer_config": {"type": "dimuon"}}, "optimizer_config 'dimuon' is not carried"),
-        ({"base_model": service.options.public_name, "optimizer_config": {"type": "adamw"}}, "there are no weights"),
+        (
+            {"base_model": service.options.public_name, "optimizer_config": {"type": "adamw"}},
+            "there are no weights",
+        ),
     ):
         assert said in post(service, "/load_weights", **given, **change).json()["detail"]

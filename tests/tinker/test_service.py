@@ -1,5 +1,5 @@
-"""The order of promises, what is owed, and what the server does where something fails. The process that computes is one
-that answers when a test says so; none of it needs the client."""
+"""The order of promises, what is owed, and what the server does where something fails. The process
+that computes is one that answers when a test says so; none of it needs the client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from realhf.tinker.channel import Began, Channel, ComputeReply, Create, Drop, Forward, Load, Save, Spoil, Unload, Update
+from realhf.tinker.channel import (
+    Began,
+    Channel,
+    ComputeReply,
+    Create,
+    Drop,
+    Forward,
+    Load,
+    Save,
+    Spoil,
+    Unload,
+    Update,
+)
 from realhf.tinker.service import GAP_TIMEOUT_CLEANS, MAX_SEQ_AHEAD
 from realhf.tinker.store import FAILED, FINISHED, WAITING
 from realhf.web.refusal import Refusal
@@ -46,9 +58,11 @@ def ask(service, model, seq, asked="forward_backward", /, **said) -> str:
 
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("finished", [False, True])
-def test_what_waits_for_a_request_that_never_comes_fails_with_the_session(opened, restarted, finished):
-    """The client sends the first part of a batch last. Killed in between, it left the others in work for ever: they
-    counted towards the quota of its key, and of all, also after a restart."""
+def test_what_waits_for_a_request_that_never_comes_fails_with_the_session(
+    opened, restarted, finished
+):
+    """The client sends the first part of a batch last. Killed in between, it left the others in
+    work for ever: they counted towards the quota of its key, and of all, also after a restart."""
     service = opened()
     model = model_of(service)
     for seq in (2, 3):
@@ -73,8 +87,8 @@ def test_what_waits_for_a_request_that_never_comes_fails_with_the_session(opened
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_what_waits_for_a_request_that_never_comes_is_done_in_the_end(opened, restarted):
-    """A client that lives on kept its session alive, and what it had sent behind a lost request waited for ever. A step
-    may miss the gradient of what was lost."""
+    """A client that lives on kept its session alive, and what it had sent behind a lost request
+    waited for ever. A step may miss the gradient of what was lost."""
     service = opened()
     model = model_of(service)
     ask(service, model, 2, "optim_step", params={})
@@ -95,14 +109,19 @@ def test_what_waits_for_a_request_that_never_comes_is_done_in_the_end(opened, re
 
 
 def test_a_request_that_is_refused_for_now_is_waited_for(opened, monkeypatch):
-    """Its number was given up after ten minutes of a full disk, in which the client had sent it again and again."""
+    """Its number was given up after ten minutes of a full disk, in which the client had sent it
+    again and again."""
     service = opened()
     model = model_of(service)
     ask(service, model, 2)
     for _ in range(GAP_TIMEOUT_CLEANS):
         service.close_gaps()
         with monkeypatch.context() as full:
-            full.setattr(service, "check_disk", lambda: (_ for _ in ()).throw(Refusal(507, "the disk is full")))
+            full.setattr(
+                service,
+                "check_disk",
+                lambda: (_ for _ in ()).throw(Refusal(507, "the disk is full")),
+            )
             with pytest.raises(Refusal, match="the disk is full"):
                 ask(service, model, 1)
     ask(service, model, 1)
@@ -237,8 +256,15 @@ def test_a_channel_ends_with_the_other_side():
 def save(service, model, seq, name="a", *, overwrite=False, kind="training") -> str:
     """Ask for weights of a name, in a folder as the checkpoint store names it."""
     folder = service.checkpoints.new_folder(model, kind, name, seq)
-    said = {"path": f"tinker://{model}/weights/{name}", "name": name, "kind": kind, "folder": str(folder)}
-    return ask(service, model, seq, "save_weights", **said, overwrite=overwrite, expires=None, info={})
+    said = {
+        "path": f"tinker://{model}/weights/{name}",
+        "name": name,
+        "kind": kind,
+        "folder": str(folder),
+    }
+    return ask(
+        service, model, seq, "save_weights", **said, overwrite=overwrite, expires=None, info={}
+    )
 
 
 def answer_saves(service, nbytes=1.0) -> None:
@@ -251,7 +277,8 @@ def answer_saves(service, nbytes=1.0) -> None:
 
 
 def test_of_two_saves_under_one_name_the_second_fails(opened):
-    """Sent without waiting in between both succeeded, and the second removed the folder of the first."""
+    """Sent without waiting in between both succeeded, and the second removed the folder of the
+    first."""
     service = opened()
     model = model_of(service)
     first = save(service, model, 1)
@@ -264,7 +291,8 @@ def test_of_two_saves_under_one_name_the_second_fails(opened):
 
 
 def test_weights_are_loaded_that_were_saved_just_before(opened):
-    """The load had looked for them when it came, and carried the folder of those that were replaced."""
+    """The load had looked for them when it came, and carried the folder of those that were
+    replaced."""
     service = opened()
     model = model_of(service)
     save(service, model, 1)
@@ -341,7 +369,9 @@ def test_a_state_that_the_disk_has_no_room_for_is_not_kept(opened, monkeypatch):
     model = model_of(service)
     usage = namedtuple("usage", "free")
     for free, kept in ((2**30 + (1900 << 10), True), (2**30 + (1700 << 10), False)):
-        monkeypatch.setattr("realhf.tinker.service.shutil.disk_usage", lambda root, free=free: usage(free))
+        monkeypatch.setattr(
+            "realhf.tinker.service.shutil.disk_usage", lambda root, free=free: usage(free)
+        )
         assert bool(service._choose_keep(model, 1)) == kept
 
 
@@ -349,7 +379,8 @@ def test_a_state_that_the_disk_has_no_room_for_is_not_kept(opened, monkeypatch):
 
 
 def trained(opened):
-    """A model with a pass and a step that are done, and a pass that is owed; a new process has to make it again."""
+    """A model with a pass and a step that are done, and a pass that is owed; a new process has to
+    make it again."""
     service = opened()
     model = model_of(service)
     ask(service, model, 1)
@@ -374,10 +405,18 @@ def test_a_model_that_is_not_made_again_fails_aloud(opened):
     service._process.answer(3)
     service._process.answer(error="out of memory")
     assert states(service, model) == [FINISHED] * 2 + [FAILED] and service._pending[ME] == (0, 0)
-    assert service.store.request(f"{model}:3").error == "the model was not made again: out of memory"
+    assert (
+        service.store.request(f"{model}:3").error == "the model was not made again: out of memory"
+    )
     service._process.jobs.clear()
     ask(service, model, 4)
-    assert [type(work) for work in service._process.works] == [Create, Forward, Update, Spoil, Forward]
+    assert [type(work) for work in service._process.works] == [
+        Create,
+        Forward,
+        Update,
+        Spoil,
+        Forward,
+    ]
     service._process.answer(5)
     assert states(service, model) == [FINISHED] * 2 + [FAILED, FINISHED]
 
@@ -405,8 +444,8 @@ def test_weights_that_are_gone_are_no_reason_to_go_on_without(opened):
 
 
 def test_a_step_that_failed_drops_its_gradients_also_where_it_is_done_again(opened):
-    """One during which the process died was left out, and its gradients came into the next step; one that failed for
-    want of memory was made."""
+    """One during which the process died was left out, and its gradients came into the next step;
+    one that failed for want of memory was made."""
     service = opened()
     model = model_of(service)
     for seq in (1, 3):
@@ -422,7 +461,14 @@ def test_a_step_that_failed_drops_its_gradients_also_where_it_is_done_again(open
     assert states(service, model) == [FINISHED, FAILED, FINISHED, FAILED]
     assert "while it did this" in service.store.request(f"{model}:4").error
     ask(service, model, 5)
-    assert [type(work) for work in service._process.works] == [Create, Forward, Drop, Forward, Drop, Forward]
+    assert [type(work) for work in service._process.works] == [
+        Create,
+        Forward,
+        Drop,
+        Forward,
+        Drop,
+        Forward,
+    ]
 
 
 # ---- where the server itself fails

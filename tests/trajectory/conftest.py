@@ -20,7 +20,12 @@ REGISTRATION = {
     "wandb_group": "g", "wandb_project": "p", "batch_size": 8, "max_token_len": 64, "checkpoint_dir": "c",
     "save_checkpoint_interval": 10, "starting_step": 0, "num_steps": 100,
 }  # fmt: skip
-STOCK = REGISTRATION | {"wandb_group": "", "wandb_project": "", "checkpoint_dir": "trained", "num_steps": 5}
+STOCK = REGISTRATION | {
+    "wandb_group": "",
+    "wandb_project": "",
+    "checkpoint_dir": "trained",
+    "num_steps": 5,
+}
 """What the original's example trainer registers, from whatever step it goes on."""
 ENV = {"max_token_length": 64, "desired_name": "env", "weight": 1.0, "group_size": 4}
 
@@ -34,7 +39,8 @@ def wait_until(condition: Callable[[], object], what: str = "it does not happen"
 
 @contextmanager
 def running_server(**options: Any) -> Iterator[str]:
-    """URL of a server with these settings, in memory unless a store is given; stopped at the end."""
+    """URL of a server with these settings, in memory unless a store is given; stopped at the
+    end."""
     config = TrajectoryConfig(port=0, **({"store": "memory"} | options))
     running = uvicorn_config(config, create_app(config))
     running.timeout_graceful_shutdown = 1
@@ -80,4 +86,6 @@ def start(api: httpx.Client, **changed: Any) -> None:
 
 
 def register_env(api: httpx.Client, group_size: int = 4, **changed: Any) -> int:
-    return api.post("/register-env", json=ENV | {"group_size": group_size} | changed).json()["env_id"]
+    return api.post("/register-env", json=ENV | {"group_size": group_size} | changed).json()[
+        "env_id"
+    ]

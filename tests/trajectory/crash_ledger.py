@@ -1,17 +1,18 @@
-"""Kills trajectory servers with ``kill -9`` while producers push and trainers pull, and balances the books.
+"""Kills trajectory servers with ``kill -9`` while producers push and trainers pull, and balances
+the books.
 
     python -m tests.trajectory.crash_ledger --store sqlite --pushes 2000 --kill-every 2
     python -m tests.trajectory.crash_ledger --store redis  --pushes 2000 --kill-every 2
     python -m tests.trajectory.crash_ledger --store sqlite --fault-rate 0.03     the store fails at random, too
     python -m tests.trajectory.crash_ledger --store redis --forget-every 5       Redis comes back empty, again and again
 
-Every acknowledged group must be delivered, none may come again after its acknowledgement, none may be twice in one
-batch, and every new batch has a step of its own; environments keep their ids; in the end all servers give the same
-answers. Trainer 0 acknowledges by asking again, as stock trainers do; the others acknowledge explicitly.
-Source: docs/reference/trajectory.md 5.
+Every acknowledged group must be delivered, none may come again after its acknowledgement, none may
+be twice in one batch, and every new batch has a step of its own; environments keep their ids; in
+the end all servers give the same answers. Trainer 0 acknowledges by asking again, as stock trainers
+do; the others acknowledge explicitly. Source: docs/reference/trajectory.md 5.
 
-Where Redis itself forgets, servers are not killed, so that there is somebody to notice: each loss must be told and
-begin a new epoch, and what was acknowledged in the last one must be delivered.
+Where Redis itself forgets, servers are not killed, so that there is somebody to notice: each loss
+must be told and begin a new epoch, and what was acknowledged in the last one must be delivered.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ LOSS = "Redis came back without its data"
 
 
 class ServerProcess:
-    """``run-api`` over the store of an address, on a port of its own; killed without warning and started again."""
+    """``run-api`` over the store of an address, on a port of its own; killed without warning and
+    started again."""
 
     def __init__(self, store: str, log: Path, fault_rate: float = 0.0) -> None:
         self._fault_rate = fault_rate
@@ -60,8 +62,8 @@ class ServerProcess:
         self.start()
 
     def start(self) -> None:
-        """Start, and wait until the server is ready. One whose store fails while it starts ends at once, as it should,
-        and is started again, as a supervisor would."""
+        """Start, and wait until the server is ready. One whose store fails while it starts ends at
+        once, as it should, and is started again, as a supervisor would."""
         began = time.monotonic()
         self._spawn()
         while not self._ready():
@@ -76,10 +78,17 @@ class ServerProcess:
     def _spawn(self) -> None:
         command = [sys.executable, "-m", "realhf.trajectory", "--store", self._store]
         if self._fault_rate:
-            faults = ["--fault-rate", str(self._fault_rate), "--fault-seed", str(self.kills + self.failed_starts)]
+            faults = [
+                "--fault-rate",
+                str(self._fault_rate),
+                "--fault-seed",
+                str(self.kills + self.failed_starts),
+            ]
             command[2:3] = ["tests.trajectory.faulty_server", *faults]
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen([*command, "--port", str(self.port)], stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                [*command, "--port", str(self.port)], stdout=log, stderr=log
+            )
 
     def said(self, text: str) -> int:
         """How often its log says something."""
@@ -110,9 +119,10 @@ class ServerProcess:
 
 @dataclass
 class Ledger:
-    """What clients know for certain. ``pushed``: the epoch in which each id was acknowledged; ``delivered``: times
-    each id arrived; ``acked``: epochs and ids whose batch was certainly acknowledged; ``steps``: what each step of each
-    epoch held; ``broken``: what must never happen, in words."""
+    """What clients know for certain. ``pushed``: the epoch in which each id was acknowledged;
+    ``delivered``: times each id arrived; ``acked``: epochs and ids whose batch was certainly
+    acknowledged; ``steps``: what each step of each epoch held; ``broken``: what must never happen,
+    in words."""
 
     pushed: dict[int, int] = field(default_factory=dict)
     delivered: Counter[int] = field(default_factory=Counter)
@@ -128,7 +138,9 @@ class Ledger:
         if len(set(ids)) != len(ids):
             self.broken.append(f"step {step}: a group is twice in one batch")
         if again := self.acked & {(epoch, number) for number in ids}:
-            self.broken.append(f"step {step}: {len(again)} groups came again after their acknowledgement")
+            self.broken.append(
+                f"step {step}: {len(again)} groups came again after their acknowledgement"
+            )
         if self.steps.setdefault((epoch, step), frozenset(ids)) != frozenset(ids):
             self.broken.append(f"step {step} named two different batches")
         self.delivered.update(ids)
@@ -139,11 +151,16 @@ class Ledger:
 
     def forgotten(self) -> int:
         """Groups of ended epochs that were never delivered."""
-        return sum(epoch < max(self.epochs) and not self.delivered[number] for number, epoch in self.pushed.items())
+        return sum(
+            epoch < max(self.epochs) and not self.delivered[number]
+            for number, epoch in self.pushed.items()
+        )
 
     def balance(self) -> list[str]:
         """Everything that is wrong at the end."""
-        lost = {number for number, epoch in self.pushed.items() if epoch == max(self.epochs)} - set(self.delivered)
+        lost = {number for number, epoch in self.pushed.items() if epoch == max(self.epochs)} - set(
+            self.delivered
+        )
         unknown = set(self.delivered) - set(self.pushed)
         found = list(self.broken)
         if lost:
@@ -184,14 +201,24 @@ class Clients:
     async def register(self) -> None:
         """Start the run; of a server that forgot it, once more."""
         await self.ask(
-            "POST", "/register", json=REGISTRATION | {"batch_size": BATCH_SIZE}, headers={"Idempotency-Key": "register"}
+            "POST",
+            "/register",
+            json=REGISTRATION | {"batch_size": BATCH_SIZE},
+            headers={"Idempotency-Key": "register"},
         )
 
     async def register_env(self, name: str) -> int:
         """Id of an environment, once a trainer has asked for its first batch."""
-        env = {"max_token_length": 64, "desired_name": name, "weight": 1.0, "group_size": GROUP_SIZE}
+        env = {
+            "max_token_length": 64,
+            "desired_name": name,
+            "weight": 1.0,
+            "group_size": GROUP_SIZE,
+        }
         while True:
-            answer = await self.ask("POST", "/register-env", json=env, headers={"Idempotency-Key": f"env {name}"})
+            answer = await self.ask(
+                "POST", "/register-env", json=env, headers={"Idempotency-Key": f"env {name}"}
+            )
             if answer.json()["status"] == "success":
                 return answer.json()["env_id"]
             await asyncio.sleep(0.05)
@@ -203,7 +230,8 @@ class Clients:
             some = ids[position : position + self._rng.choice((1, 1, 2))]
             position += len(some)
             groups = [
-                group(GROUP_SIZE, 16, seed=number, group_overrides={"id": number}, env_id=env_id) for number in some
+                group(GROUP_SIZE, 16, seed=number, group_overrides={"id": number}, env_id=env_id)
+                for number in some
             ]
             single = len(some) == 1
             answer = await self.ask(
@@ -217,7 +245,8 @@ class Clients:
             await asyncio.sleep(self._rng.uniform(0, 2) * duration_s * len(some) / len(ids))
 
     async def fill_up(self, first: int) -> None:
-        """What a forgetful Redis left need not fill a batch: push what is missing, with ids from ``first`` on."""
+        """What a forgetful Redis left need not fill a batch: push what is missing, with ids from
+        ``first`` on."""
         queued = (await self.ask("GET", "/status")).json()["queue_size"]
         await self.produce(range(first, first + -queued % (BATCH_SIZE // GROUP_SIZE)), 0.0, None)
 
@@ -234,7 +263,12 @@ class Clients:
             if answer.json().get("status") == "error":
                 await self.register()
                 continue
-            if held and not explicit and not _same(answer, held) and await self._was_acknowledged(lease):
+            if (
+                held
+                and not explicit
+                and not _same(answer, held)
+                and await self._was_acknowledged(lease)
+            ):
                 self._ledger.acknowledge(held, held_in)
             batch = answer.json()["batch"]
             if batch is None:
@@ -253,8 +287,8 @@ class Clients:
                     self._ledger.acknowledge(held, held_in)
 
     async def _was_acknowledged(self, lease: str) -> bool:
-        """Whether the last request acknowledged a batch, as the server remembers it. It does not if it never knew
-        that the batch had been sent, and gave it to somebody else."""
+        """Whether the last request acknowledged a batch, as the server remembers it. It does not if
+        it never knew that the batch had been sent, and gave it to somebody else."""
         answer = await self.ask("POST", "/batch/nack", json={"lease_id": lease})
         return answer.status_code == 409 and "already acknowledged" in answer.text
 
@@ -269,7 +303,8 @@ def _epoch(answer: httpx.Response) -> int:
 
 
 def _same(answer: httpx.Response, held: list[int]) -> bool:
-    """The held batch again: the server never knew that it had been sent, so nothing was acknowledged."""
+    """The held batch again: the server never knew that it had been sent, so nothing was
+    acknowledged."""
     batch = answer.json()["batch"]
     return batch is not None and _ids(batch) == held
 
@@ -285,14 +320,16 @@ async def run(
     seed: int,
     redis: RedisServer | None = None,
 ) -> Ledger:
-    """Everybody at work while the servers are killed in turn, or instead of them a Redis that forgets (``redis``), then
-    until the queue is empty."""
+    """Everybody at work while the servers are killed in turn, or instead of them a Redis that
+    forgets (``redis``), then until the queue is empty."""
     assert pushes * GROUP_SIZE % BATCH_SIZE == 0
     ledger = Ledger()
     clients = Clients(servers, ledger, seed)
     await clients.register()
     pushing = asyncio.ensure_future(_push(clients, ledger, pushes, producers, duration_s))
-    training = [clients.train(f"trainer-{index}", index > 0, pushing.done) for index in range(trainers)]
+    training = [
+        clients.train(f"trainer-{index}", index > 0, pushing.done) for index in range(trainers)
+    ]
     harm = [redis.restart] if redis else [server.kill_and_start for server in servers]
     killer = asyncio.create_task(_harm(harm, kill_every_s, random.Random(seed + 1)))
     try:
@@ -313,11 +350,17 @@ async def run(
     return ledger
 
 
-async def _push(clients: Clients, ledger: Ledger, pushes: int, producers: int, duration_s: float) -> None:
+async def _push(
+    clients: Clients, ledger: Ledger, pushes: int, producers: int, duration_s: float
+) -> None:
     """All producers, each with an environment of its own."""
-    envs = list(await asyncio.gather(*(clients.register_env(f"env{index}") for index in range(producers))))
+    envs = list(
+        await asyncio.gather(*(clients.register_env(f"env{index}") for index in range(producers)))
+    )
     shares = [range(index, pushes, producers) for index in range(producers)]
-    await asyncio.gather(*(clients.produce(share, duration_s, env) for share, env in zip(shares, envs, strict=True)))
+    await asyncio.gather(
+        *(clients.produce(share, duration_s, env) for share, env in zip(shares, envs, strict=True))
+    )
     envs.append(await clients.register_env("one more"))
     if {*envs} != {*range(producers + 1)} and len(ledger.epochs) == 1:
         ledger.broken.append(f"environments are not numbered on: {envs}")
@@ -342,14 +385,25 @@ async def _harm(acts: Sequence[Callable[[], None]], every_s: float, rng: random.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the balance. Returns 1 when it does not balance."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--store", choices=("sqlite", "redis"), default="sqlite")
     parser.add_argument("--pushes", type=int, default=2000)
     parser.add_argument("--producers", type=int, default=8)
     parser.add_argument("--trainers", type=int, default=2)
-    parser.add_argument("--duration", type=float, default=60.0, help="seconds over which the pushes are spread")
-    parser.add_argument("--kill-every", type=float, default=2.0, help="seconds between kills, plus or minus half")
-    parser.add_argument("--fault-rate", type=float, default=0.0, help="share of the store's steps that fail (sqlite)")
+    parser.add_argument(
+        "--duration", type=float, default=60.0, help="seconds over which the pushes are spread"
+    )
+    parser.add_argument(
+        "--kill-every", type=float, default=2.0, help="seconds between kills, plus or minus half"
+    )
+    parser.add_argument(
+        "--fault-rate",
+        type=float,
+        default=0.0,
+        help="share of the store's steps that fail (sqlite)",
+    )
     parser.add_argument(
         "--forget-every",
         type=float,
@@ -367,7 +421,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers, redis = start_servers(
-            arguments.store, folder, stack, fault_rate=arguments.fault_rate, forgetful=bool(arguments.forget_every)
+            arguments.store,
+            folder,
+            stack,
+            fault_rate=arguments.fault_rate,
+            forgetful=bool(arguments.forget_every),
         )
         began = time.monotonic()
         ledger = asyncio.run(
@@ -386,27 +444,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         problems = ledger.balance() + compare(servers) + untold(servers, ledger)
         if arguments.fault_rate or redis:
             print(
-                f"faults set off {sum(server.said('fault that was set off') for server in servers)}, restarts of "
-                f"Redis {redis.restarts if redis else 0}, epochs {len(ledger.epochs)}, groups of ended epochs that "
+                f"faults set off "
+                f"{sum(server.said('fault that was set off') for server in servers)}, restarts of "
+                f"Redis {redis.restarts if redis else 0}, epochs {len(ledger.epochs)}, groups of "
+                f"ended epochs that "
                 f"were forgotten {ledger.forgotten()}"
             )
     again = sum(times - 1 for times in ledger.delivered.values())
     print(
-        f"store {arguments.store}: {len(servers)} server(s), {sum(server.kills for server in servers)} kills "
+        f"store {arguments.store}: {len(servers)} server(s), "
+        f"{sum(server.kills for server in servers)} kills "
         f"in {wall:.0f} s, {ledger.retries} requests tried again"
     )
     print(
-        f"groups acknowledged {len(ledger.pushed)}, delivered {len(ledger.delivered)}, delivered again before their "
+        f"groups acknowledged {len(ledger.pushed)}, delivered {len(ledger.delivered)}, delivered "
+        f"again before their "
         f"acknowledgement {again}, after it {sum('again after' in text for text in ledger.broken)}"
     )
-    print(f"steps {len(ledger.steps)}; slowest restart {max(max(server.restart_s) for server in servers):.2f} s")
+    print(
+        f"steps {len(ledger.steps)}; slowest restart "
+        f"{max(max(server.restart_s) for server in servers):.2f} s"
+    )
     print("\n".join(problems) or "the books balance: nothing lost, nothing twice")
     return 1 if problems else 0
 
 
 def untold(servers: Sequence[ServerProcess], ledger: Ledger) -> list[str]:
-    """Losses of Redis that were not told, in words. Each new epoch was begun by a server that told why; two losses in
-    a row may be one to a server."""
+    """Losses of Redis that were not told, in words. Each new epoch was begun by a server that told
+    why; two losses in a row may be one to a server."""
     told = [server.said(LOSS) for server in servers]
     least = len(ledger.epochs) - 1
     enough = min(told) >= min(1, least) and sum(told) >= least
@@ -416,8 +481,8 @@ def untold(servers: Sequence[ServerProcess], ledger: Ledger) -> list[str]:
 def start_servers(
     store: str, folder: Path, stack: ExitStack, *, fault_rate: float = 0.0, forgetful: bool = False
 ) -> tuple[list[ServerProcess], RedisServer | None]:
-    """One server over SQLite, or two over a Redis of their own; stopped with the stack. The Redis is given only where
-    it is ``forgetful``."""
+    """One server over SQLite, or two over a Redis of their own; stopped with the stack. The Redis
+    is given only where it is ``forgetful``."""
     address = f"sqlite:{folder / 'data'}"
     number = 1
     redis = None

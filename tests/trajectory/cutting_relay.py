@@ -1,4 +1,5 @@
-"""A TCP relay that breaks connections where a test says so: the network between a client and a real server."""
+"""A TCP relay that breaks connections where a test says so: the network between a client and a real
+server."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from contextlib import contextmanager, suppress
 
 
 class CuttingRelay:
-    """Forwards new connections to ``port``. The first answers that begin after ``cut_answers`` was called end after so
-    many bytes."""
+    """Forwards new connections to ``port``. The first answers that begin after ``cut_answers`` was
+    called end after so many bytes."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -51,7 +52,9 @@ class CuttingRelay:
                     self.cut += 1
                     sink.sendall(data[: self._cuts.pop(0)])
                     source.settimeout(0.2)
-                    while source.recv(1 << 16):  # the server gets rid of all of it: it was sent, as far as it knows
+                    while source.recv(
+                        1 << 16
+                    ):  # the server gets rid of all of it: it was sent, as far as it knows
                         pass
                 sink.sendall(data)
         for end in (source, sink):

@@ -1,4 +1,5 @@
-"""Drives a state, or an engine over a store, without HTTP: groups of a given size, registrations, pulls."""
+"""Drives a state, or an engine over a store, without HTTP: groups of a given size, registrations,
+pulls."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ from typing import Any, TypeVar
 import pytest
 from isal import isal_zlib
 
-from realhf.trajectory.records import Encoding, GroupRecord, Incoming, Payload, PayloadRef, Place, StateOptions
+from realhf.trajectory.records import (
+    Encoding,
+    GroupRecord,
+    Incoming,
+    Payload,
+    PayloadRef,
+    Place,
+    StateOptions,
+)
 from realhf.trajectory.state import delivery, push, registry
 from realhf.trajectory.state.engine import Engine
 from realhf.trajectory.state.server_state import TrajectoryState
@@ -115,7 +124,9 @@ def data(number: int, size: int = 1000) -> bytes:
     return bytes([number % 251]) * size
 
 
-async def put(store: Store, numbers: Iterable[int], size: int = 1000, **more: Any) -> list[GroupRecord]:
+async def put(
+    store: Store, numbers: Iterable[int], size: int = 1000, **more: Any
+) -> list[GroupRecord]:
     """Stage and commit groups with ids and payloads of these numbers."""
     contents = {number: data(number, size) for number in numbers}
     refs = await store.stage(list(contents.values()))

@@ -2,8 +2,8 @@
 
     python -m tests.trajectory.faulty_server --fault-rate 0.05 --fault-seed 1 [flags of run-api]
 
-A payload is written in part or not at all, a transaction does not begin, an error comes after the commit was made, or
-what follows a commit fails.
+A payload is written in part or not at all, a transaction does not begin, an error comes after the
+commit was made, or what follows a commit fails.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class FaultySqliteStore(SqliteStore):
             raise sqlite3.OperationalError("database is locked (a fault that was set off)")
         super()._write(changes)
         if self._fails():
-            raise sqlite3.OperationalError("disk I/O error after the commit (a fault that was set off)")
+            raise sqlite3.OperationalError(
+                "disk I/O error after the commit (a fault that was set off)"
+            )
 
     async def _merge_log(self) -> None:
         await super()._merge_log()
@@ -73,13 +75,17 @@ class FaultySqliteStore(SqliteStore):
 
 def main(argv: Sequence[str]) -> int:
     """Serve until a signal. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--fault-rate", type=float, required=True)
     parser.add_argument("--fault-seed", type=int, default=1)
     arguments, rest = parser.parse_known_args(argv)
 
     def open_faulty(url: str, *, durable: bool) -> FaultySqliteStore:
-        return FaultySqliteStore(Path(url.removeprefix("sqlite:")), arguments.fault_rate, arguments.fault_seed)
+        return FaultySqliteStore(
+            Path(url.removeprefix("sqlite:")), arguments.fault_rate, arguments.fault_seed
+        )
 
     service.open_store = open_faulty  # type: ignore[assignment]
     return run_api(rest)

@@ -12,8 +12,8 @@ from realhf.base.loopback import free_port
 
 
 class RedisServer:
-    """A redis-server of its own. ``persistent``: with an append-only file, so that it comes back with its data;
-    without one it comes back empty."""
+    """A redis-server of its own. ``persistent``: with an append-only file, so that it comes back
+    with its data; without one it comes back empty."""
 
     def __init__(self, folder: Path, *, persistent: bool = True) -> None:
         self.port = free_port()

@@ -1,4 +1,5 @@
-"""The status page's picture in ``docs/images``, taken of the real page under load: ``make screenshots``."""
+"""The status page's picture in ``docs/images``, taken of the real page under load: ``make
+screenshots``."""
 
 from __future__ import annotations
 
@@ -24,11 +25,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         words = TEXT.split()
         ids = tokenizer_at(Path(folder), words)
-        with running_server(tokenizer=folder) as url, httpx.Client(base_url=url) as api, closing(Chromium()) as page:
+        with (
+            running_server(tokenizer=folder) as url,
+            httpx.Client(base_url=url) as api,
+            closing(Chromium()) as page,
+        ):
             page.look(1100, 1170)
             page.open(url + "/ui")
             work(api, ids)
-            page.wait("document.querySelectorAll('#envs tr').length === 4 && document.querySelector('#example pre')")
+            page.wait(
+                "document.querySelectorAll('#envs tr').length === 4 && "
+                "document.querySelector('#example pre')"
+            )
             IMAGES.mkdir(exist_ok=True)
             page.screenshot(IMAGES / "trajectory-status.png")
             if page.problems:
@@ -39,7 +47,10 @@ def work(api: httpx.Client, ids: list[int]) -> None:
     """Three environments push, two trainers pull."""
     api.post("/register", json=REGISTRATION | {"batch_size": 32})
     api.get("/batch")
-    envs = [register_env(api, size, desired_name=name) for name, size in (("aws", 8), ("gsm8k", 4), ("web", 8))]
+    envs = [
+        register_env(api, size, desired_name=name)
+        for name, size in (("aws", 8), ("gsm8k", 4), ("web", 8))
+    ]
     turns = itertools.cycle([0, 1, 1, 2, 0])
     for second in range(8):
         for number in range(12 + 8 * (second % 3)):

@@ -1,5 +1,6 @@
-"""Wire round trips of samples, and refusal of everything malformed. What the control messages of a run may hold.
-Transcripts and other large metadata travel with their samples, within limits that are checked before allocation."""
+"""Wire round trips of samples, and refusal of everything malformed. What the control messages of a
+run may hold. Transcripts and other large metadata travel with their samples, within limits that are
+checked before allocation."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ from realhf.api.sample import SequenceSample
 from realhf.transport import envelope
 from realhf.transport.codec import MAX_METADATA_BYTES, decode_sample, encode_sample, unpack_metadata
 from realhf.transport.data_plane import DataPlane
-from realhf.transport.envelope import COUNTED_FROM_BYTES, MAX_HEADER_BYTES, pack_payload, unpack_payload
+from realhf.transport.envelope import (
+    COUNTED_FROM_BYTES,
+    MAX_HEADER_BYTES,
+    pack_payload,
+    unpack_payload,
+)
 from realhf.transport.errors import CodecError, ProtocolError
 from realhf.transport.tensor_store import TensorStore
 
@@ -35,10 +41,14 @@ def random_bits(tag: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.from_numpy(raw).view(getattr(torch, TORCH_NAMES[tag])).reshape(shape)
 
 
-def one_key(tag: str, lengths: list[list[int]], trailing: tuple[int, ...], seed: int = 0) -> SequenceSample:
+def one_key(
+    tag: str, lengths: list[list[int]], trailing: tuple[int, ...], seed: int = 0
+) -> SequenceSample:
     tensor = random_bits(tag, (sum(map(sum, lengths)), *trailing), seed)
     ids = [f"s{i}" for i in range(len(lengths))]
-    return SequenceSample.from_tensors(ids, {"x": tensor}, {"x": lengths}, {"task": ids, "n": [None] * len(ids)})
+    return SequenceSample.from_tensors(
+        ids, {"x": tensor}, {"x": lengths}, {"task": ids, "n": [None] * len(ids)}
+    )
 
 
 def as_bytes(frames) -> list[bytes]:
@@ -63,7 +73,10 @@ def test_round_trip_of_every_type(tag, rows, trailing):
 )
 @settings(max_examples=80, deadline=None)
 def test_round_trip_of_many_keys(lengths, tags, seed):
-    keys = {f"{tag}{i}": random_bits(tag, (sum(map(sum, lengths)), i), seed) for i, tag in enumerate(tags)}
+    keys = {
+        f"{tag}{i}": random_bits(tag, (sum(map(sum, lengths)), i), seed)
+        for i, tag in enumerate(tags)
+    }
     ids = [f"é{i}" for i in range(len(lengths))]
     sample = SequenceSample.from_tensors(ids, keys, {key: lengths for key in keys})
     assert decode_sample(encode_sample(sample)) == sample
@@ -158,7 +171,9 @@ def test_malformed_headers_are_refused(change):
         decode_sample([msgpack.packb(header), *frames[1:]])
 
 
-@pytest.mark.parametrize("numbers", [[-1, 1501, 0, 1, 2], [2**62, 2**62, 0, 1, 2], [1000, 500, 0, 2, 1]])
+@pytest.mark.parametrize(
+    "numbers", [[-1, 1501, 0, 1, 2], [2**62, 2**62, 0, 1, 2], [1000, 500, 0, 2, 1]]
+)
 def test_malformed_lengths_are_refused(numbers):
     frames = as_bytes(encode_sample(one_key("i64", [[1000], [500]], ())))
     frames[1] = np.array(numbers, dtype="<i8").tobytes() + frames[1][40:]
@@ -170,7 +185,9 @@ def test_malformed_lengths_are_refused(numbers):
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_fuzzed_frames_decode_or_raise_codec_error(data):
-    frames = [bytearray(f) for f in as_bytes(encode_sample(one_key("i32", [[600, 700], [3]], (1,))))]
+    frames = [
+        bytearray(f) for f in as_bytes(encode_sample(one_key("i32", [[600, 700], [3]], (1,))))
+    ]
     for _ in range(data.draw(st.integers(1, 4))):
         frame = frames[data.draw(st.integers(0, 1))]
         position = data.draw(st.integers(0, len(frame) - 1))
@@ -208,8 +225,11 @@ def test_garbage_is_refused(frames):
         decode_sample(frames)
 
 
-def test_a_payload_of_empty_lists_is_refused_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte each on the wire, 64 in memory: the limit of 64 MiB let one message take four gigabytes."""
+def test_a_payload_of_empty_lists_is_refused_before_it_fills_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A byte each on the wire, 64 in memory: the limit of 64 MiB let one message take four
+    gigabytes."""
     monkeypatch.setattr(envelope, "MAX_PAYLOAD_CONTAINERS", 1000)
     filling = "x" * COUNTED_FROM_BYTES
     with pytest.raises(ProtocolError, match="lists and maps"):
@@ -219,7 +239,9 @@ def test_a_payload_of_empty_lists_is_refused_before_it_fills_the_memory(monkeypa
     whole = [filling, *([] for _ in range(999))]
     assert unpack_payload([pack_payload(whole)]) == whole
     small = [[] for _ in range(2000)]
-    assert unpack_payload([pack_payload(small)]) == small, "what is small on the wire is small in memory"
+    assert unpack_payload([pack_payload(small)]) == small, (
+        "what is small on the wire is small in memory"
+    )
 
 
 torch.set_num_threads(1)
@@ -262,7 +284,10 @@ def test_it_travels_between_workers():
         b.start()
         sample = told(64)
         store.put(sample)
-        assert b.fetch(a.endpoint, sample.ids, ["x"], 30.0).metadata["transcript"] == sample.metadata["transcript"]
+        assert (
+            b.fetch(a.endpoint, sample.ids, ["x"], 30.0).metadata["transcript"]
+            == sample.metadata["transcript"]
+        )
     finally:
         a.close()
         b.close()
@@ -338,7 +363,9 @@ def test_an_oversized_frame_is_refused_before_it_is_read():
 @given(st.integers(0, 4000), st.integers(0, 255))
 @settings(max_examples=200, deadline=None)
 def test_a_changed_byte_is_refused_or_read(position: int, value: int):
-    header, shared, metadata = (bytearray(frame) for frame in encode_sample(told(2, "y" * 200_000).meta()))
+    header, shared, metadata = (
+        bytearray(frame) for frame in encode_sample(told(2, "y" * 200_000).meta())
+    )
     metadata[position] = value
     try:
         decode_sample([header, shared, metadata])

@@ -1,5 +1,5 @@
-"""Requests to a service: out of order, from threads, refused, lost. A service that lives on an event loop. Requests to
-a service from code that blocks."""
+"""Requests to a service: out of order, from threads, refused, lost. A service that lives on an
+event loop. Requests to a service from code that blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ RUN = "run-1"
 
 
 class Answers:
-    """Answers ``echo`` at once, ``later`` from another thread after its seconds, ``never`` not at all."""
+    """Answers ``echo`` at once, ``later`` from another thread after its seconds, ``never`` not at
+    all."""
 
     def __call__(self, request: Request) -> None:
         if request.method == "echo":
@@ -125,9 +126,16 @@ async def test_requests_are_answered_in_any_order_and_from_many_clients() -> Non
     answers = LoopAnswers()
     server = LoopServiceServer("answers", RUN, answers)
     clients = [ServiceClient(server.endpoint, "answers", str(number), RUN) for number in range(3)]
-    later = [asyncio.create_task(clients[0].request("later", number, timeout_s=60)) for number in range(5)]
-    asked = [client.request("echo", number, timeout_s=60) for number in range(300) for client in clients]
-    assert await asyncio.gather(*asked) == [[str(c), number] for number in range(300) for c in range(3)]
+    later = [
+        asyncio.create_task(clients[0].request("later", number, timeout_s=60))
+        for number in range(5)
+    ]
+    asked = [
+        client.request("echo", number, timeout_s=60) for number in range(300) for client in clients
+    ]
+    assert await asyncio.gather(*asked) == [
+        [str(c), number] for number in range(300) for c in range(3)
+    ]
     assert not any(task.done() for task in later)
     answers.go.set()
     assert await asyncio.gather(*later) == list(range(5))

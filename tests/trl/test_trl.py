@@ -1,5 +1,5 @@
-"""TRL's GRPOTrainer with our tool class, with our pool as its rollout function, and with the class of an example: two
-real steps on CPU."""
+"""TRL's GRPOTrainer with our tool class, with our pool as its rollout function, and with the class
+of an example: two real steps on CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ pytestmark = [
     pytest.mark.sim,
     pytest.mark.slow,
     pytest.mark.timeout(LIMIT_S + 60),
-    pytest.mark.skipif(not PYTHON.exists(), reason="no TRL beside us; `make test-trl` makes .venv-trl and runs this"),
+    pytest.mark.skipif(
+        not PYTHON.exists(),
+        reason="no TRL beside us; `make test-trl` makes .venv-trl and runs this",
+    ),
 ]
 
 
@@ -56,14 +59,23 @@ def run(mode: str, job: dict[str, Any], folder: Path, **variables: str) -> dict[
     found = folder / "found.json"
     given.write_text(json.dumps(job))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **variables}
-    command = [str(PYTHON), str(Path(__file__).with_name("train_two_steps.py")), mode, str(given), str(found)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    command = [
+        str(PYTHON),
+        str(Path(__file__).with_name("train_two_steps.py")),
+        mode,
+        str(given),
+        str(found),
+    ]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(found.read_text())
 
 
 @pytest.mark.parametrize(
-    ("mode", "reward"), [("tool", "rewards/AwsToolEnv/mean"), ("rollout", "rewards/episode_reward/mean")]
+    ("mode", "reward"),
+    [("tool", "rewards/AwsToolEnv/mean"), ("rollout", "rewards/episode_reward/mean")],
 )
 def test_two_steps(mode: str, reward: str, server: EnvServerProcess, tmp_path: Path) -> None:
     found = train(mode, server, tmp_path)
@@ -77,12 +89,15 @@ def test_two_steps(mode: str, reward: str, server: EnvServerProcess, tmp_path: P
 
 
 def test_two_steps_on_the_class_of_the_example(tmp_path: Path) -> None:
-    """The class that this package trains on, imported unchanged, as TRL's ``environment_factory``."""
+    """The class that this package trains on, imported unchanged, as TRL's
+    ``environment_factory``."""
     rows = []
     for seed in (1, 2):
         lock = Lock()
         text = lock.reset(seed=seed)
-        rows.append({"seed": seed, "text": text, "solution": lock.digit, "wrong": (lock.digit + 1) % DIGITS})
+        rows.append(
+            {"seed": seed, "text": text, "solution": lock.digit, "wrong": (lock.digit + 1) % DIGITS}
+        )
     found = run("own", {"rows": rows}, tmp_path)
     steps = [entry for entry in found["log"] if "loss" in entry]
     assert found["steps"] == len(steps) == 2 and found["moved"] > 0
@@ -93,10 +108,20 @@ def test_two_steps_on_the_class_of_the_example(tmp_path: Path) -> None:
 
 def test_demonstrations_load_as_a_dataset(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    options = ["--episodes-per-task", "20", "--tiers", "intermediate", "--tags", "networking", "--pool-size", "2"]
+    options = [
+        "--episodes-per-task",
+        "20",
+        "--tiers",
+        "intermediate",
+        "--tags",
+        "networking",
+        "--pool-size",
+        "2",
+    ]
     assert sft_data.main(["--out", str(out), *options]) == 0
     code = (
-        "import sys, datasets; rows = datasets.load_dataset('json', data_files=sys.argv[1], split='train', "
+        "import sys, datasets; rows = datasets.load_dataset('json', data_files=sys.argv[1], "
+        "split='train', "
         "cache_dir=sys.argv[2]); print(len(rows), *sorted(set(rows['kind'])))"
     )
     done = subprocess.run(

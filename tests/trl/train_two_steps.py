@@ -1,10 +1,12 @@
-"""Two GRPO steps of TRL's trainer on CPU with the built-in tiny model, against a running environment server.
+"""Two GRPO steps of TRL's trainer on CPU with the built-in tiny model, against a running
+environment server.
 
     python train_two_steps.py tool|rollout|own INPUT.json OUTPUT.json
 
-Runs in .venv-trl. INPUT holds ``rows`` [{task_id, seed, text, solution, wrong}]. The model is taught a few
-conversations first (right and wrong commands alike), because random weights never call a tool. ``own`` trains on the
-class of examples/your_environment.py, which needs no server; its rows are {seed, text, solution, wrong}.
+Runs in .venv-trl. INPUT holds ``rows`` [{task_id, seed, text, solution, wrong}]. The model is
+taught a few conversations first (right and wrong commands alike), because random weights never call
+a tool. ``own`` trains on the class of examples/your_environment.py, which needs no server; its rows
+are {seed, text, solution, wrong}.
 """
 
 from __future__ import annotations
@@ -33,7 +35,12 @@ from realhf.backends.builtin_policy import build_model, train_tokenizer
 
 INSTRUCTION = "Use the tool. "
 CONFIG = BuiltinModelConfig(
-    vocab_size=768, hidden_size=64, num_layers=2, num_heads=4, intermediate_size=192, max_positions=1024
+    vocab_size=768,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    intermediate_size=192,
+    max_positions=1024,
 )
 GROUP = 4
 PROMPTS = 2
@@ -43,7 +50,8 @@ OK = observation_text({"command_success": True, "command_output": ""})
 
 
 class Taught(NamedTuple):
-    """The class that TRL is given, its tool, the tool's one argument, and what the tool answers when it is right."""
+    """The class that TRL is given, its tool, the tool's one argument, and what the tool answers
+    when it is right."""
 
     kind: type[Any]
     tool: Any
@@ -61,7 +69,10 @@ def conversations(rows: list[dict[str, Any]], taught: Taught) -> list[list[dict[
     name = taught.tool.__name__
     for row in rows:
         for command in (row["solution"], row["wrong"]):
-            call = {"type": "function", "function": {"name": name, "arguments": {taught.argument: command}}}
+            call = {
+                "type": "function",
+                "function": {"name": name, "arguments": {taught.argument: command}},
+            }
             found.append(
                 [
                     {"role": "user", "content": INSTRUCTION + row["text"]},
@@ -73,11 +84,18 @@ def conversations(rows: list[dict[str, Any]], taught: Taught) -> list[list[dict[
     return found
 
 
-def tool_lessons(rows: list[dict[str, Any]], taught: Taught) -> tuple[Any, list[tuple[list[int], list[bool]]]]:
-    """(tokenizer, [(ids, what to learn)]): the policy's side of the conversations, in TRL's Qwen3 format."""
+def tool_lessons(
+    rows: list[dict[str, Any]], taught: Taught
+) -> tuple[Any, list[tuple[list[int], list[bool]]]]:
+    """(tokenizer, [(ids, what to learn)]): the policy's side of the conversations, in TRL's Qwen3
+    format."""
     tools = [taught.tool]
     spoken = conversations(rows, taught)
-    texts = [qwen3_chat_template, json.dumps(get_json_schema(taught.tool)), *map(json.dumps, spoken)]
+    texts = [
+        qwen3_chat_template,
+        json.dumps(get_json_schema(taught.tool)),
+        *map(json.dumps, spoken),
+    ]
     tokenizer = train_tokenizer(texts, CONFIG.vocab_size, CONFIG.max_positions)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.eos_token = "<|im_end|>"
@@ -116,9 +134,13 @@ def text_lessons(rows: list[dict[str, Any]]) -> tuple[Any, list[tuple[list[int],
 
 def taught(tokenizer: Any, lessons: list[tuple[list[int], list[bool]]]) -> Any:
     """The built-in model after a few passes over the lessons."""
-    model = build_model(CONFIG, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed=1)
+    model = build_model(
+        CONFIG, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed=1
+    )
     longest = max(len(ids) for ids, _ in lessons)
-    ids = torch.tensor([ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _ in lessons])
+    ids = torch.tensor(
+        [ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _ in lessons]
+    )
     learn = torch.tensor([mask + [False] * (longest - len(mask)) for _, mask in lessons])
     labels = ids.masked_fill(~learn, -100)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
@@ -162,10 +184,16 @@ def trainer(mode: str, rows: list[dict[str, Any]], url: str, out: str) -> GRPOTr
             ]
         )
         return GRPOTrainer(
-            model, train_dataset=dataset, args=config, processing_class=tokenizer, environment_factory=about.kind
+            model,
+            train_dataset=dataset,
+            args=config,
+            processing_class=tokenizer,
+            environment_factory=about.kind,
         )
     prompts = [json.dumps({"task_id": row["task_id"], "seed": row["seed"]}) for row in rows]
-    dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts])
+    dataset = Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts]
+    )
     pool = MultiTurnEnvPool(url, GROUP, max_turns=2, max_total_tokens=512, turn_tokens=40)
     return GRPOTrainer(
         model,
@@ -185,9 +213,14 @@ def main() -> None:
         job = trainer(mode, given["rows"], given.get("url", ""), out)
         before = [parameter.detach().clone() for parameter in job.model.parameters()]
         job.train()
-        moved = max(float((a - b.detach()).abs().max()) for a, b in zip(before, job.model.parameters(), strict=True))
+        moved = max(
+            float((a - b.detach()).abs().max())
+            for a, b in zip(before, job.model.parameters(), strict=True)
+        )
         Path(target).write_text(
-            json.dumps({"steps": job.state.global_step, "moved": moved, "log": job.state.log_history})
+            json.dumps(
+                {"steps": job.state.global_step, "moved": moved, "log": job.state.log_history}
+            )
         )
 
 

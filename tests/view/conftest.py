@@ -1,4 +1,5 @@
-"""One browser for all tests of a module; each begins on an empty page, whatever became of the one before."""
+"""One browser for all tests of a module; each begins on an empty page, whatever became of the one
+before."""
 
 from __future__ import annotations
 

@@ -23,15 +23,26 @@ from realhf.view.server import create_app
 URL = "http://127.0.0.1:8765"
 
 
-def write_run(folder: Path, *, steps: int = 3, config: str = "seed: 1\nppo:\n  lr: 0.1\n", ended: bool = True) -> Path:
+def write_run(
+    folder: Path, *, steps: int = 3, config: str = "seed: 1\nppo:\n  lr: 0.1\n", ended: bool = True
+) -> Path:
     """A small run that ended, or was killed after ``steps`` steps."""
     (folder / "trace").mkdir(parents=True)
-    rows = [{"step": step, "reward/mean": step / 10, "time/step": 1.5} for step in range(1, steps + 1)]
+    rows = [
+        {"step": step, "reward/mean": step / 10, "time/step": 1.5} for step in range(1, steps + 1)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "config.yaml").write_text(config)
     held = {"overall": {"success": 0.5, "low": 0.4, "high": 0.6, "episodes": 10, "failed": 1}}
     (folder / "evaluations.json").write_text(json.dumps({"0": {"sampled": held}}))
-    span = {"name": "train/actor_train", "ph": "X", "ts": 1_000_000, "pid": 1, "tid": 2, "dur": 500_000}
+    span = {
+        "name": "train/actor_train",
+        "ph": "X",
+        "ts": 1_000_000,
+        "pid": 1,
+        "tid": 2,
+        "dur": 500_000,
+    }
     (folder / "trace" / "master.jsonl").write_text(json.dumps(span) + "\n")
     if ended:
         (folder / "summary.json").write_text(json.dumps({"steps": steps}))
@@ -67,10 +78,13 @@ def client(*folders: Path, follow: bool = False) -> TestClient:
 
 @contextmanager
 def served(*folders: Path, follow: bool = True, port: int = 0) -> Iterator[str]:
-    """The page's server on a port of the loopback, by default a free one, in a thread; yields its address."""
+    """The page's server on a port of the loopback, by default a free one, in a thread; yields its
+    address."""
     runs = RunList(folders)
     runs.refresh()
-    config = uvicorn.Config(create_app(runs, follow=follow), log_level="error", ws="none", lifespan="off")
+    config = uvicorn.Config(
+        create_app(runs, follow=follow), log_level="error", ws="none", lifespan="off"
+    )
     config.timeout_graceful_shutdown = 1
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", port))

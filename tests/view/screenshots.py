@@ -1,11 +1,11 @@
-"""The pictures of the page over runs in ``docs/images``, light and dark, taken of real runs: ``make screenshots``, with
-Chromium.
+"""The pictures of the page over runs in ``docs/images``, light and dark, taken of real runs: ``make
+screenshots``, with Chromium.
 
     python -m tests.view.screenshots [RUN RUN RUN [CUT_OFF [AWS [KILLED]]]]
 
-Runs that are not named are trained first, which takes minutes: three on the SQL environment with the built-in policy;
-one whose answers are cut off, for the advisories; one on AWS by a policy that knows two commands, for the state of the
-account; and one that is killed and goes on.
+Runs that are not named are trained first, which takes minutes: three on the SQL environment with
+the built-in policy; one whose answers are cut off, for the advisories; one on AWS by a policy that
+knows two commands, for the state of the account; and one that is killed and goes on.
 """
 
 from __future__ import annotations
@@ -51,8 +51,19 @@ COMMON = (
     "monitor.rollout_tokens=1",
     "torch_threads=1",
 )
-SQL = ("experiment=grpo", "env=sql", "dataset.train_bs_n_seqs=8", "evaluation.episodes_per_task=8", *COMMON)
-UNTAUGHT = ("evaluation.episodes_per_task=0", "dataset.train_bs_n_seqs=4", "ppo.group_size=4", *COMMON)
+SQL = (
+    "experiment=grpo",
+    "env=sql",
+    "dataset.train_bs_n_seqs=8",
+    "evaluation.episodes_per_task=8",
+    *COMMON,
+)
+UNTAUGHT = (
+    "evaluation.episodes_per_task=0",
+    "dataset.train_bs_n_seqs=4",
+    "ppo.group_size=4",
+    *COMMON,
+)
 
 
 def main() -> None:
@@ -70,7 +81,9 @@ def main() -> None:
                 raise SystemExit(f"the page complained: {page.problems}")
 
 
-def picture(page: Chromium, url: str, name: str, scheme: str, place: str, keys: tuple[str, ...]) -> None:
+def picture(
+    page: Chromium, url: str, name: str, scheme: str, place: str, keys: tuple[str, ...]
+) -> None:
     """Write the picture of one page; the light one has no word for it in its name."""
     page.open(f"{url}/?{name}-{scheme}{place}")
     page.wait(f"document.documentElement.dataset.page === '{place[2:].partition('?')[0]}'")
@@ -107,7 +120,14 @@ def on_sql(folder: Path, name: str, *options: str) -> Path:
     """Train on SQL from a policy that is taught once."""
     taught = [*(folder / "warm_start").glob("policy-*")]
     if not taught:
-        trained(folder, "taught", *SQL, "seed=1", "total_train_steps=1", "evaluation.episodes_per_task=0")
+        trained(
+            folder,
+            "taught",
+            *SQL,
+            "seed=1",
+            "total_train_steps=1",
+            "evaluation.episodes_per_task=0",
+        )
         taught = [*(folder / "warm_start").glob("policy-*")]
     return trained(folder, name, *SQL, f"actor.path={taught[0]}", "total_train_steps=12", *options)
 
@@ -121,19 +141,38 @@ def cut_off(folder: Path) -> Path:
 def aws(folder: Path) -> Path:
     """A run on AWS whose policy knows two commands, of which one makes a queue."""
     policy = make_policy(folder / "policy")
-    few = ("env.pool_size=2", "env.tiers=[warmup]", "rollout.max_turns=3", "rollout.max_total_tokens=900")
+    few = (
+        "env.pool_size=2",
+        "env.tiers=[warmup]",
+        "rollout.max_turns=3",
+        "rollout.max_total_tokens=900",
+    )
     few += ("gen.max_new_tokens=24", "total_train_steps=2", f"actor.path={policy}")
     return trained(folder, "account", "experiment=grpo_aws", *few, *UNTAUGHT)
 
 
 def killed(folder: Path) -> Path:
     """A run that is killed with all its processes in the middle, and is left so."""
-    few = ("gen.max_new_tokens=8", "actor.path=builtin_tiny", "total_train_steps=40", "rollout.max_total_tokens=900")
-    launcher = subprocess.Popen(launch(folder, "killed", "experiment=grpo", "env=countdown", *few, *UNTAUGHT))
+    few = (
+        "gen.max_new_tokens=8",
+        "actor.path=builtin_tiny",
+        "total_train_steps=40",
+        "rollout.max_total_tokens=900",
+    )
+    launcher = subprocess.Popen(
+        launch(folder, "killed", "experiment=grpo", "env=countdown", *few, *UNTAUGHT)
+    )
     run = folder / "grpo" / "killed"
     end = time.monotonic() + _PATIENCE_S
     try:
-        while len((run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else ()) < 12:
+        while (
+            len(
+                (run / "metrics.jsonl").read_text().splitlines()
+                if (run / "metrics.jsonl").exists()
+                else ()
+            )
+            < 12
+        ):
             if launcher.poll() is not None or time.monotonic() > end:
                 raise SystemExit("the run that is to be killed does not get on")
             time.sleep(0.1)

@@ -1,4 +1,5 @@
-"""What the server tells the page about runs, whatever lies in their folders, and whom it tells nothing."""
+"""What the server tells the page about runs, whatever lies in their folders, and whom it tells
+nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def test_metrics_arrive_by_column_and_only_what_was_added(tmp_path: Path):
         first = page.get("/api/runs/0/metrics").json()
         assert (first["start"], first["steps"]) == (0, [1, 2, 3])
         assert first["columns"] == {"reward/mean": [0.1, 0.2, 0.3], "time/step": [1.5, 1.5, 1.5]}
-        add_step(run, {"step": 4, "reward/mean": float("nan"), "new": float("inf"), "text": "no number"})
+        add_step(
+            run, {"step": 4, "reward/mean": float("nan"), "new": float("inf"), "text": "no number"}
+        )
         more = page.get("/api/runs/0/metrics", params={"epoch": first["epoch"], "start": 3}).json()
         assert (more["start"], more["steps"]) == (3, [4])
         assert more["columns"] == {"reward/mean": ["NaN"], "new": ["Infinity"], "text": [None]}
@@ -60,7 +63,9 @@ def test_a_run_that_went_on_from_an_earlier_step_is_read_anew(tmp_path: Path):
 def test_lines_without_sense_are_counted_and_left_out(tmp_path: Path):
     run = write_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
-        file.write("[]\nnonsense\n" + "[" * 100_000 + '\n{"step": "1"}\n{"step": 4}\n{"step": 5, "torn')
+        file.write(
+            "[]\nnonsense\n" + "[" * 100_000 + '\n{"step": "1"}\n{"step": 4}\n{"step": 5, "torn'
+        )
     found = client(run).get("/api/runs/0/metrics").json()
     assert (found["steps"], found["unreadable"]) == ([1, 2, 3, 4], 4)
 
@@ -80,7 +85,9 @@ def test_a_folder_is_called_what_it_is(tmp_path: Path):
         assert [run["state"] for run in found] == ["finished", "stopped", "foreign", "gone"]
         assert "stopped after 3 steps" in found[1]["text"]
         assert "moved or deleted" in found[3]["text"]
-        assert page.get("/api/runs/3/metrics").json()["steps"] == [1, 2, 3], "what was read is not lost"
+        assert page.get("/api/runs/3/metrics").json()["steps"] == [1, 2, 3], (
+            "what was read is not lost"
+        )
 
 
 def test_a_killed_run_whose_files_are_from_the_future_does_not_go_on(tmp_path: Path):
@@ -107,7 +114,15 @@ def test_a_pipe_in_a_run_folder_holds_up_nothing(tmp_path: Path):
     for name in ("placements.jsonl", "trace/a.jsonl", "rollouts/play-a.index.jsonl"):
         os.mkfifo(run / name)
     with client(run) as page:
-        for part in ("metrics", "evaluations", "advisories", "about", "spans", "rollouts", "search?text=a"):
+        for part in (
+            "metrics",
+            "evaluations",
+            "advisories",
+            "about",
+            "spans",
+            "rollouts",
+            "search?text=a",
+        ):
             assert page.get(f"/api/runs/0/{part}").status_code == 200
 
 
@@ -116,8 +131,13 @@ def test_integers_beyond_all_floats_are_infinite(tmp_path: Path):
     add_step(run, {"step": 4, "policy/grad_norm": 10**400, "reward/mean": -(10**400)})
     with client(run) as page:
         columns = page.get("/api/runs/0/metrics").json()["columns"]
-        assert (columns["policy/grad_norm"][3], columns["reward/mean"][3]) == ("Infinity", "-Infinity")
-        assert {one["id"] for one in page.get("/api/runs/0/advisories").json()} == {"policy_not_finite"}
+        assert (columns["policy/grad_norm"][3], columns["reward/mean"][3]) == (
+            "Infinity",
+            "-Infinity",
+        )
+        assert {one["id"] for one in page.get("/api/runs/0/advisories").json()} == {
+            "policy_not_finite"
+        }
 
 
 def test_every_answer_says_which_server_it_is_of(tmp_path: Path):
@@ -126,7 +146,9 @@ def test_every_answer_says_which_server_it_is_of(tmp_path: Path):
     first = client(run)
     second = client(run)
     paths = ("/", "/api/runs", "/api/runs/0/metrics", "/api/runs/9/metrics")
-    named = [{page.get(path).headers["X-Realhf-Server"] for path in paths} for page in (first, second)]
+    named = [
+        {page.get(path).headers["X-Realhf-Server"] for path in paths} for page in (first, second)
+    ]
     assert len(named[0]) == len(named[1]) == 1 and named[0] != named[1]
 
 
@@ -160,7 +182,9 @@ def test_configuration_is_flat_and_bounded(tmp_path: Path):
     for last, name in zip("abcdefgh", "bcdefghi", strict=True):
         wide += f"{name}: &{name} {{{', '.join(f'{key}: *{last}' for key in 'abcdefghi')}}}\n"
     folders = {"run": "seed: 1\nppo:\n  lr: 0.1\n", "hostile": bomb, "wide": wide}
-    with client(*[write_run(tmp_path / name, config=config) for name, config in folders.items()]) as page:
+    with client(
+        *[write_run(tmp_path / name, config=config) for name, config in folders.items()]
+    ) as page:
         assert page.get("/api/runs/0/about").json()["config"] == {"seed": "1", "ppo.lr": "0.1"}
         began = time.process_time()
         assert len(page.get("/api/runs/1/about").content) < 100_000
@@ -181,23 +205,37 @@ def test_evaluations_are_points_and_nonsense_is_left_out(tmp_path: Path):
     run = write_run(tmp_path / "run")
     with client(run) as page:
         (point,) = page.get("/api/runs/0/evaluations").json()
-        assert (point["step"], point["way"], point["group"], point["low"]) == (0, "sampled", "overall", 0.4)
-        (run / "evaluations.json").write_text('{"1": [], "x": {}, "2": {"sampled": {"a": 3, "b": {"success": "0"}}}}')
+        assert (point["step"], point["way"], point["group"], point["low"]) == (
+            0,
+            "sampled",
+            "overall",
+            0.4,
+        )
+        (run / "evaluations.json").write_text(
+            '{"1": [], "x": {}, "2": {"sampled": {"a": 3, "b": {"success": "0"}}}}'
+        )
         assert page.get("/api/runs/0/evaluations").json() == [
             {"step": 2, "way": "sampled", "group": "b", "success": None}
         ]
 
 
-def test_a_change_is_told_at_once_and_silence_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_change_is_told_at_once_and_silence_ends_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("realhf.view.server.CHANGES_S", 0.0)
     run = write_run(tmp_path / "run")
     with client(run, follow=True) as page:
         first = page.get("/api/changes", params={"run": 0, "seen": ""}).json()
         add_step(run, {"step": 4})
         second = page.get("/api/changes", params={"run": 0, "seen": first["seen"]}).json()
-        changed = {part for part, stamp in second["runs"]["0"].items() if stamp != first["runs"]["0"][part]}
+        changed = {
+            part for part, stamp in second["runs"]["0"].items() if stamp != first["runs"]["0"][part]
+        }
         assert changed == {"metrics"}
-        assert page.get("/api/changes", params={"run": 0, "seen": second["seen"]}).json()["seen"] == second["seen"]
+        assert (
+            page.get("/api/changes", params={"run": 0, "seen": second["seen"]}).json()["seen"]
+            == second["seen"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -230,7 +268,9 @@ def test_the_page_itself_is_served_with_a_strict_policy(tmp_path: Path, host: st
     assert " style=" not in answer.text
 
 
-@pytest.mark.parametrize("path", ["/api/runs/7/metrics", "/api/runs/-1/metrics", "/static/..%2Fserver.py", "/static/x"])
+@pytest.mark.parametrize(
+    "path", ["/api/runs/7/metrics", "/api/runs/-1/metrics", "/static/..%2Fserver.py", "/static/x"]
+)
 def test_what_is_not_there_is_not_found(tmp_path: Path, path: str):
     assert client(write_run(tmp_path / "run")).get(path).status_code == 404
 
@@ -241,8 +281,12 @@ def test_nothing_can_be_sent(tmp_path: Path):
 
 def test_the_charts_are_drawn_by_the_library_that_the_readme_beside_it_names():
     look = resources.files("realhf.base").joinpath("look")
-    told = re.findall(r"`(\S+)` \| `dist/\S+` \| `([0-9a-f]{64})`", look.joinpath("uplot.README.md").read_text())
-    found = [(name, hashlib.sha256(look.joinpath(name).read_bytes()).hexdigest()) for name, _ in told]
+    told = re.findall(
+        r"`(\S+)` \| `dist/\S+` \| `([0-9a-f]{64})`", look.joinpath("uplot.README.md").read_text()
+    )
+    found = [
+        (name, hashlib.sha256(look.joinpath(name).read_bytes()).hexdigest()) for name, _ in told
+    ]
     assert len(told) == 2 and found == told
 
 
@@ -272,11 +316,15 @@ def test_the_columns_say_what_the_index_says(made_up: Path):
         train = trained.get(name)
         assert header["tables"]["task"][arrays["task"][at]] == play["task"]
         assert header["tables"]["failure"][arrays["failure"][at]] == (play.get("failure") or "")
-        assert arrays["reward"][at] == pytest.approx(play.get("reward", np.nan), nan_ok=True), "a failure is no zero"
+        assert arrays["reward"][at] == pytest.approx(play.get("reward", np.nan), nan_ok=True), (
+            "a failure is no zero"
+        )
         assert arrays["success"][at] == play.get("success", False)
         assert not arrays["branch"][at]
         assert arrays["staleness"][at] == (-1 if train is None else train["staleness"])
-        assert arrays["advantage"][at] == pytest.approx(np.nan if train is None else train["advantage"], nan_ok=True)
+        assert arrays["advantage"][at] == pytest.approx(
+            np.nan if train is None else train["advantage"], nan_ok=True
+        )
     assert any(line.get("failure") for line in lines(made_up, "play"))
 
 
@@ -322,12 +370,19 @@ def test_why_recording_stopped_is_told_though_no_rollout_follows(tmp_path: Path)
 
 
 def test_numbers_that_no_table_holds_are_the_nearest_that_it_does(tmp_path: Path):
-    shards = ShardWriter(tmp_path / "rollouts", Header(rollouts=FORMAT, family=PLAY, writer="w", worker="w", began=0.0))
+    shards = ShardWriter(
+        tmp_path / "rollouts",
+        Header(rollouts=FORMAT, family=PLAY, writer="w", worker="w", began=0.0),
+    )
     shards.add(None, PlayLine(id=f"s/{'9' * 30}", time=1.0, step=10**30, length=-(10**25), turns=2))
     shards.flush()
     shards.close()
     _, arrays = unpacked(Run(tmp_path, "run").rollouts.packed())
-    assert [int(arrays[name][0]) for name in ("step", "length", "turns")] == [2**31 - 1, -(2**31), 2]
+    assert [int(arrays[name][0]) for name in ("step", "length", "turns")] == [
+        2**31 - 1,
+        -(2**31),
+        2,
+    ]
 
 
 def test_one_rollout_comes_with_its_records_and_its_group(made_up: Path):
@@ -335,7 +390,11 @@ def test_one_rollout_comes_with_its_records_and_its_group(made_up: Path):
     with client(made_up) as page:
         found = page.get("/api/runs/0/rollout", params={"id": wanted["id"]}).json()
         assert found["play"]["id"] == found["train"]["id"] == wanted["id"]
-        assert len(found["play"]["tokens"]["ids"]) == len(found["train"]["ratio"]) == wanted["n_tokens"]
+        assert (
+            len(found["play"]["tokens"]["ids"])
+            == len(found["train"]["ratio"])
+            == wanted["n_tokens"]
+        )
         sample = wanted["id"].rpartition("/")[0]
         assert [one["id"] for one in found["group"]] == [f"{sample}/{row}" for row in range(8)]
         assert page.get("/api/runs/0/rollout", params={"id": "no/0"}).status_code == 404
@@ -344,14 +403,21 @@ def test_one_rollout_comes_with_its_records_and_its_group(made_up: Path):
 def test_a_record_that_is_damaged_is_said_and_the_rest_is_shown(made_up: Path):
     (shard,) = (made_up / "rollouts").glob("play-*.jsonl.gz")
     shard.write_bytes(shard.read_bytes()[:100])
-    found = client(made_up).get("/api/runs/0/rollout", params={"id": lines(made_up, "play")[0]["id"]}).json()
+    found = (
+        client(made_up)
+        .get("/api/runs/0/rollout", params={"id": lines(made_up, "play")[0]["id"]})
+        .json()
+    )
     assert "damaged" in found["play"]["problem"]
     assert found["line"]["task"]
 
 
 def test_a_text_is_found_whatever_its_case_and_names_of_fields_are_not(made_up: Path):
     def ids(text: str) -> tuple[set[str], dict]:
-        found = [json.loads(line) for line in page.get("/api/runs/0/search", params={"text": text}).text.splitlines()]
+        found = [
+            json.loads(line)
+            for line in page.get("/api/runs/0/search", params={"text": text}).text.splitlines()
+        ]
         return {name for item in found[:-1] for name in item["ids"]}, found[-1]
 
     failed = {line["id"] for line in lines(made_up, "play") if line.get("failure")}
@@ -384,10 +450,16 @@ def test_a_search_ends_at_its_deadline_and_says_how_far_it_came(made_up: Path):
         ("", '"m"', True),
     ],
 )
-def test_a_text_is_found_however_its_record_spells_it(tmp_path: Path, text: str, written: str, found: bool):
-    """Records are looked through as they are written before they are decoded, and nothing is missed by that."""
+def test_a_text_is_found_however_its_record_spells_it(
+    tmp_path: Path, text: str, written: str, found: bool
+):
+    """Records are looked through as they are written before they are decoded, and nothing is missed
+    by that."""
     record = b'{"id":"s/0","message":%s,"messages":[]}' % written.encode()
-    shards = ShardWriter(tmp_path / "rollouts", Header(rollouts=FORMAT, family=PLAY, writer="w", worker="w", began=0.0))
+    shards = ShardWriter(
+        tmp_path / "rollouts",
+        Header(rollouts=FORMAT, family=PLAY, writer="w", worker="w", began=0.0),
+    )
     shards.add(record, PlayLine(id="s/0", time=1.0, step=1))
     shards.flush()
     shards.close()
@@ -395,7 +467,14 @@ def test_a_text_is_found_however_its_record_spells_it(tmp_path: Path, text: str,
     assert done["done"] and ids == [{"ids": ["s/0"]}] * found
 
 
-TYPES = {"u8": np.uint8, "i32": np.int32, "f64": np.float64, "f32": np.float32, "u16": np.uint16, "u32": np.uint32}
+TYPES = {
+    "u8": np.uint8,
+    "i32": np.int32,
+    "f64": np.float64,
+    "f32": np.float32,
+    "u16": np.uint16,
+    "u32": np.uint32,
+}
 
 
 def unpacked(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -403,7 +482,9 @@ def unpacked(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     header = json.loads(data[4 : 4 + length])
     assert (4 + length) % 8 == 0
     arrays = {
-        name: np.frombuffer(data, TYPES[place["kind"]], place["length"], 4 + length + place["offset"])
+        name: np.frombuffer(
+            data, TYPES[place["kind"]], place["length"], 4 + length + place["offset"]
+        )
         for name, place in header["arrays"].items()
     }
     return header, arrays
@@ -431,7 +512,11 @@ def test_spans_carry_their_names_and_only_new_ones_are_sent(tmp_path: Path):
 def test_processes_of_several_hosts_stand_by_their_host(tmp_path: Path):
     for process in ("rollout_worker/0", "model_worker/0", "master"):
         TraceWriter(trace_path(tmp_path, process), process).close()
-    for host, process in (("b", "rollout_worker/0"), ("b", "model_worker/0"), ("c", "rollout_worker/0")):
+    for host, process in (
+        ("b", "rollout_worker/0"),
+        ("b", "model_worker/0"),
+        ("c", "rollout_worker/0"),
+    ):
         note_placement(tmp_path, host, process)
     header, _ = unpacked(RunSpans(tmp_path).packed(0, 0))
     names = [process["name"] for process in header["processes"]]
@@ -446,11 +531,15 @@ def test_lines_without_sense_are_left_out(tmp_path: Path):
     assert arrays["seconds"].tolist() == [0.0]
 
 
-def test_of_too_many_spans_the_older_half_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_of_too_many_spans_the_older_half_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("realhf.view.run_data.MOST_SPANS", 10)
     (tmp_path / "trace").mkdir()
     event = {"name": "a", "ph": "X", "pid": 1, "tid": 1, "dur": 1}
-    (tmp_path / "trace" / "x.jsonl").write_text("".join(json.dumps(event | {"ts": ts}) + "\n" for ts in range(1, 12)))
+    (tmp_path / "trace" / "x.jsonl").write_text(
+        "".join(json.dumps(event | {"ts": ts}) + "\n" for ts in range(1, 12))
+    )
     header, arrays = unpacked(RunSpans(tmp_path).packed(0, 0))
     assert len(arrays["began"]) == 6
     assert header["epoch"] == 1

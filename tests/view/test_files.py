@@ -19,7 +19,20 @@ from tests.view.runs import client, kept_answers, made_up, write_run
 def test_what_is_written_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the command without words, and by the page with the run and in the list of runs."""
     run = write_run(tmp_path / "run")
-    assert main(["note", str(run), "lr too high?\nagain with half", "--tag", "baseline", "--tag", "draft"]) == 0
+    assert (
+        main(
+            [
+                "note",
+                str(run),
+                "lr too high?\nagain with half",
+                "--tag",
+                "baseline",
+                "--tag",
+                "draft",
+            ]
+        )
+        == 0
+    )
     assert main(["note", str(run), "--untag", "draft"]) == 0
     capsys.readouterr()
     assert main(["note", str(run)]) == 0
@@ -38,7 +51,9 @@ def test_the_passport_of_the_environment_is_told_in_a_line(tmp_path: Path) -> No
     assert about() == "", "a run that plays no environment has none"
     (run / "config.yaml").write_text("env: {path: shop.py:Shop}")
     assert "no passport" in about()
-    Passport("shop", "check", "2026-11-28", "", {"beside": Counts(wrong=4, paid=1)}).write(run / PASSPORT_FILE)
+    Passport("shop", "check", "2026-11-28", "", {"beside": Counts(wrong=4, paid=1)}).write(
+        run / PASSPORT_FILE
+    )
     assert about().startswith("shop: of 4 wrong plays 1 were paid (95 %: ")
     assert about() in str(kept_answers(write_report(run)))
 
@@ -75,7 +90,8 @@ def test_only_a_run_has_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{", '{"text": 1, "tags": "ab"}', '{"tags": [1, null, {"a": 1}]}', "[" * 100_000]
+    "content",
+    ["", "[]", "{", '{"text": 1, "tags": "ab"}', '{"tags": [1, null, {"a": 1}]}', "[" * 100_000],
 )
 def test_a_file_that_somebody_spoilt_is_no_note(tmp_path: Path, content: str) -> None:
     (tmp_path / "note.json").write_text(content)
@@ -83,8 +99,8 @@ def test_a_file_that_somebody_spoilt_is_no_note(tmp_path: Path, content: str) ->
 
 
 def test_half_a_character_takes_nobody_the_page(tmp_path: Path) -> None:
-    """JSON can name one, and so can bytes of a command line that are no UTF-8; neither the run nor the list of all runs
-    is lost over it."""
+    """JSON can name one, and so can bytes of a command line that are no UTF-8; neither the run nor
+    the list of all runs is lost over it."""
     run = write_run(tmp_path / "run")
     assert main(["note", str(run), "caf\udce9"]) == 0
     page = client(run)
@@ -93,9 +109,13 @@ def test_half_a_character_takes_nobody_the_page(tmp_path: Path) -> None:
     assert page.get("/api/runs").json()["runs"][0]["tags"] == ["? draft"]
 
 
-def test_a_huge_file_is_cut_and_a_terminal_is_not_driven(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_huge_file_is_cut_and_a_terminal_is_not_driven(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write_run(tmp_path / "run")
-    (run / "note.json").write_text(json.dumps({"text": "\x1b]0;owned\x07" + "x" * 10**6, "tags": ["t" * 999] * 999}))
+    (run / "note.json").write_text(
+        json.dumps({"text": "\x1b]0;owned\x07" + "x" * 10**6, "tags": ["t" * 999] * 999})
+    )
     assert len(read_note(run).text) == MOST_CHARACTERS and read_note(run).tags == ("t" * 64,)
     assert main(["note", str(run)]) == 0
     assert "\x1b" not in capsys.readouterr().out
@@ -104,19 +124,31 @@ def test_a_huge_file_is_cut_and_a_terminal_is_not_driven(tmp_path: Path, capsys:
 OWN = "/api/runs/0"
 
 
-def test_the_report_of_a_killed_run_says_what_happened(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_report_of_a_killed_run_says_what_happened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     folder = tmp_path / "grpo" / "x<y"
     for place in (folder, Path(__file__)):
-        assert main(["report", str(place)]) == 1 and f"{place} is not a run" in capsys.readouterr().err
+        assert (
+            main(["report", str(place)]) == 1 and f"{place} is not a run" in capsys.readouterr().err
+        )
     write_run(folder, ended=False)
     begun = {"at": "a", "completed_steps": 0, "changed": {}}
-    again = {"at": "b", "completed_steps": 2, "changed": {"ppo.lr": [0.1, 0.2], "env.token": ["one", "two"]}}
-    (folder / "provenance.json").write_text(json.dumps({"arguments": ["seed=3"], "launches": [begun, again]}))
+    again = {
+        "at": "b",
+        "completed_steps": 2,
+        "changed": {"ppo.lr": [0.1, 0.2], "env.token": ["one", "two"]},
+    }
+    (folder / "provenance.json").write_text(
+        json.dumps({"arguments": ["seed=3"], "launches": [begun, again]})
+    )
     (folder / "nonfinite.jsonl").write_text('{"step": 2, "call": "actor_train"}\n{"step')
     note_death(folder, "generation/0", "killed: no heartbeat", "it is started again")
     note_placement(folder, "a", "rollout_worker/0")
     note_placement(folder, "a", lost="its wire was cut")
-    assert main(["report", str(folder)]) == 0 and capsys.readouterr().out.strip() == str(folder / "report.html")
+    assert main(["report", str(folder)]) == 0 and capsys.readouterr().out.strip() == str(
+        folder / "report.html"
+    )
     answers = kept_answers(folder / "report.html")
     about = answers[f"{OWN}/about"]
     assert [event["what"] for event in about["events"]] == [
@@ -128,7 +160,9 @@ def test_the_report_of_a_killed_run_says_what_happened(tmp_path: Path, capsys: p
     assert [event["step"] for event in about["events"]] == [2, None, None, 2]
     assert about["hosts"] == {"a": ["rollout_worker/0"]}
     (run,) = answers["/api/runs"]["runs"]
-    assert run["state"] == "running" and run["folder"] == "x<y", "of this machine's folders only the name"
+    assert run["state"] == "running" and run["folder"] == "x<y", (
+        "of this machine's folders only the name"
+    )
     assert "<title>grpo/x&lt;y</title>" in (folder / "report.html").read_text()
 
 
@@ -139,7 +173,10 @@ def test_the_report_of_a_killed_run_says_what_happened(tmp_path: Path, capsys: p
         ("env.args={api_key:sk-123,size:3}", "env.args={api_key:(not shown),size:3}"),
         ("env.token=Bearer sk-123, or other", "env.token=(not shown)"),
         ("env.passphrase=[all that is, in it]", "env.passphrase=(not shown)"),
-        ("env.args={'password': 'two words, no', size: 3}", "env.args={'password': (not shown), size: 3}"),
+        (
+            "env.args={'password': 'two words, no', size: 3}",
+            "env.args={'password': (not shown), size: 3}",
+        ),
         ("env.args.apiKey=sk-123", "env.args.apiKey=(not shown)"),
         ("stream.url=http://me:p@w@host:1/a", "stream.url=http://(not shown)@host:1/a"),
         ("stream.url=http://me:pw@host:1/a", "stream.url=http://(not shown)@host:1/a"),
@@ -163,14 +200,17 @@ def test_no_secret_of_the_configuration_is_in_a_report(tmp_path: Path):
 def test_of_a_long_run_every_so_many_steps_are_kept_and_the_last_one(tmp_path: Path):
     run = write_run(tmp_path / "run", steps=0)
     count = 2 * MOST_STEPS + 7
-    rows = [{"step": step, "reward/mean": float("nan") if step == count else 0.5} for step in range(1, count + 1)]
+    rows = [
+        {"step": step, "reward/mean": float("nan") if step == count else 0.5}
+        for step in range(1, count + 1)
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     answers = kept_answers(write_report(run))
     metrics = answers[f"{OWN}/metrics"]
     assert len(metrics["steps"]) <= MOST_STEPS and metrics["steps"][-1] == count
-    assert metrics["columns"]["reward/mean"][-1] == "NaN" and len(metrics["columns"]["reward/mean"]) == len(
-        metrics["steps"]
-    )
+    assert metrics["columns"]["reward/mean"][-1] == "NaN" and len(
+        metrics["columns"]["reward/mean"]
+    ) == len(metrics["steps"])
     assert "one of every 3 steps" in answers["/api/runs"]["runs"][0]["text"]
 
 

@@ -1,5 +1,5 @@
-"""A run of the launcher, followed by ``python -m realhf.view`` in a real browser from its first step to its tokens, by
-keys alone: ``make test-view``."""
+"""A run of the launcher, followed by ``python -m realhf.view`` in a real browser from its first
+step to its tokens, by keys alone: ``make test-view``."""
 
 from __future__ import annotations
 
@@ -29,10 +29,29 @@ pytestmark = [
 STEPS = 40
 """More than are waited for: the run goes on while it is looked at."""
 OPTIONS = (
-    *("experiment=grpo", "actor.path=builtin_tiny", f"total_train_steps={STEPS}", "torch_threads=1"),
-    *("dataset.train_bs_n_seqs=6", "ppo.group_size=2", "gen.max_new_tokens=6", "rollout.max_total_tokens=400"),
-    *("rollout.retries=0", "evaluation.episodes_per_task=0", "evaluation.greedy_episodes_per_task=0"),
-    *("monitor.progress=false", "monitor.rollout_tokens=1", "monitor.trackers=[]", "recover_mode=disabled"),
+    *(
+        "experiment=grpo",
+        "actor.path=builtin_tiny",
+        f"total_train_steps={STEPS}",
+        "torch_threads=1",
+    ),
+    *(
+        "dataset.train_bs_n_seqs=6",
+        "ppo.group_size=2",
+        "gen.max_new_tokens=6",
+        "rollout.max_total_tokens=400",
+    ),
+    *(
+        "rollout.retries=0",
+        "evaluation.episodes_per_task=0",
+        "evaluation.greedy_episodes_per_task=0",
+    ),
+    *(
+        "monitor.progress=false",
+        "monitor.rollout_tokens=1",
+        "monitor.trackers=[]",
+        "recover_mode=disabled",
+    ),
 )
 
 
@@ -60,7 +79,9 @@ def said(log: Path, pattern: str, by: subprocess.Popen[bytes]) -> str:
     """Wait until a process has written what the pattern finds."""
     end = time.monotonic() + PATIENCE_S
     while not (found := re.search(pattern, log.read_text("utf-8", "replace"))):
-        assert by.poll() is None and time.monotonic() < end, log.read_text("utf-8", "replace")[-2000:]
+        assert by.poll() is None and time.monotonic() < end, log.read_text("utf-8", "replace")[
+            -2000:
+        ]
         time.sleep(0.05)
     return found[1]
 
@@ -75,9 +96,14 @@ def test_a_run_is_followed_from_its_first_step_to_its_tokens(tmp_path: Path) -> 
     with process(launch, "realhf.launch", *OPTIONS, environment, *where) as launcher:
         end = time.monotonic() + PATIENCE_S
         while not (run / "config.yaml").exists():
-            assert launcher.poll() is None and time.monotonic() < end, launch.read_text("utf-8", "replace")[-2000:]
+            assert launcher.poll() is None and time.monotonic() < end, launch.read_text(
+                "utf-8", "replace"
+            )[-2000:]
             time.sleep(0.05)
-        with process(view, "realhf.view", str(run), "--follow", "--port", "0") as viewer, closing(Chromium()) as page:
+        with (
+            process(view, "realhf.view", str(run), "--follow", "--port", "0") as viewer,
+            closing(Chromium()) as page,
+        ):
             url = said(view, r"(http://127\.0\.0\.1:\d+)/", viewer)
             page.look(1280, 800)
             page.open(url + "/")
@@ -112,7 +138,9 @@ def walk(page: Chromium, url: str, launcher: subprocess.Popen[bytes]) -> None:
     page.press("Home")
     page.press("Enter")
     shows(page, "rollout")
-    assert "What it heard" in text(page, "#state-left") and "Play it in the echo" in text(page, "#again")
+    assert "What it heard" in text(page, "#state-left") and "Play it in the echo" in text(
+        page, "#again"
+    )
     page.press("t")
     shows(page, "tokens")
     page.press("ArrowRight")

@@ -1,4 +1,5 @@
-"""Which runs of a folder are listed when there are more than the page can follow, and where it says so."""
+"""Which runs of a folder are listed when there are more than the page can follow, and where it says
+so."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def test_more_runs_than_are_listed_are_counted_and_the_newest_are_listed(
     made = many(tmp_path / "runs", 5)
     os.utime(made[4] / "metrics.jsonl", (2e9, 2e9))
     found = client(tmp_path / "runs").get("/api/runs").json()
-    assert [run["name"] for run in found["runs"]] == ["run-0000", "run-0001", "run-0004"], "in the order of names"
+    assert [run["name"] for run in found["runs"]] == ["run-0000", "run-0001", "run-0004"], (
+        "in the order of names"
+    )
     assert (found["left_off"], found["one_left_off"]) == (2, str(made[2]))
     runs = RunList([tmp_path / "runs"])
     first = runs.refresh()
@@ -43,7 +46,9 @@ def test_more_runs_than_are_listed_are_counted_and_the_newest_are_listed(
     assert client(*made[:3]).get("/api/runs").json()["left_off"] == 0
 
 
-def test_a_run_that_is_named_twice_is_left_off_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_that_is_named_twice_is_left_off_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(run_list, "MOST_RUNS", 1)
     made = many(tmp_path / "runs", 2)
     runs = RunList([tmp_path / "runs", made[1], tmp_path])
@@ -51,7 +56,9 @@ def test_a_run_that_is_named_twice_is_left_off_once(tmp_path: Path, monkeypatch:
     assert runs.left_off() == [made[1]]
 
 
-def test_a_folder_without_a_run_is_not_counted_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_folder_without_a_run_is_not_counted_as_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     """It used to be served as "1 run"."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
@@ -65,7 +72,9 @@ def test_a_folder_without_a_run_is_not_counted_as_one(tmp_path: Path, capsys: py
 @pytest.mark.slow
 @pytest.mark.skipif(PROGRAM is None, reason=ABSENT)
 @pytest.mark.parametrize("width", [1280, 390])
-def test_the_page_says_how_many_runs_are_not_listed_and_how_to_narrow(chromium: Chromium, tmp_path: Path, width: int):
+def test_the_page_says_how_many_runs_are_not_listed_and_how_to_narrow(
+    chromium: Chromium, tmp_path: Path, width: int
+):
     made = many(tmp_path / "runs", MOST_RUNS + 12)
     chromium.look(width, 800)
     with served(tmp_path / "runs", follow=False) as url:
@@ -74,7 +83,11 @@ def test_the_page_says_how_many_runs_are_not_listed_and_how_to_narrow(chromium: 
         chromium.press("c")
         chromium.wait("document.querySelector('dialog[open]')")
         said = text(chromium, "#left-off")
-        assert "12 more are not" in said and str(made[MOST_RUNS]) in said and "python -m realhf.view" in said
+        assert (
+            "12 more are not" in said
+            and str(made[MOST_RUNS]) in said
+            and "python -m realhf.view" in said
+        )
         assert chromium.js("document.querySelectorAll('#runs-list input').length") == MOST_RUNS
         assert chromium.js("document.documentElement.scrollWidth") <= width
         chromium.press("Escape")

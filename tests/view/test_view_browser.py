@@ -1,4 +1,5 @@
-"""The page in a real browser, by keys alone: a run that grows is followed from its curves to single tokens."""
+"""The page in a real browser, by keys alone: a run that grows is followed from its curves to single
+tokens."""
 
 from __future__ import annotations
 
@@ -18,9 +19,12 @@ from tests.view.runs import made_up, served
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason=ABSENT)]
 
 
-def test_a_growing_run_is_followed_from_its_curves_to_a_token_by_keys_alone(chromium: Chromium, tmp_path: Path):
-    """A step arrives by itself; failures are filtered; a rollout opens, with its tokens and its group; an advisory
-    leads to the rollouts that show it. Nothing in a rollout is carried out, and no other host is asked."""
+def test_a_growing_run_is_followed_from_its_curves_to_a_token_by_keys_alone(
+    chromium: Chromium, tmp_path: Path
+):
+    """A step arrives by itself; failures are filtered; a rollout opens, with its tokens and its
+    group; an advisory leads to the rollouts that show it. Nothing in a rollout is carried out, and
+    no other host is asked."""
     page = chromium
     run = MadeUpRun(tmp_path / "run", failing=0.4)
     for _ in range(6):
@@ -36,7 +40,9 @@ def test_a_growing_run_is_followed_from_its_curves_to_a_token_by_keys_alone(chro
         assert "224 of 224 rollouts" in text(page, "#count")
         page.press("f")
         page.wait("!document.getElementById('count').innerText.includes('224 of 224')")
-        assert set(page.js("[...document.querySelectorAll('.row .outcome')].map((one) => one.innerText)")) <= {
+        assert set(
+            page.js("[...document.querySelectorAll('.row .outcome')].map((one) => one.innerText)")
+        ) <= {
             "failure: simulator",
             "failure: timeout",
         }
@@ -74,7 +80,9 @@ def test_a_growing_run_is_followed_from_its_curves_to_a_token_by_keys_alone(chro
     run.close()
 
 
-def test_hostile_text_is_shown_as_text_and_a_deleted_run_is_called_so(chromium: Chromium, tmp_path: Path):
+def test_hostile_text_is_shown_as_text_and_a_deleted_run_is_called_so(
+    chromium: Chromium, tmp_path: Path
+):
     run = MadeUpRun(tmp_path / "run")
     run.add_step(2)
     page = chromium
@@ -85,7 +93,9 @@ def test_hostile_text_is_shown_as_text_and_a_deleted_run_is_called_so(chromium: 
         page.press("Enter")
         shows(page, "rollout")
         assert "<script>document.title='owned'</script>" in text(page, ".talk")
-        assert "⟨U+0000⟩⟨U+001B⟩[31m⟨U+202E⟩" in text(page, ".talk"), "what nobody would see is named"
+        assert "⟨U+0000⟩⟨U+001B⟩[31m⟨U+202E⟩" in text(page, ".talk"), (
+            "what nobody would see is named"
+        )
         assert page.js("document.querySelectorAll('.talk img, .talk script').length") == 0
         run.close()
         shutil.rmtree(tmp_path / "run")
@@ -97,7 +107,9 @@ def test_hostile_text_is_shown_as_text_and_a_deleted_run_is_called_so(chromium: 
         leave(page)
 
 
-def test_two_runs_are_compared_and_the_options_listed_in_which_they_differ(chromium: Chromium, tmp_path: Path):
+def test_two_runs_are_compared_and_the_options_listed_in_which_they_differ(
+    chromium: Chromium, tmp_path: Path
+):
     """One of them was killed, and is called so."""
     for seed in (1, 2):
         made_up(tmp_path / f"seed{seed}", seed=seed, steps=2 + seed, groups=1)
@@ -115,7 +127,9 @@ def test_two_runs_are_compared_and_the_options_listed_in_which_they_differ(chrom
         rows = [line.split("\t") for line in text(page, "#difference tbody").splitlines()]
         assert rows == [["seed", "1", "2"], ["ppo.lr", "0.001", "0.002"]]
         assert text(page, "#compared td:nth-child(2) small").splitlines() == ["finished", "stopped"]
-        assert page.js(f"{chart('Reward')}.columns.map((one) => one.kind)") == [0, 1], "on the same axes"
+        assert page.js(f"{chart('Reward')}.columns.map((one) => one.kind)") == [0, 1], (
+            "on the same axes"
+        )
         page.press("c")
         page.wait("document.querySelector('dialog[open]')")
         for key in ("Tab", " ", "Enter"):
@@ -137,8 +151,18 @@ COVERED = """
         return names.length ? covering.map((one) => one.innerText) : ['none'];
     })()"""
 HOSTILE_INFO = (
-    {"replay": {"title": "game", "command": "play", "url": "javascript:document.title='owned'", "order": {}}},
-    {"did": HOSTILE, "view": {"title": HOSTILE, "columns": [HOSTILE], "rows": [[HOSTILE], "no row", {"a": 1}]}},
+    {
+        "replay": {
+            "title": "game",
+            "command": "play",
+            "url": "javascript:document.title='owned'",
+            "order": {},
+        }
+    },
+    {
+        "did": HOSTILE,
+        "view": {"title": HOSTILE, "columns": [HOSTILE], "rows": [[HOSTILE], "no row", {"a": 1}]},
+    },
 )
 GAME = {
     "title": "game",
@@ -148,18 +172,32 @@ GAME = {
 }
 
 
-def test_what_the_environment_left_is_shown_and_its_episode_can_be_played_again(chromium: Chromium, tmp_path: Path):
-    """The address for playing has task, seed and what was done; only one of this machine becomes a link."""
-    view = {"title": "The account", "columns": ["name", "after"], "rows": [["a-bucket", "there"]], "note": "one more"}
+def test_what_the_environment_left_is_shown_and_its_episode_can_be_played_again(
+    chromium: Chromium, tmp_path: Path
+):
+    """The address for playing has task, seed and what was done; only one of this machine becomes a
+    link."""
+    view = {
+        "title": "The account",
+        "columns": ["name", "after"],
+        "rows": [["a-bucket", "there"]],
+        "note": "one more",
+    }
     folders = []
-    for name, info in (("told", ({"replay": GAME}, {"did": "aws s3 mb", "view": view})), ("hostile", HOSTILE_INFO)):
+    for name, info in (
+        ("told", ({"replay": GAME}, {"did": "aws s3 mb", "view": view})),
+        ("hostile", HOSTILE_INFO),
+    ):
         made_up(tmp_path / name, info=info, groups=1)
         folders.append(tmp_path / name)
     page = chromium
     with served(*folders, follow=False) as url:
         go(page, url, "rollout?runs=0")
         assert text(page, "#state-left h2") == "The account"
-        assert [text(page, "#state-left tbody"), text(page, "#state-left p")] == ["a-bucket\tthere", "one more"]
+        assert [text(page, "#state-left tbody"), text(page, "#state-left p")] == [
+            "a-bucket\tthere",
+            "one more",
+        ]
         assert "play-it" in text(page, "#again")
         page.press("p")
         address = page.js("document.activeElement.href")
@@ -168,8 +206,15 @@ def test_what_the_environment_left_is_shown_and_its_episode_can_be_played_again(
         assert asked == {"task_id": 7, "seed": 3, "commands": ["aws s3 mb"]}
         page.open(url + "/?other#/rollout?runs=1")
         shows(page, "rollout")
-        assert "onerror" in text(page, "#state-left h2") and "<script>" in text(page, "#state-left tbody")
-        assert page.js("document.querySelectorAll('#state-left img, #state-left script, #again').length") == 0
+        assert "onerror" in text(page, "#state-left h2") and "<script>" in text(
+            page, "#state-left tbody"
+        )
+        assert (
+            page.js(
+                "document.querySelectorAll('#state-left img, #state-left script, #again').length"
+            )
+            == 0
+        )
         assert page.js("document.title") != "owned"
         leave(page)
 
@@ -189,8 +234,13 @@ def test_of_a_hundred_thousand_tokens_a_window_is_drawn(chromium: Chromium, tmp_
         page.wait(f"location.hash !== {json.dumps(before)}")
         assert page.js("document.querySelectorAll('.token').length") <= 600
         for _ in range(page.js("document.querySelectorAll('#colour option').length")):
-            low, high = page.js("[...document.querySelectorAll('#legend')].map((one) => one.innerText.split('\\n'))[0]")
-            assert float(low.replace(",", "")) <= float(high.replace(",", "")), "colours without a scale say nothing"
+            low, high = page.js(
+                "[...document.querySelectorAll('#legend')].map((one) => "
+                "one.innerText.split('\\n'))[0]"
+            )
+            assert float(low.replace(",", "")) <= float(high.replace(",", "")), (
+                "colours without a scale say nothing"
+            )
             page.press("m")
         covered = page.js(COVERED)
         assert covered == [], "the names of the strips used to lie over their cells"

@@ -1,4 +1,5 @@
-"""A page that is open follows its run, and whoever reads it keeps the place, the focus and the choice."""
+"""A page that is open follows its run, and whoever reads it keeps the place, the focus and the
+choice."""
 
 from __future__ import annotations
 
@@ -39,15 +40,26 @@ def test_an_open_rollout_shows_that_it_was_trained(chromium: Chromium, tmp_path:
         marked(page)
         assert "trained at version" not in text(page, ".facts").lower()
         assert set(text(page, "#group td:nth-child(4)").splitlines()) == {"–"}
-        page.js("document.querySelector('.talk .turn').focus(); document.getElementById('page').scrollTop = 500")
+        page.js(
+            "document.querySelector('.talk .turn').focus(); "
+            "document.getElementById('page').scrollTop = 500"
+        )
         page.js("getSelection().selectAllChildren(document.querySelector('.talk .turn pre'))")
         place = page.js(TOP.format("'.talk .turn'"))
         chosen = page.js("getSelection().toString()")
         assert chosen
         run.train()
-        page.wait("document.querySelector('.facts').innerText.toLowerCase().includes('trained at version')")
-        page.wait("[...document.querySelectorAll('#group td:nth-child(4)')].every((one) => one.innerText !== '–')")
-        assert page.js(TOP.format("'.talk .turn'")) == pytest.approx(place, abs=1.0), "nothing moves under the eyes"
+        page.wait(
+            "document.querySelector('.facts').innerText.toLowerCase().includes('trained at "
+            "version')"
+        )
+        page.wait(
+            "[...document.querySelectorAll('#group td:nth-child(4)')].every((one) => one.innerText "
+            "!== '–')"
+        )
+        assert page.js(TOP.format("'.talk .turn'")) == pytest.approx(place, abs=1.0), (
+            "nothing moves under the eyes"
+        )
         assert page.js("document.getElementById('page').scrollTop") > 0
         assert page.js("getSelection().toString()") == chosen
         assert page.js("document.activeElement === document.querySelector('.talk .turn')")
@@ -57,7 +69,9 @@ def test_an_open_rollout_shows_that_it_was_trained(chromium: Chromium, tmp_path:
     run.close()
 
 
-def test_a_link_of_the_group_keeps_the_focus_when_the_group_is_trained(chromium: Chromium, tmp_path: Path):
+def test_a_link_of_the_group_keeps_the_focus_when_the_group_is_trained(
+    chromium: Chromium, tmp_path: Path
+):
     page = chromium
     run = played(tmp_path / "run")
     with served(tmp_path / "run") as url:
@@ -77,9 +91,16 @@ def test_open_tokens_show_that_they_were_trained(chromium: Chromium, tmp_path: P
         go(page, url, "tokens?token=700")
         marked(page)
         assert "not trained yet" in text(page, ".page")
-        page.js("document.getElementById('colour').focus(); document.getElementById('page').scrollTop = 150")
-        page.js("getSelection().selectAllChildren(document.querySelector('.token[data-at=\"705\"]'))")
-        before = page.js("[location.hash, document.getElementById('colour').value, getSelection().toString()]")
+        page.js(
+            "document.getElementById('colour').focus(); document.getElementById('page').scrollTop "
+            "= 150"
+        )
+        page.js(
+            "getSelection().selectAllChildren(document.querySelector('.token[data-at=\"705\"]'))"
+        )
+        before = page.js(
+            "[location.hash, document.getElementById('colour').value, getSelection().toString()]"
+        )
         place = page.js(TOP.format("'.token[aria-current]'"))
         run.train()
         page.wait("document.getElementById('token').innerText.toLowerCase().includes('ratio')")
@@ -88,7 +109,9 @@ def test_open_tokens_show_that_they_were_trained(chromium: Chromium, tmp_path: P
         options = page.js("[...document.getElementById('colour').options].map((one) => one.value)")
         assert {"engine", "ratio", "advantage"} <= set(options)
         assert page.js("document.querySelector('.token[aria-current]').dataset.at") == "700"
-        after = page.js("[location.hash, document.getElementById('colour').value, getSelection().toString()]")
+        after = page.js(
+            "[location.hash, document.getElementById('colour').value, getSelection().toString()]"
+        )
         assert after == before
         assert page.js("document.activeElement.id") == "colour"
         assert page.js(TOP.format("'.token[aria-current]'")) == pytest.approx(place, abs=1.0)
@@ -102,7 +125,9 @@ def test_open_tokens_show_that_they_were_trained(chromium: Chromium, tmp_path: P
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["rollout", "tokens"])
-def test_the_first_rollout_appears_on_a_page_that_had_none(chromium: Chromium, tmp_path: Path, name: str):
+def test_the_first_rollout_appears_on_a_page_that_had_none(
+    chromium: Chromium, tmp_path: Path, name: str
+):
     page = chromium
     run = MadeUpRun(tmp_path / "run", longest=30, failing=0.0)
     with served(tmp_path / "run") as url:
@@ -150,7 +175,9 @@ def test_who_reads_the_list_keeps_the_row_and_its_place(chromium: Chromium, tmp_
         run.add_step(4)
         page.wait(count.format(128))
         page.wait(f"{name} !== {json.dumps(newest)}")
-        assert page.js(name).startswith("step 4"), "at the top the newest is the one that Enter opens"
+        assert page.js(name).startswith("step 4"), (
+            "at the top the newest is the one that Enter opens"
+        )
         for key in ("ArrowDown",) * 30:
             page.press(key)
         chosen = page.js(name)
@@ -170,7 +197,9 @@ def test_who_reads_the_list_keeps_the_row_and_its_place(chromium: Chromium, tmp_
     run.close()
 
 
-def test_a_list_is_drawn_anew_while_changes_come_faster_than_it_is_asked_for(chromium: Chromium, tmp_path: Path):
+def test_a_list_is_drawn_anew_while_changes_come_faster_than_it_is_asked_for(
+    chromium: Chromium, tmp_path: Path
+):
     """Each change used to begin the wait anew, so that a busy run was never shown."""
     page = chromium
     run = MadeUpRun(tmp_path / "run")
@@ -197,18 +226,23 @@ def test_a_button_held_down_while_rows_arrive_chooses_its_row(chromium: Chromium
         go(page, url, "rollouts")
         page.press("ArrowDown")
         meant = page.js("document.getElementById('row-6').ariaLabel")
-        box = page.js("(({x, y}) => [x, y])(document.getElementById('row-6').getBoundingClientRect())")
+        box = page.js(
+            "(({x, y}) => [x, y])(document.getElementById('row-6').getBoundingClientRect())"
+        )
         point = {"x": box[0] + 40, "y": box[1] + 10, "button": "left", "clickCount": 1}
         page.call("Input.dispatchMouseEvent", type="mousePressed", **point)
         run.add_step(8)
         page.wait("document.getElementById('count').innerText.startsWith('128 of')")
         page.call("Input.dispatchMouseEvent", type="mouseReleased", **point)
-        page.wait(f"document.querySelector('.row[aria-selected=true]').ariaLabel === {json.dumps(meant)}")
+        page.wait(
+            f"document.querySelector('.row[aria-selected=true]').ariaLabel === {json.dumps(meant)}"
+        )
     run.close()
 
 
 def test_a_search_that_ends_takes_the_focus_from_nobody(chromium: Chromium, tmp_path: Path):
-    """It may take half a minute, and who typed into another field meanwhile was thrown out of it."""
+    """It may take half a minute, and who typed into another field meanwhile was thrown out of
+    it."""
     made_up(tmp_path / "run", groups=4)
     page = chromium
     look_for = """
@@ -225,7 +259,9 @@ def test_a_search_that_ends_takes_the_focus_from_nobody(chromium: Chromium, tmp_
             assert page.js("document.activeElement.id") == focus
 
 
-def test_a_metric_that_comes_later_leaves_the_focus_in_its_chart(chromium: Chromium, tmp_path: Path):
+def test_a_metric_that_comes_later_leaves_the_focus_in_its_chart(
+    chromium: Chromium, tmp_path: Path
+):
     page = chromium
     run = write_run(tmp_path / "run", steps=2, ended=False)
     with served(run) as url:
@@ -237,11 +273,15 @@ def test_a_metric_that_comes_later_leaves_the_focus_in_its_chart(chromium: Chrom
         add_step(run, {"step": 3, "reward/mean": 0.5, "time/step": 1.0, "another/metric": 2.0})
         page.wait("document.querySelectorAll('.all .chart').length === 3")
         assert page.js("document.activeElement.ariaLabel") == heard
-        names = page.js("[...document.querySelectorAll('.all .chart h3')].map((one) => one.innerText)")
+        names = page.js(
+            "[...document.querySelectorAll('.all .chart h3')].map((one) => one.innerText)"
+        )
         assert names == sorted(names)
 
 
-def test_a_lane_that_comes_in_above_leaves_the_line_that_was_chosen(chromium: Chromium, tmp_path: Path):
+def test_a_lane_that_comes_in_above_leaves_the_line_that_was_chosen(
+    chromium: Chromium, tmp_path: Path
+):
     page = chromium
     run = write_run(tmp_path / "run", ended=False)
     span = {"name": "env/step", "ph": "X", "ts": 1_200_000, "pid": 1, "tid": 1, "dur": 100_000}
@@ -250,7 +290,9 @@ def test_a_lane_that_comes_in_above_leaves_the_line_that_was_chosen(chromium: Ch
         page.press("ArrowUp")
         with (run / "trace" / "master.jsonl").open("a") as file:
             file.write(json.dumps(span) + "\n")
-        page.wait("document.querySelector('.page.timeline [role=status]').innerText.includes('2 spans')")
+        page.wait(
+            "document.querySelector('.page.timeline [role=status]').innerText.includes('2 spans')"
+        )
         page.press("n")
         assert "train/actor_train" in text(page, ".page.timeline [role=status]")
 
@@ -268,7 +310,8 @@ SLOWLY = """
 
 
 def test_what_changes_while_a_page_is_being_made_is_shown(chromium: Chromium, tmp_path: Path):
-    """On a slow connection the answer was that of before the change, and the change was taken for known."""
+    """On a slow connection the answer was that of before the change, and the change was taken for
+    known."""
     page = chromium
     run = played(tmp_path / "run")
     with served(tmp_path / "run") as url:
@@ -276,11 +319,17 @@ def test_what_changes_while_a_page_is_being_made_is_shown(chromium: Chromium, tm
         page.js(SLOWLY)
         page.press("5")
         page.wait("window.late === 'answered'")
-        answers = "performance.getEntriesByType('resource').filter((one) => one.name.includes('/changes')).length"
+        answers = (
+            "performance.getEntriesByType('resource').filter((one) => "
+            "one.name.includes('/changes')).length"
+        )
         before = page.js(answers)
         run.train()
         page.wait(f"{answers} > {before}")
         page.js("window.arrive()")
-        page.wait("document.querySelector('.facts')?.innerText.toLowerCase().includes('trained at version')")
+        page.wait(
+            "document.querySelector('.facts')?.innerText.toLowerCase().includes('trained at "
+            "version')"
+        )
         page.open("about:blank")
     run.close()

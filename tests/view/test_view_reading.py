@@ -1,4 +1,5 @@
-"""Who has a keyboard alone, or hears the page, loses nothing; layout, and runs that differ in their seed."""
+"""Who has a keyboard alone, or hears the page, loses nothing; layout, and runs that differ in their
+seed."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def test_the_skip_link_leads_into_the_page_that_is_shown(chromium: Chromium, tmp
         assert chromium.js("document.activeElement.id") == "page"
         assert chromium.js("location.hash") == "#/tasks?runs=1"
         chromium.press("Tab")
-        assert chromium.js("document.activeElement.id") == "task-search", "the next one is in the page"
+        assert chromium.js("document.activeElement.id") == "task-search", (
+            "the next one is in the page"
+        )
 
 
 def test_a_change_of_the_run_leaves_the_focus_where_it_is(chromium: Chromium, tmp_path: Path):
@@ -62,7 +65,9 @@ def test_a_change_of_the_run_leaves_the_focus_where_it_is(chromium: Chromium, tm
         page.press("1")
         shows(page, "overview")
         page.press("/")
-        page.wait("document.activeElement.id === 'metric-search' && document.querySelector('.all .chart')")
+        page.wait(
+            "document.activeElement.id === 'metric-search' && document.querySelector('.all .chart')"
+        )
         page.press("Tab")
         chart = focus(page)
         assert "arrows move the cursor" in chart
@@ -83,11 +88,14 @@ def test_after_a_change_of_the_page_tab_goes_on_in_it(chromium: Chromium, tmp_pa
         assert chromium.js("document.activeElement.id") == "task-search"
 
 
-@pytest.mark.parametrize(("older", "to_the_other", "chosen"), [(2, ("Tab", "Tab"), "0,1"), (1, ("Tab",), "1,0")])
+@pytest.mark.parametrize(
+    ("older", "to_the_other", "chosen"), [(2, ("Tab", "Tab"), "0,1"), (1, ("Tab",), "1,0")]
+)
 def test_the_list_of_runs_can_be_left_without_a_change(
     chromium: Chromium, tmp_path: Path, older: int, to_the_other: tuple[str, ...], chosen: str
 ):
-    """The page opens with the newer run, and it stays the first where another is compared with it."""
+    """The page opens with the newer run, and it stays the first where another is compared with
+    it."""
     for seed in (1, 2):
         made(tmp_path / f"run{seed}", seed=seed).close()
     os.utime(tmp_path / f"run{older}" / "metrics.jsonl", (1e9, 1e9))
@@ -109,12 +117,14 @@ def test_the_list_of_runs_can_be_left_without_a_change(
         for key in (*to_the_other, " ", "Enter"):
             page.press(key)
         page.wait(f"new URLSearchParams(location.hash.split('?')[1]).get('runs') === '{chosen}'")
-        assert page.js("new URLSearchParams(location.hash.split('?')[1]).get('id')") in before.replace(
-            "%40", "@"
-        ).replace("%2F", "/"), "the rollout of the first run stays"
+        assert page.js(
+            "new URLSearchParams(location.hash.split('?')[1]).get('id')"
+        ) in before.replace("%40", "@").replace("%2F", "/"), "the rollout of the first run stays"
 
 
-def test_an_order_is_chosen_at_the_head_of_a_column_again_and_again(chromium: Chromium, tmp_path: Path):
+def test_an_order_is_chosen_at_the_head_of_a_column_again_and_again(
+    chromium: Chromium, tmp_path: Path
+):
     made(tmp_path / "run").close()
     page = chromium
     with served(tmp_path / "run", follow=False) as url:
@@ -172,7 +182,8 @@ FIELDS = {"overview": 0, "rollouts": 6, "tokens": 1, "tasks": 3}
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_no_label_is_clipped(chromium: Chromium, tmp_path: Path, width: int, scheme: str):
-    """The longest choice of each filter fits: the ways of splitting used to lose their last word."""
+    """The longest choice of each filter fits: the ways of splitting used to lose their last
+    word."""
     made_up(tmp_path / "run", failing=0.4, groups=8)
     with served(tmp_path / "run", follow=False) as url:
         chromium.look(width, 800, scheme)
@@ -206,9 +217,11 @@ def seeds(folder: Path, lr: float, rewards: list[float], *, steps: int = 4, firs
             add_step(run, {"step": step, "reward/mean": reward * step, "time/step": 1.0})
 
 
-def test_runs_that_differ_only_in_their_seeds_are_a_mean_and_a_band(chromium: Chromium, tmp_path: Path):
-    """Two groups of seeds are two curves, called by what they were told differently, as far as all of them have come;
-    a key draws each run, and the address keeps it."""
+def test_runs_that_differ_only_in_their_seeds_are_a_mean_and_a_band(
+    chromium: Chromium, tmp_path: Path
+):
+    """Two groups of seeds are two curves, called by what they were told differently, as far as all
+    of them have come; a key draws each run, and the address keeps it."""
     seeds(tmp_path, 0.001, [1.0, 2.0, 6.0])
     seeds(tmp_path, 0.002, [10.0, 20.0, 30.0], first=4)
     page = chromium
@@ -218,23 +231,34 @@ def test_runs_that_differ_only_in_their_seeds_are_a_mean_and_a_band(chromium: Ch
         assert page.js(painted(FIRST, "--k0")) > 100 and page.js(painted(FIRST, "--k1")) > 100
         told = page.js(READOUT)
         assert "ppo.lr=0.001 (3 seeds)" in told and "ppo.lr=0.002 (3 seeds)" in told
-        assert "6 2 to 12" in told and "40 20 to 60" in told, "at step 2, the last one that all have"
+        assert "6 2 to 12" in told and "40 20 to 60" in told, (
+            "at step 2, the last one that all have"
+        )
         said = text(page, "#seeds-said")
         assert "mean" in said and "from the lowest to the highest" in said
-        colours = "[...document.querySelectorAll('#compared .dot')].map((one) => one.classList[1]).join(' ')"
+        colours = (
+            "[...document.querySelectorAll('#compared .dot')].map((one) => "
+            "one.classList[1]).join(' ')"
+        )
         assert page.js(colours) == "k0 k0 k0 k1 k1 k1"
         page.js("document.getElementById('page').focus()")
         page.press("b")
         page.wait(f"{CURVES} === 6")
         assert page.js(BANDS) == 0
-        assert "seeds=0" in page.js("location.hash") and page.js("document.getElementById('seeds-said').hidden")
+        assert "seeds=0" in page.js("location.hash") and page.js(
+            "document.getElementById('seeds-said').hidden"
+        )
         page.open(url + "/?other#/overview?runs=0,3")
         shows(page, "overview")
-        assert page.js("document.getElementById('seeds').hidden") is True, "there is nothing to draw as one"
+        assert page.js("document.getElementById('seeds').hidden") is True, (
+            "there is nothing to draw as one"
+        )
         leave(page)
 
 
-def test_the_band_of_smoothed_curves_over_hours_on_a_logarithmic_axis(chromium: Chromium, tmp_path: Path):
+def test_the_band_of_smoothed_curves_over_hours_on_a_logarithmic_axis(
+    chromium: Chromium, tmp_path: Path
+):
     """Whatever else is asked of the charts, the band has its curve and lies within the picture."""
     seeds(tmp_path, 0.001, [0.0, 2.0, 4.0], steps=6)
     page = chromium
@@ -243,16 +267,23 @@ def test_the_band_of_smoothed_curves_over_hours_on_a_logarithmic_axis(chromium: 
         assert page.js(CURVES) == 2 and page.js(BANDS) == 1, "as measured, faint, and smoothed"
         assert page.js(f"{FIRST}.data[0].length") == 4, "as far as all have come"
         low, high = page.js(f"{FIRST}.extent.y")
-        assert 1 < low < 2 and 12 < high < 20, "the lowest run, which is always 0, is below the axis"
+        assert 1 < low < 2 and 12 < high < 20, (
+            "the lowest run, which is always 0, is below the axis"
+        )
         assert page.js(painted(FIRST, "--k0")) > 100
         leave(page)
 
 
 def test_hosts_have_charts_and_a_note_is_shown_as_text(chromium: Chromium, tmp_path: Path):
-    """CPU and memory of every host; a note that changes is shown by an open page, and nothing in it is obeyed."""
+    """CPU and memory of every host; a note that changes is shown by an open page, and nothing in it
+    is obeyed."""
     run = write_run(tmp_path / "run", steps=0)
     for step in (1, 2):
-        hosts = {f"host/{name}/{what}": 0.25 * step for name in ("big-1", "big-2") for what in ("cpu", "memory")}
+        hosts = {
+            f"host/{name}/{what}": 0.25 * step
+            for name in ("big-1", "big-2")
+            for what in ("cpu", "memory")
+        }
         add_step(run, {"step": step, "reward/mean": 0.5, **hosts})
     page = chromium
     with served(run) as url:
@@ -262,11 +293,25 @@ def test_hosts_have_charts_and_a_note_is_shown_as_text(chromium: Chromium, tmp_p
             (told,) = [value for name, value in charts.items() if name.startswith(title)]
             assert "big-1 50.0 %" in told and "big-2 50.0 %" in told
         assert not text(page, ".note")
-        assert main(["note", str(run), "<img src=x onerror=\"document.title='owned'\">", "--tag", "<b>x</b>"]) == 0
+        assert (
+            main(
+                [
+                    "note",
+                    str(run),
+                    "<img src=x onerror=\"document.title='owned'\">",
+                    "--tag",
+                    "<b>x</b>",
+                ]
+            )
+            == 0
+        )
         page.wait("document.querySelector('.note')")
         assert "<img src=x" in text(page, ".note p") and text(page, ".note .tag") == "<b>x</b>"
         page.press("c")
         page.wait("document.querySelector('dialog[open]')")
         assert text(page, "#runs-list .tag") == "<b>x</b>"
-        assert page.js("document.title") != "owned" and page.js("document.querySelectorAll('.note img').length") == 0
+        assert (
+            page.js("document.title") != "owned"
+            and page.js("document.querySelectorAll('.note img').length") == 0
+        )
         leave(page)

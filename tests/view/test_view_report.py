@@ -21,7 +21,8 @@ FOREIGN = """
 
 @pytest.mark.nightly
 def test_a_report_opens_from_its_file_and_asks_nobody(chromium: Chromium, tmp_path: Path):
-    """Every page of it is drawn; a rollout is found by its text and opened; what was written into it is not obeyed."""
+    """Every page of it is drawn; a rollout is found by its text and opened; what was written into
+    it is not obeyed."""
     made_up(tmp_path / "run", failing=0.3, steps=4, groups=4)
     folder = tmp_path / "run"
     add_step(folder, {"step": 5, "reward/mean": 0.5, f"x/{HOSTILE}": 1.0})
@@ -47,7 +48,11 @@ def test_a_report_opens_from_its_file_and_asks_nobody(chromium: Chromium, tmp_pa
     page.wait("document.querySelector('.problem')")
     assert "python -m realhf.view" in text(page, ".problem")
     assert (
-        page.js("performance.getEntriesByType('resource').filter((one) => !one.name.startsWith('data:')).length") == 0
+        page.js(
+            "performance.getEntriesByType('resource').filter((one) => "
+            "!one.name.startsWith('data:')).length"
+        )
+        == 0
     )
     assert page.js("document.title") != "owned"
     assert page.problems == []

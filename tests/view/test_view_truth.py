@@ -18,8 +18,11 @@ CURVE = f"{chart('Reward')}.data"
 
 
 @pytest.mark.nightly
-def test_another_server_on_the_port_is_noticed_and_no_run_mixed_with_another(chromium: Chromium, tmp_path: Path):
-    """Both servers call their run number 0. Its curve used to begin with the steps of the other run."""
+def test_another_server_on_the_port_is_noticed_and_no_run_mixed_with_another(
+    chromium: Chromium, tmp_path: Path
+):
+    """Both servers call their run number 0. Its curve used to begin with the steps of the other
+    run."""
     page = chromium
     for seed, steps in ((1, 4), (2, 7)):
         made_up(tmp_path / f"seed{seed}", seed=seed, steps=steps, groups=2)
@@ -39,7 +42,9 @@ def test_another_server_on_the_port_is_noticed_and_no_run_mixed_with_another(chr
     page.problems.clear()  # the browser complains of the time without a server
 
 
-def test_rollouts_that_came_while_another_page_was_open_are_there(chromium: Chromium, tmp_path: Path):
+def test_rollouts_that_came_while_another_page_was_open_are_there(
+    chromium: Chromium, tmp_path: Path
+):
     page = chromium
     run = MadeUpRun(tmp_path / "run")
     run.add_step(1)
@@ -56,7 +61,9 @@ def test_rollouts_that_came_while_another_page_was_open_are_there(chromium: Chro
     run.close()
 
 
-def test_what_was_said_of_unreadable_lines_stays_when_rollouts_arrive(chromium: Chromium, tmp_path: Path):
+def test_what_was_said_of_unreadable_lines_stays_when_rollouts_arrive(
+    chromium: Chromium, tmp_path: Path
+):
     page = chromium
     run = MadeUpRun(tmp_path / "run")
     run.add_step(1)
@@ -65,7 +72,10 @@ def test_what_was_said_of_unreadable_lines_stays_when_rollouts_arrive(chromium: 
     with served(tmp_path / "run") as url:
         go(page, url)
         page.wait("document.getElementById('notice').innerText.includes('metrics.jsonl')")
-        answers = "performance.getEntriesByType('resource').filter((one) => one.name.includes('/changes')).length"
+        answers = (
+            "performance.getEntriesByType('resource').filter((one) => "
+            "one.name.includes('/changes')).length"
+        )
         before = page.js(answers)
         (index,) = (tmp_path / "run" / "rollouts").glob("play-*.index.jsonl")
         with index.open("a") as file:
@@ -75,11 +85,17 @@ def test_what_was_said_of_unreadable_lines_stays_when_rollouts_arrive(chromium: 
     run.close()
 
 
-def test_a_metric_of_some_steps_is_a_curve_and_one_that_is_no_number_breaks_it(chromium: Chromium, tmp_path: Path):
+def test_a_metric_of_some_steps_is_a_curve_and_one_that_is_no_number_breaks_it(
+    chromium: Chromium, tmp_path: Path
+):
     """Steps that a metric leaves out are no gaps; a value between gaps is drawn as a point."""
     run = write_run(tmp_path / "run", steps=1)
     page = chromium
-    played = {"time/actor_gen": 3.0, "time/part/actor_gen/environment": 1.0, "time/part/actor_gen/generation": 2.0}
+    played = {
+        "time/actor_gen": 3.0,
+        "time/part/actor_gen/environment": 1.0,
+        "time/part/actor_gen/generation": 2.0,
+    }
     for step in range(2, 12):
         found = {"policy/entropy": step} if step % 4 == 0 else {}
         broken = {"policy/kl_ref": 1.0 if step in (5, 8, 9) else float("nan")}
@@ -88,7 +104,9 @@ def test_a_metric_of_some_steps_is_a_curve_and_one_that_is_no_number_breaks_it(c
         go(page, url)
         times = page.js(chart("Where the time goes") + ".node.innerText")
         assert all(name in times for name in ("environment", "generation", "actor_train")), times
-        assert "actor_gen" not in times, "a call that plays is shown by its parts, as in the terminal"
+        assert "actor_gen" not in times, (
+            "a call that plays is shown by its parts, as in the terminal"
+        )
         entropy = chart("Entropy")
         kl = chart("KL")
         lone = "{0}.plot.series[1].points.filter({0}.plot, 1)"
@@ -104,14 +122,23 @@ def test_a_hundred_thousand_steps_are_drawn_with_their_one_low(chromium: Chromiu
     """Many steps share a column of pixels; the lowest and the highest of them are drawn."""
     long = write_run(tmp_path / "long", steps=0)
     page = chromium
-    rows = [{"step": step, "policy/kl_ref": 0.5 if step == 30_001 else 9.0} for step in range(1, 100_001)]
+    rows = [
+        {"step": step, "policy/kl_ref": 0.5 if step == 30_001 else 9.0}
+        for step in range(1, 100_001)
+    ]
     (long / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     kl = chart("KL")
     with served(long, follow=False) as url:
         go(page, url)
         assert page.js(f"{kl}.data[0].length") == 100_000
-        low = page.js(f"[{kl}.plot.valToPos(30001, 'x', true), {kl}.plot.valToPos(1, 'y', true)].map(Math.round)")
-        drawn = f"[...{kl}.plot.ctx.getImageData({low[0] - 2}, {low[1]}, 5, 1).data].some((one) => one > 0)"
+        low = page.js(
+            f"[{kl}.plot.valToPos(30001, 'x', true), {kl}.plot.valToPos(1, 'y', "
+            f"true)].map(Math.round)"
+        )
+        drawn = (
+            f"[...{kl}.plot.ctx.getImageData({low[0] - 2}, {low[1]}, 5, 1).data].some((one) => one "
+            f"> 0)"
+        )
         assert page.js(drawn), "the one low value is drawn"
         leave(page)
 
@@ -126,15 +153,17 @@ def test_evaluations_that_are_greedy_alone_count_as_evaluations(chromium: Chromi
 
 
 def test_the_figures_of_a_short_run_are_drawn_as_they_are_said(chromium: Chromium, tmp_path: Path):
-    """Shares stand in percent at the axis as on the cards, one step has one tick, and any run has the curve of its
-    loss: supervised runs showed none."""
+    """Shares stand in percent at the axis as on the cards, one step has one tick, and any run has
+    the curve of its loss: supervised runs showed none."""
     run = write_run(tmp_path / "run", steps=0)
     page = chromium
     add_step(run, {"step": 1, "success/overall": 0.25, "policy/loss": 0.0, "reward/mean": 0.5})
     with served(run) as url:
         go(page, url)
         assert page.js(ticks(chart("Loss"), 0)) == ["1"]
-        assert "0" in page.js(ticks(chart("Loss"), 1)) and not page.js(f"{chart('Loss')}.extent.y.some((y) => y < 0)")
+        assert "0" in page.js(ticks(chart("Loss"), 1)) and not page.js(
+            f"{chart('Loss')}.extent.y.some((y) => y < 0)"
+        )
         share = page.js(ticks(chart("Success"), 1))
         assert share[0] == "0 %" and all(one.endswith(" %") for one in share)
         assert "25.0 %" in page.js(f"{chart('Success')}.readout.innerText")
@@ -154,7 +183,9 @@ def test_the_figures_of_a_short_run_are_drawn_as_they_are_said(chromium: Chromiu
         ("experiment: sft", True, "none: this run plays no episodes"),
     ],
 )
-def test_a_run_without_an_evaluation_says_why(chromium: Chromium, tmp_path: Path, config: str, ended: bool, says: str):
+def test_a_run_without_an_evaluation_says_why(
+    chromium: Chromium, tmp_path: Path, config: str, ended: bool, says: str
+):
     """One that had ended said ``none yet``."""
     run = write_run(tmp_path / "run", config=config, ended=ended)
     (run / "evaluations.json").unlink()
@@ -184,15 +215,18 @@ TOLD = """
 
 
 def test_a_page_that_nobody_looks_at_holds_no_connection(chromium: Chromium, tmp_path: Path):
-    """A browser has six of them to a server: the seventh page that followed a run waited for the others. A headless
-    browser calls every page visible, so the page is told."""
+    """A browser has six of them to a server: the seventh page that followed a run waited for the
+    others. A headless browser calls every page visible, so the page is told."""
     page = chromium
     run = MadeUpRun(tmp_path / "run")
     run.add_step(1)
     with served(tmp_path / "run") as url:
         go(page, url)
         page.js(HIDDEN.format("true"))
-        for step in (2, 3):  # whoever waits for changes knows of the second step before the third one is told
+        for step in (
+            2,
+            3,
+        ):  # whoever waits for changes knows of the second step before the third one is told
             run.add_step(1)
             assert page.js(TOLD.format(step)) == step
         assert text(page, ".card b").splitlines()[0] == "1"
@@ -201,9 +235,11 @@ def test_a_page_that_nobody_looks_at_holds_no_connection(chromium: Chromium, tmp
     run.close()
 
 
-def test_a_task_is_a_template_and_its_instances_come_with_a_click(chromium: Chromium, tmp_path: Path):
-    """Each drawn instance used to count as a task of its own: a run of 50 templates showed hundreds of tasks that were
-    never solved, and no curve."""
+def test_a_task_is_a_template_and_its_instances_come_with_a_click(
+    chromium: Chromium, tmp_path: Path
+):
+    """Each drawn instance used to count as a task of its own: a run of 50 templates showed hundreds
+    of tasks that were never solved, and no curve."""
     page = chromium
     run = MadeUpRun(tmp_path / "run", failing=0.0)
     for _ in range(10):
@@ -225,28 +261,47 @@ def test_a_task_is_a_template_and_its_instances_come_with_a_click(chromium: Chro
         go(page, url, "tasks")
         assert text(page, ".readout").startswith(f"{len(instances)} tasks: ")
         assert page.js("document.querySelectorAll('#tasks tbody tr').length") == len(instances)
-        played = page.js("[...document.querySelectorAll('#tasks tbody tr')].map((row) => +row.cells[7].innerText)")
-        assert sum(played) == len(lines) - len(conversations), "a further conversation is no further rollout"
+        played = page.js(
+            "[...document.querySelectorAll('#tasks tbody tr')].map((row) => "
+            "+row.cells[7].innerText)"
+        )
+        assert sum(played) == len(lines) - len(conversations), (
+            "a further conversation is no further rollout"
+        )
         opener = f"document.querySelector('[data-place=\"open {name}\"]')"
         page.js(f"{opener}.focus()")
         page.press("Enter")
         assert set(text(page, "#tasks .instance a").splitlines()) == instances[name]
-        assert page.js("document.activeElement.dataset.place") == f"open {name}", "the focus stays where it is"
+        assert page.js("document.activeElement.dataset.place") == f"open {name}", (
+            "the focus stays where it is"
+        )
         page.js(f"document.querySelector('[data-place=\"template {name}\"]').click()")
         shows(page, "rollouts")
         own = [line["template"] for line in lines if "branch" not in line]
-        assert text(page, "#count").startswith(f"{own.count(name)} of {len(own)} rollouts\ntemplate {name}")
+        assert text(page, "#count").startswith(
+            f"{own.count(name)} of {len(own)} rollouts\ntemplate {name}"
+        )
 
 
 def measured(folder: Path) -> Path:
     """A run of eleven steps of half an hour and 500 tokens each."""
     run = write_run(folder, steps=1)
     for step in range(2, 12):
-        add_step(run, {"step": step, "time/step": 1800, "batch/tokens": 500, "policy/kl_ref": 10.0 ** -(step % 4)})
+        add_step(
+            run,
+            {
+                "step": step,
+                "time/step": 1800,
+                "batch/tokens": 500,
+                "policy/kl_ref": 10.0 ** -(step % 4),
+            },
+        )
     return run
 
 
-def test_curves_are_drawn_over_hours_or_tokens_on_a_logarithmic_axis(chromium: Chromium, tmp_path: Path):
+def test_curves_are_drawn_over_hours_or_tokens_on_a_logarithmic_axis(
+    chromium: Chromium, tmp_path: Path
+):
     run = measured(tmp_path / "run")
     page = chromium
     kl = chart("KL")
@@ -290,7 +345,9 @@ def test_a_part_is_zoomed_into_by_pointer_keys_and_buttons(chromium: Chromium, t
         for key in ("Home", "ArrowRight", "ArrowRight", "+"):
             page.press(key)
         begin, end = page.js(span)
-        assert (begin, end) == pytest.approx((2.0, 6.5), abs=0.6), "about the cursor, which is on the fourth step"
+        assert (begin, end) == pytest.approx((2.0, 6.5), abs=0.6), (
+            "about the cursor, which is on the fourth step"
+        )
         assert page.js(f"{kl}.readout.innerText").startswith("step 4")
         page.press("-")
         page.press("-")

@@ -1,4 +1,5 @@
-"""Tests against a real vLLM server: ``make test-vllm`` installs one and runs them; a plain run skips them."""
+"""Tests against a real vLLM server: ``make test-vllm`` installs one and runs them; a plain run
+skips them."""
 
 from __future__ import annotations
 
@@ -23,12 +24,19 @@ EXECUTABLE = HERE.parents[1] / ".venv-vllm" / "bin" / "vllm"
 START_S = 600.0
 """A server starts in half a minute on quiet cores, and in many on busy ones."""
 CONFIG = BuiltinModelConfig(
-    vocab_size=512, hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128, max_positions=2048
+    vocab_size=512,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=2,
+    intermediate_size=128,
+    max_positions=2048,
 )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--run-vllm", action="store_true", help="run the tests that start a real vLLM server")
+    parser.addoption(
+        "--run-vllm", action="store_true", help="run the tests that start a real vLLM server"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -75,7 +83,9 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[V
 @contextmanager
 def serving(folder: Path, log: Path, *arguments: str) -> Iterator[VllmServer]:
     """A server that is up."""
-    server = VllmServer(folder, executable=EXECUTABLE, log=log, options=VllmOptions(arguments=arguments))
+    server = VllmServer(
+        folder, executable=EXECUTABLE, log=log, options=VllmOptions(arguments=arguments)
+    )
     try:
         server.wait_until_up(START_S)
         yield server
@@ -86,7 +96,8 @@ def serving(folder: Path, log: Path, *arguments: str) -> Iterator[VllmServer]:
 LIMIT_S = 60.0
 PROMPT = [5, 9, 200, 41, 77, 130, 12, 300, 8, 33]
 LONG = GenConfig(max_new_tokens=1600)
-"""Enough to be in play while weights are replaced twice, which may take two seconds each on a busy machine."""
+"""Enough to be in play while weights are replaced twice, which may take two seconds each on a busy
+machine."""
 
 
 class Asked:
@@ -97,10 +108,17 @@ class Asked:
         self._done: queue.Queue[tuple[int, GenOutput | Exception]] = queue.Queue()
 
     def submit(
-        self, slot: int, tokens: list[int], config: GenConfig, stop_ids: tuple[int, ...] = (), **more: Any
+        self,
+        slot: int,
+        tokens: list[int],
+        config: GenConfig,
+        stop_ids: tuple[int, ...] = (),
+        **more: Any,
     ) -> None:
         request = GenRequest(slot, tokens, **more)
-        self.generator.submit(request, config, stop_ids, lambda output: self._done.put((slot, output)))
+        self.generator.submit(
+            request, config, stop_ids, lambda output: self._done.put((slot, output))
+        )
 
     def outcomes(self, count: int = 1) -> dict[int, GenOutput | Exception]:
         return dict(self._done.get(timeout=LIMIT_S) for _ in range(count))
@@ -115,7 +133,9 @@ class Asked:
         return self._done.empty()
 
 
-def logprobs_of(model: Any, prefix: list[int], tokens: list[int], temperature: float) -> torch.Tensor:
+def logprobs_of(
+    model: Any, prefix: list[int], tokens: list[int], temperature: float
+) -> torch.Tensor:
     """What a trainer computes for ``tokens`` after ``prefix``, fp32."""
     with torch.inference_mode():
         logits = model(torch.tensor([prefix + tokens])).logits[0, len(prefix) - 1 : -1].float()

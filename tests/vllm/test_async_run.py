@@ -1,4 +1,5 @@
-"""Ten asynchronous steps whose tokens come from a real vLLM server, started and ended by the run."""
+"""Ten asynchronous steps whose tokens come from a real vLLM server, started and ended by the
+run."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def test_ten_steps(tmp_path: Path) -> None:
         "trial_name=default",
         *OPTIONS,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=700, check=False, cwd=ROOT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=700, check=False, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = (tmp_path / "grpo_aws_async" / "default" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]

@@ -1,4 +1,5 @@
-"""The export of a policy whose adapters trained is a model that vLLM serves as it is: the adapters are merged in it."""
+"""The export of a policy whose adapters trained is a model that vLLM serves as it is: the adapters
+are merged in it."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ def test_the_merged_export_of_adapters_samples_as_the_model_with_them(
         engine.train_batch(sample, nll, mb_spec=MicroBatchSpec())
     engine.export_hf(tmp_path / "policy")
     log = tmp_path / "server.txt"
-    with serving(tmp_path / "policy", log) as server, closing(VllmGenerator(server.url, version=0)) as generator:
+    with (
+        serving(tmp_path / "policy", log) as server,
+        closing(VllmGenerator(server.url, version=0)) as generator,
+    ):
         ask = Asked(generator)
         ask.submit(1, PROMPT, GenConfig(max_new_tokens=60), seed=4)
         output = ask.output()

@@ -1,4 +1,5 @@
-"""The streaming generator over a real vLLM server on the CPU: tokens, log-probabilities, versions, weights."""
+"""The streaming generator over a real vLLM server on the CPU: tokens, log-probabilities, versions,
+weights."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def test_logprobs_are_the_trainers(ask: Asked, models: list, temperature: float)
     assert (torch.tensor(output.logprobs) - expected).abs().max() < 1e-3
     if temperature == 0:
         with torch.inference_mode():
-            logits = models[0](torch.tensor([PROMPT + output.token_ids])).logits[0, len(PROMPT) - 1 : -1]
+            logits = models[0](torch.tensor([PROMPT + output.token_ids])).logits[
+                0, len(PROMPT) - 1 : -1
+            ]
         assert logits.argmax(-1).tolist() == output.token_ids
 
 
@@ -74,11 +77,14 @@ def test_seeded_tokens_do_not_depend_on_company_and_turns_differ(ask: Asked):
     together = ask.outcomes(6)
     tokens = [out.token_ids for _, out in sorted(together.items()) if isinstance(out, GenOutput)]
     assert tokens[0] == alone and len({tuple(row) for row in tokens}) == 6
-    assert ask.generator.stats()["running"] == 0 and ask.generator.stats()["generated_tokens"] == 210
+    assert (
+        ask.generator.stats()["running"] == 0 and ask.generator.stats()["generated_tokens"] == 210
+    )
 
 
 def test_many_seeded_prompts_at_once(ask: Asked):
-    """More prompt tokens than the server computes in one step; vLLM itself dies of such on the CPU."""
+    """More prompt tokens than the server computes in one step; vLLM itself dies of such on the
+    CPU."""
     for slot in range(48):
         ask.submit(slot, [*range(200), slot], GenConfig(max_new_tokens=3), seed=slot)
     for output in ask.outcomes(48).values():
@@ -90,7 +96,9 @@ def test_many_seeded_prompts_at_once(ask: Asked):
 
 
 @pytest.mark.parametrize("policy", ["recompute", "keep"])
-def test_new_weights_reach_running_requests_between_tokens(server: VllmServer, models: list, policy: str):
+def test_new_weights_reach_running_requests_between_tokens(
+    server: VllmServer, models: list, policy: str
+):
     with closing(VllmGenerator(server.url, kv_policy=policy)) as generator:
         generator.load_weights(5, models[0].state_dict())
         ask = Asked(generator)
@@ -101,11 +109,18 @@ def test_new_weights_reach_running_requests_between_tokens(server: VllmServer, m
             generator.load_weights(version, model.state_dict())
         for slot, output in ask.outcomes(4).items():
             assert isinstance(output, GenOutput), output
-            assert len(output.token_ids) == len(output.logprobs) == len(output.versions) == LONG.max_new_tokens
+            assert (
+                len(output.token_ids)
+                == len(output.logprobs)
+                == len(output.versions)
+                == LONG.max_new_tokens
+            )
             assert output.versions == sorted(output.versions) and set(output.versions) == {5, 6, 7}
             if policy == "recompute":
                 rows = [logprobs_of(m, [*PROMPT, slot], output.token_ids, 1.0) for m in models]
-                expected = torch.stack(rows)[torch.tensor(output.versions) - 5, torch.arange(LONG.max_new_tokens)]
+                expected = torch.stack(rows)[
+                    torch.tensor(output.versions) - 5, torch.arange(LONG.max_new_tokens)
+                ]
                 assert (torch.tensor(output.logprobs) - expected).abs().max() < 1e-3
         assert generator.version == 7 and generator.stats()["weight_pause_ms"] > 0
 
@@ -115,7 +130,9 @@ def test_requests_wait_for_the_first_weights(server: VllmServer, models: list):
         ask = Asked(generator)
         ask.submit(1, PROMPT, GenConfig(max_new_tokens=3))
         ask.submit(2, PROMPT, GenConfig(max_new_tokens=3))
-        assert ask.nothing_for(0.3) and generator.version == -1 and generator.stats()["waiting"] == 2
+        assert (
+            ask.nothing_for(0.3) and generator.version == -1 and generator.stats()["waiting"] == 2
+        )
         generator.abort([2])
         output = ask.output()
         assert output == GenOutput([], [], [], "aborted")

@@ -1,4 +1,5 @@
-"""The server as a child: its failures are told, it leaves nothing behind, and one without our extension will do."""
+"""The server as a child: its failures are told, it leaves nothing behind, and one without our
+extension will do."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ time.sleep(600)
 def of_server(port: str) -> list[psutil.Process]:
     """The processes of the session of the server on this port."""
     argument = f"--port {port} "
-    found = [p for p in psutil.process_iter(["cmdline"]) if argument in " ".join(p.info["cmdline"] or [])]
+    found = [
+        p for p in psutil.process_iter(["cmdline"]) if argument in " ".join(p.info["cmdline"] or [])
+    ]
     sessions = {_session(p) for p in found} - {-1}
     everyone = [p for p in psutil.process_iter() if p.is_running()]
     return [p for p in everyone if _session(p) in sessions]
@@ -72,7 +75,9 @@ def untie(model: torch.nn.Module) -> torch.nn.Module:
 @pytest.fixture(scope="module")
 def bare_url(untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server that somebody else has started, without our extension."""
-    with serving(untied, tmp_path_factory.mktemp("bare") / "server.txt", "--worker-extension-cls", "") as server:
+    with serving(
+        untied, tmp_path_factory.mktemp("bare") / "server.txt", "--worker-extension-cls", ""
+    ) as server:
         yield server.url
 
 
@@ -88,14 +93,18 @@ def test_a_server_without_our_extension_reloads_from_a_folder(bare_url: str, mod
         assert (torch.tensor(output.logprobs) - expected).abs().max() < 1e-3
 
 
-def test_a_server_that_was_killed_is_told_and_leaves_nothing(folder: Path, models: list, tmp_path: Path):
+def test_a_server_that_was_killed_is_told_and_leaves_nothing(
+    folder: Path, models: list, tmp_path: Path
+):
     command = [sys.executable, "-c", OWNER, str(folder), str(EXECUTABLE), str(tmp_path / "log.txt")]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert owner.stdout is not None
         url = owner.stdout.readline().split()[0]
         processes = of_server(url.rpartition(":")[2])
-        segments = {m.path for p in processes for m in p.memory_maps() if m.path.startswith("/dev/shm/psm_")}
+        segments = {
+            m.path for p in processes for m in p.memory_maps() if m.path.startswith("/dev/shm/psm_")
+        }
         assert len(processes) >= 2 and segments
         generator = VllmGenerator(url, version=0)
         outputs: queue.Queue[GenOutput | Exception] = queue.Queue()

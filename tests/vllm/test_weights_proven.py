@@ -1,4 +1,5 @@
-"""Weights proven with a real server: digests are computed inside it, and the self-test sees what it computes with."""
+"""Weights proven with a real server: digests are computed inside it, and the self-test sees what it
+computes with."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ async def test_a_cache_that_outlives_its_weights_fails_the_self_test(
 
     await fleet.start()
     monkeypatch.setattr(VllmApi, "pause", keeping)
-    with pytest.raises(WrongWeights, match=r"generation/0 failed the self-test of weight updates: .*cache"):
+    with pytest.raises(
+        WrongWeights, match=r"generation/0 failed the self-test of weight updates: .*cache"
+    ):
         await fleet.prove()
 
 
@@ -71,5 +74,8 @@ async def test_weights_that_the_server_took_from_somebody_else_are_found_at_the_
         other.close()
     await fleet.publish(1)
     (error,) = fleet.wrong
-    text = "generation/0: model.layers.1.self_attn.k_proj.weight changed while version 0 was in use: its digest was "
+    text = (
+        "generation/0: model.layers.1.self_attn.k_proj.weight changed while version 0 was in use: "
+        "its digest was "
+    )
     assert str(error).startswith(text)

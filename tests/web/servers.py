@@ -1,4 +1,5 @@
-"""The four HTTP servers of the project, each on a port of the loopback, with what a test needs to know of it."""
+"""The four HTTP servers of the project, each on a port of the loopback, with what a test needs to
+know of it."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ def playground_server(folder: Path, token: str) -> Iterator[Served]:
     """The same server with the playground. Its browsers log in, so no header has the token."""
     stage = Stage(1, token=token)
     try:
-        yield Served(stage.server.url, ("POST", "/web/leave", {}), None, 1 << 16, takes_chunks=False)
+        yield Served(
+            stage.server.url, ("POST", "/web/leave", {}), None, 1 << 16, takes_chunks=False
+        )
     finally:
         stage.server.stop()
 
@@ -91,25 +94,32 @@ def view_server(folder: Path, token: str) -> Iterator[Served]:
     runs = RunList([write_run(folder / "run")])
     runs.refresh()
     with serving(view_config(create_app(runs, follow=False))) as port:
-        yield Served(f"http://127.0.0.1:{port}", ("GET", "/api/runs", None), None, None, takes_chunks=True)
+        yield Served(
+            f"http://127.0.0.1:{port}", ("GET", "/api/runs", None), None, None, takes_chunks=True
+        )
 
 
 @contextmanager
 def training_server(folder: Path, token: str) -> Iterator[Served]:
-    """The training API. A stand-in computes; without the package ``tinker``, whose types the routes are made of, one
-    route behind the same guard stands for all."""
+    """The training API. A stand-in computes; without the package ``tinker``, whose types the routes
+    are made of, one route behind the same guard stands for all."""
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "config.json").write_text("{}")
     keys = folder / "keys"
     keys.write_text(f"{TOKEN}\n")
     keys.chmod(0o600)
     options = ServerOptions(
-        model=str(folder / "model"), root=str(folder / "root"), token_file=str(keys) if token else "", max_body_mib=1
+        model=str(folder / "model"),
+        root=str(folder / "root"),
+        token_file=str(keys) if token else "",
+        max_body_mib=1,
     )
     write = ("POST", "/api/v1/client/config", {})
     with _training_on_a_thread(options) as url:
         max_body_bytes = 1 << 20 if find_spec("tinker") else None
-        yield Served(url, write, ("X-API-Key", token or "tml-any"), max_body_bytes, takes_chunks=True)
+        yield Served(
+            url, write, ("X-API-Key", token or "tml-any"), max_body_bytes, takes_chunks=True
+        )
 
 
 @contextmanager
@@ -187,7 +197,8 @@ class ServerPool:
 
 
 def send(served: Served, head: str, body: bytes = b"", *, wait_s: float = 60.0) -> bytes:
-    """Send a request as it is and return everything that the server answers until it ends the connection."""
+    """Send a request as it is and return everything that the server answers until it ends the
+    connection."""
     with socket.create_connection(served.address, timeout=wait_s) as connection:
         connection.sendall(head.encode("latin-1") + body)
         answer = b""
@@ -206,7 +217,8 @@ def status_of(answer: bytes) -> int:
 
 
 def head_of(served: Served, headers: Mapping[str, str], *, length: int | None = None) -> str:
-    """Return the head of the protected request of a server. ``headers`` replace its own; an empty one is left out."""
+    """Return the head of the protected request of a server. ``headers`` replace its own; an empty
+    one is left out."""
     method, path, body = served.write
     own = {"Host": f"127.0.0.1:{served.address[1]}", "Connection": "close"}
     if body is not None:

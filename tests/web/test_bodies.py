@@ -1,4 +1,5 @@
-"""All bodies together have a bound: whoever sends them, compressed or not; and what is counted is what is held.
+"""All bodies together have a bound: whoever sends them, compressed or not; and what is counted is
+what is held.
 
 Source: docs/reference/trajectory.md 3.8."""
 
@@ -44,7 +45,9 @@ def half_a_body(url: str, nbytes: int) -> socket.socket:
 
 def held(api: httpx.Client) -> float:
     lines = api.get("/metrics").text.splitlines()
-    return next(float(line.split()[1]) for line in lines if line.startswith("trajectory_body_bytes "))
+    return next(
+        float(line.split()[1]) for line in lines if line.startswith("trajectory_body_bytes ")
+    )
 
 
 def wait_until_held(api: httpx.Client, nbytes: int) -> None:
@@ -55,7 +58,8 @@ def wait_until_held(api: httpx.Client, nbytes: int) -> None:
 
 
 def test_bodies_beyond_the_budget_are_tried_again_later(small):
-    """They get 503, on which stock clients keep their data; when the others are done, there is room again."""
+    """They get 503, on which stock clients keep their data; when the others are done, there is room
+    again."""
     body = encoded(group(4, 5_000))
     assert 300_000 < len(body) < CAP
     with httpx.Client(base_url=small) as api, ExitStack() as stack:
@@ -88,10 +92,16 @@ def test_what_a_body_inflates_to_counts(small):
         start(api)
         stack.enter_context(half_a_body(small, 500_000))
         wait_until_held(api, 500_000)
-        assert api.post("/scored_data", content=bomb, headers={"Content-Encoding": "gzip"}).status_code == 422
+        assert (
+            api.post("/scored_data", content=bomb, headers={"Content-Encoding": "gzip"}).status_code
+            == 422
+        )
         stack.enter_context(half_a_body(small, 600_000))
         wait_until_held(api, 1_100_000)
-        assert api.post("/scored_data", content=bomb, headers={"Content-Encoding": "gzip"}).status_code == 503
+        assert (
+            api.post("/scored_data", content=bomb, headers={"Content-Encoding": "gzip"}).status_code
+            == 503
+        )
         wait_until_held(api, 1_100_000)
 
 
@@ -134,9 +144,12 @@ SLACK = 3 << 20
 """A step of inflation, the reserve of a growing buffer, and what the decoders need."""
 
 
-@pytest.mark.parametrize("coding", ["plain", "gzip", "gzip that does not shrink", "gzip members", "zstd"])
+@pytest.mark.parametrize(
+    "coding", ["plain", "gzip", "gzip that does not shrink", "gzip members", "zstd"]
+)
 async def test_no_more_is_held_than_is_counted(coding):
-    """The chunks are not held beside the body, nor the compressed chunks during inflation, nor the plain parts."""
+    """The chunks are not held beside the body, nor the compressed chunks during inflation, nor the
+    plain parts."""
     plain = random.Random(5).randbytes(SIZE) if "shrink" in coding else bytes(SIZE)
     sent = plain
     if coding == "gzip members":
@@ -158,7 +171,9 @@ async def test_no_more_is_held_than_is_counted(coding):
     await asyncio.to_thread(bool)  # so that threads are there already
     tracemalloc.start()
     try:
-        body = await read_body(chunks(), encoding=coding.split()[0], max_bytes=2 * SIZE, allow_zstd=True, take=take)
+        body = await read_body(
+            chunks(), encoding=coding.split()[0], max_bytes=2 * SIZE, allow_zstd=True, take=take
+        )
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -37,7 +37,10 @@ def test_what_is_wrong_with_a_certificate_is_one_line(pair, tmp_path):
     assert certificate_problem("", "", FLAGS) == certificate_problem(cert, key, FLAGS) == ""
     assert certificate_problem(cert, "", FLAGS) == "--tls-cert is given without --tls-key"
     assert certificate_problem("", key, FLAGS) == "--tls-key is given without --tls-cert"
-    assert certificate_problem(cert, "/nowhere", FLAGS) == "--tls-key /nowhere: No such file or directory"
+    assert (
+        certificate_problem(cert, "/nowhere", FLAGS)
+        == "--tls-key /nowhere: No such file or directory"
+    )
     (tmp_path / "text").write_text("nothing")
     other = self_signed(tmp_path, "other")[1]
     for wrong in ((str(tmp_path / "text"), key), (cert, other), (key, cert)):
@@ -60,7 +63,8 @@ def test_only_a_server_that_others_reach_is_warned_of():
 
 
 def test_an_address_may_name_the_one_certificate_of_its_server(pair, tmp_path):
-    """Whatever name the server is reached by, as in a run whose certificate holds none; another one is refused."""
+    """Whatever name the server is reached by, as in a run whose certificate holds none; another one
+    is refused."""
     certificate = Path(pair[0]).read_text()
     assert with_certificate("http://h:1", certificate) == "http://h:1"
     assert without_certificate("http://h:1") == ("http://h:1", None)
@@ -85,11 +89,15 @@ def test_the_certificate_of_a_run_is_believed_whatever_the_clock_says():
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([])
     begins = datetime.now(UTC) + timedelta(hours=1)
-    made = x509.CertificateBuilder(name, name, key.public_key(), 1, begins, begins + timedelta(days=1))
+    made = x509.CertificateBuilder(
+        name, name, key.public_key(), 1, begins, begins + timedelta(days=1)
+    )
     certificate = made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM).decode()
     private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    with in_memory(certificate + key.private_bytes(serialization.Encoding.PEM, *private).decode()) as path:
+    with in_memory(
+        certificate + key.private_bytes(serialization.Encoding.PEM, *private).decode()
+    ) as path:
         server.load_cert_chain(path)
     _, context = without_certificate(with_certificate("https://h:1", certificate))
     assert context is not None and _shaken(server, context)
@@ -102,7 +110,9 @@ def test_a_client_that_shakes_no_hands_is_let_go(pair, monkeypatch):
     context.load_cert_chain(*pair)
 
     async def silent():
-        server = await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", 0, ssl=context)
+        server = await asyncio.get_running_loop().create_server(
+            asyncio.Protocol, "127.0.0.1", 0, ssl=context
+        )
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         try:
             return await asyncio.wait_for(reader.read(), 45)
@@ -146,8 +156,8 @@ LARGE = 24 << 20
 
 
 async def app(scope, receive, send):
-    """Answers at once, after a second for /slow, with ``LARGE`` bytes for /large; greets on a web socket and answers
-    what it hears."""
+    """Answers at once, after a second for /slow, with ``LARGE`` bytes for /large; greets on a web
+    socket and answers what it hears."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.accept"})
         while (await receive())["type"] != "websocket.disconnect":
@@ -155,7 +165,13 @@ async def app(scope, receive, send):
         return
     await asyncio.sleep(1.0 if scope["path"] == "/slow" else 0.0)
     body = b"x" * LARGE if scope["path"] == "/large" else b"ok"
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send(
+        {
+            "type": "http.response.start",
+            "status": 200,
+            "headers": [(b"content-length", b"%d" % len(body))],
+        }
+    )
     await send({"type": "http.response.body", "body": body})
 
 
@@ -164,7 +180,11 @@ def served(kind, **bounds):
     """A server on the loopback; its address."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
     config = uvicorn.Config(
-        app, http=guarded_http(kind, **bounds), ws="websockets-sansio", lifespan="off", log_level="error"
+        app,
+        http=guarded_http(kind, **bounds),
+        ws="websockets-sansio",
+        lifespan="off",
+        log_level="error",
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -193,8 +213,8 @@ def closed(connection):
 
 @pytest.mark.parametrize("kind", ["h11", "httptools"])
 def test_a_head_that_does_not_come_ends_its_connection(kind: str):
-    """Also that of a second request, after which the clock of an idle connection runs no longer. What is at work goes
-    on, however long it takes."""
+    """Also that of a second request, after which the clock of an idle connection runs no longer.
+    What is at work goes on, however long it takes."""
     with served(kind, head_s=0.4) as address, contextlib.ExitStack() as stack:
         silent, half, again, slow = (
             stack.enter_context(connected(address, said))
@@ -222,8 +242,8 @@ def heard(connection) -> bytes:
 @pytest.mark.parametrize("kind", ["h11", "httptools"])
 @pytest.mark.parametrize("where", ["one header", "many headers", "target", "whole", "no line"])
 def test_a_head_beyond_its_bound_is_refused(kind: str, where: str):
-    """httptools took any, and a time that grows with its square, before any token was looked at: an endless header
-    held up everybody."""
+    """httptools took any, and a time that grows with its square, before any token was looked at: an
+    endless header held up everybody."""
     endless = {
         "one header": HALF + b"X: " + b"x" * LONGEST,
         "many headers": HALF + b"X: y\r\n" * (LONGEST // 6),
@@ -243,7 +263,10 @@ def test_a_head_within_its_bound_is_taken_and_bodies_have_none_here(kind: str):
     head = b"POST / HTTP/1.1\r\nHost: x\r\n%sContent-Length: %d\r\n\r\n"
     large = b"X: " + b"x" * (LONGEST - 200) + b"\r\n"
     body = b"b" * (3 * LONGEST)
-    with served(kind) as address, connected(address, head % (large, len(body)) + body) as connection:
+    with (
+        served(kind) as address,
+        connected(address, head % (large, len(body)) + body) as connection,
+    ):
         assert connection.recv(99).startswith(b"HTTP/1.1 200")
         connection.sendall(head % (large, len(body)) + body)
         connection.sendall(head % (b"Connection: close\r\n", 0))
@@ -264,8 +287,8 @@ def test_what_belongs_to_a_chunk_is_bounded_as_a_head_is(kind: str, what: str):
 
 @pytest.mark.parametrize("kind", ["h11", "httptools"])
 def test_strangers_take_no_more_connections_than_there_may_be(kind: str):
-    """300 half requests used to hold all descriptors of an environment server, and its sessions ended. The oldest of
-    them goes; a session on a web socket, and a request at work, stay."""
+    """300 half requests used to hold all descriptors of an environment server, and its sessions
+    ended. The oldest of them goes; a session on a web socket, and a request at work, stay."""
     from websockets.sync.client import connect
 
     with served(kind, most=MOST) as address, contextlib.ExitStack() as stack:
@@ -284,8 +307,8 @@ def test_strangers_take_no_more_connections_than_there_may_be(kind: str):
 
 @pytest.mark.parametrize("kind", ["h11", "httptools"])
 def test_answers_that_nobody_reads_keep_nobody_out(kind: str):
-    """One that is read, however slowly, is sent to its end: it counted as idle once its last byte was handed over, and
-    was the first to go when strangers came."""
+    """One that is read, however slowly, is sent to its end: it counted as idle once its last byte
+    was handed over, and was the first to go when strangers came."""
     asked = HALF.replace(b"/ ", b"/large ") + b"\r\n"
 
     def read(reader):
@@ -297,7 +320,9 @@ def test_answers_that_nobody_reads_keep_nobody_out(kind: str):
 
     with served(kind, most=MOST, head_s=0.8) as address, contextlib.ExitStack() as stack:
         reader = stack.enter_context(socket.socket())
-        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 17)  # else it holds more than is read in a while
+        reader.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 17
+        )  # else it holds more than is read in a while
         reader.settimeout(WAIT_S)
         reader.connect(address)
         reader.sendall(asked)
@@ -315,6 +340,12 @@ def test_answers_that_nobody_reads_keep_nobody_out(kind: str):
 def test_every_http_server_of_the_project_is_guarded():
     root = Path(realhf.__file__).parents[1]
     files = [path for folder in ("realhf", "workers") for path in (root / folder).rglob("*.py")]
-    made = [(path, part) for path in files for part in path.read_text().split("uvicorn.Config(\n")[1:]]
+    made = [
+        (path, part) for path in files for part in path.read_text().split("uvicorn.Config(\n")[1:]
+    ]
     assert len(made) >= 4
-    assert not [path for path, part in made if not re.match(r"[^)]*?(\([^()]*\)[^()]*)*http=guarded_http\(", part)]
+    assert not [
+        path
+        for path, part in made
+        if not re.match(r"[^)]*?(\([^()]*\)[^()]*)*http=guarded_http\(", part)
+    ]

@@ -1,4 +1,5 @@
-"""The rules for hosts, pages, tokens, heads and bodies, on each of the four real servers and the playground."""
+"""The rules for hosts, pages, tokens, heads and bodies, on each of the four real servers and the
+playground."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from realhf.web import bodies
 from realhf.web.connections import MOST_HEAD_BYTES
 from tests.web.servers import SERVERS, TOKEN, Served, ServerPool, ask, head_of, send, status_of
 
-CHROME = "Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36 (KHTML, like Gecko) Chrome/140.0.0.0 Safari/537.36"
+CHROME = (
+    "Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36 (KHTML, like Gecko) Chrome/140.0.0.0 "
+    "Safari/537.36"
+)
 FOREIGN = {
     "another origin": {"Origin": "http://evil.example"},
     "another port of this machine": {"Origin": "http://127.0.0.1:1"},
@@ -22,8 +26,15 @@ FOREIGN = {
     "a broken origin": {"Origin": "http://["},
     "a page that sends no origin": {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},
     "a page of the same site": {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "no-cors"},
-    "a form in a frame": {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"},
-    "an origin that contradicts the site": {"Origin": "http://evil.example", "Sec-Fetch-Site": "same-origin"},
+    "a form in a frame": {
+        "Sec-Fetch-Site": "cross-site",
+        "Sec-Fetch-Mode": "navigate",
+        "Sec-Fetch-Dest": "iframe",
+    },
+    "an origin that contradicts the site": {
+        "Origin": "http://evil.example",
+        "Sec-Fetch-Site": "same-origin",
+    },
 }
 HOSTILE_HOSTS = {
     "a name that resolves to this machine": {"Host": "evil.example"},
@@ -38,7 +49,10 @@ HOSTILE_HOSTS = {
 }
 OLD_BROWSERS = {
     "an old browser that sends nothing": {"User-Agent": CHROME},
-    "an old browser with a foreign page": {"User-Agent": CHROME, "Referer": "http://evil.example/page"},
+    "an old browser with a foreign page": {
+        "User-Agent": CHROME,
+        "Referer": "http://evil.example/page",
+    },
 }
 WITH_TOKEN = [name for name in SERVERS if name not in ("view", "playground")]
 WITH_BODY = [name for name in SERVERS if name != "view"]
@@ -52,8 +66,12 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
 
 
 @pytest.mark.parametrize("name", SERVERS)
-@pytest.mark.parametrize("headers", [*FOREIGN.values(), *HOSTILE_HOSTS.values()], ids=[*FOREIGN, *HOSTILE_HOSTS])
-def test_a_foreign_page_and_a_foreign_host_are_refused(pool: ServerPool, name: str, headers: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "headers", [*FOREIGN.values(), *HOSTILE_HOSTS.values()], ids=[*FOREIGN, *HOSTILE_HOSTS]
+)
+def test_a_foreign_page_and_a_foreign_host_are_refused(
+    pool: ServerPool, name: str, headers: dict[str, str]
+) -> None:
     answer = ask(pool.get(name), headers)
     assert answer in (400, 403) if "[" in headers.get("Host", "") else answer == 403
 
@@ -96,7 +114,9 @@ def test_the_playground_serves_its_own_page_only(pool: ServerPool) -> None:
     """Programs have no business there. 401: the page has no cookie yet."""
     served = pool.get("playground")
     assert ask(served, {}) == 403
-    assert ask(served, {"Origin": served.url}) == ask(served, {"Sec-Fetch-Site": "same-origin"}) == 401
+    assert (
+        ask(served, {"Origin": served.url}) == ask(served, {"Sec-Fetch-Site": "same-origin"}) == 401
+    )
 
 
 @pytest.mark.parametrize("name", WITH_TOKEN)
@@ -105,9 +125,18 @@ def test_the_token_is_asked_for(pool: ServerPool, name: str) -> None:
     assert served.token_header is not None
     header, value = served.token_header
     assert ask(served, {header: value}) in (200, 422)
-    for wrong in ("", value[:-1], f"{value}x", value.upper(), value.replace(TOKEN, ""), f"Basic {TOKEN}"):
+    for wrong in (
+        "",
+        value[:-1],
+        f"{value}x",
+        value.upper(),
+        value.replace(TOKEN, ""),
+        f"Basic {TOKEN}",
+    ):
         assert ask(served, {header: wrong}) == 401, wrong
-    twice = head_of(served, {header: value}).replace("Connection:", f"{header}: {value[:-1]}\r\nConnection:")
+    twice = head_of(served, {header: value}).replace(
+        "Connection:", f"{header}: {value[:-1]}\r\nConnection:"
+    )
     if header == "Authorization":
         assert status_of(send(served, twice, b"{}")) == 401
 
@@ -124,7 +153,10 @@ def test_a_token_does_not_open_the_server_to_foreign_hosts(pool: ServerPool, nam
 @pytest.mark.parametrize("name", SERVERS)
 def test_a_head_that_is_too_long_is_refused(pool: ServerPool, name: str) -> None:
     served = pool.get(name)
-    for headers in ({"X-Long": "x" * MOST_HEAD_BYTES}, {f"X-{i}": "y" * 64 for i in range(MOST_HEAD_BYTES // 64)}):
+    for headers in (
+        {"X-Long": "x" * MOST_HEAD_BYTES},
+        {f"X-{i}": "y" * 64 for i in range(MOST_HEAD_BYTES // 64)},
+    ):
         assert status_of(send(served, head_of(served, headers))) == 431
 
 
@@ -148,9 +180,14 @@ def test_a_body_in_chunks_is_bounded(pool: ServerPool, name: str) -> None:
     """Its length is not known before its end: it is counted as it comes, or refused."""
     served = _with_bodies(pool, name)
     assert served.max_body_bytes is not None
-    head = head_of(served, _own_page(served) | {"Content-Length": "", "Transfer-Encoding": "chunked"})
+    head = head_of(
+        served, _own_page(served) | {"Content-Length": "", "Transfer-Encoding": "chunked"}
+    )
     chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
-    assert status_of(send(served, head, chunk * (served.max_body_bytes // 0x10000 + 2) + b"0\r\n\r\n")) == 413
+    assert (
+        status_of(send(served, head, chunk * (served.max_body_bytes // 0x10000 + 2) + b"0\r\n\r\n"))
+        == 413
+    )
     body = json.dumps(served.write[2]).encode()
     small = status_of(send(served, head, b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)))
     assert small in (200, 422) if served.takes_chunks else small == 413
@@ -166,7 +203,9 @@ def test_a_body_that_does_not_come_ends_its_request(
     served = _with_bodies(pool, name)
     began = time.monotonic()
     answer = send(served, head_of(served, _own_page(served), length=100), b"{")
-    expected = 401 if name == "playground" else 503  # it reads no body of a browser without a cookie
+    expected = (
+        401 if name == "playground" else 503
+    )  # it reads no body of a browser without a cookie
     assert status_of(answer) == expected and time.monotonic() - began < 30
 
 

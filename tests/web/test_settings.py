@@ -36,11 +36,23 @@ class _WithoutVariables(Settings):
 
 
 def test_a_flag_wins_over_its_variable_and_that_over_the_default() -> None:
-    environment = {"SOME_COUNT": "3", "SOME_SHARE": "0.25", "KIND": "b", "SOME_URL": "elsewhere", "COUNT": "7"}
+    environment = {
+        "SOME_COUNT": "3",
+        "SOME_SHARE": "0.25",
+        "KIND": "b",
+        "SOME_URL": "elsewhere",
+        "COUNT": "7",
+    }
     found = _Settings.parse(["--count", "5", "--lambda", "sandbox", "--rows"], environment)
     assert found == _Settings(count=5, share=0.25, kind="b", lambda_mode="sandbox", rows="all")
     assert _Settings.resolve(None, found.to_environment()) == found
-    assert set(found.to_environment()) == {"SOME_COUNT", "SOME_SHARE", "KIND", "SOME_LAMBDA", "SOME_ROWS"}
+    assert set(found.to_environment()) == {
+        "SOME_COUNT",
+        "SOME_SHARE",
+        "KIND",
+        "SOME_LAMBDA",
+        "SOME_ROWS",
+    }
 
 
 @pytest.mark.parametrize(

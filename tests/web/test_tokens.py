@@ -28,7 +28,11 @@ def test_a_token_grants_what_it_stands_for_and_an_empty_one_nothing() -> None:
     table = TokenTable([("one", 1), ("", 2), ("both", 3), ("both", 4), ("schlüssel", 5)])
     assert table.grants_of(b"one") == [1] and table.grants_of(b"both") == [3, 4]
     assert table.grants_of(b"") == table.grants_of(b"on") == table.grants_of(b"one ") == []
-    assert table.grants_of("schlüssel".encode()) == table.grants_of("schlüssel".encode("latin-1")) == [5]
+    assert (
+        table.grants_of("schlüssel".encode())
+        == table.grants_of("schlüssel".encode("latin-1"))
+        == [5]
+    )
     assert table and not TokenTable([("", 1)])
 
 

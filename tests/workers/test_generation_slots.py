@@ -18,7 +18,9 @@ def test_rows_of_different_clients_are_different_and_never_used_again():
     table = SlotTable()
     numbers = [table.assign(client, slot) for client in "ab" for slot in range(3)]
     assert sorted(set(numbers)) == sorted(numbers) and table.assign("a", 2) == numbers[2]
-    assert table.release("a", [0, 2, 9]) == [numbers[0], numbers[2]] and table.release("a", [0]) == []
+    assert (
+        table.release("a", [0, 2, 9]) == [numbers[0], numbers[2]] and table.release("a", [0]) == []
+    )
     assert table.assign("a", 0) not in numbers
     assert sorted(table.release_all_but({"a"})) == sorted(numbers[3:])
     assert table.assign("a", 1) == numbers[1]
@@ -85,7 +87,10 @@ def test_answers_go_to_who_asked_and_an_aborted_turn_is_to_be_gone_on_with(worke
     second = ask(worker, "b:2", "generate", [0, [5], 0, None, -1])
     worker._engine.done[1](GenOutput([9], [-1.0], [0], "aborted"))
     worker._engine.done[0](ValueError("slot in play"))
-    assert second.answers == [[[9], [-1.0], [0], "interrupted"]] and str(first.answers[0]) == "slot in play"
+    assert (
+        second.answers == [[[9], [-1.0], [0], "interrupted"]]
+        and str(first.answers[0]) == "slot in play"
+    )
     assert [slot for _, slot in worker._engine.told] == [0, 1]
 
 
@@ -97,7 +102,9 @@ def test_an_episode_that_is_given_up_ends_its_turn_and_its_row(worker):
 
 
 def test_a_request_for_newer_weights_waits_until_the_engine_has_them(worker):
-    later, latest = (ask(worker, "a:1", "generate", [slot, [5], 0, None, 4 + slot]) for slot in (0, 1))
+    later, latest = (
+        ask(worker, "a:1", "generate", [slot, [5], 0, None, 4 + slot]) for slot in (0, 1)
+    )
     ask(worker, "a:1", "generate", [2, [5], 0, None, 3])
     assert worker._engine.told == [("submit", 2)]
     worker._engine.version = 4
@@ -123,7 +130,9 @@ def test_what_belonged_to_a_dead_client_is_ended_but_not_its_successors(worker):
     assert len(worker._engine.told) == 5
 
 
-@pytest.mark.parametrize("payload", [None, [], [0], [0, [-1], 0, None, -1], ["x", [1], 0, None, -1], [0, [1], 0, None]])
+@pytest.mark.parametrize(
+    "payload", [None, [], [0], [0, [-1], 0, None, -1], ["x", [1], 0, None, -1], [0, [1], 0, None]]
+)
 def test_a_request_that_makes_no_sense_is_an_error_and_nothing_more(worker, payload):
     with pytest.raises(MessageError, match=r"message generate \(GenerateRequest\)"):
         ask(worker, "a:1", "generate", payload)
@@ -137,18 +146,24 @@ def test_weights_that_are_kept_answer_for_their_version_alone(worker):
     worker._gen = GenConfig(temperature=0.7)
     live, replica = worker._engine, FakeStreamingEngine()
     live.replica = lambda: replica
-    assert ask(worker, "a:1", "generate", [0, [5], 0, None, -1, 3, False]).answers == [], "the engine has them"
+    assert ask(worker, "a:1", "generate", [0, [5], 0, None, -1, 3, False]).answers == [], (
+        "the engine has them"
+    )
     assert worker._pinned.pin(Nothing()) == PinAnswer(3, True)
     live.version = 8
     ask(worker, "a:1", "generate", [1, [5], 0, None, -1, 3, True])
-    assert [(slot, config.temperature) for (_, slot), config in zip(replica.told, replica.configs, strict=True)] == [
-        (1, 0.0)
-    ]
+    assert [
+        (slot, config.temperature)
+        for (_, slot), config in zip(replica.told, replica.configs, strict=True)
+    ] == [(1, 0.0)]
     with pytest.raises(ValueError, match="weights of version 8 are not kept here"):
         ask(worker, "a:1", "generate", [2, [5], 0, None, -1, 8, False])
     ask(worker, "a:1", "generate", [3, [5], 0, None, 8])
     assert live.told == [("submit", 0), ("submit", 3)] and live.configs[0].temperature == 0.7
-    assert ask(worker, "a:1", "free", [[1]]).answers == [{}] and replica.told[1:] == [("abort", [1]), ("free", [1])]
+    assert ask(worker, "a:1", "free", [[1]]).answers == [{}] and replica.told[1:] == [
+        ("abort", [1]),
+        ("free", [1]),
+    ]
     worker._pinned.unpin(Nothing())
     assert replica.closed
     with pytest.raises(ValueError, match="weights of version 3"):

@@ -1,4 +1,5 @@
-"""What the master does before the first step, when it writes checkpoints, and what it refuses to resume."""
+"""What the master does before the first step, when it writes checkpoints, and what it refuses to
+resume."""
 
 import asyncio
 import contextlib
@@ -25,12 +26,14 @@ from workers.master_worker import MasterWorker, RunStopped, check_same_models
 
 
 class Start:
-    """The start of an asynchronous run up to the first weights; its workers are threads that do nothing, but the model
-    worker loads until ``loaded`` is set."""
+    """The start of an asynchronous run up to the first weights; its workers are threads that do
+    nothing, but the model worker loads until ``loaded`` is set."""
 
     def __init__(self, folder):
         built = build_experiment(
-            compose_config(["experiment=grpo_aws_async", f"fileroot={folder}", "rpc.connect_timeout_s=30"])
+            compose_config(
+                ["experiment=grpo_aws_async", f"fileroot={folder}", "rpc.connect_timeout_s=30"]
+            )
         )
         built.spec.run_dir.mkdir(parents=True)
         self.master = MasterWorker(built.plan(built.spec, 0.0), "run", EventStream(io.StringIO()))
@@ -62,11 +65,16 @@ class Start:
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["generation/0", "rollout_worker/0", "env/0"])
-async def test_a_worker_that_dies_while_models_load_and_is_started_again_does_not_end_the_start(tmp_path, name):
+async def test_a_worker_that_dies_while_models_load_and_is_started_again_does_not_end_the_start(
+    tmp_path, name
+):
     start = Start(tmp_path)
     rpc = start.master._rpc
     await rpc.start()
-    workers = {each: start.join(each) for each in ("model_worker/0", "generation/0", "rollout_worker/0", "env/0")}
+    workers = {
+        each: start.join(each)
+        for each in ("model_worker/0", "generation/0", "rollout_worker/0", "env/0")
+    }
     await rpc.wait_for(workers, 60)
     ready = asyncio.create_task(start.master._wait_for_workers())
     assert await asyncio.to_thread(start.loading.wait, 60)
@@ -100,8 +108,9 @@ async def test_a_model_worker_that_dies_while_models_load_ends_the_start(tmp_pat
 
 
 class SlowEvaluations(MasterWorker):
-    """Trains on nothing beside evaluations that real rollouts play, but only while the step loop waits for something
-    after its report. ``saved``: the steps of the checkpoints, which it does not write."""
+    """Trains on nothing beside evaluations that real rollouts play, but only while the step loop
+    waits for something after its report. ``saved``: the steps of the checkpoints, which it does not
+    write."""
 
     def __init__(self, plan, rollouts):
         super().__init__(plan, "run", EventStream(io.StringIO()))
@@ -123,7 +132,12 @@ class SlowEvaluations(MasterWorker):
 @pytest.mark.slow
 async def test_a_checkpoint_is_written_between_evaluations_that_each_last_until_the_next(tmp_path):
     """None was written before the last step."""
-    options = [f"fileroot={tmp_path}", "total_train_steps=4", "exp_ctrl.ckpt_freq_steps=1", "evaluation.every_steps=1"]
+    options = [
+        f"fileroot={tmp_path}",
+        "total_train_steps=4",
+        "exp_ctrl.ckpt_freq_steps=1",
+        "evaluation.every_steps=1",
+    ]
     built = build_experiment(compose_config(["experiment=grpo_aws_async", *options]))
     spec = replace(built.spec, evaluation=replace(WANTED, every_steps=1))
     spec.run_dir.mkdir(parents=True)
@@ -134,18 +148,25 @@ async def test_a_checkpoint_is_written_between_evaluations_that_each_last_until_
     total = spec.total_train_steps
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(scene.rollouts.close)
-        master._log = log = RunLog(spec.run_dir, plan.monitor, events, completed_steps=0, total_steps=total)
+        master._log = log = RunLog(
+            spec.run_dir, plan.monitor, events, completed_steps=0, total_steps=total
+        )
         stack.push_async_exit(log.leave)
         await scene.rollouts.start()
         await master._evaluate(0)
         await asyncio.wait_for(master._train_steps(0, total), 60)
         await master.playing
-    assert master.saved == [1, 2, 3, 4] and [step for step, _ in log.evaluations.all()] == [0, 1, 2, 3]
+    assert master.saved == [1, 2, 3, 4] and [step for step, _ in log.evaluations.all()] == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 class Asked(MasterWorker):
-    """Trains two steps on nothing and is asked to stop while the last checkpoint is written. ``evaluated``: the steps
-    after which it evaluates."""
+    """Trains two steps on nothing and is asked to stop while the last checkpoint is written.
+    ``evaluated``: the steps after which it evaluates."""
 
     def __init__(self, folder: Path) -> None:
         options = [f"fileroot={folder}", "total_train_steps=2"]
@@ -155,7 +176,9 @@ class Asked(MasterWorker):
         plan = built.plan(built.spec, 0.0)
         events = EventStream(self.said)
         super().__init__(plan, "run", events)
-        self._log = RunLog(built.spec.run_dir, plan.monitor, events, completed_steps=0, total_steps=2)
+        self._log = RunLog(
+            built.spec.run_dir, plan.monitor, events, completed_steps=0, total_steps=2
+        )
         self._steps = StepSource()
         self._executor: Any = self
         self.next_step = 0
@@ -208,7 +231,8 @@ async def test_a_stop_before_a_checkpoint_is_restored_says_that_it_is_there(tmp_
 
 
 async def test_an_evaluation_beside_training_that_cannot_be_recorded_ends_the_run(tmp_path):
-    """The next one took the place of its error, and no evaluation of the run was recorded without a word."""
+    """The next one took the place of its error, and no evaluation of the run was recorded without a
+    word."""
     master = Asked(tmp_path)
     await master._log.leave(None, None, None)
 
@@ -227,7 +251,10 @@ async def test_an_evaluation_beside_training_that_cannot_be_recorded_ends_the_ru
 def test_a_checkpoint_is_not_continued_with_another_reference():
     saved = {"actor": "/cache/policy-1", "ref": "/cache/policy-1"}
     check_same_models(saved, dict(saved))
-    with pytest.raises(RuntimeError, match="made with ref from /cache/policy-1, this run has it from /cache/policy-2"):
+    with pytest.raises(
+        RuntimeError,
+        match="made with ref from /cache/policy-1, this run has it from /cache/policy-2",
+    ):
         check_same_models(saved, {**saved, "ref": "/cache/policy-2"})
     with pytest.raises(RuntimeError, match="made with ref from None"):
         check_same_models({"actor": saved["actor"]}, saved)

@@ -1,5 +1,5 @@
-"""How a producer follows the server: it waits, paces itself, goes over to a new run and stops when there is enough;
-and what it says where no episode comes to a result."""
+"""How a producer follows the server: it waits, paces itself, goes over to a new run and stops when
+there is enough; and what it says where no episode comes to a result."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def test_it_pauses_when_enough_is_queued_and_goes_on_when_batches_leave(url):
     with trainer(url, steps=99) as client:
         thread = threading.Thread(target=lambda: got.append(run(url, games, "--groups", "11")))
         thread.start()
-        rounds = [item["group_overrides"]["round"] for _ in range(5) for item in client.pull(20).groups]
+        rounds = [
+            item["group_overrides"]["round"] for _ in range(5) for item in client.pull(20).groups
+        ]
         thread.join(60)
         assert got == [11] and sum(games.rounds) == 11 and games.rounds[-1] == 1
         assert rounds == sorted(rounds) and client.status()["queue_size"] == 1
@@ -109,14 +111,22 @@ def test_a_round_without_a_result_is_told_and_played_again(url, caplog):
     games.before = fail_twice
     with trainer(url, steps=99):
         assert run(url, games, "--groups", "2") == 2 and games.rounds == [2, 2, 2]
-    told = [record.getMessage() for record in caplog.records if "came to a result" in record.getMessage()]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "came to a result" in record.getMessage()
+    ]
     assert told == ["no episode of this round came to a result: lost: nobody answers"]
 
 
 @pytest.mark.slow
-def test_its_patience_with_an_environment_that_is_away_ends_with_what_failed(url, tiny_policy, monkeypatch):
+def test_its_patience_with_an_environment_that_is_away_ends_with_what_failed(
+    url, tiny_policy, monkeypatch
+):
     """It played round after round for ever, and said that it had pushed no groups."""
-    monkeypatch.setattr(producer_worker, "Player", lambda *of, **by: Player(*of, **{**by, "patience_s": 0.0}))
+    monkeypatch.setattr(
+        producer_worker, "Player", lambda *of, **by: Player(*of, **{**by, "patience_s": 0.0})
+    )
     where = ("--env-url", "http://127.0.0.1:9", "--policy", str(tiny_policy), "--tiers", "warmup")
     flags = [*FLAGS, *where, "--patience-s", "0"]
     told = r"no episode has come to a result for \d+ s, at last lost: cannot open a session at ws://127\.0\.0\.1:9/ws"

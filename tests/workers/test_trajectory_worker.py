@@ -102,7 +102,16 @@ runpy.run_module("workers.trajectory_worker", run_name="__main__", alter_sys=Tru
 
 
 def test_it_ends_without_taking_down_the_interpreter_under_a_server_that_may_still_run():
-    flags = ["--master", "tcp://127.0.0.1:1", "--run-id", "r", "--store", "memory", "--gzip-level", "9"]
+    flags = [
+        "--master",
+        "tcp://127.0.0.1:1",
+        "--run-id",
+        "r",
+        "--store",
+        "memory",
+        "--gzip-level",
+        "9",
+    ]
     command = [sys.executable, "-c", TELLS_THAT_THE_INTERPRETER_IS_TAKEN_DOWN, *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("FATAL: "), done.stderr

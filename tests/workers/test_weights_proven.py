@@ -1,5 +1,5 @@
-"""From the trainer's tensors to an engine's log-probabilities, everything real but the processes: an engine that is
-right passes, and one that is wrong in any of these ways is found and named."""
+"""From the trainer's tensors to an engine's log-probabilities, everything real but the processes:
+an engine that is right passes, and one that is wrong in any of these ways is found and named."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from realhf.base.tensor_digest import digests
 from realhf.dataflow.weight_proof import WrongWeights
 from tests.workers.weight_fleet import Fleet
 
-SIZES = BuiltinModelConfig(vocab_size=400, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
+SIZES = BuiltinModelConfig(
+    vocab_size=400, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64
+)
 PREFIX = [5, 9, 200, 41, 77, 130, 12, 300, 8, 33, 60, 61]
 VICTIM = "model.layers.1.mlp.down_proj.weight"
 
@@ -35,12 +37,19 @@ class Boaster(ContinuousGenerator):
     def load_weights(self, version, tensors, *, again=False):
         self.given = dict(tensors)
         own = dict(self._model.state_dict())
-        mixed = {name: new if self.version < 0 or self.takes(name) else own[name] for name, new in tensors.items()}
+        mixed = {
+            name: new if self.version < 0 or self.takes(name) else own[name]
+            for name, new in tensors.items()
+        }
         super().load_weights(version, mixed, again=again)
 
     def weight_digests(self, names):
         found = digests(self.given)
-        return {name: HeldTensor(dtype_tag(self.given[name].dtype), found[name]) for name in names if name in found}
+        return {
+            name: HeldTensor(dtype_tag(self.given[name].dtype), found[name])
+            for name in names
+            if name in found
+        }
 
 
 class Corrupted(ContinuousGenerator):
@@ -89,13 +98,19 @@ async def test_right_engines_pass_and_hold_every_version(make):
     assert digests(fleet.trainer._host._engine.weights()) == before  # pyright: ignore
     for version in (1, 2):
         await fleet.publish(version)
-    assert (fleet.wrong, fleet.warned) == ([], []) and fleet.updates.versions == {"generation/0": 2, "generation/1": 2}
+    assert (fleet.wrong, fleet.warned) == ([], []) and fleet.updates.versions == {
+        "generation/0": 2,
+        "generation/1": 2,
+    }
 
 
 async def test_an_engine_that_ignores_updates_and_says_otherwise_fails_the_self_test(make):
     fleet = make(Boaster, takes=lambda name: False)
     await fleet.start()
-    with pytest.raises(WrongWeights, match="generation/1 failed the self-test of weight updates: it ignores updates"):
+    with pytest.raises(
+        WrongWeights,
+        match="generation/1 failed the self-test of weight updates: it ignores updates",
+    ):
         await fleet.prove()
 
 
@@ -103,14 +118,18 @@ async def test_an_engine_that_computes_with_an_old_copy_of_one_matrix_fails_the_
     """As a server did whose packed copy of a tied head was not renewed."""
     fleet = make(Boaster, takes=lambda name: "embed_tokens" not in name)
     await fleet.start()
-    with pytest.raises(WrongWeights, match=r"generation/1 failed .* a part of its weights, or of its cache"):
+    with pytest.raises(
+        WrongWeights, match=r"generation/1 failed .* a part of its weights, or of its cache"
+    ):
         await fleet.prove()
 
 
 async def test_an_engine_that_answers_from_a_cache_of_earlier_weights_fails_the_self_test(make):
     fleet = make(kv_policy="keep")
     await fleet.start()
-    with pytest.raises(WrongWeights, match=r"generation/1 failed the self-test of weight updates: .*cache"):
+    with pytest.raises(
+        WrongWeights, match=r"generation/1 failed the self-test of weight updates: .*cache"
+    ):
         await fleet.prove()
 
 
@@ -119,7 +138,9 @@ async def test_one_bit_that_is_lost_on_the_way_into_a_model_ends_the_run(make):
     await fleet.start()
     await fleet.publish(1)
     (error,) = fleet.wrong
-    assert str(error).startswith(f"generation/1 does not hold the weights of version 1: {VICTIM} should have digest ")
+    assert str(error).startswith(
+        f"generation/1 does not hold the weights of version 1: {VICTIM} should have digest "
+    )
     assert "1 of " in str(error) and fleet.updates.versions["generation/0"] == 1
 
 
@@ -131,7 +152,9 @@ async def test_one_bit_that_changes_between_two_updates_is_found_at_the_next(mak
     assert fleet.wrong == []
     await fleet.publish(2)
     (error,) = fleet.wrong
-    assert str(error).startswith(f"generation/1: {VICTIM} changed while version 1 was in use: its digest was ")
+    assert str(error).startswith(
+        f"generation/1: {VICTIM} changed while version 1 was in use: its digest was "
+    )
 
 
 async def test_an_engine_of_another_element_type_is_compared_in_its_own(make):

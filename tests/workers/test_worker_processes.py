@@ -1,4 +1,5 @@
-"""Workers as processes: the environment server in a run, a model worker without a plan, the GPU of an engine."""
+"""Workers as processes: the environment server in a run, a model worker without a plan, the GPU of
+an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ AWS = ("--pool-size", "1", "--ministack-base-port", "0")
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("served", [pytest.param(AWS, marks=pytest.mark.sim), ("--env", "sql")], ids=["aws", "sql"])
+@pytest.mark.parametrize(
+    "served", [pytest.param(AWS, marks=pytest.mark.sim), ("--env", "sql")], ids=["aws", "sql"]
+)
 async def test_it_registers_its_address_and_leaves_with_the_master(served):
     master = RpcMaster("run-1")
     await master.start()
@@ -35,7 +38,9 @@ async def test_it_registers_its_address_and_leaves_with_the_master(served):
         info = master.roster["env/0"]
         assert (info.kind, info.index, info.pid) == ("env", 0, process.pid)
         async with httpx.AsyncClient() as client:
-            assert (await client.get(f"{info.endpoints['env']}/health")).json() == {"status": "healthy"}
+            assert (await client.get(f"{info.endpoints['env']}/health")).json() == {
+                "status": "healthy"
+            }
         children = family(process.pid)
     finally:
         await master.close()
@@ -53,7 +58,9 @@ async def test_with_the_keys_of_a_run_it_takes_the_token_of_that_run_only(tmp_pa
     master = RpcMaster("run-1", network=network)
     await master.start()
     run = ("--master", master.endpoint, "--run-id", "run-1", "--key-file", str(tmp_path / "keys"))
-    process = subprocess.Popen([sys.executable, "-m", "workers.env_worker", "--port", "0", "--env", "sql", *run])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "workers.env_worker", "--port", "0", "--env", "sql", *run]
+    )
     try:
         await master.wait_for(["env/0"], 60)
         url = master.roster["env/0"].endpoints["env"]
@@ -74,19 +81,42 @@ async def test_with_the_keys_of_a_run_it_takes_the_token_of_that_run_only(tmp_pa
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_a_bad_setting_is_one_fatal_line_in_the_log():
-    command = [sys.executable, "-m", "workers.env_worker", "--pool-size", "0", "--master", "tcp://127.0.0.1:1"]
+    command = [
+        sys.executable,
+        "-m",
+        "workers.env_worker",
+        "--pool-size",
+        "0",
+        "--master",
+        "tcp://127.0.0.1:1",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("FATAL: ") and "POOL_SIZE" in done.stderr.splitlines()[-1]
+    assert (
+        done.stderr.splitlines()[-1].startswith("FATAL: ")
+        and "POOL_SIZE" in done.stderr.splitlines()[-1]
+    )
 
 
 @pytest.mark.slow
 def test_without_a_plan_it_ends_with_one_line_about_the_cause(tmp_path):
-    words = ("--run-dir", str(tmp_path), "--run-id", "r", "--index", "0", "--master", "tcp://127.0.0.1:1")
+    words = (
+        "--run-dir",
+        str(tmp_path),
+        "--run-id",
+        "r",
+        "--index",
+        "0",
+        "--master",
+        "tcp://127.0.0.1:1",
+    )
     command = [sys.executable, "-m", "workers.model_worker", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("FATAL: ") and "plan.json" in done.stderr.splitlines()[-1]
+    assert (
+        done.stderr.splitlines()[-1].startswith("FATAL: ")
+        and "plan.json" in done.stderr.splitlines()[-1]
+    )
 
 
 APART = {"model_worker/0": 0, "generation/0": 1}
@@ -95,7 +125,9 @@ APART = {"model_worker/0": 0, "generation/0": 1}
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory, tiny_policy):
     given = ["experiment=grpo_async", "env=sql", f"actor.path={tiny_policy}"]
-    built = build_experiment(compose_config([*given, f"fileroot={tmp_path_factory.mktemp('runs')}"]))
+    built = build_experiment(
+        compose_config([*given, f"fileroot={tmp_path_factory.mktemp('runs')}"])
+    )
     built.spec.run_dir.mkdir(parents=True)
     return built.plan(built.spec, 0.0)
 
@@ -111,8 +143,9 @@ def plan(tmp_path_factory, tiny_policy):
     ],
 )
 def test_who_dealt_out_the_gpu_knows_better_than_the_plan(plan, monkeypatch, gpus, flags, shared):
-    """A host agent deals out GPUs of its host, of which the plan knows nothing: every engine there took half of what
-    was free on a GPU of its own, and four fifths of a trainer's where the plan named that one."""
+    """A host agent deals out GPUs of its host, of which the plan knows nothing: every engine there
+    took half of what was free on a GPU of its own, and four fifths of a trainer's where the plan
+    named that one."""
     replace(plan, gpus=gpus).write()
     seen: list[bool] = []
 
@@ -121,8 +154,19 @@ def test_who_dealt_out_the_gpu_knows_better_than_the_plan(plan, monkeypatch, gpu
         raise RuntimeError("it is enough to know")
 
     monkeypatch.setattr(generation_worker, "make_streaming_generator", make)
-    monkeypatch.setattr("signal.signal", lambda number, handler: None)  # a worker handles SIGTERM, a test does not
-    words = ("--run-dir", str(plan.spec.run_dir), "--run-id", "r", "--master", "tcp://127.0.0.1:1", "--index", "0")
+    monkeypatch.setattr(
+        "signal.signal", lambda number, handler: None
+    )  # a worker handles SIGTERM, a test does not
+    words = (
+        "--run-dir",
+        str(plan.spec.run_dir),
+        "--run-id",
+        "r",
+        "--master",
+        "tcp://127.0.0.1:1",
+        "--index",
+        "0",
+    )
     monkeypatch.setattr(sys, "argv", ["generation_worker", *words, *flags])
     assert generation_worker.main() == 1
     assert seen == [shared]

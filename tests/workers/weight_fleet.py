@@ -1,5 +1,5 @@
-"""A trainer and generation workers without their processes: everything between the trainer's tensors and an engine's
-log-probabilities is real."""
+"""A trainer and generation workers without their processes: everything between the trainer's
+tensors and an engine's log-probabilities is real."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from realhf.api.experiment import ModelSpec
 from realhf.api.trace import Tracer
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.dataflow.rollouts.weight_updates import SelfTest, WeightUpdates
-from realhf.dataflow.weight_proof import HeldWeights, WeightProbe, WeightRecord, WeightTrial, WrongWeights
+from realhf.dataflow.weight_proof import (
+    HeldWeights,
+    WeightProbe,
+    WeightRecord,
+    WeightTrial,
+    WrongWeights,
+)
 from realhf.transport.network import Network
 from realhf.transport.roster import WorkerInfo
 from realhf.transport.weights import WeightPublisher
@@ -33,7 +39,8 @@ class Host:
 
 
 class Fleet:
-    """A trainer and generation workers without processes; their handlers run on threads, as those of a worker do."""
+    """A trainer and generation workers without processes; their handlers run on threads, as those
+    of a worker do."""
 
     def __init__(self, folder, engines, model, prefix):
         torch.set_num_threads(1)

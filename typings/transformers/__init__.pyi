@@ -7,4 +7,6 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM as AutoM
 from transformers.models.auto.tokenization_auto import AutoTokenizer as AutoTokenizer
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config as Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM as Qwen3ForCausalLM
-from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast as PreTrainedTokenizerFast
+from transformers.tokenization_utils_tokenizers import (
+    PreTrainedTokenizerFast as PreTrainedTokenizerFast,
+)

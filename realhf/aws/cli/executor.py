@@ -276,11 +276,15 @@ class CliExecutor:
         if worker is not None:
             worker.close()
 
-    def _refuse(self, rule: str, message: str, requests: tuple[SentRequest, ...] = ()) -> CommandResult:
+    def _refuse(
+        self, rule: str, message: str, requests: tuple[SentRequest, ...] = ()
+    ) -> CommandResult:
         """Count a refusal and return it as a result. ``requests``: those sent before one was
         refused."""
         self.counters.refusals[rule] += 1
-        return CommandResult(exit_code=252, stdout="", stderr=message, refusal=rule, requests=requests)
+        return CommandResult(
+            exit_code=252, stdout="", stderr=message, refusal=rule, requests=requests
+        )
 
     def _execute(self, argv: tuple[str, ...]) -> CommandResult:
         if not self._simulator_runs():
@@ -318,7 +322,11 @@ class CliExecutor:
         limits = self._limits
         if spoke_unasked(worker.channel):  # it would be taken for the answer to this command
             raise BadFrame("an unsolicited frame")
-        message = {"argv": argv, "stdout_cap": limits.stdout_bytes, "stderr_cap": limits.stderr_bytes}
+        message = {
+            "argv": argv,
+            "stdout_cap": limits.stdout_bytes,
+            "stderr_cap": limits.stderr_bytes,
+        }
         worker.channel.settimeout(limits.timeout_s)
         worker.channel.sendall(frame(message))
         return parse_reply(receive_frame(worker.channel, limits.timeout_s), limits)

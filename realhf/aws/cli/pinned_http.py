@@ -212,7 +212,9 @@ class PinnedConnection:
                 raise ReadTimeoutError(endpoint_url=request.url, error=error) from error
             except (OSError, ValueError) as error:
                 self._drop()
-                raise ConnectionClosedError(error=error, request=request, endpoint_url=request.url) from error
+                raise ConnectionClosedError(
+                    error=error, request=request, endpoint_url=request.url
+                ) from error
         response = AWSResponse(request.url, status, headers, _Raw(content))
         if not request.stream_output:
             response._content = content
@@ -224,7 +226,14 @@ class PinnedConnection:
         try:
             method = request.method.encode("ascii")
             check_request_line(method, target)
-            lines = [method + b" " + target + b" HTTP/1.1\r\nHost: " + _AUTHORITY.encode("ascii") + b"\r\n"]
+            lines = [
+                method
+                + b" "
+                + target
+                + b" HTTP/1.1\r\nHost: "
+                + _AUTHORITY.encode("ascii")
+                + b"\r\n"
+            ]
             for name, value in request.headers.items():
                 if name.lower() not in _DROPPED_HEADERS:
                     raw_name = _as_bytes(name, "ascii")
@@ -244,7 +253,8 @@ class PinnedConnection:
         try:
             return self._exchange_once(data, method)
         except ConnectionError:
-            # The simulator was replaced since the last call: nothing of this request reached the new one.
+            # The simulator was replaced since the last call: nothing of this request reached the
+            # new one.
             if not reused or self._dial is None:
                 raise
             self._drop()
@@ -281,11 +291,17 @@ class PinnedConnection:
         except ValueError:
             self._refuse("malformed", "the request has no address that can be sent")
         prefix = ENDPOINT.encode("ascii")
-        if not target.startswith(prefix) or target[len(prefix) : len(prefix) + 1] not in (b"", b"/", b"?"):
+        if not target.startswith(prefix) or target[len(prefix) : len(prefix) + 1] not in (
+            b"",
+            b"/",
+            b"?",
+        ):
             self._refuse("endpoint", "requests leave only for this session's endpoint")
         if is_internal_path(parts.path):
             self._refuse("internal-path", "this path is not part of AWS")
-        if _SIGNED_FOR_S3 in str(request.headers.get("Authorization")) and is_foreign_route(unquote(parts.path)):
+        if _SIGNED_FOR_S3 in str(request.headers.get("Authorization")) and is_foreign_route(
+            unquote(parts.path)
+        ):
             self._refuse("internal-path", "a bucket of this name would not be answered by S3 here")
         if has_encoded_slash(parts.path):
             self._refuse("malformed", "a name in the path of the request holds a slash")
@@ -347,15 +363,21 @@ def read_answer(connection: socket.socket, method: str) -> tuple[int, dict[str, 
     if length is None:
         raise ValueError("the answer has no length")
     if length > _MAX_RESPONSE_BYTES:
-        raise AnswerTooLarge(f"the answer has {length} bytes, and {_MAX_RESPONSE_BYTES} can be read")
+        raise AnswerTooLarge(
+            f"the answer has {length} bytes, and {_MAX_RESPONSE_BYTES} can be read"
+        )
     start = end + 4
     while len(received) < start + length:
         received += _receive(connection)
     if len(received) > start + length:
         raise ValueError("the simulator sent more than one answer")
-    # Header names keep their case, because some contain metadata keys, which are case-sensitive for their readers.
+    # Header names keep their case, because some contain metadata keys, which are case-sensitive for
+    # their readers.
     names = (line.partition(b":")[0].decode("ascii") for line in lines)
-    headers = {name: value.decode("utf-8", "replace") for name, (_, value) in zip(names, fields, strict=True)}
+    headers = {
+        name: value.decode("utf-8", "replace")
+        for name, (_, value) in zip(names, fields, strict=True)
+    }
     return int(status), headers, bytes(received[start:])
 
 
@@ -392,7 +414,8 @@ def pin_client(client: Any, account: str, connection: PinnedConnection) -> Any:
     signer = client._request_signer
     signer.sign = _Signature(account, signer.signing_name, signer.sign)
     client.meta.events.unregister(
-        f"request-created.{service_id}", client._user_agent_creator.rebuild_and_replace_user_agent_handler
+        f"request-created.{service_id}",
+        client._user_agent_creator.rebuild_and_replace_user_agent_handler,
     )
     client._user_agent_creator.to_string = lambda: "aws-cli"
     return client

@@ -101,7 +101,10 @@ def read_own_options(words: Sequence[str]) -> tuple[list[str], OwnOptions]:
             key = "document" if name in DOCUMENTS else name
             value = value if value is not None else next(pending, None)
             if key in found or value is None:
-                refuse("malformed", f"option {name} is given once, with a value, and one document at most")
+                refuse(
+                    "malformed",
+                    f"option {name} is given once, with a value, and one document at most",
+                )
             found |= {key: value, "option": name} if key == "document" else {key: value}
         elif word not in _WITHOUT_EFFECT:
             kept.append(word)
@@ -231,7 +234,10 @@ def _split_words(command: str, max_bytes: int) -> list[str]:
     if "\0" in command:
         refuse("newline", "a command holds no NUL")
     if _has_bare_newline(command):
-        refuse("newline", "one command at a time: a line goes on in the next behind a backslash or in quotes")
+        refuse(
+            "newline",
+            "one command at a time: a line goes on in the next behind a backslash or in quotes",
+        )
     try:
         words = shlex.split(command, posix=True)
     except ValueError as error:
@@ -242,7 +248,9 @@ def _split_words(command: str, max_bytes: int) -> list[str]:
 
 
 def _has_bare_newline(command: str) -> bool:
-    lines = "\n" in command or "\r" in command  # hardly any command has more than one, and the rest takes long
+    lines = (
+        "\n" in command or "\r" in command
+    )  # hardly any command has more than one, and the rest takes long
     return lines and any(char in "\r\n" and not quote for char, quote, _ in quote_states(command))
 
 
@@ -267,10 +275,17 @@ def _decide(words: Sequence[str]) -> Verdict:
             refuse("operation", f"{service} wait {name[:60]!r} is not available here")
     elif operation not in ALLOWED[service]:
         refuse("operation", f"{service} {operation[:60]!r} is not available here")
-    if any(word == "help" and not option.startswith("--") for option, word in with_option(arguments)):
+    if any(
+        word == "help" and not option.startswith("--") for option, word in with_option(arguments)
+    ):
         refuse("operation", "only the operations of a service can be listed: aws SERVICE help")
-    if own.document_option and (service == "s3" or waits or (service, operation) in _OUTFILE_OPERATIONS):
-        refuse("global-option", f"option {own.document_option} is not available for {service} {operation}")
+    if own.document_option and (
+        service == "s3" or waits or (service, operation) in _OUTFILE_OPERATIONS
+    ):
+        refuse(
+            "global-option",
+            f"option {own.document_option} is not available for {service} {operation}",
+        )
     _check_values(service, [*own.words, *words])
     _check_files(service, operation, arguments)
     return Verdict(argv=tuple(words), own=own, service=service, operation=operation, waits=waits)
@@ -294,7 +309,10 @@ def _check_global_options(words: Sequence[str]) -> None:
         if "output".startswith(stem) and following not in _OUTPUTS:
             refuse("global-option", f"--output is one of {', '.join(_OUTPUTS)}")
         if "query".startswith(stem) and _query_too_complex(following):
-            refuse("query", f"--query may have {MAX_QUERY_CHARS} characters and {MAX_QUERY_DEPTH} levels")
+            refuse(
+                "query",
+                f"--query may have {MAX_QUERY_CHARS} characters and {MAX_QUERY_DEPTH} levels",
+            )
 
 
 def _query_too_complex(query: str) -> bool:
@@ -325,7 +343,8 @@ def _check_values(service: str, words: Sequence[str]) -> None:
 
 
 def _may_be(option: str, *names: str) -> bool:
-    """Return whether the CLI could read ``option``, possibly an abbreviation, as one of the names."""
+    """Return whether the CLI could read ``option``, possibly an abbreviation, as one of the
+    names."""
     return len(option) > 2 and any(name.startswith(option) for name in names)
 
 
@@ -341,7 +360,11 @@ def _is_internal(option: str, value: str) -> bool:
     for _ in range(3):
         path = unquote(path)
     path = path.replace("\\", "/")
-    return "../" in path or (bucket and path.lstrip("/").startswith("_")) or (address and path.startswith("/"))
+    return (
+        "../" in path
+        or (bucket and path.lstrip("/").startswith("_"))
+        or (address and path.startswith("/"))
+    )
 
 
 def _check_files(service: str, operation: str, arguments: Sequence[str]) -> None:
@@ -356,7 +379,11 @@ def _check_files(service: str, operation: str, arguments: Sequence[str]) -> None
         elif key in _TRANSFERS:
             if word == "-":
                 refuse("stdin", "standard input and output are not available here")
-            if not (word.startswith("s3://") or word in _WHOLE_FOLDER or is_folder_name(word.removesuffix("/"))):
+            if not (
+                word.startswith("s3://")
+                or word in _WHOLE_FOLDER
+                or is_folder_name(word.removesuffix("/"))
+            ):
                 refuse("local-file", _PLAIN_NAMES_ONLY)
         elif key in _OUTFILE_OPERATIONS and not is_folder_name(word):
             refuse("local-file", _PLAIN_NAMES_ONLY)

@@ -37,7 +37,9 @@ def guard_decoders(client: Any, service: str) -> None:
         client.meta.events.unregister("after-call.iam", json_decode_policies)
         client.meta.events.register("after-call.iam", _decode_policies)
     if service == "cloudformation":
-        client.meta.events.unregister("after-call.cloudformation.GetTemplate", json_decode_template_body)
+        client.meta.events.unregister(
+            "after-call.cloudformation.GetTemplate", json_decode_template_body
+        )
         client.meta.events.register("after-call.cloudformation.GetTemplate", _decode_template)
 
 
@@ -105,7 +107,9 @@ class ClientFactory:
         with self._lock:
             original = self._clients.get((service, account))
             if original is None:
-                original = self._clients[service, account] = self._build(service, account, connection)
+                original = self._clients[service, account] = self._build(
+                    service, account, connection
+                )
         client = object.__new__(type(original))  # copy.copy recurses in its __getattr__
         vars(client).update(vars(original))
         client._endpoint = copy.copy(original._endpoint)
@@ -129,14 +133,18 @@ class StateClient:
     """API client of one slot's simulator. ``dial`` opens connections; ``endpoint`` is the address
     in error messages. Thread-safe."""
 
-    def __init__(self, endpoint: str, account: str, dial: Callable[[], socket.socket], factory: ClientFactory) -> None:
+    def __init__(
+        self, endpoint: str, account: str, dial: Callable[[], socket.socket], factory: ClientFactory
+    ) -> None:
         self.endpoint = endpoint
         self._account = account
         self._factory = factory
         self._connection = PinnedConnection(refuse, dial)
         self._clients: dict[str, Any] = {}
 
-    def call(self, service: str, operation: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
+    def call(
+        self, service: str, operation: str, params: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Return the answer of ``operation`` (``ListBuckets``) of ``service`` (botocore's name)
         without its metadata.
 
@@ -147,21 +155,33 @@ class StateClient:
         client = self._clients.get(service)
         try:
             if client is None:
-                client = self._clients[service] = self._factory.create(service, self._account, self._connection)
+                client = self._clients[service] = self._factory.create(
+                    service, self._account, self._connection
+                )
             answer = client._make_api_call(operation, params or {})
         except ClientError as error:
             details = error.response.get("Error", {})
-            raise StateCallError(str(details.get("Code", "")), str(details.get("Message", ""))) from None
+            raise StateCallError(
+                str(details.get("Code", "")), str(details.get("Message", ""))
+            ) from None
         except HTTPClientError as error:
             raise ConnectionError(f"simulator at {self.endpoint}: {error}") from error
         except ResponseParserError as error:
             raise UnreadableAnswer(str(error)) from None
         except (BotoCoreError, RefusedRequest, TypeError, AttributeError) as error:
-            # TypeError and AttributeError: botocore's event handlers run before its parameter validation.
+            # TypeError and AttributeError: botocore's event handlers run before its parameter
+            # validation.
             raise StateCallError("ParamValidation", str(error)) from None
         except OperationNotFoundError:
-            raise StateCallError("ParamValidation", f"{service} has no operation {operation}") from None
-        except (RecursionError, ValueError, LookupError, OverflowError) as error:  # of botocore's decoders
+            raise StateCallError(
+                "ParamValidation", f"{service} has no operation {operation}"
+            ) from None
+        except (
+            RecursionError,
+            ValueError,
+            LookupError,
+            OverflowError,
+        ) as error:  # of botocore's decoders
             raise UnreadableAnswer(f"{service}:{operation}: {type(error).__name__}") from None
         answer.pop("ResponseMetadata", None)
         return answer

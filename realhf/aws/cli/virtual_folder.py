@@ -19,7 +19,8 @@ _PLAIN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether a name cannot leave the folder: no separator, no leading dot or dash, no ".."."""
+    """Return whether a name cannot leave the folder: no separator, no leading dot or dash, no
+    ".."."""
     return _PLAIN_NAME.match(name) is not None and ".." not in name
 
 
@@ -112,7 +113,11 @@ class VirtualFolder:
         """Remove the newest files until the limits hold, and return the number of folders that may
         still be created."""
         found = list(_walk(self.path))
-        files = [(entry.stat(follow_symlinks=False), entry.path) for entry in found if not _is_folder(entry)]
+        files = [
+            (entry.stat(follow_symlinks=False), entry.path)
+            for entry in found
+            if not _is_folder(entry)
+        ]
         files.sort(key=lambda file: file[0].st_mtime_ns)
         total = 0
         for position, (status, path) in enumerate(files):

@@ -146,7 +146,9 @@ def _text_blobs(shape: Any, params: Any) -> Iterator[tuple[Any, Any, str]]:
         name, shape, value = pending.pop()
         members = getattr(shape, "members", {})
         if isinstance(value, dict):
-            inner = [(key, str(key), members.get(key, getattr(shape, "value", None))) for key in value]
+            inner = [
+                (key, str(key), members.get(key, getattr(shape, "value", None))) for key in value
+            ]
         elif isinstance(value, list):
             inner = [(place, name, getattr(shape, "member", None)) for place in range(len(value))]
         else:
@@ -204,7 +206,9 @@ def read_document(own: OwnOptions) -> Mapping[str, Any]:
         document = None
     if not isinstance(document, dict) or not all(isinstance(name, str) for name in document):
         form = "JSON" if in_json else "YAML"
-        refuse("malformed", f"{own.document_option} is an object in {form}, inline or in file://NAME")
+        refuse(
+            "malformed", f"{own.document_option} is an object in {form}, inline or in file://NAME"
+        )
     return document
 
 
@@ -231,14 +235,20 @@ class UndoLog:
         original = HierarchicalEmitter._register_section
 
         def register_section(
-            emitter: HierarchicalEmitter, event_name: str, handler: Any, unique_id: Any, uses_count: Any, section: Any
+            emitter: HierarchicalEmitter,
+            event_name: str,
+            handler: Any,
+            unique_id: Any,
+            uses_count: Any,
+            section: Any,
         ) -> None:
             if self._recording:
                 self._entries.append((emitter, event_name, handler, unique_id))
             original(emitter, event_name, handler, unique_id, uses_count, section)
 
         HierarchicalEmitter._register_section = register_section  # type: ignore[method-assign]
-        # botocore inspects the signature of every handler to help plugin authors; there are no plugins here.
+        # botocore inspects the signature of every handler to help plugin authors; there are no
+        # plugins here.
         HierarchicalEmitter._verify_accept_kwargs = lambda emitter, func: None  # type: ignore[method-assign]
 
     def begin(self) -> None:
@@ -290,7 +300,9 @@ class RequestLog:
         session.register("after-call", self._on_answer)
         session.register("after-call-error", self._on_failure)
 
-    def _on_params(self, params: Mapping[str, Any], model: Any, context: dict[str, Any], **_: Any) -> None:
+    def _on_params(
+        self, params: Mapping[str, Any], model: Any, context: dict[str, Any], **_: Any
+    ) -> None:
         context["realhf_sent"] = {
             "service": model.service_model.service_name,
             "operation": model.name,
@@ -302,10 +314,18 @@ class RequestLog:
         """Answer a dry run as AWS does; the simulator would execute it."""
         if not context["realhf_sent"]["params"].get("DryRun"):
             return None
-        error = {"Code": "DryRunOperation", "Message": "Request would have succeeded, but DryRun flag is set."}
-        return SimpleNamespace(status_code=412), {"Error": error, "ResponseMetadata": {"HTTPStatusCode": 412}}
+        error = {
+            "Code": "DryRunOperation",
+            "Message": "Request would have succeeded, but DryRun flag is set.",
+        }
+        return SimpleNamespace(status_code=412), {
+            "Error": error,
+            "ResponseMetadata": {"HTTPStatusCode": 412},
+        }
 
-    def _on_answer(self, http_response: Any, parsed: Any, context: dict[str, Any], **_: Any) -> None:
+    def _on_answer(
+        self, http_response: Any, parsed: Any, context: dict[str, Any], **_: Any
+    ) -> None:
         error = parsed.get("Error", {}) if isinstance(parsed, dict) else {}
         self._add(context, http_response.status_code, str(error.get("Code", "")))
 
@@ -355,11 +375,18 @@ class _WarmDriver(clidriver.CLIDriver):
         pass
 
     def _handle_top_level_args(self, args: Any, remaining: Any) -> None:
-        if args.profile or args.debug or not args.sign_request or args.endpoint_url != ENDPOINT or args.ca_bundle:
+        if (
+            args.profile
+            or args.debug
+            or not args.sign_request
+            or args.endpoint_url != ENDPOINT
+            or args.ca_bundle
+        ):
             self._refuse("global-option", "this option is not available here")
         if args.region not in (None, REGION):
             self._refuse("region", f"only {REGION} is available here")
-        # The program's other handlers of this event set options that are fixed here: signing, timeouts, certificates.
+        # The program's other handlers of this event set options that are fixed here: signing,
+        # timeouts, certificates.
         globalargs.resolve_types(args)
         args.verify_ssl = None
 
@@ -393,7 +420,9 @@ class WarmCli:
         self._session = original.session
         self._create_client = self._session.create_client
         self._session.create_client = self._get_client  # pyright: ignore[reportAttributeAccessIssue]
-        self._session.register("provide-client-params", self._decode_blobs)  # first: the log has what is sent
+        self._session.register(
+            "provide-client-params", self._decode_blobs
+        )  # first: the log has what is sent
         self._log.attach(self._session)
         self._session.register("provide-client-params", self._check_bounds)
         self._session.register("before-building-argument-table-parser", self._relax_required)
@@ -416,9 +445,13 @@ class WarmCli:
             for name in names:
                 operation = subcommands[name]
                 self._undo.take(partial(operation._create_operation_parser, operation.arg_table))
-            self._get_client(command._service_name, region_name=REGION, endpoint_url=ENDPOINT, verify=None)
+            self._get_client(
+                command._service_name, region_name=REGION, endpoint_url=ENDPOINT, verify=None
+            )
 
-    def run(self, argv: list[str], stdout: io.TextIOBase, stderr: io.TextIOBase) -> tuple[int, list[dict[str, Any]]]:
+    def run(
+        self, argv: list[str], stdout: io.TextIOBase, stderr: io.TextIOBase
+    ) -> tuple[int, list[dict[str, Any]]]:
         """Run a command and return (exit code, requests sent). Output goes to the two streams."""
         self._log.entries = []
         saved = sys.stdout, sys.stderr
@@ -476,7 +509,10 @@ class WarmCli:
         reason = find_excess(model, params)
         if reason:
             self._refuse("too-many", reason)
-        if any(str(params.get(name, "")).lower().startswith(("http://", "https://")) for name in _FETCHED):
+        if any(
+            str(params.get(name, "")).lower().startswith(("http://", "https://"))
+            for name in _FETCHED
+        ):
             self._refuse("url-value", "no document is fetched from a URL here")
         source = params.get("CopySource", "")
         if isinstance(source, Mapping):  # in a document; botocore converts it to text later
@@ -494,7 +530,10 @@ class WarmCli:
             self._refuse("endpoint", "requests leave only for this session's endpoint")
         kwargs.update(endpoint_url=ENDPOINT, region_name=REGION, verify=None)
         config = kwargs.get("config")
-        key = (service_name, None if config is None else repr(sorted(vars(config).items(), key=str)))
+        key = (
+            service_name,
+            None if config is None else repr(sorted(vars(config).items(), key=str)),
+        )
         client = self._clients.get(key)
         if client is None:
             recording = self._undo._recording
@@ -514,8 +553,9 @@ class WarmCli:
         build_table = clidriver.ServiceOperation._create_argument_table
 
         def argument_table(operation: clidriver.ServiceOperation) -> Any:
-            # Building the table of one operation may register handlers for events of all operations. The
-            # public program builds only one table; here they are kept apart and registered on use.
+            # Building the table of one operation may register handlers for events of all
+            # operations. The public program builds only one table; here they are kept apart and
+            # registered on use.
             table, scoped[id(operation)] = self._undo.take(lambda: build_table(operation))
             return table
 
@@ -529,7 +569,9 @@ class WarmCli:
                 parser = service_parsers[id(command)] = ServiceArgParser(table, command._name)
             return parser
 
-        def operation_parser(operation: clidriver.ServiceOperation, arg_table: Mapping[str, Any]) -> Any:
+        def operation_parser(
+            operation: clidriver.ServiceOperation, arg_table: Mapping[str, Any]
+        ) -> Any:
             for event_name, handler in scoped.get(id(operation), ()):
                 operation._session.register(event_name, handler)
             shape = tuple((id(argument), argument.required) for argument in arg_table.values())
@@ -588,7 +630,9 @@ def _restrict_param_files(refuse: Refuse) -> None:
             with open(name, mode) as file:
                 return file.read()
         except OSError as error:
-            raise paramfile.ResourceLoadingError(f"Unable to load paramfile {path}: {error}") from error
+            raise paramfile.ResourceLoadingError(
+                f"Unable to load paramfile {path}: {error}"
+            ) from error
 
     for prefix, mode in (("file://", "r"), ("fileb://", "rb")):
         paramfile.LOCAL_PREFIX_MAP[prefix] = (read, {"mode": mode})

@@ -73,7 +73,9 @@ class CappedSink(io.RawIOBase):
             kept = kept.decode("utf-8", "ignore").encode()
         text = kept.decode("utf-8", "replace").replace("\r", "")
         if not text.isprintable():
-            text = "".join(c if (c >= " " and c != "\x7f") or c in "\n\t" else "\ufffd" for c in text)
+            text = "".join(
+                c if (c >= " " and c != "\x7f") or c in "\n\t" else "\ufffd" for c in text
+            )
         return text + (f"\n...[truncated {self._dropped} bytes]" if self._dropped else "")
 
 

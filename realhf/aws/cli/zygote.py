@@ -36,7 +36,9 @@ def main() -> None:
     worker = CliWorker(account)
     worker.cli.preload(ALLOWED)
     mimetypes.init()
-    guard = ProcessGuard(MAX_FILE_BYTES, _OPEN_FILES, _MEMORY_BYTES, _CPU_S, frozenset(may_lack.split(",")))
+    guard = ProcessGuard(
+        MAX_FILE_BYTES, _OPEN_FILES, _MEMORY_BYTES, _CPU_S, frozenset(may_lack.split(","))
+    )
     gc.freeze()
     gc.enable()
 

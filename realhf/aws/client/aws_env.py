@@ -90,7 +90,9 @@ class AwsEnv:
 
     async def step(self, action: Action) -> AwsStepResult:
         """Run a command line."""
-        return parse_result(await self._open().step(action.command if isinstance(action, AwsAction) else action))
+        return parse_result(
+            await self._open().step(action.command if isinstance(action, AwsAction) else action)
+        )
 
     async def state(self) -> AwsState:
         """Return the state of the session."""
@@ -112,7 +114,10 @@ class AwsEnv:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close()
 
@@ -149,7 +154,10 @@ class SyncAwsEnv(BlockingFace[AwsEnv]):
         return self
 
     def run(
-        self, method: Callable[Concatenate[AwsEnv, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+        self,
+        method: Callable[Concatenate[AwsEnv, P], Coroutine[Any, Any, T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> T:
         """Run a coroutine method of the client to completion. Raises RuntimeError inside a
         coroutine, and in a forked child of the process that opened the session."""
@@ -162,4 +170,6 @@ class SyncAwsEnv(BlockingFace[AwsEnv]):
 
 def parse_result(result: StepResult) -> AwsStepResult:
     """Return the typed reply; unknown fields are kept."""
-    return AwsStepResult(AwsObservation.model_validate(result.observation), result.reward, result.done)
+    return AwsStepResult(
+        AwsObservation.model_validate(result.observation), result.reward, result.done
+    )

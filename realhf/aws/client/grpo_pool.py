@@ -48,7 +48,9 @@ class GrpoPool(SessionGroup):
     connection (reset like ``reset_group`` did), ``raise`` raises.
     """
 
-    def __init__(self, base_url: str, size: int = 8, curriculum: ResultSink | None = None, **session: Any) -> None:
+    def __init__(
+        self, base_url: str, size: int = 8, curriculum: ResultSink | None = None, **session: Any
+    ) -> None:
         super().__init__(base_url, size, curriculum, **session)
         self.envs: list[AwsEnv] = []
         self._base_url = base_url
@@ -66,7 +68,9 @@ class GrpoPool(SessionGroup):
             self.envs = [AwsEnv(self._base_url, session=client) for client in self.clients]
             for env in self.envs:
                 env.metadata = self.metadata
-            self._finalizer = weakref.finalize(self, _abort, list(self.clients), asyncio.get_running_loop())
+            self._finalizer = weakref.finalize(
+                self, _abort, list(self.clients), asyncio.get_running_loop()
+            )
 
     async def close(self) -> None:
         """Close all sessions; idempotent, and harmless when the server is gone."""
@@ -84,11 +88,16 @@ class GrpoPool(SessionGroup):
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close()
 
-    async def reset_group(self, task: Any, seed: int | None = None, *, chaos: bool = False) -> list[AwsStepResult]:
+    async def reset_group(
+        self, task: Any, seed: int | None = None, *, chaos: bool = False
+    ) -> list[AwsStepResult]:
         """Reset all sessions to one task instance: a ``Task`` or reset arguments. Lost sessions are
         reopened first. Raises GroupResetError with all outcomes when one fails; the other resets
         have completed by then."""
@@ -102,15 +111,21 @@ class GrpoPool(SessionGroup):
         self._reset_arguments = arguments
         return [parse_result(result) for result in results]
 
-    async def run_group_step(self, actions: Sequence[str | None]) -> list[AwsStepResult | RolloutFailure | None]:
+    async def run_group_step(
+        self, actions: Sequence[str | None]
+    ) -> list[AwsStepResult | RolloutFailure | None]:
         """Run one command per session, concurrently, and return results in order. None skips a
         session (its episode is over); a failed environment returns RolloutFailure. Raises
         ValueError when the lengths differ."""
         self._check_usable()
         results = await self.step(actions)
-        return [parse_result(result) if isinstance(result, StepResult) else result for result in results]
+        return [
+            parse_result(result) if isinstance(result, StepResult) else result for result in results
+        ]
 
-    async def run_group(self, rollout_fn: Callable[[AwsEnv], Awaitable[T]]) -> list[T | RolloutFailure]:
+    async def run_group(
+        self, rollout_fn: Callable[[AwsEnv], Awaitable[T]]
+    ) -> list[T | RolloutFailure]:
         """Run ``rollout_fn`` with every session concurrently and return the results in the order of
         the sessions.
 
@@ -131,13 +146,19 @@ class GrpoPool(SessionGroup):
         outcomes = [as_failure(end) if isinstance(end, BaseException) else end for end in ended]
         failed = describe_failures([o if isinstance(o, RolloutFailure) else None for o in outcomes])
         if errors or (failed and self.on_failure == "raise"):
-            raise GroupError(f"rollouts failed: {failed}", outcomes) from (errors[0] if errors else None)
+            raise GroupError(f"rollouts failed: {failed}", outcomes) from (
+                errors[0] if errors else None
+            )
         return outcomes
 
-    async def _run_all(self, rollout_fn: Callable[[AwsEnv], Awaitable[T]]) -> list[T | RolloutFailure | BaseException]:
+    async def _run_all(
+        self, rollout_fn: Callable[[AwsEnv], Awaitable[T]]
+    ) -> list[T | RolloutFailure | BaseException]:
         """Return the result or error of each rollout. After the first error the others have the
         message timeout to finish."""
-        tasks = [asyncio.ensure_future(self._run_one(rollout_fn, index)) for index in range(self.size)]
+        tasks = [
+            asyncio.ensure_future(self._run_one(rollout_fn, index)) for index in range(self.size)
+        ]
         late: set[asyncio.Task[T | RolloutFailure]] = set()
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -147,9 +168,14 @@ class GrpoPool(SessionGroup):
                 task.cancel()
             ended = await asyncio.gather(*tasks, return_exceptions=True)
         late_words = f"not over {self.message_timeout_s:g} s after another rollout's error"
-        return [TimeoutError(late_words) if task in late else end for task, end in zip(tasks, ended, strict=True)]
+        return [
+            TimeoutError(late_words) if task in late else end
+            for task, end in zip(tasks, ended, strict=True)
+        ]
 
-    async def _run_one(self, rollout_fn: Callable[[AwsEnv], Awaitable[T]], index: int) -> T | RolloutFailure:
+    async def _run_one(
+        self, rollout_fn: Callable[[AwsEnv], Awaitable[T]], index: int
+    ) -> T | RolloutFailure:
         env = self.envs[index]
         client = self.clients[index]
         try:

@@ -145,7 +145,9 @@ class MultiTurnEnvPool:
         """
         arguments = reset_arguments(task, seed, chaos)
         wanted = int(arguments.pop("seed", 0))
-        return self.run_groups([arguments], policy, group_size=group_size or self.size, seeds=[wanted], mode=mode)[0]
+        return self.run_groups(
+            [arguments], policy, group_size=group_size or self.size, seeds=[wanted], mode=mode
+        )[0]
 
     def run_groups(
         self,
@@ -180,26 +182,34 @@ class MultiTurnEnvPool:
             raise GroupError(f"rollouts failed: {describe_failures(outcomes)}", outcomes)
         return [outcomes[start : start + group_size] for start in range(0, len(wanted), group_size)]
 
-    def reset_group(self, task: Any, seed: int | None = None, *, chaos: bool = False) -> list[StepResult]:
-        """Reset all sessions to one task instance. Raises GroupResetError when one of them fails."""
+    def reset_group(
+        self, task: Any, seed: int | None = None, *, chaos: bool = False
+    ) -> list[StepResult]:
+        """Reset all sessions to one task instance. Raises GroupResetError when one of them
+        fails."""
         thread = self._connected_thread()
         with self._exclusive():
             return thread.call(self._group.reset(reset_arguments(task, seed, chaos)))
 
-    def run_group_step(self, actions: Sequence[str | None]) -> list[StepResult | RolloutFailure | None]:
+    def run_group_step(
+        self, actions: Sequence[str | None]
+    ) -> list[StepResult | RolloutFailure | None]:
         """Run one command per session, concurrently. None skips a session; a failed one returns
         RolloutFailure."""
         thread = self._connected_thread()
         with self._exclusive():
             return thread.call(self._group.step(actions))
 
-    def record_group_result(self, task: Any, outcomes: Sequence[Any], success_threshold: float = 0.99) -> GroupSummary:
+    def record_group_result(
+        self, task: Any, outcomes: Sequence[Any], success_threshold: float = 0.99
+    ) -> GroupSummary:
         """Report a group to the curriculum, once; this is the pool's only write to it. See
         ``record_group``."""
         return self._group.record_group_result(task, outcomes, success_threshold)
 
     def close(self, timeout_s: float = _STOP_S) -> None:
-        """Close all sessions and stop the thread; idempotent, and harmless when the server is gone."""
+        """Close all sessions and stop the thread; idempotent, and harmless when the server is
+        gone."""
         self._group.closed = True
         thread = self._thread
         self._thread = None
@@ -213,7 +223,10 @@ class MultiTurnEnvPool:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -225,7 +238,12 @@ class MultiTurnEnvPool:
         return self._thread
 
     def _play(
-        self, thread: LoopThread, wanted: Sequence[EpisodeRequest], policy: Policy, *, lockstep: bool
+        self,
+        thread: LoopThread,
+        wanted: Sequence[EpisodeRequest],
+        policy: Policy,
+        *,
+        lockstep: bool,
     ) -> list[RolloutOutcome]:
         free = [*self._group.clients]
         level = self.reward_mode == "level"
@@ -233,13 +251,19 @@ class MultiTurnEnvPool:
 
         def make(address: str) -> _SharedSessionEnvironment:
             del address
-            return _SharedSessionEnvironment(self._group, free, level=level, observation_chars=chars)
+            return _SharedSessionEnvironment(
+                self._group, free, level=level, observation_chars=chars
+            )
 
         spec = EnvironmentSpec("aws", make, tasks=lambda split: AwsTaskSet(AwsOptions(), split))
         agent = TurnAgent(policy.chat, self._limits, SYSTEM_PROMPT)
         retries = 1 if self._group.on_failure == "retry" else 0
-        timeout_s = 2 * self._group.message_timeout_s  # the sessions enforce the deadline; this is a backstop
-        player = Player(spec, "", agent, self.size, retries=retries, message_timeout_s=timeout_s, patience_s=0.0)
+        timeout_s = (
+            2 * self._group.message_timeout_s
+        )  # the sessions enforce the deadline; this is a backstop
+        player = Player(
+            spec, "", agent, self.size, retries=retries, message_timeout_s=timeout_s, patience_s=0.0
+        )
         clock = _TimedPolicy(policy)
         began = time.perf_counter()
         outcomes = BlockingPlayer(player, thread).play(wanted, clock, lockstep=lockstep).outcomes
@@ -267,9 +291,13 @@ class _SharedSessionEnvironment(AwsEnvironment):
     """``AwsEnvironment`` on a session of the pool. It takes a free session when it is created and
     returns it when it is closed."""
 
-    def __init__(self, group: SessionGroup, free: list[OpenEnvClient], *, level: bool, observation_chars: int) -> None:
+    def __init__(
+        self, group: SessionGroup, free: list[OpenEnvClient], *, level: bool, observation_chars: int
+    ) -> None:
         client = free.pop(0)
-        super().__init__("", client=client, reopen=group.reopen, level=level, observation_chars=observation_chars)
+        super().__init__(
+            "", client=client, reopen=group.reopen, level=level, observation_chars=observation_chars
+        )
         self._free = free
         self._taken = client
 
@@ -333,5 +361,6 @@ def pool_arguments(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def pool_from_environment(**arguments: Any) -> MultiTurnEnvPool:
-    """Return an unconnected pool; ``arguments`` override environment variables. Raises ValueError."""
+    """Return an unconnected pool; ``arguments`` override environment variables. Raises
+    ValueError."""
     return MultiTurnEnvPool(**{**pool_arguments(os.environ), **arguments})

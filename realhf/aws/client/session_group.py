@@ -80,7 +80,11 @@ def as_failure(error: BaseException) -> RolloutFailure:
 
 def describe_failures(outcomes: Sequence[Any]) -> str:
     """Return a text for an error message that lists the failed entries."""
-    named = [f"{i}: {o.status} ({o.message})" for i, o in enumerate(outcomes) if getattr(o, "valid", True) is False]
+    named = [
+        f"{i}: {o.status} ({o.message})"
+        for i, o in enumerate(outcomes)
+        if getattr(o, "valid", True) is False
+    ]
     return "; ".join(named)
 
 
@@ -117,7 +121,10 @@ class GroupSummary:
 
 
 def record_group(
-    curriculum: ResultSink | None, task: Any, results: Sequence[Any], success_threshold: float = 0.99
+    curriculum: ResultSink | None,
+    task: Any,
+    results: Sequence[Any],
+    success_threshold: float = 0.99,
 ) -> GroupSummary:
     """Report a group to the curriculum (if any), once, and return its statistics.
 
@@ -148,7 +155,11 @@ def _entry(result: Any, threshold: float) -> tuple[float | None, bool, str]:
         return None, False, "missing"
     if isinstance(result, int | float):
         reward = float(result)
-        return (None, False, "not_finite") if not is_finite(reward) else (reward, reward >= threshold, "")
+        return (
+            (None, False, "not_finite")
+            if not is_finite(reward)
+            else (reward, reward >= threshold, "")
+        )
     if not result.valid or result.reward is None or not is_finite(result.reward):
         return None, False, result.status
     return float(result.reward), bool(result.achieved), ""
@@ -282,13 +293,19 @@ class SessionGroup:
         """Reset every session with the same arguments. Raises GroupResetError with all outcomes
         when one failed or when their task texts differ; the other resets have completed by then."""
         await self.reopen_lost()
-        outcomes = await asyncio.gather(*(_await_outcome(client.reset(**arguments)) for client in self.clients))
+        outcomes = await asyncio.gather(
+            *(_await_outcome(client.reset(**arguments)) for client in self.clients)
+        )
         results = [outcome for outcome in outcomes if isinstance(outcome, StepResult)]
         if len(results) < len(outcomes):
-            raise GroupResetError(f"not every session was reset: {describe_failures(outcomes)}", outcomes)
+            raise GroupResetError(
+                f"not every session was reset: {describe_failures(outcomes)}", outcomes
+            )
         texts = {(result.observation.get("task") or {}).get("description") for result in results}
         if len(texts) > 1:
-            raise GroupResetError(f"the sessions of the group show {len(texts)} different tasks", outcomes)
+            raise GroupResetError(
+                f"the sessions of the group show {len(texts)} different tasks", outcomes
+            )
         return results
 
     async def step(self, actions: Sequence[str | None]) -> list[StepResult | RolloutFailure | None]:
@@ -299,7 +316,9 @@ class SessionGroup:
             raise ValueError(f"{len(actions)} actions for {self.size} sessions")
         return list(await asyncio.gather(*map(_step_one, self.clients, actions)))
 
-    def record_group_result(self, task: Any, results: Sequence[Any], success_threshold: float = 0.99) -> GroupSummary:
+    def record_group_result(
+        self, task: Any, results: Sequence[Any], success_threshold: float = 0.99
+    ) -> GroupSummary:
         """Report a group to the curriculum, once; this is the pool's only write to it. See
         ``record_group``."""
         return record_group(self._curriculum, task, results, success_threshold)
@@ -310,7 +329,9 @@ class SessionGroup:
         await asyncio.gather(*(client.close() for client in self.clients), return_exceptions=True)
 
 
-async def _step_one(client: OpenEnvClient, action: str | None) -> StepResult | RolloutFailure | None:
+async def _step_one(
+    client: OpenEnvClient, action: str | None
+) -> StepResult | RolloutFailure | None:
     return None if action is None else await _await_outcome(client.step(action))
 
 

@@ -32,11 +32,15 @@ def task_of_prompt(prompt: Any) -> dict[str, Any]:
     except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
-        raise ValueError(f'a prompt must be JSON of reset arguments such as {{"task_id": 1}}, not {text!r:.200}')
+        raise ValueError(
+            f'a prompt must be JSON of reset arguments such as {{"task_id": 1}}, not {text!r:.200}'
+        )
     return arguments
 
 
-def episode_reward(completions: Sequence[Any], episode_reward: Sequence[float | None], **_: Any) -> list[float | None]:
+def episode_reward(
+    completions: Sequence[Any], episode_reward: Sequence[float | None], **_: Any
+) -> list[float | None]:
     """Reward function for TRL that returns the scores of the rollouts; None (not 0) for a failed
     one."""
     return list(episode_reward)
@@ -51,7 +55,9 @@ class PoolRollouts:
     mask 0.
     """
 
-    def __init__(self, pool: MultiTurnEnvPool, task_of: Callable[[Any], Mapping[str, Any]] = task_of_prompt) -> None:
+    def __init__(
+        self, pool: MultiTurnEnvPool, task_of: Callable[[Any], Mapping[str, Any]] = task_of_prompt
+    ) -> None:
         self._pool = pool
         self._task_of = task_of
 
@@ -59,8 +65,12 @@ class PoolRollouts:
         """Play a rollout for every prompt, in order. Raises CapacityError or ConnectError when the
         pool cannot connect."""
         self._pool.connect()
-        group_size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
-        tasks = [{"chaos": False, **self._task_of(prompt)} for prompt in _distinct(prompts, group_size)]
+        group_size = (
+            trainer.num_generations if trainer.model.training else trainer.num_generations_eval
+        )
+        tasks = [
+            {"chaos": False, **self._task_of(prompt)} for prompt in _distinct(prompts, group_size)
+        ]
         seeds = [int(task.pop("seed", 0)) for task in tasks]
         policy = TransformersPolicy(trainer, self._pool.turn_tokens)
         groups = self._pool.run_groups(tasks, policy, group_size=group_size, seeds=seeds)
@@ -73,7 +83,9 @@ class TransformersPolicy:
     def __init__(self, trainer: Any, max_new_tokens: int) -> None:
         # TRL's own option for the same thing.
         kwargs = getattr(getattr(trainer, "args", None), "chat_template_kwargs", None)
-        self.chat = TemplateChat(trainer.processing_class, system_prompt=None, template_kwargs=kwargs)
+        self.chat = TemplateChat(
+            trainer.processing_class, system_prompt=None, template_kwargs=kwargs
+        )
         self._trainer = trainer
         self._max_new_tokens = max_new_tokens
         self._pad = trainer.processing_class.pad_token_id
@@ -106,14 +118,18 @@ class TransformersPolicy:
         finally:
             model.train(was_training)
         logits = torch.stack(generated.logits, dim=1).float() / self._trainer.temperature
-        return [self._output(ids, row) for ids, row in zip(generated.sequences[:, longest:], logits, strict=True)]
+        return [
+            self._output(ids, row)
+            for ids, row in zip(generated.sequences[:, longest:], logits, strict=True)
+        ]
 
     def free(self, slots: Sequence[int]) -> None:
         """Do nothing: ``generate`` keeps no state between rounds."""
         del slots
 
     def _output(self, ids: torch.Tensor, logits: torch.Tensor) -> GenOutput:
-        """Return one row. ``ids`` [n] is cut after the first stop id; ``logits`` [n, vocabulary]."""
+        """Return one row. ``ids`` [n] is cut after the first stop id; ``logits`` [n,
+        vocabulary]."""
         tokens = ids.tolist()
         ends = [position for position, token in enumerate(tokens) if token in self.chat.stop_ids]
         count = ends[0] + 1 if ends else len(tokens)
@@ -123,7 +139,9 @@ class TransformersPolicy:
 
 def _distinct(prompts: Sequence[Any], group_size: int) -> list[Any]:
     """Return one prompt per group; TRL passes each prompt ``num_generations`` times in a row."""
-    groups = [list(prompts[start : start + group_size]) for start in range(0, len(prompts), group_size)]
+    groups = [
+        list(prompts[start : start + group_size]) for start in range(0, len(prompts), group_size)
+    ]
     if any(group != group[:1] * group_size for group in groups):
         raise ValueError(f"expected each prompt {group_size} times in a row (num_generations)")
     return [group[0] for group in groups]

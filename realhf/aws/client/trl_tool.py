@@ -55,7 +55,11 @@ class AwsToolEnv:
         task = result.observation.task
         if task is None:
             return ""
-        return f"{task.description}\n{task.desired_state_spec}" if task.desired_state_spec else task.description
+        return (
+            f"{task.description}\n{task.desired_state_spec}"
+            if task.desired_state_spec
+            else task.description
+        )
 
     def aws(self, command: str) -> str:
         """Run one AWS CLI command and return its output.
@@ -87,7 +91,9 @@ class AwsToolEnv:
         """Score of the episode so far; None when the environment failed, which is not a score."""
         if not self._playing:
             return None
-        return episode_return(self._rewards, str(self._env.metadata.get("reward_mode", "potential")))
+        return episode_return(
+            self._rewards, str(self._env.metadata.get("reward_mode", "potential"))
+        )
 
     def _start(self, arguments: Mapping[str, Any]) -> AwsStepResult:
         if not self._env.usable:

@@ -134,5 +134,7 @@ def _kinds(service: str) -> frozenset[str]:
 def _call_text(operation: str, params: Mapping[str, Any], key: str) -> str:
     """Return the text of a call: the operation and its parameters except the resource name."""
     rest = {name: value for name, value in params.items() if name != key.partition(".")[0]}
-    text = json.dumps(rest, ensure_ascii=True, default=ascii, separators=(", ", ": ")) if rest else ""
+    text = (
+        json.dumps(rest, ensure_ascii=True, default=ascii, separators=(", ", ": ")) if rest else ""
+    )
     return f"{operation} {text if len(text) <= LONGEST else text[: LONGEST - 3] + '...'}".rstrip()

@@ -21,7 +21,13 @@ from realhf.aws.grading.grader import EndStateGrader, Grader
 from realhf.aws.grading.tracker import Evidence, Tracker
 from realhf.aws.tasks.task import ACCOUNT_ID
 
-PROBABILITY: Mapping[str, float] = {"warmup": 0.0, "beginner": 0.0, "intermediate": 0.1, "advanced": 0.2, "expert": 0.3}
+PROBABILITY: Mapping[str, float] = {
+    "warmup": 0.0,
+    "beginner": 0.0,
+    "intermediate": 0.1,
+    "advanced": 0.2,
+    "expert": 0.3,
+}
 """Probability of a disturbance at each roll, by tier."""
 
 
@@ -61,7 +67,9 @@ _GONE_BUCKET = Perturbation("DeleteBucket", _BUCKET, ("HeadBucket", _BUCKET, "@"
 
 PERTURBATIONS: Mapping[str, tuple[Perturbation, ...]] = {
     "s3:CreateBucket": (_GONE_BUCKET,),
-    "s3:PutBucketPolicy": (Perturbation("DeleteBucketPolicy", _BUCKET, ("GetBucketPolicy", _BUCKET, "Policy")),),
+    "s3:PutBucketPolicy": (
+        Perturbation("DeleteBucketPolicy", _BUCKET, ("GetBucketPolicy", _BUCKET, "Policy")),
+    ),
     "s3:PutBucketVersioning": (
         Perturbation(
             "PutBucketVersioning",
@@ -163,15 +171,23 @@ class Chaos:
             if perturbation.lookup:
                 values["found"] = self._read(deed.service, perturbation.lookup, values)
             before = self._read(deed.service, perturbation.probe, values)
-            self.state.call(deed.service, perturbation.operation, _fill_placeholders(perturbation.params, values))
+            self.state.call(
+                deed.service,
+                perturbation.operation,
+                _fill_placeholders(perturbation.params, values),
+            )
             return self._read(deed.service, perturbation.probe, values) != before
         except (StateCallError, KeyError, RecursionError):
             return False
 
-    def _read(self, service: str, probe: tuple[str, Mapping[str, Any], str], values: Mapping[str, Any]) -> Any:
+    def _read(
+        self, service: str, probe: tuple[str, Mapping[str, Any], str], values: Mapping[str, Any]
+    ) -> Any:
         operation, params, path = probe
         try:
-            return jmespath.search(path, self.state.call(service, operation, _fill_placeholders(params, values)))
+            return jmespath.search(
+                path, self.state.call(service, operation, _fill_placeholders(params, values))
+            )
         except StateCallError:
             return None
 
@@ -186,4 +202,6 @@ def _fill_placeholders(value: Any, values: Mapping[str, Any]) -> Any:
         return value % values
     if isinstance(value, Mapping):
         return {key: _fill_placeholders(item, values) for key, item in value.items()}
-    return [_fill_placeholders(item, values) for item in value] if isinstance(value, list) else value
+    return (
+        [_fill_placeholders(item, values) for item in value] if isinstance(value, list) else value
+    )

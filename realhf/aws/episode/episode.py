@@ -96,7 +96,9 @@ def _skeletons_from_criteria(criteria: Criteria) -> list[str]:
     skeletons = []
     for operation in filter(None, named):
         service, _, name = operation.partition(":")
-        skeletons.append(f"aws {'s3api' if service == 's3' else service} {xform_name(name, '-')} ...")
+        skeletons.append(
+            f"aws {'s3api' if service == 's3' else service} {xform_name(name, '-')} ..."
+        )
     if skeletons:
         return skeletons
     services = dict.fromkeys(check.service for check in criteria.checks)
@@ -131,14 +133,21 @@ class SimulatorWatch:
         if not self._slot.simulated:
             if isinstance(error, SnapshotError):
                 return Blame.UNREADABLE
-            return Blame.ENVIRONMENT if lost or isinstance(error, StateCallError) else Blame.UNREADABLE
+            return (
+                Blame.ENVIRONMENT if lost or isinstance(error, StateCallError) else Blame.UNREADABLE
+            )
         simulator = self._slot.ministack
         idle = 0 <= simulator.cpu_time_s() == self._worked_s
         if simulator.is_stopped():
             return Blame.ENVIRONMENT
-        if not isinstance(error, SimulatorLost) and simulator.alive() and (not lost or simulator.healthy()):
+        if (
+            not isinstance(error, SimulatorLost)
+            and simulator.alive()
+            and (not lost or simulator.healthy())
+        ):
             return Blame.UNREADABLE
-        # A simulator that used no CPU time was suspended from outside: an agent's command cannot suspend it.
+        # A simulator that used no CPU time was suspended from outside: an agent's command cannot
+        # suspend it.
         return Blame.ENVIRONMENT if idle else Blame.AGENT
 
 
@@ -184,7 +193,12 @@ class Episode:
     ``chaos``: whether disturbances are allowed by default. Not thread-safe."""
 
     def __init__(
-        self, slot: Slot, max_steps: int = DEFAULT_MAX_STEPS, *, reward_mode: str = "potential", chaos: bool = False
+        self,
+        slot: Slot,
+        max_steps: int = DEFAULT_MAX_STEPS,
+        *,
+        reward_mode: str = "potential",
+        chaos: bool = False,
     ) -> None:
         self._slot = slot
         self._max_steps = max_steps
@@ -259,9 +273,13 @@ class Episode:
         except ConnectionError as error:
             raise EpisodeError(f"the account cannot be read: {type(error).__name__}") from error
         if self._slot.simulated and (self._chaos_by_default if chaos is None else chaos):
-            self._chaos = Chaos(PROBABILITY[task.tier], chaos_rng(task.task_id, seed), self._grader, state)
+            self._chaos = Chaos(
+                PROBABILITY[task.tier], chaos_rng(task.task_id, seed), self._grader, state
+            )
         self._changes = AccountChanges(world.present)
-        self._inventory = Inventory(self._slot.state, criteria.named_services | {made for made, _ in world.present})
+        self._inventory = Inventory(
+            self._slot.state, criteria.named_services | {made for made, _ in world.present}
+        )
         self._task = world.task
         self._world = world
         self._episode_id = episode_id or uuid.uuid4().hex
@@ -307,8 +325,14 @@ class Episode:
             if grade.progress > before:
                 self._tracker.record_progress()
             reward = self._reward(grade.progress)
-            may_disturb = self._chaos is not None and self._meter.progress > before and not self.done
-            if self._chaos and may_disturb and (disturbed := self._chaos.after_progress(self._tracker)):
+            may_disturb = (
+                self._chaos is not None and self._meter.progress > before and not self.done
+            )
+            if (
+                self._chaos
+                and may_disturb
+                and (disturbed := self._chaos.after_progress(self._tracker))
+            ):
                 self._grader.excuse()
                 self._inventory.touch(disturbed, changed=True)
         except (TargetError, TaskError) as error:
@@ -324,12 +348,18 @@ class Episode:
         return StepData(self._observation(result, ""), reward, self.done)
 
     def _note_unreadable(self, error: Exception) -> None:
-        """Record that the account is unknown; it is read again after the next command of any kind."""
+        """Record that the account is unknown; it is read again after the next command of any
+        kind."""
         self._unread = True
         self._achieved = False
         self._unreadable = unreadable_kind(error)
         fault = error if self._unreadable == "grader" else None
-        _LOG.warning("an account cannot be graded (%s): %s", self._unreadable, type(error).__name__, exc_info=fault)
+        _LOG.warning(
+            "an account cannot be graded (%s): %s",
+            self._unreadable,
+            type(error).__name__,
+            exc_info=fault,
+        )
 
     def _end_lost(self) -> StepData:
         self._lost = True
@@ -402,7 +432,9 @@ class Episode:
         except ConnectionError:
             return {}
 
-    def _observation(self, result: CommandResult | None, error: str, hint: str = "") -> dict[str, Any]:
+    def _observation(
+        self, result: CommandResult | None, error: str, hint: str = ""
+    ) -> dict[str, Any]:
         failed = result is not None and not result.success
         observation = {
             "episode_id": self._episode_id,
@@ -433,7 +465,9 @@ class Episode:
         account, for a task that is not graded by its end state, and after a command that left the
         account unreadable."""
         hidden = self._lost or self._unread or not self._slot.simulated
-        return "" if hidden or not isinstance(self._grader, EndStateGrader) else self._grader.state_key
+        return (
+            "" if hidden or not isinstance(self._grader, EndStateGrader) else self._grader.state_key
+        )
 
 
 def masked_task(task: Task | None) -> dict[str, Any] | None:
@@ -441,4 +475,6 @@ def masked_task(task: Task | None) -> dict[str, Any] | None:
     if task is None:
         return None
     shown = {"task_id": task.task_id, "difficulty": task.tier, "description": task.description}
-    return shown | ({"desired_state_spec": task.desired_state_spec} if task.desired_state_spec else {})
+    return shown | (
+        {"desired_state_spec": task.desired_state_spec} if task.desired_state_spec else {}
+    )

@@ -102,7 +102,8 @@ class Site:
     """Logical name of the resource in that stack."""
 
     def request(self, params: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-        """Return the operation and the parameters to send when ``params`` replace the site's own."""
+        """Return the operation and the parameters to send when ``params`` replace the site's
+        own."""
         if not self.stack:
             return self.operation, params
         template = parse_template(self.stack)
@@ -124,7 +125,11 @@ class Corpus:
         if site.operation == STACK:
             for name, held in parse_template(site.params).get("Resources", {}).items():
                 if isinstance(held, dict) and isinstance(held.get("Properties"), dict):
-                    self.add(Site(site.task, str(held.get("Type")), held["Properties"], site.params, name))
+                    self.add(
+                        Site(
+                            site.task, str(held.get("Type")), held["Properties"], site.params, name
+                        )
+                    )
         self.sites.setdefault(site.operation, []).append(site)
         for path, _ in leaves(site.params):
             name = next(step for step in reversed(path) if step != ELEMENT)
@@ -143,7 +148,9 @@ def _at(value: Any, path: MemberPath) -> Any:
     return value
 
 
-def collect(slot: Slot, templates: Sequence[Template], plays: Mapping[int, Sequence[Mapping[str, Any]]]) -> Corpus:
+def collect(
+    slot: Slot, templates: Sequence[Template], plays: Mapping[int, Sequence[Mapping[str, Any]]]
+) -> Corpus:
     """Play set-ups, drifts, solutions, wrong habits and ``plays`` (from ``written_plays``) of the
     templates, and return where each write was sent."""
     corpus = Corpus()
@@ -151,8 +158,22 @@ def collect(slot: Slot, templates: Sequence[Template], plays: Mapping[int, Seque
         slot.respawn()
         task = instantiate(template.task_id, 0)
         drifts = [*task.possible_drifts]
-        base = replace(task, setup=(*task.setup, *task.decoys, *drifts), decoys=(), possible_drifts=(), success={})
-        base = replace(base, description="", desired_state_spec="", solution=(), any_of=(), free=(), may_change=())
+        base = replace(
+            task,
+            setup=(*task.setup, *task.decoys, *drifts),
+            decoys=(),
+            possible_drifts=(),
+            success={},
+        )
+        base = replace(
+            base,
+            description="",
+            desired_state_spec="",
+            solution=(),
+            any_of=(),
+            free=(),
+            may_change=(),
+        )
         _record_setup(slot, base, corpus)
         scripts = [task.solution, *task.any_of, fill(list(template.solution), task.params)]
         scripts += [[*one.commands, *one.recovery] for one in mistakes(task)]
@@ -187,11 +208,15 @@ def _record(slot: Slot, base: Task, script: Sequence[str], corpus: Corpus) -> No
         result = slot.own_executor.run(line)
         outputs.append(result.stdout)
         writes = [one for one in result.requests if one.ok]
-        writes = [one for one in writes if not is_read(f"{one.service}:{one.operation}", one.params)]
+        writes = [
+            one for one in writes if not is_read(f"{one.service}:{one.operation}", one.params)
+        ]
         if writes and result.success:
             corpus.add(Site(done, f"{writes[0].service}:{writes[0].operation}", writes[0].params))
         if writes:
-            done = replace(done, setup=(*done.setup, SetupCommand(command=line, ignore_failure=True)))
+            done = replace(
+                done, setup=(*done.setup, SetupCommand(command=line, ignore_failure=True))
+            )
 
 
 def written_plays(files: Iterable[Path]) -> dict[int, list[Mapping[str, Any]]]:
@@ -199,8 +224,12 @@ def written_plays(files: Iterable[Path]) -> dict[int, list[Mapping[str, Any]]]:
     would ``change`` in the solution."""
     entries: dict[int, list[Mapping[str, Any]]] = {}
     for file in files:
-        for task_id, kinds in (yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader) or {}).items():
-            entries.setdefault(int(task_id), []).extend(entry for listed in kinds.values() for entry in listed)
+        for task_id, kinds in (
+            yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader) or {}
+        ).items():
+            entries.setdefault(int(task_id), []).extend(
+                entry for listed in kinds.values() for entry in listed
+            )
     return entries
 
 
@@ -218,7 +247,9 @@ def served_writes() -> list[str]:
     """Return the write operations that an agent may use, as "service:Operation"."""
     operations = []
     for service, commands in sorted(ALLOWED.items()):
-        for name in sorted(operation_models(_SERVICES.get(service, service))) if service != "s3" else ():
+        for name in (
+            sorted(operation_models(_SERVICES.get(service, service))) if service != "s3" else ()
+        ):
             if xform_name(name, "-") in commands and not is_read(f":{name}"):
                 operations.append(f"{_SERVICES.get(service, service)}:{name}")
     return operations
@@ -237,14 +268,20 @@ class Prober:
         self.site = site
         self._corpus = corpus
         self._notes = notes
-        self.shape = type_shape(site.operation, site.params) if site.stack else input_shape(site.operation)
+        self.shape = (
+            type_shape(site.operation, site.params) if site.stack else input_shape(site.operation)
+        )
         self.about = about_of(site.operation, self.shape, site.params)
         self._digests: dict[str, str | None] = {}
         self.sent = 0
         """Requests that were sent."""
         first = self._digest_after(site.params)
         if first is None or self._send(site.params) != first:
-            raise ProbeError("the same request does not leave the same account twice" if first else "is not accepted")
+            raise ProbeError(
+                "the same request does not leave the same account twice"
+                if first
+                else "is not accepted"
+            )
 
     def members(self) -> dict[MemberPath, str]:
         """Return the fate of each member, by path; a fate that is common to a whole structure is
@@ -271,12 +308,16 @@ class Prober:
             return {path: f"{NOT_PROBED}: deeper than anybody writes"}
         if _at(params, path) is None:
             filled = [
-                _replace_at(params, self.shape, path, self._full_value(path, shape, number, ())) for number in range(2)
+                _replace_at(params, self.shape, path, self._full_value(path, shape, number, ()))
+                for number in range(2)
             ]
             left = [self._digest_after(one) for one in (params, *filled)]
             if left[0] is not None and left.count(left[0]) == len(left):
                 return {path: NOT_KEPT}
-            params = next((one for one, digest in zip(filled, left[1:], strict=True) if digest is not None), params)
+            params = next(
+                (one for one, digest in zip(filled, left[1:], strict=True) if digest is not None),
+                params,
+            )
         found: dict[MemberPath, str] = {}
         for step, member in inner.items():
             found |= self.fates(params, (*path, step), member, (*above, shape.name))
@@ -303,9 +344,14 @@ class Prober:
                 break
         place = self.site.operation, format_path(path)
         meant = self._notes.defaults.get(place)
-        is_name = shape.type_name == "string" and not _choices(shape) and _NAMING.search(path[-1]) is not None
+        is_name = (
+            shape.type_name == "string"
+            and not _choices(shape)
+            and _NAMING.search(path[-1]) is not None
+        )
         if len(digests) == 1 and not is_name and (meant is None or _at(params, path) != meant):
-            # Skipped for names (leaving out the name of the only resource changes nothing) and for defaults.
+            # Skipped for names (leaving out the name of the only resource changes nothing) and for
+            # defaults.
             without = self._digest_after(_remove_at(params, path))
             # What a change leaves out stays as it is, which may be the value that was sent.
             makes = self.site.stack or _MAKES.match(self.site.operation.rpartition(":")[2])
@@ -372,13 +418,17 @@ class Prober:
         except StateCallError:
             return None
         after = take_snapshot(self._slot)
-        return state_digest(*(map(_drop_stacks, (before, after)) if self.site.stack else (before, after)))
+        return state_digest(
+            *(map(_drop_stacks, (before, after)) if self.site.stack else (before, after))
+        )
 
     def _is_complete(self, stack: str) -> bool:
         """Return whether a stack is created successfully. Raises StateCallError."""
         deadline = process_clock.now() + _STACK_S
         while True:
-            (found,) = self._slot.state.call("cloudformation", "DescribeStacks", {"StackName": stack})["Stacks"]
+            (found,) = self._slot.state.call(
+                "cloudformation", "DescribeStacks", {"StackName": stack}
+            )["Stacks"]
             if not found["StackStatus"].endswith("IN_PROGRESS") or process_clock.now() > deadline:
                 return found["StackStatus"] == "CREATE_COMPLETE"
             time.sleep(0.01)
@@ -386,13 +436,19 @@ class Prober:
 
 def _drop_stacks(account: Snapshot) -> Snapshot:
     """Return an account without its stacks, which store their templates in any case."""
-    return Snapshot({key: held for key, held in account.resources.items() if key[0] != "cloudformation"})
+    return Snapshot(
+        {key: held for key, held in account.resources.items() if key[0] != "cloudformation"}
+    )
 
 
 def input_shape(operation: str) -> Any:
     """Return the shape of the parameters of an operation in botocore's model."""
     model = operation_model(operation)
-    return model.input_shape if model is not None and model.input_shape is not None else _plain_shape({})
+    return (
+        model.input_shape
+        if model is not None and model.input_shape is not None
+        else _plain_shape({})
+    )
 
 
 def type_shape(kind: str, properties: Mapping[str, Any]) -> Any:
@@ -400,12 +456,22 @@ def type_shape(kind: str, properties: Mapping[str, Any]) -> Any:
     which have the same names, and any others in the template."""
     service = service_of(kind)
     noun = kind.rpartition("::")[2]
-    models = (operation_model(f"{service}:{verb}{noun}") for verb in ("Create", "Put", "Request", ""))
+    models = (
+        operation_model(f"{service}:{verb}{noun}") for verb in ("Create", "Put", "Request", "")
+    )
     model = next((model for model in models if model is not None), None)
-    known = _capital(model.input_shape, 0).members if model is not None and model.input_shape is not None else {}
+    known = (
+        _capital(model.input_shape, 0).members
+        if model is not None and model.input_shape is not None
+        else {}
+    )
     others = {name: _plain_shape(value) for name, value in properties.items() if name not in known}
     return SimpleNamespace(
-        type_name="structure", name=kind, members={**known, **others}, required_members=(), metadata={}
+        type_name="structure",
+        name=kind,
+        members={**known, **others},
+        required_members=(),
+        metadata={},
     )
 
 
@@ -413,13 +479,19 @@ def _capital(shape: Any, depth: int) -> Any:
     """Return a shape with member names in CloudFormation's spelling."""
     kind = shape.type_name
     if kind == "list":
-        return SimpleNamespace(type_name=kind, name=shape.name, metadata={}, member=_capital(shape.member, depth + 1))
+        return SimpleNamespace(
+            type_name=kind, name=shape.name, metadata={}, member=_capital(shape.member, depth + 1)
+        )
     if kind != "structure":
         return shape
     inner = shape.members.items() if depth < DEEPEST else ()
-    members = {f"{name[:1].upper()}{name[1:]}": _capital(member, depth + 1) for name, member in inner}
+    members = {
+        f"{name[:1].upper()}{name[1:]}": _capital(member, depth + 1) for name, member in inner
+    }
     required = [f"{name[:1].upper()}{name[1:]}" for name in shape.required_members]
-    return SimpleNamespace(type_name=kind, name=shape.name, metadata={}, members=members, required_members=required)
+    return SimpleNamespace(
+        type_name=kind, name=shape.name, metadata={}, members=members, required_members=required
+    )
 
 
 def _plain_shape(value: Any) -> Any:
@@ -453,7 +525,12 @@ def about_of(operation: str, shape: Any, params: Mapping[str, Any]) -> tuple[str
     optional = []
     for member, inner in shape.members.items():
         is_name = _NAMING.search(member) or name.lower().endswith(member.lower())
-        if inner.type_name != "string" or _choices(inner) or not is_name or member.lower() in _DOCUMENTS:
+        if (
+            inner.type_name != "string"
+            or _choices(inner)
+            or not is_name
+            or member.lower() in _DOCUMENTS
+        ):
             continue
         named = _NAMING.sub("", member).lower()
         if not of_stack and member not in shape.required_members:
@@ -491,7 +568,11 @@ def _examples(name: str, shape: Any, seen: Sequence[Any], sent: Any) -> list[Any
         high = shape.metadata.get("max", max(1000, low))
         near = [sent + 1, sent - 1] if isinstance(sent, int | float) else []
         numbers = [*near, *seen, 1, 2, 30, 60, 7, low, high]
-        return [number for number in numbers if isinstance(number, int | float) and low <= number <= high]
+        return [
+            number
+            for number in numbers
+            if isinstance(number, int | float) and low <= number <= high
+        ]
     if kind == "timestamp":
         return ["2031-01-01T00:00:00Z", "2032-01-01T00:00:00Z"]
     if kind == "blob":
@@ -504,17 +585,25 @@ def _examples(name: str, shape: Any, seen: Sequence[Any], sent: Any) -> list[Any
 def _texts(name: str, sent: Any) -> list[str]:
     changed = []
     if isinstance(sent, str):
-        changed = [_ID.sub(lambda match: "0" * len(match[0]), sent)] if _ID.search(sent) else [f"{sent}2"]
+        changed = (
+            [_ID.sub(lambda match: "0" * len(match[0]), sent)] if _ID.search(sent) else [f"{sent}2"]
+        )
         if sent.lstrip("-").isdecimal():
             changed = [str(int(sent) + 1)]
     if name.endswith("arn"):
-        return [*changed, "arn:aws:iam::000000000000:role/other", "arn:aws:iam::000000000000:role/another"]
+        return [
+            *changed,
+            "arn:aws:iam::000000000000:role/other",
+            "arn:aws:iam::000000000000:role/another",
+        ]
     if "cidr" in name:
         return [*changed, "10.7.0.0/24", "10.8.0.0/24"]
     return [*changed, "other", "another", "1", "2"]
 
 
-def _replace_at(params: Mapping[str, Any], shape: Any, path: MemberPath, value: Any) -> dict[str, Any]:
+def _replace_at(
+    params: Mapping[str, Any], shape: Any, path: MemberPath, value: Any
+) -> dict[str, Any]:
     """Return parameters with a value at a path; missing structures above it are created with their
     required members."""
     return _set_at(params, shape, path, value)
@@ -597,7 +686,11 @@ def merge_tables(tables: Sequence[tuple[Site, Mapping[MemberPath, str]]]) -> dic
     found: dict[MemberPath, tuple[int, str]] = {}
     for site, table in tables:
         for path, fate in table.items():
-            weight = 0 if fate.startswith(NOT_PROBED) else 1 + (path[0] in site.params) + _is_sent(site, path)
+            weight = (
+                0
+                if fate.startswith(NOT_PROBED)
+                else 1 + (path[0] in site.params) + _is_sent(site, path)
+            )
             known, old = found.get(path, (-1, ""))
             if weight > known or (weight == known and old == KEPT):
                 found[path] = weight, fate
@@ -608,7 +701,9 @@ def _is_sent(site: Site, path: MemberPath) -> bool:
     return _at(site.params, path) is not None
 
 
-_EMPTY = Task(task_id=0, template="empty", tier="warmup", seed=0, description="", setup=(), success={})
+_EMPTY = Task(
+    task_id=0, template="empty", tier="warmup", seed=0, description="", setup=(), success={}
+)
 _NOT_SENT = "no set-up, solution or play of a task sends it"
 
 
@@ -653,7 +748,11 @@ def probe(slot: Slot, operation: str, corpus: Corpus, notes: Notes) -> dict[str,
 
 
 def make_table(
-    slots: Sequence[Slot], corpus: Corpus, notes: Notes, operations: Sequence[str], report: Callable[[str], None]
+    slots: Sequence[Slot],
+    corpus: Corpus,
+    notes: Notes,
+    operations: Sequence[str],
+    report: Callable[[str], None],
 ) -> dict[str, Any]:
     """Return the table of these operations and of those in the corpus. ``report`` is called with a
     progress line for each."""
@@ -667,7 +766,10 @@ def make_table(
             slot.respawn()
             began = time.monotonic()
             entry = probe(slot, operation, corpus, notes)
-            report(f"{operation}: {len(entry.get('members', ()))} members, {time.monotonic() - began:.1f} s")
+            report(
+                f"{operation}: {len(entry.get('members', ()))} members, "
+                f"{time.monotonic() - began:.1f} s"
+            )
             return operation, entry
         finally:
             waiting.put(slot)

@@ -50,16 +50,27 @@ def check_action(data: Any, max_command_bytes: int) -> dict[str, Any]:
         raise WireError(VALIDATION_ERROR, "command must be a string", field="data.command")
     if len(data) > 1 and (extra := data.keys() - _ACTION_KEYS):
         name = min(extra)[:64]
-        raise WireError(VALIDATION_ERROR, f"unexpected key {name!a} in the action", field=f"data.{name}")
+        raise WireError(
+            VALIDATION_ERROR, f"unexpected key {name!a} in the action", field=f"data.{name}"
+        )
     if data.get("metadata") is not None and not _is_small_object(data["metadata"]):
-        text = f"metadata must be an object of at most {MAX_METADATA_CHARS} characters of JSON, or null"
+        text = (
+            f"metadata must be an object of at most {MAX_METADATA_CHARS} characters of JSON, or "
+            f"null"
+        )
         raise WireError(VALIDATION_ERROR, text, field="data.metadata")
     try:
         size = len(command.encode())
     except UnicodeEncodeError:
-        raise WireError(VALIDATION_ERROR, "command is not valid Unicode text", field="data.command") from None
+        raise WireError(
+            VALIDATION_ERROR, "command is not valid Unicode text", field="data.command"
+        ) from None
     if size > max_command_bytes:
-        raise WireError(VALIDATION_ERROR, f"command of {size} bytes, at most {max_command_bytes}", field="data.command")
+        raise WireError(
+            VALIDATION_ERROR,
+            f"command of {size} bytes, at most {max_command_bytes}",
+            field="data.command",
+        )
     return {**data, "command": read_command(command)}
 
 
@@ -67,7 +78,10 @@ check_reset = partial(wire.checked_reset, types_of=_RESET_TYPES)
 
 
 def _is_small_object(value: Any) -> bool:
-    return isinstance(value, dict) and len(json.dumps(value, separators=(",", ":"))) <= MAX_METADATA_CHARS
+    return (
+        isinstance(value, dict)
+        and len(json.dumps(value, separators=(",", ":"))) <= MAX_METADATA_CHARS
+    )
 
 
 _LOG = logging.getLogger(__name__)
@@ -77,7 +91,9 @@ class EpisodePlayer:
     """``realhf.env.server.interfaces.Player`` that plays an ``Episode``. Not thread-safe, except
     ``kill``."""
 
-    def __init__(self, slot: Slot, max_steps: int, *, reward_mode: str = "potential", chaos: bool = True) -> None:
+    def __init__(
+        self, slot: Slot, max_steps: int, *, reward_mode: str = "potential", chaos: bool = True
+    ) -> None:
         self._slot = slot
         self._episode = Episode(slot, max_steps, reward_mode=reward_mode, chaos=chaos)
         self._random = random.Random()
@@ -140,5 +156,7 @@ class EpisodePlayer:
             raise WireError(wire.EXECUTION_ERROR, "simulator lost; call reset") from None
         except Exception as error:
             _LOG.exception("slot %d: the environment failed", self._slot.index)
-            raise WireError(wire.EXECUTION_ERROR, f"environment failure ({type(error).__name__})") from None
+            raise WireError(
+                wire.EXECUTION_ERROR, f"environment failure ({type(error).__name__})"
+            ) from None
         return result.observation, result.reward, result.done

@@ -15,10 +15,22 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from realhf.api.environment import AssistantMessage, EnvironmentFailure, EnvironmentSpec, Opening, Turn
+from realhf.api.environment import (
+    AssistantMessage,
+    EnvironmentFailure,
+    EnvironmentSpec,
+    Opening,
+    Turn,
+)
 from realhf.aws.cli.executor import SimulatorLost
 from realhf.aws.environment import SYSTEM_PROMPT, AwsOptions, AwsTaskSet
-from realhf.aws.episode.episode import DEFAULT_MAX_STEPS, NOT_RUNNING, Episode, EpisodeError, StepData
+from realhf.aws.episode.episode import (
+    DEFAULT_MAX_STEPS,
+    NOT_RUNNING,
+    Episode,
+    EpisodeError,
+    StepData,
+)
 from realhf.aws.messages import (
     NO_COMMAND,
     OBSERVATION_CHARS,
@@ -93,7 +105,11 @@ class PooledEnvironment:
     returns the slot when it finishes."""
 
     def __init__(
-        self, open_session: Callable[[], SlotSession], threads: Threads, observation_chars: int, show_ids: bool
+        self,
+        open_session: Callable[[], SlotSession],
+        threads: Threads,
+        observation_chars: int,
+        show_ids: bool,
     ) -> None:
         self._open_session = open_session
         self._threads = threads
@@ -170,12 +186,18 @@ def pooled_environment(
     try:
         yield EnvironmentSpec(
             "aws",
-            make=lambda address: PooledEnvironment(open_session, threads, observation_chars, show_ids),
+            make=lambda address: PooledEnvironment(
+                open_session, threads, observation_chars, show_ids
+            ),
             tasks=lambda split: AwsTaskSet(options, split),
             system_prompt=SYSTEM_PROMPT,
             concurrency=pool.size,
         )
     finally:
         end = process_clock.now() + _RETURN_S
-        if not all(returned.acquire(timeout=max(0.0, end - process_clock.now())) for _ in range(pool.size)):
-            _LOG.warning("slots of the pool were not given back within %g s after their episodes", _RETURN_S)
+        if not all(
+            returned.acquire(timeout=max(0.0, end - process_clock.now())) for _ in range(pool.size)
+        ):
+            _LOG.warning(
+                "slots of the pool were not given back within %g s after their episodes", _RETURN_S
+            )

@@ -27,7 +27,16 @@ from realhf.aws.grading.differences import has_field
 from realhf.aws.grading.grader import build_freedom, is_graded_by_end_state, parse_free_field
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.captures import resolve
-from realhf.aws.tasks.loader import SPLITS, Template, instantiate, is_name, line_of, mistakes, whole_state, with_drifts
+from realhf.aws.tasks.loader import (
+    SPLITS,
+    Template,
+    instantiate,
+    is_name,
+    line_of,
+    mistakes,
+    whole_state,
+    with_drifts,
+)
 from realhf.aws.tasks.task import FEWEST_DRIFTS, MOST_DRIFTS, SetupCommand, Task, TaskError
 
 BLIND_RETURN = 0.7
@@ -72,19 +81,34 @@ def template_problems(template: Template) -> list[Fault]:
         return [Fault(f"split is {template.split!r}", "split")]
     try:
         task = instantiate(template.task_id, 0)
-        operations = frozenset() if is_graded_by_end_state(task) else parse_criteria(task.success).operations
+        operations = (
+            frozenset() if is_graded_by_end_state(task) else parse_criteria(task.success).operations
+        )
     except (TaskError, KeyError, TypeError) as error:
-        return [Fault(f"{type(error).__name__}: {error}", "success_criteria" if template.success_criteria else "")]
+        return [
+            Fault(
+                f"{type(error).__name__}: {error}",
+                "success_criteria" if template.success_criteria else "",
+            )
+        ]
     for place, line in enumerate(task.free):
         try:
             parse_free_field(line)
         except TaskError as error:
             return [Fault(str(error), "free", place)]
-    return [*_policy_problems(task, operations), *_text_problems(task, operations), *_drift_promises(task)]
+    return [
+        *_policy_problems(task, operations),
+        *_text_problems(task, operations),
+        *_drift_promises(task),
+    ]
 
 
 def _policy_problems(task: Task, operations: Iterable[str]) -> Iterator[Fault]:
-    lists = {"setup_commands": task.setup, "decoys": task.decoys, "possible_drifts": task.possible_drifts}
+    lists = {
+        "setup_commands": task.setup,
+        "decoys": task.decoys,
+        "possible_drifts": task.possible_drifts,
+    }
     for key, commands in lists.items():
         for place, command in enumerate(commands):
             if not _is_allowed(command):
@@ -118,7 +142,10 @@ def _command_lines(task: Task) -> Iterator[tuple[str, int, str]]:
 
 
 def _text_problems(task: Task, operations: Iterable[str]) -> Iterator[Fault]:
-    texts = [("description", None, task.description), ("desired_state_spec", None, task.desired_state_spec)]
+    texts = [
+        ("description", None, task.description),
+        ("desired_state_spec", None, task.desired_state_spec),
+    ]
     for key, place, text in (*texts, *_command_lines(task)):
         unfilled = _PLACE.search(text)
         if unfilled:
@@ -134,11 +161,17 @@ def _drift_promises(task: Task) -> Iterator[Fault]:
         if not drift.repair:
             yield Fault("a drift has no repair", "possible_drifts", place)
     if bool(task.desired_state_spec) is not bool(task.possible_drifts):
-        yield Fault("a desired state belongs to a task with drifts, and to no other", "desired_state_spec")
+        yield Fault(
+            "a desired state belongs to a task with drifts, and to no other", "desired_state_spec"
+        )
 
 
 def play(
-    episode: Episode, task: Task, commands: Iterable[str], drifts: Sequence[int] | None = None, then: Iterable[str] = ()
+    episode: Episode,
+    task: Task,
+    commands: Iterable[str],
+    drifts: Sequence[int] | None = None,
+    then: Iterable[str] = (),
 ) -> tuple[bool, float]:
     """Set up the task, with ``drifts`` by index (None: drawn from its seed), send the commands and
     then those of ``then`` until the episode is done, and return (achieved, return). Captures refer
@@ -174,7 +207,10 @@ def _find_problems(episode: Episode, task: Task, thorough: bool) -> list[Fault]:
     found = []
     achieved, total = play(episode, task, task.solution)
     if not achieved or total != 1.0:
-        text = f"the solution, played once more, does not reach what it left: achieved={achieved}, return {total}"
+        text = (
+            f"the solution, played once more, does not reach what it left: achieved={achieved}, "
+            f"return {total}"
+        )
         found.append(Fault(text + _missing_note(episode), "solution"))
     achieved, total = play(episode, task, [_HARMLESS])
     if achieved or total != 0.0:
@@ -195,7 +231,11 @@ def _freedom_problems(episode: Episode, task: Task) -> Iterator[Fault]:
     """Yield free fields that no resource in the accounts of the solutions has (a misspelt field
     frees nothing), and solutions whose value of a free field is not among the allowed ones."""
     free = build_freedom(task).free
-    ends = [target.end for target in make_targets(episode.slot, task, task.seed)] if free or task.verbatim else []
+    ends = (
+        [target.end for target in make_targets(episode.slot, task, task.seed)]
+        if free or task.verbatim
+        else []
+    )
     kinds = {f"{key[0]}/{key[1]}" for end in ends for key in end.resources}
     for place, kind in enumerate(task.verbatim):
         if kind not in kinds:
@@ -204,7 +244,9 @@ def _freedom_problems(episode: Episode, task: Task) -> Iterator[Fault]:
         if kind not in kinds:
             others = sorted(one for one in kinds if one.partition("/")[0] == kind.partition("/")[0])
             yield Fault(
-                f"free: no solution leaves a {kind}, but {', '.join(others) or 'other services'}", "free", place
+                f"free: no solution leaves a {kind}, but {', '.join(others) or 'other services'}",
+                "free",
+                place,
             )
         elif any(has_field(end, kind, path) for end in ends):
             if not any(has_field(end, kind, path, values) for end in ends):
@@ -219,7 +261,9 @@ def _may_be_empty(kind: str, path: str) -> bool:
     if path.startswith("_"):
         return True
     try:
-        model = botocore.loaders.create_loader().load_service_model(kind.partition("/")[0], "service-2")
+        model = botocore.loaders.create_loader().load_service_model(
+            kind.partition("/")[0], "service-2"
+        )
     except UnknownServiceError:
         return False
     shapes = model["shapes"]
@@ -249,7 +293,10 @@ def _mistake_problems(episode: Episode, task: Task) -> Iterator[Fault]:
     for place, mistake in enumerate(mistakes(task)):
         if play(episode, task, mistake.commands)[0]:
             yield Fault(f"mistake {list(mistake.commands)} achieves the task", "mistakes", place)
-        if mistake.recovery and play(episode, task, mistake.commands, then=mistake.recovery) != (True, 1.0):
+        if mistake.recovery and play(episode, task, mistake.commands, then=mistake.recovery) != (
+            True,
+            1.0,
+        ):
             text = f"mistake {list(mistake.commands)}: its recovery does not achieve the task"
             yield Fault(text, "mistakes", place)
 
@@ -260,7 +307,9 @@ def _drift_problems(episode: Episode, task: Task) -> Iterator[Fault]:
     less."""
     unseen = []
     places = range(len(task.possible_drifts))
-    for chosen in chain.from_iterable(combinations(places, count) for count in range(FEWEST_DRIFTS, MOST_DRIFTS + 1)):
+    for chosen in chain.from_iterable(
+        combinations(places, count) for count in range(FEWEST_DRIFTS, MOST_DRIFTS + 1)
+    ):
         names = ", ".join(str(task.possible_drifts[i]) for i in chosen)
         try:
             achieved, total = play(episode, task, with_drifts(task, chosen).solution, chosen)
@@ -279,27 +328,37 @@ def _drift_problems(episode: Episode, task: Task) -> Iterator[Fault]:
             yield Fault(f"drift {task.possible_drifts[place]}: {error}", "possible_drifts", place)
     if unseen and sum(unseen) / len(unseen) > BLIND_RETURN:
         blind = sum(unseen) / len(unseen)
-        yield Fault(f"to apply the whole desired state without a look earns {blind:.2f}", "solution")
+        yield Fault(
+            f"to apply the whole desired state without a look earns {blind:.2f}", "solution"
+        )
 
 
-def validate(templates: Sequence[Template], seeds: int, pool_size: int, console: Console) -> dict[int, list[str]]:
+def validate(
+    templates: Sequence[Template], seeds: int, pool_size: int, console: Console
+) -> dict[int, list[str]]:
     """Return problems by template: those found on paper, and those of ``seeds`` training instances
     and one with held-out names, each prefixed with file, line and task. The first instance is
     checked thoroughly. Templates with problems on paper are not played."""
     drawn = [*((seed, "train") for seed in range(seeds)), (0, "heldout")]
-    problems = {one.task_id: [fault.describe(one) for fault in template_problems(one)] for one in templates}
+    problems = {
+        one.task_id: [fault.describe(one) for fault in template_problems(one)] for one in templates
+    }
     sound = [template for template in templates if not problems[template.task_id]]
     instances = [(template, seed, split) for template in sound for seed, split in drawn]
     results = play_in_parallel(instances, _validate_instance, pool_size, console)
     for (template, seed, split), wrong in zip(instances, results, strict=True):
         faults = [Fault(wrong.text)] if isinstance(wrong, Failure) else wrong
-        problems[template.task_id] += [f"{fault.describe(template)} ({split} {seed})" for fault in faults]
+        problems[template.task_id] += [
+            f"{fault.describe(template)} ({split} {seed})" for fault in faults
+        ]
     return problems
 
 
 def _validate_instance(episode: Episode, instance: tuple[Template, int, str]) -> list[Fault]:
     template, seed, split = instance
-    return find_problems(episode, instantiate(template.task_id, seed, split), thorough=(seed, split) == (0, "train"))
+    return find_problems(
+        episode, instantiate(template.task_id, seed, split), thorough=(seed, split) == (0, "train")
+    )
 
 
 def play_in_parallel(

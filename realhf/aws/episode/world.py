@@ -50,7 +50,9 @@ class SlotState:
         because a missing answer must not count as a failed check."""
         result = self._run(command)
         if result.stopped or result.timed_out:
-            raise ConnectionError(f"a command of the environment's own got no answer: {result.stderr}")
+            raise ConnectionError(
+                f"a command of the environment's own got no answer: {result.stderr}"
+            )
         return result
 
 
@@ -96,7 +98,9 @@ def build_world(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None 
     try:
         for place, command in enumerate(task.setup):
             with _tag_setup_errors("setup_commands", place):
-                answers.append(_send(slot, _fill_captures(command, answers), "set-up", present, sent))
+                answers.append(
+                    _send(slot, _fill_captures(command, answers), "set-up", present, sent)
+                )
         task = _fill_task_captures(task, answers)
     except CaptureError as error:
         raise SetupError(f"task {task.task_id}: {error}") from None
@@ -104,7 +108,11 @@ def build_world(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None 
     for place, decoy in enumerate(task.decoys):
         with _tag_setup_errors("decoys", place):
             _send(slot, decoy, "decoy", present, sent)
-    chosen = choose_drifts(task.possible_drifts, seed) if drifts is None else [task.possible_drifts[i] for i in drifts]
+    chosen = (
+        choose_drifts(task.possible_drifts, seed)
+        if drifts is None
+        else [task.possible_drifts[i] for i in drifts]
+    )
     for drift in chosen:
         with _tag_setup_errors("possible_drifts", task.possible_drifts.index(drift)):
             _send(slot, drift, "drift", set(), sent)
@@ -124,8 +132,14 @@ def _tag_setup_errors(field: str, place: int) -> Iterator[None]:
 
 
 def _refuse_changes(task: Task) -> None:
-    """Refuse to change a real account. Raises TaskError for a task that would need another world."""
-    needs = {"a set-up": task.setup, "decoys": task.decoys, "drift": task.possible_drifts, "files": task.assets}
+    """Refuse to change a real account. Raises TaskError for a task that would need another
+    world."""
+    needs = {
+        "a set-up": task.setup,
+        "decoys": task.decoys,
+        "drift": task.possible_drifts,
+        "files": task.assets,
+    }
     wanted = [name for name, what in needs.items() if what]
     if wanted:
         reason = f"task {task.task_id} needs {' and '.join(wanted)}"
@@ -161,13 +175,19 @@ def _put_assets(slot: Slot, task: Task) -> None:
     for name, content in task.assets.items():
         try:
             slot.files.put(name, content.encode())
-            slot.own_files.put(name, content.encode())  # a drift may use it; the agent's copy may be another by then
+            slot.own_files.put(
+                name, content.encode()
+            )  # a drift may use it; the agent's copy may be another by then
         except ValueError as error:
             raise TaskError(f"task.assets: {error}") from None
 
 
 def _send(
-    slot: Slot, command: SetupCommand, purpose: str, made: set[tuple[str, str]], sent: list[tuple[AcceptedRequest, ...]]
+    slot: Slot,
+    command: SetupCommand,
+    purpose: str,
+    made: set[tuple[str, str]],
+    sent: list[tuple[AcceptedRequest, ...]],
 ) -> Mapping[str, Any]:
     """Send a set-up command and return its answer. Adds the resource to ``made`` and the accepted
     requests to ``sent``. Raises SetupError."""
@@ -190,7 +210,11 @@ def _send(
 
 
 def _run_line(
-    slot: Slot, command: SetupCommand, purpose: str, made: set[tuple[str, str]], sent: list[tuple[AcceptedRequest, ...]]
+    slot: Slot,
+    command: SetupCommand,
+    purpose: str,
+    made: set[tuple[str, str]],
+    sent: list[tuple[AcceptedRequest, ...]],
 ) -> Mapping[str, Any]:
     result = slot.own_executor.run(command.command)
     accepted = [one for one in result.requests if one.ok]
@@ -245,7 +269,9 @@ def begin_targets(
             raise
         except Exception as error:  # whatever it is, the agent did not cause it
             if not future.done():
-                raise TargetError(f"the target of task {task.task_id} was not ready after {WAIT_S:g} s") from error
+                raise TargetError(
+                    f"the target of task {task.task_id} was not ready after {WAIT_S:g} s"
+                ) from error
             raise TargetError(f"task {task.task_id}: {type(error).__name__}: {error}") from error
 
     return wait
@@ -263,14 +289,23 @@ def account_reader(graded: Slot, task: Task, slot: Slot) -> Callable[[], Snapsho
 
 
 def make_targets(
-    slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None = None, read: Callable[[], Snapshot] | None = None
+    slot: Slot,
+    task: Task,
+    seed: int,
+    drifts: Sequence[int] | None = None,
+    read: Callable[[], Snapshot] | None = None,
 ) -> tuple[Target, ...]:
     """Play each solution of a task on ``slot``, in a fresh world, and return the resulting
     accounts. Raises TargetError with the failing command, SetupError, TaskError, SnapshotError or
     SimulatorLost."""
     others = [replace(task, solution=commands) for commands in task.any_of]
-    targets = [_play_solution(slot, one, seed, drifts, read or partial(take_snapshot, slot)) for one in [task, *others]]
-    return tuple(replace(one, others=tuple(two.end for two in targets if two is not one)) for one in targets)
+    targets = [
+        _play_solution(slot, one, seed, drifts, read or partial(take_snapshot, slot))
+        for one in [task, *others]
+    ]
+    return tuple(
+        replace(one, others=tuple(two.end for two in targets if two is not one)) for one in targets
+    )
 
 
 def _play_solution(
@@ -288,13 +323,18 @@ def _play_solution(
     for number, command in enumerate(commands, 1):
         result = slot.own_executor.run(resolve(command, outputs))
         if not result.success:
-            error = TargetError(f"task {task.task_id}: command {number} of its solution fails: {result.stderr.strip()}")
+            error = TargetError(
+                f"task {task.task_id}: command {number} of its solution fails: "
+                f"{result.stderr.strip()}"
+            )
             error.place = number - 1
             raise error
         outputs.append(result.stdout)
         requests = [(f"{one.service}:{one.operation}", one.params) for one in result.requests]
         sent.append([one for one in requests if not is_read(*one)])
         states.append(read())
-    operations, arguments = (tuple(tuple(one[part] for one in deeds) for deeds in sent) for part in (0, 1))
+    operations, arguments = (
+        tuple(tuple(one[part] for one in deeds) for deeds in sent) for part in (0, 1)
+    )
     setup = tuple(SentWrite(*request) for requests in world.sent for request in requests)
     return Target(start, tuple(states), operations, arguments, setup=setup)

@@ -50,7 +50,8 @@ class Wiring:
     kind: tuple[str, str]
     """``from`` of the file: service and kind of the record that defines the connection."""
     source: str = ""
-    """Path of the source ARN, optionally preceded by the kind of another record of the same name."""
+    """Path of the source ARN, optionally preceded by the kind of another record of the same
+    name."""
     role: bool = False
     """Whether the grant belongs to a role (that of the connection or of its function) instead of
     the target's own policy."""
@@ -86,7 +87,11 @@ class CompanionGrants:
 @cache
 def read_wirings() -> tuple[Wiring, ...]:
     """Return the table. Raises TypeError for a malformed row."""
-    text = resources.files("realhf.aws.grading").joinpath("companions.yaml").read_text(encoding="utf-8")
+    text = (
+        resources.files("realhf.aws.grading")
+        .joinpath("companions.yaml")
+        .read_text(encoding="utf-8")
+    )
     wirings = []
     for row in yaml.load(text, Loader=yaml.CSafeLoader):
         service, _, kind = row.pop("from").partition("/")
@@ -95,7 +100,9 @@ def read_wirings() -> tuple[Wiring, ...]:
     return tuple(wirings)
 
 
-def find_companions(target: Resources, wanted: Rights, rename: Callable[[str], str]) -> CompanionGrants:
+def find_companions(
+    target: Resources, wanted: Rights, rename: Callable[[str], str]
+) -> CompanionGrants:
     """Return the grants that an account may have in addition to a target with the rights
     ``wanted``.
 
@@ -104,7 +111,9 @@ def find_companions(target: Resources, wanted: Rights, rename: Callable[[str], s
     extended = {key: attributes for key, attributes in target.items()}  # the target with all grants
     roles = dict[Key, str]()
     policies = set[str]()
-    by_arn = {str(one.get("Arn", "")): key for key, one in target.items() if key[:2] == ("iam", "roles")}
+    by_arn = {
+        str(one.get("Arn", "")): key for key, one in target.items() if key[:2] == ("iam", "roles")
+    }
     number = 0
     for row in read_wirings():
         for key, attributes in target.items():
@@ -124,10 +133,18 @@ def find_companions(target: Resources, wanted: Rights, rename: Callable[[str], s
                     inline = {f"companion {number}": document} if row.actions else {}
                     extended[role] = {
                         **attributes_of_role,
-                        "InlinePolicies": {**attributes_of_role.get("InlinePolicies", {}), **inline},
-                        "AttachedPolicies": [*attributes_of_role.get("AttachedPolicies", ()), *row.managed],
+                        "InlinePolicies": {
+                            **attributes_of_role.get("InlinePolicies", {}),
+                            **inline,
+                        },
+                        "AttachedPolicies": [
+                            *attributes_of_role.get("AttachedPolicies", ()),
+                            *row.managed,
+                        ],
                     }
-    return CompanionGrants(read_rights(extended, rename) if number else wanted, roles, frozenset(policies))
+    return CompanionGrants(
+        read_rights(extended, rename) if number else wanted, roles, frozenset(policies)
+    )
 
 
 def narrow_trust_policies(target: Resources) -> dict[Key, list[dict[str, Any]]]:
@@ -136,7 +153,9 @@ def narrow_trust_policies(target: Resources) -> dict[Key, list[dict[str, Any]]]:
     For each role that services assume on behalf of the target's connections, they limit the trust
     to the sources and the account; one policy for each way to name the sources.
     """
-    roles = {str(one.get("Arn", "")): key for key, one in target.items() if key[:2] == ("iam", "roles")}
+    roles = {
+        str(one.get("Arn", "")): key for key, one in target.items() if key[:2] == ("iam", "roles")
+    }
     sources_by_role: dict[Key, list[tuple[str, list[str]]]] = {}
     for row in read_wirings():
         for key, attributes in target.items():
@@ -145,7 +164,11 @@ def narrow_trust_policies(target: Resources) -> dict[Key, list[dict[str, Any]]]:
             for words in _connections(row, key, attributes, target):
                 role = roles.get(words["role"])
                 sources = _source_arns(row, words)
-                if role and sources and isinstance(target[role].get("AssumeRolePolicyDocument"), Mapping):
+                if (
+                    role
+                    and sources
+                    and isinstance(target[role].get("AssumeRolePolicyDocument"), Mapping)
+                ):
                     sources_by_role.setdefault(role, []).append((row.principal, sources))
     return {
         role: [
@@ -165,7 +188,11 @@ def _narrow_policy(policy: Mapping[str, Any], sources: Sequence[tuple[str, str]]
     statements = []
     for one in policy["Statement"]:
         named = one.get("Principal")
-        services = named.get("Service", []) if isinstance(named, Mapping) and one.get("Effect") == "Allow" else []
+        services = (
+            named.get("Service", [])
+            if isinstance(named, Mapping) and one.get("Effect") == "Allow"
+            else []
+        )
         limited = {service for service, _ in sources if service in services}
         rest = [service for service in services if service not in limited]
         others = {who: names for who, names in named.items() if who != "Service"} if limited else {}
@@ -174,13 +201,20 @@ def _narrow_policy(policy: Mapping[str, Any], sources: Sequence[tuple[str, str]]
             statements.append({**one, "Principal": others} if limited else one)
         for service, source in sources:
             if service in limited:
-                limit = {"ArnLike": {"aws:SourceArn": [source]}, "StringEquals": {"aws:SourceAccount": [ACCOUNT_ID]}}
+                limit = {
+                    "ArnLike": {"aws:SourceArn": [source]},
+                    "StringEquals": {"aws:SourceAccount": [ACCOUNT_ID]},
+                }
                 condition = _merge_conditions(one.get("Condition") or {}, limit)
-                statements.append({**one, "Principal": {"Service": [service]}, "Condition": condition})
+                statements.append(
+                    {**one, "Principal": {"Service": [service]}, "Condition": condition}
+                )
     return {**policy, "Statement": statements}
 
 
-def _connections(row: Wiring, key: Key, attributes: Mapping[str, Any], target: Resources) -> Iterator[dict[str, str]]:
+def _connections(
+    row: Wiring, key: Key, attributes: Mapping[str, Any], target: Resources
+) -> Iterator[dict[str, str]]:
     """Yield the words of each connection in a record: source, identity, account, target, name and
     the values of ``wires``."""
     kind, _, path = row.source.rpartition(":")
@@ -213,13 +247,18 @@ def _least_grant(row: Wiring, words: Mapping[str, str], target: Resources) -> di
     limits.append({"StringEquals": {"aws:SourceAccount": ACCOUNT_ID}})
     return {
         "Version": "2012-10-17",
-        "Statement": [{**least, "Condition": _merge_conditions(row.condition or {}, limit)} for limit in limits],
+        "Statement": [
+            {**least, "Condition": _merge_conditions(row.condition or {}, limit)}
+            for limit in limits
+        ],
     }
 
 
 def _source_arns(row: Wiring, words: Mapping[str, str]) -> list[str]:
     """Return the ARNs by which a policy may name the source of a connection."""
-    return [one for one in (words["source"], *(text.format(**words) for text in row.source_arn)) if one]
+    return [
+        one for one in (words["source"], *(text.format(**words) for text in row.source_arn)) if one
+    ]
 
 
 def _merge_conditions(
@@ -229,7 +268,9 @@ def _merge_conditions(
     return {name: {**one.get(name, {}), **other.get(name, {})} for name in (*one, *other)}
 
 
-def _add_grant(resources_by_key: dict[Key, Mapping[str, Any]], arn: str, document: Mapping[str, Any]) -> str:
+def _add_grant(
+    resources_by_key: dict[Key, Mapping[str, Any]], arn: str, document: Mapping[str, Any]
+) -> str:
     """Append statements to the policy of a resource of the target.
 
     Returns the name of the policy, "" if the target has no such resource.
@@ -252,7 +293,10 @@ def _add_grant(resources_by_key: dict[Key, Mapping[str, Any]], arn: str, documen
 
 
 def _add_role_grant(
-    resources_by_key: dict[Key, Mapping[str, Any]], row: Wiring, words: Mapping[str, str], document: Mapping[str, Any]
+    resources_by_key: dict[Key, Mapping[str, Any]],
+    row: Wiring,
+    words: Mapping[str, str],
+    document: Mapping[str, Any],
 ) -> str:
     """Append to the policy of a resource what a role's policy would allow; within one account
     either suffices.
@@ -269,7 +313,9 @@ def _add_role_grant(
     return _add_grant(resources_by_key, words["target"], {**document, "Statement": [statement]})
 
 
-def _append_statements(value: Any, path: tuple[str, ...], document: Mapping[str, Any]) -> dict[str, Any]:
+def _append_statements(
+    value: Any, path: tuple[str, ...], document: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return ``value`` with the statements of a document appended to the policy at a path."""
     if path:
         known = value if isinstance(value, Mapping) else {}

@@ -31,7 +31,14 @@ from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.cli.executor import CommandResult
 from realhf.aws.cli.policy import check_command
 from realhf.aws.grading.inventory import LISTINGS, ListingClient, list_names
-from realhf.aws.grading.tracker import Evidence, answers_question, has_effect, identity, mentions, same_resource
+from realhf.aws.grading.tracker import (
+    Evidence,
+    answers_question,
+    has_effect,
+    identity,
+    mentions,
+    same_resource,
+)
 from realhf.aws.tasks.task import TaskError
 
 MAX_CHECKS = 40
@@ -51,17 +58,42 @@ _S3_WORDS: Mapping[str, str] = {
 }
 """API operations of the high-level ``aws s3`` commands."""
 _KINDS: Mapping[str, str] = {"elasticache:create-cache-cluster": "cluster"}
-"""The kind of resource that an operation makes, where it is not the rest of the operation's name."""
+"""The kind of resource that an operation makes, where it is not the rest of the operation's
+name."""
 _USUAL_KINDS: Mapping[str, str] = {
-    **{"s3": "bucket", "dynamodb": "table", "sqs": "queue", "sns": "topic", "lambda": "function", "iam": "role"},
-    **{"secretsmanager": "secret", "ecs": "cluster", "rds": "db-instance", "elasticache": "cluster"},
-    **{"route53": "hosted-zone", "elbv2": "load-balancer", "efs": "file-system", "cognito-idp": "user-pool"},
+    **{
+        "s3": "bucket",
+        "dynamodb": "table",
+        "sqs": "queue",
+        "sns": "topic",
+        "lambda": "function",
+        "iam": "role",
+    },
+    **{
+        "secretsmanager": "secret",
+        "ecs": "cluster",
+        "rds": "db-instance",
+        "elasticache": "cluster",
+    },
+    **{
+        "route53": "hosted-zone",
+        "elbv2": "load-balancer",
+        "efs": "file-system",
+        "cognito-idp": "user-pool",
+    },
     **{"ssm": "parameter", "events": "rule", "cloudformation": "stack", "apigateway": "rest-api"},
     **{"apigatewayv2": "api", "glue": "database", "firehose": "delivery-stream"},
 }
 """The kind of resource that a service has by default, where no operation names one."""
 _UNNAMED = frozenset(
-    {("ec2", "instance"), ("ec2", "subnet"), ("ec2", "volume"), ("ec2", "vpc"), ("kms", "key"), ("sns", "subscription")}
+    {
+        ("ec2", "instance"),
+        ("ec2", "subnet"),
+        ("ec2", "volume"),
+        ("ec2", "vpc"),
+        ("kms", "key"),
+        ("sns", "subscription"),
+    }
 )
 """Kinds that are listed by a generated id or by an endpoint instead of a name."""
 _DRAWN_IDS = re.compile(
@@ -109,7 +141,9 @@ class ListedResource:
 
         Raises StateCallError or ConnectionError if the state cannot be read.
         """
-        return self.name in {identity(self.service, name) for name in list_names(state, self.service, self.kind)}
+        return self.name in {
+            identity(self.service, name) for name in list_names(state, self.service, self.kind)
+        }
 
 
 @dataclass(frozen=True)
@@ -176,7 +210,9 @@ class CriteriaStep:
         parameter."""
         if not has_effect(request.operation, self.operation) and request.operation not in self.also:
             return False
-        if self.resource is None or same_resource(request.resource, identity(request.service, self.resource)):
+        if self.resource is None or same_resource(
+            request.resource, identity(request.service, self.resource)
+        ):
             return True
         return mentions(request.params, self.resource)
 
@@ -247,7 +283,9 @@ def parse_criteria(data: Mapping[str, Any]) -> Criteria:
         operation=operation,
         params=data.get("params", {}),
         command_contains=contains,
-        resource=_parse_resource(data["resource_exists"], word) if "resource_exists" in data else None,
+        resource=_parse_resource(data["resource_exists"], word)
+        if "resource_exists" in data
+        else None,
         steps=tuple(_parse_step(step, services) for step in data.get("steps", ())),
         services=services,
         state_checks=tuple(map(_parse_state_check, data.get("state_checks", ()))),
@@ -264,7 +302,8 @@ def _refuse_unknown(data: Mapping[str, Any], known: Set[str], where: str) -> Non
     if unknown:
         key = sorted(map(str, unknown))[0][:60]
         raise TaskError(
-            f"task.success_criteria{where} has the unknown key {key!r}; known: {', '.join(sorted(known))}. What asks "
+            f"task.success_criteria{where} has the unknown key {key!r}; known: "
+            f"{', '.join(sorted(known))}. What asks "
             "for more is graded by its end state: a solution, and no success_criteria"
         )
 
@@ -292,7 +331,9 @@ def _parse_service(name: Any) -> str:
 
 def _named_service(text: str) -> frozenset[str]:
     """Return the service that ``command_contains`` names; empty if it is another text."""
-    if _table_name(_SERVICES.get(text, text)) in ALLOWED or (text.isidentifier() and text.islower()):
+    if _table_name(_SERVICES.get(text, text)) in ALLOWED or (
+        text.isidentifier() and text.islower()
+    ):
         return frozenset({_parse_service(text)})
     return frozenset()
 
@@ -310,9 +351,15 @@ def _find_operations(word: str, services: frozenset[str]) -> list[str]:
     """
     if word in _S3_WORDS and services <= {"s3"}:
         return [f"s3:{_S3_WORDS[word]}"]
-    owners = sorted({_SERVICES.get(owner, owner) for owner, words in ALLOWED.items() if word in words})
+    owners = sorted(
+        {_SERVICES.get(owner, owner) for owner, words in ALLOWED.items() if word in words}
+    )
     fitting = [owner for owner in owners if owner in services] or ([] if services else owners)
-    if not fitting and len(owners) == 1 and not any(word in _api_names(service) for service in services):
+    if (
+        not fitting
+        and len(owners) == 1
+        and not any(word in _api_names(service) for service in services)
+    ):
         fitting = owners  # ``services`` demands services; it does not forbid the others
     if not fitting:
         where = f" of {', '.join(sorted(services))}" if services else ""
@@ -353,7 +400,9 @@ def _parse_step(step: Any, services: frozenset[str]) -> CriteriaStep:
     if not step.get("operation") or not all(isinstance(value, str) for value in step.values()):
         raise TaskError("operation and resource of a step are texts")
     operation, *also = (
-        _find_operations(step["operation"], services) if _is_cli_word(step["operation"]) else [step["operation"]]
+        _find_operations(step["operation"], services)
+        if _is_cli_word(step["operation"])
+        else [step["operation"]]
     )
     return CriteriaStep(operation, step.get("resource"), frozenset(also))
 
@@ -372,4 +421,6 @@ def _parse_state_check(check: Any) -> CommandCheck:
         jmespath.compile(path or "@")
     except JMESPathError as error:
         raise TaskError(f"task.success_criteria{where}.json_path: {error}") from None
-    return CommandCheck(check["command"], path, check.get("expected"), check.get("output_contains", ""))
+    return CommandCheck(
+        check["command"], path, check.get("expected"), check.get("output_contains", "")
+    )

@@ -85,7 +85,10 @@ class Grader:
             if check.asks_for_drawn_id():
                 answer = self._state.run(check.command)
                 if not answer.success and not answer.timed_out:
-                    raise TaskError("a state check asks for an id that AWS draws and that the set-up has not made")
+                    raise TaskError(
+                        "a state check asks for an id that AWS draws and that the set-up has not "
+                        "made"
+                    )
         self._baseline = self._count_passing_checks()
         if checks and self._baseline == len(checks):
             raise TaskError("every state check of the task holds before the first command")
@@ -101,9 +104,16 @@ class Grader:
         """Describe what keeps the task from being achieved: steps without credit, failing checks,
         services."""
         criteria = self.criteria
-        gaps = [f"step {step.operation} {step.resource or ''}" for step in criteria.steps[len(self._credited) :]]
+        gaps = [
+            f"step {step.operation} {step.resource or ''}"
+            for step in criteria.steps[len(self._credited) :]
+        ]
         gaps += [str(check) for check in criteria.checks if not verified(check, self._state)]
-        return gaps + [f"service {s}" for s in sorted(criteria.services) if not services_reached([s], self._evidence)]
+        return gaps + [
+            f"service {s}"
+            for s in sorted(criteria.services)
+            if not services_reached([s], self._evidence)
+        ]
 
     def evaluate(self, added: Sequence[Evidence], *, lost: bool = False) -> Grade:
         """Return the grade after a command that sent the requests ``added``.
@@ -119,7 +129,9 @@ class Grader:
 
     def holding(self) -> frozenset[str]:
         """Return the positions of the checks that pass now, as text. Raises ConnectionError."""
-        return frozenset(str(place) for place, check in enumerate(self.criteria.checks) if self._holds(check))
+        return frozenset(
+            str(place) for place, check in enumerate(self.criteria.checks) if self._holds(check)
+        )
 
     def _holds(self, check: Check) -> bool:
         """Return whether a check passes; a check that cannot be read fails."""
@@ -144,7 +156,9 @@ class Grader:
         share = len(self._credited) / n_steps if n_steps else 0.0
         if not n_checks:
             complete = share == 1.0
-            return Grade(share if reached or not complete else (n_steps - 1) / n_steps, complete and reached)
+            return Grade(
+                share if reached or not complete else (n_steps - 1) / n_steps, complete and reached
+            )
         repaired = max(0.0, (passing - self._baseline) / (n_checks - self._baseline))
         progress = STEP_SHARE * share + (1 - STEP_SHARE) * repaired if n_steps else repaired
         return Grade(progress, passing == n_checks and reached)
@@ -156,7 +170,9 @@ class Grader:
         --recursive`` lists the objects that it deletes).
         """
         writes = any(not request.reads for request in worthy)
-        achieved = any(map(self.criteria.matches, worthy)) and not (is_read(self.criteria.operation) and writes)
+        achieved = any(map(self.criteria.matches, worthy)) and not (
+            is_read(self.criteria.operation) and writes
+        )
         return Grade(float(achieved), achieved)
 
     def _judge_creation(self) -> Grade:
@@ -199,11 +215,18 @@ def verified(check: Check, state: StateReader) -> bool:
         return False
 
 
-def unspent_request(step: CriteriaStep, evidence: Iterable[Evidence], spent: Sequence[int]) -> Evidence | None:
+def unspent_request(
+    step: CriteriaStep, evidence: Iterable[Evidence], spent: Sequence[int]
+) -> Evidence | None:
     """Return the first accepted request for a step that is not credited to another step (layer 2,
     dedup)."""
     return next(
-        (request for request in evidence if request.ok and request.index not in spent and step.is_met_by(request)), None
+        (
+            request
+            for request in evidence
+            if request.ok and request.index not in spent and step.is_met_by(request)
+        ),
+        None,
     )
 
 
@@ -214,7 +237,9 @@ def earns_credit(request: Evidence, criteria: Criteria) -> bool:
     a state.
     """
     asks_only = not criteria.checks and not criteria.steps
-    return request.ok and (asks_only or not request.reads or request.operation in criteria.operations)
+    return request.ok and (
+        asks_only or not request.reads or request.operation in criteria.operations
+    )
 
 
 def services_reached(services: Iterable[str], evidence: Iterable[Evidence]) -> bool:
@@ -258,7 +283,9 @@ class EndStateGrader:
     may_drop_settings = True
     """Whether the account may drop settings that were requested, as the simulator does."""
 
-    def __init__(self, task: Task, goals: Callable[[], tuple[Goal, ...]], read: Callable[[], Snapshot]) -> None:
+    def __init__(
+        self, task: Task, goals: Callable[[], tuple[Goal, ...]], read: Callable[[], Snapshot]
+    ) -> None:
         self.criteria = Criteria(services=services_of(task.solution))
         self.needless_writes = 0
         self.grade = Grade(0.0, False)
@@ -330,7 +357,9 @@ class EndStateGrader:
         if (
             self._counts_needless_writes
             and wrote
-            and (not verdict.satisfied - self._ever_satisfied or verdict.wrong_values - wrong_before)
+            and (
+                not verdict.satisfied - self._ever_satisfied or verdict.wrong_values - wrong_before
+            )
         ):
             self.needless_writes += 1
         self._ever_satisfied |= verdict.satisfied
@@ -373,14 +402,20 @@ class EndStateGrader:
         now = self._read()
         targets = [goal.target for goal in self._goals()]
         assert self._now is not None
-        self._sent += build_writes(self._now, now, [(request.operation, request.params) for request in self._unread])
+        self._sent += build_writes(
+            self._now, now, [(request.operation, request.params) for request in self._unread]
+        )
         self._unread.clear()
         self._now = now
         verdicts = [
-            comparison.judge(self._compared_part(now, target), self._sent if self.may_drop_settings else None)
+            comparison.judge(
+                self._compared_part(now, target), self._sent if self.may_drop_settings else None
+            )
             for comparison, target in zip(self._comparisons, targets, strict=True)
         ]
-        best = max(verdicts, key=lambda verdict: (verdict.achieved, verdict.progress, -len(verdict.harms)))
+        best = max(
+            verdicts, key=lambda verdict: (verdict.achieved, verdict.progress, -len(verdict.harms))
+        )
         operations = targets[verdicts.index(best)].operations
         self._operations = [name for place in best.parts for name in operations[place]]
         return best

@@ -112,7 +112,9 @@ sorted."""
 Listing = tuple[str, str, Mapping[str, Any], str]
 """Type, list operation, its parameters, and JMESPath of the names."""
 LISTINGS: Mapping[str, tuple[Listing, ...]] = {
-    service: tuple((kind, operation, _PARAMS.get(operation, {}), path) for _, kind, operation, path in rows)
+    service: tuple(
+        (kind, operation, _PARAMS.get(operation, {}), path) for _, kind, operation, path in rows
+    )
     for service, rows in groupby(map(str.split, _ROWS.strip().splitlines()), itemgetter(0))
 }
 """The list operations, by service."""
@@ -148,7 +150,11 @@ class Inventory:
         for service in self._services & LISTINGS.keys():
             if service not in self._known:
                 self._known[service] = self._list(service)
-        return {service: dict(self._known[service]) for service in sorted(self._known) if self._known[service]}
+        return {
+            service: dict(self._known[service])
+            for service in sorted(self._known)
+            if self._known[service]
+        }
 
     def _list(self, service: str) -> dict[str, list[str]]:
         names_by_type = {}
@@ -162,7 +168,9 @@ class Inventory:
         return names_by_type
 
 
-def list_names(caller: ListingClient, service: str, kind: str, limit: int | None = None) -> set[str]:
+def list_names(
+    caller: ListingClient, service: str, kind: str, limit: int | None = None
+) -> set[str]:
     """Return the names that the account lists for one of the ``LISTINGS``.
 
     Reads page by page until there are ``limit`` names (None: until MAX_PAGES). Raises
@@ -189,7 +197,9 @@ def _page_tokens(service: str, operation: str) -> tuple[str, str]:
     Both are "" for an operation without pages.
     """
     try:
-        pages = botocore.loaders.create_loader().load_service_model(service, "paginators-1")["pagination"]
+        pages = botocore.loaders.create_loader().load_service_model(service, "paginators-1")[
+            "pagination"
+        ]
     except UnknownServiceError:
         return "", ""
     row = pages.get(operation, {})

@@ -23,7 +23,11 @@ _RECORDS_OF_USE = frozenset(
     {
         *(("athena", "executions"), ("backup", "jobs"), ("batch", "jobs"), ("codebuild", "builds")),
         *(("glue", "job_runs"), ("glue", "workflow_runs"), ("ssm", "commands")),
-        *(("stepfunctions", "executions"), ("stepfunctions", "map_runs"), ("stepfunctions", "task_tokens")),
+        *(
+            ("stepfunctions", "executions"),
+            ("stepfunctions", "map_runs"),
+            ("stepfunctions", "task_tokens"),
+        ),
         *(("stepfunctions", "activity_tasks"), ("dynamodb", "closed_streams")),
         *(("cloudtrail", "events"), ("cloudwatch", "metrics"), ("logs", "log_records")),
         *(("ses", "sent_emails"), ("sns", "sms_messages")),
@@ -31,7 +35,9 @@ _RECORDS_OF_USE = frozenset(
 )
 """Kinds of records of runs, sent messages or measurements. AWS removes them itself later; no
 operation does."""
-_RUNS: Mapping[tuple[str, str], tuple[str, str]] = {("stepfunctions", "executions"): ("status", SETTLED)}
+_RUNS: Mapping[tuple[str, str], tuple[str, str]] = {
+    ("stepfunctions", "executions"): ("status", SETTLED)
+}
 """Kinds of runs that may still create something, with the member and the value of a running one."""
 _KEPT_BY_AWS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("cloudformation", "stacks"): ("StackStatus", '"DELETE_COMPLETE"'),
@@ -85,7 +91,10 @@ _OWN_TOKEN = re.compile(f"{DRAWN}{OWN}([^{END_DRAWN}]*){END_DRAWN}")
 
 
 def find_leftovers(
-    own: Mapping[Key, Sequence[Leaf]], others: Iterable[Leaf], wanted: Set[Key], transcript: str | None
+    own: Mapping[Key, Sequence[Leaf]],
+    others: Iterable[Leaf],
+    wanted: Set[Key],
+    transcript: str | None,
 ) -> set[Key]:
     """Return the resources that the agent has left behind.
 
@@ -95,14 +104,20 @@ def find_leftovers(
     they are unknown.
     """
     past = {key for key, leaves in own.items() if _is_past(key, leaves)}
-    judged = {key for key in own.keys() - past if not (is_setting(key) or _belongs_to_removed(key, own[key], past))}
+    judged = {
+        key
+        for key in own.keys() - past
+        if not (is_setting(key) or _belongs_to_removed(key, own[key], past))
+    }
     stacks = {key for key in judged if key[:2] == _STACK}
     declared = "\n".join(leaf[2] for key in stacks for leaf in own[key])
     transcript = _LOG_GROUP_OF_FUNCTION.sub("", transcript or "")
     known = [*others]
     unnamed = {key for key in judged - stacks if not _is_named(key, transcript, declared)}
     leftovers = judged - stacks - _made_by_services(unnamed, own, known)
-    return leftovers | {key for key in stacks if not _declares_wanted(own[key], known, wanted, leftovers)}
+    return leftovers | {
+        key for key in stacks if not _declares_wanted(own[key], known, wanted, leftovers)
+    }
 
 
 def _is_past(key: Key, leaves: Sequence[Leaf]) -> bool:
@@ -127,9 +142,17 @@ def _belongs_to_removed(key: Key, leaves: Sequence[Leaf], past: Iterable[Key]) -
     """Return whether a resource is part of a removed one: lies in it, or is the disk of an
     instance."""
     for service, kind, identity in past:
-        if key[0] == service and key[1].startswith(f"{kind}/") and key[2].strip("/").startswith(f"{identity}/"):
+        if (
+            key[0] == service
+            and key[1].startswith(f"{kind}/")
+            and key[2].strip("/").startswith(f"{identity}/")
+        ):
             return True
-        if key[:2] == ("ec2", "volumes") and kind == "instances" and any(identity in leaf[2] for leaf in leaves):
+        if (
+            key[:2] == ("ec2", "volumes")
+            and kind == "instances"
+            and any(identity in leaf[2] for leaf in leaves)
+        ):
             return any(_ENDS_WITH_IT in leaf[2] for leaf in leaves)
     return False
 
@@ -147,7 +170,9 @@ def _is_named(key: Key, transcript: str, declared: str) -> bool:
     return name in transcript or name in declared
 
 
-def _made_by_services(unnamed: Set[Key], own: Mapping[Key, Sequence[Leaf]], known: Sequence[Leaf]) -> set[Key]:
+def _made_by_services(
+    unnamed: Set[Key], own: Mapping[Key, Sequence[Leaf]], known: Sequence[Leaf]
+) -> set[Key]:
     """Return those of the ``unnamed`` resources that services made as a consequence of known
     resources.
 
@@ -156,11 +181,17 @@ def _made_by_services(unnamed: Set[Key], own: Mapping[Key, Sequence[Leaf]], know
     """
     known_keys = {leaf[0] for leaf in known}
     names = {f"{_LOGS_OF[key[:2]]}{key[2]}" for key in known_keys if key[:2] in _LOGS_OF}
-    names |= {leaf[2].strip('"') for leaf in known if leaf[0][:2] in _LOGS_OF and leaf[1].endswith(_CHOSEN_GROUP)}
+    names |= {
+        leaf[2].strip('"')
+        for leaf in known
+        if leaf[0][:2] in _LOGS_OF and leaf[1].endswith(_CHOSEN_GROUP)
+    }
     groups = {
         key
         for key in unnamed
-        if key[:2] == _LOG_GROUPS and key[2] in names and all(leaf[1] in _OF_A_NEW_GROUP for leaf in own[key])
+        if key[:2] == _LOG_GROUPS
+        and key[2] in names
+        and all(leaf[1] in _OF_A_NEW_GROUP for leaf in own[key])
     }
     holders = [*groups, *(key for key in known_keys if key[:2] == _LOG_GROUPS)]
     families = {key[2].partition(":")[0] for key in known_keys if key[:2] == _REVISIONS}
@@ -174,7 +205,11 @@ def _made_by_services(unnamed: Set[Key], own: Mapping[Key, Sequence[Leaf]], know
 
 def _lies_in(key: Key, holder: Key) -> bool:
     """Return whether a resource is a part of another one."""
-    return key[0] == holder[0] and key[1].startswith(f"{holder[1]}/") and key[2].startswith(f"{holder[2]}/")
+    return (
+        key[0] == holder[0]
+        and key[1].startswith(f"{holder[1]}/")
+        and key[2].startswith(f"{holder[2]}/")
+    )
 
 
 def short_names(key: Key) -> Iterator[str]:
@@ -185,19 +220,31 @@ def short_names(key: Key) -> Iterator[str]:
         yield name
 
 
-def _declares_wanted(stack: Sequence[Leaf], known: Sequence[Leaf], wanted: Set[Key], leftovers: Set[Key]) -> bool:
+def _declares_wanted(
+    stack: Sequence[Leaf], known: Sequence[Leaf], wanted: Set[Key], leftovers: Set[Key]
+) -> bool:
     """Return whether a stack declares a wanted resource, and none that is left over or missing."""
-    resources = {leaf[1].rpartition("/")[0]: leaf[2].strip('"') for leaf in stack if _DECLARED.match(leaf[1])}
-    types = {leaf[1].rpartition("/")[0]: leaf[2].strip('"') for leaf in stack if leaf[1].endswith("/ResourceType")}
+    resources = {
+        leaf[1].rpartition("/")[0]: leaf[2].strip('"') for leaf in stack if _DECLARED.match(leaf[1])
+    }
+    types = {
+        leaf[1].rpartition("/")[0]: leaf[2].strip('"')
+        for leaf in stack
+        if leaf[1].endswith("/ResourceType")
+    }
     names = {name for key in wanted for name in short_names(key)}
     seen = "\n".join([*{leaf[0][2]: None for leaf in known}, *(leaf[2] for leaf in known)])
     leftover_names = [name for key in leftovers for name in short_names(key)]
     return any(mentions_any(identity, names) for identity in resources.values()) and all(
-        types.get(place) in _GRANTS or (mentions_any(seen, [identity]) and not mentions_any(identity, leftover_names))
+        types.get(place) in _GRANTS
+        or (mentions_any(seen, [identity]) and not mentions_any(identity, leftover_names))
         for place, identity in resources.items()
     )
 
 
 def mentions_any(text: str, names: Iterable[str]) -> bool:
     """Return whether a text contains one of the names as a whole word."""
-    return any(name in text and re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", text) for name in names)
+    return any(
+        name in text and re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", text)
+        for name in names
+    )

@@ -20,7 +20,8 @@ Key = tuple[str, str, str]
 """Service, kind and identity of a resource. A kind with a ``/`` lies within a resource of the kind
 before the ``/``."""
 Drops = Callable[[str, Mapping[str, Any]], bool]
-"""Returns whether to drop a text; called with the text and the innermost mapping that contains it."""
+"""Returns whether to drop a text; called with the text and the innermost mapping that contains
+it."""
 DOCUMENT = "{document}"
 """Path step before the content of a document that a user wrote, none of which belongs to the
 service."""
@@ -33,7 +34,9 @@ _SIBLING = "./"
 
 @cache
 def _tables() -> Mapping[str, Any]:
-    text = resources.files("realhf.aws.grading").joinpath("meanings.yaml").read_text(encoding="utf-8")
+    text = (
+        resources.files("realhf.aws.grading").joinpath("meanings.yaml").read_text(encoding="utf-8")
+    )
     return yaml.load(text, Loader=yaml.CSafeLoader)
 
 
@@ -68,8 +71,11 @@ def only_describes(key: Key, path: str) -> bool:
     kind = f"{key[0]}/{key[1]}"
     steps = path.split(DOCUMENT)[0].replace("[]", "/").split("/")
     return any(
-        len(steps) == len(known) and _matches_prefix(known, steps) for known in _paths("descriptions", kind)
-    ) or any(len(steps) > len(known) and _matches_prefix(known, steps) for known in _paths("tags", kind))
+        len(steps) == len(known) and _matches_prefix(known, steps)
+        for known in _paths("descriptions", kind)
+    ) or any(
+        len(steps) > len(known) and _matches_prefix(known, steps) for known in _paths("tags", kind)
+    )
 
 
 def _matches_prefix(known: list[str], steps: list[str]) -> bool:
@@ -143,15 +149,20 @@ def drop_defaults(kind: str, attributes: dict[str, Any]) -> dict[str, Any]:
     for path in _tables()["descriptions_in_lists"].get(kind, ()):
         attributes = _without(attributes, path.split("/"), lambda _as_text, _holder: True)
     for default in _tables()["defaults"].get(kind, ()):
-        attributes = _without(attributes, default["path"].split("/"), partial(_is_default, default, attributes))
+        attributes = _without(
+            attributes, default["path"].split("/"), partial(_is_default, default, attributes)
+        )
     for member in _tables()["quoted_words"].get(kind, ()):
         if isinstance(attributes.get(member), str):
             attributes = {**attributes, member: _QUOTED_WORD.sub(r"\1", attributes[member])}
     return attributes
 
 
-def _is_default(default: Mapping[str, Any], resource: Mapping[str, Any], text: str, holder: Mapping[str, Any]) -> bool:
-    """Return whether ``text`` is the default of a row, for a member of ``holder`` in ``resource``."""
+def _is_default(
+    default: Mapping[str, Any], resource: Mapping[str, Any], text: str, holder: Mapping[str, Any]
+) -> bool:
+    """Return whether ``text`` is the default of a row, for a member of ``holder`` in
+    ``resource``."""
 
     def value_at(path: str) -> str:
         if path.startswith(_SIBLING):
@@ -172,15 +183,28 @@ def _normalize_selection(selection: dict[str, Any]) -> dict[str, Any]:
     https://docs.aws.amazon.com/aws-backup/latest/devguide/API_BackupSelection.html
     """
     conditions = selection.get("Conditions")
-    tags = conditions.get("StringEquals") if isinstance(conditions, Mapping) and len(conditions) == 1 else None
+    tags = (
+        conditions.get("StringEquals")
+        if isinstance(conditions, Mapping) and len(conditions) == 1
+        else None
+    )
     if not (isinstance(tags, list) and len(tags) == 1 and isinstance(tags[0], Mapping)):
         return selection
     key = str(tags[0].get("ConditionKey", ""))
     everything = selection.get("Resources", ["*"]) == ["*"]
-    if not (key.startswith(_TAG_OF_RESOURCE) and everything) or {"ListOfTags", "NotResources"} & selection.keys():
+    if (
+        not (key.startswith(_TAG_OF_RESOURCE) and everything)
+        or {"ListOfTags", "NotResources"} & selection.keys()
+    ):
         return selection
-    tag = {**tags[0], "ConditionKey": key.removeprefix(_TAG_OF_RESOURCE), "ConditionType": "STRINGEQUALS"}
-    rest = {name: value for name, value in selection.items() if name not in ("Conditions", "Resources")}
+    tag = {
+        **tags[0],
+        "ConditionKey": key.removeprefix(_TAG_OF_RESOURCE),
+        "ConditionType": "STRINGEQUALS",
+    }
+    rest = {
+        name: value for name, value in selection.items() if name not in ("Conditions", "Resources")
+    }
     return {**rest, "ListOfTags": [tag]}
 
 
@@ -198,7 +222,9 @@ def _as_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _without(value: Any, steps: list[str], drops: Drops, holder: Mapping[str, Any] | None = None) -> Any:
+def _without(
+    value: Any, steps: list[str], drops: Drops, holder: Mapping[str, Any] | None = None
+) -> Any:
     """Return ``value`` without the droppable text, or list of texts, at the end of a path.
 
     Containers that become empty are dropped too; None if nothing is left. ``name[]`` goes through a

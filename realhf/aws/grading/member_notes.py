@@ -60,7 +60,11 @@ def read_notes(file: Path = NOTES) -> Notes:
     entries = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
     defaults = entries["defaults"]
     return Notes(
-        {(note["operation"], note["member"]): note["value"] for note in defaults if _CONDITION not in note},
+        {
+            (note["operation"], note["member"]): note["value"]
+            for note in defaults
+            if _CONDITION not in note
+        },
         tuple(note for note in defaults if _CONDITION in note),
         {operation: frozenset(paths) for operation, paths in entries["steering"].items()},
         {operation: frozenset(paths) for operation, paths in entries["texts"].items()},
@@ -86,28 +90,45 @@ def _find_problems(entries: Any, root: Any) -> Iterator[tuple[int, str]]:
     for note, node in zip(entries["defaults"], nodes["defaults"].value, strict=True):
         line = node.start_mark.line + 1
         if set(note) - {_CONDITION} != _KEYS:
-            yield line, f"a default has {', '.join(sorted(_KEYS))}, this one {', '.join(sorted(note))}"
+            yield (
+                line,
+                f"a default has {', '.join(sorted(_KEYS))}, this one {', '.join(sorted(note))}",
+            )
         elif not str(note["page"]).startswith(_PAGES):
-            yield line, f"the default of {note['operation']} {note['member']} has no link to a page of {_PAGES}"
+            yield (
+                line,
+                f"the default of {note['operation']} {note['member']} has no link to a page of "
+                f"{_PAGES}",
+            )
         for member in (note.get("member", ""), *note.get(_CONDITION, ())):
             if member and not has_member(note["operation"], member):
                 yield line, f"botocore's model of {note['operation']} has no member {member}"
     for part in ("steering", "texts"):
-        for (operation, paths), (name, _) in zip(entries[part].items(), nodes[part].value, strict=True):
+        for (operation, paths), (name, _) in zip(
+            entries[part].items(), nodes[part].value, strict=True
+        ):
             for path in paths:
                 if operation != EVERY and not has_member(operation, path):
-                    yield name.start_mark.line + 1, f"botocore's model of {operation} has no member {path}"
+                    yield (
+                        name.start_mark.line + 1,
+                        f"botocore's model of {operation} has no member {path}",
+                    )
     for operation, node in zip(entries["uses"], nodes["uses"].value, strict=True):
         if operation_model(operation) is None:
             yield node.start_mark.line + 1, f"botocore knows no operation {operation}"
 
 
 def has_member(operation: str, path: str) -> bool:
-    """Return whether botocore's model of an operation ("service:Operation") has a member at a path."""
+    """Return whether botocore's model of an operation ("service:Operation") has a member at a
+    path."""
     shape: Any = getattr(operation_model(operation), "input_shape", None)
     for step in path.replace("[]", ".[]").split("."):
         kind = getattr(shape, "type_name", "")
-        inner = {"list": "member", "map": "value"}.get(kind, "") if step == "[]" or kind == "map" else ""
+        inner = (
+            {"list": "member", "map": "value"}.get(kind, "")
+            if step == "[]" or kind == "map"
+            else ""
+        )
         shape = getattr(shape, inner, None) if inner else getattr(shape, "members", {}).get(step)
     return shape is not None
 

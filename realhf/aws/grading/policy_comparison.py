@@ -35,7 +35,17 @@ LONGEST_NAME = 2_048
 """Longest policy and longest ARN, in characters, as limited by AWS."""
 _ANYTHING = ("*",)
 _STATEMENT_KEYS = frozenset(
-    {"Sid", "Effect", "Principal", "NotPrincipal", "Action", "NotAction", "Resource", "NotResource", "Condition"}
+    {
+        "Sid",
+        "Effect",
+        "Principal",
+        "NotPrincipal",
+        "Action",
+        "NotAction",
+        "Resource",
+        "NotResource",
+        "Condition",
+    }
 )
 _PRINCIPAL_KINDS = frozenset({"AWS", "Service", "Federated", "CanonicalUser"})
 
@@ -148,7 +158,11 @@ def _parse_names(entry: Mapping[str, Any], key: str, read: Any) -> Names:
 def _parse_texts(value: Any) -> tuple[str, ...]:
     """Return a text or a list of texts as a tuple without duplicates. Raises PolicyError."""
     values = [value] if isinstance(value, str) else value
-    if not isinstance(values, list | tuple) or not values or not all(isinstance(item, str) for item in values):
+    if (
+        not isinstance(values, list | tuple)
+        or not values
+        or not all(isinstance(item, str) for item in values)
+    ):
         raise PolicyError("a part of a statement is neither a text nor a list of texts")
     if any(len(item) > LONGEST_NAME for item in values):
         raise PolicyError("a name in a statement is longer than an ARN")
@@ -183,7 +197,11 @@ def _parse_conditions(data: Any) -> Iterator[tuple[str, str, tuple[str, ...]]]:
             raise PolicyError("a condition's operator holds no object")
         for key, values in keys.items():
             listed: Iterable[Any] = values if isinstance(values, list) else [values]
-            yield str(operator).lower(), str(key).lower(), tuple(_condition_text(value) for value in listed)
+            yield (
+                str(operator).lower(),
+                str(key).lower(),
+                tuple(_condition_text(value) for value in listed),
+            )
 
 
 def _condition_text(value: Any) -> str:
@@ -231,7 +249,11 @@ def combinations(patterns: Sequence[str], budget: Budget) -> dict[int, str]:
     names = dict((_combine_prefixes if simple else _combine_patterns)(plain, budget))
     for bit in [1 << number for number, pattern in enumerate(patterns) if "${" in pattern]:
         budget.spend(2 * len(names))
-        names |= {mask & ~bit: name for mask, name in names.items() if mask & bit and mask & ~bit not in names}
+        names |= {
+            mask & ~bit: name
+            for mask, name in names.items()
+            if mask & bit and mask & ~bit not in names
+        }
     return names
 
 
@@ -337,14 +359,19 @@ AccessRequest = tuple[str, str, str]
 _MOST_TERMS = 16
 """Largest number of alternatives into which the value lists of one statement are expanded."""
 _ACTIONS: Mapping[str, str] = {
-    service: f"{service}:*" for service in ("sqs", "sns", "s3", "lambda", "kms", "ecr", "secretsmanager")
+    service: f"{service}:*"
+    for service in ("sqs", "sns", "s3", "lambda", "kms", "ecr", "secretsmanager")
 } | {"iam": "sts:*"}
 """The actions that a policy of a resource is about, by service; a role can only be assumed."""
 _BELOW: Mapping[str, str] = {"s3": "/*", "lambda": ":*"}
 """Suffix of the names of what lies in a resource and is subject to its policy, by service."""
-_ONE_OF = frozenset({"stringequals", "stringlike", "arnequals", "arnlike", "ipaddress", "numericequals", "bool"})
+_ONE_OF = frozenset(
+    {"stringequals", "stringlike", "arnequals", "arnlike", "ipaddress", "numericequals", "bool"}
+)
 """Operators that hold if any of the values matches."""
-_NONE_OF = frozenset({"stringnotequals", "stringnotlike", "arnnotequals", "arnnotlike", "notipaddress"})
+_NONE_OF = frozenset(
+    {"stringnotequals", "stringnotlike", "arnnotequals", "arnnotlike", "notipaddress"}
+)
 """Operators that hold if none of the values matches."""
 _OPTIONAL = "ifexists"
 """Suffix of operators that also hold if the key is absent."""
@@ -414,14 +441,17 @@ def compare_policies(before: Policies, after: Policies, budget: Budget) -> Polic
         if old == new:
             continue
         equal = equal and all(
-            kind.implies(first.deny, second.deny) and kind.implies(first.deny + first.allow, second.deny + second.allow)
+            kind.implies(first.deny, second.deny)
+            and kind.implies(first.deny + first.allow, second.deny + second.allow)
             for first, second in ((old, new), (new, old))
         )
         loses = loses or any(kind.find_gain(term, new, old) is not None for term in old.allow)
         for term in new.allow:
             granted = kind.find_gain(term, old, new)
             if granted is not None:
-                source = next(one for one in kind.sources if any(part <= term for part in one.terms))
+                source = next(
+                    one for one in kind.sources if any(part <= term for part in one.terms)
+                )
                 gains.setdefault(source.statement, _build_gain(source, granted, kind.request))
     return PolicyDifference(equal, tuple(gains.values()), loses)
 
@@ -449,7 +479,9 @@ class _Conditions:
     def __init__(self, clauses: Sequence[_Clause], budget: Budget) -> None:
         atoms = {atom for clause in clauses for term in clause.terms for atom in term}
         budget.spend(len(atoms) ** 2)
-        self._implied = {atom: {other for other in atoms if _implies(atom, other)} for atom in atoms}
+        self._implied = {
+            atom: {other for other in atoms if _implies(atom, other)} for atom in atoms
+        }
 
     def close(self, term: Term) -> Term | None:
         """Return a term with all conditions that it implies; None if the conditions contradict each
@@ -458,11 +490,15 @@ class _Conditions:
             return term
         whole = frozenset().union(*(self._implied[atom] for atom in term))
         exact = {
-            (key, values[0]) for operator, key, values in whole if operator == "equals" and _has_no_variables(values)
+            (key, values[0])
+            for operator, key, values in whole
+            if operator == "equals" and _has_no_variables(values)
         }
         if len({key for key, _ in exact}) < len(exact):
             return None
-        if any(operator == "notequals" and (key, values[0]) in exact for operator, key, values in whole):
+        if any(
+            operator == "notequals" and (key, values[0]) in exact for operator, key, values in whole
+        ):
             return None
         return whole
 
@@ -531,11 +567,18 @@ def _request_kinds(before: Policies, after: Policies, budget: Budget) -> Iterato
     time.
     """
     budget.spend(len(_all_statements(before)) + len(_all_statements(after)))
-    if not any(one[1] == _TLS for statement in _all_statements(before) for one in statement.conditions):
+    if not any(
+        one[1] == _TLS for statement in _all_statements(before) for one in statement.conditions
+    ):
         after = _assume_tls_everywhere(after)
     clauses: list[_Clause] = []
     parts: list[tuple[int, int]] = []
-    for statements in (before.statements, before.boundary or (), after.statements, after.boundary or ()):
+    for statements in (
+        before.statements,
+        before.boundary or (),
+        after.statements,
+        after.boundary or (),
+    ):
         begin = len(clauses)
         clauses += [clause for statement in statements for clause in _expand_clauses(statement)]
         parts.append((begin, len(clauses)))
@@ -550,7 +593,11 @@ def _request_kinds(before: Policies, after: Policies, budget: Budget) -> Iterato
     ):
         kinds = _distinguish(sets, within, budget)
         budget.spend(len(live) * len(kinds))
-        live = {one & other: (*names, name) for one, names in live.items() for other, name in kinds.items()}
+        live = {
+            one & other: (*names, name)
+            for one, names in live.items()
+            for other, name in kinds.items()
+        }
     for mask, (who, what, where) in live.items():
         about = [[clauses[n] for n in range(*part) if mask >> n & 1] for part in parts]
         budget.spend(len(clauses))
@@ -560,10 +607,17 @@ def _request_kinds(before: Policies, after: Policies, budget: Budget) -> Iterato
         yield _RequestKind((who, what, where), old, new, sources, conditions, budget)
 
 
-def _build_answer(clauses: Sequence[_Clause], boundary: Sequence[_Clause] | None, budget: Budget) -> _Answer:
+def _build_answer(
+    clauses: Sequence[_Clause], boundary: Sequence[_Clause] | None, budget: Budget
+) -> _Answer:
     """Return the answer of clauses, limited by a permission boundary if there is one."""
     allow = dict.fromkeys(term for clause in clauses if clause.allow for term in clause.terms)
-    deny = dict.fromkeys(term for clause in (*clauses, *(boundary or ())) if not clause.allow for term in clause.terms)
+    deny = dict.fromkeys(
+        term
+        for clause in (*clauses, *(boundary or ()))
+        if not clause.allow
+        for term in clause.terms
+    )
     if boundary is not None:
         limits = {term for clause in boundary if clause.allow for term in clause.terms}
         budget.spend(len(allow) * len(limits))
@@ -584,7 +638,9 @@ def _distinguish(names: Sequence[Names], within: Sequence[str], budget: Budget) 
     for number, pattern in enumerate(patterns):
         patterns[pattern] = 1 << number
     wanted = sum(patterns[pattern] for pattern in within)
-    sets = [(sum({patterns[p] for p in one.patterns}), one.inverted, bit) for one, bit in bits.items()]
+    sets = [
+        (sum({patterns[p] for p in one.patterns}), one.inverted, bit) for one, bit in bits.items()
+    ]
     names_by_combination: dict[int, str] = {}
     matched = combinations(list(patterns), budget)
     budget.spend(len(matched) * len(sets))
@@ -637,7 +693,10 @@ def _expand_terms(conditions: Sequence[Atom]) -> tuple[Term, ...]:
     """Return the alternatives of a statement's conditions."""
     each = [_alternatives(*condition) for condition in conditions]
     if math.prod(map(len, each)) > _MOST_TERMS:
-        each = [[frozenset({(operator, key, tuple(sorted(values)))})] for operator, key, values in conditions]
+        each = [
+            [frozenset({(operator, key, tuple(sorted(values)))})]
+            for operator, key, values in conditions
+        ]
     return tuple({frozenset().union(*chosen): None for chosen in itertools.product(*each)})
 
 
@@ -648,7 +707,11 @@ def _alternatives(operator: str, key: str, values: tuple[str, ...]) -> list[Term
     if not values or base not in _ONE_OF | _NONE_OF:
         return [frozenset({(operator, key, tuple(sorted(set(values))))})]
     atoms = [
-        (_canonical_operator(base, value) + suffix, key, (value.lower() if base == "bool" else value,))
+        (
+            _canonical_operator(base, value) + suffix,
+            key,
+            (value.lower() if base == "bool" else value,),
+        )
         for value in values
     ]
     return [frozenset({atom}) for atom in atoms] if base in _ONE_OF else [frozenset(atoms)]
@@ -657,14 +720,17 @@ def _alternatives(operator: str, key: str, values: tuple[str, ...]) -> list[Term
 def _canonical_operator(operator: str, value: str) -> str:
     """Return one name for all operators that compare a text literally."""
     kind = operator.replace("not", "")
-    exact = kind == "stringequals" or (kind in ("stringlike", "arnlike", "arnequals") and not set("*?") & set(value))
+    exact = kind == "stringequals" or (
+        kind in ("stringlike", "arnlike", "arnequals") and not set("*?") & set(value)
+    )
     if not exact:
         return operator.replace("arnequals", "arnlike").replace("arnnotequals", "arnnotlike")
     return "notequals" if kind != operator else "equals"
 
 
 def _implies(atom: Atom, other: Atom) -> bool:
-    """Return whether the first condition implies the second one, as far as the comparison can tell."""
+    """Return whether the first condition implies the second one, as far as the comparison can
+    tell."""
     if atom == other:
         return True
     operator, key, values = atom
@@ -675,10 +741,18 @@ def _implies(atom: Atom, other: Atom) -> bool:
     wider = wider.removesuffix(_OPTIONAL)
     if operator == wider and values == patterns:
         return True
-    if operator == wider == "arnlike" and len(values) == len(patterns) == 1 and "?" not in patterns[0]:
+    if (
+        operator == wider == "arnlike"
+        and len(values) == len(patterns) == 1
+        and "?" not in patterns[0]
+    ):
         narrow = values[0].split(":", 5)
         wide = patterns[0].split(":", 5)
-        return _has_no_variables(values + patterns) and len(narrow) == len(wide) and all(map(matches, wide, narrow))
+        return (
+            _has_no_variables(values + patterns)
+            and len(narrow) == len(wide)
+            and all(map(matches, wide, narrow))
+        )
     if operator != "equals" or not _has_no_variables(values + patterns):
         return False
     if wider == "stringlike":
@@ -709,7 +783,10 @@ def _assume_tls(statements: Sequence[Statement]) -> tuple[Statement, ...]:
     plain = {("bool", _TLS, ("true",)), ("boolifexists", _TLS, ("true",))}
     never = {("bool", _TLS, ("false",))}
     return tuple(
-        replace(one, conditions=tuple(condition for condition in one.conditions if condition not in plain))
+        replace(
+            one,
+            conditions=tuple(condition for condition in one.conditions if condition not in plain),
+        )
         for one in statements
         if not never & set(one.conditions)
     )
@@ -728,4 +805,6 @@ def _matching_pattern(names: Names, example: str) -> str:
     """Return the pattern of a statement that the example matches."""
     if names.inverted:
         return "anything but " + ", ".join(names.patterns)
-    return next((pattern for pattern in names.patterns if matches(pattern, example)), names.patterns[0])
+    return next(
+        (pattern for pattern in names.patterns if matches(pattern, example)), names.patterns[0]
+    )

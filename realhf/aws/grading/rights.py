@@ -6,11 +6,11 @@ who may assume it; for each other resource the policies attached to it, and the 
 ``compare_rights`` compares two accounts holder by holder, by meaning (``policy_comparison`` states
 what is exact). When in doubt it assumes more rights:
 
-- AWS managed policies are known by name only, except the widest. Each may allow anything, and equals
-  nothing but itself.
+- AWS managed policies are known by name only, except the widest. Each may allow anything, and
+  equals nothing but itself.
 - A document that cannot be parsed as a policy may allow anything.
-- A holder whose comparison needs more than MOST_STEPS steps is listed in ``unread``; neither equality
-  nor a gain is claimed for it.
+- A holder whose comparison needs more than MOST_STEPS steps is listed in ``unread``; neither
+  equality nor a gain is claimed for it.
 
 Not covered: rights that a holder reaches through another one (by assuming a role, or passing one to
 a service), and settings that are not policies: access lists of buckets, function URLs without
@@ -129,15 +129,26 @@ def compare_rights(before: Rights, after: Rights) -> RightsChange:
             if difference.equal:
                 continue
             # A change that only denies counts for an identity if a resource admits it by itself.
-            if not identity or difference.gains or difference.loses or _is_admitted(holder, admitted):
+            if (
+                not identity
+                or difference.gains
+                or difference.loses
+                or _is_admitted(holder, admitted)
+            ):
                 changed.append(holder)
-            if old is not before.groups:  # rights that a group passes on are counted with its members
-                more += [_build_more_rights(holder, gain, identity, holder not in old) for gain in difference.gains]
+            if (
+                old is not before.groups
+            ):  # rights that a group passes on are counted with its members
+                more += [
+                    _build_more_rights(holder, gain, identity, holder not in old)
+                    for gain in difference.gains
+                ]
     return RightsChange(tuple(changed), tuple(more), tuple(unread))
 
 
 def read_rights(resources: Resources, rename: Callable[[str], str] = str) -> Rights:
-    """Return the rights in an account. ``rename`` is applied to all names and texts that are read."""
+    """Return the rights in an account. ``rename`` is applied to all names and texts that are
+    read."""
     iam = {kind: {} for kind in _IAM_KINDS}
     others: dict[str, Policies] = {}
     for (service, kind, identity), attributes in resources.items():
@@ -173,18 +184,31 @@ def read_rights(resources: Resources, rename: Callable[[str], str] = str) -> Rig
     }
     for name, role in iam["roles"].items():
         arn = rename(str(role.get("Arn", name)))
-        others[f"trust in {arn}"] = Policies(read_document(role.get("AssumeRolePolicyDocument"), rename), None, arn)
-    return Rights(users, roles, {name: Policies(statements) for name, statements in groups.items()}, others)
+        others[f"trust in {arn}"] = Policies(
+            read_document(role.get("AssumeRolePolicyDocument"), rename), None, arn
+        )
+    return Rights(
+        users, roles, {name: Policies(statements) for name, statements in groups.items()}, others
+    )
 
 
-_IAM_KINDS = ("users", "roles", "groups", "policies", "user_inline_policies", "group_inline_policies")
+_IAM_KINDS = (
+    "users",
+    "roles",
+    "groups",
+    "policies",
+    "user_inline_policies",
+    "group_inline_policies",
+)
 """Kinds of IAM records that hold policies or refer to them."""
 
 
 class _ManagedPolicies:
     """The managed policies of an account, by ARN."""
 
-    def __init__(self, policies: Mapping[str, Mapping[str, Any]], rename: Callable[[str], str]) -> None:
+    def __init__(
+        self, policies: Mapping[str, Mapping[str, Any]], rename: Callable[[str], str]
+    ) -> None:
         self._policies = {str(one.get("Arn", name)): one for name, one in policies.items()}
         self._rename = rename
 
@@ -202,7 +226,11 @@ class _ManagedPolicies:
         """Return the statements of the default version of a policy."""
         policy = self._policies.get(arn)
         if policy is None:
-            return _EVERYTHING if arn == _AWS_POLICIES + "AdministratorAccess" else _unknown_policy(self._rename(arn))
+            return (
+                _EVERYTHING
+                if arn == _AWS_POLICIES + "AdministratorAccess"
+                else _unknown_policy(self._rename(arn))
+            )
         version = (policy.get("Versions") or {}).get(policy.get("DefaultVersionId")) or {}
         return read_document(version.get("Document"), self._rename)
 
@@ -216,7 +244,9 @@ def read_document(document: Any, rename: Callable[[str], str] = str) -> tuple[St
     """
     if document in (None, "", {}):
         return ()
-    text = document if isinstance(document, str) else json.dumps(document, sort_keys=True, default=str)
+    text = (
+        document if isinstance(document, str) else json.dumps(document, sort_keys=True, default=str)
+    )
     return _parse_statements(rename(text))
 
 
@@ -230,7 +260,9 @@ def _parse_statements(text: str) -> tuple[Statement, ...]:
             return ()
         if "${" in text and isinstance(document, dict) and document.get("Version") != "2012-10-17":
             text = text.replace("${", _LITERAL)
-        return parse_policy(_with_single_effects(json.loads(text)) if '"Effect": [' in text else text)
+        return parse_policy(
+            _with_single_effects(json.loads(text)) if '"Effect": [' in text else text
+        )
     except (PolicyError, ValueError, RecursionError):
         return _unknown_policy(f"a policy that cannot be read ({len(text)} characters)", text)
 
@@ -242,7 +274,9 @@ def _with_single_effects(document: Any) -> Any:
     return {
         "Statement": [
             {**one, "Effect": one["Effect"][0]}
-            if isinstance(one, Mapping) and isinstance(one.get("Effect"), list) and len(one["Effect"]) == 1
+            if isinstance(one, Mapping)
+            and isinstance(one.get("Effect"), list)
+            and len(one["Effect"]) == 1
             else one
             for one in listed
         ]
@@ -258,14 +292,20 @@ _EVERYTHING = (Statement(True),)
 """The statements of AdministratorAccess."""
 
 
-def _read_documents(documents: Mapping[str, Any], rename: Callable[[str], str]) -> Iterator[Statement]:
+def _read_documents(
+    documents: Mapping[str, Any], rename: Callable[[str], str]
+) -> Iterator[Statement]:
     """Yield the statements of inline policies."""
     for document in documents.values():
         yield from read_document(document, rename)
 
 
 def _attached_to_resource(
-    service: str, kind: str, identity: str, attributes: Mapping[str, Any], rename: Callable[[str], str]
+    service: str,
+    kind: str,
+    identity: str,
+    attributes: Mapping[str, Any],
+    rename: Callable[[str], str],
 ) -> dict[str, Policies]:
     """Return the policies attached to a resource, by name. A grant of a key counts as one."""
     if (service, kind) == ("kms", "grants"):
@@ -275,15 +315,20 @@ def _attached_to_resource(
         return {}
     owner = rename(arn_of(service, identity, attributes))
     return {
-        "/".join(filter(None, (service, kind, identity, path))): Policies(read_document(policy, rename), None, owner)
+        "/".join(filter(None, (service, kind, identity, path))): Policies(
+            read_document(policy, rename), None, owner
+        )
         for path, policy in policies
     }
 
 
-def _find_policies(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _find_policies(
+    value: Any, path: str, depth: int = 0
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (path, policy) for each policy among the attributes that names principals.
 
-    Attributes are JSON, so a map is a ``dict``, which ``isinstance`` tests ten times faster than Mapping.
+    Attributes are JSON, so a map is a ``dict``, which ``isinstance`` tests ten times faster than
+    Mapping.
     """
     if isinstance(value, str) and value[:1] == "{" and '"Statement"' in value:
         try:
@@ -293,7 +338,10 @@ def _find_policies(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str,
     if isinstance(value, dict) and depth <= _DEEPEST:
         statements = value.get("Statement")
         listed = statements if isinstance(statements, list) else [statements]
-        if any(isinstance(one, dict) and ("Principal" in one or "NotPrincipal" in one) for one in listed):
+        if any(
+            isinstance(one, dict) and ("Principal" in one or "NotPrincipal" in one)
+            for one in listed
+        ):
             yield path, value
             return
         for name, item in value.items():
@@ -338,8 +386,14 @@ def _read_key_grant(grant: Mapping[str, Any], rename: Callable[[str], str]) -> P
     )
     owner = rename(str(grant.get("KeyId", "")))
     limits = grant.get("Constraints")
-    conditions = (("equals", "constraints", (json.dumps(limits, sort_keys=True),)),) if limits else ()
-    return Policies((Statement(True, Names(who), Names(actions), Names(), conditions),) if actions else (), None, owner)
+    conditions = (
+        (("equals", "constraints", (json.dumps(limits, sort_keys=True),)),) if limits else ()
+    )
+    return Policies(
+        (Statement(True, Names(who), Names(actions), Names(), conditions),) if actions else (),
+        None,
+        owner,
+    )
 
 
 def _build_more_rights(holder: str, gain: Gain, identity: bool, new: bool) -> MoreRights:
@@ -360,6 +414,10 @@ def _classify_principal(principal: str) -> str:
 
 
 def _is_admitted(holder: str, admitted: Iterable[Names]) -> bool:
-    """Return whether a resource may admit the identity, so that denials in its own policies matter."""
+    """Return whether a resource may admit the identity, so that denials in its own policies
+    matter."""
     session = f":assumed-role/{holder.rsplit('/', 1)[-1]}/"
-    return any(names.has(f"AWS:{holder}") or any(session in one for one in names.patterns) for names in admitted)
+    return any(
+        names.has(f"AWS:{holder}") or any(session in one for one in names.patterns)
+        for names in admitted
+    )

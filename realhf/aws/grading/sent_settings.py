@@ -25,7 +25,12 @@ from typing import Any
 from realhf.aws.grading.meanings import known_defaults, only_describes
 from realhf.aws.grading.member_notes import Notes, read_notes
 from realhf.aws.grading.snapshot import Key, Snapshot
-from realhf.aws.grading.stack_templates import OF_STACK, UNKNOWN, UnreadTemplate, read_declared_resources
+from realhf.aws.grading.stack_templates import (
+    OF_STACK,
+    UNKNOWN,
+    UnreadTemplate,
+    read_declared_resources,
+)
 from realhf.aws.grading.tracker import identifying_parameter, identity, is_read
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 
@@ -106,7 +111,8 @@ Subject = tuple[str, ...]
 
 @dataclass(frozen=True)
 class SentWrite:
-    """An accepted write request, with the resources that appeared and disappeared by its command."""
+    """An accepted write request, with the resources that appeared and disappeared by its
+    command."""
 
     operation: str
     """The operation as "service:Operation", or the type of a resource that a template declares."""
@@ -195,7 +201,9 @@ class MemberTable:
         self._noted_fate = noted
         self._defaults: defaultdict[tuple[str, MemberPath], list[Default]] = defaultdict(list)
         for one in defaults:
-            self._defaults[service_of(one.operation), _normalize_path(tuple(parse_path(one.path)))].append(one)
+            self._defaults[
+                service_of(one.operation), _normalize_path(tuple(parse_path(one.path)))
+            ].append(one)
 
     def fate(self, operation: str, path: MemberPath) -> str:
         """Return the fate of a member, or of the structure that contains it.
@@ -205,7 +213,9 @@ class MemberTable:
         """
         if operation in self._fates:
             return self._probed_fate(operation, path)
-        noted = (self._noted_fate(operation, format_path(path[:end])) for end in range(1, len(path) + 1))
+        noted = (
+            self._noted_fate(operation, format_path(path[:end])) for end in range(1, len(path) + 1)
+        )
         fate = next(filter(None, noted), "")
         if not fate and _TAKES_AWAY.search(operation):
             fate = NAMES
@@ -216,7 +226,9 @@ class MemberTable:
         fate = NOT_PROBED
         node = self._fates.get(operation, {})
         for step in path:
-            node = (node.get(step) if step else None) or node.get(ANY)  # "" holds the fate of the node itself
+            node = (node.get(step) if step else None) or node.get(
+                ANY
+            )  # "" holds the fate of the node itself
             if node is None:
                 break
             fate = node.get("", fate)
@@ -256,11 +268,14 @@ class MemberTable:
         made = [name for its, name in write.made if its == service]
         is_declared = write.operation.startswith(_TYPE)
         if is_declared and any(
-            value is not None and (value in UNKNOWN or not isinstance(value, str)) for value in values
+            value is not None and (value in UNKNOWN or not isinstance(value, str))
+            for value in values
         ):
             named = []
         if made and _MAKES.search(write.operation):
-            theirs = {part for key in write.born if key[0] == service for part in _split_identity(key[2])}
+            theirs = {
+                part for key in write.born if key[0] == service for part in _split_identity(key[2])
+            }
             if not (named and named[-1] in theirs):
                 named = made
         if not named and is_declared:
@@ -296,8 +311,11 @@ def parse_path(text: str) -> list[str]:
     return text.replace(ELEMENT, f".{ELEMENT}").split(".")
 
 
-def build_settings(writes: Iterable[SentWrite], table: MemberTable, rename: Callable[[str], str] = str) -> Settings:
-    """Return the settings that requests leave, in their order. ``rename`` is applied to every text."""
+def build_settings(
+    writes: Iterable[SentWrite], table: MemberTable, rename: Callable[[str], str] = str
+) -> Settings:
+    """Return the settings that requests leave, in their order. ``rename`` is applied to every
+    text."""
     ledger = _SettingsLedger(table, rename)
     for write in writes:
         ledger.record(write)
@@ -313,14 +331,15 @@ class _SettingsLedger:
         self._table = table
         self._rename = rename
         self._existing: defaultdict[Subject, dict[str, frozenset[Key]]] = defaultdict(dict)
-        """Created resources that still exist, by subject and kind, with the keys in the account that
-        appeared with them."""
+        """Created resources that still exist, by subject and kind, with the keys in the account
+        that appeared with them."""
         self._at_top: defaultdict[tuple[Subject, str], set[MemberPath]] = defaultdict(set)
         """Paths of settings by subject and the first step of the path."""
         self._asked: defaultdict[tuple[Subject, str], set[MemberPath]] = defaultdict(set)
         """Paths of settings by subject and operation."""
         self._made_with: dict[tuple[str, str], Subject] = {}
-        """Subject for which each generated id was made; later requests name the resource by the id."""
+        """Subject for which each generated id was made; later requests name the resource by the
+        id."""
         self._stacks: dict[str, Mapping[str, Any]] = {}
         """The last request about each stack."""
         self._declared: dict[str, list[SentWrite]] = {}
@@ -341,8 +360,12 @@ class _SettingsLedger:
             self._stacks[name] = params
             before = {(self._subject(one), one.operation) for one in self._declared.get(name, ())}
             self._declared[name] = _declared_writes(params, write)
-            for subject, kind in before & {(self._subject(one), one.operation) for one in self._declared[name]}:
-                self._forget(subject, set(self._asked.pop((subject, kind), ())))  # a template says all of it again
+            for subject, kind in before & {
+                (self._subject(one), one.operation) for one in self._declared[name]
+            }:
+                self._forget(
+                    subject, set(self._asked.pop((subject, kind), ()))
+                )  # a template says all of it again
             for one in self._declared[name]:
                 self._record_one(one)
 
@@ -376,7 +399,11 @@ class _SettingsLedger:
         if _ENDS.search(write.operation) and not _VERSIONS & write.params.keys():
             self._forget_deleted(subject, kind, write)
         if _RESTORES.search(write.operation):
-            ended = {path for path, one in self.settings.get(subject, {}).items() if _ENDS.search(one.operation)}
+            ended = {
+                path
+                for path, one in self.settings.get(subject, {}).items()
+                if _ENDS.search(one.operation)
+            }
             self._forget(subject, ended)
         self._write(subject, write, sent, again=again, stays=stays)
 
@@ -395,7 +422,9 @@ class _SettingsLedger:
         already and keeps the values that it was created with.
         """
         settings = self.settings.setdefault(subject, {})
-        top = {path[0] for path in sent} | {name.lower() for name in write.params if name != _ATTRIBUTES}
+        top = {path[0] for path in sent} | {
+            name.lower() for name in write.params if name != _ATTRIBUTES
+        }
         # Settings that the request may change: those of the structures that it sends, and for an
         # operation that sets all of a resource, those of its earlier requests.
         touched = {path for name in top for path in self._at_top.get((subject, name), ())}
@@ -408,7 +437,9 @@ class _SettingsLedger:
                 settings[path] = replace(setting, sent=(values, *setting.sent))
             elif setting.operation == write.operation:
                 settings[path] = replace(setting, sent=(*setting.sent, values))
-            elif path not in sent and path[0] in top and not stays:  # its structure was replaced without it
+            elif (
+                path not in sent and path[0] in top and not stays
+            ):  # its structure was replaced without it
                 self._forget(subject, {path})
         self._asked[subject, write.operation] |= set()  # records the operation even without members
         for path, (where, values) in sent.items():
@@ -426,7 +457,9 @@ class _SettingsLedger:
         is."""
         if kind in self._existing[subject]:
             return True
-        return bool(self._existing[subject]) and not _named_by(write.born, self._table.subject(write))
+        return bool(self._existing[subject]) and not _named_by(
+            write.born, self._table.subject(write)
+        )
 
     def _sent_members(self, write: SentWrite) -> dict[MemberPath, tuple[MemberPath, set[str]]]:
         """Return the members that a request sends: path and values by normalized path, without
@@ -458,14 +491,19 @@ class _SettingsLedger:
         if self._existing[subject].get(kind):
             return
         if kind in self._existing[subject]:
-            if any(key[0] == subject[0] and set(_split_identity(key[2])) & set(subject[1:]) for key in write.gone):
+            if any(
+                key[0] == subject[0] and set(_split_identity(key[2])) & set(subject[1:])
+                for key in write.gone
+            ):
                 self._forget_resource(subject, kind)
             return
         settings = self.settings.get(subject, {})
         # A setting with several requests belongs to several parts of one name; which of them was
         # deleted is unknown.
         single = {
-            path for path, setting in settings.items() if _noun_of(setting.operation) == kind and len(setting.sent) == 1
+            path
+            for path, setting in settings.items()
+            if _noun_of(setting.operation) == kind and len(setting.sent) == 1
         }
         self._forget(subject, single)
 
@@ -503,7 +541,11 @@ class _SettingsLedger:
 
 def _named_by(keys: Iterable[Key], subject: Subject) -> frozenset[Key]:
     """Return those of the keys that a subject names."""
-    return frozenset(key for key in keys if key[0] == subject[0] and set(_split_identity(key[2])) & set(subject[1:]))
+    return frozenset(
+        key
+        for key in keys
+        if key[0] == subject[0] and set(_split_identity(key[2])) & set(subject[1:])
+    )
 
 
 def _normalize_value(value: str) -> str:
@@ -540,12 +582,19 @@ def _declared_writes(params: Mapping[str, Any], write: SentWrite) -> list[SentWr
     A template that is invalid or external becomes a single ``_UNREAD`` write.
     """
     try:
-        return [SentWrite(one.type, one.properties, write.made, write.born) for one in read_declared_resources(params)]
+        return [
+            SentWrite(one.type, one.properties, write.made, write.born)
+            for one in read_declared_resources(params)
+        ]
     except UnreadTemplate:
-        return [SentWrite(_UNREAD, {"TemplateBody": str(params.get("TemplateBody"))[:_SHOWN_CHARS]})]
+        return [
+            SentWrite(_UNREAD, {"TemplateBody": str(params.get("TemplateBody"))[:_SHOWN_CHARS]})
+        ]
 
 
-def _complete_stack_request(params: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
+def _complete_stack_request(
+    params: Mapping[str, Any], before: Mapping[str, Any]
+) -> Mapping[str, Any]:
     """Return the parameters of a request about a stack with the template and the values that it
     keeps from ``before``, the last request."""
     known = {given.get("ParameterKey"): given for given in _parameters(before)}
@@ -553,7 +602,11 @@ def _complete_stack_request(params: Mapping[str, Any], before: Mapping[str, Any]
         known.get(given.get("ParameterKey"), given) if given.get("UsePreviousValue") else given
         for given in _parameters(params)
     ]
-    body = before.get("TemplateBody") if params.get("UsePreviousTemplate") else params.get("TemplateBody")
+    body = (
+        before.get("TemplateBody")
+        if params.get("UsePreviousTemplate")
+        else params.get("TemplateBody")
+    )
     return {**params, "TemplateBody": body, "Parameters": values}
 
 
@@ -587,7 +640,9 @@ def leaves(value: Any, path: MemberPath = ()) -> Iterator[tuple[MemberPath, str]
         if not value and path:
             yield path, "{}"
         if value.keys() >= _ATTRIBUTE:
-            yield from leaves(value["AttributeValue"], (*path, _ATTRIBUTES, str(value["AttributeName"])))
+            yield from leaves(
+                value["AttributeValue"], (*path, _ATTRIBUTES, str(value["AttributeName"]))
+            )
         for name, item in value.items():
             if name not in _ATTRIBUTE or not value.keys() >= _ATTRIBUTE:
                 yield from leaves(item, (*path, str(name)))
@@ -602,7 +657,9 @@ def leaves(value: Any, path: MemberPath = ()) -> Iterator[tuple[MemberPath, str]
         yield path, str(value)
 
 
-def find_differing_settings(mine: Settings, wanted: Settings, account: Resources, target: Resources) -> list[str]:
+def find_differing_settings(
+    mine: Settings, wanted: Settings, account: Resources, target: Resources
+) -> list[str]:
     """Describe each setting of a target resource that the simulator drops and that differs from the
     solution.
 
@@ -615,7 +672,9 @@ def find_differing_settings(mine: Settings, wanted: Settings, account: Resources
     wanted_shown = _ShownValues(target)
     differences = []
     for subject in sorted(mine.keys() | wanted.keys()):
-        is_known = any((subject[0], part) in names or part.startswith(_UNNAMED) for part in subject[1:])
+        is_known = any(
+            (subject[0], part) in names or part.startswith(_UNNAMED) for part in subject[1:]
+        )
         if subject[1:] and not is_known:
             continue  # not a resource of the target
         ours = mine.get(subject, {})
@@ -637,7 +696,9 @@ def _matches(mine: Setting | None, wanted_setting: Setting | None) -> bool:
     If several resources share a name, any of them may have been requested first, alone or with the
     others.
     """
-    if not any(setting and setting.fate.startswith(_COMPARED) for setting in (mine, wanted_setting)):
+    if not any(
+        setting and setting.fate.startswith(_COMPARED) for setting in (mine, wanted_setting)
+    ):
         return True
     sent = mine.sent if mine else _UNSENT
     wanted = wanted_setting.sent if wanted_setting else _UNSENT
@@ -657,13 +718,23 @@ def _describe_difference(mine: Setting | None, wanted_setting: Setting | None) -
     """Describe the difference between a setting and the solution's."""
     one = mine or wanted_setting
     assert one is not None
-    compared = next(setting for setting in (mine, wanted_setting) if setting and setting.fate.startswith(_COMPARED))
-    unknown = f"; {REMAKE} finds out whether the simulator keeps it" if compared.fate.startswith(NOT_PROBED) else ""
+    compared = next(
+        setting
+        for setting in (mine, wanted_setting)
+        if setting and setting.fate.startswith(_COMPARED)
+    )
+    unknown = (
+        f"; {REMAKE} finds out whether the simulator keeps it"
+        if compared.fate.startswith(NOT_PROBED)
+        else ""
+    )
     sent, asked = (
-        ", ".join(sorted(setting.ever)) if setting and setting.ever else "nothing" for setting in (mine, wanted_setting)
+        ", ".join(sorted(setting.ever)) if setting and setting.ever else "nothing"
+        for setting in (mine, wanted_setting)
     )
     return (
-        f"{one.operation} {format_path(compared.path)} = {sent[:_SHOWN_CHARS]} and not {asked[:_SHOWN_CHARS]}{unknown}"
+        f"{one.operation} {format_path(compared.path)} = {sent[:_SHOWN_CHARS]} and not "
+        f"{asked[:_SHOWN_CHARS]}{unknown}"
     )
 
 
@@ -689,11 +760,15 @@ class _ShownValues:
         of_stack = {OF_STACK} if setting.operation.startswith(_TYPE) else set()
         return all(self._exists(name, value, named, values) for value in setting.last - of_stack)
 
-    def _exists(self, name: str, value: str, named: frozenset[tuple[str, str]], values: frozenset[str]) -> bool:
+    def _exists(
+        self, name: str, value: str, named: frozenset[tuple[str, str]], values: frozenset[str]
+    ) -> bool:
         """Return whether a value occurs under its name, or occurs at all if it is distinctive."""
         if value[:1] in ("{", "["):
             try:
-                inner = [(path[-1].lower(), text) for path, text in leaves(json.loads(value), (name,))]
+                inner = [
+                    (path[-1].lower(), text) for path, text in leaves(json.loads(value), (name,))
+                ]
             except (ValueError, RecursionError):
                 inner = [(name, value)]
             if inner != [(name, value)]:
@@ -714,7 +789,9 @@ class _ShownValues:
         named = {part for part in subject[1:] if not part.startswith(_UNNAMED)}
         pairs = set()
         for key, attributes in self._account.items():
-            if key[0] != subject[0] or (named and not named & {*_split_identity(key[2]), _without_marks(key[2])}):
+            if key[0] != subject[0] or (
+                named and not named & {*_split_identity(key[2]), _without_marks(key[2])}
+            ):
                 continue
             for path, value in leaves(attributes):
                 if only_describes(key, "/".join(path)):
@@ -724,7 +801,9 @@ class _ShownValues:
                 if value[:1] in ("{", "["):
                     with suppress(ValueError, RecursionError):
                         inner = leaves(json.loads(value))
-                        pairs |= {(path[-1].lower() if path else "", text.lower()) for path, text in inner}
+                        pairs |= {
+                            (path[-1].lower() if path else "", text.lower()) for path, text in inner
+                        }
         return frozenset(pairs), frozenset(value for _, value in pairs)
 
 
@@ -749,12 +828,15 @@ def build_writes(
     ``before`` and ``after``: the account around the command; ``requests``: operations with
     parameters.
     """
-    replaced = {key for key, serial in after.serials.items() if before.serials.get(key, serial) != serial}
+    replaced = {
+        key for key, serial in after.serials.items() if before.serials.get(key, serial) != serial
+    }
     born = (after.resources.keys() - before.resources.keys()) | replaced
     gone = (before.resources.keys() - after.resources.keys()) | replaced
     made = tuple(sorted((key[0], _without_marks(key[2])) for key in born if DRAWN in key[2]))
     plain = [
-        frozenset((service, kind, _without_marks(where)) for service, kind, where in keys) for keys in (born, gone)
+        frozenset((service, kind, _without_marks(where)) for service, kind, where in keys)
+        for keys in (born, gone)
     ]
     return [SentWrite(name, params, made, *plain) for name, params in requests]
 
@@ -810,7 +892,9 @@ def _defaults_of_accounts() -> Iterator[Default]:
         for row in rows:
             if "where" not in row and not row["is"].startswith("{"):
                 yield Default(
-                    f"{kind.partition('/')[0]}:", row["path"].replace("[]", ELEMENT).replace("/", "."), row["is"]
+                    f"{kind.partition('/')[0]}:",
+                    row["path"].replace("[]", ELEMENT).replace("/", "."),
+                    row["is"],
                 )
 
 

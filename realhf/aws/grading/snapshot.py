@@ -58,8 +58,27 @@ _SERVICES: Mapping[str, str] = {
 _ISO_TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d")
 _UNDER_WAY = frozenset(
     {
-        *("pending", "creating", "inprogress", "in-progress", "in_progress", "provisioning", "modifying", "updating"),
-        *("active", "available", "successful", "running", "created", "completed", "deployed", "ok", "success"),
+        *(
+            "pending",
+            "creating",
+            "inprogress",
+            "in-progress",
+            "in_progress",
+            "provisioning",
+            "modifying",
+            "updating",
+        ),
+        *(
+            "active",
+            "available",
+            "successful",
+            "running",
+            "created",
+            "completed",
+            "deployed",
+            "ok",
+            "success",
+        ),
         *(
             "insync",
             "in_sync",
@@ -72,7 +91,13 @@ _UNDER_WAY = frozenset(
             "create_complete",
             "update_complete",
         ),
-        *("configuring-enhanced-monitoring", "initial", "healthy", "associated", "insufficient_data"),
+        *(
+            "configuring-enhanced-monitoring",
+            "initial",
+            "healthy",
+            "associated",
+            "insufficient_data",
+        ),
     }
 )
 """States of a resource that is coming up or is up; only time separates them."""
@@ -80,14 +105,57 @@ _STATES = re.compile(r"(state|status|statevalue|lifecyclestate|statuscode)$", re
 """Members that contain a state."""
 _NOT_STATED = frozenset(
     {
-        *("RevisionId", "StateReason", "StateReasonCode", "StateReasonData", "StateUpdatedTimestamp"),
-        *("LastUpdateStatus", "LastUpdateStatusReason", "LastUpdateStatusReasonCode", "LastModified"),
-        *("LastModifiedDate", "last_modified", "LastUpdatedTime", "ETag", "etag", "_etag", "LockToken", "ItemCount"),
-        *("TableSizeBytes", "SizeInBytes", "storedBytes", "storedSize", "CreatorRequestId", "ClientToken"),
-        *("clientToken", "ClientRequestToken", "CallerReference", "SecurityGroupRuleId", "runtimeId", "md5"),
+        *(
+            "RevisionId",
+            "StateReason",
+            "StateReasonCode",
+            "StateReasonData",
+            "StateUpdatedTimestamp",
+        ),
+        *(
+            "LastUpdateStatus",
+            "LastUpdateStatusReason",
+            "LastUpdateStatusReasonCode",
+            "LastModified",
+        ),
+        *(
+            "LastModifiedDate",
+            "last_modified",
+            "LastUpdatedTime",
+            "ETag",
+            "etag",
+            "_etag",
+            "LockToken",
+            "ItemCount",
+        ),
+        *(
+            "TableSizeBytes",
+            "SizeInBytes",
+            "storedBytes",
+            "storedSize",
+            "CreatorRequestId",
+            "ClientToken",
+        ),
+        *(
+            "clientToken",
+            "ClientRequestToken",
+            "CallerReference",
+            "SecurityGroupRuleId",
+            "runtimeId",
+            "md5",
+        ),
         *("md5_body", "seq", "ApproximateNumberOfMessages", "ApproximateNumberOfMessagesDelayed"),
-        *("ApproximateNumberOfMessagesNotVisible", "starting_sequence_number", "SubscriptionsConfirmed"),
-        *("SubscriptionsPending", "SubscriptionsDeleted", "activeServicesCount", "runningTasksCount"),
+        *(
+            "ApproximateNumberOfMessagesNotVisible",
+            "starting_sequence_number",
+            "SubscriptionsConfirmed",
+        ),
+        *(
+            "SubscriptionsPending",
+            "SubscriptionsDeleted",
+            "activeServicesCount",
+            "runningTasksCount",
+        ),
         *("pendingTasksCount", "events", "deployments", "history"),
     }
 )
@@ -112,12 +180,15 @@ _IGNORED: Mapping[tuple[str, str], frozenset[str]] = {
     ("glue", "tables"): frozenset({"VersionId"}),
     ("route53", "health_checks"): frozenset({"version"}),
 }
-"""Members of single kinds that count writes, are measurements, or are generated letter by letter."""
+"""Members of single kinds that count writes, are measurements, or are generated letter by
+letter."""
 _TRANSCRIPT = '["",'
 """Beginning of the record that is not a resource but the transcript of the agent's requests."""
 STRUCTURES_WITHOUT_MEMBERS = frozenset({"EventBridgeConfiguration", "SimplePrefix", "SSES3"})
 """Structures of S3 without members: only their presence counts."""
-_NO_RESOURCES = frozenset({("ssm", "parameter_history"), ("ecs", "task_def_latest"), ("iam", "access_keys_last_used")})
+_NO_RESOURCES = frozenset(
+    {("ssm", "parameter_history"), ("ecs", "task_def_latest"), ("iam", "access_keys_last_used")}
+)
 """Records that are not resources."""
 
 
@@ -161,7 +232,9 @@ def state_digest(start: Snapshot, now: Snapshot) -> str:
     """
     before = start.resources
     after = now.resources
-    differing = [key for key in before.keys() | after.keys() if _differ(before.get(key), after.get(key))]
+    differing = [
+        key for key in before.keys() | after.keys() if _differ(before.get(key), after.get(key))
+    ]
     parts = [(*key, before.get(key), after.get(key)) for key in differing]
     drawn = set(_DRAWN_TEXT.findall(json.dumps(parts, ensure_ascii=False)))
     labels = {text: _digest(_resources_named_by(text, before, after)) for text in drawn}
@@ -180,7 +253,10 @@ def _differ(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> b
 def _resources_named_by(drawn: str, *accounts: Mapping[Key, Mapping[str, Any]]) -> set[str]:
     """Return the content of the resources that a generated text names, without generated texts."""
     return {
-        "|".join(_canonical_text(item, lambda text: _DRAWN_TEXT.sub("", text)) for item in (*key, attributes))
+        "|".join(
+            _canonical_text(item, lambda text: _DRAWN_TEXT.sub("", text))
+            for item in (*key, attributes)
+        )
         for resources in accounts
         for key, attributes in resources.items()
         if drawn in key[2]
@@ -196,7 +272,9 @@ def _canonical_text(value: Any, relabel: Callable[[str], str]) -> str:
     strings."""
     if isinstance(value, dict):  # records are JSON; isinstance with Mapping takes ten times as long
         items = (pair for pair in value.items() if pair[0] != "Sid" or "Effect" not in value)
-        parts = sorted(f"{relabel(str(name))}:{_canonical_text(item, relabel)}" for name, item in items)
+        parts = sorted(
+            f"{relabel(str(name))}:{_canonical_text(item, relabel)}" for name, item in items
+        )
         return f"{{{','.join(parts)}}}"
     if isinstance(value, list):
         return f"[{','.join(sorted(_canonical_text(item, relabel) for item in value))}]"
@@ -246,12 +324,19 @@ def _parse_record(record: str, now: float) -> list[tuple[Key, Mapping[str, Any],
     elif service in _RUN_TASKS:
         value = _mark_revisions(value)
     identity = name if region in ("", HOME_REGION) else f"{region}:{name}"
-    normal = _normalize(value, "", _RecordContext(service, now, _IGNORED.get((service, kind), frozenset())))
+    normal = _normalize(
+        value, "", _RecordContext(service, now, _IGNORED.get((service, kind), frozenset()))
+    )
     attributes = normal if isinstance(normal, dict) else {"": normal} if normal is not None else {}
     attributes = drop_defaults(f"{service}/{kind}", attributes) or {}
     if not attributes and (service, kind) in _LISTS:
         return []
-    if (kind in _ACCESS_LISTS and _is_private(attributes)) or (service, kind, name, attributes.keys()) == _DEFAULT_BUS:
+    if (kind in _ACCESS_LISTS and _is_private(attributes)) or (
+        service,
+        kind,
+        name,
+        attributes.keys(),
+    ) == _DEFAULT_BUS:
         return []
     return [
         ((service, part, where), part_attributes, serial)
@@ -263,7 +348,8 @@ _parse_cached = lru_cache(_REMEMBERED)(_parse_record)
 
 
 def _number_mark(name: str, number: str) -> str:
-    """Return the number of a version as a generated text, so that it is matched by what it names."""
+    """Return the number of a version as a generated text, so that it is matched by what it
+    names."""
     return f"{DRAWN}{name} no. {number}{END_DRAWN}"
 
 
@@ -322,7 +408,9 @@ def _normalize_queue(name: str, value: Any) -> tuple[str, Any]:
     S3 sends a test message each time that a notification is configured.
     """
     messages = [
-        {**message, "body": _WRITTEN_AT.sub("", message["body"])} if _BY_SERVICE.search(message["body"]) else message
+        {**message, "body": _WRITTEN_AT.sub("", message["body"])}
+        if _BY_SERVICE.search(message["body"])
+        else message
         for message in value.get("messages") or ()
         if "s3:TestEvent" not in message.get("body", "")
     ]
@@ -362,12 +450,21 @@ _ACCESS_LISTS = frozenset({"bucket_acl", "object_acl"})
 def _is_private(access_list: Mapping[str, Any]) -> bool:
     """Return whether an access list gives access to the owner only, which equals no access list."""
     owners = [owner.get("ID") for owner in access_list.get("Owner", ())]
-    grants = [grant for entry in access_list.get("AccessControlList", ()) for grant in entry.get("Grant", ())]
-    return all(grantee.get("ID") in owners for grant in grants for grantee in grant.get("Grantee", ()))
+    grants = [
+        grant
+        for entry in access_list.get("AccessControlList", ())
+        for grant in entry.get("Grant", ())
+    ]
+    return all(
+        grantee.get("ID") in owners for grant in grants for grantee in grant.get("Grantee", ())
+    )
 
 
-def _split_nested(kind: str, identity: str, value: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield a record, preceded by each part of it under a generated name as a resource of its own."""
+def _split_nested(
+    kind: str, identity: str, value: dict[str, Any]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield a record, preceded by each part of it under a generated name as a resource of its
+    own."""
     parts = list(_extract_nested(kind, identity, value, 0))
     yield from parts
     yield kind, identity, value
@@ -418,7 +515,12 @@ def _normalize(value: Any, name: str, of: _RecordContext, depth: int = 0) -> Any
         return [item for item in items if item is not None] or None
     if isinstance(value, str):
         return _normalize_text(value, name, of, depth)
-    if name not in _GIVEN and isinstance(value, int | float) and not isinstance(value, bool) and _is_now(value, of.now):
+    if (
+        name not in _GIVEN
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and _is_now(value, of.now)
+    ):
         return _normalize_time(name)
     return value
 
@@ -486,14 +588,19 @@ def _normalize_text(text: str, name: str, of: _RecordContext, depth: int) -> Any
         return _normalize_time(name) if _is_now(moment, of.now) else text
     return (
         _normalize_time(name)
-        if text.isascii() and text.isdecimal() and len(text) in (10, 13) and _is_now(int(text), of.now)
+        if text.isascii()
+        and text.isdecimal()
+        and len(text) in (10, 13)
+        and _is_now(int(text), of.now)
         else text
     )
 
 
 def _is_now(number: float, now: float) -> bool:
     """Return whether a number is a Unix time within a day of now, in seconds or milliseconds."""
-    return abs(number) < _LARGEST_TIME and (abs(number - now) < _DAY_S or abs(number / 1000 - now) < _DAY_S)
+    return abs(number) < _LARGEST_TIME and (
+        abs(number - now) < _DAY_S or abs(number / 1000 - now) < _DAY_S
+    )
 
 
 def _parse_xml(element: ElementTree.Element, depth: int = 0) -> Any:
@@ -515,7 +622,9 @@ def _parse_xml(element: ElementTree.Element, depth: int = 0) -> Any:
 def normalize_policy(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a policy in one form: statements and their names as sorted lists."""
     written = document["Statement"]
-    statements = [_normalize_statement(one) for one in (written if isinstance(written, list) else [written])]
+    statements = [
+        _normalize_statement(one) for one in (written if isinstance(written, list) else [written])
+    ]
     old = {"Version": document["Version"]} if isinstance(document.get("Version"), str) else {}
     return old | {"Statement": sorted(statements, key=_statement_sort_key)}
 
@@ -540,7 +649,9 @@ def _normalize_statement(statement: Any) -> Any:
         if normal.get(name) == ["*"]:
             normal[name] = {"AWS": ["*"]}
         if isinstance(normal.get(name), Mapping) and "AWS" in normal[name]:
-            accounts = (_ACCOUNT.sub(r"arn:aws:iam::\g<0>:root", one) for one in normal[name]["AWS"])
+            accounts = (
+                _ACCOUNT.sub(r"arn:aws:iam::\g<0>:root", one) for one in normal[name]["AWS"]
+            )
             normal[name] = {**normal[name], "AWS": sorted(set(accounts))}
     for name in ("Action", "NotAction"):
         if isinstance(normal.get(name), list):
@@ -548,7 +659,9 @@ def _normalize_statement(statement: Any) -> Any:
     normal.pop("Condition", None) if not normal.get("Condition") else None
     if normal.get("Effect") == "Allow" and isinstance(normal.get("Resource"), list):
         resources = set(normal["Resource"])
-        normal["Resource"] = [one for one in normal["Resource"] if not _is_version_of(one, resources)]
+        normal["Resource"] = [
+            one for one in normal["Resource"] if not _is_version_of(one, resources)
+        ]
     return normal
 
 
@@ -567,4 +680,6 @@ def _as_sorted_lists(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _as_sorted_lists(item) for name, item in value.items()}
     items = value if isinstance(value, list) else [value]
-    return sorted({item if isinstance(item, str) else json.dumps(item, sort_keys=True) for item in items})
+    return sorted(
+        {item if isinstance(item, str) else json.dumps(item, sort_keys=True) for item in items}
+    )

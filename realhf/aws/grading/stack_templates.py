@@ -80,7 +80,11 @@ def parse_template(params: Mapping[str, Any]) -> dict[str, Any]:
             template = yaml.load(text, Loader=_Loader)
         except Exception:  # constructors of YAML tags may raise anything for an agent's text
             return {}
-    return template if isinstance(template, dict) and isinstance(template.get("Resources"), Mapping) else {}
+    return (
+        template
+        if isinstance(template, dict) and isinstance(template.get("Resources"), Mapping)
+        else {}
+    )
 
 
 def read_declared_resources(params: Mapping[str, Any]) -> list[DeclaredResource]:
@@ -128,7 +132,11 @@ def _check_size(template: Any) -> None:
 def _build_values(template: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that references resolve to: parameters of the stack, pseudo parameters,
     resources."""
-    values: dict[str, Any] = {"AWS::AccountId": ACCOUNT_ID, "AWS::Region": REGION, "AWS::Partition": "aws"}
+    values: dict[str, Any] = {
+        "AWS::AccountId": ACCOUNT_ID,
+        "AWS::Region": REGION,
+        "AWS::Partition": "aws",
+    }
     values["AWS::StackName"] = params.get("StackName", "")
     values["AWS::NoValue"] = _NO_VALUE
     values |= dict.fromkeys(map(str, template["Resources"]), OF_STACK)
@@ -217,7 +225,9 @@ class _TemplateResolver:
         if not isinstance(argument, list):
             return UNKNOWN[1]
         if function == "Fn::If" and len(argument) == 3:
-            return self.resolve(argument[1] if self.holds(argument[0], depth) else argument[2], depth)
+            return self.resolve(
+                argument[1] if self.holds(argument[0], depth) else argument[2], depth
+            )
         parts = [self.resolve(part, depth) for part in argument]
         texts = [part for part in parts if isinstance(part, str)]
         for unknown in UNKNOWN:
@@ -232,7 +242,9 @@ class _TemplateResolver:
             if place.isdecimal() and len(place) < 6 and int(place) < len(parts[1]):
                 return parts[1][int(place)]
         if function == "Fn::FindInMap" and len(texts) == 3:
-            value = _mapping_at(_mapping_at(self._mappings, texts[0]), texts[1]).get(texts[2], UNKNOWN[1])
+            value = _mapping_at(_mapping_at(self._mappings, texts[0]), texts[1]).get(
+                texts[2], UNKNOWN[1]
+            )
             return self.resolve(value, depth)
         return UNKNOWN[1]
 

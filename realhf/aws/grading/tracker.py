@@ -70,14 +70,19 @@ def _only_filter(filters: str, key: str, value: str) -> str:
 _QUESTIONS: Mapping[str, tuple[_Question, ...]] = {
     "cloudformation:ListStackResources": (
         _Question("cloudformation:ListStackResources"),
-        _Question("cloudformation:DescribeStackResources", narrowed_by=("LogicalResourceId", "PhysicalResourceId")),
+        _Question(
+            "cloudformation:DescribeStackResources",
+            narrowed_by=("LogicalResourceId", "PhysicalResourceId"),
+        ),
         _Question(
             "resourcegroupstaggingapi:GetResources",
             {"StackName": _only_filter("TagFilters", "Key", "aws:cloudformation:stack-name")},
             narrowed_by=("ResourceTypeFilters",),
         ),
     ),
-    "cloudwatch:DescribeAlarms": (_Question("cloudwatch:DescribeAlarms", narrowed_by=("StateValue", "ActionPrefix")),),
+    "cloudwatch:DescribeAlarms": (
+        _Question("cloudwatch:DescribeAlarms", narrowed_by=("StateValue", "ActionPrefix")),
+    ),
     "ecr:ListImages": (
         _Question("ecr:ListImages", narrowed_by=("filter",)),
         _Question("ecr:DescribeImages", narrowed_by=("filter", "imageIds")),
@@ -90,7 +95,11 @@ _QUESTIONS: Mapping[str, tuple[_Question, ...]] = {
         _Question("kinesis:DescribeStreamSummary"),
         _Question("kinesis:DescribeStreamSummary", {"StreamName": "StreamARN"}),
         _Question("kinesis:DescribeStream", narrowed_by=("ExclusiveStartShardId",)),
-        _Question("kinesis:DescribeStream", {"StreamName": "StreamARN"}, narrowed_by=("ExclusiveStartShardId",)),
+        _Question(
+            "kinesis:DescribeStream",
+            {"StreamName": "StreamARN"},
+            narrowed_by=("ExclusiveStartShardId",),
+        ),
     ),
     "lambda:GetFunctionConfiguration": (
         _Question("lambda:GetFunctionConfiguration"),
@@ -100,7 +109,9 @@ _QUESTIONS: Mapping[str, tuple[_Question, ...]] = {
     "logs:DescribeLogStreams": (
         _Question("logs:DescribeLogStreams", narrowed_by=("logStreamNamePrefix",)),
         _Question(
-            "logs:DescribeLogStreams", {"logGroupName": "logGroupIdentifier"}, narrowed_by=("logStreamNamePrefix",)
+            "logs:DescribeLogStreams",
+            {"logGroupName": "logGroupIdentifier"},
+            narrowed_by=("logStreamNamePrefix",),
         ),
     ),
     "opensearch:DescribeDomain": (
@@ -111,7 +122,8 @@ _QUESTIONS: Mapping[str, tuple[_Question, ...]] = {
     "rds:DescribeDBInstances": (
         _Question("rds:DescribeDBInstances", narrowed_by=("Filters",)),
         _Question(
-            "rds:DescribeDBInstances", {"DBInstanceIdentifier": _only_filter("Filters", "Name", "db-instance-id")}
+            "rds:DescribeDBInstances",
+            {"DBInstanceIdentifier": _only_filter("Filters", "Name", "db-instance-id")},
         ),
     ),
     "s3:ListObjectsV2": (
@@ -121,7 +133,9 @@ _QUESTIONS: Mapping[str, tuple[_Question, ...]] = {
     ),
     "secretsmanager:DescribeSecret": (
         _Question("secretsmanager:DescribeSecret"),
-        _Question("secretsmanager:ListSecrets", {"SecretId": _only_filter("Filters", "Key", "name")}),
+        _Question(
+            "secretsmanager:ListSecrets", {"SecretId": _only_filter("Filters", "Key", "name")}
+        ),
     ),
     "sqs:GetQueueUrl": (
         _Question("sqs:GetQueueUrl"),
@@ -142,7 +156,8 @@ _EFFECTS: Mapping[str, frozenset[str]] = {
     "s3:PutObject": frozenset({"s3:CopyObject", "s3:CompleteMultipartUpload"}),
     "secretsmanager:PutSecretValue": frozenset({"secretsmanager:UpdateSecret"}),
 }
-"""For each write operation, other operations on the same resource that can produce the same state."""
+"""For each write operation, other operations on the same resource that can produce the same
+state."""
 
 
 def plain_name(text: str) -> str:
@@ -197,7 +212,9 @@ def same_meaning(service: str, sent: Any, wanted: Any) -> bool:
 def _identities(service: str, values: Any) -> list[str]:
     """Return the sorted canonical forms of a value or a list of values."""
     listed = values if isinstance(values, list) else [values]
-    return sorted({identity(service, value) if isinstance(value, str) else repr(value) for value in listed})
+    return sorted(
+        {identity(service, value) if isinstance(value, str) else repr(value) for value in listed}
+    )
 
 
 def answers_question(
@@ -330,7 +347,11 @@ class Tracker:
     the task's criteria; they never count as rollbacks.
     """
 
-    def __init__(self, present: frozenset[tuple[str, str]] = frozenset(), wanted: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        present: frozenset[tuple[str, str]] = frozenset(),
+        wanted: frozenset[str] = frozenset(),
+    ) -> None:
         self.commands: list[str] = []
         self.evidence: list[Evidence] = []
         self.last_failed = False
@@ -354,13 +375,20 @@ class Tracker:
             operation = f"{sent.service}:{sent.operation}"
             name = resource_name(sent.service, sent.params)
             index = len(self.evidence)
-            added.append(Evidence(index, operation, sent.params, name, sent.ok, sent.error_code, command))
+            added.append(
+                Evidence(index, operation, sent.params, name, sent.ok, sent.error_code, command)
+            )
             self.evidence.append(added[-1])
         self._learn_ids(added, result.stdout)
         self._count_rollbacks(added)
         self._retry = self._collision if result.success else None
         self._collision = next(
-            ((request.service, request.resource) for request in added if _collides(request, self._present)), None
+            (
+                (request.service, request.resource)
+                for request in added
+                if _collides(request, self._present)
+            ),
+            None,
         )
         return added
 
@@ -371,7 +399,11 @@ class Tracker:
         idempotent retry: the agent continued correctly. A harmless command after a collision earns
         nothing.
         """
-        if self._retry and self._retry not in self._retried and len(self._retried) < MAX_IDEMPOTENT_RETRIES:
+        if (
+            self._retry
+            and self._retry not in self._retried
+            and len(self._retried) < MAX_IDEMPOTENT_RETRIES
+        ):
             self._retried.add(self._retry)
             self.idempotent_retries += 1
 
@@ -385,18 +417,22 @@ class Tracker:
         return frozenset(self._disturbed)
 
     def _learn_ids(self, added: Sequence[Evidence], output: str) -> None:
-        """Store the generated ids in the answers to create requests, by the name of the resource."""
+        """Store the generated ids in the answers to create requests, by the name of the
+        resource."""
         for request in added:
             if request.ok and request.operation in _GENERATED_IDS:
                 try:
                     answer = json.loads(output)
                 except (ValueError, RecursionError):
                     continue
-                if isinstance(answer, dict) and isinstance(answer.get(_GENERATED_IDS[request.operation]), str):
+                if isinstance(answer, dict) and isinstance(
+                    answer.get(_GENERATED_IDS[request.operation]), str
+                ):
                     self._ids[answer[_GENERATED_IDS[request.operation]]] = request.resource
 
     def _identity(self, request: Evidence) -> str:
-        """Return the resource of a create or delete request by the name that it was created with."""
+        """Return the resource of a create or delete request by the name that it was created
+        with."""
         name = self._ids.get(request.resource, request.resource)
         pair = (request.operation, ROLLBACK_PAIRS.get(request.operation))
         return f"{name} {request.params.get('PolicyArn')}" if _POLICY_PAIR in pair else name
@@ -410,10 +446,14 @@ class Tracker:
                 or (request.service, request.resource) in self._disturbed
             ):
                 continue
-            creates = [create for create, delete in ROLLBACK_PAIRS.items() if delete == request.operation]
+            creates = [
+                create for create, delete in ROLLBACK_PAIRS.items() if delete == request.operation
+            ]
             name = self._identity(request)
             made = any(
-                other.ok and other.operation in creates and same_resource(self._identity(other), name)
+                other.ok
+                and other.operation in creates
+                and same_resource(self._identity(other), name)
                 for other in self.evidence[: request.index]
             )
             pair = (request.operation, name)
@@ -423,7 +463,8 @@ class Tracker:
 
 
 def resource_name(service: str, params: Mapping[str, Any]) -> str:
-    """Return the name of the resource that a request is about, "" if no parameter identifies one."""
+    """Return the name of the resource that a request is about, "" if no parameter identifies
+    one."""
     return identifying_parameter(service, params)[1]
 
 
@@ -463,7 +504,9 @@ def is_read(operation: str, params: Mapping[str, Any] = MappingProxyType({})) ->
     """
     if operation in _STATEMENTS:
         statements = jmespath.search(_STATEMENTS[operation], params) or [""]
-        return all(isinstance(one, str) and one.lstrip().upper().startswith("SELECT") for one in statements)
+        return all(
+            isinstance(one, str) and one.lstrip().upper().startswith("SELECT") for one in statements
+        )
     return operation.partition(":")[2].startswith(READ_PREFIXES)
 
 
@@ -471,6 +514,7 @@ def _collides(request: Evidence, present: frozenset[tuple[str, str]]) -> bool:
     """Return whether a request failed because it would create a resource that the set-up already
     made."""
     exists = any(
-        word in request.error_code for word in ("AlreadyExist", "AlreadyOwned", "InUse", "Exists", "Duplicate")
+        word in request.error_code
+        for word in ("AlreadyExist", "AlreadyOwned", "InUse", "Exists", "Duplicate")
     )
     return not request.ok and exists and (request.service, request.resource) in present

@@ -48,7 +48,11 @@ class PlaygroundSession:
     ``RewardMeter``)."""
 
     def __init__(
-        self, make_pool: Callable[[], MiniStackPool], make_player: Callable[[Slot], EpisodePlayer], *, summed: bool
+        self,
+        make_pool: Callable[[], MiniStackPool],
+        make_player: Callable[[Slot], EpisodePlayer],
+        *,
+        summed: bool,
     ) -> None:
         self._make_pool = make_pool
         self._make_player = make_player
@@ -70,7 +74,9 @@ class PlaygroundSession:
         if self._player is None:
             self._player = self._make_player(self._lease())
         self._clear_episode()
-        observation, _, _ = self._player.reset({"task": task.to_json(), "chaos": order.get("chaos")})
+        observation, _, _ = self._player.reset(
+            {"task": task.to_json(), "chaos": order.get("chaos")}
+        )
         with suppress(CaptureError):
             self._solution = self._player.fill(task.solution)
         self.log = {
@@ -114,7 +120,9 @@ class PlaygroundSession:
         }
         following = self._next_reference_command()
         if following is not None and following.split() == command.split():
-            self._followed.append(observation["command_output"])  # later reference commands capture from it
+            self._followed.append(
+                observation["command_output"]
+            )  # later reference commands capture from it
         steps.append(entry)
         return entry
 
@@ -128,7 +136,11 @@ class PlaygroundSession:
         if self.log is None:
             raise no_episode()
         position = len(self._followed) + 1
-        return {"command": self._next_reference_command(), "position": position, "total": len(self._solution)}
+        return {
+            "command": self._next_reference_command(),
+            "position": position,
+            "total": len(self._solution),
+        }
 
     def release(self) -> None:
         """End the episode and empty the account. The simulator stays warm for the next visitor."""
@@ -170,8 +182,12 @@ class PlaygroundSession:
         split = order.get("split") or "train"
         try:
             if task_id is None:
-                task_id = self._random.choice(load_templates(None if tier is None else [tier])).task_id
-            return instantiate(int(task_id), self._random.randrange(10_000) if seed is None else seed, split)
+                task_id = self._random.choice(
+                    load_templates(None if tier is None else [tier])
+                ).task_id
+            return instantiate(
+                int(task_id), self._random.randrange(10_000) if seed is None else seed, split
+            )
         except ValueError as error:
             raise WireError(VALIDATION_ERROR, str(error)[:300]) from None
         except IndexError:
@@ -203,7 +219,10 @@ class Playground:
     """
 
     def __init__(
-        self, session: PlaygroundSession, idle_release_s: float = IDLE_RELEASE_S, away_release_s: float = AWAY_RELEASE_S
+        self,
+        session: PlaygroundSession,
+        idle_release_s: float = IDLE_RELEASE_S,
+        away_release_s: float = AWAY_RELEASE_S,
     ) -> None:
         self._session = session
         self._idle_release_s = idle_release_s
@@ -228,8 +247,14 @@ class Playground:
             return log
         except (OSError, RuntimeError) as error:
             _LOG.warning("the playground's simulator did not start: %s", error)
-            why = error.strerror or str(error) if isinstance(error, OSError) else "the server's log tells why"
-            raise Refusal(503, f"the simulator did not start ({why}); try again", code="NO_SIMULATOR") from None
+            why = (
+                error.strerror or str(error)
+                if isinstance(error, OSError)
+                else "the server's log tells why"
+            )
+            raise Refusal(
+                503, f"the simulator did not start ({why}); try again", code="NO_SIMULATOR"
+            ) from None
         finally:
             if newcomer and not begun and not self._in_flight:
                 self._player = None
@@ -258,7 +283,9 @@ class Playground:
         self._away = True
         if self._idle_timer is not None:
             self._idle_timer.cancel()
-        self._idle_timer = asyncio.get_running_loop().call_later(self._free_in_s(), self._check_idle)
+        self._idle_timer = asyncio.get_running_loop().call_later(
+            self._free_in_s(), self._check_idle
+        )
 
     async def leave(self, visitor: str) -> None:
         """Free the session, if the visitor is the player."""
@@ -292,7 +319,9 @@ class Playground:
         if self._player is None:
             return 0.0
         idle = asyncio.get_running_loop().time() - self._last_used
-        allowed = min(self._away_release_s, self._idle_release_s) if self._away else self._idle_release_s
+        allowed = (
+            min(self._away_release_s, self._idle_release_s) if self._away else self._idle_release_s
+        )
         return max(0.0, allowed - idle)
 
     async def _play(self, action: Callable[[], T]) -> T:

@@ -40,7 +40,9 @@ def catalog() -> list[dict[str, Any]]:
     they would reveal the solution."""
     tasks = []
     for template in load_templates():
-        blank = _RUN_TIME.sub(BLANK, fill(template.description[0], dict.fromkeys(template.params, BLANK)))
+        blank = _RUN_TIME.sub(
+            BLANK, fill(template.description[0], dict.fromkeys(template.params, BLANK))
+        )
         tasks.append(
             {
                 "task_id": template.task_id,
@@ -64,7 +66,9 @@ def mount(app: FastAPI, config: AwsServerConfig) -> Playground:
         return simulator_pool(config, 1, config.web_ministack_port)
 
     def make_player(slot: Any) -> EpisodePlayer:
-        return EpisodePlayer(slot, config.max_steps, reward_mode=config.reward_mode, chaos=config.enable_chaos)
+        return EpisodePlayer(
+            slot, config.max_steps, reward_mode=config.reward_mode, chaos=config.enable_chaos
+        )
 
     session = PlaygroundSession(make_pool, make_player, summed=config.reward_mode == "potential")
     playground = Playground(session)
@@ -72,7 +76,9 @@ def mount(app: FastAPI, config: AwsServerConfig) -> Playground:
     handlers = _Handlers(playground, auth, config)
     for method, path, handler, open_to_all in handlers.table():
         endpoint = auth.guard(_with_wire_errors(handler), open_to_all=open_to_all)
-        app.router.routes.append(Route(f"/web{path}", endpoint, methods=[method], include_in_schema=False))
+        app.router.routes.append(
+            Route(f"/web{path}", endpoint, methods=[method], include_in_schema=False)
+        )
     return playground
 
 
@@ -162,7 +168,9 @@ class _Handlers:
             raise no_episode()
         name = f"episode-{log['task']['task_id']}-{log['seed']}.json"
         disposition = {"Content-Disposition": f'attachment; filename="{name}"'}
-        return Response(json.dumps(log, indent=1), media_type="application/json", headers=disposition)
+        return Response(
+            json.dumps(log, indent=1), media_type="application/json", headers=disposition
+        )
 
     async def reset(self, request: Request) -> Response:
         """Start an episode."""
@@ -176,7 +184,9 @@ class _Handlers:
     async def step(self, request: Request) -> Response:
         """Run a command of the visitor."""
         action = check_action(await _body(request), self._config.max_command_bytes)
-        return JSONResponse({"step": await self._playground.step(self._visitor(request), action["command"])})
+        return JSONResponse(
+            {"step": await self._playground.step(self._visitor(request), action["command"])}
+        )
 
     async def solution(self, request: Request) -> Response:
         """Return the next command of the reference solution."""

@@ -27,7 +27,13 @@ import botocore.session
 from botocore import xform_name
 from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
 
-from realhf.aws.cli.executor import TIMED_OUT, CommandResult, OutputLimits, SimulatorLost, parse_reply
+from realhf.aws.cli.executor import (
+    TIMED_OUT,
+    CommandResult,
+    OutputLimits,
+    SimulatorLost,
+    parse_reply,
+)
 from realhf.aws.cli.policy import BASE64, REGION, Verdict, check_command, refusal_text
 from realhf.aws.cli.state_client import StateCallError, UnreadableAnswer
 from realhf.aws.cli.virtual_folder import VirtualFolder, remove_folder
@@ -61,7 +67,9 @@ def confirm_account(session: botocore.session.Session, expected: str) -> str:
         client = session.create_client("sts", region_name=REGION)
         account = str(client.get_caller_identity()["Account"])
     except (BotoCoreError, ClientError) as error:
-        raise RealAwsRefused(f"BACKEND_TYPE=aws: the caller cannot be identified: {error}") from None
+        raise RealAwsRefused(
+            f"BACKEND_TYPE=aws: the caller cannot be identified: {error}"
+        ) from None
     if account != expected:
         raise RealAwsRefused(
             f"BACKEND_TYPE=aws: the credentials belong to account {account}, but "
@@ -105,9 +113,14 @@ class RealAwsExecutor:
             return CommandResult(0, verdict.answer, "")
         names = f"{verdict.service} {verdict.operation}"
         if not self._permissions.permits(verdict.service, verdict.operation):
-            return _refuse("not-permitted", f"{names} is no default read and not in the file of allowed operations")
+            return _refuse(
+                "not-permitted",
+                f"{names} is no default read and not in the file of allowed operations",
+            )
         if verdict.own.document_option or verdict.own.blobs == BASE64:
-            return _refuse("global-option", f"option {verdict.own.words[0]} is not available on a real account")
+            return _refuse(
+                "global-option", f"option {verdict.own.words[0]} is not available on a real account"
+            )
         if any(_FILE_VALUE.search(word) for word in verdict.argv):
             return _refuse("local-file", "no parameter is read from a file on a real account")
         _LOG.info("real AWS: %s", names)
@@ -118,7 +131,12 @@ class RealAwsExecutor:
             order = json.dumps(self._order(verdict)).encode()
         except (BotoCoreError, ValueError) as error:
             _LOG.error("real AWS: no credentials: %s", error)
-            return CommandResult(255, "", "command stopped: the account's credentials are not available", stopped=True)
+            return CommandResult(
+                255,
+                "",
+                "command stopped: the account's credentials are not available",
+                stopped=True,
+            )
         pipe = subprocess.PIPE
         problem = b""
         process = self._process = subprocess.Popen(
@@ -177,11 +195,15 @@ class RealState:
         self._session = session
         self._clients: dict[str, Any] = {}
 
-    def call(self, service: str, operation: str, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def call(
+        self, service: str, operation: str, params: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Call like ``StateClient.call``; a paged answer is returned whole. Raises StateCallError
         for anything but a default read, UnreadableAnswer for too many pages."""
         if not is_default_read(service, operation):
-            raise StateCallError("AccessDenied", f"{service}:{operation} is no default read of a real account")
+            raise StateCallError(
+                "AccessDenied", f"{service}:{operation} is no default read of a real account"
+            )
         if service not in self._clients:
             self._clients[service] = self._session.create_client(service, region_name=REGION)
         try:
@@ -190,7 +212,9 @@ class RealState:
             raise StateCallError("ParamValidation", str(error)) from None
         except ClientError as error:
             details = error.response.get("Error", {})
-            raise StateCallError(str(details.get("Code", "")), str(details.get("Message", ""))) from None
+            raise StateCallError(
+                str(details.get("Code", "")), str(details.get("Message", ""))
+            ) from None
         except BotoCoreError as error:
             raise ConnectionError(f"AWS: {error}") from error
         answer.pop("ResponseMetadata", None)
@@ -242,7 +266,9 @@ class RealAwsSlot:
     @property
     def worker_pids(self) -> tuple[int, ...]:
         """Pids of the children that are running a command."""
-        return tuple(pid for pid in (self.executor.worker_pid, self.own_executor.worker_pid) if pid > 0)
+        return tuple(
+            pid for pid in (self.executor.worker_pid, self.own_executor.worker_pid) if pid > 0
+        )
 
     def reset(self, seed: int = 0) -> None:
         """Empty the session's files; the account is not changed."""
@@ -286,10 +312,14 @@ class RealAwsPool:
             RealAwsExecutor(session, files.path, granted, self._limits, self._endpoints)
             for granted in (permissions, Permissions())
         )
-        written = frozenset("s3" if service == "s3api" else service for service, _ in permissions.named)
+        written = frozenset(
+            "s3" if service == "s3api" else service for service, _ in permissions.named
+        )
         reads = PermittedReads(is_default_read, written)
         reference_slots = self._simulators.slots[0].reference_slots
-        self._slot = RealAwsSlot(account, agents, own, files, RealState(session), reads, reference_slots)
+        self._slot = RealAwsSlot(
+            account, agents, own, files, RealState(session), reads, reference_slots
+        )
 
     def acquire(self) -> RealAwsSlot:
         """Lease the slot. Raises SimulatorLost (a RuntimeError) when it is taken."""
@@ -318,7 +348,8 @@ class RealAwsPool:
         """Return a statement for the startup log about what may happen to the account."""
         account = self._slot.account if self._slot else self._expected
         return (
-            f"REAL AWS, account {account}: nothing is simulated, emptied, set up or disturbed; only reads "
+            f"REAL AWS, account {account}: nothing is simulated, emptied, set up or disturbed; "
+            f"only reads "
             "that show no secret run, and what the allow file names; every operation is logged"
         )
 

@@ -53,7 +53,9 @@ class EgressPin:
     def allows(self, host: object, port: object) -> bool:
         """Return whether a request to this host and port is allowed."""
         name = (host.decode("ascii", "replace") if isinstance(host, bytes) else str(host)).lower()
-        known = any(name.endswith(domain) and port == its_port for domain, its_port in self._domains)
+        known = any(
+            name.endswith(domain) and port == its_port for domain, its_port in self._domains
+        )
         return known or (name, port) in self._endpoints
 
     def check_url(self, url: str) -> None:
@@ -127,7 +129,9 @@ class RealCli:
         )
         self._pin.watch()
         folder = self._order["folder"]
-        sandbox.AuditGuard(sandbox.package_roots(), (folder,), egress=self._pin.allows_event).install()
+        sandbox.AuditGuard(
+            sandbox.package_roots(), (folder,), egress=self._pin.allows_event
+        ).install()
 
     def run(self) -> dict[str, Any]:
         """Run the command and return the CLI's output and its requests."""
@@ -173,7 +177,9 @@ class RealCli:
     def _check_endpoint(self, request: Any, **_: Any) -> None:
         self._pin.check_url(request.url)
 
-    def _on_answer(self, http_response: Any, parsed: Any, model: Any, context: dict[str, Any], **_: Any) -> None:
+    def _on_answer(
+        self, http_response: Any, parsed: Any, model: Any, context: dict[str, Any], **_: Any
+    ) -> None:
         error = parsed.get("Error", {}) if isinstance(parsed, dict) else {}
         self._requests.append(
             {
@@ -192,7 +198,11 @@ def environment(order: Mapping[str, Any]) -> dict[str, str]:
     return {
         "AWS_ACCESS_KEY_ID": order["credentials"]["access_key"],
         "AWS_SECRET_ACCESS_KEY": order["credentials"]["secret_key"],
-        **({"AWS_SESSION_TOKEN": order["credentials"]["token"]} if order["credentials"]["token"] else {}),
+        **(
+            {"AWS_SESSION_TOKEN": order["credentials"]["token"]}
+            if order["credentials"]["token"]
+            else {}
+        ),
         "AWS_CONFIG_FILE": "/dev/null",
         "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
         "AWS_EC2_METADATA_DISABLED": "true",
@@ -209,7 +219,13 @@ def main() -> None:
         cli.contain()
         reply = cli.run()
     except (sandbox.Denied, RefusedRequest) as error:
-        reply = {"exit_code": 255, "stdout": "", "stderr": str(error), "requests": [], "truncated": False}
+        reply = {
+            "exit_code": 255,
+            "stdout": "",
+            "stderr": str(error),
+            "requests": [],
+            "truncated": False,
+        }
     print(json.dumps(reply))
 
 

@@ -30,7 +30,8 @@ OperationModel = Any
 
 @functools.cache
 def operation_models(service: str) -> Mapping[str, OperationModel]:
-    """Return the operations of a service (botocore's name) by API name; {} for an unknown service."""
+    """Return the operations of a service (botocore's name) by API name; {} for an unknown
+    service."""
     try:
         model: Any = _session().get_service_model(service)
     except UnknownServiceError:
@@ -72,8 +73,20 @@ _READS = re.compile(r"(Get|List|Describe|Head|BatchGet|Scan)(?=[A-Z]|$)(?!.*Hist
 """Operations that return the current state, not a history."""
 _NOT_STATE = frozenset(
     {
-        *("DescribeAvailabilityZones", "DescribeDBEngineVersions", "DescribeInstanceTypes", "DescribeRegions"),
-        *("GetAccountSummary", "GetMetricStatistics", "GetSendQuota", "ListDocuments", "ListMetrics", "ListVersions"),
+        *(
+            "DescribeAvailabilityZones",
+            "DescribeDBEngineVersions",
+            "DescribeInstanceTypes",
+            "DescribeRegions",
+        ),
+        *(
+            "GetAccountSummary",
+            "GetMetricStatistics",
+            "GetSendQuota",
+            "ListDocuments",
+            "ListMetrics",
+            "ListVersions",
+        ),
     }
 )
 """Reads of what AWS offers to all accounts, of measurements, and of counts of what other reads
@@ -93,14 +106,18 @@ Answers = Mapping[str, Any]
 """Answer by ``service:Operation {arguments}``; for an error answer {"error": code}."""
 
 
-def walk(call: Call, services: Iterable[str], permits: Callable[[str, str], bool] | None = None) -> Answers:
+def walk(
+    call: Call, services: Iterable[str], permits: Callable[[str, str], bool] | None = None
+) -> Answers:
     """Return the answers to all permitted reads of these services (botocore's names).
     ``call(service, operation, arguments)`` returns an answer or raises StateCallError; its other
     errors, such as ConnectionError, are passed on. ``permits(service, operation)`` restricts the
     reads."""
     answers: dict[str, Any] = {}
     for service in sorted(set(services)):
-        reads = [model for model in _reads(service) if permits is None or permits(service, model.name)]
+        reads = [
+            model for model in _reads(service) if permits is None or permits(service, model.name)
+        ]
         _Walk(call, service, reads, answers).run()
     return answers
 
@@ -122,7 +139,9 @@ class _Walk:
     in an answer, those around it, and the arguments of the call, by lower-case name; "" contains
     the kind of resource ("bucket")."""
 
-    def __init__(self, call: Call, service: str, reads: Sequence[OperationModel], answers: dict[str, Any]) -> None:
+    def __init__(
+        self, call: Call, service: str, reads: Sequence[OperationModel], answers: dict[str, Any]
+    ) -> None:
         self._call = call
         self._service = service
         self._reads = reads
@@ -140,7 +159,8 @@ class _Walk:
                 self._try_call(model, record)
 
     def _try_call(self, model: OperationModel, record: Mapping[str, Any]) -> None:
-        """Call an operation with the arguments in a record ({} for none), unless it needs others."""
+        """Call an operation with the arguments in a record ({} for none), unless it needs
+        others."""
         taken = _known_arguments(model, record)
         if bool(taken) is not bool(record):
             return
@@ -148,9 +168,13 @@ class _Walk:
             if {*required_members(model.input_shape)} <= {*taken, *always}:
                 self._call_once(model, taken, always)
 
-    def _call_once(self, model: OperationModel, taken: dict[str, Any], always: Mapping[str, Any]) -> None:
+    def _call_once(
+        self, model: OperationModel, taken: dict[str, Any], always: Mapping[str, Any]
+    ) -> None:
         chosen = {name: value for name, value in always.items() if isinstance(value, str)}
-        operation = f"{self._service}:{model.name}{'/' if chosen else ''}{'/'.join(chosen.values())}"
+        operation = (
+            f"{self._service}:{model.name}{'/' if chosen else ''}{'/'.join(chosen.values())}"
+        )
         key = f"{operation} {json.dumps(taken, sort_keys=True)}"
         if key in self._answers:
             return
@@ -187,7 +211,9 @@ def plain(value: Any) -> Any:
 
 def _is_not_resource(record: Mapping[str, Any]) -> bool:
     """Return whether a record describes a tag, or a policy that every account has."""
-    return record[""] in ("tag", "tagset") or str(record.get("arn", "")).startswith("arn:aws:iam::aws:")
+    return record[""] in ("tag", "tagset") or str(record.get("arn", "")).startswith(
+        "arn:aws:iam::aws:"
+    )
 
 
 def noun_of(name: str) -> str:
@@ -204,13 +230,19 @@ def noun_of(name: str) -> str:
 def _records(value: Any, noun: str, around: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a record of each resource in an answer."""
     if isinstance(value, Mapping):
-        own = {key.lower(): item for key, item in value.items() if isinstance(item, str) and _IDENTITY.search(key)}
+        own = {
+            key.lower(): item
+            for key, item in value.items()
+            if isinstance(item, str) and _IDENTITY.search(key)
+        }
         record = {**around, **own, "": noun}
         if own:
             yield record
         for key, item in value.items():
             yield from _records(
-                item, inner_noun(key, noun), {name: one for name, one in record.items() if name not in _PARTS}
+                item,
+                inner_noun(key, noun),
+                {name: one for name, one in record.items() if name not in _PARTS},
             )
     elif isinstance(value, list):
         for item in value:
@@ -231,7 +263,9 @@ def _known_arguments(model: OperationModel, record: Mapping[str, Any]) -> dict[s
     arguments = {
         name: _argument(name, member, noun, record)
         for name, member in members(model.input_shape).items()
-        if name in required or name.lower().startswith(kind.removesuffix("e")) or (required and _IDENTITY.search(name))
+        if name in required
+        or name.lower().startswith(kind.removesuffix("e"))
+        or (required and _IDENTITY.search(name))
     }
     return {name: value for name, value in arguments.items() if value is not None}
 
@@ -265,7 +299,11 @@ def _argument(name: str, shape: Shape, noun: str, record: Mapping[str, Any]) -> 
     if shape.type_name != "string" or not record:
         return None
     if lower in _PARTS:
-        return (record.get(lower) or record.get(kind)) if kind and noun.startswith(kind.removesuffix("e")) else None
+        return (
+            (record.get(lower) or record.get(kind))
+            if kind and noun.startswith(kind.removesuffix("e"))
+            else None
+        )
     if lower in record and lower:
         return record[lower]
     if kind and _is_same_noun(lower, kind):

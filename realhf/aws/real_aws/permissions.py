@@ -136,11 +136,14 @@ class Permissions:
 def is_default_read(service: str, operation: str) -> bool:
     """Return whether checks and inventory may send this operation; names in botocore's spelling.
     Operations that the operator allows may be writes or show secrets, and are for agents only."""
-    return xform_name(operation, "-") in DEFAULT_READS.get("s3api" if service == "s3" else service, ())
+    return xform_name(operation, "-") in DEFAULT_READS.get(
+        "s3api" if service == "s3" else service, ()
+    )
 
 
 def operations_sent(service: str, operation: str) -> tuple[str, ...]:
-    """Return the API operations that a permitted command may send, as ``xform_name`` spells them."""
+    """Return the API operations that a permitted command may send, as ``xform_name`` spells
+    them."""
     if service == "s3":
         return tuple(xform_name(name, "-") for name in (*_SENT_BY_S3[operation], _FINDS_THE_REGION))
     return (operation, *((xform_name(_FINDS_THE_REGION, "-"),) if service == "s3api" else ()))
@@ -155,7 +158,9 @@ def read_allow_file(path: str) -> frozenset[tuple[str, str]]:
         if len(words) not in (0, 2):
             raise RealAwsRefused(f"{path}, line {number}: not 'service operation': {line!r}")
         if words and words[1] not in ALLOWED.get(words[0], ()):
-            raise RealAwsRefused(f"{path}, line {number}: agents have no operation {' '.join(words)!r}")
+            raise RealAwsRefused(
+                f"{path}, line {number}: agents have no operation {' '.join(words)!r}"
+            )
         if words:
             allowed.add((words[0], words[1]))
     return frozenset(allowed)

@@ -19,12 +19,28 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from realhf.aws.grading.differences import EpisodeComparison, Goal, Target, canonical, is_opening, transfer_target
+from realhf.aws.grading.differences import (
+    EpisodeComparison,
+    Goal,
+    Target,
+    canonical,
+    is_opening,
+    transfer_target,
+)
 from realhf.aws.grading.grader import EndStateGrader, Grade
 from realhf.aws.grading.meanings import MemberPosition
 from realhf.aws.grading.snapshot import Key, Snapshot, SnapshotError, normalize_attributes
 from realhf.aws.grading.tracker import Evidence
-from realhf.aws.real_aws.describe_walker import ID, MAX_CALLS, Answers, Call, inner_noun, noun_of, own_names, walk
+from realhf.aws.real_aws.describe_walker import (
+    ID,
+    MAX_CALLS,
+    Answers,
+    Call,
+    inner_noun,
+    noun_of,
+    own_names,
+    walk,
+)
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 from realhf.aws.tasks.task import TaskError
 
@@ -33,14 +49,26 @@ _ACCOUNT = "000000000000"
 _OWNER = "<owner>"
 """Replacement for the canonical user of any account."""
 _PAGES = frozenset(
-    {"istruncated", "keycount", "maxkeys", "truncated", "nexttoken", "marker", "nextmarker", "keymarker", "displayname"}
+    {
+        "istruncated",
+        "keycount",
+        "maxkeys",
+        "truncated",
+        "nexttoken",
+        "marker",
+        "nextmarker",
+        "keymarker",
+        "displayname",
+    }
     | {"nextkeymarker", "versionidmarker", "nextversionidmarker", "maxitems", "startrecord"}
 )
 """Members that describe the paging of an answer, not the account."""
 _NAMESAKES = ("sg-", "subnet-")
 """Prefixes of ids of resources that have namesakes in other networks."""
 _QUEUE_URL = re.compile(r"https?://[^/\s\"]+/(?=\d{12}/)")
-_DENIED = re.compile(r"AccessDenied|Unauthorized|AuthFailure|ExpiredToken|OptInRequired|SubscriptionRequired|Internal")
+_DENIED = re.compile(
+    r"AccessDenied|Unauthorized|AuthFailure|ExpiredToken|OptInRequired|SubscriptionRequired|Internal"
+)
 """Errors that hide the state, in contrast to errors that say there is none."""
 _BUSY = re.compile(r"Throttl|RequestLimitExceeded|TooManyRequests|SlowDown|ServiceUnavailable")
 """Transient errors."""
@@ -79,7 +107,9 @@ class WalkedAccount:
         answers = walk(self._call, self._services, self._permits)
         if len(answers) >= MAX_CALLS:
             raise SnapshotError(f"the account needs more than {MAX_CALLS} reads")
-        errors = {key: str(answer["error"]) for key, answer in answers.items() if set(answer) == {"error"}}
+        errors = {
+            key: str(answer["error"]) for key, answer in answers.items() if set(answer) == {"error"}
+        }
         for key, code in errors.items():
             if _BUSY.search(code):
                 raise ConnectionError(f"{key} is answered with {code}")
@@ -98,7 +128,9 @@ class WalkedAccount:
         for call, answer in answers.items():
             operation, arguments = call.split(" ", 1)
             service, name = operation.split(":")
-            content, params = (self._anonymise(part, owner) for part in (answer, json.loads(arguments)))
+            content, params = (
+                self._anonymise(part, owner) for part in (answer, json.loads(arguments))
+            )
             where = "|".join(_texts(params))
             for kind, identity, value in _things(content, name, where, noun_of(name.split("/")[0])):
                 serials[service, kind, identity] = _serial(value)
@@ -120,8 +152,13 @@ class WalkedAccount:
         return self._text(value, owner) if isinstance(value, str) else value
 
     def _text(self, text: str, owner: str) -> str:
-        text = _QUEUE_URL.sub("queue/", text.replace(owner, _OWNER)).replace(self._account, _ACCOUNT)
-        return ID.sub(lambda match: match[0] if match[0] in self._words else f"{DRAWN}{match[0]}{END_DRAWN}", text)
+        text = _QUEUE_URL.sub("queue/", text.replace(owner, _OWNER)).replace(
+            self._account, _ACCOUNT
+        )
+        return ID.sub(
+            lambda match: match[0] if match[0] in self._words else f"{DRAWN}{match[0]}{END_DRAWN}",
+            text,
+        )
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -132,7 +169,9 @@ def _texts(value: Any) -> Iterator[str]:
             yield str(item)
 
 
-def _things(value: Mapping[str, Any], kind: str, where: str, about: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _things(
+    value: Mapping[str, Any], kind: str, where: str, about: str
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield (kind, identity, attributes) of every named structure in an answer, and of the rest."""
     rest: dict[str, Any] = {}
     for name, item in value.items():
@@ -163,7 +202,11 @@ def _serial(value: Mapping[str, Any]) -> int:
     for name, item in value.items():
         if _CREATED.search(name) and isinstance(item, str):
             try:
-                return int(float(item)) if item.isdecimal() else int(datetime.fromisoformat(item).timestamp())
+                return (
+                    int(float(item))
+                    if item.isdecimal()
+                    else int(datetime.fromisoformat(item).timestamp())
+                )
             except ValueError:
                 continue
     return 0
@@ -181,7 +224,9 @@ class RealAccountGrader(EndStateGrader):
         super().start()
         for goal in self._goals():
             if unseen := find_unshown(goal.target):
-                raise TaskError(f"a real account is graded by its permitted reads, and none shows {unseen}")
+                raise TaskError(
+                    f"a real account is graded by its permitted reads, and none shows {unseen}"
+                )
 
     def evaluate(self, added: Sequence[Evidence], *, lost: bool = False) -> Grade:
         """See ``EndStateGrader.evaluate``."""
@@ -190,24 +235,39 @@ class RealAccountGrader(EndStateGrader):
 
     def _build_comparison(self, goal: Goal) -> EpisodeComparison:
         assert self._start is not None
-        return EpisodeComparison(self._start, Goal(transfer_target(goal.target, self._start), goal.freedom))
+        return EpisodeComparison(
+            self._start, Goal(transfer_target(goal.target, self._start), goal.freedom)
+        )
 
     def _compared_part(self, now: Snapshot, target: Target) -> Snapshot:
         """Return the account without attributes of new resources that the simulator does not
         report. They are AWS defaults, provided that the agent requested nothing that the solution
         does not request."""
-        asked = {(deed.operation, name) for deed in self._sent for name in _member_names(deed.params)}
+        asked = {
+            (deed.operation, name) for deed in self._sent for name in _member_names(deed.params)
+        }
         if not asked <= {
-            (operation, name) for operation, params in _requests(target) for name in _member_names(params)
+            (operation, name)
+            for operation, params in _requests(target)
+            for name in _member_names(params)
         }:
             return now
         assert self._start is not None
-        known = {(key[:2], name) for state in target.states for key, held in state.resources.items() for name in held}
-        kinds = {kind for kind, _ in known} | {key[:2] for state in target.states for key in state.resources}
+        known = {
+            (key[:2], name)
+            for state in target.states
+            for key, held in state.resources.items()
+            for name in held
+        }
+        kinds = {kind for kind, _ in known} | {
+            key[:2] for state in target.states for key in state.resources
+        }
         kept = {
             key: held
             if key in self._start.resources
-            else {name: value for name, value in held.items() if _is_graded(key, name, value, known)}
+            else {
+                name: value for name, value in held.items() if _is_graded(key, name, value, known)
+            }
             for key, held in now.resources.items()
             if key in self._start.resources or key[:2] in kinds
         }
@@ -215,7 +275,9 @@ class RealAccountGrader(EndStateGrader):
 
 
 def _is_graded(key: Key, name: str, value: Any, known: set[tuple[tuple[str, str], str]]) -> bool:
-    return (key[:2], name) in known or is_opening(key, name, canonical(value, MemberPosition.of(key).inner(name)))
+    return (key[:2], name) in known or is_opening(
+        key, name, canonical(value, MemberPosition.of(key).inner(name))
+    )
 
 
 def _member_names(params: Any) -> Iterator[str]:
@@ -239,7 +301,9 @@ def find_unshown(target: Target) -> str:
     """Return a description of the first argument of the solution that no read shows in what its
     command changes; "" if all are shown."""
     before = target.start.resources
-    for state, operations, arguments in zip(target.states, target.operations, target.arguments, strict=True):
+    for state, operations, arguments in zip(
+        target.states, target.operations, target.arguments, strict=True
+    ):
         changed = [
             f"{key[2]} {canonical(held, MemberPosition.of(key))}"
             for key, held in state.resources.items()

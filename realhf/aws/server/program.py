@@ -31,7 +31,9 @@ TOOL = {
     "description": "Run one AWS CLI command and return its output.",
     "inputSchema": {
         "type": "object",
-        "properties": {"command": {"type": "string", "description": "a command line that starts with 'aws '"}},
+        "properties": {
+            "command": {"type": "string", "description": "a command line that starts with 'aws '"}
+        },
         "required": ["command"],
         "additionalProperties": False,
     },
@@ -63,7 +65,9 @@ class AwsServed(ServedEnvironment):
         chaos = config.enable_chaos and config.backend_type == "simulator"
 
         def episodes(slot: Any) -> EpisodePlayer:
-            return EpisodePlayer(slot, config.max_steps, reward_mode=config.reward_mode, chaos=chaos)
+            return EpisodePlayer(
+                slot, config.max_steps, reward_mode=config.reward_mode, chaos=chaos
+            )
 
         super().__init__(config, pool, make_player or episodes)
         self._settings = config
@@ -137,14 +141,20 @@ class AwsServed(ServedEnvironment):
         if self._settings.web_mounted:
             return mount(app, self._settings)
         if absent := self._settings.web_absent:
-            app.add_api_route("/web", lambda: PlainTextResponse(f"{absent}\n", 404), include_in_schema=False)
+            app.add_api_route(
+                "/web", lambda: PlainTextResponse(f"{absent}\n", 404), include_in_schema=False
+            )
         return None
 
     def announcement(self) -> str:
         """Return the containment statement for the log and, if the playground is off, how to enable
         it."""
         statement = self._simulators.containment()
-        return f"{statement}\naws-env: {self._settings.web_absent}" if self._settings.web_absent else statement
+        return (
+            f"{statement}\naws-env: {self._settings.web_absent}"
+            if self._settings.web_absent
+            else statement
+        )
 
 
 ABOUT = "Serve AWS episodes on MiniStack over the OpenEnv wire, one simulator per session."
@@ -156,7 +166,9 @@ def make_pool(config: AwsServerConfig) -> MiniStackPool | RealAwsPool:
     simulators = simulator_pool(config, config.pool_size, config.ministack_base_port)
     if config.backend_type == "aws":
         limits = output_limits(config)
-        return RealAwsPool(config.allow_real_aws, config.allow_file, limits, simulators, aws_endpoints())
+        return RealAwsPool(
+            config.allow_real_aws, config.allow_file, limits, simulators, aws_endpoints()
+        )
     return simulators
 
 
@@ -165,7 +177,10 @@ def prepare(arguments: argparse.Namespace, config: ServerConfig) -> tuple[AwsSer
     another environment."""
     assert isinstance(config, AwsServerConfig)
     if arguments.option:
-        raise SettingError(f"--option {arguments.option[0]!r} has no effect without --env; the settings are flags here")
+        raise SettingError(
+            f"--option {arguments.option[0]!r} has no effect without --env; the settings are flags "
+            f"here"
+        )
     return AwsServed(config, make_pool(config)), config
 
 
@@ -174,4 +189,11 @@ class EnvServerProcess(ServerProcess):
     ``ServerProcess``."""
 
     def __init__(self, pool_size: int, *arguments: str, timeout_s: float = 60.0) -> None:
-        super().__init__("--ministack-base-port", "0", "--pool-size", str(pool_size), *arguments, timeout_s=timeout_s)
+        super().__init__(
+            "--ministack-base-port",
+            "0",
+            "--pool-size",
+            str(pool_size),
+            *arguments,
+            timeout_s=timeout_s,
+        )

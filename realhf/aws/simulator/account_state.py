@@ -54,13 +54,44 @@ _WORD = re.compile(r"[0-9A-Za-z]{6,}")
 _IGNORED_STORES = frozenset(
     {
         # logs of requests and answers, not state
-        *("_events", "_events_log", "_alarm_history", "_composite_triggers", "_stack_events", "_changes", "_queries"),
-        *("_shard_iterators", "_txn_idempotency", "_caller_refs", "_hc_caller_refs", "_credential_reports"),
-        *("_jwks_cache", "_oidc_config_cache", "_oidc_pending", "_challenge_sessions", "_change_progress"),
+        *(
+            "_events",
+            "_events_log",
+            "_alarm_history",
+            "_composite_triggers",
+            "_stack_events",
+            "_changes",
+            "_queries",
+        ),
+        *(
+            "_shard_iterators",
+            "_txn_idempotency",
+            "_caller_refs",
+            "_hc_caller_refs",
+            "_credential_reports",
+        ),
+        *(
+            "_jwks_cache",
+            "_oidc_config_cache",
+            "_oidc_pending",
+            "_challenge_sessions",
+            "_change_progress",
+        ),
         # positions of readers of streams
-        *("_kinesis_positions", "_dynamodb_stream_positions", "_esm_backoff_until", "_positions", "_stream_records"),
+        *(
+            "_kinesis_positions",
+            "_dynamodb_stream_positions",
+            "_esm_backoff_until",
+            "_positions",
+            "_stream_records",
+        ),
         # indices of other stores
-        *("_queue_name_to_url", "_sub_arn_to_topic", "_alias_dates", "_aws_managed_attachment_counts"),
+        *(
+            "_queue_name_to_url",
+            "_sub_arn_to_topic",
+            "_alias_dates",
+            "_aws_managed_attachment_counts",
+        ),
         *("_pool_domain_map", "_callback_index", "_stream_trimmed"),
     }
 )
@@ -107,7 +138,11 @@ class Draws:
         """Index the texts that were recorded since the last call. Call it before ``mark``."""
         if len(self._parts) > bool(self._text) or self._letters:
             new = "\n".join([*self._parts[bool(self._text) :], self._letters])
-            self._undrawn = {end for end in self._undrawn if end not in new} if len(new) < _LONGEST_RUN else set()
+            self._undrawn = (
+                {end for end in self._undrawn if end not in new}
+                if len(new) < _LONGEST_RUN
+                else set()
+            )
             self._text = "\n".join([*self._parts, self._letters])
             self._parts = [self._text]
             self._letters = ""
@@ -154,7 +189,11 @@ def _ends(text: str) -> frozenset[str]:
     contains.
     """
     pieces = _PIECE.findall(text)
-    words = ("" if _UUID.fullmatch(piece) else word for piece in pieces for word in (piece, *_WORD.findall(piece)))
+    words = (
+        "" if _UUID.fullmatch(piece) else word
+        for piece in pieces
+        for word in (piece, *_WORD.findall(piece))
+    )
     return frozenset(word[-_SHORTEST_DRAW:] for word in words)
 
 
@@ -175,7 +214,9 @@ class AccountState:
     def watch(self, store: type) -> None:
         """Wrap the deleting methods of a store class, so that deletions are counted."""
 
-        def count_deletions(deletes: Callable[..., Any], scoped: Callable[..., Any]) -> Callable[..., Any]:
+        def count_deletions(
+            deletes: Callable[..., Any], scoped: Callable[..., Any]
+        ) -> Callable[..., Any]:
             @wraps(deletes)
             def delete(stored: Any, *arguments: Any) -> Any:
                 name = scoped(stored, *arguments)
@@ -188,12 +229,18 @@ class AccountState:
         inner = store._scoped  # type: ignore[attr-defined]
         for method in ("__delitem__", "pop"):
             setattr(
-                store, method, count_deletions(getattr(store, method), lambda stored, name, *_: inner(stored, name))
+                store,
+                method,
+                count_deletions(
+                    getattr(store, method), lambda stored, name, *_: inner(stored, name)
+                ),
             )
         regional = len(inner.__get__(store())("")) == 3
         store.pop_scoped = count_deletions(  # type: ignore[attr-defined]
             store.pop_scoped,  # type: ignore[attr-defined]
-            lambda stored, account, region, name, *_: (account, region, name) if regional else (account, name),
+            lambda stored, account, region, name, *_: (
+                (account, region, name) if regional else (account, name)
+            ),
         )
 
     def forget(self) -> None:
@@ -214,7 +261,14 @@ class AccountState:
                     continue
                 region = scoped[1] if len(scoped) == 3 else ""
                 serial = self._deleted[id(contents), scoped]
-                record = [module, store, region, exporter.key(scoped[-1]), serial, exporter.export(value)]
+                record = [
+                    module,
+                    store,
+                    region,
+                    exporter.key(scoped[-1]),
+                    serial,
+                    exporter.export(value),
+                ]
                 records.append(_ENCODE(record))
         return records
 
@@ -254,17 +308,28 @@ class StateExporter:
     def export(self, value: Any, depth: int = 0) -> Any:
         """Return a value as plain data. Raises TooLarge."""
         if value is None or isinstance(value, (bool, int, float)):
-            # Python refuses to write larger integers in decimal; a template may contain them in hexadecimal.
-            return hex(value) if isinstance(value, int) and value.bit_length() > _MOST_BITS else value
+            # Python refuses to write larger integers in decimal; a template may contain them in
+            # hexadecimal.
+            return (
+                hex(value) if isinstance(value, int) and value.bit_length() > _MOST_BITS else value
+            )
         self._left -= 1
         if self._left < 0 or depth > _DEEPEST:
-            raise TooLarge(f"an account of more than {MOST_LEAVES} parts, or deeper than {_DEEPEST}")
+            raise TooLarge(
+                f"an account of more than {MOST_LEAVES} parts, or deeper than {_DEEPEST}"
+            )
         if isinstance(value, str):
-            return self._mark(value) if len(value) <= LONGEST_TEXT else _digest(value.encode("utf-8", "replace"))
+            return (
+                self._mark(value)
+                if len(value) <= LONGEST_TEXT
+                else _digest(value.encode("utf-8", "replace"))
+            )
         if isinstance(value, (dict, Mapping)):
             if type(value).__name__ in _STORES:
                 value = value._data  # type: ignore[attr-defined]
-            return {self.key(name): self.export(item, depth + 1) for name, item in list(value.items())}
+            return {
+                self.key(name): self.export(item, depth + 1) for name, item in list(value.items())
+            }
         if isinstance(value, list | tuple):
             return [self.export(item, depth + 1) for item in list(value)]
         if isinstance(value, set | frozenset):
@@ -277,7 +342,10 @@ class StateExporter:
 
 def _digest(content: bytes) -> str:
     """Return length and SHA-256 digest of bytes, as text."""
-    return f"{len(content)} bytes, sha256 {base64.b64encode(hashlib.sha256(content).digest()).decode()}"
+    return (
+        f"{len(content)} bytes, sha256 "
+        f"{base64.b64encode(hashlib.sha256(content).digest()).decode()}"
+    )
 
 
 _PACKAGE = "ministack"
@@ -340,4 +408,6 @@ def _find_settings() -> list[tuple[str, str, Any]]:
 
 def _is_plain(value: Any) -> bool:
     """Return whether a value is plain data."""
-    return isinstance(value, _PLAIN) or (isinstance(value, tuple | frozenset) and all(map(_is_plain, value)))
+    return isinstance(value, _PLAIN) or (
+        isinstance(value, tuple | frozenset) and all(map(_is_plain, value))
+    )

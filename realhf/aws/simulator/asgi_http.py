@@ -29,7 +29,13 @@ from typing import Any, cast
 from urllib.parse import unquote, unquote_plus
 
 from realhf.aws.cli.command_table import READ_PREFIXES
-from realhf.aws.cli.pinned_http import BadHttp, RequestHead, check_field, is_internal_path, parse_request_head
+from realhf.aws.cli.pinned_http import (
+    BadHttp,
+    RequestHead,
+    check_field,
+    is_internal_path,
+    parse_request_head,
+)
 from realhf.aws.simulator.account_state import AccountState, ModuleSwitches, TooLarge
 from realhf.base.loopback import is_loopback_authority
 
@@ -107,7 +113,8 @@ class ParsedRequests:
         self._left = KEPT_BYTES
 
     def refuse(self, reason: str) -> None:
-        """Count bytes that are not a request, or a request that is not permitted on its entrance."""
+        """Count bytes that are not a request, or a request that is not permitted on its
+        entrance."""
         self.refused[reason] += 1
 
     def report(self, after: int = 0) -> dict[str, Any]:
@@ -116,7 +123,12 @@ class ParsedRequests:
         Keys: ``count``, ``entrances`` (counts), ``refused`` (counts by reason), ``requests``.
         """
         recent = [request for request in self._recent if request["number"] > after]
-        return {"count": self.count, "entrances": self.entrances, "refused": self.refused, "requests": recent}
+        return {
+            "count": self.count,
+            "entrances": self.entrances,
+            "refused": self.refused,
+            "requests": recent,
+        }
 
 
 def _decode_variants(text: str) -> str:
@@ -133,7 +145,10 @@ def _decode_variants(text: str) -> str:
 
 def _without_escapes(text: str) -> str:
     """Return a text without escapes of JSON."""
-    return _ESCAPE.sub(lambda match: chr(int(match[1], 16)) if match[1] else _CONTROLS.get(match[2], match[2]), text)
+    return _ESCAPE.sub(
+        lambda match: chr(int(match[1], 16)) if match[1] else _CONTROLS.get(match[2], match[2]),
+        text,
+    )
 
 
 def _operation(head: RequestHead, body: bytes) -> str:
@@ -151,12 +166,16 @@ MAX_HEAD_BYTES = 256 * 1024
 """Longest request head, in bytes."""
 _SPARE_BYTES = 8 << 20
 """Memory that a process must still be able to allocate after a failed request, in bytes."""
-_REASONS = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_REASONS = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
+}
 """Status lines by status."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _PIPELINED = "bytes behind a request, before its answer"
 """Reason for refusing bytes that arrive before the answer to a request."""
-_HOP_BY_HOP = frozenset({b"transfer-encoding", b"connection", b"keep-alive", b"upgrade", b"trailer"})
+_HOP_BY_HOP = frozenset(
+    {b"transfer-encoding", b"connection", b"keep-alive", b"upgrade", b"trailer"}
+)
 """Headers that this server sets or drops itself."""
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -168,7 +187,9 @@ class HttpConnection(asyncio.Protocol):
     """One client connection, by the ``entrance`` that ``parsed`` records. Bytes that are not a
     request close it."""
 
-    def __init__(self, app: AsgiApp, loop: asyncio.AbstractEventLoop, parsed: ParsedRequests, entrance: str) -> None:
+    def __init__(
+        self, app: AsgiApp, loop: asyncio.AbstractEventLoop, parsed: ParsedRequests, entrance: str
+    ) -> None:
         self._app = app
         self._loop = loop
         self._parsed = parsed
@@ -242,7 +263,11 @@ class HttpConnection(asyncio.Protocol):
         self._transport = None
         if transport is not None:
             body = reason.encode()
-            transport.write(_REASONS[400] + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
+            transport.write(
+                _REASONS[400]
+                + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+                + body
+            )
             transport.close()
 
     async def _answer(self, head: RequestHead, body: bytes) -> None:
@@ -265,9 +290,13 @@ class HttpConnection(asyncio.Protocol):
         except Exception as error:
             # Only the owner learns the reason: it may contain internals of the simulator.
             is_explained = self._entrance == "owner" and head.method != "HEAD"
-            reason = f"{type(error).__name__}: {error}".encode(errors="replace") if is_explained else b""
+            reason = (
+                f"{type(error).__name__}: {error}".encode(errors="replace") if is_explained else b""
+            )
             data = _REASONS[500] + b"content-length: %d\r\n\r\n" % len(reason) + reason
-        self._parsed.keep(self._entrance, head, body, data)  # a failed request may have made something too
+        self._parsed.keep(
+            self._entrance, head, body, data
+        )  # a failed request may have made something too
         if data.startswith(b"HTTP/1.1 5"):
             _end_if_exhausted()
         self._task = None
@@ -385,7 +414,11 @@ def _refusal_reason(scope: dict[str, Any]) -> str:
 
 
 def owner_app(
-    app: AsgiApp, seed: Callable[[int], None], switches: ModuleSwitches, parsed: ParsedRequests, state: AccountState
+    app: AsgiApp,
+    seed: Callable[[int], None],
+    switches: ModuleSwitches,
+    parsed: ParsedRequests,
+    state: AccountState,
 ) -> AsgiApp:
     """Return ``app`` extended by control paths: reset to a seed, request counts, module switches,
     account."""
@@ -405,9 +438,14 @@ def owner_app(
             await _answer(send, 200, switches.values())
         elif path == SNAPSHOT_PATH:
             try:
-                transcript = json.dumps(["", "said", "", "", 0, parsed.transcript()], separators=(",", ":"))
+                transcript = json.dumps(
+                    ["", "said", "", "", 0, parsed.transcript()], separators=(",", ":")
+                )
                 await _send(send, 200, "\n".join([*state.report(), transcript]))
-            except (TooLarge, RuntimeError) as error:  # RuntimeError: a thread changed a store during the report
+            except (
+                TooLarge,
+                RuntimeError,
+            ) as error:  # RuntimeError: a thread changed a store during the report
                 await _answer(send, 507, {"message": str(error)})
         else:
             await app(scope, receive, send)

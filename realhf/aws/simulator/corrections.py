@@ -49,7 +49,9 @@ def install() -> None:
         try:
             correct()
         except (AttributeError, KeyError) as error:
-            raise RuntimeError(f"this version of ministack has no {error}: {correct.__name__} does not fit") from error
+            raise RuntimeError(
+                f"this version of ministack has no {error}: {correct.__name__} does not fit"
+            ) from error
 
 
 def _module(name: str) -> Any:
@@ -79,7 +81,11 @@ def _limit_poll_time() -> None:
     async def receive_limited(request: Mapping[str, Any], url: str) -> dict[str, Any]:
         queue = sqs._get_q(request.get("QueueUrl", url), "sqs:ReceiveMessage")
         asked = request.get("WaitTimeSeconds")
-        wait_s = int(queue["attributes"].get("ReceiveMessageWaitTimeSeconds", "0") if asked is None else asked)
+        wait_s = int(
+            queue["attributes"].get("ReceiveMessageWaitTimeSeconds", "0")
+            if asked is None
+            else asked
+        )
         if not 0 <= wait_s <= _MOST_POLL_S:
             bounds = f"Must be >= 0 and <= {_MOST_POLL_S}, if provided."
             message = f"Value {wait_s} for parameter WaitTimeSeconds is invalid. Reason: {bounds}"
@@ -100,8 +106,13 @@ def _find_ip_sets_by_name() -> None:
     def get_ip_set(request: Mapping[str, Any]) -> Answer:
         ip_set = waf._ip_sets.get(request.get("Id", ""))
         where = "global" if request.get("Scope") == "CLOUDFRONT" else "regional"
-        if ip_set is not None and not (ip_set["Name"] == request.get("Name") and f":{where}/" in ip_set["ARN"]):
-            message = "AWS WAF couldn\u2019t perform the operation because your resource doesn\u2019t exist."
+        if ip_set is not None and not (
+            ip_set["Name"] == request.get("Name") and f":{where}/" in ip_set["ARN"]
+        ):
+            message = (
+                "AWS WAF couldn\u2019t perform the operation because your resource doesn\u2019t "
+                "exist."
+            )
             return waf._waf_err("WAFNonexistentItemException", message)
         return original(request)
 
@@ -119,8 +130,13 @@ def _stop_executions_with_state_machine() -> None:
     delete = workflows._delete_state_machine
 
     def delete_with_executions(request: Mapping[str, Any]) -> Answer:
-        for execution in [*workflows._executions.values()]:  # a copy: other threads start executions
-            if execution["stateMachineArn"] == request.get("stateMachineArn") and execution["status"] == "RUNNING":
+        for execution in [
+            *workflows._executions.values()
+        ]:  # a copy: other threads start executions
+            if (
+                execution["stateMachineArn"] == request.get("stateMachineArn")
+                and execution["status"] == "RUNNING"
+            ):
                 execution["status"] = "ABORTED"
         return delete(request)
 
@@ -171,7 +187,9 @@ def _keep_desired_capacity_in_bounds() -> None:
             desired = min(max(low, desired), high)
         if not low <= desired <= high:
             bounds = f"the specified min size:{low} and max size:{high}"
-            return autoscaling._error("ValidationError", f"Desired capacity:{desired} must be between {bounds}")
+            return autoscaling._error(
+                "ValidationError", f"Desired capacity:{desired} must be between {bounds}"
+            )
         return update({**request, "DesiredCapacity": [str(desired)]})
 
     autoscaling._ACTION_MAP["UpdateAutoScalingGroup"] = handle_update
@@ -185,8 +203,13 @@ def _check_desired_capacity(request: Parameters) -> Answer | None:
     asked = scaling._p(request, "DesiredCapacity")
     if group is None or not asked or int(group["MinSize"]) <= int(asked) <= int(group["MaxSize"]):
         return None
-    side, bound = ("below min", "MinSize") if int(asked) < int(group["MinSize"]) else ("above max", "MaxSize")
-    message = f"New SetDesiredCapacity value {asked} is {side} value {group[bound]} for the AutoScalingGroup."
+    side, bound = (
+        ("below min", "MinSize") if int(asked) < int(group["MinSize"]) else ("above max", "MaxSize")
+    )
+    message = (
+        f"New SetDesiredCapacity value {asked} is {side} value {group[bound]} for the "
+        f"AutoScalingGroup."
+    )
     return scaling._error("ValidationError", message)
 
 
@@ -207,7 +230,9 @@ def _update_whole_scaling_group() -> None:
         for member in ("AvailabilityZones", "TerminationPolicies"):
             group[member] = autoscaling._parse_member_list(request, member) or group[member]
         zones = sorted(autoscaling._parse_member_list(request, "AvailabilityZones"))
-        for place, machine in enumerate(group["Instances"] if zones else ()):  # AWS rebalances them over the zones
+        for place, machine in enumerate(
+            group["Instances"] if zones else ()
+        ):  # AWS rebalances them over the zones
             machine["AvailabilityZone"] = zones[place % len(zones)]
         protected = autoscaling._p(request, "NewInstancesProtectedFromScaleIn")
         if protected:
@@ -216,12 +241,19 @@ def _update_whole_scaling_group() -> None:
         if configuration:
             group["LaunchConfigurationName"] = configuration
             group["LaunchTemplate"] = {}
-        template = [autoscaling._p(request, f"LaunchTemplate.LaunchTemplate{part}") for part in ("Id", "Name")]
+        template = [
+            autoscaling._p(request, f"LaunchTemplate.LaunchTemplate{part}")
+            for part in ("Id", "Name")
+        ]
         if any(template):
             version = autoscaling._p(request, "LaunchTemplate.Version") or "$Default"
             named = template[0] or template[1]
             group["LaunchConfigurationName"] = ""
-            group["LaunchTemplate"] = {"LaunchTemplateId": named, "LaunchTemplateName": named, "Version": version}
+            group["LaunchTemplate"] = {
+                "LaunchTemplateId": named,
+                "LaunchTemplateName": named,
+                "Version": version,
+            }
         return update(request)
 
     autoscaling._ACTION_MAP["UpdateAutoScalingGroup"] = handle_update
@@ -242,7 +274,10 @@ def _show_launch_templates_in_full() -> None:
         named = group["LaunchTemplate"].get("LaunchTemplateId")
         for key, template in _module("ec2")._launch_templates.items():
             if named in (key, template["LaunchTemplateName"]):
-                full = {"LaunchTemplateId": key, "LaunchTemplateName": template["LaunchTemplateName"]}
+                full = {
+                    "LaunchTemplateId": key,
+                    "LaunchTemplateName": template["LaunchTemplateName"],
+                }
                 group["LaunchTemplate"] |= full
         reconcile(group)
 
@@ -260,7 +295,9 @@ def _spread_instances_independent_of_zone_order() -> None:
     reconcile = autoscaling._reconcile_instances
 
     def reconcile_group(group: Mapping[str, Any]) -> None:
-        reconcile({**group, "AvailabilityZones": sorted(group["AvailabilityZones"])})  # its list of machines is kept
+        reconcile(
+            {**group, "AvailabilityZones": sorted(group["AvailabilityZones"])}
+        )  # its list of machines is kept
 
     autoscaling._reconcile_instances = reconcile_group
 
@@ -283,7 +320,10 @@ def _refuse_mismatched_parameter_groups() -> None:
         if engine != "postgres" or group is None or group["DBParameterGroupFamily"] == family:
             return create(request)
         named = f"{name} with DBParameterGroupFamily {group['DBParameterGroupFamily']}"
-        message = f"The parameter group {named} can't be used for this instance. Use a parameter group of {family}."
+        message = (
+            f"The parameter group {named} can't be used for this instance. Use a parameter group "
+            f"of {family}."
+        )
         return rds._error("InvalidParameterCombination", message, 400)
 
     rds._ACTION_MAP["CreateDBInstance"] = handle_create
@@ -302,7 +342,9 @@ def _accept_long_forward_actions() -> None:
         actions = parse(request, prefix)
         for place, action in enumerate(actions, 1):
             forward = f"{prefix}.member.{place}.ForwardConfig"
-            group, other = (alb._p(request, f"{forward}.TargetGroups.member.{n}.TargetGroupArn") for n in (1, 2))
+            group, other = (
+                alb._p(request, f"{forward}.TargetGroups.member.{n}.TargetGroupArn") for n in (1, 2)
+            )
             weight = alb._p(request, f"{forward}.TargetGroups.member.1.Weight")
             sticky = alb._p(request, f"{forward}.TargetGroupStickinessConfig.Enabled")
             if group and not other and weight != "0" and sticky != "true":
@@ -366,19 +408,28 @@ def _delete_launch_template_versions() -> None:
             return create(request)
         number = _version_number(template, source)
         if number not in {str(version["VersionNumber"]) for version in template["Versions"]}:
-            message = f"Could not find launch template version {source} for the specified launch template."
+            message = (
+                f"Could not find launch template version {source} for the specified launch "
+                f"template."
+            )
             return ec2._error("InvalidLaunchTemplateId.VersionNotFound", ec2._esc(message), 400)
         return create({**request, "SourceVersion": [number]})
 
     def handle_delete(request: Parameters) -> Answer:
         template = _find_launch_template(request)
         if template is None:
-            message = "At least one of the launch templates specified in the request does not exist."
+            message = (
+                "At least one of the launch templates specified in the request does not exist."
+            )
             return ec2._error("InvalidLaunchTemplateId.NotFound", message, 400)
         gone = refused = ""
         for asked in ec2._parse_member_list(request, "LaunchTemplateVersion"):
             number = _version_number(template, asked)
-            left = [version for version in template["Versions"] if str(version["VersionNumber"]) != number]
+            left = [
+                version
+                for version in template["Versions"]
+                if str(version["VersionNumber"]) != number
+            ]
             item = f"<launchTemplateId>{template['LaunchTemplateId']}</launchTemplateId>"
             item += f"<launchTemplateName>{ec2._esc(template['LaunchTemplateName'])}</launchTemplateName>"
             item += f"<versionNumber>{ec2._esc(number)}</versionNumber>"
@@ -400,7 +451,10 @@ def _delete_launch_template_versions() -> None:
             f"<unsuccessfullyDeletedLaunchTemplateVersionSet>{refused}</unsuccessfullyDeletedLaunchTemplateVersionSet>",
         )
 
-    ec2._ACTION_MAP |= {"CreateLaunchTemplateVersion": handle_create, "DeleteLaunchTemplateVersions": handle_delete}
+    ec2._ACTION_MAP |= {
+        "CreateLaunchTemplateVersion": handle_create,
+        "DeleteLaunchTemplateVersions": handle_delete,
+    }
 
 
 def _find_launch_template(request: Parameters) -> dict[str, Any] | None:
@@ -408,7 +462,10 @@ def _find_launch_template(request: Parameters) -> dict[str, Any] | None:
     ec2 = _module("ec2")
     named = ec2._p(request, "LaunchTemplateId") or ec2._p(request, "LaunchTemplateName")
     templates = ec2._launch_templates.items()
-    return next((template for key, template in templates if named in (key, template["LaunchTemplateName"])), None)
+    return next(
+        (template for key, template in templates if named in (key, template["LaunchTemplateName"])),
+        None,
+    )
 
 
 def _version_number(template: Mapping[str, Any], version: str) -> str:
@@ -452,7 +509,10 @@ def _update_domains_partially() -> None:
 
     def handle_update(name: str, request: Mapping[str, Any]) -> Answer:
         domain = opensearch._domains.get(name, {})
-        return update(name, {member: _merge_over(domain.get(member), value) for member, value in request.items()})
+        return update(
+            name,
+            {member: _merge_over(domain.get(member), value) for member, value in request.items()},
+        )
 
     opensearch._update_domain_config = handle_update
 
@@ -462,7 +522,10 @@ def _merge_over(current: Any, value: Any) -> Any:
     replaces it."""
     if not isinstance(current, dict) or not isinstance(value, dict):
         return value
-    return {**current, **{name: _merge_over(current.get(name), item) for name, item in value.items()}}
+    return {
+        **current,
+        **{name: _merge_over(current.get(name), item) for name, item in value.items()},
+    }
 
 
 def _create_from_template_as_by_request() -> None:
@@ -482,8 +545,13 @@ def _create_from_template_as_by_request() -> None:
     def complete_topic(arn: str, properties: Mapping[str, Any]) -> None:
         attributes = sns._topics[arn]["attributes"]
         policy = json.loads(attributes["Policy"])
-        policy["Statement"][0]["Condition"] = {"StringEquals": {"AWS:SourceOwner": attributes["Owner"]}}
-        attributes |= {"Policy": json.dumps(policy), "DisplayName": properties.get("DisplayName", "")}
+        policy["Statement"][0]["Condition"] = {
+            "StringEquals": {"AWS:SourceOwner": attributes["Owner"]}
+        }
+        attributes |= {
+            "Policy": json.dumps(policy),
+            "DisplayName": properties.get("DisplayName", ""),
+        }
         for subscription in sns._topics[arn]["subscriptions"]:
             complete(subscription)
 
@@ -510,7 +578,10 @@ def _create_from_template_as_by_request() -> None:
     def complete_table(name: str, _: Mapping[str, Any]) -> None:
         stored_table = dynamodb._tables[name]
         if stored_table["BillingModeSummary"]["BillingMode"] == "PAY_PER_REQUEST":
-            stored_table["ProvisionedThroughput"] = {"ReadCapacityUnits": 0, "WriteCapacityUnits": 0}
+            stored_table["ProvisionedThroughput"] = {
+                "ReadCapacityUnits": 0,
+                "WriteCapacityUnits": 0,
+            }
 
     handlers = made._RESOURCE_HANDLERS
     completions = {
@@ -522,8 +593,11 @@ def _create_from_template_as_by_request() -> None:
         handlers[kind]["create"] = _call_after(handlers[kind]["create"], follow)
 
 
-def _call_after(create: Callable[..., Any], follow: Callable[[str, Mapping[str, Any]], None]) -> Callable[..., Any]:
-    """Return ``create`` followed by a call of ``follow`` with the physical id and the properties."""
+def _call_after(
+    create: Callable[..., Any], follow: Callable[[str, Mapping[str, Any]], None]
+) -> Callable[..., Any]:
+    """Return ``create`` followed by a call of ``follow`` with the physical id and the
+    properties."""
 
     def create_and_follow(logical_id: str, properties: Mapping[str, Any], stack: str) -> Any:
         answer = create(logical_id, properties, stack)
@@ -565,7 +639,9 @@ class _SecurityGroups:
         for group_id, group in self.ec2._security_groups.items():
             if group["GroupName"] == name and group["VpcId"] == vpc:
                 return group_id
-        raise _UnknownSecurityGroup(f"The security group '{name}' does not exist in default VPC '{vpc}'")
+        raise _UnknownSecurityGroup(
+            f"The security group '{name}' does not exist in default VPC '{vpc}'"
+        )
 
     def _error(self, code: str, message: str) -> Answer:
         """Return an error of EC2."""
@@ -581,7 +657,12 @@ class _SecurityGroups:
                 ids += [self._id_of(name) for name in names]
             except _UnknownSecurityGroup as error:
                 return self._error("InvalidGroup.NotFound", str(error))
-            return handler({**request, **{f"GroupId.{place}": [group_id] for place, group_id in enumerate(ids, 1)}})
+            return handler(
+                {
+                    **request,
+                    **{f"GroupId.{place}": [group_id] for place, group_id in enumerate(ids, 1)},
+                }
+            )
 
         return describe
 
@@ -596,7 +677,13 @@ class _SecurityGroups:
             except _UnknownSecurityGroup as error:
                 return self._error("InvalidGroup.NotFound", str(error))
             return handler(
-                {**request, **{f"SecurityGroupId.{place}": [group_id] for place, group_id in enumerate(ids, 1)}}
+                {
+                    **request,
+                    **{
+                        f"SecurityGroupId.{place}": [group_id]
+                        for place, group_id in enumerate(ids, 1)
+                    },
+                }
             )
 
         return launch
@@ -609,9 +696,14 @@ class _SecurityGroups:
             group_id = self.ec2._p(request, "GroupId")
             name = self.ec2._p(request, "GroupName")
             if not group_id and not name:
-                return self._error("MissingParameter", "The request must contain the parameter groupName or groupId")
+                return self._error(
+                    "MissingParameter",
+                    "The request must contain the parameter groupName or groupId",
+                )
             try:
-                return handler({**self._with_ids(request), "GroupId": [group_id or self._id_of(name)]})
+                return handler(
+                    {**self._with_ids(request), "GroupId": [group_id or self._id_of(name)]}
+                )
             except _UnknownSecurityGroup as error:
                 return self._error("InvalidGroup.NotFound", str(error))
 
@@ -644,14 +736,21 @@ class _SecurityGroups:
             group = ec2._security_groups.get(group_id)
             if group is None or ec2._parse_member_list(request, "SecurityGroupRuleId"):
                 return handler(request)
-            asked = [part for rule in ec2._parse_ip_permissions(request, "IpPermissions") for part in _rule_parts(rule)]
+            asked = [
+                part
+                for rule in ec2._parse_ip_permissions(request, "IpPermissions")
+                for part in _rule_parts(rule)
+            ]
             if not asked:
-                return self._error("MissingParameter", "The request must contain the parameter ipPermissions")
+                return self._error(
+                    "MissingParameter", "The request must contain the parameter ipPermissions"
+                )
             there = {part for rule in group[kept_in] for part in _rule_parts(rule)}
             unknown = [part for part in asked if part not in there]
             if unknown and group["VpcId"] != ec2._DEFAULT_VPC_ID:
                 return self._error(
-                    "InvalidPermission.NotFound", "The specified rule does not exist in this security group."
+                    "InvalidPermission.NotFound",
+                    "The specified rule does not exist in this security group.",
                 )
             return self._remove_parts(group, kept_in, set(asked), unknown)
 
@@ -669,7 +768,9 @@ class _SecurityGroups:
             gone, kept = _split_rule(rule, asked)
             rule_id = ec2._sg_rule_id(group["GroupId"], is_egress, rule)
             if gone is not None:
-                items += ec2._revoked_sg_rule_xml(group["GroupId"], {**gone, "SecurityGroupRuleId": rule_id}, is_egress)
+                items += ec2._revoked_sg_rule_xml(
+                    group["GroupId"], {**gone, "SecurityGroupRuleId": rule_id}, is_egress
+                )
             if kept is not None:
                 left.append(kept)
             else:
@@ -729,9 +830,16 @@ def _refuse_missing_references() -> None:
     for principal in ("Role", "User", "Group"):
         _check_before(_module("iam")._IAM_HANDLERS, f"Attach{principal}Policy", _attached_policy)
     for principal in ("Role", "User"):
-        _check_before(_module("iam")._IAM_HANDLERS, f"Put{principal}PermissionsBoundary", _policy_of_boundary)
+        _check_before(
+            _module("iam")._IAM_HANDLERS, f"Put{principal}PermissionsBoundary", _policy_of_boundary
+        )
     machines = _module("ec2")._ACTION_MAP
-    for operation in ("CreateSubnet", "CreateSecurityGroup", "CreateRouteTable", "AttachInternetGateway"):
+    for operation in (
+        "CreateSubnet",
+        "CreateSecurityGroup",
+        "CreateRouteTable",
+        "AttachInternetGateway",
+    ):
         _check_before(machines, operation, _network_of)
     _check_before(machines, "RunInstances", _parts_of_machine)
     balancers = _module("alb")._ACTION_MAP
@@ -748,19 +856,27 @@ def _refuse_missing_references() -> None:
 
 def _json_error(code: str, message: str, status: int = 400) -> Answer:
     """Return an error of the JSON protocol."""
-    return importlib.import_module("ministack.core.responses").error_response_json(code, message, status)
+    return importlib.import_module("ministack.core.responses").error_response_json(
+        code, message, status
+    )
 
 
 def _bucket_of_trail(request: Mapping[str, Any]) -> Answer | None:
     bucket = request.get("S3BucketName")
     if not bucket or bucket in _module("s3")._buckets:
         return None
-    return _module("cloudtrail")._err("S3BucketDoesNotExistException", f"S3 bucket {bucket} does not exist!")
+    return _module("cloudtrail")._err(
+        "S3BucketDoesNotExistException", f"S3 bucket {bucket} does not exist!"
+    )
 
 
 def _bucket_of_delivery(request: Mapping[str, Any]) -> Answer | None:
     buckets = _module("s3")._buckets
-    members = (f"{kind}S3Destination{what}" for kind in ("Extended", "") for what in ("Configuration", "Update"))
+    members = (
+        f"{kind}S3Destination{what}"
+        for kind in ("Extended", "")
+        for what in ("Configuration", "Update")
+    )
     for member in members:
         arn = (request.get(member) or {}).get("BucketARN", "")
         if arn and arn.removeprefix("arn:aws:s3:::") not in buckets:
@@ -776,15 +892,28 @@ def _source_of_machines(request: Parameters) -> Answer | None:
         message = f"A launch configuration with the name: {configuration} does not exist"
         return scaling._error("ValidationError", f"Launch configuration name not found - {message}")
     stems = ("LaunchTemplate", "MixedInstancesPolicy.LaunchTemplate.LaunchTemplateSpecification")
-    sources = [scaling._p(request, f"{stem}.LaunchTemplate{part}") for stem in stems for part in ("Name", "Id")]
-    known = {text for key, template in templates.items() for text in (key, template["LaunchTemplateName"])}
+    sources = [
+        scaling._p(request, f"{stem}.LaunchTemplate{part}")
+        for stem in stems
+        for part in ("Name", "Id")
+    ]
+    known = {
+        text
+        for key, template in templates.items()
+        for text in (key, template["LaunchTemplateName"])
+    }
     unknown = [text for text in sources if text and text not in known]
     if unknown:
         message = f"The specified launch template, {unknown[0]}, does not exist."
-        return scaling._error("ValidationError", f"You must use a valid fully-formed launch template. {message}")
+        return scaling._error(
+            "ValidationError", f"You must use a valid fully-formed launch template. {message}"
+        )
     creates = scaling._p(request, "Action") == "CreateAutoScalingGroup"
     if creates and not (configuration or any(sources) or scaling._p(request, "InstanceId")):
-        message = "either LaunchTemplate, LaunchConfigurationName, InstanceId or MixedInstancesPolicy parameter."
+        message = (
+            "either LaunchTemplate, LaunchConfigurationName, InstanceId or MixedInstancesPolicy "
+            "parameter."
+        )
         return scaling._error("ValidationError", f"Valid requests must contain {message}")
     return None
 
@@ -792,7 +921,11 @@ def _source_of_machines(request: Parameters) -> Answer | None:
 def _group_of_policy(request: Parameters) -> Answer | None:
     scaling = _module("autoscaling")
     name = scaling._p(request, "AutoScalingGroupName")
-    return None if name in scaling._asgs else scaling._error("ValidationError", f"Group {name} not found")
+    return (
+        None
+        if name in scaling._asgs
+        else scaling._error("ValidationError", f"Group {name} not found")
+    )
 
 
 def _groups_of_cache(request: Parameters) -> Answer | None:
@@ -800,9 +933,13 @@ def _groups_of_cache(request: Parameters) -> Answer | None:
     parameters = caches._p(request, "CacheParameterGroupName")
     subnets = caches._p(request, "CacheSubnetGroupName")
     if parameters and parameters not in caches._param_groups:
-        return caches._error("CacheParameterGroupNotFound", f"CacheParameterGroup {parameters} not found.", 404)
+        return caches._error(
+            "CacheParameterGroupNotFound", f"CacheParameterGroup {parameters} not found.", 404
+        )
     if subnets and subnets not in caches._subnet_groups and subnets != "default":
-        return caches._error("CacheSubnetGroupNotFoundFault", f"Cache Subnet Group {subnets} does not exist.", 400)
+        return caches._error(
+            "CacheSubnetGroupNotFoundFault", f"Cache Subnet Group {subnets} does not exist.", 400
+        )
     return None
 
 
@@ -821,7 +958,9 @@ def _subnets_of_database(request: Parameters) -> Answer | None:
     name = databases._p(request, "DBSubnetGroupName")
     if not name or name in databases._subnet_groups or name == "default":
         return None
-    return databases._error("DBSubnetGroupNotFoundFault", f"DB subnet group '{name}' does not exist.", 404)
+    return databases._error(
+        "DBSubnetGroupNotFoundFault", f"DB subnet group '{name}' does not exist.", 404
+    )
 
 
 def _attached_policy(request: Parameters) -> Answer | None:
@@ -829,7 +968,9 @@ def _attached_policy(request: Parameters) -> Answer | None:
     arn = iam._p(request, "PolicyArn")
     if iam._is_aws_managed_arn(arn) or arn in iam._policies:
         return None
-    return iam._error(404, "NoSuchEntity", f"Policy {arn} does not exist or is not attachable.", ns="iam")
+    return iam._error(
+        404, "NoSuchEntity", f"Policy {arn} does not exist or is not attachable.", ns="iam"
+    )
 
 
 def _policy_of_boundary(request: Parameters) -> Answer | None:
@@ -837,14 +978,18 @@ def _policy_of_boundary(request: Parameters) -> Answer | None:
     arn = iam._p(request, "PermissionsBoundary")
     if iam._is_aws_managed_arn(arn) or arn in iam._policies:
         return None
-    return iam._error(404, "NoSuchEntity", f"Scope ARN: {arn} does not exist or is not attachable.", ns="iam")
+    return iam._error(
+        404, "NoSuchEntity", f"Scope ARN: {arn} does not exist or is not attachable.", ns="iam"
+    )
 
 
 def _check_exists(name: str, store: Container[str], code: str, message: str) -> Answer | None:
     """Return the error of EC2 for a name that ``store`` does not contain; None for a contained or
     empty name."""
     ec2 = _module("ec2")
-    return None if not name or name in store else ec2._error(code, ec2._esc(message.format(name)), 400)
+    return (
+        None if not name or name in store else ec2._error(code, ec2._esc(message.format(name)), 400)
+    )
 
 
 def _network_of(request: Parameters) -> Answer | None:
@@ -857,17 +1002,26 @@ def _parts_of_machine(request: Parameters) -> Answer | None:
     ec2 = _module("ec2")
     subnet = ec2._p(request, "SubnetId")
     key = ec2._p(request, "KeyName")
-    error = _check_exists(subnet, ec2._subnets, "InvalidSubnetID.NotFound", "The subnet ID '{}' does not exist")
-    error = error or _check_exists(key, ec2._key_pairs, "InvalidKeyPair.NotFound", "The key pair '{}' does not exist")
+    error = _check_exists(
+        subnet, ec2._subnets, "InvalidSubnetID.NotFound", "The subnet ID '{}' does not exist"
+    )
+    error = error or _check_exists(
+        key, ec2._key_pairs, "InvalidKeyPair.NotFound", "The key pair '{}' does not exist"
+    )
     for group in ec2._parse_member_list(request, "SecurityGroupId"):
         message = "The security group '{}' does not exist"
-        error = error or _check_exists(group, ec2._security_groups, "InvalidGroup.NotFound", message)
+        error = error or _check_exists(
+            group, ec2._security_groups, "InvalidGroup.NotFound", message
+        )
     return error or _profile_of_machine(request) or _template_of_machine(request)
 
 
 def _profile_of_machine(request: Parameters) -> Answer | None:
     name = _module("ec2")._p(request, "IamInstanceProfile.Name")
-    message = "Value ({}) for parameter iamInstanceProfile.name is invalid. Invalid IAM Instance Profile name"
+    message = (
+        "Value ({}) for parameter iamInstanceProfile.name is invalid. Invalid IAM Instance Profile "
+        "name"
+    )
     return _check_exists(name, _module("iam")._instance_profiles, "InvalidParameterValue", message)
 
 
@@ -878,7 +1032,9 @@ def _template_of_machine(request: Parameters) -> Answer | None:
     names = {template["LaunchTemplateName"] for template in ec2._launch_templates.values()}
     template_id = ec2._p(request, "LaunchTemplate.LaunchTemplateId")
     unnamed = _check_exists(name, names, "InvalidLaunchTemplateName.NotFoundException", message)
-    return unnamed or _check_exists(template_id, ec2._launch_templates, "InvalidLaunchTemplateId.NotFound", message)
+    return unnamed or _check_exists(
+        template_id, ec2._launch_templates, "InvalidLaunchTemplateId.NotFound", message
+    )
 
 
 def _subnets_of_balancer(request: Parameters) -> Answer | None:
@@ -916,7 +1072,10 @@ def _queue_of_mapping(request: Mapping[str, Any]) -> Answer | None:
     source = request.get("EventSourceArn", "")
     if not source.startswith("arn:aws:sqs:") or _module("sqs")._queue_by_arn(source) is not None:
         return None
-    cause = "AWS.SimpleQueueService.NonExistentQueue. SQS Error Message: The specified queue does not exist."
+    cause = (
+        "AWS.SimpleQueueService.NonExistentQueue. SQS Error Message: The specified queue does not "
+        "exist."
+    )
     message = f"Error occurred while ReceiveMessage. SQS Error Code: {cause}"
     return _json_error("InvalidParameterValueException", message, 400)
 
@@ -942,7 +1101,9 @@ def _rule_parts(rule: Mapping[str, Any]) -> Iterator[RulePart]:
             yield (*head, kind, source.get(member, "") if isinstance(source, dict) else str(source))
 
 
-def _split_rule(rule: dict[str, Any], asked: set[RulePart]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+def _split_rule(
+    rule: dict[str, Any], asked: set[RulePart]
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """Return (requested part of a rule, remaining part); each is None if it is empty."""
     parts = list(_rule_parts(rule))
     if not asked.intersection(parts):

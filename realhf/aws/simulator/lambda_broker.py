@@ -55,7 +55,9 @@ def sandbox_command(program: Path) -> list[str]:
     for path in _LIBRARIES:
         words += ["--ro-bind-try", path, path]
     words += ["--ro-bind", sys.base_prefix, _PYTHON, "--size", str(_TMP_BYTES), "--tmpfs", "/tmp"]
-    words += hidden_package(sandbox.own_package(), {**{path: path for path in _LIBRARIES}, sys.base_prefix: _PYTHON})
+    words += hidden_package(
+        sandbox.own_package(), {**{path: path for path in _LIBRARIES}, sys.base_prefix: _PYTHON}
+    )
     for file in _BOOT_FILES:
         words += ["--ro-bind", file, f"{_BOOT}/{os.path.basename(file)}"]
     python = f"{_PYTHON}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
@@ -72,7 +74,9 @@ def hidden_package(package: str, bound: Mapping[str, str]) -> list[str]:
     words: list[str] = []
     for outside, inside in bound.items():
         if os.path.realpath(package).startswith(f"{os.path.realpath(outside)}/"):
-            words += hidden(inside + os.path.realpath(package).removeprefix(os.path.realpath(outside)))
+            words += hidden(
+                inside + os.path.realpath(package).removeprefix(os.path.realpath(outside))
+            )
     return words
 
 
@@ -82,7 +86,12 @@ def invoke(command: list[str], request: dict[str, Any]) -> dict[str, Any]:
         return _error("Runtime.NotAvailable", "only python runtimes are run here", "")
     wall_s = min(MAX_WALL_S, max(1, request["timeout_s"]))
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}, start_new_session=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={},
+        start_new_session=True,
     )
     try:
         assert process.stdin is not None
@@ -97,13 +106,19 @@ def invoke(command: list[str], request: dict[str, Any]) -> dict[str, Any]:
         code = process.wait()
     text = log.decode("utf-8", "replace")
     if reason:
-        return _error("Sandbox.Timedout" if reason == "time" else "Runtime.OutputTooLarge", reason, text)
+        return _error(
+            "Sandbox.Timedout" if reason == "time" else "Runtime.OutputTooLarge", reason, text
+        )
     try:
         answer = json.loads(result)
         return {"body": answer["body"], "log": text, "error": bool(answer["error"])}
     except (ValueError, KeyError, TypeError):
         over = code in _CPU_EXCEEDED
-        kind, message = ("Sandbox.CpuExceeded", "2 s of CPU") if over else ("Runtime.ExitError", f"exit code {code}")
+        kind, message = (
+            ("Sandbox.CpuExceeded", "2 s of CPU")
+            if over
+            else ("Runtime.ExitError", f"exit code {code}")
+        )
         return _error(kind, message, text)
 
 

@@ -64,7 +64,9 @@ class OwnerChannel:
 
 
 def serve_owner(
-    loop: asyncio.AbstractEventLoop, channel: socket.socket, protocols: Mapping[bytes, Callable[[], asyncio.Protocol]]
+    loop: asyncio.AbstractEventLoop,
+    channel: socket.socket,
+    protocols: Mapping[bytes, Callable[[], asyncio.Protocol]],
 ) -> None:
     """Serve every connection that arrives on ``channel`` with the protocol of its mark, on a
     running loop.
@@ -91,7 +93,9 @@ def serve_owner(
 
 
 async def _serve(
-    loop: asyncio.AbstractEventLoop, connection: socket.socket, make_protocol: Callable[[], asyncio.Protocol]
+    loop: asyncio.AbstractEventLoop,
+    connection: socket.socket,
+    make_protocol: Callable[[], asyncio.Protocol],
 ) -> None:
     with contextlib.suppress(OSError):  # it may be closed already
         await loop.connect_accepted_socket(make_protocol, connection)
@@ -125,7 +129,8 @@ _EXCERPT_BYTES = 300
 """Bytes of an answer or a log line that error messages show."""
 logger = logging.getLogger(__name__)
 _CREDENTIAL = (
-    "AWS4-HMAC-SHA256 Credential=000000000000/20260101/us-east-1/{}/aws4_request, SignedHeaders=host, Signature=0"
+    "AWS4-HMAC-SHA256 Credential=000000000000/20260101/us-east-1/{}/aws4_request, "
+    "SignedHeaders=host, Signature=0"
 )
 """Authorization header for a service; MiniStack does not check signatures."""
 
@@ -163,7 +168,9 @@ def zygote_environment(folder: Path) -> dict[str, str]:
 def tail(log: IO[bytes]) -> str:
     """Return the end of a log file."""
     size = os.fstat(log.fileno()).st_size
-    return os.pread(log.fileno(), _LOG_TAIL_BYTES, max(0, size - _LOG_TAIL_BYTES)).decode("utf-8", "replace")
+    return os.pread(log.fileno(), _LOG_TAIL_BYTES, max(0, size - _LOG_TAIL_BYTES)).decode(
+        "utf-8", "replace"
+    )
 
 
 def start_failure(name: str, reason: object, log: str) -> str:
@@ -184,7 +191,11 @@ def _send_request(
 ) -> tuple[int, bytes]:
     """Send a request over a connection of the owner; return status and body. Raises OSError,
     ValueError."""
-    lines = [f"{method} {path} HTTP/1.1", "Host: localhost:4566", f"Content-Length: {len(body or b'')}"]
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        "Host: localhost:4566",
+        f"Content-Length: {len(body or b'')}",
+    ]
     lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
     connection.settimeout(timeout_s)
     connection.sendall("\r\n".join([*lines, "", ""]).encode("ascii") + (body or b""))
@@ -200,7 +211,9 @@ class MiniStackProcess:
     ``broker`` runs Lambda code; without it no code runs.
     """
 
-    def __init__(self, port: int, zygote: ForkServer, folder: Path, broker: ForkServer | None = None) -> None:
+    def __init__(
+        self, port: int, zygote: ForkServer, folder: Path, broker: ForkServer | None = None
+    ) -> None:
         self.port = port
         self._zygote = zygote
         self._broker = broker
@@ -224,7 +237,9 @@ class MiniStackProcess:
             listener.listen(_BACKLOG)
         except OSError as error:
             listener.close()
-            raise OSError(error.errno, f"port {self.port} for MiniStack is taken: {error.strerror}") from error
+            raise OSError(
+                error.errno, f"port {self.port} for MiniStack is taken: {error.strerror}"
+            ) from error
         self.port = listener.getsockname()[1]
         self._listener = listener
 
@@ -238,7 +253,11 @@ class MiniStackProcess:
             taken = self.port
             self.port = 0
             self.bind()
-            logger.warning("port %d is taken meanwhile; this simulator has port %d from now on", taken, self.port)
+            logger.warning(
+                "port %d is taken meanwhile; this simulator has port %d from now on",
+                taken,
+                self.port,
+            )
 
     def start(self) -> None:
         """Fork the simulator, which takes over the bound port.
@@ -278,26 +297,35 @@ class MiniStackProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                self._runner = self._broker.fork({}, [theirs.fileno()], f"Lambda runner of port {self.port}")
+                self._runner = self._broker.fork(
+                    {}, [theirs.fileno()], f"Lambda runner of port {self.port}"
+                )
             except BaseException:
                 ours.close()
                 raise
         return ours
 
     def wait_healthy(self, timeout_s: float) -> None:
-        """Wait until /_ministack/health answers 200. Raises RuntimeError with the end of the log."""
+        """Wait until /_ministack/health answers 200. Raises RuntimeError with the end of the
+        log."""
         deadline = process_clock.now() + timeout_s
         while True:
             try:
-                self._request("GET", "/_ministack/health", max(0.05, deadline - process_clock.now()))
-                self._fresh_bytes = self._fresh_bytes or self.usage()[0]  # only after the start: it grows later
+                self._request(
+                    "GET", "/_ministack/health", max(0.05, deadline - process_clock.now())
+                )
+                self._fresh_bytes = (
+                    self._fresh_bytes or self.usage()[0]
+                )  # only after the start: it grows later
                 return
             except OSError as error:
                 reason = str(error)
             alive = self.alive()
             if not alive or process_clock.now() > deadline:
                 reason = f"{reason}, for {timeout_s:g} s" if alive else "its process ended"
-                raise RuntimeError(start_failure(f"MiniStack on port {self.port}", reason, self.log_tail()))
+                raise RuntimeError(
+                    start_failure(f"MiniStack on port {self.port}", reason, self.log_tail())
+                )
             time.sleep(0.01)
 
     def healthy(self, timeout_s: float = ANSWER_S) -> bool:
@@ -322,9 +350,13 @@ class MiniStackProcess:
             return False
 
     def leftovers(self, timeout_s: float = ANSWER_S) -> str:
-        """Return the bucket and table names that remain after a reset, "" for none. Raises OSError."""
+        """Return the bucket and table names that remain after a reset, "" for none. Raises
+        OSError."""
         buckets = self.ask("GET", "/", "s3", timeout_s)
-        target = {"X-Amz-Target": "DynamoDB_20120810.ListTables", "Content-Type": "application/x-amz-json-1.0"}
+        target = {
+            "X-Amz-Target": "DynamoDB_20120810.ListTables",
+            "Content-Type": "application/x-amz-json-1.0",
+        }
         tables = self.ask("POST", "/", "dynamodb", timeout_s, target, b"{}")
         names = re.findall(rb"<Bucket>.*?<Name>(.*?)</Name>", buckets, re.DOTALL)
         names += [name.encode() for name in json.loads(tables)["TableNames"]]
@@ -344,7 +376,11 @@ class MiniStackProcess:
         Raises OSError, also for a status other than 2xx.
         """
         return self._request(
-            method, path, timeout_s, {"Authorization": _CREDENTIAL.format(service), **(headers or {})}, body
+            method,
+            path,
+            timeout_s,
+            {"Authorization": _CREDENTIAL.format(service), **(headers or {})},
+            body,
         )
 
     def reset(self, seed: int, timeout_s: float = ANSWER_S) -> None:
@@ -407,7 +443,8 @@ class MiniStackProcess:
         return self._connect(OWNER)
 
     def connect_as_environment(self) -> socket.socket:
-        """Return a new connection for the worker that runs command lines of tasks. Raises OSError."""
+        """Return a new connection for the worker that runs command lines of tasks. Raises
+        OSError."""
         return self._connect(ENVIRONMENT)
 
     def _connect(self, mark: bytes) -> socket.socket:
@@ -451,7 +488,11 @@ class MiniStackProcess:
         A process that does not end is logged, and killed again by the next ``stop``.
         """
         self._close_control()
-        ending = [process for process in (self._process, self._runner, *self._unended) if process is not None]
+        ending = [
+            process
+            for process in (self._process, self._runner, *self._unended)
+            if process is not None
+        ]
         self._process = self._runner = None
         self._unended = []
         for process in ending:
@@ -466,7 +507,12 @@ class MiniStackProcess:
         self._owner = self._listener = self._log = None
 
     def _request(
-        self, method: str, path: str, timeout_s: float, headers: dict[str, str] | None = None, data: bytes | None = None
+        self,
+        method: str,
+        path: str,
+        timeout_s: float,
+        headers: dict[str, str] | None = None,
+        data: bytes | None = None,
     ) -> bytes:
         """Send a request over the control connection; return the body. Raises OSError, also for
         other than 2xx."""

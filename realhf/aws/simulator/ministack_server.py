@@ -45,7 +45,13 @@ from realhf.aws.cli.command_table import MINISTACK_MODULES, MINISTACK_SERVICES
 from realhf.aws.cli.virtual_folder import remove_folder
 from realhf.aws.simulator import corrections
 from realhf.aws.simulator.account_state import AccountState, Draws, ModuleSwitches
-from realhf.aws.simulator.asgi_http import AsgiApp, HttpConnection, ParsedRequests, owner_app, port_app
+from realhf.aws.simulator.asgi_http import (
+    AsgiApp,
+    HttpConnection,
+    ParsedRequests,
+    owner_app,
+    port_app,
+)
 from realhf.aws.simulator.ministack_process import ENVIRONMENT, OWNER, SIMULATOR_CPU_S, serve_owner
 from realhf.aws.simulator.selectors import SelectorGate, read_selector_table
 from realhf.env.containment import sandbox
@@ -150,11 +156,14 @@ class LambdaGate:
         self._lock = threading.Lock()
 
     def install(self) -> None:
-        """Replace the executors. Raises RuntimeError if this version of MiniStack has other ones."""
+        """Replace the executors. Raises RuntimeError if this version of MiniStack has other
+        ones."""
         module = importlib.import_module("ministack.services.lambda_svc")
         for executor in _EXECUTORS:
             if not hasattr(module, f"_execute_function_{executor}"):
-                raise RuntimeError(f"this version of ministack has no Lambda executor {executor}: not contained")
+                raise RuntimeError(
+                    f"this version of ministack has no Lambda executor {executor}: not contained"
+                )
             setattr(module, f"_execute_function_{executor}", self.execute)
 
     def attach(self, channel: socket.socket) -> None:
@@ -163,7 +172,8 @@ class LambdaGate:
         self._stream = channel.makefile("rb")
 
     def execute(self, func: dict[str, Any], event: Any, *_: Any) -> dict[str, Any]:
-        """Run a function and return its result in MiniStack's form: ``body``, ``log``, ``error``."""
+        """Run a function and return its result in MiniStack's form: ``body``, ``log``,
+        ``error``."""
         if self._channel is None:
             return {"body": {"statusCode": 200, "body": "stub"}, "log": "", "error": False}
         config = func.get("config") or func
@@ -242,7 +252,9 @@ class SeededRandomness:
 
     def _uuid4(self) -> uuid.UUID:
         drawn = uuid.UUID(int=self._random.getrandbits(128), version=4)
-        self._draws.add(str(drawn), drawn.hex, drawn.hex.upper(), base64.b64encode(str(drawn).encode()).decode())
+        self._draws.add(
+            str(drawn), drawn.hex, drawn.hex.upper(), base64.b64encode(str(drawn).encode()).decode()
+        )
         return drawn
 
     def _choice(self, population: Any) -> Any:
@@ -327,7 +339,9 @@ def _keep_only_metadata(services: Sequence[str]) -> None:
     def service_model(service: str) -> Any:
         if service not in light:
             model = original(service)
-            light[service] = None if model is None else SimpleNamespace(metadata=dict(model.metadata))
+            light[service] = (
+                None if model is None else SimpleNamespace(metadata=dict(model.metadata))
+            )
         return light[service]
 
     responses._service_model = service_model  # type: ignore[attr-defined]
@@ -362,7 +376,9 @@ def _preload_service_names() -> None:
     names (400 MB, 5 s) and forgets them at the next reset.
     """
     router = importlib.import_module("ministack.core.router")
-    router._KNOWN_AWS_SERVICE_NAMES = frozenset(botocore.session.get_session().get_available_services())  # type: ignore[attr-defined]
+    router._KNOWN_AWS_SERVICE_NAMES = frozenset(
+        botocore.session.get_session().get_available_services()
+    )  # type: ignore[attr-defined]
 
 
 def _repair_answers(app: AsgiApp) -> AsgiApp:
@@ -384,7 +400,12 @@ def _repair_answers(app: AsgiApp) -> AsgiApp:
                 return
             body.extend(message.get("body", b""))
             if not message.get("more_body"):
-                await send({**message, "body": repair_xml(bytes(body)) if body.startswith(b"<") else bytes(body)})
+                await send(
+                    {
+                        **message,
+                        "body": repair_xml(bytes(body)) if body.startswith(b"<") else bytes(body),
+                    }
+                )
 
         await app(scope, receive, collect)
 
@@ -422,13 +443,16 @@ async def _serve(
             ENVIRONMENT: lambda: HttpConnection(outer, loop, parsed, "environment"),
         },
     )
-    server = await loop.create_server(lambda: HttpConnection(outer, loop, parsed, "port"), sock=listener)
+    server = await loop.create_server(
+        lambda: HttpConnection(outer, loop, parsed, "port"), sock=listener
+    )
     async with server:
         await lifespan
 
 
 def main() -> None:
-    """Import everything, then fork contained simulators until the owner closes the control channel."""
+    """Import everything, then fork contained simulators until the owner closes the control
+    channel."""
     control = socket.socket(fileno=int(sys.argv[1]))
     mode = sys.argv[2]
     root = sys.argv[3]

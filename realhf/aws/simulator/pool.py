@@ -189,7 +189,9 @@ class HealthLoop:
     """A thread that checks every free slot every ``interval_s`` seconds and respawns UNHEALTHY
     ones."""
 
-    def __init__(self, book: LeaseBook, slots: Sequence[Slot], interval_s: float = INTERVAL_S) -> None:
+    def __init__(
+        self, book: LeaseBook, slots: Sequence[Slot], interval_s: float = INTERVAL_S
+    ) -> None:
         self.respawns = 0
         """Number of simulators replaced."""
         self.failures = 0
@@ -225,10 +227,16 @@ class HealthLoop:
         for index in self._book.in_state(SlotPhase.FREE):
             if self._ending:
                 return
-            if not self._slots[index].ministack.answers(ANSWER_S) and self._book.fail_if_free(index):
+            if not self._slots[index].ministack.answers(ANSWER_S) and self._book.fail_if_free(
+                index
+            ):
                 logger.warning("slot %d: its simulator does not answer and is replaced", index)
         for index in self._book.in_state(SlotPhase.UNHEALTHY):
-            if not self._ending and process_clock.now() >= self._due[index] and self._book.begin_respawn(index):
+            if (
+                not self._ending
+                and process_clock.now() >= self._due[index]
+                and self._book.begin_respawn(index)
+            ):
                 self._respawn(index)
 
     def _respawn(self, index: int) -> None:
@@ -241,7 +249,9 @@ class HealthLoop:
             wait_s = back_off_s(self._failed[index])
             self._due[index] = process_clock.now() + wait_s
             self._book.fail(index)
-            logger.error("slot %d cannot be respawned, next attempt in %g s: %s", index, wait_s, error)
+            logger.error(
+                "slot %d cannot be respawned, next attempt in %g s: %s", index, wait_s, error
+            )
         else:
             self.respawns += 1
             self._failed[index] = 0
@@ -300,7 +310,11 @@ def run_self_test(simulator: MiniStackProcess, root: Path, lambda_mode: str) -> 
     with socket.create_server(("127.0.0.1", 0)) as canary:
         port = canary.getsockname()[1]
         marker = root / "self-test-marker"
-        markers = [marker, root / "simulators" / "0" / marker.name, Path("/tmp") / f"{root.name}-marker"]
+        markers = [
+            marker,
+            root / "simulators" / "0" / marker.name,
+            Path("/tmp") / f"{root.name}-marker",
+        ]
         with _explain_timeouts():
             answer = _invoke_and_trigger(simulator, [str(path) for path in markers], port)
         called = bool(select.select([canary], [], [], _EFFECT_S)[0])
@@ -314,7 +328,9 @@ def run_self_test(simulator: MiniStackProcess, root: Path, lambda_mode: str) -> 
         raise NotContained("self-test: something inside the sandbox connected out")
     expected = "ran, contained" if lambda_mode == "sandbox" else "stub"
     if expected not in answer:
-        raise NotContained(f"self-test: LAMBDA={lambda_mode} should answer {expected!r}, got {answer[:200]!r}")
+        raise NotContained(
+            f"self-test: LAMBDA={lambda_mode} should answer {expected!r}, got {answer[:200]!r}"
+        )
     with _explain_timeouts():
         simulator.reset(0, _ANSWER_S)
     return ("function invoked and event-triggered: no marker", "connect-out: failed")
@@ -327,7 +343,8 @@ def _explain_timeouts() -> Iterator[None]:
         yield
     except OSError as error:
         raise TimeoutError(
-            f"the self-test at start got no answer from its simulator within {_ANSWER_S:g} s ({error}); "
+            f"the self-test at start got no answer from its simulator within {_ANSWER_S:g} s "
+            f"({error}); "
             "the machine may be overloaded: start again, or with fewer sessions"
         ) from error
 
@@ -347,7 +364,9 @@ def _invoke_and_trigger(simulator: MiniStackProcess, markers: list[str], port: i
         "Role": _ROLE,
         "Code": {"ZipFile": base64.b64encode(archive.getvalue()).decode()},
     }
-    created = simulator.ask("POST", _FUNCTION, "lambda", _ANSWER_S, body=json.dumps(function).encode())
+    created = simulator.ask(
+        "POST", _FUNCTION, "lambda", _ANSWER_S, body=json.dumps(function).encode()
+    )
     arn = json.loads(created)["FunctionArn"]
     path = f"{_FUNCTION}/self-test/invocations"
     answer = simulator.ask("POST", path, "lambda", _ANSWER_S, body=b"{}").decode()
@@ -356,7 +375,11 @@ def _invoke_and_trigger(simulator: MiniStackProcess, markers: list[str], port: i
     arn_of_topic = topic.partition("<TopicArn>")[2].partition("<")[0]
     _ask_sns(simulator, Action="Subscribe", TopicArn=arn_of_topic, Protocol="lambda", Endpoint=arn)
     _ask_sns(
-        simulator, Action="Subscribe", TopicArn=arn_of_topic, Protocol="http", Endpoint=f"http://127.0.0.1:{port}/"
+        simulator,
+        Action="Subscribe",
+        TopicArn=arn_of_topic,
+        Protocol="http",
+        Endpoint=f"http://127.0.0.1:{port}/",
     )
     _ask_sns(simulator, Action="Publish", TopicArn=arn_of_topic, Message="self-test")
     time.sleep(_EFFECT_S)
@@ -409,7 +432,10 @@ class MiniStackPool:
     ) -> None:
         if size < 1:
             raise ValueError(f"pool size must be at least 1, got {size}")
-        for name, value, allowed in (("sandbox", sandbox, SANDBOX_MODES), ("lambda_mode", lambda_mode, LAMBDA_MODES)):
+        for name, value, allowed in (
+            ("sandbox", sandbox, SANDBOX_MODES),
+            ("lambda_mode", lambda_mode, LAMBDA_MODES),
+        ):
             if value not in allowed:
                 raise ValueError(f"{name} is one of {', '.join(allowed)}, got {value!r}")
         self.size = size
@@ -417,12 +443,20 @@ class MiniStackPool:
         self._base_port = base_port
         self._modes = (sandbox, lambda_mode)
         if unknown := may_lack - set(LAYERS):
-            raise ValueError(f"may_lack names {', '.join(sorted(unknown))}; layers are {', '.join(LAYERS)}")
+            raise ValueError(
+                f"may_lack names {', '.join(sorted(unknown))}; layers are {', '.join(LAYERS)}"
+            )
         self._may_lack = may_lack
         self._memory_mb = memory_mb
         self._limits = limits or OutputLimits()
         self._lock = threading.Lock()
-        self._counters = {"acquired": 0, "exhausted": 0, "respawns": 0, "scrubs": 0, "scrub_seconds": 0.0}
+        self._counters = {
+            "acquired": 0,
+            "exhausted": 0,
+            "respawns": 0,
+            "scrubs": 0,
+            "scrub_seconds": 0.0,
+        }
         self._root: Path | None = None
         self._log: IO[bytes] | None = None
         self._zygotes: list[ForkServer] = []
@@ -451,22 +485,28 @@ class MiniStackPool:
         self._create_slots(root, contained)
         for zygote in self._zygotes:
             zygote.start()
-        for zygote, name in zip(self._zygotes, ("MiniStack", "the AWS CLI", "the Lambda broker"), strict=False):
+        for zygote, name in zip(
+            self._zygotes, ("MiniStack", "the AWS CLI", "the Lambda broker"), strict=False
+        ):
             self._wait_for_zygote(zygote, name)
         contained.observed = judge(
-            self._probe(root, contained), contained.layers, self._may_lack, "AWS_RL_ENV_MAY_LACK (--may-lack)"
+            self._probe(root, contained),
+            contained.layers,
+            self._may_lack,
+            "AWS_RL_ENV_MAY_LACK (--may-lack)",
         )
         for slot in self.slots:
             slot.ministack.start()
         for slot in self.slots:
             slot.ministack.wait_healthy(START_TIMEOUT_S)
             slot.start()
-        # All slots are forks of the same zygotes, and each verifies its own hooks at its start, so the
-        # self-test of one slot is enough.
+        # All slots are forks of the same zygotes, and each verifies its own hooks at its start, so
+        # the self-test of one slot is enough.
         contained.tested = run_self_test(self.slots[0].ministack, root, contained.lambda_mode)
         if self._modes[0] == "auto" and contained.program is None:
             logger.warning(
-                "bubblewrap does not work here: simulators and CLI workers see the host's files and are "
+                "bubblewrap does not work here: simulators and CLI workers see the host's files "
+                "and are "
                 "kept from them by audit hooks alone"
             )
         for index in range(self.size):
@@ -482,7 +522,9 @@ class MiniStackPool:
         prefixes: list[list[str]] = [[], []]
         if contained.program is not None:
             prefixes = [
-                housekept(sandboxed(contained.program, CONTAINED_PARTS, private=[simulators]), root),
+                housekept(
+                    sandboxed(contained.program, CONTAINED_PARTS, private=[simulators]), root
+                ),
                 housekept(sandboxed(contained.program, CONTAINED_PARTS, writable=[files]), root),
             ]
         assert self._log is not None
@@ -497,13 +539,20 @@ class MiniStackPool:
             prefixes[0],
         )
         workers = ForkServer(
-            "realhf.aws.cli.zygote", self._log, worker_environment(), [ACCOUNT, mode, may_lack], prefixes[1]
+            "realhf.aws.cli.zygote",
+            self._log,
+            worker_environment(),
+            [ACCOUNT, mode, may_lack],
+            prefixes[1],
         )
         self._zygotes = [parent, workers]
         broker = None
         if contained.broker is not None:
             broker = ForkServer(
-                "realhf.aws.simulator.lambda_broker", self._log, worker_environment(), [str(contained.broker)]
+                "realhf.aws.simulator.lambda_broker",
+                self._log,
+                worker_environment(),
+                [str(contained.broker)],
             )
             self._zygotes.append(broker)
         factory = ClientFactory()
@@ -511,7 +560,9 @@ class MiniStackPool:
             port = self._base_port + index if self._base_port and index < self.size else 0
             ministack = MiniStackProcess(port, parent, simulators / str(index), broker)
             ministack.bind()
-            self.slots.append(Slot(index, ministack, workers, files / str(index), factory, self._limits))
+            self.slots.append(
+                Slot(index, ministack, workers, files / str(index), factory, self._limits)
+            )
         self._reference_slots = ReferenceSlots(self.slots.pop())
         for slot in self.slots:
             slot.reference_slots = self._reference_slots
@@ -520,7 +571,9 @@ class MiniStackPool:
 
     def _probe(self, root: Path, contained: Containment) -> dict[str, list[Attempt]]:
         """Probe the layers in the zygotes. Raises NotContained with the end of the log."""
-        probed: dict[str, ForkServer] = dict(zip((SIMULATORS, WORKERS), self._zygotes, strict=False))
+        probed: dict[str, ForkServer] = dict(
+            zip((SIMULATORS, WORKERS), self._zygotes, strict=False)
+        )
         try:
             return probe_layers(probed, root, contained.layers)
         except NotContained as error:
@@ -538,10 +591,14 @@ class MiniStackPool:
             self._containment.no_network = greeting["isolated"]
 
     def containment(self) -> str:
-        """Describe the active layers, for the log at start. Raises RuntimeError before ``start``."""
+        """Describe the active layers, for the log at start. Raises RuntimeError before
+        ``start``."""
         if self._containment is None:
             raise RuntimeError("the pool was not started")
-        budget = f"{self._memory_mb} MiB of memory and {SIMULATOR_CPU_S} s of CPU, by limits of its process"
+        budget = (
+            f"{self._memory_mb} MiB of memory and {SIMULATOR_CPU_S} s of CPU, by limits of its "
+            f"process"
+        )
         whole = f"{self.size * self._memory_mb / 1024:.1f} GiB for all {self.size}"
         return f"{self._containment.statement()}\n  budget of a simulator: {budget}; {whole}"
 

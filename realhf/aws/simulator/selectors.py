@@ -66,8 +66,12 @@ def read_narrowings() -> tuple[Narrowing, ...]:
         try:
             service, operation = row["at"].split()
             unknown = tuple(row["unknown"]) if "unknown" in row else None
-            rest = {name: value for name, value in row.items() if name not in ("at", "items", "unknown")}
-            selectors.append(Narrowing(service, operation, items=(row["items"],), unknown=unknown, **rest))
+            rest = {
+                name: value for name, value in row.items() if name not in ("at", "items", "unknown")
+            }
+            selectors.append(
+                Narrowing(service, operation, items=(row["items"],), unknown=unknown, **rest)
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{_NARROWINGS}: {row}: {error!r}") from None
     return tuple(selectors)
@@ -78,7 +82,11 @@ _SIGNED_FOR = re.compile(rb"Credential=[^/]*/\d+/[^/]+/([\w-]+)/aws4_request")
 """The service in a signature."""
 _EC2_PAGE = "https://docs.aws.amazon.com/AWSEC2/latest/APIReference/"
 """Link to the documentation of EC2."""
-_UNSUPPORTED = {"query": "InvalidParameterValue", "ec2": "InvalidParameterValue", "rest-xml": "InvalidArgument"}
+_UNSUPPORTED = {
+    "query": "InvalidParameterValue",
+    "ec2": "InvalidParameterValue",
+    "rest-xml": "InvalidArgument",
+}
 """Error code of a refused selector by protocol, where it is not ``_INVALID``."""
 _INVALID = "ValidationException"
 
@@ -100,7 +108,9 @@ class SelectorGate:
 
     def __init__(self, app: AsgiApp, table: Mapping[str, Any]) -> None:
         self._app = app
-        self._services = {service.encode(): _Service(service, entry) for service, entry in table.items()}
+        self._services = {
+            service.encode(): _Service(service, entry) for service, entry in table.items()
+        }
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Any) -> None:
         """Refuse a request, or pass it on unchanged and filter its answer."""
@@ -119,17 +129,26 @@ class SelectorGate:
             message = next(waiting, None)
             return await receive() if message is None else message
 
-        match = service.read(scope, headers, b"".join(message.get("body", b"") for message in messages))
+        match = service.read(
+            scope, headers, b"".join(message.get("body", b"") for message in messages)
+        )
         if match is None:
             await self._app(scope, replay, send)
             return
         operation, request = match
         refused = operation.find_refused(request)
         if refused:
-            await _answer(send, *service.error(service.unsupported, f"{refused} is not supported by this simulator"))
+            await _answer(
+                send,
+                *service.error(
+                    service.unsupported, f"{refused} is not supported by this simulator"
+                ),
+            )
             return
         requested = operation.requested_narrowings(request)
-        await self._app(scope, replay, _AnswerFilter(send, service, requested).take if requested else send)
+        await self._app(
+            scope, replay, _AnswerFilter(send, service, requested).take if requested else send
+        )
 
 
 RequestParts = Mapping[str, Mapping[str, Any]]
@@ -164,19 +183,28 @@ class _Service:
             operation = self._operations.get(form.get("Action", [""])[0])
             return operation and (operation, {"form": form})
         if self.protocol == "json":
-            operation = self._operations.get(headers.get(b"x-amz-target", b"").decode("latin-1").rpartition(".")[2])
+            operation = self._operations.get(
+                headers.get(b"x-amz-target", b"").decode("latin-1").rpartition(".")[2]
+            )
             return operation and (operation, {"body": _parse_object(body)})
         for method, pattern, operation in self._paths:
             if scope["method"] == method and pattern.fullmatch(scope["path"]):
                 query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-                names = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
+                names = {
+                    name.decode("latin-1"): value.decode("latin-1")
+                    for name, value in headers.items()
+                }
                 return operation, {"query": query, "header": names, "body": _parse_object(body)}
         return None
 
     def error(self, code: str, message: str) -> tuple[int, bytes, bytes]:
         """Return status, content type and body of an error in the format of AWS."""
         if self.protocol in ("json", "rest-json"):
-            return 400, b"application/json", json.dumps({"__type": code, "code": code, "message": message}).encode()
+            return (
+                400,
+                b"application/json",
+                json.dumps({"__type": code, "code": code, "message": message}).encode(),
+            )
         error = f"<Error><Type>Sender</Type><Code>{code}</Code><Message>{escape(message)}</Message></Error>"
         outer = (
             "<Response><Errors>{}</Errors></Response>"
@@ -191,13 +219,17 @@ class _Operation:
 
     def __init__(self, service: str, name: str, description: Mapping[str, Any]) -> None:
         self._members: Sequence[Mapping[str, Any]] = description["members"]
-        self._narrowings = [each for each in read_narrowings() if (each.service, each.operation) == (service, name)]
+        self._narrowings = [
+            each for each in read_narrowings() if (each.service, each.operation) == (service, name)
+        ]
         items = tuple(description.get("items", ()))
         for member in self._members:
             for filter_name, place in member.get("narrowed", {}).items():
                 rule: Rule = "tag" if filter_name == "tag:" else "glob"
                 self._narrowings.append(
-                    Narrowing(service, name, member["name"], items, place, rule, _EC2_PAGE, filter_name)
+                    Narrowing(
+                        service, name, member["name"], items, place, rule, _EC2_PAGE, filter_name
+                    )
                 )
 
     def find_refused(self, request: RequestParts) -> str:
@@ -206,7 +238,11 @@ class _Operation:
             carried = request.get(member["place"], {})
             if "kept" in member:
                 known = {*member["kept"], *member.get("narrowed", ())}
-                known |= {each.filter for each in self._narrowings if each.filter and each.member == member["name"]}
+                known |= {
+                    each.filter
+                    for each in self._narrowings
+                    if each.filter and each.member == member["name"]
+                }
                 for name, _ in _filters(member["name"], carried):
                     if name not in known and not (name.startswith("tag:") and "tag:" in known):
                         return f"the filter {name!r} of {member['option']}"
@@ -235,7 +271,8 @@ def _path_pattern(template: str) -> re.Pattern[str]:
     """Return the pattern of the request paths of an operation, from botocore's template."""
     parts = re.split(r"\{\w+(\+?)\}", template.partition("?")[0])
     pattern = "".join(
-        re.escape(part) if place % 2 == 0 else ".+" if part else "[^/]+" for place, part in enumerate(parts)
+        re.escape(part) if place % 2 == 0 else ".+" if part else "[^/]+"
+        for place, part in enumerate(parts)
     )
     return re.compile(pattern.rstrip("/") + "/?")
 
@@ -253,10 +290,21 @@ def _values(name: str, carried: Mapping[str, Any]) -> list[str]:
     """Return the values of a member, from a form, a query, a header or JSON. A false flag counts as
     absent."""
     value_or_list = carried.get(name)
-    listed = value_or_list if isinstance(value_or_list, list) else [] if value_or_list is None else [value_or_list]
+    listed = (
+        value_or_list
+        if isinstance(value_or_list, list)
+        else []
+        if value_or_list is None
+        else [value_or_list]
+    )
     numbered = re.compile(rf"{re.escape(name)}\.(?:\w+\.)*\d+(?:\..*)?")
-    numbered_values = [value for key, values in carried.items() if numbered.fullmatch(key) for value in values]
-    texts = [str(value).lower() if isinstance(value, bool) else str(value) for value in [*listed, *numbered_values]]
+    numbered_values = [
+        value for key, values in carried.items() if numbered.fullmatch(key) for value in values
+    ]
+    texts = [
+        str(value).lower() if isinstance(value, bool) else str(value)
+        for value in [*listed, *numbered_values]
+    ]
     return [text for text in texts if text != "false"]
 
 
@@ -278,7 +326,12 @@ def _filters(name: str, carried: Mapping[str, Any]) -> Iterator[tuple[str, list[
             value_pattern = re.compile(rf"{re.escape(match[1])}\.Values?\.(?:\w+\.)?\d+")
             yield (
                 values[0],
-                [value for other, texts in carried.items() if value_pattern.fullmatch(other) for value in texts],
+                [
+                    value
+                    for other, texts in carried.items()
+                    if value_pattern.fullmatch(other)
+                    for value in texts
+                ],
             )
 
 
@@ -302,7 +355,11 @@ class _AnswerFilter:
             return
         body = bytes(self._body)
         if self._start["status"] == 200:
-            answer = _JsonAnswer(body) if self._service.protocol in ("json", "rest-json") else _XmlAnswer(body)
+            answer = (
+                _JsonAnswer(body)
+                if self._service.protocol in ("json", "rest-json")
+                else _XmlAnswer(body)
+            )
             for narrowing, name, values in self._asked:
                 missing = answer.narrow(narrowing, name, values)
                 if missing and narrowing.unknown:
@@ -310,7 +367,11 @@ class _AnswerFilter:
                     await _answer(self._send, *self._service.error(code, text.format(missing[0])))
                     return
             body = answer.to_bytes()
-        headers = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
+        headers = [
+            (name, value)
+            for name, value in self._start["headers"]
+            if name.lower() != b"content-length"
+        ]
         await self._send({**self._start, "headers": headers})
         await self._send({**message, "body": body})
 
@@ -327,7 +388,11 @@ class _JsonAnswer:
         listed = self._held.get(items) or []
         kept = [item for item in listed if _keeps(narrowing, name, values, item)]
         self._held[items] = kept
-        return [value for value in values if not any(_keeps(narrowing, name, [value], item) for item in kept)]
+        return [
+            value
+            for value in values
+            if not any(_keeps(narrowing, name, [value], item) for item in kept)
+        ]
 
     def to_bytes(self) -> bytes:
         """Return the encoded answer."""
@@ -348,15 +413,21 @@ class _XmlAnswer:
     def narrow(self, narrowing: Narrowing, name: str, values: list[str]) -> list[str]:
         """Remove the items without one of the values; return the values that no item has."""
         missing = set(values)
-        for outer in [element for element in self._root.iter() if _local(element) == narrowing.items[0]]:
+        for outer in [
+            element for element in self._root.iter() if _local(element) == narrowing.items[0]
+        ]:
             for listed in [outer] if len(narrowing.items) == 1 else [*outer]:
                 for item in self._lists(listed, narrowing.items[1:]):
                     for element in [*item]:
                         content = _plain(element)
-                        missing -= {value for value in missing if _keeps(narrowing, name, [value], content)}
+                        missing -= {
+                            value for value in missing if _keeps(narrowing, name, [value], content)
+                        }
                         if not _keeps(narrowing, name, values, content):
                             item.remove(element)
-                if len(narrowing.items) > 1 and not any(len(item) for item in self._lists(listed, narrowing.items[1:])):
+                if len(narrowing.items) > 1 and not any(
+                    len(item) for item in self._lists(listed, narrowing.items[1:])
+                ):
                     outer.remove(listed)
         return [value for value in values if value in missing]
 
@@ -391,7 +462,11 @@ def _keeps(narrowing: Narrowing, name: str, values: list[str], item: Any) -> boo
     if narrowing.rule == "tag":
         tag = name.removeprefix("tag:")
         tags = list(_at(item, narrowing.place.split(".")))
-        pairs = [{key.lower(): text for key, text in each.items()} for each in tags if isinstance(each, dict)]
+        pairs = [
+            {key.lower(): text for key, text in each.items()}
+            for each in tags
+            if isinstance(each, dict)
+        ]
         item_values = [pair.get("value", "") for pair in pairs if pair.get("key") == tag]
     else:
         item_values = [str(text) for text in _at(item, narrowing.place.split("."))]
@@ -399,14 +474,22 @@ def _keeps(narrowing: Narrowing, name: str, values: list[str], item: Any) -> boo
         case "prefix":
             return any(text.startswith(value) for text in item_values for value in values)
         case "path of the ARN":
-            paths = ["/" + text.partition(":policy/")[2].rpartition("/")[0] + "/" for text in item_values]
-            return any(path.replace("//", "/").startswith(value) for path in paths for value in values)
+            paths = [
+                "/" + text.partition(":policy/")[2].rpartition("/")[0] + "/" for text in item_values
+            ]
+            return any(
+                path.replace("//", "/").startswith(value) for path in paths for value in values
+            )
         case "not zero":
             return any(text not in ("", "0") for text in item_values)
         case "equal":
             return any(text in values for text in item_values)
         case _:
-            return any(fnmatch.fnmatchcase(text, _pattern(value)) for text in item_values for value in values)
+            return any(
+                fnmatch.fnmatchcase(text, _pattern(value))
+                for text in item_values
+                for value in values
+            )
 
 
 def _pattern(value: str) -> str:
@@ -427,5 +510,7 @@ def _at(value: Any, names: Sequence[str]) -> Iterator[Any]:
 
 async def _answer(send: Any, status: int, kind: bytes, body: bytes) -> None:
     """Send an answer."""
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
+    await send(
+        {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]}
+    )
     await send({"type": "http.response.body", "body": body})

@@ -36,7 +36,8 @@ USABLE_S = 3.0
 replaced, which is cheap; the requester waits for it, and clients of a server time out after ten
 seconds."""
 _CHECKED_BYTES = 1 << 20
-"""Output limit of the environment's own commands, in bytes: a check must see the complete answer."""
+"""Output limit of the environment's own commands, in bytes: a check must see the complete
+answer."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -77,16 +78,24 @@ class Slot:
         self.ministack = ministack
         self.files = VirtualFolder(folder)
         spawn = partial(self._spawn_worker, self.files, ministack.connect)
-        self.executor = CliExecutor(spawn, ministack.alive, lambda: self.ministack.healthy(), limits)
+        self.executor = CliExecutor(
+            spawn, ministack.alive, lambda: self.ministack.healthy(), limits
+        )
         """The agent's shell."""
         self.own_files = VirtualFolder(folder.with_name(f"{folder.name}-environment"))
         spawn = partial(self._spawn_worker, self.own_files, ministack.connect_as_environment)
         self.own_executor = CliExecutor(
-            spawn, ministack.alive, lambda: self.ministack.healthy(), replace(limits, stdout_bytes=_CHECKED_BYTES)
+            spawn,
+            ministack.alive,
+            lambda: self.ministack.healthy(),
+            replace(limits, stdout_bytes=_CHECKED_BYTES),
         )
-        """Runs command lines of tasks (set-up, drift, checks) in a worker of its own. Its connection and
-        its folder are out of reach of the agent's commands. The worker is forked on first use."""
-        self.state = StateClient(f"http://{HOST}:{ministack.port}", ACCOUNT, ministack.connect_as_owner, factory)
+        """Runs command lines of tasks (set-up, drift, checks) in a worker of its own. Its
+        connection and its folder are out of reach of the agent's commands. The worker is forked on
+        first use."""
+        self.state = StateClient(
+            f"http://{HOST}:{ministack.port}", ACCOUNT, ministack.connect_as_owner, factory
+        )
         """API client for set-up, grading and listing; invisible to the agent."""
         self._zygote = zygote
         self.reference_slots: ReferenceSlots | None = None
@@ -110,7 +119,9 @@ class Slot:
     @property
     def worker_pids(self) -> tuple[int, ...]:
         """Pids of all workers that may be executing a command of this lease."""
-        return tuple(pid for pid in (self.executor.worker_pid, self.own_executor.worker_pid) if pid > 0)
+        return tuple(
+            pid for pid in (self.executor.worker_pid, self.own_executor.worker_pid) if pid > 0
+        )
 
     def lease(self) -> Slot:
         """Return a new handle of the slot. The handle is what is leased, so an old one cannot give
@@ -173,7 +184,10 @@ class Slot:
         many of them, since its start."""
         try:
             report = self.ministack.requests(after=sys.maxsize)
-            return bool(report["refused"] or set(report["entrances"]) - {"owner"}) or self.ministack.is_worn_out()
+            return (
+                bool(report["refused"] or set(report["entrances"]) - {"owner"})
+                or self.ministack.is_worn_out()
+            )
         except OSError:
             return True
 
@@ -182,7 +196,9 @@ class Slot:
         try:
             self._stop_workers()
             if not self.ministack.alive():
-                _LOG.warning("slot %d: its simulator had ended: %s", self.index, self.ministack.last_words())
+                _LOG.warning(
+                    "slot %d: its simulator had ended: %s", self.index, self.ministack.last_words()
+                )
             self.ministack.stop()
             self._clear_files()
             self.ministack.start()
@@ -252,7 +268,9 @@ class ReferenceSlots:
         failed."""
         with self._lock:
             known = self._results.get(key)
-            if known is not None and not (known.done() and (known.cancelled() or known.exception() is not None)):
+            if known is not None and not (
+                known.done() and (known.cancelled() or known.exception() is not None)
+            ):
                 self._results.move_to_end(key)
                 return known
             if self._thread is None:

@@ -1,4 +1,5 @@
-"""``python -m realhf.aws.tasks validate``: play every task against MiniStack and print a table of verdicts.
+"""``python -m realhf.aws.tasks validate``: play every task against MiniStack and print a table of
+verdicts.
 
 ``python -m realhf.aws.tasks members tests/aws/validation/plays/*.yaml``: probe which members of
 requests MiniStack keeps, and rewrite the table that grading uses.
@@ -33,19 +34,22 @@ _FILE_COLUMNS = 160
 
 
 def load_own_templates(files: Sequence[Path], tiers: Sequence[str] | None) -> list[Template]:
-    """Return the templates of a user's files. Raises TaskError, and OSError for an unreadable file."""
+    """Return the templates of a user's files. Raises TaskError, and OSError for an unreadable
+    file."""
     if not tiers or len(tiers) != 1:
         raise TaskError("say of which tier the files are: --tiers beginner")
     return [template for file in files for template in load_file(file, tiers[0])]
 
 
 def select_templates(ids: Sequence[int] | None, tiers: Sequence[str] | None) -> list[Template]:
-    """Return the templates with these ids, or of these tiers if no ids are given. Raises TaskError."""
+    """Return the templates with these ids, or of these tiers if no ids are given. Raises
+    TaskError."""
     return [get_template(task_id) for task_id in ids] if ids else load_templates(tiers)
 
 
 def build_verdict_table(templates: Sequence[Template], problems: dict[int, list[str]]) -> Table:
-    """Return a table with one row per template. ``problems``: messages by task_id, empty for a valid task."""
+    """Return a table with one row per template. ``problems``: messages by task_id, empty for a
+    valid task."""
     table = Table("id", "tier", "split", "task", "commands", "verdict")
     for template in templates:
         wrong = problems[template.task_id]
@@ -67,16 +71,26 @@ def _build_parser() -> argparse.ArgumentParser:
         "files",
         nargs="*",
         type=Path,
-        help="validate: YAML files of tasks of one's own, instead of ours; members: YAML files of plays, to be probed "
+        help="validate: YAML files of tasks of one's own, instead of ours; members: YAML files of "
+        "plays, to be probed "
         "besides",
     )
-    parser.add_argument("--tiers", nargs="+", help="default: all; of files the one that they are of")
+    parser.add_argument(
+        "--tiers", nargs="+", help="default: all; of files the one that they are of"
+    )
     parser.add_argument("--ids", nargs="+", type=int, help="templates by number, instead of tiers")
     parser.add_argument(
-        "--seeds", type=int, default=3, help="instances per template besides one with held-out names (default 3)"
+        "--seeds",
+        type=int,
+        default=3,
+        help="instances per template besides one with held-out names (default 3)",
     )
     parser.add_argument("--pool-size", type=int, default=4, help="simulators that play in parallel")
-    parser.add_argument("--output", type=Path, help="members: where the table is written (default: into the package)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="members: where the table is written (default: into the package)",
+    )
     return parser
 
 
@@ -91,7 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is at least 1")
     if options.action == "members" and (options.ids or options.tiers) and options.output is None:
-        parser.error("members of some templates make a part of the table: name a file for it by --output")
+        parser.error(
+            "members of some templates make a part of the table: name a file for it by --output"
+        )
     if options.output is not None and not options.output.absolute().parent.is_dir():
         parser.error(f"--output {options.output}: there is no folder {options.output.parent}")
     own_files = options.files if options.action == "validate" else []
@@ -136,7 +152,9 @@ def _make_members(
         pool.start()
         slots = [pool.acquire() for _ in range(pool_size)]
         corpus = collect(slots[0], templates, plays)
-        table = make_table(slots, corpus, read_notes(), served_writes(), partial(console.print, highlight=False))
+        table = make_table(
+            slots, corpus, read_notes(), served_writes(), partial(console.print, highlight=False)
+        )
     except KeyboardInterrupt:
         console.print("interrupted: no table was written")
         return 130
@@ -145,13 +163,19 @@ def _make_members(
     try:
         write_whole(output or TABLE, table_text(table))
     except OSError as error:
-        console.print(f"the table cannot be written: {error}; name another file by --output", highlight=False)
+        console.print(
+            f"the table cannot be written: {error}; name another file by --output", highlight=False
+        )
         return 1
     fates = Counter(
-        fate.partition(":")[0] for entry in table["operations"].values() for fate in entry.get("members", {}).values()
+        fate.partition(":")[0]
+        for entry in table["operations"].values()
+        for fate in entry.get("members", {}).values()
     )
     probed = sum("members" in entry for entry in table["operations"].values())
-    console.print(f"{probed} operations of {len(table['operations'])} probed: {dict(fates)}", highlight=False)
+    console.print(
+        f"{probed} operations of {len(table['operations'])} probed: {dict(fates)}", highlight=False
+    )
     console.print(f"{time.monotonic() - began:.0f} s", highlight=False)
     return 0
 

@@ -59,7 +59,8 @@ def is_heldout_pair(adjective: str, noun: str) -> bool:
 
 
 def draw_name(rng: random.Random, split: str) -> str:
-    """Draw a name of a split, ``"train"`` or ``"heldout"``. The suffix is independent of the split."""
+    """Draw a name of a split, ``"train"`` or ``"heldout"``. The suffix is independent of the
+    split."""
     wanted = split == "heldout"
     while True:
         adjective = rng.choice(ADJECTIVES)
@@ -171,7 +172,9 @@ def load_templates(
     """
     everything = _all_templates().values()
     wanted = _check_names("tier", TIERS if tiers is None else tiers, TIERS)
-    tagged = _check_names("tag", tags, sorted({tag for template in everything for tag in template.tags}))
+    tagged = _check_names(
+        "tag", tags, sorted({tag for template in everything for tag in template.tags})
+    )
     _check_names("split", [] if split is None else [split], TEMPLATE_SPLITS)
     return [
         template
@@ -186,7 +189,9 @@ def _splits_of(template: Template) -> tuple[str, str]:
     return template.split, THE_TEN if template.task_id in TEN else ALL_BUT_TEN
 
 
-def training_tags(tiers: Sequence[str], tags: Sequence[str] | None, split: str = "train") -> list[str]:
+def training_tags(
+    tiers: Sequence[str], tags: Sequence[str] | None, split: str = "train"
+) -> list[str]:
     """Return the tags of the templates to train on.
 
     ``tags`` None selects STARTER if every tier has such templates in this split, else no tags,
@@ -194,7 +199,9 @@ def training_tags(tiers: Sequence[str], tags: Sequence[str] | None, split: str =
     template.
     """
     if tags is None:
-        starters = {template.tier for template in load_templates(tiers, tags=[STARTER], split=split)}
+        starters = {
+            template.tier for template in load_templates(tiers, tags=[STARTER], split=split)
+        }
         return [STARTER] if starters >= set(tiers) else []
     given = {template.tier for template in load_templates(tiers, tags=tags, split=split)}
     if missing := [tier for tier in tiers if tier not in given]:
@@ -225,9 +232,13 @@ class TrainingTasks:
     never belong to it. Raises TaskError for an unknown tier, tag or split.
     """
 
-    def __init__(self, tiers: Iterable[str] | None = None, tags: Iterable[str] = (), split: str = "train") -> None:
+    def __init__(
+        self, tiers: Iterable[str] | None = None, tags: Iterable[str] = (), split: str = "train"
+    ) -> None:
         templates = load_templates(tiers, tags=tags, split=split)
-        self.group_of: Mapping[int, str] = {template.task_id: template.tier for template in templates}
+        self.group_of: Mapping[int, str] = {
+            template.task_id: template.tier for template in templates
+        }
         self.groups: Sequence[str] = TIERS
 
     def instantiate(self, template_id: int, seed: int) -> Task:
@@ -243,11 +254,15 @@ def is_heldout_seed(template_id: int, seed: int) -> bool:
 @cache
 def phrasings() -> Mapping[int, Sequence[str]]:
     """Return additional phrasings by template id. Only training and demonstrations may use them."""
-    text = resources.files("realhf.aws.tasks").joinpath("phrasings.yaml").read_text(encoding="utf-8")
+    text = (
+        resources.files("realhf.aws.tasks").joinpath("phrasings.yaml").read_text(encoding="utf-8")
+    )
     return yaml.load(text, Loader=yaml.CSafeLoader)
 
 
-def instantiate(template_id: int, seed: int, split: str = "train", *, rephrased: bool = False) -> Task:
+def instantiate(
+    template_id: int, seed: int, split: str = "train", *, rephrased: bool = False
+) -> Task:
     """Return the instance of a template for ``seed`` in ``split``; equal arguments give equal
     tasks.
 
@@ -263,14 +278,20 @@ def instantiate(template_id: int, seed: int, split: str = "train", *, rephrased:
         seed += 1
     rng = random.Random(f"{template_id}:{seed}:{split}")
     params = {
-        key: draw_name(rng, split) if kind == "words" else rng.choice(kind) for key, kind in template.params.items()
+        key: draw_name(rng, split) if kind == "words" else rng.choice(kind)
+        for key, kind in template.params.items()
     }
     filled = {key: fill(getattr(template, key), params) for key in _FILLED}
     additional = phrasings().get(template_id, ()) if rephrased and split == "train" else ()
     descriptions = [*template.description, *additional]
     task = Task.from_json(
         filled
-        | {"task_id": template_id, "template": template.name, "difficulty": template.tier, "seed": seed}
+        | {
+            "task_id": template_id,
+            "template": template.name,
+            "difficulty": template.tier,
+            "seed": seed,
+        }
         | {"description": fill(rng.choice(descriptions), params), "params": params}
     )
     solution = repairs(choose_drifts(task.possible_drifts, seed))
@@ -364,7 +385,9 @@ def _add_templates(templates: dict[int, Template], tier: str, file: Traversable)
 
 def _iterate_files() -> Iterator[tuple[str, Traversable]]:
     """Yield (tier, YAML file) for ``<tier>.yaml`` and ``<tier>/*.yaml`` next to this module."""
-    for entry in sorted(resources.files("realhf.aws.tasks").iterdir(), key=lambda entry: entry.name):
+    for entry in sorted(
+        resources.files("realhf.aws.tasks").iterdir(), key=lambda entry: entry.name
+    ):
         name = entry.name.removesuffix(".yaml")
         tier = _FOLDERS.get(name, name)
         if tier in TIERS:
@@ -381,7 +404,11 @@ def line_of(template: Template, key: str, place: int | None = None) -> int:
     entry = _nodes(template.file)[template.task_id]
     for name, value in entry.value:
         if name.value == key:
-            listed = place is not None and isinstance(value, yaml.SequenceNode) and place < len(value.value)
+            listed = (
+                place is not None
+                and isinstance(value, yaml.SequenceNode)
+                and place < len(value.value)
+            )
             return (value.value[place] if listed else name).start_mark.line + 1
     return entry.start_mark.line + 1
 
@@ -390,4 +417,7 @@ def line_of(template: Template, key: str, place: int | None = None) -> int:
 def _nodes(file: str) -> dict[int, yaml.MappingNode]:
     """Return the YAML nodes of the entries of a file, which know their lines, by task_id."""
     root = yaml.compose(Path(file).read_text(), Loader=yaml.CSafeLoader)
-    return {int(next(v.value for k, v in entry.value if k.value == "task_id")): entry for entry in root.value}
+    return {
+        int(next(v.value for k, v in entry.value if k.value == "task_id")): entry
+        for entry in root.value
+    }

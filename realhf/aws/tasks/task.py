@@ -61,7 +61,9 @@ class SetupCommand:
 
     def __post_init__(self) -> None:
         if not self.command and not (self.service and self.operation):
-            raise TaskError("neither a command line nor an object with service, operation and params")
+            raise TaskError(
+                "neither a command line nor an object with service, operation and params"
+            )
         if len(self.command) > MAX_COMMAND_CHARS or len(repr(self.params)) > MAX_COMMAND_CHARS:
             raise TaskError(f"longer than {MAX_COMMAND_CHARS} characters")
 
@@ -71,7 +73,11 @@ class SetupCommand:
     def to_json(self) -> dict[str, Any]:
         """Return the command in the form that ``Task.from_json`` reads, without fields that are not
         set."""
-        request = {"service": self.service, "operation": self.operation, "params": dict(self.params)}
+        request = {
+            "service": self.service,
+            "operation": self.operation,
+            "params": dict(self.params),
+        }
         data: dict[str, Any] = {"command": self.command} if self.command else request
         if self.description:
             data["description"] = self.description
@@ -108,7 +114,8 @@ class Task:
     """Success criteria as plain data (see ``criteria.parse_criteria``), ``success_criteria`` on the
     wire. Empty if the task is graded by comparing the account with the result of ``solution``."""
     solution: tuple[str, ...] = ()
-    """The canonical commands. For a drift task: the commands that repair the drifts of this seed."""
+    """The canonical commands. For a drift task: the commands that repair the drifts of this
+    seed."""
     any_of: tuple[tuple[str, ...], ...] = ()
     """Alternative solutions whose end states are equally good."""
     free: tuple[str, ...] = ()
@@ -125,7 +132,9 @@ class Task:
     """Disturbances from which a reset draws some."""
     decoys: Commands = ()
     """Requests that create resources unrelated to the task."""
-    assets: Annotated[Mapping[str, Any], msgspec.Meta(max_length=MAX_ASSETS)] = field(default_factory=dict)
+    assets: Annotated[Mapping[str, Any], msgspec.Meta(max_length=MAX_ASSETS)] = field(
+        default_factory=dict
+    )
     """Texts of the files in the session's folder, by name."""
 
     def to_json(self) -> dict[str, Any]:
@@ -157,14 +166,20 @@ class Task:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any] | str) -> Task:
-        """Parse a task from a mapping or from JSON text. Raises TaskError naming the invalid field."""
+        """Parse a task from a mapping or from JSON text. Raises TaskError naming the invalid
+        field."""
         try:
             data = json.loads(data) if isinstance(data, str) else data
         except ValueError as error:
             raise TaskError(f"task is not JSON: {error}") from None
         if not isinstance(data, Mapping):
             raise TaskError("task is not an object")
-        given: dict[Any, Any] = {"template": f"task-{data.get('task_id')}", "seed": 0, "setup": [], "success": {}}
+        given: dict[Any, Any] = {
+            "template": f"task-{data.get('task_id')}",
+            "seed": 0,
+            "setup": [],
+            "success": {},
+        }
         given |= {
             _WIRE_NAMES.get(name, name): value
             for name, value in data.items()
@@ -183,15 +198,23 @@ class Task:
         if self.tier not in TIERS:
             raise TaskError(f"task.difficulty is {self.tier!r}; known: {', '.join(TIERS)}")
         if not self.success and not self.solution:
-            raise TaskError("task.success_criteria is missing, and no solution whose state could be the target")
+            raise TaskError(
+                "task.success_criteria is missing, and no solution whose state could be the target"
+            )
         if len(repr(self.success)) > MAX_CRITERIA_CHARS:
             raise TaskError(f"task.success_criteria is longer than {MAX_CRITERIA_CHARS} characters")
         for name, content in self.assets.items():
             if not isinstance(content, str) or len(content) > MAX_ASSET_CHARS:
-                raise TaskError(f"task.assets[{name!r}] is not a text of at most {MAX_ASSET_CHARS} characters")
+                raise TaskError(
+                    f"task.assets[{name!r}] is not a text of at most {MAX_ASSET_CHARS} characters"
+                )
 
 
-_WIRE_NAMES: Mapping[str, str] = {"difficulty": "tier", "setup_commands": "setup", "success_criteria": "success"}
+_WIRE_NAMES: Mapping[str, str] = {
+    "difficulty": "tier",
+    "setup_commands": "setup",
+    "success_criteria": "success",
+}
 """Fields of ``Task`` by their names on the wire, where these differ."""
 _NAMED = re.compile(r"(?<=`)(\$\.)?(tier|setup|success)\b")
 """A field name in an error message of msgspec, which is replaced by its name on the wire."""
@@ -208,7 +231,9 @@ def _normalize_commands(commands: Any) -> Any:
         return commands
     objects = ({"command": one} if isinstance(one, str) else one for one in commands)
     return [
-        {key: value for key, value in one.items() if value is not None} if isinstance(one, Mapping) else one
+        {key: value for key, value in one.items() if value is not None}
+        if isinstance(one, Mapping)
+        else one
         for one in objects
     ]
 

@@ -68,7 +68,9 @@ class ScriptSpeaker:
             self._outputs = []
         answers = self._recorder.opening.info["setup_answers"]
         command = resolve(fill_setup(line.command, answers), self._outputs)
-        self._sent.append({"role": "assistant", "content": command} | ({} if line.learned else {"train": False}))
+        self._sent.append(
+            {"role": "assistant", "content": command} | ({} if line.learned else {"train": False})
+        )
         return AssistantMessage(command, text=command)
 
     def observe(self, messages: Sequence[ChatMessage]) -> bool:
@@ -97,7 +99,9 @@ def _build_user_messages(reply: Opening | Turn) -> list[dict[str, Any]]:
 
     The random episode id is left out, so that the file depends on the seed alone.
     """
-    observation = {key: value for key, value in reply.info["observation"].items() if key != "episode_id"}
+    observation = {
+        key: value for key, value in reply.info["observation"].items() if key != "episode_id"
+    }
     return [{**message, "observation": observation} for message in reply.messages]
 
 
@@ -118,7 +122,9 @@ class AwsScriptAgent:
         self._on_row = on_row
         self._failures: Counter[int] = Counter()
 
-    async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
+    async def play(
+        self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int
+    ) -> RolloutOutcome:
         """Play one script and store its row.
 
         Raises RuntimeError if an episode failed and is not retried, or if its outcome contradicts
@@ -132,9 +138,16 @@ class AwsScriptAgent:
         outcome = await play_episode(recorder, wanted, speaker, len(script.lines))
         if outcome.valid:
             if outcome.achieved is (script.kind == HABIT):
-                raise RuntimeError(f"{script.kind} episode of {task.template} (seed {task.seed}) is mislabelled")
+                raise RuntimeError(
+                    f"{script.kind} episode of {task.template} (seed {task.seed}) is mislabelled"
+                )
             self.rows[wanted.index] = {
-                **{"task_id": task.task_id, "template": task.template, "tier": task.tier, "seed": task.seed},
+                **{
+                    "task_id": task.task_id,
+                    "template": task.template,
+                    "tier": task.tier,
+                    "seed": task.seed,
+                },
                 **{"kind": script.kind, "messages": speaker.messages()},
                 **{"achieved": outcome.achieved, "reward": outcome.reward},
             }
@@ -142,7 +155,9 @@ class AwsScriptAgent:
             return outcome
         self._failures[wanted.index] += 1
         if self._failures[wanted.index] > _RETRIES:
-            raise RuntimeError(f"the episode {outcome.task_id} failed ({outcome.status}): {outcome.message}")
+            raise RuntimeError(
+                f"the episode {outcome.task_id} failed ({outcome.status}): {outcome.message}"
+            )
         return outcome
 
 
@@ -162,9 +177,13 @@ def play_all(
     contradicts its kind.
     """
     agent = AwsScriptAgent(scripts, on_row)
-    wanted = [EpisodeRequest(number, episode_task(script.task)) for number, script in enumerate(scripts)]
+    wanted = [
+        EpisodeRequest(number, episode_task(script.task)) for number, script in enumerate(scripts)
+    ]
     with pooled_environment(pool, observation_chars=observation_chars, show_ids=show_ids) as spec:
-        player = Player(spec, "", agent, pool.free_count, retries=_RETRIES, message_timeout_s=MESSAGE_TIMEOUT_S)
+        player = Player(
+            spec, "", agent, pool.free_count, retries=_RETRIES, message_timeout_s=MESSAGE_TIMEOUT_S
+        )
         event_loops.run(player.play_and_close(wanted, NO_TOKENS))
     return [agent.rows[number] for number in range(len(scripts))]
 
@@ -181,7 +200,9 @@ def summarize_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "kind": kind,
             "rows": len(group),
             "achieved": sum(row["achieved"] for row in group),
-            "mean_turns": sum(message["role"] == "assistant" for row in group for message in row["messages"])
+            "mean_turns": sum(
+                message["role"] == "assistant" for row in group for message in row["messages"]
+            )
             / len(group),
             "mean_reward": sum(row["reward"] for row in group) / len(group),
         }
@@ -211,7 +232,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     add = parser.add_argument
     default = " ".join(f"{kind}={share:g}" for kind, share in DEFAULT_MIX.items())
-    add("--out", type=Path, required=True, help="JSONL file to write; statistics go to <out>.stats.json")
+    add(
+        "--out",
+        type=Path,
+        required=True,
+        help="JSONL file to write; statistics go to <out>.stats.json",
+    )
     add("--episodes-per-task", type=int, default=20)
     add("--seed", type=int, default=0)
     add("--tiers", nargs="+", help="default: all")
@@ -223,8 +249,16 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="KIND=SHARE",
         help=f"kinds: {', '.join(KINDS)}; the rest is canonical (default: {default})",
     )
-    add("--learn-mistakes", action="store_true", help="mistakes that are recovered from are marked for training too")
-    add("--slips", action="store_true", help="recoveries are from slips of the command line, which are never learned")
+    add(
+        "--learn-mistakes",
+        action="store_true",
+        help="mistakes that are recovered from are marked for training too",
+    )
+    add(
+        "--slips",
+        action="store_true",
+        help="recoveries are from slips of the command line, which are never learned",
+    )
     add("--phrasings", action="store_true", help="tasks are worded in further ways, too")
     add(
         "--observation-chars",

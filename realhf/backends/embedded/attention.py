@@ -1,11 +1,14 @@
-"""Computes attention over cached rows: the masks of a model's layers, and the products for one new token per row.
+"""Computes attention over cached rows: the masks of a model's layers, and the products for one new
+token per row.
 
-For a single query the blocked kernel behind ``scaled_dot_product_attention`` spends most of its time on bookkeeping; on
-a CPU with small heads the plain products are two to five times faster. Registered with transformers as the attention
-implementation ``row_decode``, which passes all other cases on.
+For a single query the blocked kernel behind ``scaled_dot_product_attention`` spends most of its
+time on bookkeeping; on a CPU with small heads the plain products are two to five times faster.
+Registered with transformers as the attention implementation ``row_decode``, which passes all other
+cases on.
 
-Each block is as wide as its longest row, and rows of a block that begin alike read their common part once. For small
-models decoding is bound by reading keys and values, and the rollouts of a group have their prompt in common.
+Each block is as wide as its longest row, and rows of a block that begin alike read their common
+part once. For small models decoding is bound by reading keys and values, and the rollouts of a
+group have their prompt in common.
 """
 
 from __future__ import annotations
@@ -26,22 +29,31 @@ _SLIDING = "sliding_attention"
 
 
 def layers_differ(config: Any) -> bool:
-    """Return whether layers have values of their own for some options (``per_layer_config``), as in Gemma 4."""
+    """Return whether layers have values of their own for some options (``per_layer_config``), as in
+    Gemma 4."""
     return bool(getattr(config.get_text_config(), "is_heterogeneous", False))
 
 
 def layer_configs(config: Any) -> list[Any]:
-    """Return the configuration of each layer. Options that differ between layers can be read from these only."""
+    """Return the configuration of each layer. Options that differ between layers can be read from
+    these only."""
     text = config.get_text_config()
-    return list(text.per_layer_config) if layers_differ(config) else [text] * int(text.num_hidden_layers)
+    return (
+        list(text.per_layer_config)
+        if layers_differ(config)
+        else [text] * int(text.num_hidden_layers)
+    )
 
 
 def sliding_window(config: Any) -> int | None:
-    """Return how many tokens the layers with a sliding window see, their own included; None if no layer has one. Raises
-    ValueError where windows differ."""
+    """Return how many tokens the layers with a sliding window see, their own included; None if no
+    layer has one. Raises ValueError where windows differ."""
     windows = {window for window in _windows(config) if window is not None}
     if len(windows) > 1:
-        raise ValueError(f"{type(config).__name__}: layers have sliding windows of different sizes: {sorted(windows)}")
+        raise ValueError(
+            f"{type(config).__name__}: layers have sliding windows of different sizes: "
+            f"{sorted(windows)}"
+        )
     return next(iter(windows), None)
 
 
@@ -56,14 +68,19 @@ def _windows(config: Any) -> list[int | None]:
     if layers_differ(config):
         windows = [_window(layer) for layer in layer_configs(config)]
     else:
-        windows = [_window(config.get_text_config())] * int(config.get_text_config().num_hidden_layers)
+        windows = [_window(config.get_text_config())] * int(
+            config.get_text_config().num_hidden_layers
+        )
     if not kinds:
         return windows
-    return [window if kind == _SLIDING else None for window, kind in zip(windows, kinds, strict=False)]
+    return [
+        window if kind == _SLIDING else None for window, kind in zip(windows, kinds, strict=False)
+    ]
 
 
 def _window(layer: Any) -> int | None:
-    """Return the window of a layer, if it slides, by what its configuration says beside the kind of the layer."""
+    """Return the window of a layer, if it slides, by what its configuration says beside the kind of
+    the layer."""
     window = getattr(layer, "sliding_window", None)
     slides = getattr(layer, "layer_types", None) or getattr(layer, "use_sliding_window", True)
     return int(window) if window and slides else None
@@ -72,33 +89,41 @@ def _window(layer: Any) -> int | None:
 def layer_masks(
     config: Any, dtype: torch.dtype, closed: Tensor, far: Callable[[int], Tensor]
 ) -> Tensor | dict[str, Tensor]:
-    """Return the additive mask for a model with this configuration, 0 or -inf in ``dtype``, or one for each kind of
-    layer where it takes several. ``closed`` bool says what no layer sees, ``far`` what layers with a sliding window of
-    so many tokens do not see either."""
+    """Return the additive mask for a model with this configuration, 0 or -inf in ``dtype``, or one
+    for each kind of layer where it takes several. ``closed`` bool says what no layer sees, ``far``
+    what layers with a sliding window of so many tokens do not see either."""
     full = additive_mask(closed, dtype)
     window = sliding_window(config)
     if window is None:
         return full
     windowed = additive_mask(closed | far(window), dtype)
-    return {_FULL: full, _SLIDING: windowed} if getattr(config.get_text_config(), "layer_types", None) else windowed
+    return (
+        {_FULL: full, _SLIDING: windowed}
+        if getattr(config.get_text_config(), "layer_types", None)
+        else windowed
+    )
 
 
 def check_layer_kinds(config: Any) -> None:
     """Raise ValueError for layers that see anything else than all tokens or the last ones."""
     kinds = frozenset(getattr(config.get_text_config(), "layer_types", None) or ())
     if odd := sorted(kinds - {_FULL, _SLIDING}):
-        raise ValueError(f"{type(config).__name__}: layers of the kind {odd[0]} cannot generate from cached rows")
+        raise ValueError(
+            f"{type(config).__name__}: layers of the kind {odd[0]} cannot generate from cached rows"
+        )
 
 
 def additive_mask(closed: Tensor, dtype: torch.dtype) -> Tensor:
     """Return -inf where bool ``closed`` is set, 0 elsewhere."""
-    return torch.zeros(closed.shape, dtype=dtype, device=closed.device).masked_fill_(closed, float("-inf"))
+    return torch.zeros(closed.shape, dtype=dtype, device=closed.device).masked_fill_(
+        closed, float("-inf")
+    )
 
 
 @contextlib.contextmanager
 def attending_by(config: Any, name: str) -> Iterator[None]:
-    """Let the model of a configuration attend by the registered implementation ``name`` within the block, if it is on
-    the ``sdpa`` implementation."""
+    """Let the model of a configuration attend by the registered implementation ``name`` within the
+    block, if it is on the ``sdpa`` implementation."""
     before = config._attn_implementation
     if before == "sdpa":
         config._attn_implementation = name
@@ -110,8 +135,11 @@ def attending_by(config: Any, name: str) -> Iterator[None]:
 
 
 ROW_DECODE = "row_decode"
-HARMLESS = frozenset({"position_ids", "use_cache", "is_causal", "cache_position", "output_attentions"})
-"""Keyword arguments that do not change attention where a mask or a layout says what a query sees."""
+HARMLESS = frozenset(
+    {"position_ids", "use_cache", "is_causal", "cache_position", "output_attentions"}
+)
+"""Keyword arguments that do not change attention where a mask or a layout says what a query
+sees."""
 
 
 def row_decode_attention(
@@ -124,8 +152,9 @@ def row_decode_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with ``query`` (n, heads, n_query, dim) over ``key``/``value`` (n, kv heads, width, dim) under the
-    additive ``attention_mask`` (n, 1, n_query, width); return ((n, n_query, heads, dim), None)."""
+    """Attend with ``query`` (n, heads, n_query, dim) over ``key``/``value`` (n, kv heads, width,
+    dim) under the additive ``attention_mask`` (n, 1, n_query, width); return ((n, n_query, heads,
+    dim), None)."""
     n, heads, n_query, dim = query.shape
     odd = any(v for k, v in kwargs.items() if k not in HARMLESS and k != "sliding_window")
     if n_query != 1 or attention_mask is None or dropout or odd or query.is_cuda:
@@ -148,17 +177,19 @@ AttentionInterface.register(ROW_DECODE, row_decode_attention)
 
 
 _MIN_SHARED = 64
-"""Least number of columns worth sharing; for fewer the additional calls cost more than reading less saves."""
+"""Least number of columns worth sharing; for fewer the additional calls cost more than reading less
+saves."""
 _MIN_KEPT = 0.75
-"""Least part of a block's common columns that a row must keep; a row that keeps less begins a new block."""
+"""Least part of a block's common columns that a row must keep; a row that keeps less begins a new
+block."""
 _MAX_ROWS = 16
 """Largest number of rows of a block that shares nothing."""
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Describes cache rows [first, end). Those of them that decode have their first ``shared`` columns in common with
-    row ``leader``; none reads beyond ``width``."""
+    """Describes cache rows [first, end). Those of them that decode have their first ``shared``
+    columns in common with row ``leader``; none reads beyond ``width``."""
 
     first: int
     end: int
@@ -168,8 +199,8 @@ class RowBlock:
 
 
 def row_blocks(tokens: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> list[RowBlock]:
-    """Divide the decoding ``rows`` int64 (n,), ascending, into blocks. Their new tokens stand at ``positions`` int64
-    (n,); ``tokens`` int64 (rows, columns) are those of the cache."""
+    """Divide the decoding ``rows`` int64 (n,), ascending, into blocks. Their new tokens stand at
+    ``positions`` int64 (n,); ``tokens`` int64 (rows, columns) are those of the cache."""
     held = tokens[rows, : int(positions.max()) + 1]
     differs = held[1:] != held[:-1]
     common = np.where(differs.any(1), differs.argmax(1), held.shape[1])
@@ -180,24 +211,31 @@ def row_blocks(tokens: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> l
     for i in range(1, len(rows) + 1):
         if i < len(rows):
             both = min(shared or common[i - 1], common[i - 1])
-            grows = both >= _MIN_SHARED and (i - first == 1 or (shared > 0 and both >= _MIN_KEPT * shared))
+            grows = both >= _MIN_SHARED and (
+                i - first == 1 or (shared > 0 and both >= _MIN_KEPT * shared)
+            )
             alone = shared == 0 and common[i - 1] < _MIN_SHARED and i - first < _MAX_ROWS
             if grows or alone:
                 shared = both if grows else 0
                 continue
         width = int(positions[first:i].max()) + 1
-        blocks.append(RowBlock(int(rows[first]), int(rows[i - 1]) + 1, int(rows[first]), shared, width))
+        blocks.append(
+            RowBlock(int(rows[first]), int(rows[i - 1]) + 1, int(rows[first]), shared, width)
+        )
         first = i
         shared = 0
     return blocks
 
 
-def block_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, block: RowBlock, scale: float) -> Tensor:
+def block_attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, block: RowBlock, scale: float
+) -> Tensor:
     """Attend with ``query`` (n, heads, dim) of the block's rows over their ``keys`` and ``values``.
 
-    ``keys`` and ``values`` are (rows of the cache, kv heads, columns, dim), the additive ``mask`` is (n, 1, 1, width or
-    more); returns (n, heads * dim). Scores and softmax are fp32 in any type, as in the kernels of the trainer: rounding
-    a score of 16 to bfloat16 changes its weight by six percent.
+    ``keys`` and ``values`` are (rows of the cache, kv heads, columns, dim), the additive ``mask``
+    is (n, 1, 1, width or more); returns (n, heads * dim). Scores and softmax are fp32 in any type,
+    as in the kernels of the trainer: rounding a score of 16 to bfloat16 changes its weight by six
+    percent.
     """
     n = len(query)
     kv_heads = keys.shape[1]
@@ -208,7 +246,9 @@ def block_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, b
     own_keys = keys[own].flatten(0, 1)
     own_values = values[own].flatten(0, 1)
     packed = grouped.reshape(n * kv_heads, -1, dim)
-    scores = torch.bmm(packed.float(), own_keys.float().transpose(1, 2)).view(n, kv_heads, -1, width - block.shared)
+    scores = torch.bmm(packed.float(), own_keys.float().transpose(1, 2)).view(
+        n, kv_heads, -1, width - block.shared
+    )
     if not block.shared:
         weights = torch.softmax(scores.mul_(scale).add_(mask[..., :width]), -1).to(values.dtype)
         return torch.bmm(weights.flatten(0, 1), own_values).view(n, -1)
@@ -220,17 +260,24 @@ def block_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, b
     weights = torch.softmax(scores, -1).to(values.dtype)
     common_weights = weights[..., : block.shared]
     own_weights = weights[..., block.shared :]
-    mixed = torch.bmm(own_weights.reshape(n * kv_heads, -1, width - block.shared), own_values).view(grouped.shape)
+    mixed = torch.bmm(own_weights.reshape(n * kv_heads, -1, width - block.shared), own_values).view(
+        grouped.shape
+    )
     by_head = common_weights.transpose(0, 1).reshape(kv_heads, -1, block.shared)
     mixed += torch.bmm(by_head, common_values).view(kv_heads, n, -1, dim).transpose(0, 1)
     return mixed.view(n, -1)
 
 
 def blocks_attention(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, blocks: Sequence[RowBlock], scale: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    blocks: Sequence[RowBlock],
+    scale: float,
 ) -> Tensor:
-    """Attend with ``query`` (height, heads, dim) of all rows up to the last that decodes; return (height, heads * dim),
-    zeros for rows between blocks."""
+    """Attend with ``query`` (height, heads, dim) of all rows up to the last that decodes; return
+    (height, heads * dim), zeros for rows between blocks."""
     if len(blocks) == 1 and blocks[0].first == 0:
         return block_attention(query, keys, values, mask, blocks[0], scale)
     parts = []

@@ -1,15 +1,17 @@
 """Compute threads of an engine: their number, and whether they spin or sleep at barriers.
 
-OpenMP threads meet at a barrier after every matrix product, a hundred thousand times in a train step, and
-spin while they wait. If one of them shares its core with another program, the others spin for milliseconds
-each time, and everything takes twenty times as long. Sleeping instead costs a fifth of the speed on an
-idle machine. So the threads spin while cores are free and sleep while other programs use them. Their
-number never changes, because the last bits of gradients depend on it.
+OpenMP threads meet at a barrier after every matrix product, a hundred thousand times in a train
+step, and spin while they wait. If one of them shares its core with another program, the others spin
+for milliseconds each time, and everything takes twenty times as long. Sleeping instead costs a
+fifth of the speed on an idle machine. So the threads spin while cores are free and sleep while
+other programs use them. Their number never changes, because the last bits of gradients depend on
+it.
 
-libgomp lets a waiting thread spin for about three milliseconds, but hardly at all once it manages more
-threads than there are cores (``do_spin`` in its ``config/linux/wait.h``, ``GOMP_SPINCOUNT`` in its manual).
-Starting a parked team of idle threads causes that, ending it reverts it. The time that a thread waited
-for a core is the second number of ``/proc/<pid>/task/<tid>/schedstat`` (Linux only).
+libgomp lets a waiting thread spin for about three milliseconds, but hardly at all once it manages
+more threads than there are cores (``do_spin`` in its ``config/linux/wait.h``, ``GOMP_SPINCOUNT`` in
+its manual). Starting a parked team of idle threads causes that, ending it reverts it. The time that
+a thread waited for a core is the second number of ``/proc/<pid>/task/<tid>/schedstat`` (Linux
+only).
 """
 
 from __future__ import annotations
@@ -33,24 +35,28 @@ _TASKS = "/proc/self/task"
 _START_S = 10.0
 """Timeout for the start or end of the idle team, seconds."""
 _MARGIN = 3
-"""Number of threads of the idle team above the number of unused cores. Its first thread may not count for libgomp."""
+"""Number of threads of the idle team above the number of unused cores. Its first thread may not
+count for libgomp."""
 WINDOW_S = 0.06
-"""Length of a measurement window, seconds of computing. The threads change their way of waiting only after one."""
+"""Length of a measurement window, seconds of computing. The threads change their way of waiting
+only after one."""
 CROWDED = 0.3
-"""Core-seconds that threads waited for a core, per second of computing, from which cores count as crowded.
-Another program on one of two cores makes it 0.3 to 0.6; one window in 200 of an idle machine reaches it."""
+"""Core-seconds that threads waited for a core, per second of computing, from which cores count as
+crowded. Another program on one of two cores makes it 0.3 to 0.6; one window in 200 of an idle
+machine reaches it."""
 STEADY_WINDOWS = 32
 """Number of windows that spinning has to last to count as a correct decision."""
 LONGEST_PATIENCE = 8
-"""Maximum number of consecutive quiet windows before the threads spin again (see ``ComputeThreads._switch``). A
-short burst of other load then costs half a second of sleeping, up to twice as slow as spinning."""
+"""Maximum number of consecutive quiet windows before the threads spin again (see
+``ComputeThreads._switch``). A short burst of other load then costs half a second of sleeping, up to
+twice as slow as spinning."""
 
 
 class LinuxCoreAccount:
     """Running total of the time that threads of this process waited for a core.
 
-    One file descriptor per thread stays open, so that reading it costs a few microseconds per thread. Not
-    thread-safe.
+    One file descriptor per thread stays open, so that reading it costs a few microseconds per
+    thread. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -68,14 +74,16 @@ class LinuxCoreAccount:
             return None
 
     def waited_s(self) -> float:
-        """Return the total time that threads of this process were ready to run without a core, seconds."""
+        """Return the total time that threads of this process were ready to run without a core,
+        seconds."""
         threads = set(os.listdir(_TASKS))
         for ended in self._files.keys() - threads:
             self._forget(ended)
         for thread in threads:
             waited = self._waited_of(thread)
             if waited is not None:
-                # The time that a thread waited before it was first seen belongs to no window and is not counted.
+                # The time that a thread waited before it was first seen belongs to no window and is
+                # not counted.
                 self._waited_ns += waited - self._seen.get(thread, waited)
                 self._seen[thread] = waited
         return self._waited_ns * 1e-9
@@ -89,7 +97,9 @@ class LinuxCoreAccount:
         """Return the waiting time of a thread in nanoseconds, None if it has ended."""
         try:
             if thread not in self._files:
-                self._files[thread] = os.open(f"{_TASKS}/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+                self._files[thread] = os.open(
+                    f"{_TASKS}/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC
+                )
             return int(os.pread(self._files[thread], 128, 0).split()[1])
         except (OSError, IndexError):
             self._forget(thread)  # The thread has ended.
@@ -116,7 +126,8 @@ class OmpSpin:
 
     @staticmethod
     def find(computing: int) -> OmpSpin | None:
-        """Return the switch of the loaded libgomp, or None if the process has loaded none or several."""
+        """Return the switch of the loaded libgomp, or None if the process has loaded none or
+        several."""
         try:
             lines = Path("/proc/self/maps").read_text().splitlines()
         except OSError:
@@ -133,17 +144,22 @@ class OmpSpin:
         return self._thread is not None
 
     def shorten(self) -> None:
-        """Let waiting threads sleep at once. Raises RuntimeError if the idle team does not start."""
+        """Let waiting threads sleep at once. Raises RuntimeError if the idle team does not
+        start."""
         if self._thread is not None:
             return
         ready = threading.Event()
         release = threading.Event()
-        self._thread = threading.Thread(target=self._park, args=(ready, release), name="idle-omp-team", daemon=True)
+        self._thread = threading.Thread(
+            target=self._park, args=(ready, release), name="idle-omp-team", daemon=True
+        )
         self._release = release
         self._thread.start()
         if not process_clock.wait(ready.wait, _START_S):
             self.lengthen()
-            raise RuntimeError(f"the idle team of OpenMP threads did not start within {_START_S:g} s")
+            raise RuntimeError(
+                f"the idle team of OpenMP threads did not start within {_START_S:g} s"
+            )
 
     def lengthen(self) -> None:
         """Let waiting threads spin, the default of libgomp."""
@@ -155,7 +171,8 @@ class OmpSpin:
             thread.join(_START_S)
 
     def _park(self, ready: threading.Event, release: threading.Event) -> None:
-        """Run an empty parallel region. Its threads belong to this thread until this thread ends."""
+        """Run an empty parallel region. Its threads belong to this thread until this thread
+        ends."""
         no_work = ctypes.cast(self._library.omp_get_thread_num, ctypes.c_void_p)
         self._library.GOMP_parallel(no_work, None, self._idle, 0)
         ready.set()
@@ -165,9 +182,9 @@ class OmpSpin:
 class ComputeThreads:
     """The ``count`` compute threads of an engine.
 
-    With an ``account`` and a ``spin`` they sleep at barriers while other programs use the cores. They start
-    in the sleeping state, because spinning on crowded cores is the more expensive mistake. Not thread-safe:
-    only the thread that computes may call it.
+    With an ``account`` and a ``spin`` they sleep at barriers while other programs use the cores.
+    They start in the sleeping state, because spinning on crowded cores is the more expensive
+    mistake. Not thread-safe: only the thread that computes may call it.
     """
 
     def __init__(
@@ -190,8 +207,8 @@ class ComputeThreads:
         # Computing and waiting time of the current window, seconds.
         self._window_s = 0.0
         self._window_waited = 0.0
-        # State of _switch: quiet windows required before spinning, quiet windows in a row, windows since
-        # spinning started (STEADY_WINDOWS or more: not on trial).
+        # State of _switch: quiet windows required before spinning, quiet windows in a row, windows
+        # since spinning started (STEADY_WINDOWS or more: not on trial).
         self._patience = 1
         self._quiet = 0
         self._since_spin = STEADY_WINDOWS
@@ -204,9 +221,11 @@ class ComputeThreads:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Measure the cores during a block that computes without interruption on the calling thread.
+        """Measure the cores during a block that computes without interruption on the calling
+        thread.
 
-        The time between two blocks is not measured, because other processes may then work for this engine.
+        The time between two blocks is not measured, because other processes may then work for this
+        engine.
         """
         self.take()
         if self._account is None:
@@ -220,12 +239,14 @@ class ComputeThreads:
             self._measure(self._account)
 
     def pace(self) -> None:
-        """Measure the cores if a window is over. Cheap enough to be called between the passes of a block."""
+        """Measure the cores if a window is over. Cheap enough to be called between the passes of a
+        block."""
         if self._account is not None and self._clock() - self._measured_at >= WINDOW_S:
             self._measure(self._account)
 
     def _measure(self, account: LinuxCoreAccount) -> None:
-        """Add the time since the last measurement to the window; evaluate the window if it is complete."""
+        """Add the time since the last measurement to the window; evaluate the window if it is
+        complete."""
         now = self._clock()
         waited = account.waited_s()
         self._window_s += now - self._measured_at
@@ -241,9 +262,10 @@ class ComputeThreads:
     def _switch(self, spin: OmpSpin, crowded: bool) -> None:
         """Choose between spinning and sleeping after a window, with exponential back-off.
 
-        Two states. Spinning: the first crowded window switches to sleeping. Sleeping: ``_patience`` quiet
-        windows in a row switch to spinning, which is then on trial for ``STEADY_WINDOWS`` windows. A trial
-        that fails doubles the patience, up to ``LONGEST_PATIENCE``; one that succeeds resets it to 1.
+        Two states. Spinning: the first crowded window switches to sleeping. Sleeping: ``_patience``
+        quiet windows in a row switch to spinning, which is then on trial for ``STEADY_WINDOWS``
+        windows. A trial that fails doubles the patience, up to ``LONGEST_PATIENCE``; one that
+        succeeds resets it to 1.
         """
         self._since_spin += 1
         if self._since_spin == STEADY_WINDOWS:
@@ -252,7 +274,8 @@ class ComputeThreads:
         if crowded and not spin.short:
             if self._since_spin < STEADY_WINDOWS:
                 self._patience = min(2 * self._patience, LONGEST_PATIENCE)  # The trial failed.
-            # The count stays at STEADY_WINDOWS or above while asleep, so that it cannot reset the patience.
+            # The count stays at STEADY_WINDOWS or above while asleep, so that it cannot reset the
+            # patience.
             self._since_spin = STEADY_WINDOWS
             self._sleep(spin)
         elif spin.short and self._quiet >= self._patience:
@@ -261,12 +284,15 @@ class ComputeThreads:
             spin.lengthen()
 
     def _sleep(self, spin: OmpSpin) -> None:
-        """Switch to sleeping. If that fails, the threads keep spinning: slow is better than failing the run."""
+        """Switch to sleeping. If that fails, the threads keep spinning: slow is better than failing
+        the run."""
         try:
             spin.shorten()
         except RuntimeError as error:
             self._account = None
-            _log.warning("%s: threads spin at every barrier from now on, whatever other programs do", error)
+            _log.warning(
+                "%s: threads spin at every barrier from now on, whatever other programs do", error
+            )
 
 
 def unmanaged() -> ComputeThreads:
@@ -277,17 +303,22 @@ def unmanaged() -> ComputeThreads:
 def threads(count: int) -> ComputeThreads:
     """Return ``count`` compute threads that sleep while other programs use the cores.
 
-    If the kernel does not record waiting times, or torch uses another OpenMP library than libgomp, they
-    always spin and a warning is logged.
+    If the kernel does not record waiting times, or torch uses another OpenMP library than libgomp,
+    they always spin and a warning is logged.
     """
     if count == 1:
         return ComputeThreads(1)
     account = LinuxCoreAccount.open()
     spin = OmpSpin.find(count)
     if account is None or spin is None:
-        missing = "the kernel does not tell how long threads wait" if account is None else "torch uses no libgomp"
+        missing = (
+            "the kernel does not tell how long threads wait"
+            if account is None
+            else "torch uses no libgomp"
+        )
         _log.warning(
-            "%s: %d threads spin at every barrier, which is many times slower while other programs keep cores busy",
+            "%s: %d threads spin at every barrier, which is many times slower while other programs "
+            "keep cores busy",
             missing,
             count,
         )

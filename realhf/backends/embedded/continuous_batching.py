@@ -1,7 +1,8 @@
 """Continuous batching: requests join and leave between two tokens, on the engine's own thread.
 
-Other threads only record their requests under the lock. Between two steps the engine's thread processes
-them in this order: aborts, freed slots, new weights, new requests. A pause stops it before the next step.
+Other threads only record their requests under the lock. Between two steps the engine's thread
+processes them in this order: aborts, freed slots, new weights, new requests. A pause stops it
+before the next step.
 """
 
 from __future__ import annotations
@@ -110,14 +111,18 @@ class ContinuousGenerator:
         self._running: dict[int, tuple[Turn, Done]] = {}  # By slot.
         self._to_abort: set[int] = set()
         self._to_free: set[int] = set()
-        self._free_at_end: set[int] = set()  # Slots with a request in progress, to be freed when it ends.
+        self._free_at_end: set[int] = (
+            set()
+        )  # Slots with a request in progress, to be freed when it ends.
         self._weights: _WeightUpdate | None = None
         self._paused = False  # A pause is requested.
         self._parked = False  # The engine's thread has stopped for the pause.
         self._closing = False
         self._busy_s = 0.0
         self._weight_pause_ms = 0.0
-        self._stopped = 0  # Wall-clock ns of the start of a weight update that requests wait for, otherwise 0.
+        self._stopped = (
+            0  # Wall-clock ns of the start of a weight update that requests wait for, otherwise 0.
+        )
         self._span: _Span | None = None
         self._thread = threading.Thread(target=self._serve, name="generation", daemon=True)
         self._thread.start()
@@ -127,13 +132,17 @@ class ContinuousGenerator:
         """See ``StreamingGenerator``."""
         return self._version
 
-    def submit(self, request: GenRequest, config: GenConfig, stop_ids: Sequence[int], done: Done) -> None:
+    def submit(
+        self, request: GenRequest, config: GenConfig, stop_ids: Sequence[int], done: Done
+    ) -> None:
         """See ``StreamingGenerator``. Raises RuntimeError after ``close``.
 
-        ``done`` receives a ValueError for a request without tokens, with options out of range or for a slot
-        with a request in progress, and the error of a failed forward pass.
+        ``done`` receives a ValueError for a request without tokens, with options out of range or
+        for a slot with a request in progress, and the error of a failed forward pass.
         """
-        stream = stream_of(int.from_bytes(os.urandom(8), "little") if request.seed is None else request.seed)
+        stream = stream_of(
+            int.from_bytes(os.urandom(8), "little") if request.seed is None else request.seed
+        )
         budget = remaining_tokens(request, config, self._core.limit)
         turn = Turn(request, config, frozenset(stop_ids), budget, stream)
         with self._changed:
@@ -163,11 +172,15 @@ class ContinuousGenerator:
             if not self._wait_for(lambda: self._parked or self._closing, timeout_s):
                 self._paused = was_paused
                 self._changed.notify_all()
-                raise TimeoutError(f"the generation engine did not finish its step within {timeout_s:g} s")
+                raise TimeoutError(
+                    f"the generation engine did not finish its step within {timeout_s:g} s"
+                )
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Wait for a condition; return whether it became true in time. Called under the lock."""
-        return process_clock.wait(lambda left_s: self._changed.wait_for(condition, left_s), timeout_s)
+        return process_clock.wait(
+            lambda left_s: self._changed.wait_for(condition, left_s), timeout_s
+        )
 
     def resume(self) -> None:
         """Continue after ``pause``. Does nothing if the engine is not paused."""
@@ -176,12 +189,20 @@ class ContinuousGenerator:
             self._parked = False
             self._changed.notify_all()
 
-    def load_weights(self, version: int, tensors: Mapping[str, Tensor], *, again: bool = False) -> None:
-        """See ``StreamingGenerator``. Raises TimeoutError if the current step does not end in time."""
+    def load_weights(
+        self, version: int, tensors: Mapping[str, Tensor], *, again: bool = False
+    ) -> None:
+        """See ``StreamingGenerator``. Raises TimeoutError if the current step does not end in
+        time."""
         update = _WeightUpdate(version, tensors, again)
         with self._changed:
-            if not self._wait_for(lambda: self._weights is None or self._closing, self._pause_timeout_s):
-                raise TimeoutError(f"the generation engine was busy with other weights for {self._pause_timeout_s:g} s")
+            if not self._wait_for(
+                lambda: self._weights is None or self._closing, self._pause_timeout_s
+            ):
+                raise TimeoutError(
+                    f"the generation engine was busy with other weights for "
+                    f"{self._pause_timeout_s:g} s"
+                )
             if self._closing:
                 raise RuntimeError("the generation engine is closed")
             self._weights = update
@@ -192,17 +213,21 @@ class ContinuousGenerator:
                 if withdrawn:
                     self._weights = None
             if withdrawn:
-                raise TimeoutError(f"the generation engine's step did not end within {self._pause_timeout_s:g} s")
+                raise TimeoutError(
+                    f"the generation engine's step did not end within {self._pause_timeout_s:g} s"
+                )
             update.over.wait()  # The engine is already copying the weights, which ends without other threads.
         if update.error is not None:
             raise update.error
 
     def weight_digests(self, names: Sequence[str]) -> dict[str, HeldTensor]:
-        """See ``StreamingGenerator``. Computed on the caller's thread while generation continues."""
+        """See ``StreamingGenerator``. Computed on the caller's thread while generation
+        continues."""
         return held_digests(self._model, names)
 
     def replica(self) -> ContinuousGenerator | None:
-        """See ``StreamingGenerator``. None if memory does not suffice for a second copy of the weights.
+        """See ``StreamingGenerator``. None if memory does not suffice for a second copy of the
+        weights.
 
         The compute threads of the replica compete with those of this engine for the cores.
         """
@@ -226,8 +251,9 @@ class ContinuousGenerator:
     def stats(self) -> dict[str, float]:
         """See ``StreamingGenerator``.
 
-        ``weight_pause_ms`` is the time that the last weight update stopped generation: until the next token
-        was sampled if a request was in progress, otherwise until the weights were copied.
+        ``weight_pause_ms`` is the time that the last weight update stopped generation: until the
+        next token was sampled if a request was in progress, otherwise until the weights were
+        copied.
         """
         core = self._core
         with self._changed:
@@ -250,7 +276,9 @@ class ContinuousGenerator:
             return
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            raise TimeoutError(f"the generation engine's thread did not end within {_CLOSE_TIMEOUT_S:g} s")
+            raise TimeoutError(
+                f"the generation engine's thread did not end within {_CLOSE_TIMEOUT_S:g} s"
+            )
 
     def _serve(self) -> None:
         """Run the engine's thread."""
@@ -265,7 +293,8 @@ class ContinuousGenerator:
         self._fail_all(error)
 
     def _run_round(self) -> bool:
-        """Process the requests of other threads and run one step. Return False when the engine closes."""
+        """Process the requests of other threads and run one step. Return False when the engine
+        closes."""
         with self._changed:
             self._wait_for_work()
             if self._closing:
@@ -287,13 +316,16 @@ class ContinuousGenerator:
             if self._running:
                 self._step()
         except Exception as error:
-            _log.exception("a step of generation failed with %d requests in play", len(self._running))
+            _log.exception(
+                "a step of generation failed with %d requests in play", len(self._running)
+            )
             self._core.reset()
             self._fail_running(error)
         return True
 
     def _wait_for_work(self) -> None:
-        """Wait until there is something to do. Called under the lock. A requested pause starts here."""
+        """Wait until there is something to do. Called under the lock. A requested pause starts
+        here."""
         while True:
             if self._paused and not self._parked:
                 self._parked = True
@@ -306,7 +338,8 @@ class ContinuousGenerator:
             self._changed.wait()
 
     def _end_aborted(self) -> list[tuple[Done, GenOutput]]:
-        """Remove aborted requests from those in progress and from the queue; return their outputs."""
+        """Remove aborted requests from those in progress and from the queue; return their
+        outputs."""
         slots = self._to_abort
         self._to_abort = set()
         ended = [self._running.pop(slot) for slot in slots if slot in self._running]
@@ -334,7 +367,9 @@ class ContinuousGenerator:
         began = time.time_ns()
         try:
             if update.version < self._version:
-                raise ValueError(f"weights of version {update.version} after those of version {self._version}")
+                raise ValueError(
+                    f"weights of version {update.version} after those of version {self._version}"
+                )
             if update.version > self._version or update.again:
                 self._report_span()
                 copy_weights(self._model, update.tensors)
@@ -344,7 +379,9 @@ class ContinuousGenerator:
                 # If a request is in progress, the pause ends with its next token (see _step).
                 self._stopped = began if self._running and not self._paused else 0
                 self._weight_pause_ms = (time.time_ns() - began) * 1e-6
-                self._tracer.record(f"{WEIGHTS}/copy", began, time.time_ns(), version=update.version)
+                self._tracer.record(
+                    f"{WEIGHTS}/copy", began, time.time_ns(), version=update.version
+                )
         except Exception as error:
             update.error = error
         update.over.set()
@@ -374,7 +411,8 @@ class ContinuousGenerator:
                 self._waiting.extendleft(reversed(not_started))
 
     def _find_error(self, turn: Turn, others: Mapping[int, object]) -> ValueError | None:
-        """Return why a request cannot start, or None. ``others`` are the slots that start with it."""
+        """Return why a request cannot start, or None. ``others`` are the slots that start with
+        it."""
         if turn.slot in self._running or turn.slot in others:
             return ValueError(f"generate: slot {turn.slot} is in play")
         try:
@@ -413,7 +451,9 @@ class ContinuousGenerator:
         self._span = None
         if span is not None:
             tokens = self._core.generated_tokens - span.tokens
-            self._tracer.record(GENERATE, span.began, span.ended, tokens=tokens, rows=len(self._running))
+            self._tracer.record(
+                GENERATE, span.began, span.ended, tokens=tokens, rows=len(self._running)
+            )
 
     def _fail_running(self, error: Exception) -> None:
         """Complete all requests in progress with an error."""
@@ -425,8 +465,11 @@ class ContinuousGenerator:
             _call_done(done, error)
 
     def _fail_all(self, error: BaseException) -> None:
-        """Complete all requests and the pending weight update with an error: the engine has ended."""
-        failure = error if isinstance(error, Exception) else RuntimeError(f"generation ended: {error!r}")
+        """Complete all requests and the pending weight update with an error: the engine has
+        ended."""
+        failure = (
+            error if isinstance(error, Exception) else RuntimeError(f"generation ended: {error!r}")
+        )
         self._report_span()
         with self._changed:
             self._closing = True

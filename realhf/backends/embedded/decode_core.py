@@ -1,9 +1,10 @@
-"""Batched decoding: assignment of cache rows to turns, prefill and sampling of one token per turn and step.
+"""Batched decoding: assignment of cache rows to turns, prefill and sampling of one token per turn
+and step.
 
-Both generators use it. A *turn* is a request in progress. Between two steps the last token of every turn
-was sampled (or given) but not passed through the model yet. A step first computes the missing tokens, one
-for most turns and a whole prefix for new ones, and then samples. So between steps only keys and values
-depend on the weights.
+Both generators use it. A *turn* is a request in progress. Between two steps the last token of every
+turn was sampled (or given) but not passed through the model yet. A step first computes the missing
+tokens, one for most turns and a whole prefix for new ones, and then samples. So between steps only
+keys and values depend on the weights.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from torch import Tensor
 
 from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput, GenRequest
-from realhf.backends.embedded.forward_pass import Decoding, FastDecoder, ModulePass, PrefillPiece, fast_decoder
+from realhf.backends.embedded.forward_pass import (
+    Decoding,
+    FastDecoder,
+    ModulePass,
+    PrefillPiece,
+    fast_decoder,
+)
 from realhf.backends.embedded.kv_cache import RowCache
 from realhf.backends.embedded.memory import explain_oom, token_bytes
 from realhf.backends.embedded.sampling import sample_tokens, uniform_at
@@ -26,18 +33,20 @@ from realhf.base.hf_config import context_limit
 
 IntArray = np.ndarray
 _MIN_DONATED = 8
-"""Minimum number of tokens to copy from another row; computing fewer is cheaper than copying them."""
+"""Minimum number of tokens to copy from another row; computing fewer is cheaper than copying
+them."""
 _MAX_LEVELS = 3
-"""Maximum number of levels of prefill items in a step. Every level needs a forward pass of its own."""
+"""Maximum number of levels of prefill items in a step. Every level needs a forward pass of its
+own."""
 _STEP_TOKENS = {"cpu": 256}
-"""Number of missing tokens that one step computes, by kind of device (``_STEP_TOKENS_DEFAULT`` elsewhere). The turn
-that reaches it is still completed in the step. The bound lets running turns sample tokens while new
-turns, or turns with new weights, compute their prefixes."""
+"""Number of missing tokens that one step computes, by kind of device (``_STEP_TOKENS_DEFAULT``
+elsewhere). The turn that reaches it is still completed in the step. The bound lets running turns
+sample tokens while new turns, or turns with new weights, compute their prefixes."""
 _STEP_TOKENS_DEFAULT = 8192
 """Number of missing tokens that one step computes on other devices."""
 _IDLE_FRACTION = 0.25
-"""Number of idle rows between the active ones, per active row, from which rows are compacted. Idle rows
-are computed too; a copy costs as much as ten steps of an idle row."""
+"""Number of idle rows between the active ones, per active row, from which rows are compacted. Idle
+rows are computed too; a copy costs as much as ten steps of an idle row."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,8 @@ class PrefillItem:
     donor: int
     """Row that the cached tokens are copied from; ``row`` itself if they are its own."""
     level: int
-    """Pass that computes the item: after all items of lower levels, one of which may be its donor."""
+    """Pass that computes the item: after all items of lower levels, one of which may be its
+    donor."""
 
 
 class RowTable:
@@ -103,11 +113,12 @@ class RowTable:
         self.lengths[: len(lengths)] = lengths
 
     def seat(self, slots: Sequence[int], busy: Collection[int]) -> list[int]:
-        """Return a row for each of these slots, or for the first of them if there are not enough rows.
+        """Return a row for each of these slots, or for the first of them if there are not enough
+        rows.
 
-        A slot keeps its row. Otherwise it gets the first free row, or the row of the least recently used
-        slot that is neither in ``busy`` nor in ``slots``. A row may be outside of the table, which the
-        caller then has to ``resize``.
+        A slot keeps its row. Otherwise it gets the first free row, or the row of the least recently
+        used slot that is neither in ``busy`` nor in ``slots``. A row may be outside of the table,
+        which the caller then has to ``resize``.
         """
         row_of_slot = self._row_of_slot
         taken = set(row_of_slot.values())
@@ -129,7 +140,9 @@ class RowTable:
                 taken.add(row)
                 if row < len(self.lengths):
                     self.lengths[row] = 0
-            row_of_slot[slot] = row  # Popped and inserted again: the slot is now the most recently used one.
+            row_of_slot[slot] = (
+                row  # Popped and inserted again: the slot is now the most recently used one.
+            )
             rows.append(row)
         return rows
 
@@ -140,14 +153,15 @@ class RowTable:
         sources have to be read before any target is written.
         """
         slot_of = {row: slot for slot, row in self._row_of_slot.items()}
-        # With n live rows, the live rows at n or above move to the rows below n that are not live. There are
-        # equally many of both.
+        # With n live rows, the live rows at n or above move to the rows below n that are not live.
+        # There are equally many of both.
         holes = [row for row in range(len(live)) if row not in live]
         far = sorted(row for row in live if row >= len(live))
         source = [*far]
         target = [*holes]
         for hole, row in zip(holes, far, strict=True):
-            # A hole may have the cached tokens of an idle slot: it changes places with the live row.
+            # A hole may have the cached tokens of an idle slot: it changes places with the live
+            # row.
             if hole in slot_of:
                 source.append(hole)
                 target.append(row)
@@ -160,14 +174,15 @@ class RowTable:
         return source, target
 
     def plan(self, row: int, prefix: IntArray, planned: Mapping[int, PrefillItem]) -> PrefillItem:
-        """Return the plan that fills ``row`` with ``prefix``, and record the prefix as the row's tokens.
+        """Return the plan that fills ``row`` with ``prefix``, and record the prefix as the row's
+        tokens.
 
         The last token is always computed, because its logits are needed. If only the last token is
         missing, a decoding step computes it, and it does not count as cached yet.
 
-        A row whose own cached prefix is short copies one from another row: rollouts of a group share
-        their prompt, and all tasks share the system message. Copies of level 0 are made before anything is
-        computed, so a row that is planned later can still be a donor.
+        A row whose own cached prefix is short copies one from another row: rollouts of a group
+        share their prompt, and all tasks share the system message. Copies of level 0 are made
+        before anything is computed, so a row that is planned later can still be a donor.
 
         Args:
             row: The row to fill.
@@ -205,7 +220,8 @@ class RowTable:
 
 
 def remaining_tokens(request: GenRequest, config: GenConfig, limit: int) -> int:
-    """Return the number of tokens that a request may still sample in a context of ``limit`` tokens."""
+    """Return the number of tokens that a request may still sample in a context of ``limit``
+    tokens."""
     return min(config.max_new_tokens - request.sampled, limit - len(request.token_ids))
 
 
@@ -255,7 +271,9 @@ class Turn:
 
     def prefix(self) -> np.ndarray:
         """Return the whole sequence, int64 (length,)."""
-        return np.fromiter((*self.request.token_ids, *self.token_ids), dtype=np.int64, count=self.length)
+        return np.fromiter(
+            (*self.request.token_ids, *self.token_ids), dtype=np.int64, count=self.length
+        )
 
     def output(self) -> GenOutput:
         """Return the sampled tokens as the output of the request."""
@@ -275,7 +293,11 @@ class DecodeCore:
     """
 
     def __init__(
-        self, model: Any, *, max_rows: int | None = None, max_bytes: Callable[[], int | None] = lambda: None
+        self,
+        model: Any,
+        *,
+        max_rows: int | None = None,
+        max_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.model = model
         self.limit = context_limit(model.config.to_dict())
@@ -303,17 +325,20 @@ class DecodeCore:
         return self._cache.nbytes
 
     def free(self, slots: Iterable[int] | None) -> None:
-        """Release the rows of these slots (all if None). None of them may have a turn in progress."""
+        """Release the rows of these slots (all if None). None of them may have a turn in
+        progress."""
         self._table.free(None if slots is None else list(slots))
 
     def release(self) -> None:
         """Free the memory of keys and values.
 
-        The next turns allocate the same size at once, instead of growing the cache step by step. Raises
-        RuntimeError while turns are in progress.
+        The next turns allocate the same size at once, instead of growing the cache step by step.
+        Raises RuntimeError while turns are in progress.
         """
         if self._live:
-            raise RuntimeError(f"{len(self._live)} turns are in play: their keys and values cannot be given back")
+            raise RuntimeError(
+                f"{len(self._live)} turns are in play: their keys and values cannot be given back"
+            )
         rows, columns = self._largest_shape
         self._largest_shape = (max(rows, self._cache.rows), max(columns, self._cache.columns))
         had_bytes = self._cache.nbytes
@@ -323,7 +348,8 @@ class DecodeCore:
             torch.cuda.empty_cache()  # Other processes on the GPU cannot use memory in the pool of this one.
 
     def forget_tokens(self) -> None:
-        """Invalidate all cached tokens after a weight update. Turns in progress compute their prefix again."""
+        """Invalidate all cached tokens after a weight update. Turns in progress compute their
+        prefix again."""
         self._table.forget_tokens()
         for turn in self._live:
             turn.cached = False
@@ -338,15 +364,16 @@ class DecodeCore:
     def join(self, turns: Sequence[Turn]) -> int:
         """Start as many of the first turns as there are rows for, and return their number.
 
-        It is at least one if no turn is in progress. The length of a turn plus its budget must fit into
-        the model's context, and the slots of all turns must be different.
+        It is at least one if no turn is in progress. The length of a turn plus its budget must fit
+        into the model's context, and the slots of all turns must be different.
         """
         if not turns:
             return 0
         columns = max(t.length + t.budget for t in turns)
         max_rows = self._fitting_rows(columns)
         if self._bytes is not None and max_rows is not None and self._cache.rows > max_rows:
-            # With longer rows the allocated ones would exceed the memory budget: allocate a new cache once it is idle.
+            # With longer rows the allocated ones would exceed the memory budget: allocate a new
+            # cache once it is idle.
             if self._live:
                 return 0
             self._cache.clear()
@@ -374,12 +401,15 @@ class DecodeCore:
             self._bytes = self._max_bytes()
         if self._bytes is None:
             return self._max_rows
-        row_bytes = self._cache.columns_for(columns) * token_bytes(self.model.config, self.model.dtype)
+        row_bytes = self._cache.columns_for(columns) * token_bytes(
+            self.model.config, self.model.dtype
+        )
         fitting = max(1, self._bytes // row_bytes)
         return fitting if self._max_rows is None else min(fitting, self._max_rows)
 
     def _reserve(self, rows: int, columns: int, max_rows: int | None) -> None:
-        """Enlarge the cache to at least ``rows`` and ``columns``, with reserve for further growth."""
+        """Enlarge the cache to at least ``rows`` and ``columns``, with reserve for further
+        growth."""
         allocated = self._cache.rows
         required = rows
         if not allocated:
@@ -396,7 +426,8 @@ class DecodeCore:
         """Return the size of a cache and the options that lower it, for an error message."""
         bound = "not set" if self._bytes is None else f"{self._bytes / 2**30:.3g} GiB now"
         return (
-            f"keys and values of {rows} rows of {columns} tokens: lower engine.kv_cache_gib ({bound}) or "
+            f"keys and values of {rows} rows of {columns} tokens: lower engine.kv_cache_gib "
+            f"({bound}) or "
             "rollout.max_total_tokens"
         )
 
@@ -407,16 +438,19 @@ class DecodeCore:
 
     @torch.inference_mode()
     def step(self, version: int) -> list[Turn]:
-        """Run one step: a forward pass, and one sampled token for each turn whose prefix is complete.
+        """Run one step: a forward pass, and one sampled token for each turn whose prefix is
+        complete.
 
-        The tokens are recorded with the weight version ``version``. Returns the turns that ended, which are
-        no longer in progress. Raises FloatingPointError for logits that are not finite, RuntimeError naming
-        options if memory is exhausted, and any exception of the model.
+        The tokens are recorded with the weight version ``version``. Returns the turns that ended,
+        which are no longer in progress. Raises FloatingPointError for logits that are not finite,
+        RuntimeError naming options if memory is exhausted, and any exception of the model.
         """
         rows = self._cache.rows
         columns = self._cache.columns
         try:
-            with explain_oom(lambda: f"in a step of generation with {self._describe_cache(rows, columns)}"):
+            with explain_oom(
+                lambda: f"in a step of generation with {self._describe_cache(rows, columns)}"
+            ):
                 self._compact()
                 turns, logits = self._compute()
                 return self._draw(turns, logits, version)
@@ -435,7 +469,8 @@ class DecodeCore:
             turn.row = self._table.row_of(turn.slot)
 
     def _copy(self, source: list[int], target: list[int], columns: int | None = None) -> None:
-        """Copy keys and values between rows, by default those of all cached tokens of the targets."""
+        """Copy keys and values between rows, by default those of all cached tokens of the
+        targets."""
         if source:
             used = int(self._table.lengths[target].max()) if columns is None else columns
             self._cache.copy_rows(self._index(source), self._index(target), used)
@@ -446,8 +481,8 @@ class DecodeCore:
     def _compute(self) -> tuple[list[Turn], Tensor]:
         """Compute the missing tokens of the turns.
 
-        Returns the turns whose next token can be sampled and their logits (n, vocabulary). There is one
-        pass per level of the plan; the last one also decodes the turns whose prefix is cached.
+        Returns the turns whose next token can be sampled and their logits (n, vocabulary). There is
+        one pass per level of the plan; the last one also decodes the turns whose prefix is cached.
         """
         plan = self._plan()
         turns: list[Turn] = []
@@ -460,7 +495,10 @@ class DecodeCore:
             self._copy([item.donor for item in copied], [item.row for item in copied], longest)
             # Turns that miss only their last token are decoded with the others, not prefilled.
             prefilled = [(turn, item) for turn, item in members if turn.length - item.start > 1]
-            pieces = [PrefillPiece(turn.row, item.start, turn.prefix()[item.start :]) for turn, item in prefilled]
+            pieces = [
+                PrefillPiece(turn.row, item.start, turn.prefix()[item.start :])
+                for turn, item in prefilled
+            ]
             decoding = None
             if level == levels - 1:
                 prefilled_rows = {turn.row for turn, item in plan if turn.length - item.start > 1}
@@ -490,7 +528,8 @@ class DecodeCore:
         return plan
 
     def _build_decoding(self, ready: list[Turn]) -> Decoding | None:
-        """Return the decoding of one token for each turn, None without a turn. Sorts ``ready`` by row."""
+        """Return the decoding of one token for each turn, None without a turn. Sorts ``ready`` by
+        row."""
         if not ready:
             return None
         ready.sort(key=lambda turn: turn.row)
@@ -502,7 +541,9 @@ class DecodeCore:
     def _forward(self) -> FastDecoder | ModulePass:
         """Return the forward pass of the model."""
         if self._pass is None:
-            self._pass = fast_decoder(self.model, self._cache) or ModulePass(self.model, self._cache, self.limit)
+            self._pass = fast_decoder(self.model, self._cache) or ModulePass(
+                self.model, self._cache, self.limit
+            )
         return self._pass
 
     def _draw(self, turns: list[Turn], logits: Tensor, version: int) -> list[Turn]:
@@ -538,7 +579,9 @@ class DecodeCore:
                 uniform[i] = turn.draws[len(turn.token_ids)]
         by_parameters: dict[tuple[float, float, int], list[int]] = {}
         for i, turn in enumerate(turns):
-            by_parameters.setdefault((turn.config.temperature, turn.config.top_p, turn.config.top_k), []).append(i)
+            by_parameters.setdefault(
+                (turn.config.temperature, turn.config.top_p, turn.config.top_k), []
+            ).append(i)
         draws = torch.from_numpy(uniform).to(logits.device)
         banned = self._banned_tokens(turns, logits)
         if len(by_parameters) == 1:
@@ -549,14 +592,18 @@ class DecodeCore:
         for members in by_parameters.values():
             index = self._index(members)
             tokens, logprobs = sample_tokens(
-                logits[index], draws[index], turns[members[0]].config, None if banned is None else banned[index]
+                logits[index],
+                draws[index],
+                turns[members[0]].config,
+                None if banned is None else banned[index],
             )
             all_tokens[members] = tokens.cpu().numpy()
             all_logprobs[members] = logprobs.cpu().numpy()
         return all_tokens, all_logprobs
 
     def _banned_tokens(self, turns: list[Turn], logits: Tensor) -> Tensor | None:
-        """Return the tokens that turns below their minimum length may not sample, bool (n, vocabulary)."""
+        """Return the tokens that turns below their minimum length may not sample, bool (n,
+        vocabulary)."""
         short = [i for i, turn in enumerate(turns) if turn.short and turn.stops]
         if not short:
             return None

@@ -1,8 +1,9 @@
-"""Runs a forward pass over cache rows, through the modules of transformers or, for Llama and Qwen, without them.
+"""Runs a forward pass over cache rows, through the modules of transformers or, for Llama and Qwen,
+without them.
 
-A pass mixes two kinds of work: *decoding* feeds one token to each of many rows, *pieces* are the missing tokens of rows
-that join. For small models on a CPU, the layers of Python around the arithmetic cost more than the arithmetic, so
-Llama and Qwen have a way without them.
+A pass mixes two kinds of work: *decoding* feeds one token to each of many rows, *pieces* are the
+missing tokens of rows that join. For small models on a CPU, the layers of Python around the
+arithmetic cost more than the arithmetic, so Llama and Qwen have a way without them.
 """
 
 from __future__ import annotations
@@ -28,19 +29,28 @@ from realhf.backends.embedded.attention import (
     row_blocks,
     sliding_window,
 )
-from realhf.backends.embedded.kernels import LEAST_ROWS, OneDnnLinear, product, rows_of_product, suits
+from realhf.backends.embedded.kernels import (
+    LEAST_ROWS,
+    OneDnnLinear,
+    product,
+    rows_of_product,
+    suits,
+)
 from realhf.backends.embedded.kv_cache import RowCache
 
 _PASS_TOKENS = 4096
-"""Largest number of padded tokens of one pass over pieces. It bounds the memory of the mask and the activations."""
-_PADDING_TOKENS = 768  # computing this many padded tokens costs a small model as much as another pass
+"""Largest number of padded tokens of one pass over pieces. It bounds the memory of the mask and the
+activations."""
+_PADDING_TOKENS = (
+    768  # computing this many padded tokens costs a small model as much as another pass
+)
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """Feeds one token to each of ``rows`` int64 (n,), ascending: ``tokens`` int64 (n,) at ``positions`` int64 (n,).
-    ``cached`` int64 (rows, columns) are the tokens of all cache rows; rows that begin alike may read their common part
-    from one of them."""
+    """Feeds one token to each of ``rows`` int64 (n,), ascending: ``tokens`` int64 (n,) at
+    ``positions`` int64 (n,). ``cached`` int64 (rows, columns) are the tokens of all cache rows;
+    rows that begin alike may read their common part from one of them."""
 
     rows: np.ndarray
     tokens: np.ndarray
@@ -63,8 +73,8 @@ class PrefillPiece:
 
 
 class ModulePass:
-    """Computes logits through any causal language model of transformers, which has ``limit`` positions, and writes keys
-    and values of all tokens into ``cache``."""
+    """Computes logits through any causal language model of transformers, which has ``limit``
+    positions, and writes keys and values of all tokens into ``cache``."""
 
     def __init__(self, model: Any, cache: RowCache, limit: int) -> None:
         self._model = model
@@ -73,19 +83,22 @@ class ModulePass:
         check_layer_kinds(model.config)
 
     def run(self, decoding: Decoding | None, pieces: Sequence[PrefillPiece]) -> Tensor:
-        """Return logits (rows of decoding + pieces, vocabulary) after the last token of each, decoding first."""
+        """Return logits (rows of decoding + pieces, vocabulary) after the last token of each,
+        decoding first."""
         with attending_by(self._model.config, ROW_DECODE):
             logits = [] if decoding is None else [self._decode(decoding)]
             by_piece: list[Tensor | None] = [None] * len(pieces)
             for chunk in _chunks(pieces):
-                for i, row_logits in zip(chunk, self._prefill([pieces[i] for i in chunk]), strict=True):
+                for i, row_logits in zip(
+                    chunk, self._prefill([pieces[i] for i in chunk]), strict=True
+                ):
                     by_piece[i] = row_logits
         logits.extend(row[None] for row in by_piece if row is not None)
         return torch.cat(logits)
 
     def _decode(self, decoding: Decoding) -> Tensor:
-        """Feed all rows up to the last one. Rows that do not decode are fed in their last column, which nothing reads:
-        the last token of a sequence is drawn but never fed."""
+        """Feed all rows up to the last one. Rows that do not decode are fed in their last column,
+        which nothing reads: the last token of a sequence is drawn but never fed."""
         n = int(decoding.rows[-1]) + 1
         spare = min(self._cache.columns, self._limit) - 1
         tokens = np.full(n, decoding.tokens[0], dtype=np.int64)
@@ -94,13 +107,16 @@ class ModulePass:
         width = int(decoding.positions.max()) + 1
         at = self._index(positions)
         self._cache.bind_decode(at, torch.arange(n, device=at.device), width)
-        # A position beyond the others would let a rotary embedding that depends on the length take the text for longer.
-        logits = self._forward(self._index(tokens)[:, None], at.clamp(max=width - 1)[:, None], width)
+        # A position beyond the others would let a rotary embedding that depends on the length take
+        # the text for longer.
+        logits = self._forward(
+            self._index(tokens)[:, None], at.clamp(max=width - 1)[:, None], width
+        )
         return logits[self._index(decoding.rows)]
 
     def _prefill(self, pieces: Sequence[PrefillPiece]) -> Tensor:
-        """Feed pieces padded on the left, by their own first tokens, so that the last query is the last token of every
-        row."""
+        """Feed pieces padded on the left, by their own first tokens, so that the last query is the
+        last token of every row."""
         starts = np.array([p.start for p in pieces])
         ends = np.array([p.end for p in pieces])
         n_query = int((ends - starts).max())
@@ -111,14 +127,18 @@ class ModulePass:
         tokens[valid] = np.concatenate([p.tokens for p in pieces])
         columns = self._index(np.where(valid, position, 0))
         rows = self._index([p.row for p in pieces])
-        self._cache.bind_prefill(rows, columns, torch.as_tensor(valid, device=columns.device), width)
+        self._cache.bind_prefill(
+            rows, columns, torch.as_tensor(valid, device=columns.device), width
+        )
         return self._forward(self._index(tokens), columns, width)
 
     def _forward(self, tokens: Tensor, positions: Tensor, width: int) -> Tensor:
-        """Feed ``tokens`` at ``positions``, int64 (n, n_query) each, over the first ``width`` columns of their rows."""
+        """Feed ``tokens`` at ``positions``, int64 (n, n_query) each, over the first ``width``
+        columns of their rows."""
         column = torch.arange(width, device=positions.device)
         at = positions[:, None, :, None]
-        # A row that idles beyond the width must see something too: a softmax over nothing is not a number.
+        # A row that idles beyond the width must see something too: a softmax over nothing is not a
+        # number.
         far = lambda window: column <= at.clamp(max=width - 1) - window
         out = self._model(
             input_ids=tokens,
@@ -135,7 +155,8 @@ class ModulePass:
 
 
 def _chunks(pieces: Sequence[PrefillPiece]) -> list[list[int]]:
-    """Group the indices of pieces by number of tokens; a chunk ends where padding or the pass would grow too large."""
+    """Group the indices of pieces by number of tokens; a chunk ends where padding or the pass would
+    grow too large."""
     sizes = [len(piece.tokens) for piece in pieces]
     chunks: list[list[int]] = []
     for i in sorted(range(len(pieces)), key=lambda i: (sizes[i], i)):
@@ -153,14 +174,15 @@ _log = logging.getLogger(__name__)
 _FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 _PROBE_TOKENS = LEAST_ROWS + 6
-"""Length of the text on which the decoder is compared with the model: long enough for oneDNN's products."""
+"""Length of the text on which the decoder is compared with the model: long enough for oneDNN's
+products."""
 _TOLERANCE = 1e-4
 """Allowed difference from the module's logits: root mean square, relative to that of the logits."""
 
 
 def fast_decoder(model: Any, cache: RowCache) -> FastDecoder | None:
-    """Make a decoder of ``model`` after comparing the two on a short text; None, with a warning, where it does not
-    apply."""
+    """Make a decoder of ``model`` after comparing the two on a short text; None, with a warning,
+    where it does not apply."""
     reason = _unsuitable(model)
     if reason is None:
         decoder = FastDecoder(model, cache)
@@ -168,15 +190,21 @@ def fast_decoder(model: Any, cache: RowCache) -> FastDecoder | None:
         most = _tolerance(model)
         if error <= most:
             return decoder
-        reason = f"its logits differ by {error:.2g} from the module's, which is more than {most:.2g}"
-    _log.warning("%s generates through transformers, which is slower on a CPU: %s", type(model).__name__, reason)
+        reason = (
+            f"its logits differ by {error:.2g} from the module's, which is more than {most:.2g}"
+        )
+    _log.warning(
+        "%s generates through transformers, which is slower on a CPU: %s",
+        type(model).__name__,
+        reason,
+    )
     return None
 
 
 def _tolerance(model: Any) -> float:
-    """Return the allowed difference for the model's type. In a short type every layer rounds, and two ways of computing
-    the same differ by the errors that both gather: measured 0.9 to 1.1 times the type's step times the root of the
-    number of layers."""
+    """Return the allowed difference for the model's type. In a short type every layer rounds, and
+    two ways of computing the same differ by the errors that both gather: measured 0.9 to 1.1 times
+    the type's step times the root of the number of layers."""
     step = torch.finfo(model.dtype).eps
     return _TOLERANCE if step < _TOLERANCE else 2 * step * model.config.num_hidden_layers**0.5
 
@@ -200,7 +228,9 @@ def _unsuitable(model: Any) -> str | None:
         if module._forward_hooks or module._forward_pre_hooks:
             return "a module has hooks"
     for layer in model.model.layers:
-        parts = [getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+        parts = [
+            getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+        ]
         parts += [layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
         if any(type(part) not in (nn.Linear, OneDnnLinear) for part in parts):
             return "a projection is not a plain linear layer"
@@ -208,7 +238,8 @@ def _unsuitable(model: Any) -> str | None:
 
 
 def _difference(model: Any) -> float:
-    """Return the relative difference of logits after a text that is fed as a piece and then token by token."""
+    """Return the relative difference of logits after a text that is fed as a piece and then token
+    by token."""
     device = model.device
     ids = (torch.arange(_PROBE_TOKENS) * 7919 + 3) % model.config.vocab_size
     expected = model(input_ids=ids[None].to(device), use_cache=False).logits[0]
@@ -219,10 +250,14 @@ def _difference(model: Any) -> float:
     given = LEAST_ROWS
     got = [decoder.run(None, [PrefillPiece(1, 0, tokens[:given])])]
     for at in range(given, _PROBE_TOKENS):
-        one = Decoding(np.array([1]), tokens[at : at + 1], np.array([at]), np.stack((tokens, tokens)))
+        one = Decoding(
+            np.array([1]), tokens[at : at + 1], np.array([at]), np.stack((tokens, tokens))
+        )
         got.append(decoder.run(one, []))
     wanted = expected[given - 1 :].double()
-    error = (torch.cat(got) - wanted).square().mean().sqrt() / wanted.square().mean().sqrt().clamp(min=1e-6)
+    error = (torch.cat(got) - wanted).square().mean().sqrt() / wanted.square().mean().sqrt().clamp(
+        min=1e-6
+    )
     return float(error) if torch.isfinite(error) else float("inf")
 
 
@@ -237,7 +272,8 @@ class _Norm:
 
 
 class _Linear:
-    """Maps ``x`` (n, in) to (n, out), by the way of computing it that is fastest for so many rows."""
+    """Maps ``x`` (n, in) to (n, out), by the way of computing it that is fastest for so many
+    rows."""
 
     def __init__(self, module: nn.Linear) -> None:
         self._parameters = module._parameters
@@ -256,12 +292,19 @@ class _Layer:
     def __init__(self, module: Any) -> None:
         attention = module.self_attn
         mlp = module.mlp
-        self.before_attention, self.before_mlp = _Norm(module.input_layernorm), _Norm(module.post_attention_layernorm)
+        self.before_attention, self.before_mlp = (
+            _Norm(module.input_layernorm),
+            _Norm(module.post_attention_layernorm),
+        )
         self.query, self.key, self.value = (_Linear(getattr(attention, f"{n}_proj")) for n in "qkv")
         self.out = _Linear(attention.o_proj)
         self.query_norm = _Norm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.key_norm = _Norm(attention.k_norm) if hasattr(attention, "k_norm") else None
-        self.gate, self.up, self.down = _Linear(mlp.gate_proj), _Linear(mlp.up_proj), _Linear(mlp.down_proj)
+        self.gate, self.up, self.down = (
+            _Linear(mlp.gate_proj),
+            _Linear(mlp.up_proj),
+            _Linear(mlp.down_proj),
+        )
         self.scale: float = attention.scaling
 
 
@@ -269,7 +312,11 @@ class _Plan:
     """Says where the tokens of one pass stand; it is the same for all layers."""
 
     def __init__(
-        self, decoding: Decoding | None, pieces: Sequence[PrefillPiece], device: torch.device, like: Tensor
+        self,
+        decoding: Decoding | None,
+        pieces: Sequence[PrefillPiece],
+        device: torch.device,
+        like: Tensor,
     ) -> None:
         self.n = 0 if decoding is None else len(decoding.rows)
         rows = []
@@ -312,16 +359,18 @@ class _Plan:
 
 
 class FastDecoder:
-    """Computes what ``ModulePass`` does. Attention of decoding rows is batched products over the cache as it lies; idle
-    rows in between are computed and thrown away. Parameters are read from the module at every pass, so weights that
-    were copied in place, or replaced, take effect. The tokens of all rows lie behind each other without padding; only
-    attention tells rows apart."""
+    """Computes what ``ModulePass`` does. Attention of decoding rows is batched products over the
+    cache as it lies; idle rows in between are computed and thrown away. Parameters are read from
+    the module at every pass, so weights that were copied in place, or replaced, take effect. The
+    tokens of all rows lie behind each other without padding; only attention tells rows apart."""
 
     def __init__(self, model: Any, cache: RowCache) -> None:
         self._cache = cache
         self._base = model.model
         self._embedding = model.model.embed_tokens._parameters
-        self._layers = [_Layer(layer) for layer in model.model.layers[: model.config.num_hidden_layers]]
+        self._layers = [
+            _Layer(layer) for layer in model.model.layers[: model.config.num_hidden_layers]
+        ]
         self._norm, self._head = _Norm(model.model.norm), _Linear(model.lm_head)
         self._heads: int = model.config.num_attention_heads
         self._kv_heads: int = model.config.num_key_value_heads
@@ -335,7 +384,10 @@ class FastDecoder:
         x = embedding[plan.tokens]
         cos, sin = (table[plan.columns][:, None] for table in self._rotations(embedding))
         head = torch.arange(self._kv_heads, device=x.device)
-        target = ((plan.rows[:, None] * self._kv_heads + head) * self._cache.columns + plan.columns[:, None]).view(-1)
+        target = (
+            (plan.rows[:, None] * self._kv_heads + head) * self._cache.columns
+            + plan.columns[:, None]
+        ).view(-1)
         for index, layer in enumerate(self._layers):
             h = layer.before_attention(x)
             query = layer.query(h).view(-1, self._heads, self._dim)
@@ -355,9 +407,11 @@ class FastDecoder:
             x = x[plan.last]
         return self._head(self._norm(x))
 
-    def _attention(self, plan: _Plan, scale: float, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend with ``query`` (tokens, heads, dim) over cached ``keys`` and ``values``; return (tokens, heads *
-        dim)."""
+    def _attention(
+        self, plan: _Plan, scale: float, query: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """Attend with ``query`` (tokens, heads, dim) over cached ``keys`` and ``values``; return
+        (tokens, heads * dim)."""
         parts = []
         if plan.n:
             parts.append(self._decode_attention(plan, scale, query[: plan.n], keys, values))
@@ -374,7 +428,9 @@ class FastDecoder:
             parts.append(mixed[0].transpose(0, 1).reshape(stop - start, -1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _decode_attention(self, plan: _Plan, scale: float, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _decode_attention(
+        self, plan: _Plan, scale: float, query: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
         rows = plan.rows[: plan.n]
         if plan.scattered:
             query = query.new_zeros(plan.height, self._heads, self._dim).index_copy_(0, rows, query)
@@ -382,8 +438,8 @@ class FastDecoder:
         return mixed[rows] if plan.scattered else mixed
 
     def _rotations(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and signed sin per position, (columns, dim). The sine of the first half is negated, which turns
-        the half rotation of rotary embeddings into a roll."""
+        """Return cos and signed sin per position, (columns, dim). The sine of the first half is
+        negated, which turns the half rotation of rotary embeddings into a roll."""
         columns = self._cache.columns
         if self._rotation is None or len(self._rotation[0]) < columns:
             cos, sin = self._base.rotary_emb(like, torch.arange(columns, device=like.device)[None])

@@ -1,9 +1,9 @@
 """Batch generation inside of the training process, for any causal language model of transformers.
 
-Every request names a *slot*, whose keys and values are kept between calls. The engine reuses them as far as
-the cached tokens match the request's prefix, computes the other tokens of all rows together, and then
-decodes all rows together. A prefix that rows share (the prompt of a group, the system message) is computed
-once.
+Every request names a *slot*, whose keys and values are kept between calls. The engine reuses them
+as far as the cached tokens match the request's prefix, computes the other tokens of all rows
+together, and then decodes all rows together. A prefix that rows share (the prompt of a group, the
+system message) is computed once.
 """
 
 from __future__ import annotations
@@ -59,24 +59,33 @@ class EmbeddedGenerator:
         self.core.release()
 
     def generate(
-        self, requests: Sequence[GenRequest], config: GenConfig, *, stop_ids: Sequence[int], seed: int
+        self,
+        requests: Sequence[GenRequest],
+        config: GenConfig,
+        *,
+        stop_ids: Sequence[int],
+        seed: int,
     ) -> list[GenOutput]:
         """See ``GenerationEngine``.
 
-        A request that fills the model's context gets an empty output with the finish reason ``length``.
-        Raises ValueError for an empty prefix, a repeated slot or an option out of range, and
-        FloatingPointError for logits that are not finite.
+        A request that fills the model's context gets an empty output with the finish reason
+        ``length``. Raises ValueError for an empty prefix, a repeated slot or an option out of
+        range, and FloatingPointError for logits that are not finite.
         """
         if len({request.slot for request in requests}) != len(requests):
             raise ValueError("generate: a slot is named by two requests")
         for request in requests:
             check_request(request, config)
         outputs = [GenOutput([], [], [], "length") for _ in requests]
-        possible = [i for i, r in enumerate(requests) if remaining_tokens(r, config, self.core.limit) > 0]
+        possible = [
+            i for i, r in enumerate(requests) if remaining_tokens(r, config, self.core.limit) > 0
+        ]
         if not possible:
             return outputs
         self._ready()
-        turns = self._build_turns([requests[i] for i in possible], config, frozenset(stop_ids), seed)
+        turns = self._build_turns(
+            [requests[i] for i in possible], config, frozenset(stop_ids), seed
+        )
         was_training = self.model.training
         self.model.eval()
         try:
@@ -94,7 +103,9 @@ class EmbeddedGenerator:
         finally:
             self.model.train(was_training)
         for i, turn in zip(possible, turns, strict=True):
-            if turn.reason == "length" and turn.budget < remaining_tokens(turn.request, config, self.core.limit):
+            if turn.reason == "length" and turn.budget < remaining_tokens(
+                turn.request, config, self.core.limit
+            ):
                 turn.reason = "interrupted"
             outputs[i] = turn.output()
         return outputs
@@ -104,14 +115,22 @@ class EmbeddedGenerator:
     ) -> list[Turn]:
         """Return the turns of these requests.
 
-        A request without a seed gets the random numbers of all its steps in advance, so that its tokens do
-        not depend on when other requests end.
+        A request without a seed gets the random numbers of all its steps in advance, so that its
+        tokens do not depend on when other requests end.
         """
         chunk = config.new_tokens_per_chunk or config.max_new_tokens
         budgets = [min(remaining_tokens(r, config, self.core.limit), chunk) for r in requests]
         generator = torch.Generator().manual_seed(seed)
-        draws = torch.rand(max(budgets), len(requests), generator=generator, dtype=torch.float64).numpy()
+        draws = torch.rand(
+            max(budgets), len(requests), generator=generator, dtype=torch.float64
+        ).numpy()
         return [
-            Turn(r, config, stops, budget, *((0, draws[:, i]) if r.seed is None else (stream_of(r.seed), None)))
+            Turn(
+                r,
+                config,
+                stops,
+                budget,
+                *((0, draws[:, i]) if r.seed is None else (stream_of(r.seed), None)),
+            )
             for i, (r, budget) in enumerate(zip(requests, budgets, strict=True))
         ]

@@ -1,9 +1,10 @@
 """Key-value cache with preallocated rows that implements the ``Cache`` interface of transformers.
 
-A *row* holds one sequence; the entry of token position ``t`` is in column ``t``. Before every forward pass
-the owner binds the rows of the pass and the targets of the new tokens (``bind_decode``, ``bind_prefill``).
-The attention layers then write there and read only the used columns. Columns after the length of a row
-contain arbitrary finite values, which the owner's attention mask has to hide.
+A *row* holds one sequence; the entry of token position ``t`` is in column ``t``. Before every
+forward pass the owner binds the rows of the pass and the targets of the new tokens
+(``bind_decode``, ``bind_prefill``). The attention layers then write there and read only the used
+columns. Columns after the length of a row contain arbitrary finite values, which the owner's
+attention mask has to hide.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class _Access:
     column_of: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """Column of every new token, int64 (n_new,)."""
     source: Tensor | None = None
-    """Index of every new token in the flattened (n, n_query) input, int64 (n_new,), or None for all in order."""
+    """Index of every new token in the flattened (n, n_query) input, int64 (n_new,), or None for all
+    in order."""
     targets: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """Results of ``target``."""
 
@@ -47,7 +49,9 @@ class _Access:
         target = self.targets.get((heads, columns))
         if target is None:
             head = torch.arange(heads, device=self.row_of.device)
-            target = ((self.row_of[:, None] * heads + head) * columns + self.column_of[:, None]).reshape(-1)
+            target = (
+                (self.row_of[:, None] * heads + head) * columns + self.column_of[:, None]
+            ).reshape(-1)
             self.targets[heads, columns] = target
         return target
 
@@ -78,16 +82,25 @@ class RowLayer(CacheLayerMixin):
         """Allocate the rows with the dtype and device of the first keys and values."""
         # Zeros, not empty: a masked column still enters softmax-weighted sums, and 0 * nan is nan.
         shared = self._shared
-        self.keys = key_states.new_zeros(shared.rows, key_states.shape[1], shared.columns, key_states.shape[3])
-        self.values = value_states.new_zeros(shared.rows, value_states.shape[1], shared.columns, value_states.shape[3])
+        self.keys = key_states.new_zeros(
+            shared.rows, key_states.shape[1], shared.columns, key_states.shape[3]
+        )
+        self.values = value_states.new_zeros(
+            shared.rows, value_states.shape[1], shared.columns, value_states.shape[3]
+        )
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the new entries (n, heads, n_query, head_dim); return (n, heads, width, head_dim) each."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store the new entries (n, heads, n_query, head_dim); return (n, heads, width, head_dim)
+        each."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         access = self._shared.access
-        return self._store(self.keys, key_states, access), self._store(self.values, value_states, access)
+        return self._store(self.keys, key_states, access), self._store(
+            self.values, value_states, access
+        )
 
     @staticmethod
     def _store(held: Tensor, new: Tensor, access: _Access) -> Tensor:
@@ -96,7 +109,9 @@ class RowLayer(CacheLayerMixin):
         flat = new.transpose(1, 2).reshape(-1, heads, dim)
         if access.source is not None:
             flat = flat.index_select(0, access.source)
-        held.view(-1, dim).index_copy_(0, access.target(heads, held.shape[2]), flat.reshape(-1, dim))
+        held.view(-1, dim).index_copy_(
+            0, access.target(heads, held.shape[2]), flat.reshape(-1, dim)
+        )
         if access.rows is None:
             return held[: access.count, :, : access.width]
         return held[:, :, : access.width].index_select(0, access.rows)
@@ -112,7 +127,8 @@ class RowLayer(CacheLayerMixin):
             setattr(self, name, new)
 
     def copy_rows(self, source: Tensor, target: Tensor, columns: int) -> None:
-        """Copy the first ``columns`` columns of rows ``source`` to rows ``target``. All sources are read first."""
+        """Copy the first ``columns`` columns of rows ``source`` to rows ``target``. All sources are
+        read first."""
         if self.is_initialized:
             for held in (self.keys, self.values):
                 used = held[:, :, :columns]
@@ -132,7 +148,8 @@ class RowLayer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """``Cache`` of transformers with preallocated rows. All index tensors are on the model's device."""
+    """``Cache`` of transformers with preallocated rows. All index tensors are on the model's
+    device."""
 
     layers: list[Any]
 
@@ -153,11 +170,13 @@ class RowCache(Cache):
     @property
     def nbytes(self) -> int:
         """Number of bytes of the stored keys and values."""
-        return sum(t.nbytes for layer in self.layers for t in (layer.keys, layer.values) if t is not None)
+        return sum(
+            t.nbytes for layer in self.layers for t in (layer.keys, layer.values) if t is not None
+        )
 
     def storage(self, layer: int, heads: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer, (rows, heads, columns, dim) each, for a forward pass that writes them
-        itself; ``like`` gives type and device."""
+        """Return keys and values of a layer, (rows, heads, columns, dim) each, for a forward pass
+        that writes them itself; ``like`` gives type and device."""
         while len(self.layers) <= layer:
             self.layers.append(RowLayer(self._shared))
         held = self.layers[layer]
@@ -174,8 +193,8 @@ class RowCache(Cache):
         return -(-max(columns, held + held // 4) // _COLUMN_BLOCK) * _COLUMN_BLOCK
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Make room for that many rows and columns; what is stored stays. Columns grow in blocks, and by at least a
-        quarter."""
+        """Make room for that many rows and columns; what is stored stays. Columns grow in blocks,
+        and by at least a quarter."""
         shared = self._shared
         if rows <= shared.rows and columns <= shared.columns:
             return
@@ -190,16 +209,21 @@ class RowCache(Cache):
         self.layers.clear()
 
     def bind_decode(self, positions: Tensor, row_of: Tensor, width: int) -> None:
-        """Let the next pass feed one token to each of the first n rows, at column ``positions`` (n,)."""
+        """Let the next pass feed one token to each of the first n rows, at column ``positions``
+        (n,)."""
         self._shared.access = _Access(None, len(positions), width, row_of, positions)
 
     def bind_prefill(self, rows: Tensor, columns: Tensor, valid: Tensor, width: int) -> None:
-        """Let the next pass feed ``columns`` (n, n_query) to ``rows`` (n,), where ``valid`` (n, n_query) is set."""
+        """Let the next pass feed ``columns`` (n, n_query) to ``rows`` (n,), where ``valid`` (n,
+        n_query) is set."""
         source = valid.reshape(-1).nonzero()[:, 0]
         row_of = rows[:, None].expand_as(columns).reshape(-1)[source]
-        self._shared.access = _Access(rows, len(rows), width, row_of, columns.reshape(-1)[source], source)
+        self._shared.access = _Access(
+            rows, len(rows), width, row_of, columns.reshape(-1)[source], source
+        )
 
     def copy_rows(self, source: Tensor, target: Tensor, columns: int) -> None:
-        """Copy the first ``columns`` columns of row ``source[i]`` to row ``target[i]``, as if all at once."""
+        """Copy the first ``columns`` columns of row ``source[i]`` to row ``target[i]``, as if all
+        at once."""
         for layer in self.layers:
             layer.copy_rows(source, target, columns)

@@ -1,4 +1,5 @@
-"""Memory management: cache budgets, release of freed heap memory, and explained out-of-memory errors."""
+"""Memory management: cache budgets, release of freed heap memory, and explained out-of-memory
+errors."""
 
 from __future__ import annotations
 
@@ -15,18 +16,20 @@ from realhf.backends.embedded.attention import layer_configs
 from realhf.base.text import first_line
 
 _OOM_MESSAGES = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Texts of a RuntimeError that reports missing memory: host memory, and GPU memory outside of torch's allocator."""
+"""Texts of a RuntimeError that reports missing memory: host memory, and GPU memory outside of
+torch's allocator."""
 SHARED = 0.5
-"""Fraction of the free GPU memory for a cache on a GPU that is shared with training, whose activations
-need the rest."""
+"""Fraction of the free GPU memory for a cache on a GPU that is shared with training, whose
+activations need the rest."""
 ALONE = 0.8
-"""Fraction of the free GPU memory for a cache on a GPU that only generates; passes need the rest."""
+"""Fraction of the free GPU memory for a cache on a GPU that only generates; passes need the
+rest."""
 FREE_HEAP_BYTES = 1 << 26
 """Amount of freed memory that the C library may always keep, bytes."""
 _HEAP_GROWTH = 1.01
-"""Ratio of the resident memory to that after the largest pass, above which (with ``_HEAP_GROWTH_BYTES``
-in addition) freed memory is returned to the system. Below it is kept for the next pass, because
-allocating it again from the system takes a sixth of the time of a pass."""
+"""Ratio of the resident memory to that after the largest pass, above which (with
+``_HEAP_GROWTH_BYTES`` in addition) freed memory is returned to the system. Below it is kept for the
+next pass, because allocating it again from the system takes a sixth of the time of a pass."""
 _HEAP_GROWTH_BYTES = 1 << 23
 """Additional growth of the resident memory that is tolerated, bytes."""
 
@@ -54,11 +57,13 @@ def explain_oom(explanation: Callable[[], str]) -> Iterator[None]:
         raise RuntimeError(f"out of memory {explanation()} ({message})") from error
 
 
-def cache_bytes(gib: float | None, device: torch.device, *, shared: bool, taken: int = 0) -> int | None:
+def cache_bytes(
+    gib: float | None, device: torch.device, *, shared: bool, taken: int = 0
+) -> int | None:
     """Return the maximum size of a cache in bytes, None for no limit.
 
-    Without ``gib`` a cache on a GPU gets a fraction of the memory that is free now; memory that this
-    process has freed counts as free.
+    Without ``gib`` a cache on a GPU gets a fraction of the memory that is free now; memory that
+    this process has freed counts as free.
 
     Args:
         gib: Size that the options set, GiB.
@@ -87,7 +92,9 @@ def _head_size(layer: Any) -> int:
 
 def token_bytes(config: Any, dtype: torch.dtype) -> int:
     """Return the size of the keys and values of one token in all layers of a model, bytes."""
-    return sum(2 * _kv_heads(layer) * _head_size(layer) * dtype.itemsize for layer in layer_configs(config))
+    return sum(
+        2 * _kv_heads(layer) * _head_size(layer) * dtype.itemsize for layer in layer_configs(config)
+    )
 
 
 def _kv_heads(layer: Any) -> int:
@@ -105,8 +112,8 @@ class _HeapUse(ctypes.Structure):
 class Heap:
     """Return of freed heap memory to the system.
 
-    Tensors whose size changes from pass to pass fragment the heap of the C library, so that it would
-    grow with the number of passes. Without glibc 2.33 or later this does nothing.
+    Tensors whose size changes from pass to pass fragment the heap of the C library, so that it
+    would grow with the number of passes. Without glibc 2.33 or later this does nothing.
     """
 
     def __init__(self) -> None:
@@ -137,26 +144,39 @@ class Heap:
         """Return freed memory to the system if it is more than ``FREE_HEAP_BYTES``."""
         self._largest_positions = 0
         self._largest_rss = 0
-        if self._trim is not None and self._use is not None and self._use().fordblks > FREE_HEAP_BYTES:
+        if (
+            self._trim is not None
+            and self._use is not None
+            and self._use().fordblks > FREE_HEAP_BYTES
+        ):
             self._trim(0)
 
 
 def _engine_advice() -> str:
-    """Return the options that lower the memory of generation on the same GPU; empty without a GPU."""
+    """Return the options that lower the memory of generation on the same GPU; empty without a
+    GPU."""
     if not torch.cuda.is_available():
         return ""
-    return "; generation on the same GPU takes less with engine.gpu_memory_utilization (vllm), engine.kv_cache_gib"
+    return (
+        "; generation on the same GPU takes less with engine.gpu_memory_utilization (vllm), "
+        "engine.kv_cache_gib"
+    )
 
 
-def explain_pass_oom(positions: int, rows: int, budget: int | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context that explains an out-of-memory error of a pass over ``positions`` in ``rows``.
+def explain_pass_oom(
+    positions: int, rows: int, budget: int | None
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context that explains an out-of-memory error of a pass over ``positions`` in
+    ``rows``.
 
     ``budget`` is ``mb_spec.max_tokens_per_mb``. The context raises RuntimeError as ``explain_oom``.
     """
     return explain_oom(
         lambda: (
-            f"in a micro-batch of {positions} positions in {rows} rows: lower mb_spec.max_tokens_per_mb "
-            f"(it is {'not set, which means 4096' if budget is None else budget}), or set gradient_checkpointing=true "
+            f"in a micro-batch of {positions} positions in {rows} rows: lower "
+            f"mb_spec.max_tokens_per_mb "
+            f"(it is {'not set, which means 4096' if budget is None else budget}), or set "
+            f"gradient_checkpointing=true "
             f"of its role{_engine_advice()}"
         )
     )
@@ -167,9 +187,9 @@ def explain_update_oom(
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context that explains an out-of-memory error of an optimizer update of ``weights``.
 
-    The first update allocates the moments of the optimizer. ``adapters`` and ``offload`` say whether
-    adapters and offloading of the moments are available for the role as a remedy. The context raises
-    RuntimeError as ``explain_oom``.
+    The first update allocates the moments of the optimizer. ``adapters`` and ``offload`` say
+    whether adapters and offloading of the moments are available for the role as a remedy. The
+    context raises RuntimeError as ``explain_oom``.
     """
 
     def explanation() -> str:

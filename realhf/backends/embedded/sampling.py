@@ -20,8 +20,8 @@ def _mixed(z: np.ndarray) -> np.ndarray:
 
 
 def stream_of(seed: int) -> int:
-    """Return the 64-bit start of a sequence's stream of random numbers; seeds that differ little give starts far
-    apart."""
+    """Return the 64-bit start of a sequence's stream of random numbers; seeds that differ little
+    give starts far apart."""
     start = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64)
     return int(_mixed(start + _GOLDEN)[0])
 
@@ -29,8 +29,9 @@ def stream_of(seed: int) -> int:
 def uniform_at(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return uniform numbers fp64 in [0, 1) with 53 random bits, one per stream.
 
-    A number is a function of ``streams`` (uint64, from ``stream_of``) and ``positions`` (int64, index of the token in
-    its whole sequence) only. There is no state, so the number does not depend on batch, chunk or round.
+    A number is a function of ``streams`` (uint64, from ``stream_of``) and ``positions`` (int64,
+    index of the token in its whole sequence) only. There is no state, so the number does not depend
+    on batch, chunk or round.
     """
     z = _mixed(streams + positions.astype(np.uint64) * _GOLDEN)
     return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -43,13 +44,17 @@ def check_request(request: GenRequest, config: GenConfig) -> None:
     if config.max_new_tokens < 1:
         raise ValueError(f"gen.max_new_tokens must be at least 1, got {config.max_new_tokens}")
     if config.min_new_tokens < 0 or config.min_new_tokens > config.max_new_tokens:
-        raise ValueError(f"gen.min_new_tokens must be in [0, max_new_tokens], got {config.min_new_tokens}")
+        raise ValueError(
+            f"gen.min_new_tokens must be in [0, max_new_tokens], got {config.min_new_tokens}"
+        )
     if not config.temperature >= 0:
         raise ValueError(f"gen.temperature must be >= 0 (0 is greedy), got {config.temperature}")
     if not 0 < config.top_p <= 1:
         raise ValueError(f"gen.top_p must be in (0, 1], got {config.top_p}")
     if config.new_tokens_per_chunk is not None and config.new_tokens_per_chunk < 1:
-        raise ValueError(f"gen.new_tokens_per_chunk must be at least 1, got {config.new_tokens_per_chunk}")
+        raise ValueError(
+            f"gen.new_tokens_per_chunk must be at least 1, got {config.new_tokens_per_chunk}"
+        )
     if config.top_k < 0:
         raise ValueError(f"gen.top_k must be >= 0 (0 keeps all), got {config.top_k}")
 
@@ -59,10 +64,10 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Draw the next tokens int64 (n,) and return them with their log-probabilities fp32 (n,).
 
-    ``logits`` (n, vocabulary); ``uniform`` fp64 (n,) in [0, 1); ``banned`` bool (n, vocabulary): tokens that may not be
-    drawn now. The log-probability is that of the temperature-scaled softmax over the whole vocabulary (of the plain
-    softmax when greedy), which is what a trainer recomputes: truncation by top_p and top_k changes what is drawn, not
-    what is reported.
+    ``logits`` (n, vocabulary); ``uniform`` fp64 (n,) in [0, 1); ``banned`` bool (n, vocabulary):
+    tokens that may not be drawn now. The log-probability is that of the temperature-scaled softmax
+    over the whole vocabulary (of the plain softmax when greedy), which is what a trainer
+    recomputes: truncation by top_p and top_k changes what is drawn, not what is reported.
     """
     logits = logits.float()
     scaled = logits if config.temperature in (0.0, 1.0) else logits / config.temperature
@@ -71,8 +76,9 @@ def sample_tokens(
         return _reported(scaled, allowed.argmax(-1))
     if config.top_k or config.top_p < 1:
         allowed = truncate(allowed, config.top_k, config.top_p)
-    # The inverse of the cumulative distribution needs one random number per row, not one per vocabulary entry. The
-    # first index whose cumulative mass exceeds the draw has positive mass by construction.
+    # The inverse of the cumulative distribution needs one random number per row, not one per
+    # vocabulary entry. The first index whose cumulative mass exceeds the draw has positive mass by
+    # construction.
     probabilities = torch.softmax(allowed, -1)
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     draw = (uniform[:, None] * cumulative[:, -1:]).contiguous()
@@ -87,8 +93,8 @@ def _reported(scaled: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Set logits (n, vocabulary) to -inf outside the ``top_k`` largest and outside the smallest set of most probable
-    tokens whose mass reaches ``top_p``; the most probable token always stays."""
+    """Set logits (n, vocabulary) to -inf outside the ``top_k`` largest and outside the smallest set
+    of most probable tokens whose mass reaches ``top_p``; the most probable token always stays."""
     if 0 < top_k < logits.shape[-1]:
         smallest_kept = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))

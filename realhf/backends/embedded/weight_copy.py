@@ -1,5 +1,5 @@
-"""Names the weights of a model, copies new ones into its own tensors, all or, on an error, none, and says what it
-holds."""
+"""Names the weights of a model, copies new ones into its own tensors, all or, on an error, none,
+and says what it holds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from realhf.base.tensor_digest import TensorDigester
 
 
 def named_weights(model: Any) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers of a model by the names of its state dict. Those that share memory are
-    named once, which is what ``copy_weights`` accepts."""
+    """Return parameters and persistent buffers of a model by the names of its state dict. Those
+    that share memory are named once, which is what ``copy_weights`` accepts."""
     found: dict[tuple[int, tuple[int, ...]], tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         found.setdefault(_place(tensor), (name, tensor.detach()))
@@ -24,9 +24,9 @@ def named_weights(model: Any) -> dict[str, Tensor]:
 
 
 def copy_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Copy ``tensors``, named as in the model's state dict, into it. Names that share memory (tied embeddings) may be
-    given once. Raises ValueError that names a tensor which is missing, unknown or of another shape; then nothing has
-    changed."""
+    """Copy ``tensors``, named as in the model's state dict, into it. Names that share memory (tied
+    embeddings) may be given once. Raises ValueError that names a tensor which is missing, unknown
+    or of another shape; then nothing has changed."""
     targets: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
     unknown = sorted(set(tensors) - set(targets))
     if unknown:
@@ -37,7 +37,10 @@ def copy_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
         raise ValueError(f"weights: {missing[0]} is missing ({len(missing)} missing)")
     for name, new in tensors.items():
         if new.shape != targets[name].shape:
-            raise ValueError(f"weights: {name} has shape {tuple(new.shape)}, the model {tuple(targets[name].shape)}")
+            raise ValueError(
+                f"weights: {name} has shape {tuple(new.shape)}, the model "
+                f"{tuple(targets[name].shape)}"
+            )
         if new.is_floating_point() != targets[name].is_floating_point():
             raise ValueError(f"weights: {name} is {new.dtype}, in the model {targets[name].dtype}")
     with torch.no_grad():
@@ -46,10 +49,15 @@ def copy_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
 
 
 def held_digests(model: Any, names: Sequence[str]) -> dict[str, HeldTensor]:
-    """Return digests of the tensors that a model has under these names of its state dict, as they are now."""
+    """Return digests of the tensors that a model has under these names of its state dict, as they
+    are now."""
     own: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
     digester = TensorDigester()
-    return {name: HeldTensor(dtype_tag(own[name].dtype), digester.digest(own[name])) for name in names if name in own}
+    return {
+        name: HeldTensor(dtype_tag(own[name].dtype), digester.digest(own[name]))
+        for name in names
+        if name in own
+    }
 
 
 def _place(tensor: Tensor) -> tuple[int, tuple[int, ...]]:

@@ -1,4 +1,5 @@
-"""Trains copies of a model, one on each rank: the backend ``ddp``, and what ``fsdp2`` has in common with it."""
+"""Trains copies of a model, one on each rank: the backend ``ddp``, and what ``fsdp2`` has in common
+with it."""
 
 from __future__ import annotations
 
@@ -19,43 +20,60 @@ from realhf.base.tensor_digest import digests
 class JoinedEngine(TorchEngine):
     """Is the ``TorchEngine`` of one of several ranks, which write a checkpoint together."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, ranks: GroupRanks, role: str, **options: Any) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, *, ranks: GroupRanks, role: str, **options: Any
+    ) -> None:
         self._group = ranks
         self._role = role
         super().__init__(model, tokenizer, ranks=ranks, role=role, **options)
 
     def _check_layouts(self, forward: PackedForward) -> None:
-        """Raise RuntimeError unless all ranks lay rows out alike: of the rows that each makes of a batch it computes
-        its share, and of different rows some sequences would be nobody's, or two ranks'. To be called inside
-        ``together``."""
+        """Raise RuntimeError unless all ranks lay rows out alike: of the rows that each makes of a
+        batch it computes its share, and of different rows some sequences would be nobody's, or two
+        ranks'. To be called inside ``together``."""
         own = {"packs": forward.packs, "shares": forward.shares, "row_tokens": forward.row_tokens}
         for rank, other in enumerate(self._group.gather(own)):
             if other != own:
                 raise RuntimeError(
-                    f"{self._role}: rank {self._group.number} and rank {rank} lay rows out differently ({own} and "
-                    f"{other}), so they cannot compute together; their logs say why prefixes are not shared"
+                    f"{self._role}: rank {self._group.number} and rank {rank} lay rows out "
+                    f"differently ({own} and "
+                    f"{other}), so they cannot compute together; their logs say why prefixes are "
+                    f"not shared"
                 )
 
     def save_checkpoint(self, folder: Path) -> list[Path]:
-        """Write the state into ``folder``, which all ranks share; return the files that this rank wrote. Adapters are
-        few, and equal on all ranks: the first one writes what one worker would."""
+        """Write the state into ``folder``, which all ranks share; return the files that this rank
+        wrote. Adapters are few, and equal on all ranks: the first one writes what one worker
+        would."""
         group = self._group
         with group.together(f"saving {self._role}"):
             if self.adapters is not None:
                 if group.number == 0:
                     super().save_checkpoint(folder)
-                return sorted(path for path in folder.rglob("*") if path.is_file()) if group.number == 0 else []
-            return save_state(folder, self.model, self._optimizer, self._version, group=group.group, rank=group.number)
+                return (
+                    sorted(path for path in folder.rglob("*") if path.is_file())
+                    if group.number == 0
+                    else []
+                )
+            return save_state(
+                folder,
+                self.model,
+                self._optimizer,
+                self._version,
+                group=group.group,
+                rank=group.number,
+            )
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Restore what any number of ranks wrote. Raises FileNotFoundError or ValueError naming the folder."""
+        """Restore what any number of ranks wrote. Raises FileNotFoundError or ValueError naming the
+        folder."""
         with self._group.together(f"loading {self._role}"):
             self._load(folder, self._group.group)
 
 
 class JoinedBackend(TorchBackend):
-    """Builds engines of several workers, which met in ``world``. Without one, and for a role on one worker, it builds
-    what the backend ``torch`` does."""
+    """Builds engines of several workers, which met in ``world``. Without one, and for a role on one
+    worker, it builds what the backend ``torch`` does."""
 
     def __init__(self, device: str = "auto", world: World | None = None) -> None:
         super().__init__(device)
@@ -65,10 +83,14 @@ class JoinedBackend(TorchBackend):
         if spec.parallel.size == 1:
             return super()._engine(spec, model, tokenizer, **options)
         if self._world is None:
-            raise RuntimeError(f"{spec.role}: {spec.parallel.size} workers train together, but they have not met")
+            raise RuntimeError(
+                f"{spec.role}: {spec.parallel.size} workers train together, but they have not met"
+            )
         return self._joined(spec, self._world, model, tokenizer, **options)
 
-    def _joined(self, spec: ModelSpec, world: World, model: Any, tokenizer: Any, **options: Any) -> JoinedEngine:
+    def _joined(
+        self, spec: ModelSpec, world: World, model: Any, tokenizer: Any, **options: Any
+    ) -> JoinedEngine:
         raise NotImplementedError
 
 
@@ -77,19 +99,24 @@ class CopiesDiffer(RuntimeError):
 
 
 def check_copies(model: nn.Module, ranks: GroupRanks, role: str) -> None:
-    """Raise CopiesDiffer, naming a tensor and a rank, unless all ranks hold the same weights to the bit. To be called
-    inside ``together``."""
+    """Raise CopiesDiffer, naming a tensor and a rank, unless all ranks hold the same weights to the
+    bit. To be called inside ``together``."""
     own = digests(model.state_dict())
     for rank, other in enumerate(ranks.gather(own)):
         if other != own:
-            name = next((name for name in own if other.get(name) != own[name]), "the number of tensors")
+            name = next(
+                (name for name in own if other.get(name) != own[name]), "the number of tensors"
+            )
             raise CopiesDiffer(f"{role}: {name} differs between rank {ranks.rank} and rank {rank}")
 
 
 class DdpEngine(JoinedEngine):
-    """Is a ``TorchEngine`` with equal copies on all ranks. A call outside a group call is computed by the own copy."""
+    """Is a ``TorchEngine`` with equal copies on all ranks. A call outside a group call is computed
+    by the own copy."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, ranks: GroupRanks, role: str, **options: Any) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, *, ranks: GroupRanks, role: str, **options: Any
+    ) -> None:
         super().__init__(model, tokenizer, ranks=ranks, role=role, **options)
         with ranks.together(f"the weights of {role}"):
             self._check_layouts(self._forward)
@@ -103,6 +130,8 @@ class DdpEngine(JoinedEngine):
 class DdpBackend(JoinedBackend):
     """Builds engines with a copy of the model on each worker."""
 
-    def _joined(self, spec: ModelSpec, world: World, model: Any, tokenizer: Any, **options: Any) -> DdpEngine:
+    def _joined(
+        self, spec: ModelSpec, world: World, model: Any, tokenizer: Any, **options: Any
+    ) -> DdpEngine:
         ranks = GroupRanks(world, spec.workers, sharded=False, device=self._device)
         return DdpEngine(model, tokenizer, ranks=ranks, role=spec.role, **options)

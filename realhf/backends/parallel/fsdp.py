@@ -1,7 +1,9 @@
-"""Trains one model that is cut over ranks: loads it block by block, gathers it, and is the backend ``fsdp2``.
+"""Trains one model that is cut over ranks: loads it block by block, gathers it, and is the backend
+``fsdp2``.
 
-The model is built without memory for its parameters; its buffers, which are computed, are real. Before a block is cut,
-its parameters are read from the folder, on every rank; what a rank does not keep of them is gone before the next block.
+The model is built without memory for its parameters; its buffers, which are computed, are real.
+Before a block is cut, its parameters are read from the folder, on every rank; what a rank does not
+keep of them is gone before the next block.
 """
 
 from __future__ import annotations
@@ -34,7 +36,12 @@ from realhf.backends.parallel.process_groups import GroupRanks, World, mesh_of
 from realhf.backends.training.checkpoint import persistent_buffers
 from realhf.backends.training.packed_forward import PackedForward
 from realhf.backends.training.tokenizer_loading import ModelLoadError, check_folder
-from realhf.backends.training.torch_backend import ValueModel, attention_for, load_value_model, odd_logits
+from realhf.backends.training.torch_backend import (
+    ValueModel,
+    attention_for,
+    load_value_model,
+    odd_logits,
+)
 from realhf.backends.training.torch_engine import blocks_of
 
 WHOLE = "model.safetensors"
@@ -43,13 +50,15 @@ _log = logging.getLogger(__name__)
 
 
 class FolderWeights:
-    """Knows where the parameters of a model without memory, and its persistent buffers, are in a folder, and reads them
-    to ``device`` as ``dtype``. It is made before the model is wrapped or changed, while parameters have the names of
-    the folder."""
+    """Knows where the parameters of a model without memory, and its persistent buffers, are in a
+    folder, and reads them to ``device`` as ``dtype``. It is made before the model is wrapped or
+    changed, while parameters have the names of the folder."""
 
-    def __init__(self, model: Any, folder: Path, device: torch.device, dtype: torch.dtype, *, with_head: bool) -> None:
-        """Raises ValueError where the folder does not hold every tensor under its name, in its shape; without
-        ``with_head`` the projection to the vocabulary may be missing."""
+    def __init__(
+        self, model: Any, folder: Path, device: torch.device, dtype: torch.dtype, *, with_head: bool
+    ) -> None:
+        """Raises ValueError where the folder does not hold every tensor under its name, in its
+        shape; without ``with_head`` the projection to the vocabulary may be missing."""
         self._device = device
         self._dtype = dtype
         self._files = _files_of(folder)
@@ -69,7 +78,10 @@ class FolderWeights:
         shapes = {id(parameter): tuple(parameter.shape) for parameter in self._kept}
         unwanted = {id(parameter) for parameter in head.parameters()} if head is not None else set()
         for key, names in aliases.items():
-            found = next((n for name in names for n in (name, name.removeprefix(inner)) if n in self._files), None)
+            found = next(
+                (n for name in names for n in (name, name.removeprefix(inner)) if n in self._files),
+                None,
+            )
             if found is None and key in unwanted and len(names) == 1:
                 continue
             if found is None:
@@ -89,7 +101,9 @@ class FolderWeights:
             if not parameter.is_meta:
                 continue
             if (name := self._names.get(id(parameter))) is None:
-                raise RuntimeError(f"a parameter of shape {tuple(parameter.shape)} is not one of the folder's")
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} is not one of the folder's"
+                )
             read = self._read(name).to(device=self._device, dtype=self._dtype)
             real = nn.Parameter(read, requires_grad=parameter.requires_grad)
             for owner, attribute in self._owners[id(parameter)]:
@@ -116,9 +130,9 @@ def build_without_memory(
     with_head: bool = True,
     experts: bool | None = None,
 ) -> tuple[Any, FolderWeights] | None:
-    """Return the model of a folder without memory for its parameters, in evaluation mode, and what reads them. None,
-    with a message, where the folder has no such form: then the model is loaded whole, which also says what is wrong
-    with it. Raises ModelLoadError."""
+    """Return the model of a folder without memory for its parameters, in evaluation mode, and what
+    reads them. None, with a message, where the folder has no such form: then the model is loaded
+    whole, which also says what is wrong with it. Raises ModelLoadError."""
     check_folder(path, role)
     kernel = attention_for(path, role, experts)
     config = AutoConfig.from_pretrained(path)
@@ -126,10 +140,14 @@ def build_without_memory(
         if get_checkpoint_conversion_mapping(config.model_type) is not None:
             raise ValueError(f"transformers converts tensors of {config.model_type}")
         with _parameters_without_memory():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=kernel)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=kernel
+            )
         weights = FolderWeights(model, Path(path), device, dtype, with_head=with_head)
     except (OSError, KeyError, ValueError, SafetensorError) as error:
-        _log.warning("%s.path=%s is loaded whole on each worker before it is cut: %s", role, path, error)
+        _log.warning(
+            "%s.path=%s is loaded whole on each worker before it is cut: %s", role, path, error
+        )
         return None
     with contextlib.suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(path)
@@ -155,7 +173,9 @@ def _parameters_without_memory() -> Iterator[None]:
 def _files_of(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor. Raises ValueError where there are no safetensors files."""
     if (folder / INDEX).is_file():
-        listed: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        listed: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))[
+            "weight_map"
+        ]
         # A name in the index is no path: it may not lead out of the folder.
         return {name: folder / Path(file).name for name, file in listed.items()}
     if not (folder / WHOLE).is_file():
@@ -165,8 +185,8 @@ def _files_of(folder: Path) -> dict[str, Path]:
 
 
 class Whole(nn.Module):
-    """Runs a pass as its own forward: what belongs to no block (embeddings, the last norm, the head) is whole inside,
-    also where a loss uses it after the decoder."""
+    """Runs a pass as its own forward: what belongs to no block (embeddings, the last norm, the
+    head) is whole inside, also where a loss uses it after the decoder."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -178,13 +198,15 @@ class Whole(nn.Module):
 
 
 def cut(model: Any, mesh: DeviceMesh, fill: Callable[[nn.Module], None] = lambda _: None) -> Whole:
-    """Cut the parameters of ``model`` over the last dimension of ``mesh``, in place; gradients are summed over the
-    whole mesh, in fp32. ``fill`` is called with each part before it is cut: it gives parameters without memory theirs.
-    Tied weights stay tied: they belong to no block. Raises ValueError on a model that does not say what its blocks
-    are."""
+    """Cut the parameters of ``model`` over the last dimension of ``mesh``, in place; gradients are
+    summed over the whole mesh, in fp32. ``fill`` is called with each part before it is cut: it
+    gives parameters without memory theirs. Tied weights stay tied: they belong to no block. Raises
+    ValueError on a model that does not say what its blocks are."""
     blocks = blocks_of(model)
     if not blocks:
-        raise ValueError(f"{type(model).__name__} does not say which of its modules are blocks: it cannot be cut")
+        raise ValueError(
+            f"{type(model).__name__} does not say which of its modules are blocks: it cannot be cut"
+        )
     whole = Whole(model)
     precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for block in blocks:
@@ -200,7 +222,8 @@ def cut(model: Any, mesh: DeviceMesh, fill: Callable[[nn.Module], None] = lambda
 
 
 def empty_like(model: Any) -> Any:
-    """Return an uncut model of the same kind without memory (on the device ``meta``), for ``gather_into``."""
+    """Return an uncut model of the same kind without memory (on the device ``meta``), for
+    ``gather_into``."""
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
         whole = ValueModel(made) if isinstance(model, ValueModel) else made
@@ -210,23 +233,33 @@ def empty_like(model: Any) -> Any:
 
 
 def gather_into(copy: Any | None, model: Any) -> None:
-    """Bring the weights of a cut model together, one tensor at a time, in ``copy``, which ``empty_like`` made; None:
-    take part only. Every rank of the model calls this."""
+    """Bring the weights of a cut model together, one tensor at a time, in ``copy``, which
+    ``empty_like`` made; None: take part only. Every rank of the model calls this."""
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         tensor = parameter.detach()
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if copy is not None:
-            _set(copy, name, nn.Parameter(full if full is not tensor else full.clone(), requires_grad=False))
+            _set(
+                copy,
+                name,
+                nn.Parameter(full if full is not tensor else full.clone(), requires_grad=False),
+            )
     if copy is None:
         return
     for name, buffer in model.named_buffers():
         _set(copy, name, buffer.detach().clone())
     if not isinstance(copy, ValueModel):
         copy.tie_weights()
-    empty = [name for name, tensor in [*copy.named_parameters(), *persistent_buffers(copy).items()] if tensor.is_meta]
+    empty = [
+        name
+        for name, tensor in [*copy.named_parameters(), *persistent_buffers(copy).items()]
+        if tensor.is_meta
+    ]
     if empty:
-        raise RuntimeError(f"{type(model).__name__}: {empty[0]} was not brought together ({len(empty)} were not)")
+        raise RuntimeError(
+            f"{type(model).__name__}: {empty[0]} was not brought together ({len(empty)} were not)"
+        )
 
 
 def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
@@ -238,9 +271,10 @@ def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 class FsdpEngine(JoinedEngine):
-    """Is a ``TorchEngine`` that holds a part of the weights, and computes in group calls only. ``unread`` gives
-    parameters of ``model`` that have no memory theirs, part by part, before each is cut. ``gather`` brings whole
-    weights together; generation, export and publication use those, until the next train step."""
+    """Is a ``TorchEngine`` that holds a part of the weights, and computes in group calls only.
+    ``unread`` gives parameters of ``model`` that have no memory theirs, part by part, before each
+    is cut. ``gather`` brings whole weights together; generation, export and publication use those,
+    until the next train step."""
 
     def __init__(
         self,
@@ -261,7 +295,9 @@ class FsdpEngine(JoinedEngine):
             super().__init__(model, tokenizer, ranks=ranks, role=role, **options)
         self._generator = None  # It would generate with parts of the weights.
 
-    def _build_forward(self, lora: LoraConfig | None, path: str, adapts_head: bool) -> PackedForward:
+    def _build_forward(
+        self, lora: LoraConfig | None, path: str, adapts_head: bool
+    ) -> PackedForward:
         unread = self._unread
         mesh = self._mesh
         if unread is None:
@@ -292,32 +328,39 @@ class FsdpEngine(JoinedEngine):
         return torch.no_grad()
 
     def train_batch(
-        self, sample: SequenceSample, loss_fn: LossFn, *, mb_spec: MicroBatchSpec, normaliser: float = 1.0
+        self,
+        sample: SequenceSample,
+        loss_fn: LossFn,
+        *,
+        mb_spec: MicroBatchSpec,
+        normaliser: float = 1.0,
     ) -> TrainResult:
-        """See ``Engine.train_batch``. Whole weights are given up: they are about to change, and their memory is
-        wanted."""
+        """See ``Engine.train_batch``. Whole weights are given up: they are about to change, and
+        their memory is wanted."""
         self._forget()
         result = super().train_batch(sample, loss_fn, mb_spec=mb_spec, normaliser=normaliser)
         self._cut_again()
         return result
 
-    def forward(self, sample: SequenceSample, post_fn: PostFn, *, mb_spec: MicroBatchSpec) -> Tensor:
+    def forward(
+        self, sample: SequenceSample, post_fn: PostFn, *, mb_spec: MicroBatchSpec
+    ) -> Tensor:
         """See ``Engine.forward``."""
         found = super().forward(sample, post_fn, mb_spec=mb_spec)
         self._cut_again()
         return found
 
     def _cut_again(self) -> None:
-        """Let go of the others' parts, which only a backward pass does by itself. After passes without one the
-        parameters outside of the blocks stay whole: that takes memory, and they are not those that the optimizer has
-        and checkpoints are made of."""
+        """Let go of the others' parts, which only a backward pass does by itself. After passes
+        without one the parameters outside of the blocks stay whole: that takes memory, and they are
+        not those that the optimizer has and checkpoints are made of."""
         cast(FSDPModule, self._whole).reshard()
 
     # ---- whole weights
 
     def gather(self, here: bool = True) -> None:
-        """Bring the whole weights together, on the ranks that want them ``here``, until the next train step. Every rank
-        calls this in a group call."""
+        """Bring the whole weights together, on the ranks that want them ``here``, until the next
+        train step. Every rank calls this in a group call."""
         if here:
             self._forget()  # Not two of them at once.
         copy = empty_like(self.model) if here else None
@@ -333,11 +376,14 @@ class FsdpEngine(JoinedEngine):
 
     def _gathered(self) -> Any:
         if self._copy is None:
-            raise HeldInParts(f"{self._role}: its whole weights were not brought together on this worker")
+            raise HeldInParts(
+                f"{self._role}: its whole weights were not brought together on this worker"
+            )
         return self._copy
 
     def generator(self) -> EmbeddedGenerator:
-        """Return the generation engine over the whole weights. Raises RuntimeError where they were not gathered."""
+        """Return the generation engine over the whole weights. Raises RuntimeError where they were
+        not gathered."""
         self._gathered()
         return super().generator()
 
@@ -381,11 +427,17 @@ class FsdpBackend(JoinedBackend):
         model, self._unread = found
         return load_value_model(model, spec.path, spec.role) if spec.head == "value" else model
 
-    def _joined(self, spec: ModelSpec, world: World, model: Any, tokenizer: Any, **options: Any) -> FsdpEngine:
+    def _joined(
+        self, spec: ModelSpec, world: World, model: Any, tokenizer: Any, **options: Any
+    ) -> FsdpEngine:
         if spec.lora is not None:
-            raise ValueError(f"{spec.role}.lora.rank={spec.lora.rank}: the backend fsdp2 trains all weights")
+            raise ValueError(
+                f"{spec.role}.lora.rank={spec.lora.rank}: the backend fsdp2 trains all weights"
+            )
         if spec.compile:
             raise ValueError(f"{spec.role}.compile=true: the backend fsdp2 does not compile blocks")
         ranks = GroupRanks(world, spec.workers, sharded=True, device=self._device)
         mesh = mesh_of(world, spec.workers, spec.parallel, ranks, self._device.type)
-        return FsdpEngine(model, tokenizer, ranks=ranks, mesh=mesh, role=spec.role, unread=self._unread, **options)
+        return FsdpEngine(
+            model, tokenizer, ranks=ranks, mesh=mesh, role=spec.role, unread=self._unread, **options
+        )

@@ -1,13 +1,15 @@
-"""The torch.distributed world of a run's workers, with a process group and a device mesh for each role.
+"""The torch.distributed world of a run's workers, with a process group and a device mesh for each
+role.
 
-A rank that waits in a collective of gloo cannot be interrupted, and its peers wait with it. To abort a
-collective, this module closes its connections: then both ends fail at once.
+A rank that waits in a collective of gloo cannot be interrupted, and its peers wait with it. To
+abort a collective, this module closes its connections: then both ends fail at once.
 
-The workers rendezvous at a TCP store that the first of them serves on the loopback interface, so that it is
-not reachable from other machines. With workers on several hosts, of a network that the user trusts, it is
-served at the address at which its host reaches the master, and each worker connects and listens only at its
-own such address. Keys have a token of the run as a prefix, so that another process cannot join by accident
-or insert a guessed address. The store has no authentication: a process that reaches it can list its keys.
+The workers rendezvous at a TCP store that the first of them serves on the loopback interface, so
+that it is not reachable from other machines. With workers on several hosts, of a network that the
+user trusts, it is served at the address at which its host reaches the master, and each worker
+connects and listens only at its own such address. Keys have a token of the run as a prefix, so that
+another process cannot join by accident or insert a guessed address. The store has no
+authentication: a process that reaches it can list its keys.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ _PREFIX = "socket:"
 class Sockets:
     """Record of the sockets that are opened inside ``recording``.
 
-    Sockets that other threads open at the same time are recorded too, so no other connection should be
-    opened then.
+    Sockets that other threads open at the same time are recorded too, so no other connection should
+    be opened then.
     """
 
     def __init__(self) -> None:
@@ -94,7 +96,9 @@ def _open_sockets() -> dict[str, int]:
 def _listening_address(fd: int) -> str:
     """Return the address at which a socket listens, "" if it does not."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as opened:
-        if opened.family != socket.AF_UNIX and opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        if opened.family != socket.AF_UNIX and opened.getsockopt(
+            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+        ):
             return str(opened.getsockname()[0])
     return ""
 
@@ -157,7 +161,8 @@ class World:
         own: str = LOOPBACK,
         interface: str = LOOPBACK_INTERFACE,
     ) -> None:
-        """Raises CollectiveBroken if not all workers join in time, or if torch listens at another address."""
+        """Raises CollectiveBroken if not all workers join in time, or if torch listens at another
+        address."""
         host, _, port = address.rpartition(":")
         self._workers = tuple(workers)
         size = len(workers)
@@ -169,17 +174,20 @@ class World:
         self._sockets = Sockets()
         self._groups: list[Any] = []
         self._founded = 0
-        # Groups of this worker that were created but not requested yet, by the places of their members.
+        # Groups of this worker that were created but not requested yet, by the places of their
+        # members.
         self._waiting: dict[tuple[int, ...], list[tuple[int, Any]]] = {}
         self._aborted = ""
         self.cuda = torch.cuda.is_available()
-        # Without an interface, gloo resolves the host name, which may give any address, and NCCL prefers an
-        # interface to other machines.
+        # Without an interface, gloo resolves the host name, which may give any address, and NCCL
+        # prefers an interface to other machines.
         os.environ["GLOO_SOCKET_IFNAME"] = interface
         os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
         try:
             joining = timedelta(seconds=join_s)
-            server = TCPStore(host, int(port), size, is_master=False, timeout=joining, wait_for_workers=False)
+            server = TCPStore(
+                host, int(port), size, is_master=False, timeout=joining, wait_for_workers=False
+            )
             self._store = PrefixStore(token, server) if token else server
             self._compare_devices(joining)
             with self._sockets.recording():
@@ -194,13 +202,15 @@ class World:
             raise
         except (RuntimeError, ValueError) as error:
             raise CollectiveBroken(
-                f"the workers {list(workers)} did not come together in {join_s:g} s (rpc.connect_timeout_s): {error}"
+                f"the workers {list(workers)} did not come together in {join_s:g} s "
+                f"(rpc.connect_timeout_s): {error}"
             ) from None
 
         self._check_listeners()
 
     def _compare_devices(self, joining: timedelta) -> None:
-        """Raise CollectiveBroken if only some workers have a GPU, RuntimeError if not all workers join.
+        """Raise CollectiveBroken if only some workers have a GPU, RuntimeError if not all workers
+        join.
 
         The error of torch for mixed devices comes late and is hard to understand.
         """
@@ -210,7 +220,8 @@ class World:
         without = [worker for worker, key in keys.items() if self._store.get(key) != b"GPU"]
         if 0 < len(without) < len(keys):
             raise CollectiveBroken(
-                f"of the workers {list(keys)} that train together {without} see no GPU, and the others do: place them "
+                f"of the workers {list(keys)} that train together {without} see no GPU, and the "
+                f"others do: place them "
                 "on hosts with GPUs (scheduler.placement), or hide those (CUDA_VISIBLE_DEVICES=)"
             )
 
@@ -222,15 +233,18 @@ class World:
         if strays := sorted(self._sockets.listening() - {self._own}):
             self.close()
             raise CollectiveBroken(
-                f"torch.distributed listens at {', '.join(strays)} of the interface {self._interface}, and not at "
-                f"{self._own}, from where this host reaches the master: make that the first address of the interface"
+                f"torch.distributed listens at {', '.join(strays)} of the interface "
+                f"{self._interface}, and not at "
+                f"{self._own}, from where this host reaches the master: make that the first "
+                f"address of the interface"
             )
 
     def found(self, groups: Sequence[Sequence[int]]) -> None:
         """Create the process groups that ``group`` returns, one for each list of workers.
 
-        All workers of the world have to call this with the same groups in the same order, whether they are
-        members or not: torch numbers groups in the order of their creation. Raises CollectiveBroken.
+        All workers of the world have to call this with the same groups in the same order, whether
+        they are members or not: torch numbers groups in the order of their creation. Raises
+        CollectiveBroken.
         """
         for workers in groups:
             places = self.places(workers)
@@ -240,7 +254,9 @@ class World:
                 with self._sockets.recording():
                     group = dist.new_group(places, timeout=self._timeout)
             except (RuntimeError, ValueError) as error:
-                raise CollectiveBroken(f"no group of the workers {sorted(workers)}: {error}") from None
+                raise CollectiveBroken(
+                    f"no group of the workers {sorted(workers)}: {error}"
+                ) from None
             self._check_listeners()
             if self._worker in workers:
                 self._groups.append(group)
@@ -250,18 +266,21 @@ class World:
         """Return the first process group of these workers that was created and not returned yet.
 
         Its ranks are in ascending order of workers. All members have to call this; each waits up to
-        ``join_s`` for the others. Raises CollectiveBroken naming the missing workers, or RuntimeError if no
-        such group is left.
+        ``join_s`` for the others. Raises CollectiveBroken naming the missing workers, or
+        RuntimeError if no such group is left.
         """
         created = self._waiting.get(tuple(self.places(workers)))
         if not created:
-            raise RuntimeError(f"no group of the workers {sorted(workers)} was founded for worker {self._worker}")
+            raise RuntimeError(
+                f"no group of the workers {sorted(workers)} was founded for worker {self._worker}"
+            )
         number, group = created.pop(0)
         self._wait_for_members(number, sorted(workers))
         return group
 
     def _wait_for_members(self, number: int, workers: Sequence[int]) -> None:
-        """Wait until all members of a group have called ``group``. Raises CollectiveBroken after ``join_s``."""
+        """Wait until all members of a group have called ``group``. Raises CollectiveBroken after
+        ``join_s``."""
         keys = {worker: f"group/{number}/{worker}" for worker in workers}
         missing: Sequence[int] = workers
         try:
@@ -273,7 +292,8 @@ class World:
                 raise
         except RuntimeError as error:
             raise CollectiveBroken(
-                f"worker {self._worker} waited {self._join_s:g} s (rpc.connect_timeout_s) for the workers "
+                f"worker {self._worker} waited {self._join_s:g} s (rpc.connect_timeout_s) for the "
+                f"workers "
                 f"{list(missing)} to load what they train with {workers}: {error}"
             ) from None
 
@@ -287,7 +307,8 @@ class World:
         return self._aborted
 
     def abort(self, reason: str) -> None:
-        """Abort every collective of this worker, permanently. Thread-safe; a second call does nothing."""
+        """Abort every collective of this worker, permanently. Thread-safe; a second call does
+        nothing."""
         if self._aborted:
             return
         self._aborted = reason or "broken off"
@@ -300,7 +321,8 @@ class World:
         _log.warning("collectives are broken off (%s); %d connections closed", self._aborted, count)
 
     def close(self) -> None:
-        """Leave the world. Collectives that are still running fail, so that they do not delay the exit."""
+        """Leave the world. Collectives that are still running fail, so that they do not delay the
+        exit."""
         self._sockets.shut()
         self._groups.clear()
         self._waiting.clear()
@@ -311,8 +333,8 @@ class World:
 class GroupRanks(Ranks):
     """Group of the engines of a role on several workers.
 
-    Outside of ``together`` an engine acts alone: ``rank`` is 0 and ``size`` 1. ``number`` is always its
-    rank in the group.
+    Outside of ``together`` an engine acts alone: ``rank`` is 0 and ``size`` 1. ``number`` is always
+    its rank in the group.
 
     Args:
         world: The world of the run.
@@ -322,7 +344,9 @@ class GroupRanks(Ranks):
         device: Device of the engine.
     """
 
-    def __init__(self, world: World, workers: Sequence[int], *, sharded: bool, device: torch.device) -> None:
+    def __init__(
+        self, world: World, workers: Sequence[int], *, sharded: bool, device: torch.device
+    ) -> None:
         self._world = world
         self._device = device
         self.group = world.group(workers)
@@ -335,11 +359,13 @@ class GroupRanks(Ranks):
     def in_step(self) -> bool:
         """Whether passes are collectives.
 
-        Raises RuntimeError outside of ``together`` for a sharded model, whose pass would wait for the other
-        ranks forever.
+        Raises RuntimeError outside of ``together`` for a sharded model, whose pass would wait for
+        the other ranks forever.
         """
         if self._sharded and not self._active:
-            raise RuntimeError("a model that is cut over workers computes on all of them together only")
+            raise RuntimeError(
+                "a model that is cut over workers computes on all of them together only"
+            )
         return self._sharded
 
     @contextlib.contextmanager
@@ -351,14 +377,18 @@ class GroupRanks(Ranks):
         try:
             for rank, other in enumerate(self.gather({"about": what})):
                 if other["about"] != what:
-                    raise CollectiveBroken(f"rank {self.number} is about {what}, rank {rank} about {other['about']}")
+                    raise CollectiveBroken(
+                        f"rank {self.number} is about {what}, rank {rank} about {other['about']}"
+                    )
             yield
             self.settle()
         except BaseException as error:
             aborted = self._world.aborted
             self.abort(f"{what}: {type(error).__name__}")
             if aborted or _lost_peer(error):
-                raise CollectiveBroken(f"rank {self.number} of {self.size} broke off {what}: {error}") from error
+                raise CollectiveBroken(
+                    f"rank {self.number} of {self.size} broke off {what}: {error}"
+                ) from error
             raise
         finally:
             self._active = False
@@ -370,14 +400,16 @@ class GroupRanks(Ranks):
         self._world.abort(reason)
 
     def settle(self) -> None:
-        """See ``Ranks``. Raises CollectiveBroken inside of ``together`` if the world was aborted."""
+        """See ``Ranks``. Raises CollectiveBroken inside of ``together`` if the world was
+        aborted."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         if self._active:
             self._check_not_aborted()
 
     def own(self, costs: Sequence[int]) -> list[int]:
-        """Return the rows of this rank: a contiguous range with about the same cost as on other ranks.
+        """Return the rows of this rank: a contiguous range with about the same cost as on other
+        ranks.
 
         Adjacent sequences of a batch often share a prefix, which is computed only once on a rank.
         """
@@ -385,7 +417,8 @@ class GroupRanks(Ranks):
         before = 0
         owner = []
         for index, cost in enumerate(map(int, costs)):
-            # The rank is that of the row's midpoint. Integer arithmetic gives the same result on all ranks.
+            # The rank is that of the row's midpoint. Integer arithmetic gives the same result on
+            # all ranks.
             middle = (2 * before + cost, 2 * total) if total else (2 * index + 1, 2 * len(costs))
             owner.append(min(self.size - 1, middle[0] * self.size // middle[1]))
             before += cost
@@ -401,23 +434,29 @@ class GroupRanks(Ranks):
         if self.size == 1:
             return [dict(values)]
         data = torch.frombuffer(bytearray(json.dumps(dict(values)).encode()), dtype=torch.uint8)
-        sizes = [int(size) for size in self._all_gather(torch.tensor([len(data)], dtype=torch.int64))]
+        sizes = [
+            int(size) for size in self._all_gather(torch.tensor([len(data)], dtype=torch.int64))
+        ]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = data
         rows = self._all_gather(padded)
-        return [json.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
+        return [
+            json.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)
+        ]
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the gradients over the ranks, in fp32, unless the backward pass did (sharded models).
 
-        A gradient that is None counts as 0. It stays None if no rank has a gradient, because the optimizer
-        then must not update the parameter.
+        A gradient that is None counts as 0. It stays None if no rank has a gradient, because the
+        optimizer then must not update the parameter.
         """
         if self.size == 1 or self._sharded:
             return
         for bucket in _buckets(parameters):
             # The number of ranks with a gradient is summed in the same collective.
-            has_grad = torch.tensor([float(p.grad is not None) for p in bucket], device=bucket[0].device)
+            has_grad = torch.tensor(
+                [float(p.grad is not None) for p in bucket], device=bucket[0].device
+            )
             zeros = lambda p: torch.zeros(p.numel(), device=p.device)
             grads = (zeros(p) if p.grad is None else p.grad.reshape(-1).float() for p in bucket)
             flat = torch.cat([*grads, has_grad])
@@ -436,7 +475,9 @@ class GroupRanks(Ranks):
     def _check_not_aborted(self) -> None:
         """Raise CollectiveBroken if the world was aborted."""
         if self._world.aborted:
-            raise CollectiveBroken(f"rank {self.number}: collectives were broken off: {self._world.aborted}")
+            raise CollectiveBroken(
+                f"rank {self.number}: collectives were broken off: {self._world.aborted}"
+            )
 
     def _collective(self, run: Callable[[], Any]) -> None:
         """Run a collective. Raises CollectiveBroken if it fails."""
@@ -444,19 +485,25 @@ class GroupRanks(Ranks):
         try:
             run()
         except RuntimeError as error:
-            raise CollectiveBroken(f"rank {self.number} of {self._together} lost its peers: {error}") from error
+            raise CollectiveBroken(
+                f"rank {self.number} of {self._together} lost its peers: {error}"
+            ) from error
 
 
 def _lost_peer(error: BaseException) -> bool:
-    """Return whether an error comes from a collective. Torch raises such errors as plain RuntimeErrors."""
+    """Return whether an error comes from a collective. Torch raises such errors as plain
+    RuntimeErrors."""
     if isinstance(error, (CollectiveBroken, dist.DistError)):
         return True
     text = str(error)
-    return isinstance(error, RuntimeError) and any(word in text for word in ("gloo/", "NCCL", "ProcessGroup"))
+    return isinstance(error, RuntimeError) and any(
+        word in text for word in ("gloo/", "NCCL", "ProcessGroup")
+    )
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield parameters in buckets of at most ``BUCKET_BYTES``; a larger parameter is a bucket of its own."""
+    """Yield parameters in buckets of at most ``BUCKET_BYTES``; a larger parameter is a bucket of
+    its own."""
     bucket: list[nn.Parameter] = []
     bucket_bytes = 0
     for parameter in parameters:
@@ -474,13 +521,15 @@ def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]
 def groups_of(workers: Sequence[int], parallel: Parallel, *, cut: bool) -> list[list[int]]:
     """Return the groups of workers that a role needs, in the order of their creation.
 
-    The first has all workers. For a model that is sharded (``cut``) and replicated, the workers of each
-    replica follow, then the workers with the same shard.
+    The first has all workers. For a model that is sharded (``cut``) and replicated, the workers of
+    each replica follow, then the workers with the same shard.
     """
     ordered = sorted(workers)
     if not cut or parallel.dp == 1:
         return [ordered]
-    rows = [ordered[start : start + parallel.fsdp] for start in range(0, len(ordered), parallel.fsdp)]
+    rows = [
+        ordered[start : start + parallel.fsdp] for start in range(0, len(ordered), parallel.fsdp)
+    ]
     return [ordered, *rows, *(ordered[part :: parallel.fsdp] for part in range(parallel.fsdp))]
 
 
@@ -499,4 +548,6 @@ def mesh_of(
     row = world.group(ordered[replica * parallel.fsdp : (replica + 1) * parallel.fsdp])
     column = world.group(ordered[shard :: parallel.fsdp])
     places = torch.tensor(world.places(workers)).reshape(parallel.dp, parallel.fsdp)
-    return DeviceMesh.from_group([column, row], device_type, mesh=places, mesh_dim_names=("dp", "fsdp"))
+    return DeviceMesh.from_group(
+        [column, row], device_type, mesh=places, mesh_dim_names=("dp", "fsdp")
+    )

@@ -1,8 +1,8 @@
 """Checkpoints of a training engine, of one or several ranks (torch.distributed.checkpoint).
 
-Each rank writes its own files; replicated tensors are written by one rank. A checkpoint can be read with any
-number of ranks. Torch pickles the index, and the folder may come from an untrusted source, so the index is
-unpickled with an allow-list of classes.
+Each rank writes its own files; replicated tensors are written by one rank. A checkpoint can be read
+with any number of ranks. Torch pickles the index, and the folder may come from an untrusted source,
+so the index is unpickled with an allow-list of classes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _VERSION = "version"
 _RANDOM = "torch_rng"
 """Name of the state of torch's random number generator in a checkpoint."""
 _TYPES = (
-    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool complex64 complex128"
+    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool "
+    "complex64 complex128"
 )
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED = {
@@ -63,7 +64,9 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if (module_name, global_name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which no index consists of")
+            raise pickle.UnpicklingError(
+                f"it names {module_name}.{global_name}, which no index consists of"
+            )
         return super().find_class(module_name, global_name)
 
 
@@ -81,7 +84,9 @@ class ShardReader(FileSystemReader):
             except Exception as error:  # A damaged pickle can raise any exception.
                 raise ValueError(f"{path} is not the index of a checkpoint: {error}") from None
         if not isinstance(metadata, Metadata):
-            raise ValueError(f"{path} is not the index of a checkpoint: it holds a {type(metadata).__name__}")
+            raise ValueError(
+                f"{path} is not the index of a checkpoint: it holds a {type(metadata).__name__}"
+            )
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -92,25 +97,30 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / INDEX).is_file()
 
 
-def save_shards(folder: Path, tensors: Mapping[str, Tensor], group: Any = None, rank: int = 0) -> list[Path]:
+def save_shards(
+    folder: Path, tensors: Mapping[str, Tensor], group: Any = None, rank: int = 0
+) -> list[Path]:
     """Write ``tensors`` together with the other ranks of ``group``; return the files of this rank.
 
     Without a group, a single process writes all. All ranks have the same names: shards of a tensor
-    (``DTensor``), or equal values. Raises the error of this rank, e.g. OSError, or CollectiveBroken if
-    another rank failed.
+    (``DTensor``), or equal values. Raises the error of this rank, e.g. OSError, or CollectiveBroken
+    if another rank failed.
     """
     with _quiet(), _own_failure(folder, group):
-        writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+        writer = FileSystemWriter(
+            folder, single_file_per_rank=True, sync_files=True, thread_count=1
+        )
         save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
     own = sorted(folder.glob(f"__{rank}_*"))
     return [*own, folder / INDEX] if rank == 0 else own
 
 
 def load_shards(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) -> None:
-    """Read ``tensors`` in place, together with the other ranks of ``group`` (None: a single process).
+    """Read ``tensors`` in place, together with the other ranks of ``group`` (None: a single
+    process).
 
-    Raises ValueError naming a tensor that is missing or has another shape, the error of this rank, or
-    CollectiveBroken if another rank failed.
+    Raises ValueError naming a tensor that is missing or has another shape, the error of this rank,
+    or CollectiveBroken if another rank failed.
     """
     saved = ShardReader(folder).read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
@@ -118,18 +128,26 @@ def load_shards(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) 
             raise ValueError(f"checkpoint {folder} has no tensor {name}")
         size = getattr(saved[name], "size", None)
         if size is None or tuple(size) != tuple(tensor.shape):
-            raise ValueError(f"checkpoint {folder}: {name} has shape {tuple(size or ())}, here {tuple(tensor.shape)}")
+            raise ValueError(
+                f"checkpoint {folder}: {name} has shape {tuple(size or ())}, here "
+                f"{tuple(tensor.shape)}"
+            )
     if tensors:
         with _quiet(), _own_failure(folder, group):
-            load(dict(tensors), storage_reader=ShardReader(folder), process_group=group, no_dist=group is None)
+            load(
+                dict(tensors),
+                storage_reader=ShardReader(folder),
+                process_group=group,
+                no_dist=group is None,
+            )
 
 
 @contextlib.contextmanager
 def _own_failure(folder: Path, group: Any) -> Iterator[None]:
     """Raise the error of this rank in place of torch's CheckpointException.
 
-    Torch raises the same exception on all ranks. It is not a subclass of ``Exception``, so it would end the
-    process.
+    Torch raises the same exception on all ranks. It is not a subclass of ``Exception``, so it would
+    end the process.
     """
     try:
         yield
@@ -137,13 +155,16 @@ def _own_failure(folder: Path, group: Any) -> Iterator[None]:
         rank = 0 if group is None else dist.get_rank(group)
         if rank in error.failures:
             raise error.failures[rank][0] from None
-        others = ", ".join(f"rank {other}: {failed}" for other, (failed, _) in sorted(error.failures.items()))
+        others = ", ".join(
+            f"rank {other}: {failed}" for other, (failed, _) in sorted(error.failures.items())
+        )
         raise CollectiveBroken(f"checkpoint {folder}: {others}") from None
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress torch's warnings about intended use: saving in a single process, and tensors on the CPU."""
+    """Suppress torch's warnings about intended use: saving in a single process, and tensors on the
+    CPU."""
     logger = logging.getLogger("torch.distributed.checkpoint")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -167,8 +188,8 @@ def save_state(
 ) -> list[Path]:
     """Write a checkpoint together with the other ranks of ``group``; return the files of this rank.
 
-    It contains the optimizer, the version, with ``weights`` also the weights, and without a group the state
-    of torch's random number generator.
+    It contains the optimizer, the version, with ``weights`` also the weights, and without a group
+    the state of torch's random number generator.
     """
     tensors = {**_tensors(model, optimizer, weights), _VERSION: torch.tensor(version)}
     if group is None:
@@ -177,17 +198,24 @@ def save_state(
 
 
 def load_state(
-    folder: Path, model: nn.Module, optimizer: PolicyOptimizer | None, *, weights: bool = True, group: Any = None
+    folder: Path,
+    model: nn.Module,
+    optimizer: PolicyOptimizer | None,
+    *,
+    weights: bool = True,
+    group: Any = None,
 ) -> int:
     """Read a checkpoint of ``save_state`` into model and optimizer; return the version.
 
-    It may have been written by any number of ranks. A weight in fp32 is read from its master weight if the
-    checkpoint has one. Raises ValueError naming a tensor that is missing, has another shape or belongs to
-    another model. Then only the moments of the optimizer may have changed.
+    It may have been written by any number of ranks. A weight in fp32 is read from its master weight
+    if the checkpoint has one. Raises ValueError naming a tensor that is missing, has another shape
+    or belongs to another model. Then only the moments of the optimizer may have changed.
     """
     saved = ShardReader(folder).read_metadata().state_dict_metadata
     names = _parameter_names(model)
-    _refuse_unknown(folder, saved, {*names.values(), *persistent_buffers(model)} if weights else frozenset())
+    _refuse_unknown(
+        folder, saved, {*names.values(), *persistent_buffers(model)} if weights else frozenset()
+    )
     if optimizer is not None:
         optimizer.begin_moments({p for p, name in names.items() if f"exp_avg/{name}" in saved})
     version = torch.tensor(0)
@@ -212,10 +240,13 @@ def _refuse_unknown(folder: Path, saved: Collection[str], weights: Collection[st
     It is then of another model, for example a deeper one.
     """
     kinds = ("weights/", "master/")
-    if more := sorted(name for name in saved if name.startswith(kinds) and name.partition("/")[2] not in weights):
+    if more := sorted(
+        name for name in saved if name.startswith(kinds) and name.partition("/")[2] not in weights
+    ):
         others = f" and {len(more) - 3} more" if len(more) > 3 else ""
         raise ValueError(
-            f"checkpoint {folder} is of another model: it has {', '.join(more[:3])}{others}, which this one has not"
+            f"checkpoint {folder} is of another model: it has {', '.join(more[:3])}{others}, which "
+            f"this one has not"
         )
 
 
@@ -230,7 +261,9 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in names}
 
 
-def _tensors(model: nn.Module, optimizer: PolicyOptimizer | None, weights: bool) -> dict[str, Tensor]:
+def _tensors(
+    model: nn.Module, optimizer: PolicyOptimizer | None, weights: bool
+) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint by name."""
     names = _parameter_names(model)
     tensors = dict[str, Tensor]()

@@ -1,8 +1,10 @@
-"""Trains a model by low-rank adapters of peft: puts them on, merges them for generation, and scores without them.
+"""Trains a model by low-rank adapters of peft: puts them on, merges them for generation, and scores
+without them.
 
-What generates is a second skeleton over the same tensors. Only layers with adapters have weights of their own, and
-those only from ``merge`` to ``drop``. A merge is proven: rounding a sum is off by at most half the distance of
-neighbouring numbers, so whatever is further off was computed wrongly, however small the adapters are.
+What generates is a second skeleton over the same tensors. Only layers with adapters have weights of
+their own, and those only from ``merge`` to ``drop``. A merge is proven: rounding a sum is off by at
+most half the distance of neighbouring numbers, so whatever is further off was computed wrongly,
+however small the adapters are.
 """
 
 from __future__ import annotations
@@ -33,12 +35,13 @@ from realhf.base.installation import install_command
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers of the blocks by their names: a block has a number, which embeddings and the head have
-    not."""
+    """Return the linear layers of the blocks by their names: a block has a number, which embeddings
+    and the head have not."""
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and any(part.isdigit() for part in name.split("."))
+        if isinstance(module, (nn.Linear, Conv1D))
+        and any(part.isdigit() for part in name.split("."))
     }
 
 
@@ -49,8 +52,8 @@ def head_name(model: Any) -> str:
 
 
 def side_product(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the factors of what the adapter of a layer adds to the layer's product with ``hidden`` (m, in), fp32
-    (m, rank) and (out, rank); None while adapters are off."""
+    """Return the factors of what the adapter of a layer adds to the layer's product with ``hidden``
+    (m, in), fp32 (m, rank) and (out, rank); None while adapters are off."""
     if layer.disable_adapters:
         return None
     down = layer.lora_A[_NAME].weight
@@ -58,22 +61,27 @@ def side_product(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
     return functional.linear(hidden.float(), down) * layer.scaling[_NAME], up
 
 
-def chosen_layers(model: nn.Module, targets: Sequence[str], role: str, *, head: bool = False) -> list[str]:
-    """Return the names of the layers that ``targets`` name, or end the names of; all without targets. Only with
-    ``head`` is the language-model head one of them. Raises ValueError that names a target without a layer, and what
-    there is."""
+def chosen_layers(
+    model: nn.Module, targets: Sequence[str], role: str, *, head: bool = False
+) -> list[str]:
+    """Return the names of the layers that ``targets`` name, or end the names of; all without
+    targets. Only with ``head`` is the language-model head one of them. Raises ValueError that names
+    a target without a layer, and what there is."""
     layers = linear_layers(model)
     if head:
         layers[head_name(model)] = model.get_output_embeddings()  # type: ignore[operator]
     if not layers:
-        raise ValueError(f"{role}.lora.rank: {type(model).__name__} has no linear layers in its blocks")
+        raise ValueError(
+            f"{role}.lora.rank: {type(model).__name__} has no linear layers in its blocks"
+        )
     if not targets:
         return list(layers)
     for target in targets:
         if not any(is_named(name, target) for name in layers):
             there = sorted({name.rpartition(".")[2] for name in layers})
             raise ValueError(
-                f"{role}.lora.targets: no linear layer of the blocks is called {target!r} (there are "
+                f"{role}.lora.targets: no linear layer of the blocks is called {target!r} (there "
+                f"are "
                 f"{', '.join(there)})"
             )
     return [name for name in layers if any(is_named(name, target) for target in targets)]
@@ -85,8 +93,8 @@ def is_named(name: str, target: str) -> bool:
 
 
 def short_names(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return last parts of ``names`` where these, as ends of names, mean the same layers among all modules of the
-    model; else ``names``. It is what a file says that others read."""
+    """Return last parts of ``names`` where these, as ends of names, mean the same layers among all
+    modules of the model; else ``names``. It is what a file says that others read."""
     ends = sorted({name.rpartition(".")[2] for name in names})
     meant = {name for name, _ in model.named_modules() if any(is_named(name, end) for end in ends)}
     return ends if meant == {*names} else list(names)
@@ -100,14 +108,17 @@ def weight_of(model: Any, name: str) -> nn.Parameter:
 _CHUNK = 1 << 20
 """Elements that are looked at together."""
 _CLOSELY = 4096
-"""Elements of a chunk that differ, of which so many, evenly spread, are computed again in fp64: of a wrong merge most
-differ, of a right one those between two numbers."""
+"""Elements of a chunk that differ, of which so many, evenly spread, are computed again in fp64: of
+a wrong merge most differ, of a right one those between two numbers."""
 
 
-def worst_element(merged: Tensor, base: Tensor, up: Tensor, down: Tensor, scale: float) -> tuple[float, float]:
-    """Compare ``merged`` with ``base`` + ``scale`` * ``up`` @ ``down``; (out, in) each, of one type, and (out, rank)
-    and (rank, in). Return how far the worst element is off, as a multiple of what rounding allows (1 and less is
-    right), and as a multiple of what the adapters add there. Not a number counts as infinitely wrong."""
+def worst_element(
+    merged: Tensor, base: Tensor, up: Tensor, down: Tensor, scale: float
+) -> tuple[float, float]:
+    """Compare ``merged`` with ``base`` + ``scale`` * ``up`` @ ``down``; (out, in) each, of one
+    type, and (out, rank) and (rank, in). Return how far the worst element is off, as a multiple of
+    what rounding allows (1 and less is right), and as a multiple of what the adapters add there.
+    Not a number counts as infinitely wrong."""
     rows = max(1, _CHUNK // max(1, merged.shape[1]))
     found = [(0.0, 0.0)]
     for first in range(0, len(merged), rows):
@@ -116,7 +127,9 @@ def worst_element(merged: Tensor, base: Tensor, up: Tensor, down: Tensor, scale:
     return max(found)
 
 
-def _worst(merged: Tensor, base: Tensor, up: Tensor, down: Tensor, scale: float) -> tuple[float, float]:
+def _worst(
+    merged: Tensor, base: Tensor, up: Tensor, down: Tensor, scale: float
+) -> tuple[float, float]:
     again = base.float().addmm(up, down, alpha=scale).to(merged.dtype)
     differs = (merged != again).nonzero()
     if not len(differs):
@@ -127,7 +140,8 @@ def _worst(merged: Tensor, base: Tensor, up: Tensor, down: Tensor, scale: float)
     start = base[row, column].double()
     wanted = start + added
     off = (merged[row, column].double() - wanted).abs()
-    # One rounding to the type of the weights, two of sums in fp32, and those of the product of the adapters.
+    # One rounding to the type of the weights, two of sums in fp32, and those of the product of the
+    # adapters.
     allowed = _half_step(wanted, merged.dtype) + 2 * _half_step(wanted, torch.float32)
     allowed += (len(down) + 2) * torch.finfo(torch.float32).eps * terms.abs().sum(1)
     times = torch.nan_to_num(off / allowed, nan=float("inf"))
@@ -144,9 +158,10 @@ def _half_step(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 _PROBE_TOKENS = 8
 _MISSED = 0.2
-"""Distance of the merged model from the one with adapters, as a share of how far the adapters move it, in types that
-are narrower than fp32: they round the weights of one model and the sums of the other. A layer whose adapters are lost
-is near 1; how much of them is merged is told by the weights themselves (``check_weights``)."""
+"""Distance of the merged model from the one with adapters, as a share of how far the adapters move
+it, in types that are narrower than fp32: they round the weights of one model and the sums of the
+other. A layer whose adapters are lost is near 1; how much of them is merged is told by the weights
+themselves (``check_weights``)."""
 _ROUNDINGS = 256
 """So many roundings of fp32 the two models may be apart after one layer."""
 Adapter = tuple[Tensor, Tensor, float]
@@ -158,28 +173,37 @@ class MergeDiffers(RuntimeError):
 
 
 @torch.no_grad()
-def check_weights(plain: Any, base: Mapping[str, Tensor], adapter: Callable[[str], Adapter]) -> None:
-    """Raise MergeDiffers unless the weight of each layer of ``plain`` is that of ``base`` and what its ``adapter``
-    adds, rounded once. Weights whose shape is not (out, in) lie the other way round."""
+def check_weights(
+    plain: Any, base: Mapping[str, Tensor], adapter: Callable[[str], Adapter]
+) -> None:
+    """Raise MergeDiffers unless the weight of each layer of ``plain`` is that of ``base`` and what
+    its ``adapter`` adds, rounded once. Weights whose shape is not (out, in) lie the other way
+    round."""
     for name, before in base.items():
         up, down, scale = adapter(name)
         weight: Tensor = plain.get_submodule(name).weight
-        pair = (weight, before) if isinstance(plain.get_submodule(name), nn.Linear) else (weight.T, before.T)
+        pair = (
+            (weight, before)
+            if isinstance(plain.get_submodule(name), nn.Linear)
+            else (weight.T, before.T)
+        )
         times, share = worst_element(*pair, up, down, scale)
         if times > 1:
             kind = str(weight.dtype).removeprefix("torch.")
             raise MergeDiffers(
-                f"the merged weights are not those of the model with its adapters: {name}.weight is {times:.3g} times "
-                f"as far off as rounding to {kind} explains, by {share:.1%} of what its adapter adds there; what "
+                f"the merged weights are not those of the model with its adapters: {name}.weight "
+                f"is {times:.3g} times "
+                f"as far off as rounding to {kind} explains, by {share:.1%} of what its adapter "
+                f"adds there; what "
                 "generates would not be what trains"
             )
 
 
 @torch.no_grad()
 def check_merge(adapted: Any, plain: Any, off: Callable[[], Any]) -> None:
-    """Raise MergeDiffers unless ``plain`` computes what ``adapted`` does, up to rounding: an adapter that is not in the
-    merged weights would train and never reach what generates. ``off`` makes a context without adapters. Three passes
-    over a few tokens."""
+    """Raise MergeDiffers unless ``plain`` computes what ``adapted`` does, up to rounding: an
+    adapter that is not in the merged weights would train and never reach what generates. ``off``
+    makes a context without adapters. Three passes over a few tokens."""
     config = adapted.config.get_text_config()
     ids = ((torch.arange(_PROBE_TOKENS) * 7919 + 3) % config.vocab_size)[None].to(adapted.device)
     was_training = adapted.training
@@ -196,7 +220,8 @@ def check_merge(adapted: Any, plain: Any, off: Callable[[], Any]) -> None:
     moved = float((base - wanted).norm() / scale)
     if not missed <= _rounding(adapted.dtype, int(config.num_hidden_layers), moved):
         raise MergeDiffers(
-            f"the merged weights are not those of the model with its adapters: hidden states are {missed:.1e} off, and "
+            f"the merged weights are not those of the model with its adapters: hidden states are "
+            f"{missed:.1e} off, and "
             f"the adapters move them by {moved:.1e}; what generates would not be what trains"
         )
 
@@ -206,7 +231,8 @@ def _hidden(model: Any, ids: Tensor) -> Tensor:
 
 
 def _rounding(dtype: torch.dtype, layers: int, moved: float) -> float:
-    """Return how far two ways of computing the same model may be apart, of which adapters move one by ``moved``."""
+    """Return how far two ways of computing the same model may be apart, of which adapters move one
+    by ``moved``."""
     steps = max(1, layers) ** 0.5
     if dtype in (torch.float32, torch.float64):
         return _ROUNDINGS * torch.finfo(dtype).eps * steps
@@ -222,17 +248,25 @@ _MUST_AGREE = ("r", "lora_alpha", "target_modules")
 
 
 class LoraAdapters:
-    """Holds the adapters of ``model`` (transformers, of any dtype; changed in place), which are fp32, start at 0 and
-    are the only weights of it that train. ``role`` is for errors, ``path`` is where the weights of the model came from.
+    """Holds the adapters of ``model`` (transformers, of any dtype; changed in place), which are
+    fp32, start at 0 and are the only weights of it that train. ``role`` is for errors, ``path`` is
+    where the weights of the model came from.
 
-    ``merged()`` is the same model as a plain one, for what generates, is published and exported; it is proven against
-    the model with its adapters whenever it is made. With ``head`` a target may be the language-model head, which then
-    has a weight of its own in the merged model, also where it shares that of the embedding. Raises ValueError for
-    targets that the model has not, ConfigError without peft.
+    ``merged()`` is the same model as a plain one, for what generates, is published and exported; it
+    is proven against the model with its adapters whenever it is made. With ``head`` a target may be
+    the language-model head, which then has a weight of its own in the merged model, also where it
+    shares that of the embedding. Raises ValueError for targets that the model has not, ConfigError
+    without peft.
     """
 
     def __init__(
-        self, model: Any, options: LoraConfig, *, role: str = "actor", path: str = "", head: bool = False
+        self,
+        model: Any,
+        options: LoraConfig,
+        *,
+        role: str = "actor",
+        path: str = "",
+        head: bool = False,
     ) -> None:
         peft = _peft()
         names = chosen_layers(model, options.targets, role, head=head)
@@ -240,17 +274,23 @@ class LoraAdapters:
         shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
         plain = copy.deepcopy(model, shared).eval()  # The same modules over the same tensors.
         if head and head_name(model) in names:
-            plain.config.get_text_config().tie_word_embeddings = plain.config.tie_word_embeddings = False
+            plain.config.get_text_config().tie_word_embeddings = (
+                plain.config.tie_word_embeddings
+            ) = False
         self._options = peft.LoraConfig(
             r=options.rank,
             lora_alpha=int(options.alpha) if options.alpha == int(options.alpha) else options.alpha,
             lora_dropout=options.dropout,
             target_modules=short_names(model, names),
             task_type="CAUSAL_LM",
-            fan_in_fan_out=not all(isinstance(model.get_submodule(name), nn.Linear) for name in names),
+            fan_in_fan_out=not all(
+                isinstance(model.get_submodule(name), nn.Linear) for name in names
+            ),
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # It asks the model things that transformers calls by other names now.
+            warnings.simplefilter(
+                "ignore"
+            )  # It asks the model things that transformers calls by other names now.
             self._peft = peft.get_peft_model(model, self._options)
         self._options.base_model_name_or_path = path or None
         self._model = model
@@ -298,8 +338,8 @@ class LoraAdapters:
     # ---- merged weights
 
     def merged(self) -> Any:
-        """Return the plain model with merged weights, up to ``changed``. Raises MergeDiffers where it is not the model
-        with its adapters."""
+        """Return the plain model with merged weights, up to ``changed``. Raises MergeDiffers where
+        it is not the model with its adapters."""
         if not self._held:
             self._merge()
             try:
@@ -310,8 +350,8 @@ class LoraAdapters:
         return self.skeleton
 
     def changed(self) -> None:
-        """Forget the merged weights: the adapters have changed, or their memory is wanted. The layers of the plain
-        model have base weights meanwhile."""
+        """Forget the merged weights: the adapters have changed, or their memory is wanted. The
+        layers of the plain model have base weights meanwhile."""
         if self._held:
             for name, weight in self._base.items():
                 self._place(name, weight)
@@ -320,11 +360,14 @@ class LoraAdapters:
     def _merge(self) -> None:
         for name, base in self._base.items():
             with torch.inference_mode(False):
-                self._place(name, nn.Parameter(self._merged(name).to(base.dtype), requires_grad=False))
+                self._place(
+                    name, nn.Parameter(self._merged(name).to(base.dtype), requires_grad=False)
+                )
         self._held = True
 
     def _merged(self, name: str) -> Tensor:
-        """Return the weight of one layer, as it lies there, and what its adapter adds to it, summed up in fp32."""
+        """Return the weight of one layer, as it lies there, and what its adapter adds to it, summed
+        up in fp32."""
         # Tensors made in inference mode could not be written to later.
         with torch.inference_mode(False), torch.no_grad():
             base = self._base[name]
@@ -340,9 +383,14 @@ class LoraAdapters:
             check_merge(self._model, self.skeleton, self.off)
 
     def _adapter(self, name: str) -> Adapter:
-        """Return what trains of a layer, and how often it counts by the options, whatever peft makes of it."""
+        """Return what trains of a layer, and how often it counts by the options, whatever peft
+        makes of it."""
         layer = self._layers[name]
-        return layer.lora_B[_NAME].weight, layer.lora_A[_NAME].weight, self._options.lora_alpha / self._options.r
+        return (
+            layer.lora_B[_NAME].weight,
+            layer.lora_A[_NAME].weight,
+            self._options.lora_alpha / self._options.r,
+        )
 
     def _prove_by_other_values(self) -> None:
         """Adapters start at 0, which proves nothing: try merging with others."""
@@ -358,7 +406,8 @@ class LoraAdapters:
 
     @torch.no_grad()
     def disturb(self, names: Iterable[str]) -> None:
-        """Give the adapters of these weights other values, and merge them in place; ``restore`` undoes it."""
+        """Give the adapters of these weights other values, and merge them in place; ``restore``
+        undoes it."""
         generator = torch.Generator().manual_seed(0)
         for name in sorted(names):
             layer_name = name.removesuffix(".weight")
@@ -394,7 +443,8 @@ class LoraAdapters:
     # ---- files
 
     def save(self, folder: Path) -> None:
-        """Write the adapters for ``peft.PeftModel.from_pretrained``; ``folder`` is made if missing."""
+        """Write the adapters for ``peft.PeftModel.from_pretrained``; ``folder`` is made if
+        missing."""
         folder.mkdir(parents=True, exist_ok=True)
         save_file(
             {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors().items()},
@@ -409,8 +459,8 @@ class LoraAdapters:
             self._options.inference_mode = training
 
     def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote. Raises FileNotFoundError, or ValueError that says how the saved adapters differ;
-        then nothing has changed."""
+        """Restore what ``save`` wrote. Raises FileNotFoundError, or ValueError that says how the
+        saved adapters differ; then nothing has changed."""
         if not (folder / WEIGHTS).is_file():
             raise FileNotFoundError(f"no adapters in {folder}")
         self._check_options(folder)
@@ -420,11 +470,14 @@ class LoraAdapters:
             raise ValueError(f"{folder / WEIGHTS} is no safetensors file: {error}") from None
         own = self.tensors()
         if other := sorted(saved.keys() ^ own.keys()):
-            raise ValueError(f"adapters in {folder} are on other layers: {other[0]} and {len(other) - 1} more")
+            raise ValueError(
+                f"adapters in {folder} are on other layers: {other[0]} and {len(other) - 1} more"
+            )
         for name, tensor in saved.items():
             if tensor.shape != own[name].shape:
                 raise ValueError(
-                    f"adapters in {folder}: {name} has shape {tuple(tensor.shape)}, here {tuple(own[name].shape)}"
+                    f"adapters in {folder}: {name} has shape {tuple(tensor.shape)}, here "
+                    f"{tuple(own[name].shape)}"
                 )
         with torch.no_grad():
             for name, tensor in saved.items():
@@ -432,11 +485,14 @@ class LoraAdapters:
         self.changed()
 
     def _check_options(self, folder: Path) -> None:
-        """An adapter of another rank has other shapes; one with another alpha only computes something else."""
+        """An adapter of another rank has other shapes; one with another alpha only computes
+        something else."""
         try:
             said = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(f"{folder / CONFIG} does not say what the adapters are: {error}") from None
+            raise ValueError(
+                f"{folder / CONFIG} does not say what the adapters are: {error}"
+            ) from None
         own = self._options.to_dict()
         for name in _MUST_AGREE:
             found = said.get(name)
@@ -446,14 +502,16 @@ class LoraAdapters:
                 wanted = sorted(wanted)
             if found != wanted:
                 raise ValueError(
-                    f"adapters in {folder} were trained with {name}={found}, here it is {wanted}: continue with the "
+                    f"adapters in {folder} were trained with {name}={found}, here it is {wanted}: "
+                    f"continue with the "
                     "same options actor.lora"
                 )
 
 
 @functools.cache
 def _few_passes(kind: Any) -> Any:
-    """Return ``kind``, a layer of peft, with a forward pass by ``adapted_product`` where that is the same."""
+    """Return ``kind``, a layer of peft, with a forward pass by ``adapted_product`` where that is
+    the same."""
 
     class FewPassAdapter(kind):
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -461,7 +519,11 @@ def _few_passes(kind: Any) -> Any:
             dropout = self.lora_dropout[_NAME]
             plain = type(base) in (nn.Linear, OneDnnLinear) and x.device.type == "cpu"
             plain = plain and not (base._forward_hooks or base._forward_pre_hooks)
-            plain = plain and x.dtype == base.weight.dtype == torch.float32 and not self.disable_adapters
+            plain = (
+                plain
+                and x.dtype == base.weight.dtype == torch.float32
+                and not self.disable_adapters
+            )
             drops = dropout.training and not isinstance(dropout, nn.Identity)
             if args or kwargs or drops or not plain or torch.compiler.is_compiling():
                 return super().forward(x, *args, **kwargs)
@@ -477,14 +539,15 @@ def _peft() -> Any:
         import peft
     except ImportError as error:
         raise ConfigError(
-            f"actor.lora.rank: adapters need the package peft, which is not here ({error}): {install_command('lora')}"
+            f"actor.lora.rank: adapters need the package peft, which is not here ({error}): "
+            f"{install_command('lora')}"
         ) from None
     return peft
 
 
 class BaseEngine:
-    """Implements ``Engine`` for a frozen role: ``engine`` with its ``adapters`` off, that is with the weights that it
-    was loaded with. It only scores; ``version`` is its own."""
+    """Implements ``Engine`` for a frozen role: ``engine`` with its ``adapters`` off, that is with
+    the weights that it was loaded with. It only scores; ``version`` is its own."""
 
     def __init__(self, engine: Forwards, adapters: LoraAdapters, tokenizer: Any) -> None:
         self._engine = engine
@@ -492,18 +555,27 @@ class BaseEngine:
         self.tokenizer = tokenizer
         self.version = 0
 
-    def forward(self, sample: SequenceSample, post_fn: PostFn, *, mb_spec: MicroBatchSpec) -> Tensor:
+    def forward(
+        self, sample: SequenceSample, post_fn: PostFn, *, mb_spec: MicroBatchSpec
+    ) -> Tensor:
         """See ``Engine.forward``."""
         with self._adapters.off():
             return self._engine.forward(sample, post_fn, mb_spec=mb_spec)
 
-    def logprobs(self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec) -> Tensor:
+    def logprobs(
+        self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec
+    ) -> Tensor:
         """See ``Engine.logprobs``."""
         return logprobs_by(self, sample, temperature=temperature, mb_spec=mb_spec)
 
     def _refuse(self, what: str, *_given: Any, **_named: Any) -> NoReturn:
-        raise RuntimeError(f"a model with its adapters off does not {what}: it is the frozen base of another role")
+        raise RuntimeError(
+            f"a model with its adapters off does not {what}: it is the frozen base of another role"
+        )
 
     train_batch, generator = partialmethod(_refuse, "train"), partialmethod(_refuse, "generate")
     weights, export_hf = partialmethod(_refuse, "publish weights"), partialmethod(_refuse, "export")
-    save_checkpoint, load_checkpoint = partialmethod(_refuse, "save"), partialmethod(_refuse, "load")
+    save_checkpoint, load_checkpoint = (
+        partialmethod(_refuse, "save"),
+        partialmethod(_refuse, "load"),
+    )

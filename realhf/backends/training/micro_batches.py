@@ -1,4 +1,5 @@
-"""Micro-batches: split of a batch over the ranks of a role, and sums of their losses and statistics."""
+"""Micro-batches: split of a batch over the ranks of a role, and sums of their losses and
+statistics."""
 
 from __future__ import annotations
 
@@ -28,16 +29,16 @@ from realhf.backends.training.sequence_packing import (
 
 _log = logging.getLogger(__name__)
 _MAX_SHARED_FRACTION = 0.85
-"""Common prefixes are computed once if that reduces the positions to at most this fraction. With less savings
-the cost of the attention mask would prevail."""
+"""Common prefixes are computed once if that reduces the positions to at most this fraction. With
+less savings the cost of the attention mask would prevail."""
 
 
 class Ranks:
     """Group of the engines of one role. This class is the group of a role with a single worker.
 
-    All engines of a role get the same calls with the same batch, in the same order. Every method but
-    ``own``, ``settle`` and ``abort`` is a collective: all ranks call it with tensors of the same shape. If
-    a rank is lost, it raises within the timeout of the implementation.
+    All engines of a role get the same calls with the same batch, in the same order. Every method
+    but ``own``, ``settle`` and ``abort`` is a collective: all ranks call it with tensors of the
+    same shape. If a rank is lost, it raises within the timeout of the implementation.
     """
 
     rank: int = 0
@@ -64,17 +65,19 @@ class Ranks:
         """Sum ``tensor`` over the ranks, in place. The result has the same bits on all ranks."""
 
     def gather(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the ``values`` of every rank (JSON), in the order of ranks. Their names may differ."""
+        """Return the ``values`` of every rank (JSON), in the order of ranks. Their names may
+        differ."""
         return [dict(values)]
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients of the parameters over the ranks. A gradient that is None counts as 0."""
+        """Sum the gradients of the parameters over the ranks. A gradient that is None counts as
+        0."""
 
     def settle(self) -> None:
         """Wait until the collectives of this rank are complete on its device.
 
-        Raises if they were aborted: an aborted collective of a GPU ends without an error, with partial
-        sums.
+        Raises if they were aborted: an aborted collective of a GPU ends without an error, with
+        partial sums.
         """
 
     def abort(self, reason: str = "") -> None:
@@ -118,11 +121,11 @@ def parts_of(
 ) -> list[Part]:
     """Return the micro-batches of this rank, the largest first; deterministic.
 
-    A batch is split by sequence, also within a group: values that depend on groups or the whole batch are
-    already in its keys. No micro-batch has more than ``spec.max_tokens_per_mb`` positions, padding included;
-    a single longer sequence is a micro-batch of its own, which is logged. There are at least ``spec.n_mbs``
-    micro-batches if there are enough sequences. A sequence without a trainable token is not computed; it
-    belongs to the first micro-batch.
+    A batch is split by sequence, also within a group: values that depend on groups or the whole
+    batch are already in its keys. No micro-batch has more than ``spec.max_tokens_per_mb``
+    positions, padding included; a single longer sequence is a micro-batch of its own, which is
+    logged. There are at least ``spec.n_mbs`` micro-batches if there are enough sequences. A
+    sequence without a trainable token is not computed; it belongs to the first micro-batch.
 
     Args:
         sample: The batch.
@@ -151,26 +154,37 @@ def parts_of(
     ]
 
 
-def _build_shared_rows(inputs: SequenceInputs, n_ranks: int, max_row: int, longest: int) -> list[Row] | None:
+def _build_shared_rows(
+    inputs: SequenceInputs, n_ranks: int, max_row: int, longest: int
+) -> list[Row] | None:
     """Return rows that compute common prefixes once, or None if that saves too little."""
     if len(inputs.scored) < 2:
         return None
     if n_ranks > 1:
         # At least four rows per rank, so that the ranks can be balanced.
-        total = sum(row.length for row in shared_rows(inputs.scored, inputs.tokens, max_row, longest))
+        total = sum(
+            row.length for row in shared_rows(inputs.scored, inputs.tokens, max_row, longest)
+        )
         max_row = min(max_row, math.ceil(total / (4 * n_ranks)))
     rows = shared_rows(inputs.scored, inputs.tokens, max_row, longest)
     unshared = sum(len(inputs.tokens[i]) for i in inputs.scored)
     return rows if sum(row.length for row in rows) <= _MAX_SHARED_FRACTION * unshared else None
 
 
-def _split_passes(rows: list[Row], inputs: SequenceInputs, spec: MicroBatchSpec, packed: bool) -> list[list[Row]]:
-    """Return rows of similar length in passes within the budget, the pass with the most positions first."""
+def _split_passes(
+    rows: list[Row], inputs: SequenceInputs, spec: MicroBatchSpec, packed: bool
+) -> list[list[Row]]:
+    """Return rows of similar length in passes within the budget, the pass with the most positions
+    first."""
     cap = spec.max_tokens_per_mb
     if above := sum(row.length > cap for row in rows) if cap is not None else 0:
-        _log.warning("%d sequences are longer than max_tokens_per_mb=%s: one micro-batch each", above, cap)
+        _log.warning(
+            "%d sequences are longer than max_tokens_per_mb=%s: one micro-batch each", above, cap
+        )
     if packed:
-        passes = [[rows[i] for i in batch] for batch in packed_batches([row.length for row in rows], cap)]
+        passes = [
+            [rows[i] for i in batch] for batch in packed_batches([row.length for row in rows], cap)
+        ]
     else:
         passes = []
         for kind in _split_by_mask(rows):
@@ -212,8 +226,11 @@ def _halve_largest(passes: list[list[Row]], inputs: SequenceInputs) -> None:
         passes[largest : largest + 1] = [chosen[: len(chosen) // 2], chosen[len(chosen) // 2 :]]
 
 
-def _build_part(sample: SequenceSample, inputs: SequenceInputs, rows: list[Row], idle: list[int]) -> Part:
-    """Return the micro-batch of these rows and of the ``idle`` sequences, which are not computed."""
+def _build_part(
+    sample: SequenceSample, inputs: SequenceInputs, rows: list[Row], idle: list[int]
+) -> Part:
+    """Return the micro-batch of these rows and of the ``idle`` sequences, which are not
+    computed."""
     lengths = np.asarray(sample.lengths("packed_input_ids").values)
     keep = np.zeros(len(lengths), dtype=bool)
     keep[[i for row in rows for i in row.members] + idle] = True
@@ -241,7 +258,9 @@ class StepAccount:
         self._kept: dict[str, Tensor] = {}
         self.backward = False
 
-    def add(self, part: Part, loss: float, stats: Mapping[str, float], kept: Mapping[str, Tensor]) -> None:
+    def add(
+        self, part: Part, loss: float, stats: Mapping[str, float], kept: Mapping[str, Tensor]
+    ) -> None:
         """Add the results of one micro-batch."""
         self._loss += loss
         self._stats = sum_statistics([self._stats, stats])
@@ -251,14 +270,22 @@ class StepAccount:
     def sum_over(self, ranks: Ranks) -> tuple[dict[str, float], bool, dict[str, Tensor]]:
         """Return the results of the whole batch, equal on every rank.
 
-        These are the statistics including ``loss``, whether any rank had a gradient, and the kept tensors,
-        fp32 (size,).
+        These are the statistics including ``loss``, whether any rank had a gradient, and the kept
+        tensors, fp32 (size,).
         """
-        own = {"stats": self._stats, "loss": self._loss, "backward": self.backward, "kept": [*self._kept]}
+        own = {
+            "stats": self._stats,
+            "loss": self._loss,
+            "backward": self.backward,
+            "kept": [*self._kept],
+        }
         parts = ranks.gather(own)
         for name in sorted({name for part in parts for name in part["kept"]}):
             ranks.sum_(self._kept_tensor(name))
-        stats = {**sum_statistics(part["stats"] for part in parts), "loss": sum(part["loss"] for part in parts)}
+        stats = {
+            **sum_statistics(part["stats"] for part in parts),
+            "loss": sum(part["loss"] for part in parts),
+        }
         return stats, any(part["backward"] for part in parts), self._kept
 
     def _kept_tensor(self, name: str) -> Tensor:

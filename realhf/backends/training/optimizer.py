@@ -1,4 +1,5 @@
-"""AdamW with fp32 master weights, a learning rate schedule and optional offloading of the moments to the host."""
+"""AdamW with fp32 master weights, a learning rate schedule and optional offloading of the moments
+to the host."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from realhf.api.config import LRSchedule, OptimizerConfig
 
 PIECE_BYTES = 1 << 28
-"""Maximum size of the pieces in which moments are copied, bytes. A larger parameter is a piece of its own. Two
-pieces are on the device at a time."""
+"""Maximum size of the pieces in which moments are copied, bytes. A larger parameter is a piece of
+its own. Two pieces are on the device at a time."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the moments in the state of torch.optim.AdamW."""
 _ALIGNED = 256
@@ -30,40 +31,46 @@ _ROOMS = 2
 class HostMemory:
     """Pinned host memory for the moments of a CUDA device, and asynchronous copies of its pieces.
 
-    Ordinary memory is pinned in place, because an allocator of pinned memory would round the size up to a
-    power of two. Pieces are copied to the device on one stream and back on another, so that both directions
-    of the bus are used in parallel with the arithmetic.
+    Ordinary memory is pinned in place, because an allocator of pinned memory would round the size
+    up to a power of two. Pieces are copied to the device on one stream and back on another, so that
+    both directions of the bus are used in parallel with the arithmetic.
 
-    Between steps the moments are in host memory. In a step, piece ``number`` (0, 1, ...) is copied to the
-    buffer (room) ``number % 2`` on the device and back. The methods only enqueue their operation; operations
-    run in the order that their names imply. Raises ValueError for a device that is not a CUDA device.
+    Between steps the moments are in host memory. In a step, piece ``number`` (0, 1, ...) is copied
+    to the buffer (room) ``number % 2`` on the device and back. The methods only enqueue their
+    operation; operations run in the order that their names imply. Raises ValueError for a device
+    that is not a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
             raise ValueError(
-                f"optimizer.offload=true: has no effect on the device {device}, whose memory is that of the host"
+                f"optimizer.offload=true: has no effect on the device {device}, whose memory is "
+                f"that of the host"
             )
         self._device = device
         self._lanes: _Lanes | None = None
 
     def slab(self, nbytes: int) -> Tensor:
-        """Return pinned memory, u8 (nbytes,), zeros. Raises RuntimeError if the host cannot pin that much."""
+        """Return pinned memory, u8 (nbytes,), zeros. Raises RuntimeError if the host cannot pin
+        that much."""
         slab = torch.zeros(nbytes, dtype=torch.uint8)
         runtime: Any = torch.cuda.cudart()
         with torch.cuda.device(self._device):
             code = int(runtime.cudaHostRegister(slab.data_ptr(), nbytes, _PORTABLE))
         if code:
             raise RuntimeError(
-                f"optimizer.offload=true: the host cannot pin {nbytes / 2**30:.3g} GiB for the moments (CUDA error "
+                f"optimizer.offload=true: the host cannot pin {nbytes / 2**30:.3g} GiB for the "
+                f"moments (CUDA error "
                 f"{code}); raise the limit of locked memory (ulimit -l), or set false"
             )
-        # The finaliser references the slab, so it is unpinned before it is freed. At process exit it stays pinned.
+        # The finaliser references the slab, so it is unpinned before it is freed. At process exit
+        # it stays pinned.
         weakref.finalize(self, _unpin, slab).atexit = False
         return slab
 
     def fetch(self, number: int, held: Tensor, room: Tensor) -> None:
-        """Copy a piece from host memory (``held``) to its buffer, after the previous piece there was stored."""
+        """Copy a piece from host memory (``held``) to its buffer, after the previous piece there
+        was stored."""
         lanes = self._lanes = self._lanes or _Lanes.on(self._device)
         stored = lanes.stored[number % _ROOMS]
         if number < _ROOMS:  # The buffer was allocated, or last used, on the compute stream.
@@ -135,14 +142,17 @@ class _Piece:
 
 
 class RestingMoments:
-    """Optimizer step of torch.optim.AdamW with moments that are offloaded to the host between steps.
+    """Optimizer step of torch.optim.AdamW with moments that are offloaded to the host between
+    steps.
 
-    The moments are in one slab of ``memory``, in the order of the parameters, the two moments of each next to
-    each other, so that a piece is one copy. The device computes the update, so the results are bit-identical
-    to those without offloading.
+    The moments are in one slab of ``memory``, in the order of the parameters, the two moments of
+    each next to each other, so that a piece is one copy. The device computes the update, so the
+    results are bit-identical to those without offloading.
     """
 
-    def __init__(self, adamw: torch.optim.AdamW, memory: HostMemory, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(
+        self, adamw: torch.optim.AdamW, memory: HostMemory, piece_bytes: int = PIECE_BYTES
+    ) -> None:
         self._adamw = adamw
         self._memory = memory
         own = [parameter for group in adamw.param_groups for parameter in group["params"]]
@@ -152,7 +162,12 @@ class RestingMoments:
     @torch.no_grad()
     def step(self) -> None:
         """Update the parameters that have gradients, and clear the gradients."""
-        gradients = {p: p.grad for group in self._adamw.param_groups for p in group["params"] if p.grad is not None}
+        gradients = {
+            p: p.grad
+            for group in self._adamw.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        }
         for parameter in gradients:
             parameter.grad = None
             if not self._adamw.state.get(parameter):
@@ -163,7 +178,9 @@ class RestingMoments:
             for number, piece in enumerate(pieces):
                 for coming in (0, 1) if number == 0 else (number + 1,):
                     if coming < len(pieces):
-                        self._memory.fetch(coming, self._part(pieces[coming]), rooms[coming % _ROOMS])
+                        self._memory.fetch(
+                            coming, self._part(pieces[coming]), rooms[coming % _ROOMS]
+                        )
                 self._memory.await_fetched(number)
                 self._update(piece, rooms[number % _ROOMS], gradients)
                 self._memory.store(number, self._part(piece), rooms[number % _ROOMS])
@@ -184,7 +201,10 @@ class RestingMoments:
 
     def _rooms(self, pieces: Sequence[_Piece]) -> list[Tensor]:
         """Return the two buffers on the device, the second one empty if there is only one piece."""
-        sizes = [max((piece.nbytes for piece in pieces[room::_ROOMS]), default=0) for room in range(_ROOMS)]
+        sizes = [
+            max((piece.nbytes for piece in pieces[room::_ROOMS]), default=0)
+            for room in range(_ROOMS)
+        ]
         device = pieces[0].parameters[0].device if pieces else None
         return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
@@ -200,16 +220,24 @@ class RestingMoments:
         return self._slab[piece.start : piece.stop]
 
     def _moments(self, parameter: Tensor, memory: Tensor, start: int = 0) -> dict[str, Tensor]:
-        """Return views of the moments of a parameter in ``memory``, which has the slab from byte ``start`` on."""
+        """Return views of the moments of a parameter in ``memory``, which has the slab from byte
+        ``start`` on."""
         nbytes = parameter.numel() * parameter.element_size()
         found = {}
         for name, place in zip(_MOMENTS, self._places[parameter], strict=True):
-            found[name] = memory[place - start : place - start + nbytes].view(parameter.dtype).view(parameter.shape)
+            found[name] = (
+                memory[place - start : place - start + nbytes]
+                .view(parameter.dtype)
+                .view(parameter.shape)
+            )
         return found
 
 
-def _layout(parameters: Iterable[Tensor], piece_bytes: int) -> tuple[dict[Tensor, tuple[int, int]], list[_Piece]]:
-    """Return the first bytes of the two moments of each parameter in the slab, and the pieces of the slab.
+def _layout(
+    parameters: Iterable[Tensor], piece_bytes: int
+) -> tuple[dict[Tensor, tuple[int, int]], list[_Piece]]:
+    """Return the first bytes of the two moments of each parameter in the slab, and the pieces of
+    the slab.
 
     Raises ValueError without a parameter.
     """
@@ -234,8 +262,8 @@ def _layout(parameters: Iterable[Tensor], piece_bytes: int) -> tuple[dict[Tensor
 def learning_rate(config: OptimizerConfig, version: int, total_steps: int) -> float:
     """Return the learning rate of the train step that turns ``version`` into ``version + 1``.
 
-    It warms up linearly over ``warmup_steps_proportion`` of ``total_steps``; the first step is not 0. Then it
-    is constant, or decays linearly or as a cosine from the peak to 0 at ``total_steps``.
+    It warms up linearly over ``warmup_steps_proportion`` of ``total_steps``; the first step is not
+    0. Then it is constant, or decays linearly or as a cosine from the peak to 0 at ``total_steps``.
     """
     warmup = math.ceil(config.warmup_steps_proportion * total_steps)
     if version < warmup:
@@ -251,25 +279,37 @@ def learning_rate(config: OptimizerConfig, version: int, total_steps: int) -> fl
 class PolicyOptimizer:
     """AdamW optimizer of the trainable parameters of a module.
 
-    Parameters in a narrower type than fp32 get fp32 master weights, because small updates would be rounded
-    away in bf16. Biases and norms (one dimension) have no weight decay. With ``config.offload`` the moments
-    are in ``memory`` (None: pinned host memory); raises ValueError if the device is not a CUDA device.
+    Parameters in a narrower type than fp32 get fp32 master weights, because small updates would be
+    rounded away in bf16. Biases and norms (one dimension) have no weight decay. With
+    ``config.offload`` the moments are in ``memory`` (None: pinned host memory); raises ValueError
+    if the device is not a CUDA device.
     """
 
     def __init__(
-        self, module: nn.Module, config: OptimizerConfig, total_steps: int, *, memory: HostMemory | None = None
+        self,
+        module: nn.Module,
+        config: OptimizerConfig,
+        total_steps: int,
+        *,
+        memory: HostMemory | None = None,
     ) -> None:
         if config.lr < 0 or total_steps < 1:
-            raise ValueError(f"optimizer: lr {config.lr} must be >= 0 and total steps {total_steps} >= 1")
+            raise ValueError(
+                f"optimizer: lr {config.lr} must be >= 0 and total steps {total_steps} >= 1"
+            )
         self._config = config
         self._total = total_steps
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._masters = [
-            p if p.dtype == torch.float32 else nn.Parameter(p.detach().float().clone()) for p in self._parameters
+            p if p.dtype == torch.float32 else nn.Parameter(p.detach().float().clone())
+            for p in self._parameters
         ]
         self._adamw = torch.optim.AdamW(
             [
-                {"params": [p for p in self._masters if p.ndim > 1], "weight_decay": config.weight_decay},
+                {
+                    "params": [p for p in self._masters if p.ndim > 1],
+                    "weight_decay": config.weight_decay,
+                },
                 {"params": [p for p in self._masters if p.ndim <= 1], "weight_decay": 0.0},
             ],
             lr=config.lr,
@@ -279,7 +319,9 @@ class PolicyOptimizer:
         )
         self._resting: RestingMoments | None = None
         if config.offload and self._masters:
-            self._resting = RestingMoments(self._adamw, memory or HostMemory(self._masters[0].device))
+            self._resting = RestingMoments(
+                self._adamw, memory or HostMemory(self._masters[0].device)
+            )
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -288,7 +330,8 @@ class PolicyOptimizer:
 
     @property
     def masters(self) -> list[nn.Parameter]:
-        """Master weights, fp32, whose gradients are accumulated; the parameters themselves if they are fp32."""
+        """Master weights, fp32, whose gradients are accumulated; the parameters themselves if they
+        are fp32."""
         return self._masters
 
     @property
@@ -297,13 +340,18 @@ class PolicyOptimizer:
         return self._resting is not None
 
     def use(self, config: OptimizerConfig) -> None:
-        """Use these options from now on, with the current moments. Raises ValueError if ``offload`` changes."""
+        """Use these options from now on, with the current moments. Raises ValueError if ``offload``
+        changes."""
         if config.offload != self._config.offload:
-            raise ValueError("optimizer.offload: an optimizer that has begun keeps its moments where they are")
+            raise ValueError(
+                "optimizer.offload: an optimizer that has begun keeps its moments where they are"
+            )
         self._config = config
         for group in self._adamw.param_groups:
             group["betas"], group["eps"] = (config.beta1, config.beta2), config.eps
-            group["weight_decay"] = config.weight_decay if any(p.ndim > 1 for p in group["params"]) else 0.0
+            group["weight_decay"] = (
+                config.weight_decay if any(p.ndim > 1 for p in group["params"]) else 0.0
+            )
 
     def zero_grad(self) -> None:
         """Clear all gradients."""
@@ -324,22 +372,29 @@ class PolicyOptimizer:
     def accumulate(self) -> None:
         """Add the gradients of one micro-batch to those of the master weights.
 
-        The sum is in fp32 to avoid rounding. Parameters that are their own master weights accumulate in place.
+        The sum is in fp32 to avoid rounding. Parameters that are their own master weights
+        accumulate in place.
         """
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             if master is not parameter and parameter.grad is not None:
-                master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
+                master.grad = (
+                    parameter.grad.float()
+                    if master.grad is None
+                    else master.grad.add_(parameter.grad)
+                )
                 parameter.grad = None
 
     def gradient_norm(self) -> float:
-        """Return the global L2 norm of the gradients before clipping, computed in fp32; 0 without a gradient."""
+        """Return the global L2 norm of the gradients before clipping, computed in fp32; 0 without a
+        gradient."""
         grads = [p.grad for p in self._masters if p.grad is not None]
         norm = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     @torch.no_grad()
     def step(self, version: int, norm: float) -> float:
-        """Clip the gradients, whose finite norm is ``norm``, and update the parameters; return the learning rate."""
+        """Clip the gradients, whose finite norm is ``norm``, and update the parameters; return the
+        learning rate."""
         rate = learning_rate(self._config, version, self._total)
         limit = self._config.gradient_clipping
         scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
@@ -363,8 +418,8 @@ class PolicyOptimizer:
     def tensors(self, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
         """Return the tensors of the optimizer (no copies) by name.
 
-        These are the state of AdamW, ``exp_avg/NAME`` and so on, and ``master/NAME`` for separate master
-        weights. ``names`` are the names of the parameters.
+        These are the state of AdamW, ``exp_avg/NAME`` and so on, and ``master/NAME`` for separate
+        master weights. ``names`` are the names of the parameters.
         """
         found: dict[str, Tensor] = {}
         for parameter, master in zip(self._parameters, self._masters, strict=True):
@@ -375,7 +430,8 @@ class PolicyOptimizer:
         return found
 
     def begin_moments(self, of: Collection[nn.Parameter]) -> None:
-        """Reset the moments: 0 for these parameters, none for others. ``tensors`` then includes them for loading."""
+        """Reset the moments: 0 for these parameters, none for others. ``tensors`` then includes
+        them for loading."""
         self._adamw.state.clear()
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             if parameter in of and self._resting is not None:

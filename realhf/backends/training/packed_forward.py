@@ -1,10 +1,12 @@
-"""Computes hidden states of packed sequences by any decoder, and log-probabilities and values of them.
+"""Computes hidden states of packed sequences by any decoder, and log-probabilities and values of
+them.
 
-All rows of a pass lie behind each other, without padding or masks, where the model is proven to follow that: on a GPU
-with a kernel for attention over sequences of different lengths, on a CPU with attention by pieces of the rows.
-Elsewhere rows of similar length run in one right-padded batch. Rows of one sequence each have no attention mask then:
-under causal attention no real token sees padding behind it, and the maskless kernels are the fast ones. Rows whose
-sequences share what they have in common bring a mask and positions of their own, if the model is proven to follow them.
+All rows of a pass lie behind each other, without padding or masks, where the model is proven to
+follow that: on a GPU with a kernel for attention over sequences of different lengths, on a CPU with
+attention by pieces of the rows. Elsewhere rows of similar length run in one right-padded batch.
+Rows of one sequence each have no attention mask then: under causal attention no real token sees
+padding behind it, and the maskless kernels are the fast ones. Rows whose sequences share what they
+have in common bring a mask and positions of their own, if the model is proven to follow them.
 Hidden states are kept only at positions whose prediction is scored.
 """
 
@@ -51,9 +53,9 @@ from realhf.backends.training.varlen_attention import (
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Holds the asked-for positions of one pass through the model. ``hidden`` (m, width); ``target`` i64 (m,): the
-    token that follows; ``place`` i64 (m,): where each stands in the packed L-1 layout; ``logits`` (m, vocabulary) only
-    where nothing is known of the model's head."""
+    """Holds the asked-for positions of one pass through the model. ``hidden`` (m, width);
+    ``target`` i64 (m,): the token that follows; ``place`` i64 (m,): where each stands in the packed
+    L-1 layout; ``logits`` (m, vocabulary) only where nothing is known of the model's head."""
 
     hidden: Tensor
     target: Tensor
@@ -63,10 +65,11 @@ class ScoredRows:
 
 @dataclass(frozen=True)
 class Heads:
-    """Says what a model has on top of its hidden states. ``language`` returns the weight (vocabulary, width) of a head
-    that is a product with it, plus what ``side`` returns for hidden states (the factors of an adapter's product, or
-    None) and what ``bias`` returns, times ``factor``, with ``cap`` bounded to that by tanh; ``value`` is a projection
-    to one number, which stands in the place of a language-model head, of whatever kind."""
+    """Says what a model has on top of its hidden states. ``language`` returns the weight
+    (vocabulary, width) of a head that is a product with it, plus what ``side`` returns for hidden
+    states (the factors of an adapter's product, or None) and what ``bias`` returns, times
+    ``factor``, with ``cap`` bounded to that by tanh; ``value`` is a projection to one number, which
+    stands in the place of a language-model head, of whatever kind."""
 
     language: Callable[[], Tensor] | None = None
     side: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None
@@ -77,24 +80,35 @@ class Heads:
 
 
 class PackedOutputs:
-    """Implements ``ForwardOutputs``. ``size`` is the sum of L-1 over the sequences of the micro-batch, ``rows`` is None
-    where nothing of it is asked for."""
+    """Implements ``ForwardOutputs``. ``size`` is the sum of L-1 over the sequences of the
+    micro-batch, ``rows`` is None where nothing of it is asked for."""
 
-    def __init__(self, rows: ScoredRows | None, size: int, heads: Heads, device: torch.device) -> None:
+    def __init__(
+        self, rows: ScoredRows | None, size: int, heads: Heads, device: torch.device
+    ) -> None:
         self._rows = rows
         self._size = size
         self._heads = heads
         self._device = device
         self.kept: dict[str, Tensor] = {}
 
-    def logprobs(self, *, temperature: float = 1.0, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    def logprobs(
+        self, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """See ``ForwardOutputs``."""
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
         if self._heads.value is not None:
-            raise ValueError("this model has a value head and no language-model head: it gives no log-probabilities")
+            raise ValueError(
+                "this model has a value head and no language-model head: it gives no "
+                "log-probabilities"
+            )
         rows = self._rows
-        found = (None, None) if rows is None else self._score(rows, rows.target[:, None], temperature, with_entropy)
+        found = (
+            (None, None)
+            if rows is None
+            else self._score(rows, rows.target[:, None], temperature, with_entropy)
+        )
         logprobs = self._spread(None if found[0] is None else found[0][:, 0])
         return logprobs, self._spread(found[1]) if with_entropy else None
 
@@ -104,19 +118,25 @@ class PackedOutputs:
         blank = torch.zeros(tokens.shape, device=self._device)
         if self._rows is None:
             return blank
-        return blank.index_copy(0, self.place, self._score(self._rows, tokens[self.place], 1.0, False)[0])
+        return blank.index_copy(
+            0, self.place, self._score(self._rows, tokens[self.place], 1.0, False)[0]
+        )
 
     def values(self) -> Tensor:
         """See ``ForwardOutputs``."""
         head = self._heads.value
         if head is None:
-            raise ValueError("this model has no value head: a critic needs a ModelSpec with head='value'")
+            raise ValueError(
+                "this model has no value head: a critic needs a ModelSpec with head='value'"
+            )
         return self._spread(None if self._rows is None else head(self._rows.hidden)[..., 0].float())
 
     def keep(self, name: str, values: Tensor) -> None:
         """See ``ForwardOutputs``. Raises ValueError on another shape."""
         if values.shape != (self._size,):
-            raise ValueError(f"keep({name!r}): shape {tuple(values.shape)}, the micro-batch has ({self._size},)")
+            raise ValueError(
+                f"keep({name!r}): shape {tuple(values.shape)}, the micro-batch has ({self._size},)"
+            )
         self.kept[name] = values.detach().float().cpu()
 
     @property
@@ -138,7 +158,9 @@ class PackedOutputs:
     def head(self) -> Tensor | None:
         """See ``ForwardOutputs``."""
         heads = self._heads
-        plain = heads.side is None and heads.bias is None and heads.factor == 1.0 and heads.cap is None
+        plain = (
+            heads.side is None and heads.bias is None and heads.factor == 1.0 and heads.cap is None
+        )
         return heads.language() if heads.language is not None and plain else None
 
     def _nowhere(self) -> Tensor:
@@ -149,28 +171,41 @@ class PackedOutputs:
         blank = torch.zeros(self._size, device=self._device)
         return blank if numbers is None else blank.index_copy(0, self.place, numbers)
 
-    def _score(self, rows: ScoredRows, ids: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
+    def _score(
+        self, rows: ScoredRows, ids: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities of ``ids`` i64 (m, K), f32, and entropies f32 (m,)."""
         heads = self._heads
         (hidden, logits) = (rows.hidden, rows.logits)
         if heads.language is not None and logits is None:
             bias = None if heads.bias is None else heads.bias()
             side = None if heads.side is None else heads.side(hidden)
-            shape: dict[str, Any] = {"bias": bias, "side": side, "factor": heads.factor, "cap": heads.cap}
-            return selected_logprobs(hidden, heads.language(), ids, temperature, with_entropy=with_entropy, **shape)
+            shape: dict[str, Any] = {
+                "bias": bias,
+                "side": side,
+                "factor": heads.factor,
+                "cap": heads.cap,
+            }
+            return selected_logprobs(
+                hidden, heads.language(), ids, temperature, with_entropy=with_entropy, **shape
+            )
         assert logits is not None, "an unknown head gives its logits"
         log_p = functional.log_softmax(logits.float() / temperature, -1)
         logprobs = log_p.gather(-1, ids)
-        return logprobs, -(log_p.exp() * log_p).sum(-1) if with_entropy else logprobs.new_zeros(len(ids))
+        return logprobs, -(log_p.exp() * log_p).sum(-1) if with_entropy else logprobs.new_zeros(
+            len(ids)
+        )
 
 
 _LONGEST = 512
-"""Widest window of a model's own making, in columns, that is tried out; a row to try it is a bit longer."""
+"""Widest window of a model's own making, in columns, that is tried out; a row to try it is a bit
+longer."""
 _OURS = "sliding_window"
 
 
 def own_windows(config: Any) -> list[int]:
-    """Return the options of a model that may be windows or chunks in tokens, but for the one that our masks have."""
+    """Return the options of a model that may be windows or chunks in tokens, but for the one that
+    our masks have."""
     options = config.get_text_config().to_dict()
     named = {name: value for name, value in options.items() if "window" in name or "chunk" in name}
     named = {name: value for name, value in named.items() if name != _OURS and "layers" not in name}
@@ -178,8 +213,9 @@ def own_windows(config: Any) -> list[int]:
 
 
 def probe(config: Any) -> SequenceInputs | None:
-    """Make sequences that part twice, all of whose positions are scored. In a row of all of them columns part by more
-    than every window of the model's own, tokens do not. None if that takes too long a row."""
+    """Make sequences that part twice, all of whose positions are scored. In a row of all of them
+    columns part by more than every window of the model's own, tokens do not. None if that takes too
+    long a row."""
     widest = max(own_windows(config), default=0)
     if widest > _LONGEST:
         return None
@@ -199,45 +235,60 @@ def probe(config: Any) -> SequenceInputs | None:
 
 
 def strayed(found: Tensor, expected: Tensor) -> float:
-    """Return how far hidden states (n, width) are from expected ones at the worst position, of the length there."""
+    """Return how far hidden states (n, width) are from expected ones at the worst position, of the
+    length there."""
     far = (found - expected).float().norm(dim=-1) / expected.float().norm(dim=-1).clamp(min=1e-6)
     return float(far.max())
 
 
 def tolerance(dtype: torch.dtype, own: float) -> float:
-    """Return how far shared rows may be off. ``own``: how far a model of ``dtype`` is off from itself when only the
-    composition of a batch changes."""
+    """Return how far shared rows may be off. ``own``: how far a model of ``dtype`` is off from
+    itself when only the composition of a batch changes."""
     return min(0.1, max(1e-3, 2 * torch.finfo(dtype).eps, 4 * own))
 
 
 _AGAIN = 5
 """Rows that are computed once more, each alone, which tells how a model rounds."""
-_UNFIT = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+_UNFIT = (
+    AttributeError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 _log = logging.getLogger(__name__)
 
 
 class PackedForward:
-    """Runs packed sequences through ``model``, a causal language model or a decoder with a ``value_head``; keeps no
-    state between calls. ``pace`` is called before each pass. ``shares`` says whether rows may share prefixes, in rows
-    of up to ``row_tokens`` positions, and ``packs`` whether they are computed without padding; the constructor finds
-    that out by a few tokens. On a CPU attention is computed by pieces of the rows (``row_tree_attention``) if the model
-    follows that; not without ``pieces``: layers that are computed again in the backward pass, where nobody tells them
-    how, or compiled, which would be done anew for every tree."""
+    """Runs packed sequences through ``model``, a causal language model or a decoder with a
+    ``value_head``; keeps no state between calls. ``pace`` is called before each pass. ``shares``
+    says whether rows may share prefixes, in rows of up to ``row_tokens`` positions, and ``packs``
+    whether they are computed without padding; the constructor finds that out by a few tokens. On a
+    CPU attention is computed by pieces of the rows (``row_tree_attention``) if the model follows
+    that; not without ``pieces``: layers that are computed again in the backward pass, where nobody
+    tells them how, or compiled, which would be done anew for every tree."""
 
-    def __init__(self, model: Any, *, pieces: bool = True, pace: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, model: Any, *, pieces: bool = True, pace: Callable[[], None] = lambda: None
+    ) -> None:
         self.model = model
         self.pace = pace
         self.heads = heads_of(model)
         self._kernel = self._proven_kernel()
         self.packs = self._kernel is not None or (pieces and self._follows_trees())
         self.shares = self.packs or self._follows_masks()
-        # What hides columns from each other has at worst the square of a row, but for kernels that need no mask.
-        self.row_tokens = None if self._kernel is not None else BATCH_TOKENS if self.packs else ROW_TOKENS
+        # What hides columns from each other has at worst the square of a row, but for kernels that
+        # need no mask.
+        self.row_tokens = (
+            None if self._kernel is not None else BATCH_TOKENS if self.packs else ROW_TOKENS
+        )
 
     def __call__(self, sample: SequenceSample, rows: Sequence[Row] | None = None) -> PackedOutputs:
-        """Return what is known of the positions whose prediction is asked for: where ``loss_mask`` is True at the
-        predicted token, or everywhere without one. ``rows`` are computed, in one pass; without them every sequence is a
-        row. Raises ValueError on an empty sequence."""
+        """Return what is known of the positions whose prediction is asked for: where ``loss_mask``
+        is True at the predicted token, or everywhere without one. ``rows`` are computed, in one
+        pass; without them every sequence is a row. Raises ValueError on an empty sequence."""
         inputs = SequenceInputs.of(sample)
         chosen = plain_rows(inputs.scored, inputs.tokens) if rows is None else rows
         self.pace()
@@ -250,9 +301,12 @@ class PackedForward:
         return PackedOutputs(found, inputs.size, self.heads, self.model.device)
 
     def nothing(self) -> Tensor:
-        """Run one token through the decoder; return a 0 with its graph, which every weight is part of."""
+        """Run one token through the decoder; return a 0 with its graph, which every weight is part
+        of."""
         decoder = self.model.get_decoder()
-        tokens = torch.full((1, 1), _no_padding(decoder), dtype=torch.int64, device=self.model.device)
+        tokens = torch.full(
+            (1, 1), _no_padding(decoder), dtype=torch.int64, device=self.model.device
+        )
         nothing = 0.0 * decoder(input_ids=tokens, use_cache=False).last_hidden_state.sum()
         language = None if self.heads.value is not None else self.model.get_output_embeddings()
         for head in (language, self.heads.value):
@@ -265,7 +319,9 @@ class PackedForward:
         given: dict[str, Any] = {"input_ids": chosen.tokens.to(device), "use_cache": False}
         if chosen.seen is not None:
             depth = given["position_ids"] = chosen.depth.to(device)
-            given["attention_mask"] = masks(self.model.config, chosen.seen.to(device), depth, self._dtype)
+            given["attention_mask"] = masks(
+                self.model.config, chosen.seen.to(device), depth, self._dtype
+            )
         if chosen.packed is not None:
             given["position_ids"], given[LAYOUT] = chosen.depth.to(device), chosen.packed.to(device)
             # Models make no mask where they are given one; nobody looks at it.
@@ -284,15 +340,17 @@ class PackedForward:
         if self.heads.value is None and self.heads.language is None:
             hidden, logits = _through_the_whole_model(self.model, given, column)
             return ScoredRows(hidden, target, place, logits)
-        return ScoredRows(_at(self.model.get_decoder()(**given).last_hidden_state, column), target, place)
+        return ScoredRows(
+            _at(self.model.get_decoder()(**given).last_hidden_state, column), target, place
+        )
 
     @property
     def _dtype(self) -> torch.dtype:
         return next(self.model.parameters()).dtype
 
     def _proven_kernel(self) -> Kernel | None:
-        """Return the device's kernel for packed rows if the model follows it; else say why rows are padded, where that
-        is not the usual."""
+        """Return the device's kernel for packed rows if the model follows it; else say why rows are
+        padded, where that is not the usual."""
         kernel, reason = kernel_for(self.model.device, self._dtype, head_sizes(self.model.config))
         if kernel is not None:
             if not can_pack(self.model):
@@ -311,13 +369,15 @@ class PackedForward:
         return None
 
     def _follows_trees(self) -> bool:
-        """Return whether the model takes attention by pieces; if not, rows are padded, and may have masks."""
+        """Return whether the model takes attention by pieces; if not, rows are padded, and may have
+        masks."""
         if self.model.device.type != "cpu" or sliding_window(self.model.config) is not None:
             return False
         return not self._strays(lambda rows, inputs: packed_pass(rows, inputs, None))
 
     def _follows_masks(self) -> bool:
-        """Return whether the model follows the masks of shared rows, with a warning if it does not."""
+        """Return whether the model follows the masks of shared rows, with a warning if it does
+        not."""
         reason = self._strays(row_pass)
         if reason:
             _log.warning("prefixes are computed for each sequence: %s", reason)
@@ -325,9 +385,9 @@ class PackedForward:
 
     @torch.no_grad()
     def _strays(self, laid_out: Callable[[Sequence[Row], SequenceInputs], RowPass]) -> str:
-        """Compare hidden states of sequences that share prefixes, in rows that ``laid_out`` lays out, with those of the
-        same sequences in padded rows of their own: a model may have positions, masks or states that follow the order of
-        columns. Return why it does, or ""."""
+        """Compare hidden states of sequences that share prefixes, in rows that ``laid_out`` lays
+        out, with those of the same sequences in padded rows of their own: a model may have
+        positions, masks or states that follow the order of columns. Return why it does, or ""."""
         inputs = probe(self.model.config)
         if inputs is None:
             return "the model has a window of its own, too wide to try"
@@ -338,7 +398,9 @@ class PackedForward:
         try:
             together = self._scored(laid_out(rows, inputs)).hidden
             apart = self._scored(row_pass(alone, inputs)).hidden
-            again = torch.cat([self._scored(row_pass([row], inputs)).hidden for row in alone[:_AGAIN]])
+            again = torch.cat(
+                [self._scored(row_pass([row], inputs)).hidden for row in alone[:_AGAIN]]
+            )
         except _UNFIT as error:
             return f"the model takes no layout of rows ({error})"
         finally:
@@ -351,13 +413,15 @@ class PackedForward:
 
 
 def _no_padding(decoder: Any) -> int:
-    """Return a token other than the one for padding, at whose embedding of zeros some models have no gradient."""
+    """Return a token other than the one for padding, at whose embedding of zeros some models have
+    no gradient."""
     return 1 if getattr(decoder.get_input_embeddings(), "padding_idx", None) == 0 else 0
 
 
 def _missed_window(config: Any, windows: Sequence[int | None]) -> str:
-    """Return what is wrong with the windows that layers gave to their attention, or "": some models have theirs in the
-    mask alone, which packed rows do not have, and sequences of a trial are shorter than most windows."""
+    """Return what is wrong with the windows that layers gave to their attention, or "": some models
+    have theirs in the mask alone, which packed rows do not have, and sequences of a trial are
+    shorter than most windows."""
     window = sliding_window(config)
     sliding = n_sliding_layers(config)
     if [each for each in windows if each is not None] == [window] * sliding:
@@ -371,8 +435,9 @@ _WIDE = 100.0
 
 @torch.no_grad()
 def heads_of(model: Any) -> Heads:
-    """Return what ``model`` has on top of its decoder: a value head, or what its configuration says of the language
-    head, if the model then gives the same logits, for small ones and for large ones; else ``Heads()``."""
+    """Return what ``model`` has on top of its decoder: a value head, or what its configuration says
+    of the language head, if the model then gives the same logits, for small ones and for large
+    ones; else ``Heads()``."""
     if (value := getattr(model, "value_head", None)) is not None:
         return Heads(value=value)
     layer = model.get_output_embeddings()
@@ -382,7 +447,9 @@ def heads_of(model: Any) -> Heads:
     config = model.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None)
     cap = float(cap) if cap else None
-    factor = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    factor = float(getattr(config, "logit_scale", None) or 1.0) / float(
+        getattr(config, "logits_scaling", None) or 1.0
+    )
     given: list[Tensor] = []
 
     def widen(_module: Any, _args: Any, output: Any) -> Any:
@@ -412,14 +479,16 @@ def heads_of(model: Any) -> Heads:
 
 
 def _at(hidden: Tensor, column: Tensor) -> Tensor:
-    # The gradient of index_select adds the rows of a repeated column up in order; that of indexing does not on several
-    # threads.
+    # The gradient of index_select adds the rows of a repeated column up in order; that of indexing
+    # does not on several threads.
     return hidden.flatten(0, 1).index_select(0, column)
 
 
-def _through_the_whole_model(model: Any, given: dict[str, Any], column: Tensor) -> tuple[Tensor, Tensor]:
-    """Return hidden states and logits at some columns, for a head of which nothing is known: it sees those
-    positions only."""
+def _through_the_whole_model(
+    model: Any, given: dict[str, Any], column: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return hidden states and logits at some columns, for a head of which nothing is known: it
+    sees those positions only."""
     kept: list[Tensor] = []
 
     def keep(_module: Any, _args: Any, output: Any) -> Any:

@@ -1,5 +1,6 @@
-"""Computes log-probabilities of chosen tokens from hidden states, without ever holding the logits of a batch: under a
-head that is a projection, or one and a bit more (a bias, a factor, a bound, as in Phi, Granite, Cohere, Gemma 2)."""
+"""Computes log-probabilities of chosen tokens from hidden states, without ever holding the logits
+of a batch: under a head that is a projection, or one and a bit more (a bias, a factor, a bound, as
+in Phi, Granite, Cohere, Gemma 2)."""
 
 from __future__ import annotations
 
@@ -17,31 +18,36 @@ from realhf.backends.embedded.kernels import product, trains_faster
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 3 << 24
-"""Bytes of logits (fp32) held at once: 256 rows of a vocabulary of 49,152 tokens. Smaller chunks read the weight of the
-head too often."""
+"""Bytes of logits (fp32) held at once: 256 rows of a vocabulary of 49,152 tokens. Smaller chunks
+read the weight of the head too often."""
 GPU_CHUNK_BYTES = 1 << 30
 _LEAST_GPU_SHARE = 64
-"""The same on a GPU: 1,766 rows of a vocabulary of 151,936 tokens, if that is at most one part in 64 of its memory. The
-backward pass holds two and a half times as much. A product of fewer rows is bound by reading the weight of the head and
-by writing its gradient."""
+"""The same on a GPU: 1,766 rows of a vocabulary of 151,936 tokens, if that is at most one part in
+64 of its memory. The backward pass holds two and a half times as much. A product of fewer rows is
+bound by reading the weight of the head and by writing its gradient."""
 _KEPT_BYTES = 1 << 24
-"""Logits of a call up to this size are kept for the backward pass; more of them are computed again."""
+"""Logits of a call up to this size are kept for the backward pass; more of them are computed
+again."""
 
 
 def chunk_rows(vocabulary: int, gpu_bytes: int = 0) -> int:
-    """Return how many rows of logits, fp32, make a chunk; ``gpu_bytes`` is the memory of the GPU that computes them."""
+    """Return how many rows of logits, fp32, make a chunk; ``gpu_bytes`` is the memory of the GPU
+    that computes them."""
     nbytes = max(CHUNK_BYTES, min(GPU_CHUNK_BYTES, gpu_bytes // _LEAST_GPU_SHARE))
     return max(1, nbytes // (4 * vocabulary))
 
 
 class _Products:
-    """Multiplies by the weight of a head (vocabulary, width), with fp32 sums and results. On the tensor cores of a GPU
-    bf16 factors stay what they are: a product of two bf16 numbers is exact in fp32, so that logits are those of fp32
-    factors but for the order of their sums; gradients of logits are rounded to bf16 before they are multiplied, as
-    those of every other layer of the model are. All other factors become fp32."""
+    """Multiplies by the weight of a head (vocabulary, width), with fp32 sums and results. On the
+    tensor cores of a GPU bf16 factors stay what they are: a product of two bf16 numbers is exact in
+    fp32, so that logits are those of fp32 factors but for the order of their sums; gradients of
+    logits are rounded to bf16 before they are multiplied, as those of every other layer of the
+    model are. All other factors become fp32."""
 
     def __init__(self, hidden: Tensor, weight: Tensor) -> None:
-        self.narrow = hidden.dtype == weight.dtype == torch.bfloat16 and multiplies_bf16(weight.device)
+        self.narrow = hidden.dtype == weight.dtype == torch.bfloat16 and multiplies_bf16(
+            weight.device
+        )
         self._head = weight if self.narrow else weight.float()
 
     def logits(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
@@ -65,7 +71,8 @@ class _Products:
         if self.narrow:
             if so_far is None:
                 return torch.mm(slope.t(), hidden, out_dtype=torch.float32)
-            # The product adds to what is there, instead of writing a second gradient of that size for every chunk.
+            # The product adds to what is there, instead of writing a second gradient of that size
+            # for every chunk.
             return torch.addmm(so_far, slope.t(), hidden, out_dtype=torch.float32, out=so_far)
         if so_far is not None and so_far.is_cuda:
             return so_far.addmm_(slope.t(), hidden.float())
@@ -75,8 +82,9 @@ class _Products:
 
 @functools.cache
 def multiplies_bf16(device: torch.device) -> bool:
-    """Return whether torch multiplies bf16 with fp32 sums and results on this device. It is tried, since not every
-    release does on every GPU; without it the head is several times as slow, and a warning says so."""
+    """Return whether torch multiplies bf16 with fp32 sums and results on this device. It is tried,
+    since not every release does on every GPU; without it the head is several times as slow, and a
+    warning says so."""
     return device.type == "cuda" and _tried(device)
 
 
@@ -92,7 +100,11 @@ def _tried(device: torch.device) -> bool:
         works = False
         reason = str(error).partition("\n")[0]
     if not works:
-        logger.warning("log-probabilities on %s are computed in fp32: torch cannot sum bf16 there (%s)", device, reason)
+        logger.warning(
+            "log-probabilities on %s are computed in fp32: torch cannot sum bf16 there (%s)",
+            device,
+            reason,
+        )
     return works
 
 
@@ -109,15 +121,17 @@ def selected_logprobs(
     cap: float | None = None,
     side: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of ``ids`` int64 (m,) or (m, K), fp32 of the same shape, and entropies fp32 (m,).
+    """Return log-probabilities of ``ids`` int64 (m,) or (m, K), fp32 of the same shape, and
+    entropies fp32 (m,).
 
-    Logits are ``hidden`` (m, width) times the transpose of ``head_weight`` (vocabulary, width), plus the same of
-    ``side``, fp32 (m, rank) and (vocabulary, rank), plus ``bias`` (vocabulary,), ``bent`` by ``factor`` and ``cap``,
-    divided by ``temperature``; all of that in fp32, whatever the type of the factors (of bf16 ones on a GPU see
-    ``_Products``). ``chunk`` rows of logits exist at once; the backward pass computes them again, unless the head is
-    frozen and nothing else is asked for. Without ``with_entropy`` entropies are 0. Gradients reach ``hidden``,
-    ``head_weight``, ``side`` and ``bias``; there are no second derivatives. Raises ValueError on a temperature that is
-    not positive.
+    Logits are ``hidden`` (m, width) times the transpose of ``head_weight`` (vocabulary, width),
+    plus the same of ``side``, fp32 (m, rank) and (vocabulary, rank), plus ``bias`` (vocabulary,),
+    ``bent`` by ``factor`` and ``cap``, divided by ``temperature``; all of that in fp32, whatever
+    the type of the factors (of bf16 ones on a GPU see ``_Products``). ``chunk`` rows of logits
+    exist at once; the backward pass computes them again, unless the head is frozen and nothing else
+    is asked for. Without ``with_entropy`` entropies are 0. Gradients reach ``hidden``,
+    ``head_weight``, ``side`` and ``bias``; there are no second derivatives. Raises ValueError on a
+    temperature that is not positive.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
@@ -158,10 +172,14 @@ class _Selected(torch.autograd.Function):
         logprobs = hidden.new_zeros(ids.shape, dtype=torch.float32)
         entropy = logprobs.new_zeros(len(ids))
         normaliser = logprobs.new_empty(len(ids))
-        keep = any(ctx.needs_input_grad) and 4 * len(ids) * len(weight) <= _KEPT_BYTES and len(ids) <= chunk
+        keep = (
+            any(ctx.needs_input_grad)
+            and 4 * len(ids) * len(weight) <= _KEPT_BYTES
+            and len(ids) <= chunk
+        )
         kept = None
-        # Of a frozen head nothing but the gradient of ``hidden`` is wanted, which is that of the log-probability, known
-        # here, times what comes back: nothing has to be computed again.
+        # Of a frozen head nothing but the gradient of ``hidden`` is wanted, which is that of the
+        # log-probability, known here, times what comes back: nothing has to be computed again.
         early = ids.shape[1] == 1 and not with_entropy and cap is None and ctx.needs_input_grad[0]
         early = early and not any(ctx.needs_input_grad[1:])
         slopes = torch.empty_like(hidden) if early else None
@@ -204,13 +222,19 @@ class _Selected(torch.autograd.Function):
         of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] and not len(ids) else None
         of_beside = None if beside is None else torch.empty_like(beside)
         of_up = None if up is None else torch.zeros_like(up)
-        of_bias = torch.zeros(len(weight), device=hidden.device) if ctx.needs_input_grad[4] else None
+        of_bias = (
+            torch.zeros(len(weight), device=hidden.device) if ctx.needs_input_grad[4] else None
+        )
         for start in range(0, len(ids), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             bound = None
             if kept is None:
-                logits = bent(_with_side(products.logits(hidden[rows], bias), beside, up, rows), factor, cap)
-                bound = None if cap is None else 1 - (logits / cap).square_()  # the slope of the tanh
+                logits = bent(
+                    _with_side(products.logits(hidden[rows], bias), beside, up, rows), factor, cap
+                )
+                bound = (
+                    None if cap is None else 1 - (logits / cap).square_()
+                )  # the slope of the tanh
                 log_p = _scaled(logits, temperature).sub_(normaliser[rows, None])
             else:
                 log_p = kept - normaliser[rows, None]
@@ -226,7 +250,12 @@ class _Selected(torch.autograd.Function):
             slope = slope if factor == 1.0 else slope.mul_(factor)
             if of_bias is not None:
                 of_bias += slope.sum(0)
-            if beside is not None and up is not None and of_beside is not None and of_up is not None:
+            if (
+                beside is not None
+                and up is not None
+                and of_beside is not None
+                and of_up is not None
+            ):
                 of_beside[rows] = slope @ up
                 of_up.addmm_(slope.t(), beside[rows])
             slope = products.rounded(slope)
@@ -240,8 +269,8 @@ class _Selected(torch.autograd.Function):
 
 
 def _with_slope(logits: Tensor, ids: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities (n, 1) of ``ids`` (n, 1), and ``factor`` times their gradients by ``logits``
-    (n, vocabulary), in place of these."""
+    """Return log-probabilities (n, 1) of ``ids`` (n, 1), and ``factor`` times their gradients by
+    ``logits`` (n, vocabulary), in place of these."""
     chosen = logits.gather(-1, ids)
     most = logits.amax(-1, keepdim=True)
     total = logits.sub_(most).exp_().sum(-1, keepdim=True)

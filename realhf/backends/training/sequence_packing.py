@@ -1,9 +1,11 @@
-"""Packing of sequences into the rows of a pass: padded, packed, or with common prefixes computed once.
+"""Packing of sequences into the rows of a pass: padded, packed, or with common prefixes computed
+once.
 
-A row is a tree of tokens in depth-first order: its sequences in lexicographic order, each without the prefix
-that it shares with the one before it. A token attends to its ancestors and itself, at the position that it
-has in its own sequence, so its hidden state is the same as in a separate row. Where sequences branch, one
-hidden state predicts several tokens. The rollouts of a group share their prompt this way, and equal turns.
+A row is a tree of tokens in depth-first order: its sequences in lexicographic order, each without
+the prefix that it shares with the one before it. A token attends to its ancestors and itself, at
+the position that it has in its own sequence, so its hidden state is the same as in a separate row.
+Where sequences branch, one hidden state predicts several tokens. The rollouts of a group share
+their prompt this way, and equal turns.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class SequenceInputs:
 
     @staticmethod
     def of(sample: SequenceSample) -> SequenceInputs:
-        """Return the inputs of a batch; ``loss_mask`` selects the scored predictions, by default all.
+        """Return the inputs of a batch; ``loss_mask`` selects the scored predictions, by default
+        all.
 
         Raises ValueError for an empty sequence.
         """
@@ -53,11 +56,17 @@ class SequenceInputs:
         if (lengths < 1).any():
             raise ValueError("packed_input_ids has an empty sequence")
         ids = sample["packed_input_ids"].cpu().numpy()
-        wanted = sample["loss_mask"].cpu().numpy().astype(bool) if "loss_mask" in sample.keys else None
+        wanted = (
+            sample["loss_mask"].cpu().numpy().astype(bool) if "loss_mask" in sample.keys else None
+        )
         found = SequenceInputs([], [], [], [], int((lengths - 1).sum()))
         start = output = 0
         for length in lengths.tolist():
-            asked = np.arange(length - 1) if wanted is None else np.flatnonzero(wanted[start + 1 : start + length])
+            asked = (
+                np.arange(length - 1)
+                if wanted is None
+                else np.flatnonzero(wanted[start + 1 : start + length])
+            )
             found.tokens.append(ids[start : start + (int(asked[-1]) + 1 if len(asked) else 0)])
             found.asked.append(asked)
             found.target.append(ids[start + 1 + asked])
@@ -68,8 +77,8 @@ class SequenceInputs:
 
 
 ROW_TOKENS = 768
-"""Default of the maximum number of positions of a row with several sequences. The attention mask of a row, and
-the cost of attention with it, grow with the square."""
+"""Default of the maximum number of positions of a row with several sequences. The attention mask of
+a row, and the cost of attention with it, grow with the square."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,8 @@ class Row:
 
 
 def plain_rows(members: Sequence[int], inputs: Sequence[np.ndarray]) -> list[Row]:
-    """Return a row for each of the sequences ``members``; ``inputs`` are the input tokens of all sequences."""
+    """Return a row for each of the sequences ``members``; ``inputs`` are the input tokens of all
+    sequences."""
     return [Row((i,), (0,), len(inputs[i])) for i in members]
 
 
@@ -133,7 +143,8 @@ def shared_rows(
 
 
 def split_row(row: Row, inputs: Sequence[np.ndarray]) -> tuple[Row, Row]:
-    """Return a row of several sequences as two of about equal length. Both compute their common prefix."""
+    """Return a row of several sequences as two of about equal length. Both compute their common
+    prefix."""
     ends = np.cumsum([len(inputs[i]) - s for i, s in zip(row.members, row.shared, strict=True)])
     cut = int(np.clip(np.searchsorted(ends, row.length / 2) + 1, 1, len(row.members) - 1))
     return _row(row.members[:cut], row.shared[:cut], inputs), _row(
@@ -142,7 +153,9 @@ def split_row(row: Row, inputs: Sequence[np.ndarray]) -> tuple[Row, Row]:
 
 
 def _row(members: tuple[int, ...], shared: tuple[int, ...], inputs: Sequence[np.ndarray]) -> Row:
-    return Row(members, shared, sum(len(inputs[i]) - s for i, s in zip(members, shared, strict=True)))
+    return Row(
+        members, shared, sum(len(inputs[i]) - s for i, s in zip(members, shared, strict=True))
+    )
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
@@ -154,8 +167,9 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Says where the tokens of a row's sequences are. ``tokens`` and ``depth`` int64 (length,): the token of each
-    column, and its position in its sequence; ``columns``: for each member the column of each of its tokens."""
+    """Says where the tokens of a row's sequences are. ``tokens`` and ``depth`` int64 (length,): the
+    token of each column, and its position in its sequence; ``columns``: for each member the column
+    of each of its tokens."""
 
     tokens: np.ndarray
     depth: np.ndarray
@@ -177,8 +191,8 @@ def layout(row: Row, inputs: Sequence[np.ndarray]) -> RowLayout:
 
 
 def visible(row: Row, lay: RowLayout, width: int) -> np.ndarray:
-    """Return bool (width, width): which column (second) each column (first) sees. A column beyond the row sees itself,
-    because a softmax over nothing is not a number."""
+    """Return bool (width, width): which column (second) each column (first) sees. A column beyond
+    the row sees itself, because a softmax over nothing is not a number."""
     seen = np.eye(width, dtype=bool)
     for shared, path in zip(row.shared, lay.columns, strict=True):
         for_new = np.tril(np.ones((len(path) - shared, len(path)), dtype=bool), shared)
@@ -187,18 +201,19 @@ def visible(row: Row, lay: RowLayout, width: int) -> np.ndarray:
 
 
 BATCH_TOKENS = 4096
-"""Most positions of one batch where nobody says how many. A larger one is not faster, and on a CPU the caches
-make it slower."""
+"""Most positions of one batch where nobody says how many. A larger one is not faster, and on a CPU
+the caches make it slower."""
 _MAX_PADDING = 0.05
 """Share of a batch's positions that may be padding."""
 SMALL = BATCH_TOKENS // 8
-"""Number of positions up to which a batch may have more padding, because that costs less than another pass."""
+"""Number of positions up to which a batch may have more padding, because that costs less than
+another pass."""
 
 
 def packed_batches(lengths: Sequence[int], most: int | None = None) -> list[list[int]]:
-    """Batch rows of these lengths, which need no padding, from longest to shortest: into few batches of about equal
-    size, since a small one computes slower. None has more than ``most`` positions; a longer row is a batch of its own.
-    Deterministic."""
+    """Batch rows of these lengths, which need no padding, from longest to shortest: into few
+    batches of about equal size, since a small one computes slower. None has more than ``most``
+    positions; a longer row is a batch of its own. Deterministic."""
     most = BATCH_TOKENS if most is None else most
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     batches = [[i] for i in order if lengths[i] > most]
@@ -218,11 +233,14 @@ def packed_batches(lengths: Sequence[int], most: int | None = None) -> list[list
     return batches
 
 
-def row_batches(members: Sequence[int], lengths: np.ndarray, most: int | None = None) -> list[list[int]]:
+def row_batches(
+    members: Sequence[int], lengths: np.ndarray, most: int | None = None
+) -> list[list[int]]:
     """Batch the rows ``members``, from longest to shortest, to be padded.
 
-    A batch ends where it would have more than ``most`` positions, or too much of it would be padding. ``lengths`` int64
-    (n,) are those of all rows; one that is longer than ``most`` is a batch of its own. Deterministic.
+    A batch ends where it would have more than ``most`` positions, or too much of it would be
+    padding. ``lengths`` int64 (n,) are those of all rows; one that is longer than ``most`` is a
+    batch of its own. Deterministic.
     """
     most = BATCH_TOKENS if most is None else most
     batches: list[list[int]] = []
@@ -231,7 +249,11 @@ def row_batches(members: Sequence[int], lengths: np.ndarray, most: int | None = 
         tokens = int(lengths[current].sum()) + int(lengths[i])
         positions = tokens if not current else int(lengths[current[0]]) * (len(current) + 1)
         padding = positions - tokens
-        if current and positions <= most and (padding <= _MAX_PADDING * positions or positions <= SMALL):
+        if (
+            current
+            and positions <= most
+            and (padding <= _MAX_PADDING * positions or positions <= SMALL)
+        ):
             current.append(i)
         else:
             batches.append([i])
@@ -240,11 +262,12 @@ def row_batches(members: Sequence[int], lengths: np.ndarray, most: int | None = 
 
 @dataclass(frozen=True)
 class RowPass:
-    """Holds n rows of a common width. ``tokens``, ``depth`` int64 (n, width): token and its position in its sequence;
-    ``seen`` bool (n, width, width): which column each column sees, None for rows of one sequence each, which causal
-    attention serves, and where ``packed`` or ``trees`` says it; ``column`` int64 (m,): the column, of all rows one
-    after another, that each scored prediction is read from; ``target``, ``place`` int64 (m,). With ``packed`` or
-    ``trees`` all rows lie behind each other in one."""
+    """Holds n rows of a common width. ``tokens``, ``depth`` int64 (n, width): token and its
+    position in its sequence; ``seen`` bool (n, width, width): which column each column sees, None
+    for rows of one sequence each, which causal attention serves, and where ``packed`` or ``trees``
+    says it; ``column`` int64 (m,): the column, of all rows one after another, that each scored
+    prediction is read from; ``target``, ``place`` int64 (m,). With ``packed`` or ``trees`` all rows
+    lie behind each other in one."""
 
     tokens: Tensor
     depth: Tensor
@@ -257,9 +280,9 @@ class RowPass:
 
 
 def row_pass(rows: Sequence[Row], inputs: SequenceInputs) -> RowPass:
-    """Lay out ``rows`` (at least one), whose members are sequences of ``inputs``, with ``seen`` for those that hold
-    several sequences. Each is padded on the right by its own first token: that for padding may have an embedding of
-    zeros, at which some models have no gradient (Gemma 3n)."""
+    """Lay out ``rows`` (at least one), whose members are sequences of ``inputs``, with ``seen`` for
+    those that hold several sequences. Each is padded on the right by its own first token: that for
+    padding may have an embedding of zeros, at which some models have no gradient (Gemma 3n)."""
     width = max(row.length for row in rows)
     tokens, depth = np.zeros((2, len(rows), width), dtype=np.int64)
     columns: list[np.ndarray] = []
@@ -267,7 +290,10 @@ def row_pass(rows: Sequence[Row], inputs: SequenceInputs) -> RowPass:
     for n, (row, lay) in enumerate(zip(rows, layouts, strict=True)):
         tokens[n] = lay.tokens[0]
         tokens[n, : row.length], depth[n, : row.length] = lay.tokens, lay.depth
-        columns += [n * width + path[inputs.asked[i]] for i, path in zip(row.members, lay.columns, strict=True)]
+        columns += [
+            n * width + path[inputs.asked[i]]
+            for i, path in zip(row.members, lay.columns, strict=True)
+        ]
     members = [i for row in rows for i in row.members]
     seen = None
     if not all(row.plain for row in rows):
@@ -281,7 +307,8 @@ def row_pass(rows: Sequence[Row], inputs: SequenceInputs) -> RowPass:
 
 
 def packed_pass(rows: Sequence[Row], inputs: SequenceInputs, kernel: Kernel | None) -> RowPass:
-    """Lay out ``rows`` (at least one) behind each other, without padding, for attention by ``kernel``, or by trees."""
+    """Lay out ``rows`` (at least one) behind each other, without padding, for attention by
+    ``kernel``, or by trees."""
     tokens: list[np.ndarray] = []
     depth: list[np.ndarray] = []
     paths: list[list[np.ndarray]] = []
@@ -301,20 +328,29 @@ def packed_pass(rows: Sequence[Row], inputs: SequenceInputs, kernel: Kernel | No
         torch.from_numpy(np.concatenate(depth))[None],
         None,
         *_scored_at(columns, members, inputs),
-        packed=None if kernel is None else packed_layout(flat, list(chain.from_iterable(shared)), kernel),
+        packed=None
+        if kernel is None
+        else packed_layout(flat, list(chain.from_iterable(shared)), kernel),
         trees=RowTrees(paths, shared, before) if kernel is None else None,
     )
 
 
-def _scored_at(columns: list[np.ndarray], members: list[int], inputs: SequenceInputs) -> tuple[Tensor, Tensor, Tensor]:
+def _scored_at(
+    columns: list[np.ndarray], members: list[int], inputs: SequenceInputs
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``column``, ``target`` and ``place`` of a pass."""
     parts = (columns, [inputs.target[i] for i in members], [inputs.place[i] for i in members])
-    column, target, place = (torch.from_numpy(np.concatenate(part).astype(np.int64)) for part in parts)
+    column, target, place = (
+        torch.from_numpy(np.concatenate(part).astype(np.int64)) for part in parts
+    )
     return column, target, place
 
 
-def masks(config: Any, seen: Tensor, depth: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-    """Return additive masks (n, 1, width, width) of ``dtype`` for a model with this configuration: one, or one for each
-    kind of layer where the model takes several. ``seen`` and ``depth`` are those of a ``RowPass``."""
+def masks(
+    config: Any, seen: Tensor, depth: Tensor, dtype: torch.dtype
+) -> Tensor | dict[str, Tensor]:
+    """Return additive masks (n, 1, width, width) of ``dtype`` for a model with this configuration:
+    one, or one for each kind of layer where the model takes several. ``seen`` and ``depth`` are
+    those of a ``RowPass``."""
     far = lambda window: depth[:, None, :, None] - depth[:, None, None, :] >= window
     return layer_masks(config, dtype, ~seen[:, None], far)

@@ -1,4 +1,5 @@
-"""Loads a tokenizer without the machinery of models, for processes that only read and write tokens."""
+"""Loads a tokenizer without the machinery of models, for processes that only read and write
+tokens."""
 
 from __future__ import annotations
 
@@ -22,20 +23,25 @@ def load_tokenizer(path: str, role: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"{role}.path={path}: no tokenizer there ({first_line(error)})") from None
+        raise ModelLoadError(
+            f"{role}.path={path}: no tokenizer there ({first_line(error)})"
+        ) from None
 
 
 def check_same_tokens(tokenizer: Any, role: str, path: str, other_path: str) -> None:
-    """Raise ModelLoadError unless ``tokenizer``, that of a role whose model lies in ``path``, gives every token that it
-    shares with the one in ``other_path`` the same id. What one of them added is not missed in the other."""
+    """Raise ModelLoadError unless ``tokenizer``, that of a role whose model lies in ``path``, gives
+    every token that it shares with the one in ``other_path`` the same id. What one of them added is
+    not missed in the other."""
     mine = tokenizer.get_vocab()
     theirs = load_tokenizer(other_path, "actor").get_vocab()
     words = {number: word for word, number in theirs.items()}
     for word, number in mine.items():
         if theirs.get(word, number) != number or words.get(number, word) != word:
             raise ModelLoadError(
-                f"{role}.path={path}: its tokenizer gives {word[:40]!r} the id {number}, which in {other_path} is "
-                f"{words.get(number, '')[:40]!r}; the {role} reads the tokens of that model, so it must have its "
+                f"{role}.path={path}: its tokenizer gives {word[:40]!r} the id {number}, which in "
+                f"{other_path} is "
+                f"{words.get(number, '')[:40]!r}; the {role} reads the tokens of that model, so it "
+                f"must have its "
                 "tokenizer"
             )
 
@@ -46,16 +52,18 @@ def check_context(path: str, role: str, max_total_tokens: int) -> None:
     if max_total_tokens > (limit := context_limit(described)):
         reason = context_reason(described)
         raise ModelLoadError(
-            f"rollout.max_total_tokens={max_total_tokens}: the context of {path} holds {limit} tokens{reason}"
+            f"rollout.max_total_tokens={max_total_tokens}: the context of {path} holds {limit} "
+            f"tokens{reason}"
         )
 
 
 def check_dense(path: str, role: str) -> None:
-    """Raise ModelLoadError for a mixture of experts, which a server cannot be handed anew after every step: it keeps a
-    tensor for each expert, the trainer one for all of them."""
+    """Raise ModelLoadError for a mixture of experts, which a server cannot be handed anew after
+    every step: it keeps a tensor for each expert, the trainer one for all of them."""
     if experts := routed_experts(_described(path, role)):
         raise ModelLoadError(
-            f"{role}.path={path}: vLLM takes no new weights of its {experts} experts; use engine.name=embedded"
+            f"{role}.path={path}: vLLM takes no new weights of its {experts} experts; use "
+            f"engine.name=embedded"
         )
 
 
@@ -67,12 +75,14 @@ def _described(path: str, role: str) -> Mapping[str, Any]:
     try:
         return AutoConfig.from_pretrained(path).to_dict()
     except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"{role}.path={path}: no readable model there ({first_line(error)})") from None
+        raise ModelLoadError(
+            f"{role}.path={path}: no readable model there ({first_line(error)})"
+        ) from None
 
 
 def check_folder(path: str, role: str) -> None:
-    """Raise ModelLoadError when ``path`` can only be a folder but is not one; the hub client would report a bad
-    repository name."""
+    """Raise ModelLoadError when ``path`` can only be a folder but is not one; the hub client would
+    report a bad repository name."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not Path(path).is_dir():
         raise ModelLoadError(f"{role}.path={path}: no such folder")

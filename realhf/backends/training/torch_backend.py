@@ -1,5 +1,6 @@
-"""Builds a ``TorchEngine`` from a folder or a hub id, with one-line errors for what is not there. Of a critic that is
-the decoder of a causal language model with one number on top of every hidden state."""
+"""Builds a ``TorchEngine`` from a folder or a hub id, with one-line errors for what is not there.
+Of a critic that is the decoder of a causal language model with one number on top of every hidden
+state."""
 
 from __future__ import annotations
 
@@ -28,23 +29,27 @@ _HEADS = ("lm", "value")
 
 
 class TorchBackend:
-    """Builds engines of a single process. ``device``: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or
-    ``cuda:N``."""
+    """Builds engines of a single process. ``device``: ``auto`` (CUDA if there is one), ``cpu``,
+    ``cuda`` or ``cuda:N``."""
 
     def __init__(self, device: str = "auto") -> None:
         name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         self._device = torch.device(name)
 
     def build(self, spec: ModelSpec, *, seed: int, total_train_steps: int) -> TorchEngine:
-        """Load weights and tokenizer of ``spec.path``. ``total_train_steps`` bounds the learning-rate schedule. Raises
-        ModelLoadError, or ValueError on an unknown dtype or head, or a trainable role without optimizer."""
+        """Load weights and tokenizer of ``spec.path``. ``total_train_steps`` bounds the
+        learning-rate schedule. Raises ModelLoadError, or ValueError on an unknown dtype or head, or
+        a trainable role without optimizer."""
         if spec.dtype not in _DTYPES:
-            raise ValueError(f"{spec.role}.dtype {spec.dtype!r} is not one of {', '.join(sorted(_DTYPES))}")
+            raise ValueError(
+                f"{spec.role}.dtype {spec.dtype!r} is not one of {', '.join(sorted(_DTYPES))}"
+            )
         if spec.trainable and spec.optimizer is None:
             raise ValueError(f"{spec.role} is trainable but has no optimizer")
         if spec.head not in _HEADS:
             raise ValueError(
-                f"{spec.role}.head {spec.head!r} is not one that the backend torch builds: {', '.join(_HEADS)}"
+                f"{spec.role}.head {spec.head!r} is not one that the backend torch builds: "
+                f"{', '.join(_HEADS)}"
             )
         torch.manual_seed(seed)
         with named_loading_shortage(spec, self._device):
@@ -64,7 +69,9 @@ class TorchBackend:
     def _model(self, spec: ModelSpec, dtype: torch.dtype) -> Any:
         """Load the model; a backend that cuts it does not load all of it."""
         head = spec.head == "lm"
-        model = load_causal_lm(spec.path, spec.role, dtype, with_head=head, experts=spec.experts).to(self._device)
+        model = load_causal_lm(
+            spec.path, spec.role, dtype, with_head=head, experts=spec.experts
+        ).to(self._device)
         return load_value_model(model, spec.path, spec.role) if spec.head == "value" else model
 
     def _engine(self, spec: ModelSpec, model: Any, tokenizer: Any, **options: Any) -> TorchEngine:
@@ -72,21 +79,33 @@ class TorchBackend:
         return TorchEngine(model, tokenizer, role=spec.role, **options)
 
 
-def named_loading_shortage(spec: ModelSpec, device: torch.device) -> contextlib.AbstractContextManager[None]:
+def named_loading_shortage(
+    spec: ModelSpec, device: torch.device
+) -> contextlib.AbstractContextManager[None]:
     """Raise RuntimeError that names options where there is no memory for a model."""
-    narrower = f", {spec.role}.dtype=bfloat16 (it is {spec.dtype})" if spec.dtype == "float32" else ""
-    cut = f", or {spec.role}.backend=fsdp2, which cuts it over {spec.role}.workers" if spec.trainable else ""
+    narrower = (
+        f", {spec.role}.dtype=bfloat16 (it is {spec.dtype})" if spec.dtype == "float32" else ""
+    )
+    cut = (
+        f", or {spec.role}.backend=fsdp2, which cuts it over {spec.role}.workers"
+        if spec.trainable
+        else ""
+    )
     return explain_oom(
-        lambda: f"for {spec.role}.path={spec.path} on the device {device}: take a smaller model{narrower}{cut}"
+        lambda: (
+            f"for {spec.role}.path={spec.path} on the device {device}: take a smaller "
+            f"model{narrower}{cut}"
+        )
     )
 
 
 def load_causal_lm(
     path: str, role: str, dtype: torch.dtype, *, with_head: bool = True, experts: bool | None = None
 ) -> Any:
-    """Load the model of a folder or hub id, in evaluation mode. Where no projection to the vocabulary is wanted
-    (``with_head``), the checkpoint may lack it. ``experts`` says whether a mixture of experts is accepted; None, where
-    nothing trains, takes both kinds. Raises ModelLoadError for what is not there, not whole or no such decoder."""
+    """Load the model of a folder or hub id, in evaluation mode. Where no projection to the
+    vocabulary is wanted (``with_head``), the checkpoint may lack it. ``experts`` says whether a
+    mixture of experts is accepted; None, where nothing trains, takes both kinds. Raises
+    ModelLoadError for what is not there, not whole or no such decoder."""
     check_folder(path, role)
     transformers_logging.disable_progress_bar()
     kernel = attention_for(path, role, experts)
@@ -101,7 +120,9 @@ def load_causal_lm(
     except (OSError, ValueError, RuntimeError) as error:
         if oom_message(error) is not None:
             raise
-        raise ModelLoadError(f"{role}.path={path}: weights do not load ({first_line(error)})") from None
+        raise ModelLoadError(
+            f"{role}.path={path}: weights do not load ({first_line(error)})"
+        ) from None
     model, report = loaded
     if problem := _unlike(model, report, with_head):
         raise ModelLoadError(f"{role}.path={path}: {problem}")
@@ -112,17 +133,20 @@ def load_causal_lm(
 
 
 def attention_for(path: str, role: str, experts: bool | None = None) -> str:
-    """Return the attention implementation for the model there. Raises ModelLoadError when it is no decoder, and for a
-    mixture of experts where ``experts`` is False."""
+    """Return the attention implementation for the model there. Raises ModelLoadError when it is no
+    decoder, and for a mixture of experts where ``experts`` is False."""
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(
-            f"{role}.path={path}: no such folder, and no readable model of that name ({first_line(error)})"
+            f"{role}.path={path}: no such folder, and no readable model of that name "
+            f"({first_line(error)})"
         ) from None
     known = AutoModelForCausalLM._model_mapping  # type: ignore[attr-defined]
     if type(config) not in known:
-        raise ModelLoadError(f"{role}.path={path}: {config.model_type!r} is not a causal language model")
+        raise ModelLoadError(
+            f"{role}.path={path}: {config.model_type!r} is not a causal language model"
+        )
     described = config.to_dict()
     problem = decoder_problem(described)
     if experts is not None:
@@ -134,17 +158,22 @@ def attention_for(path: str, role: str, experts: bool | None = None) -> str:
 
 
 def _unlike(model: Any, report: Mapping[str, Any], with_head: bool) -> str | None:
-    """Return how a checkpoint differs from the model that its configuration describes. What is missing would be random
-    numbers, and nobody would say so."""
+    """Return how a checkpoint differs from the model that its configuration describes. What is
+    missing would be random numbers, and nobody would say so."""
     name = type(model).__name__
     head = model.get_output_embeddings()
-    unwanted = () if with_head else tuple(f"{at}." for at, module in model.named_modules() if module is head)
+    unwanted = (
+        ()
+        if with_head
+        else tuple(f"{at}." for at, module in model.named_modules() if module is head)
+    )
     if missing := sorted(key for key in report["missing_keys"] if not key.startswith(unwanted)):
         return f"the checkpoint of a {name} lacks {missing[0]}, and {len(missing) - 1} others"
     if other := sorted(report["mismatched_keys"]):
         tensor, held, wanted = other[0]
         return (
-            f"{tensor} of the checkpoint has the shape {tuple(held)}, in {name} {tuple(wanted)}, and {len(other) - 1} "
+            f"{tensor} of the checkpoint has the shape {tuple(held)}, in {name} {tuple(wanted)}, "
+            f"and {len(other) - 1} "
             "others differ"
         )
     return None
@@ -152,8 +181,9 @@ def _unlike(model: Any, report: Mapping[str, Any], with_head: bool) -> str | Non
 
 @torch.no_grad()
 def odd_logits(model: Any) -> str | None:
-    """Return why a model cannot be sampled from: its logits are no numbers, or depend on later tokens, as those of an
-    encoder do that is loaded as a causal model. Of a model with a value head the hidden states are looked at."""
+    """Return why a model cannot be sampled from: its logits are no numbers, or depend on later
+    tokens, as those of an encoder do that is loaded as a causal model. Of a model with a value head
+    the hidden states are looked at."""
     size = int(model.config.get_text_config().vocab_size)
     texts = torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]], device=model.device) % size
     if isinstance(model, ValueModel):
@@ -173,14 +203,16 @@ def check_chat_template(tokenizer: Any, path: str, role: str = "actor") -> None:
     """Raise ModelLoadError if the tokenizer cannot render a chat."""
     if not getattr(tokenizer, "chat_template", None):
         raise ModelLoadError(
-            f"{role}.path={path}: the tokenizer has no chat template; choose an instruction-tuned model or add "
+            f"{role}.path={path}: the tokenizer has no chat template; choose an instruction-tuned "
+            f"model or add "
             "chat_template.jinja to the folder"
         )
 
 
 class ValueHead(nn.Linear):
-    """Projects hidden states (..., width) to one number each, f32 (..., 1), computed in fp32. It starts at 0, so that a
-    critic that has learned nothing predicts the mean return and disturbs no estimate."""
+    """Projects hidden states (..., width) to one number each, f32 (..., 1), computed in fp32. It
+    starts at 0, so that a critic that has learned nothing predicts the mean return and disturbs no
+    estimate."""
 
     def __init__(self, width: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(width, 1, device=device, dtype=dtype)
@@ -193,8 +225,8 @@ class ValueHead(nn.Linear):
 
 
 class ValueModel(nn.Module):
-    """Holds the decoder of ``language_model`` (transformers) and a ``value_head``; the head of the language model is
-    left behind."""
+    """Holds the decoder of ``language_model`` (transformers) and a ``value_head``; the head of the
+    language model is left behind."""
 
     def __init__(self, language_model: Any) -> None:
         super().__init__()
@@ -226,7 +258,10 @@ class ValueModel(nn.Module):
     def save_pretrained(self, folder: Path | str) -> None:
         """Write decoder and value head; ``critic.path`` takes the folder."""
         self.model.save_pretrained(folder)
-        save_file({name: t.detach().contiguous() for name, t in self.value_head.state_dict().items()}, _file(folder))
+        save_file(
+            {name: t.detach().contiguous() for name, t in self.value_head.state_dict().items()},
+            _file(folder),
+        )
 
 
 def load_value_model(language_model: Any, path: str, role: str) -> ValueModel:
@@ -237,7 +272,9 @@ def load_value_model(language_model: Any, path: str, role: str) -> ValueModel:
         try:
             model.value_head.load_state_dict(load_file(_file(path)))
         except (OSError, RuntimeError, SafetensorError) as error:
-            raise ModelLoadError(f"{role}.path={path}: its value head does not load ({first_line(error)})") from None
+            raise ModelLoadError(
+                f"{role}.path={path}: its value head does not load ({first_line(error)})"
+            ) from None
     return model.eval()
 
 

@@ -1,4 +1,5 @@
-"""Single-process engine: a transformers model that trains, computes log-probabilities and generates."""
+"""Single-process engine: a transformers model that trains, computes log-probabilities and
+generates."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.compute_threads import ComputeThreads, unmanaged
 from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.embedded.kernels import use_few_pass_norms, use_onednn
-from realhf.backends.embedded.memory import Heap, cache_bytes, explain_pass_oom, explain_update_oom, oom_message
+from realhf.backends.embedded.memory import (
+    Heap,
+    cache_bytes,
+    explain_pass_oom,
+    explain_update_oom,
+    oom_message,
+)
 from realhf.backends.embedded.weight_copy import named_weights
 from realhf.backends.training.checkpoint import is_checkpoint, load_state, save_state
 from realhf.backends.training.lora import ADAPTER, BaseEngine, LoraAdapters
@@ -32,7 +39,8 @@ from realhf.base.text import first_line
 
 
 def blocks_of(model: Any) -> list[Any]:
-    """Return the blocks (layers) of a transformers model; empty if the model does not declare them."""
+    """Return the blocks (layers) of a transformers model; empty if the model does not declare
+    them."""
     kinds = {*(getattr(model.get_decoder(), "_no_split_modules", None) or ())}
     return [module for module in model.modules() if type(module).__name__ in kinds]
 
@@ -40,17 +48,20 @@ def blocks_of(model: Any) -> list[Any]:
 class CompiledBlocks:
     """Blocks of a transformers model compiled with torch.compile.
 
-    The compiled blocks are used only inside of ``on``. Generation from cached keys and values, whose shapes
-    change with every token, uses the original blocks. Shapes are dynamic: micro-batches of every size use
-    the same compiled code. Raises ValueError if the model declares no blocks, or without a compiler for the
-    device. ``role`` is for error messages.
+    The compiled blocks are used only inside of ``on``. Generation from cached keys and values,
+    whose shapes change with every token, uses the original blocks. Shapes are dynamic:
+    micro-batches of every size use the same compiled code. Raises ValueError if the model declares
+    no blocks, or without a compiler for the device. ``role`` is for error messages.
     """
 
     def __init__(self, model: Any, role: str) -> None:
         self._option = f"{role}.compile=true"
         self._blocks = blocks_of(model)
         if not self._blocks:
-            raise ValueError(f"{self._option}: {type(model).__name__} does not say which of its modules are blocks")
+            raise ValueError(
+                f"{self._option}: {type(model).__name__} does not say which of its modules are "
+                f"blocks"
+            )
         if problem := _missing_compiler(model.device):
             raise ValueError(f"{self._option}: {problem}; install one, or set false")
         self._compiled: list[Callable[..., Any]] = [
@@ -70,7 +81,9 @@ class CompiledBlocks:
         except Exception as error:
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise
-            raise RuntimeError(f"{self._option}: the blocks do not compile ({first_line(error)}); set false") from error
+            raise RuntimeError(
+                f"{self._option}: the blocks do not compile ({first_line(error)}); set false"
+            ) from error
         finally:
             for block in self._blocks:
                 block._compiled_call_impl = None
@@ -85,11 +98,18 @@ def _missing_compiler(device: torch.device) -> str:
     if device.type == "cuda":
         if not has_triton():
             return "torch.compile needs triton on a GPU, which is not here"
-        return "" if shutil.which("gcc") or shutil.which("clang") else "triton needs a C compiler, which is not here"
+        return (
+            ""
+            if shutil.which("gcc") or shutil.which("clang")
+            else "triton needs a C compiler, which is not here"
+        )
     try:
         get_cpp_compiler()
     except (InvalidCxxCompiler, OSError, RuntimeError) as error:
-        return f"torch.compile needs a C++ compiler on the CPU, which is not here ({first_line(error)})"
+        return (
+            f"torch.compile needs a C++ compiler on the CPU, which is not here "
+            f"({first_line(error)})"
+        )
     return ""
 
 
@@ -155,7 +175,9 @@ class TorchEngine:
         generates = self._forward.heads.value is None
         self._kv_cache_gib = kv_cache_gib
         generating_model = model if self.adapters is None else self.adapters.skeleton
-        self._generator = self._build_generator(generating_model, ready=self._merged_model) if generates else None
+        self._generator = (
+            self._build_generator(generating_model, ready=self._merged_model) if generates else None
+        )
         self._threads = unmanaged()
 
     @property
@@ -172,11 +194,14 @@ class TorchEngine:
             raise RuntimeError("this model role has no adapters: all its weights train")
         return BaseEngine(self, self.adapters, self.tokenizer)
 
-    def _build_forward(self, lora: LoraConfig | None, path: str, adapts_head: bool) -> PackedForward:
-        """Add adapters to the model and return its forward pass, which probes what the model supports.
+    def _build_forward(
+        self, lora: LoraConfig | None, path: str, adapts_head: bool
+    ) -> PackedForward:
+        """Add adapters to the model and return its forward pass, which probes what the model
+        supports.
 
-        It has to be called before the optimizer is created. Raises ValueError for a model that cannot have
-        adapters.
+        It has to be called before the optimizer is created. Raises ValueError for a model that
+        cannot have adapters.
         """
         if not self._compiles:  # Inductor requires the weight of a oneDNN product to be a constant.
             use_onednn(self.model)
@@ -184,9 +209,12 @@ class TorchEngine:
         if lora is not None:
             if self.model.get_output_embeddings() is None:
                 raise ValueError(
-                    f"{self._named}.lora.rank={lora.rank}: a model without a language-model head has no adapters"
+                    f"{self._named}.lora.rank={lora.rank}: a model without a language-model head "
+                    f"has no adapters"
                 )
-            self.adapters = LoraAdapters(self.model, lora, role=self._named, path=path, head=adapts_head)
+            self.adapters = LoraAdapters(
+                self.model, lora, role=self._named, path=path, head=adapts_head
+            )
             use_onednn(self.model)
         return PackedForward(self.model, pieces=not self._checkpointing and not self._compiles)
 
@@ -199,7 +227,8 @@ class TorchEngine:
 
     @property
     def version(self) -> int:
-        """Number of completed train steps. Setting it invalidates the cache of the generation engine."""
+        """Number of completed train steps. Setting it invalidates the cache of the generation
+        engine."""
         return self._version
 
     @version.setter
@@ -209,40 +238,53 @@ class TorchEngine:
             self._generator.free()
 
     def release_generation(self) -> None:
-        """Free the keys and values of the generation engine and the merged weights until it generates again."""
+        """Free the keys and values of the generation engine and the merged weights until it
+        generates again."""
         if self._generator is not None:
             self._generator.release()
         if self.adapters is not None:
             self.adapters.changed()
 
     def generator(self) -> EmbeddedGenerator:
-        """The generation engine of the same model. Raises ValueError for a model with a value head."""
+        """The generation engine of the same model. Raises ValueError for a model with a value
+        head."""
         if self._generator is None:
             raise ValueError("a model with a value head does not generate")
         return self._generator
 
-    def _build_generator(self, model: Any, ready: Callable[[], object] = lambda: None) -> EmbeddedGenerator:
+    def _build_generator(
+        self, model: Any, ready: Callable[[], object] = lambda: None
+    ) -> EmbeddedGenerator:
         """Return a generation engine of ``model``, which shares the device with training."""
         max_bytes = lambda: cache_bytes(self._kv_cache_gib, model.device, shared=True)
-        return EmbeddedGenerator(model, version=lambda: self._version, ready=ready, max_bytes=max_bytes)
+        return EmbeddedGenerator(
+            model, version=lambda: self._version, ready=ready, max_bytes=max_bytes
+        )
 
     def _merged_model(self) -> Any:
         """Return the model with its adapters merged, if it has any."""
         return self.model if self.adapters is None else self.adapters.merged()
 
     def train_batch(
-        self, sample: SequenceSample, loss_fn: LossFn, *, mb_spec: MicroBatchSpec, normaliser: float = 1.0
+        self,
+        sample: SequenceSample,
+        loss_fn: LossFn,
+        *,
+        mb_spec: MicroBatchSpec,
+        normaliser: float = 1.0,
     ) -> TrainResult:
         """See ``Engine.train_batch``. Raises RuntimeError for a frozen model.
 
-        The statistics are the sums of those that ``loss_fn`` returned, ``loss``, ``lr`` and ``POSITIONS``. A
-        batch without a trainable position makes no update.
+        The statistics are the sums of those that ``loss_fn`` returned, ``loss``, ``lr`` and
+        ``POSITIONS``. A batch without a trainable position makes no update.
         """
         optimizer = self._require_optimizer("train_batch")
         if not 0 < normaliser < math.inf:
             raise ValueError(f"train_batch: the normaliser must be positive, got {normaliser}")
         optimizer.zero_grad()
-        stats, backward, kept = self._compute_gradients(sample, loss_fn, mb_spec, normaliser, optimizer)
+        stats, backward, kept = self._compute_gradients(
+            sample, loss_fn, mb_spec, normaliser, optimizer
+        )
         self._heap.trim()
         norm = optimizer.gradient_norm() if math.isfinite(stats["loss"]) else math.nan
         self._ranks.settle()  # Raises if the sums were aborted: they must decide neither about a step nor a skip.
@@ -254,17 +296,21 @@ class TorchEngine:
         optimizer.zero_grad()
         return TrainResult(stats, norm, skipped=False, kept=kept)
 
-    def accumulate(self, sample: SequenceSample, loss_fn: LossFn, *, mb_spec: MicroBatchSpec) -> TrainResult:
+    def accumulate(
+        self, sample: SequenceSample, loss_fn: LossFn, *, mb_spec: MicroBatchSpec
+    ) -> TrainResult:
         """Add the gradient of the sum of the losses on ``sample`` to the accumulated ones.
 
         The norm in the result is that of the accumulated gradient; the statistics are those of
-        ``train_batch`` without ``lr``. If loss or norm are not finite, or on an exception, the accumulated
-        gradient does not change. The memory of the passes is kept for the next call. Raises RuntimeError for
-        a frozen model, or one with several ranks.
+        ``train_batch`` without ``lr``. If loss or norm are not finite, or on an exception, the
+        accumulated gradient does not change. The memory of the passes is kept for the next call.
+        Raises RuntimeError for a frozen model, or one with several ranks.
         """
         optimizer = self._require_optimizer("accumulate")
         if self._ranks.size > 1:
-            raise RuntimeError("accumulate: gradients of several ranks are added up once a step, in train_batch")
+            raise RuntimeError(
+                "accumulate: gradients of several ranks are added up once a step, in train_batch"
+            )
         before = optimizer.copied_gradients()
         skipped = True
         try:
@@ -277,10 +323,11 @@ class TorchEngine:
         return TrainResult(stats, norm, skipped=skipped, kept=kept)
 
     def step(self, options: OptimizerConfig) -> TrainResult:
-        """Make one optimizer step with the accumulated gradient, clear it, and increment ``version``.
+        """Make one optimizer step with the accumulated gradient, clear it, and increment
+        ``version``.
 
-        ``options`` replace earlier ones. With a norm that is not finite there is no step. Weights without a
-        gradient do not change, as in ``torch.optim.AdamW``.
+        ``options`` replace earlier ones. With a norm that is not finite there is no step. Weights
+        without a gradient do not change, as in ``torch.optim.AdamW``.
         """
         optimizer = self._require_optimizer("step")
         optimizer.use(options)
@@ -329,7 +376,9 @@ class TorchEngine:
     def _update(self, optimizer: PolicyOptimizer, norm: float) -> float:
         """Make an optimizer step with gradients of this norm; return the learning rate."""
         adapters = self.adapters is None and self._forward.heads.value is None
-        offload = self.model.device.type == "cuda" and not (optimizer.offloads or self._ranks.in_step)
+        offload = self.model.device.type == "cuda" and not (
+            optimizer.offloads or self._ranks.in_step
+        )
         with explain_update_oom(optimizer.masters, self._named, adapters=adapters, offload=offload):
             return optimizer.step(self._version, norm)
 
@@ -341,7 +390,8 @@ class TorchEngine:
         normaliser: float,
         accumulate: Callable[[], None],
     ) -> StepAccount:
-        """Run the forward and backward passes of this rank; ``accumulate`` is called after each backward pass."""
+        """Run the forward and backward passes of this rank; ``accumulate`` is called after each
+        backward pass."""
         account = StepAccount(_shifted_size(sample))
         parts = self._split(sample, spec)
         n_extra = self._count_extra_passes(parts)
@@ -351,7 +401,12 @@ class TorchEngine:
             self._threads.pace()
             loss, stats = loss_fn(outputs, part.sample)
             loss = loss / normaliser if normaliser != 1.0 else loss
-            account.add(part, float(loss.detach()), {**stats, POSITIONS: float(part.positions)}, outputs.kept)
+            account.add(
+                part,
+                float(loss.detach()),
+                {**stats, POSITIONS: float(part.positions)},
+                outputs.kept,
+            )
             return loss
 
         for part in parts:
@@ -372,33 +427,45 @@ class TorchEngine:
         self._check_tokens(sample)
         forward = self._forward
         return parts_of(
-            sample, spec, self._ranks, share=forward.shares, packed=forward.packs, row_tokens=forward.row_tokens
+            sample,
+            spec,
+            self._ranks,
+            share=forward.shares,
+            packed=forward.packs,
+            row_tokens=forward.row_tokens,
         )
 
     def _check_tokens(self, sample: SequenceSample) -> None:
-        """Raise ValueError for a token outside of the vocabulary, which would end the process on a GPU."""
+        """Raise ValueError for a token outside of the vocabulary, which would end the process on a
+        GPU."""
         size = int(self.model.config.get_text_config().vocab_size)
         ids = sample["packed_input_ids"]
         unknown = (ids < 0) | (ids >= size)
         if not bool(unknown.any()):
             return
         position = int(unknown.nonzero()[0])
-        index = int(np.searchsorted(sample.lengths("packed_input_ids").rows(), position, side="right")) - 1
+        index = (
+            int(np.searchsorted(sample.lengths("packed_input_ids").rows(), position, side="right"))
+            - 1
+        )
         raise ValueError(
-            f"packed_input_ids of sample {sample.ids[index]!r} has the token {int(ids[position])}, and {self._named} "
+            f"packed_input_ids of sample {sample.ids[index]!r} has the token {int(ids[position])}, "
+            f"and {self._named} "
             f"has the tokens 0 to {size - 1}: it was made with another tokenizer"
         )
 
     def _run_pass(self, empty: bool, run: Callable[[], Tensor]) -> Tensor:
-        """Run a pass with the whole weights. Subclasses gather sharded weights, unless the pass is ``empty``."""
+        """Run a pass with the whole weights. Subclasses gather sharded weights, unless the pass is
+        ``empty``."""
         del empty
         return run()
 
     def _count_extra_passes(self, parts: list[Part]) -> int:
-        """Return the number of passes of other ranks in which this rank has to take part after its own.
+        """Return the number of passes of other ranks in which this rank has to take part after its
+        own.
 
-        It is exchanged before the first pass. Afterwards a rank that has finished would wait for the
-        exchange, while the others wait for its part in their passes.
+        It is exchanged before the first pass. Afterwards a rank that has finished would wait for
+        the exchange, while the others wait for its part in their passes.
         """
         if not self._ranks.in_step:
             return 0
@@ -424,7 +491,9 @@ class TorchEngine:
     def _without_gradient(self) -> contextlib.AbstractContextManager[Any]:
         return torch.inference_mode()
 
-    def forward(self, sample: SequenceSample, post_fn: PostFn, *, mb_spec: MicroBatchSpec) -> Tensor:
+    def forward(
+        self, sample: SequenceSample, post_fn: PostFn, *, mb_spec: MicroBatchSpec
+    ) -> Tensor:
         """See ``Engine.forward``."""
         result = torch.zeros(_shifted_size(sample))
 
@@ -439,7 +508,10 @@ class TorchEngine:
                     values = self._run_pass(part.empty, lambda part=part: compute(part))
                 self._heap.after_pass(part.positions)
                 if values.shape != part.place.shape:
-                    raise ValueError(f"forward: post_fn returned {tuple(values.shape)}, not {tuple(part.place.shape)}")
+                    raise ValueError(
+                        f"forward: post_fn returned {tuple(values.shape)}, not "
+                        f"{tuple(part.place.shape)}"
+                    )
                 result[part.place] = values.float().cpu()
             for _ in range(n_extra):
                 self._run_pass(False, self._forward.nothing)
@@ -447,8 +519,11 @@ class TorchEngine:
         self._ranks.sum_(result)
         return result
 
-    def logprobs(self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec) -> Tensor:
-        """See ``Engine.logprobs``. ``mb_spec`` bounds memory and changes results only by rounding."""
+    def logprobs(
+        self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec
+    ) -> Tensor:
+        """See ``Engine.logprobs``. ``mb_spec`` bounds memory and changes results only by
+        rounding."""
         return logprobs_by(self, sample, temperature=temperature, mb_spec=mb_spec)
 
     def weights(self) -> dict[str, Tensor]:
@@ -456,19 +531,22 @@ class TorchEngine:
         return named_weights(self._merged_model())
 
     def stored_weights(self) -> dict[str, Tensor]:
-        """Return the weights that ``load_checkpoint`` restores bit by bit: all, or base weights and adapters."""
+        """Return the weights that ``load_checkpoint`` restores bit by bit: all, or base weights and
+        adapters."""
         return self.weights() if self.adapters is None else named_weights(self.model)
 
     @property
     def _keeps_weights(self) -> bool:
         """Whether a checkpoint contains the weights of the model.
 
-        Frozen models, and the base models of adapters, are loaded from the ``path`` of the role instead.
+        Frozen models, and the base models of adapters, are loaded from the ``path`` of the role
+        instead.
         """
         return self._optimizer is not None and self.adapters is None
 
     def save_checkpoint(self, folder: Path) -> list[Path] | None:
-        """Write the state that training needs to continue bit-identically into ``folder``, created if missing."""
+        """Write the state that training needs to continue bit-identically into ``folder``, created
+        if missing."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.adapters is not None:
             self.adapters.save(folder / ADAPTER)
@@ -485,8 +563,10 @@ class TorchEngine:
         """Restore a checkpoint together with the other ranks of ``group``, alone if it is None."""
         if (folder / "engine.pt").is_file():
             raise ValueError(
-                f"checkpoint {folder} was written by an earlier version, in a format that this one does not read: go "
-                "on with that version, or begin anew with recover_mode=disabled, or from a policy that it exported "
+                f"checkpoint {folder} was written by an earlier version, in a format that this one "
+                f"does not read: go "
+                "on with that version, or begin anew with recover_mode=disabled, or from a policy "
+                "that it exported "
                 "(actor.path, or the path of its role)"
             )
         self._check_adapters(folder)
@@ -496,7 +576,9 @@ class TorchEngine:
             self.adapters.load(folder / ADAPTER)
         with of_this_model(folder):
             weights = self._keeps_weights
-            self.version = load_state(folder, self.model, self._optimizer, weights=weights, group=group)
+            self.version = load_state(
+                folder, self.model, self._optimizer, weights=weights, group=group
+            )
 
     def _check_adapters(self, folder: Path) -> None:
         """Raise ValueError if only one of model and checkpoint has adapters."""
@@ -504,7 +586,8 @@ class TorchEngine:
         if folder.is_dir() and saved != (self.adapters is not None):
             was, now = ("adapters", "all weights") if saved else ("all weights", "adapters")
             raise ValueError(
-                f"checkpoint {folder}: {was} trained there and {now} train here; continue with the same "
+                f"checkpoint {folder}: {was} trained there and {now} train here; continue with the "
+                f"same "
                 "actor.lora.rank, or begin anew with recover_mode=disabled"
             )
 
@@ -532,16 +615,25 @@ def of_this_model(folder: Path) -> Iterator[None]:
         if isinstance(error, CollectiveBroken) or oom_message(error) is not None:
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        cause = next((line for line in lines if not line.startswith("Error(s) in loading")), type(error).__name__)
-        cause = cause.removeprefix(f"checkpoint {folder}").removeprefix(" is of another model").lstrip(": ")
+        cause = next(
+            (line for line in lines if not line.startswith("Error(s) in loading")),
+            type(error).__name__,
+        )
+        cause = (
+            cause.removeprefix(f"checkpoint {folder}")
+            .removeprefix(" is of another model")
+            .lstrip(": ")
+        )
         raise ValueError(
-            f"checkpoint {folder} is not one of this model ({cause[:300]}); continue with the model that it was saved "
+            f"checkpoint {folder} is not one of this model ({cause[:300]}); continue with the "
+            f"model that it was saved "
             "from (actor.path, or the path of its role), or begin anew with recover_mode=disabled"
         ) from None
 
 
 def _shifted_size(sample: SequenceSample) -> int:
-    """Return the sum of L-1 over the sequences of a batch. Raises ValueError for an empty sequence."""
+    """Return the sum of L-1 over the sequences of a batch. Raises ValueError for an empty
+    sequence."""
     lengths = np.asarray(sample.lengths("packed_input_ids").values)
     if (lengths < 1).any():
         raise ValueError("packed_input_ids has an empty sequence")
@@ -553,7 +645,11 @@ def _disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, _DropoutNd):
             module.p = 0.0
-        for name in [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]:
+        for name in [
+            name
+            for name, value in vars(module).items()
+            if "drop" in name and isinstance(value, float)
+        ]:
             setattr(module, name, 0.0)
 
 
@@ -561,12 +657,16 @@ def _disable_dropout(model: nn.Module) -> None:
 def _without_dropout(config: Any) -> Iterator[None]:
     """Set the dropout probabilities in the configuration to 0 in the block.
 
-    Some models read them in every pass. They are restored afterwards, because the exported configuration
-    must have them.
+    Some models read them in every pass. They are restored afterwards, because the exported
+    configuration must have them.
     """
     configs = {id(c): c for c in (config, config.get_text_config())}.values()
-    probabilities = [(c, name, value) for c in configs for name, value in vars(c).items() if "drop" in name]
-    probabilities = [(c, name, value) for c, name, value in probabilities if isinstance(value, float)]
+    probabilities = [
+        (c, name, value) for c in configs for name, value in vars(c).items() if "drop" in name
+    ]
+    probabilities = [
+        (c, name, value) for c, name, value in probabilities if isinstance(value, float)
+    ]
     try:
         for c, name, _ in probabilities:
             setattr(c, name, 0.0)

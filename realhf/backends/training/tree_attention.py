@@ -1,11 +1,13 @@
-"""Attention over rows in which sequences share common prefixes, without the square of the row length.
+"""Attention over rows in which sequences share common prefixes, without the square of the row
+length.
 
-Such a row is a tree of tokens in depth-first order (``realhf.backends.training.sequence_packing``). A
-column is the position of a token in the row. With a mask over the whole row, a kernel would multiply
-all pairs of columns, although a token attends only to its own sequence (in a row of eight rollouts to
-about a sixth of the columns). This module splits a row into *segments*: the columns that one sequence
-adds after the prefix that it shares with the sequence before it. The keys of a segment, the columns of
-its sequence, are gathered (copied), and segments of similar size are computed in one batch.
+Such a row is a tree of tokens in depth-first order (``realhf.backends.training.sequence_packing``).
+A column is the position of a token in the row. With a mask over the whole row, a kernel would
+multiply all pairs of columns, although a token attends only to its own sequence (in a row of eight
+rollouts to about a sixth of the columns). This module splits a row into *segments*: the columns
+that one sequence adds after the prefix that it shares with the sequence before it. The keys of a
+segment, the columns of its sequence, are gathered (copied), and segments of similar size are
+computed in one batch.
 
 Example: the sequences ABCD, ABEF and ABG make the row A B C D E F G. The segments are AB (keys AB),
 CD (keys ABCD), EF (keys ABEF) and G (keys ABG).
@@ -14,7 +16,8 @@ Many short segments would copy a long prefix many times. Then adjacent segments 
 *bundle* with one copy of the prefix: its keys are those of its first segment and the columns of all its
 segments, and a mask hides the columns that a segment does not attend to.
 
-The implementation is registered with transformers as ``row_tree``; for rows without trees it is ``sdpa``.
+The implementation is registered with transformers as ``row_tree``; for rows without trees it is
+``sdpa``.
 """
 
 from __future__ import annotations
@@ -36,14 +39,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from realhf.backends.embedded.attention import HARMLESS, additive_mask
 
 MAX_GATHERED_PER_COLUMN = 4
-"""Maximum number of gathered key columns per column of the rows. They are kept for the backward pass."""
+"""Maximum number of gathered key columns per column of the rows. They are kept for the backward
+pass."""
 MAX_PADDING = 1.3
-"""Maximum ratio of the products in a padded batch to those of its bundles. Less padding would need more
-batches, and each batch costs kernel launches."""
+"""Maximum ratio of the products in a padded batch to those of its bundles. Less padding would need
+more batches, and each batch costs kernel launches."""
 BUNDLE_OVERHEADS = (1.0, 1.3, 2.0, 4.0, math.inf)
-"""Maximum ratios of the products in a bundle to those of its segments, in the order in which they are
-tried until few enough columns are gathered. With the first there are no bundles; with the last each row
-is one bundle, which gathers no column twice."""
+"""Maximum ratios of the products in a bundle to those of its segments, in the order in which they
+are tried until few enough columns are gathered. With the first there are no bundles; with the last
+each row is one bundle, which gathers no column twice."""
 ROW_TREE = "row_tree"
 """Name of the attention implementation in transformers."""
 
@@ -128,8 +132,8 @@ class SegmentBundle:
         head = len(self.before)
         for segment in self.segments:
             rows = slice(segment.start - self.start, segment.end - self.start)
-            # Of the columns before the segment, the first n_outside are before the bundle, and the same as
-            # the first ones of the bundle; the others are in the bundle.
+            # Of the columns before the segment, the first n_outside are before the bundle, and the
+            # same as the first ones of the bundle; the others are in the bundle.
             n_outside = int(np.searchsorted(segment.before, self.start))
             visible[rows, :n_outside] = True
             visible[rows, head + segment.before[n_outside:] - self.start] = True
@@ -137,18 +141,23 @@ class SegmentBundle:
         return visible
 
 
-def split_segments(paths: Sequence[Sequence[np.ndarray]], shared: Sequence[Sequence[int]]) -> list[TreeSegment]:
+def split_segments(
+    paths: Sequence[Sequence[np.ndarray]], shared: Sequence[Sequence[int]]
+) -> list[TreeSegment]:
     """Return the segments of rows in the order of their columns.
 
     The arguments are those of ``RowTrees``.
     """
     segments: list[TreeSegment] = []
     for row, common in zip(paths, shared, strict=True):
-        # The first sequence is split where the second one branches off. Otherwise its single segment would
-        # be much longer than the others, and batches of similar sizes would not be possible.
+        # The first sequence is split where the second one branches off. Otherwise its single
+        # segment would be much longer than the others, and batches of similar sizes would not be
+        # possible.
         stem = min(common[1], len(row[0])) if len(row) > 1 else 0
         cuts = [(row[0], 0, stem), (row[0], stem, len(row[0]))]
-        cuts += [(path, n_shared, len(path)) for path, n_shared in zip(row[1:], common[1:], strict=True)]
+        cuts += [
+            (path, n_shared, len(path)) for path, n_shared in zip(row[1:], common[1:], strict=True)
+        ]
         for path, n_shared, end in cuts:
             if end > n_shared:
                 first = int(path[n_shared])
@@ -160,24 +169,27 @@ def batch_segments(segments: Sequence[TreeSegment], columns: int) -> list[list[S
     """Return the segments of rows with ``columns`` columns in batches of bundles.
 
     Segments are bundled if gathering the keys of each would exceed ``MAX_GATHERED_PER_COLUMN``. The
-    smallest of ``BUNDLE_OVERHEADS`` that suffices is used. The number of products is at most this overhead
-    times ``MAX_PADDING`` times the number that the segments need.
+    smallest of ``BUNDLE_OVERHEADS`` that suffices is used. The number of products is at most this
+    overhead times ``MAX_PADDING`` times the number that the segments need.
     """
     batches: list[list[SegmentBundle]] = []
     for overhead in BUNDLE_OVERHEADS:
         batches = _batch_bundles(_bundle_segments(segments, overhead))
         # All bundles of a batch are padded to the longest one.
-        n_gathered = sum(len(bundles) * max(bundle.n_keys for bundle in bundles) for bundles in batches)
+        n_gathered = sum(
+            len(bundles) * max(bundle.n_keys for bundle in bundles) for bundles in batches
+        )
         if n_gathered <= MAX_GATHERED_PER_COLUMN * columns:
             break
     return batches
 
 
 def _bundle_segments(segments: Sequence[TreeSegment], overhead: float) -> list[SegmentBundle]:
-    """Return adjacent segments in bundles with at most ``overhead`` times the products of the segments.
+    """Return adjacent segments in bundles with at most ``overhead`` times the products of the
+    segments.
 
-    The first segment of a row stays alone unless the overhead is unlimited: it needs no mask, so a causal
-    kernel skips half of its products.
+    The first segment of a row stays alone unless the overhead is unlimited: it needs no mask, so a
+    causal kernel skips half of its products.
     """
     groups: list[list[TreeSegment]] = []
     # Products that the segments of the current bundle need, and number of its columns.
@@ -202,11 +214,15 @@ def _batch_bundles(bundles: Sequence[SegmentBundle]) -> list[list[SegmentBundle]
     """Return bundles of similar size in batches; causal bundles have batches of their own."""
     batches: list[list[SegmentBundle]] = []
     needed = 0  # Products of the bundles of the current batch without padding.
-    for bundle in sorted(bundles, key=lambda bundle: (not bundle.causal, -bundle.n_keys, bundle.start)):
+    for bundle in sorted(
+        bundles, key=lambda bundle: (not bundle.causal, -bundle.n_keys, bundle.start)
+    ):
         current = batches[-1] if batches else []
         if current and current[0].causal == bundle.causal:
             own = max(max(other.own for other in current), bundle.own)
-            if own * current[0].n_keys * (len(current) + 1) <= MAX_PADDING * (needed + bundle.products):
+            if own * current[0].n_keys * (len(current) + 1) <= MAX_PADDING * (
+                needed + bundle.products
+            ):
                 current.append(bundle)
                 needed += bundle.products
                 continue
@@ -236,7 +252,9 @@ class _Gathering:
             columns, the queries.
     """
 
-    def __init__(self, batches: Sequence[Sequence[SegmentBundle]], columns: int, *, keys: bool) -> None:
+    def __init__(
+        self, batches: Sequence[Sequence[SegmentBundle]], columns: int, *, keys: bool
+    ) -> None:
         self.shapes: list[tuple[int, int]] = []
         self.before: list[tuple[int, int, int]] = []
         place = np.empty(columns, dtype=np.int64)
@@ -269,16 +287,21 @@ class _Gathering:
         ``x`` is (columns, heads, dim).
         """
         parts = _GatherColumns.apply(x, self)
-        return [part.view(*shape, *x.shape[1:]).transpose(1, 2) for part, shape in zip(parts, self.shapes, strict=True)]
+        return [
+            part.view(*shape, *x.shape[1:]).transpose(1, 2)
+            for part, shape in zip(parts, self.shapes, strict=True)
+        ]
 
     def put(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the results of the batches in the order of the rows' columns, (columns, heads, dim)."""
+        """Return the results of the batches in the order of the rows' columns, (columns, heads,
+        dim)."""
         flat = [part.transpose(1, 2).flatten(0, 1) for part in parts]
         return _ScatterColumns.apply(flat[0] if len(flat) == 1 else torch.cat(flat), self)
 
 
 def _find_runs(columns: np.ndarray) -> list[tuple[int, int]]:
-    """Return the [first, end) indices of the runs of consecutive numbers in ``columns`` int64 (n,)."""
+    """Return the [first, end) indices of the runs of consecutive numbers in ``columns`` int64
+    (n,)."""
     if not len(columns):
         return []
     breaks = [0, *(np.flatnonzero(np.diff(columns) != 1) + 1).tolist(), len(columns)]
@@ -303,14 +326,17 @@ class _GatherColumns(torch.autograd.Function):
         grad = grads[0] if len(grads) == 1 else torch.cat(grads)
         out = grad.index_select(0, gathering.place)
         if gathering.before and grad.dtype.itemsize < 4:
-            out = out.float()  # Accumulate the gradients of many branches in fp32 to avoid rounding errors.
+            out = (
+                out.float()
+            )  # Accumulate the gradients of many branches in fp32 to avoid rounding errors.
         for place, column, number in gathering.before:
             out[column : column + number].add_(grad[place : place + number])
         return out.to(grad.dtype), None
 
 
 class _ScatterColumns(torch.autograd.Function):
-    """Inverse of the gather of queries: the results of all bundles in the order of the rows' columns."""
+    """Inverse of the gather of queries: the results of all bundles in the order of the rows'
+    columns."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gathering: _Gathering) -> Tensor:
@@ -322,7 +348,8 @@ class _ScatterColumns(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         gathering: _Gathering = ctx.gathering
         out = grads[0].index_select(0, gathering.index)
-        # Results at padding were dropped, so they have no gradient, although their index repeats a column.
+        # Results at padding were dropped, so they have no gradient, although their index repeats a
+        # column.
         return out.index_fill_(0, gathering.padding, 0.0) if len(gathering.padding) else out, None
 
 
@@ -335,7 +362,9 @@ class RowTrees:
         columns: Number of columns of all rows.
     """
 
-    def __init__(self, paths: Sequence[Sequence[np.ndarray]], shared: Sequence[Sequence[int]], columns: int) -> None:
+    def __init__(
+        self, paths: Sequence[Sequence[np.ndarray]], shared: Sequence[Sequence[int]], columns: int
+    ) -> None:
         self.columns = columns
         self._batches = batch_segments(split_segments(paths, shared), columns)
         self.queries = _Gathering(self._batches, columns, keys=False)
@@ -343,18 +372,24 @@ class RowTrees:
         self._masks: dict[torch.dtype, list[Tensor | None]] = {}
 
     def masks(self, dtype: torch.dtype) -> list[Tensor | None]:
-        """Return the additive mask of each batch, (bundles, 1, queries, keys), or None for causal attention.
+        """Return the additive mask of each batch, (bundles, 1, queries, keys), or None for causal
+        attention.
 
         The masks are computed once and shared by all layers.
         """
         if dtype not in self._masks:
             sizes = zip(self._batches, self.queries.shapes, self.keys.shapes, strict=True)
-            self._masks[dtype] = [_build_mask(bundles, n, m, dtype) for bundles, (_, n), (_, m) in sizes]
+            self._masks[dtype] = [
+                _build_mask(bundles, n, m, dtype) for bundles, (_, n), (_, m) in sizes
+            ]
         return self._masks[dtype]
 
 
-def _build_mask(bundles: Sequence[SegmentBundle], queries: int, keys: int, dtype: torch.dtype) -> Tensor | None:
-    """Return the additive mask of a batch, (bundles, 1, queries, keys), or None for causal attention."""
+def _build_mask(
+    bundles: Sequence[SegmentBundle], queries: int, keys: int, dtype: torch.dtype
+) -> Tensor | None:
+    """Return the additive mask of a batch, (bundles, 1, queries, keys), or None for causal
+    attention."""
     if all(bundle.causal for bundle in bundles):
         return None
     visible = np.zeros((len(bundles), queries, keys), dtype=bool)
@@ -376,11 +411,12 @@ def row_tree_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention output (1, columns, heads, dim) over rows with the structure ``row_trees``.
+    """Return the attention output (1, columns, heads, dim) over rows with the structure
+    ``row_trees``.
 
-    ``query`` is (1, heads, columns, dim), ``key`` and ``value`` are (1, kv heads, columns, dim). The second
-    result is None (no attention weights), as transformers requires. Raises ValueError for a layer with
-    features that this implementation does not support.
+    ``query`` is (1, heads, columns, dim), ``key`` and ``value`` are (1, kv heads, columns, dim).
+    The second result is None (no attention weights), as transformers requires. Raises ValueError
+    for a layer with features that this implementation does not support.
     """
     has_unsupported = any(v for k, v in kwargs.items() if k not in HARMLESS)
     n, heads, columns, _ = query.shape
@@ -388,15 +424,26 @@ def row_tree_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if has_unsupported or dropout or sliding_window is not None or (n, columns) != (1, row_trees.columns):
+    if (
+        has_unsupported
+        or dropout
+        or sliding_window is not None
+        or (n, columns) != (1, row_trees.columns)
+    ):
         raise ValueError(f"{type(module).__name__} asks for more than attention over trees of rows")
     q, k, v = (
         gathering.take(x[0].transpose(0, 1))
-        for x, gathering in zip((query, key, value), (row_trees.queries, row_trees.keys, row_trees.keys), strict=True)
+        for x, gathering in zip(
+            (query, key, value), (row_trees.queries, row_trees.keys, row_trees.keys), strict=True
+        )
     )
     outputs = [
         F.scaled_dot_product_attention(
-            *qkv, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=heads != key.shape[1]
+            *qkv,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=heads != key.shape[1],
         )
         for *qkv, mask in zip(q, k, v, row_trees.masks(query.dtype), strict=True)
     ]

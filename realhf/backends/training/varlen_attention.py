@@ -1,14 +1,17 @@
-"""Computes attention over packed rows with a variable-length kernel, which is proven before it is used.
+"""Computes attention over packed rows with a variable-length kernel, which is proven before it is
+used.
 
-The kernel is that of ``torch.nn.attention.varlen`` (from torch 2.10 on), whose options have changed from version to
-version: which it has is read from its signature. It runs on CUDA devices of capability 8.0 and more, in bf16 and fp16.
+The kernel is that of ``torch.nn.attention.varlen`` (from torch 2.10 on), whose options have changed
+from version to version: which it has is read from its signature. It runs on CUDA devices of
+capability 8.0 and more, in bf16 and fp16.
 
-All sequences of a pass lie behind each other in one row, without padding. Each has queries, its own new tokens, and
-keys, which may begin with tokens that an earlier sequence of the row has computed: what sequences have in common is
-computed once. The last query of a sequence sees all of its keys, the one before all but the last, and so on.
+All sequences of a pass lie behind each other in one row, without padding. Each has queries, its own
+new tokens, and keys, which may begin with tokens that an earlier sequence of the row has computed:
+what sequences have in common is computed once. The last query of a sequence sees all of its keys,
+the one before all but the last, and so on.
 
-A pass that brings no layout is computed as by ``sdpa``, with the same masks, so that a model can keep the
-implementation.
+A pass that brings no layout is computed as by ``sdpa``, with the same masks, so that a model can
+keep the implementation.
 """
 
 from __future__ import annotations
@@ -31,31 +34,43 @@ from realhf.backends.embedded.attention import HARMLESS
 from realhf.base.text import first_line
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, "int | None", float], Tensor]
-"""(query (q, heads, dim), key (k, kv heads, dim), value, ends of queries int32 (n + 1,), ends of keys, most queries of
-a sequence, most keys, window, scale) -> (q, heads, dim). Causal: the last query of a sequence sees all of its keys, or
-the last ``window`` of them, the query's own included."""
+"""(query (q, heads, dim), key (k, kv heads, dim), value, ends of queries int32 (n + 1,), ends of
+keys, most queries of a sequence, most keys, window, scale) -> (q, heads, dim). Causal: the last
+query of a sequence sees all of its keys, or the last ``window`` of them, the query's own
+included."""
 _CAPABILITY = (8, 0)
 _TYPES = (torch.bfloat16, torch.float16)
 _CLOSE = 0.03
-"""Largest difference from the plain computation, relative to the largest number; one rounding of bf16 is 0.008."""
+"""Largest difference from the plain computation, relative to the largest number; one rounding of
+bf16 is 0.008."""
 _UNFIT = (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 def kernel_for(
     device: torch.device, dtype: torch.dtype, head_sizes: Sequence[int] = (64,)
 ) -> tuple[Kernel | None, str]:
-    """Return a kernel that was proven on ``device`` for heads of all these sizes, or None and why there is none.
-    Without a GPU there is none and nothing to say."""
+    """Return a kernel that was proven on ``device`` for heads of all these sizes, or None and why
+    there is none. Without a GPU there is none and nothing to say."""
     if device.type != "cuda":
         return None, ""
     if dtype not in _TYPES:
-        return None, f"variable-length attention needs bfloat16 or float16, the model has {_name(dtype)}"
+        return (
+            None,
+            f"variable-length attention needs bfloat16 or float16, the model has {_name(dtype)}",
+        )
     if torch.cuda.get_device_capability(device) < _CAPABILITY:
-        return None, f"variable-length attention needs a device of capability {_CAPABILITY[0]}.{_CAPABILITY[1]}"
+        return (
+            None,
+            f"variable-length attention needs a device of capability "
+            f"{_CAPABILITY[0]}.{_CAPABILITY[1]}",
+        )
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return None, f"torch {torch.__version__} has no variable-length attention; 2.10 and later have"
+        return (
+            None,
+            f"torch {torch.__version__} has no variable-length attention; 2.10 and later have",
+        )
     reason = ""
     for kernel in adapted(varlen_attn):
         reason = _first_fault(kernel, device, dtype, head_sizes)
@@ -64,8 +79,11 @@ def kernel_for(
     return None, f"variable-length attention of torch {torch.__version__}, {reason}"
 
 
-def _first_fault(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_sizes: Sequence[int]) -> str:
-    """Return what is wrong with a kernel for the first of these sizes of heads that it does not serve, or ""."""
+def _first_fault(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_sizes: Sequence[int]
+) -> str:
+    """Return what is wrong with a kernel for the first of these sizes of heads that it does not
+    serve, or ""."""
     for size in head_sizes:
         if reason := fault(kernel, device, dtype, size):
             return f"for heads of {size}, {reason}"
@@ -73,8 +91,9 @@ def _first_fault(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_
 
 
 def adapted(function: Callable[..., Any]) -> Iterator[Kernel]:
-    """Make kernels of a ``varlen_attn`` by the options that its signature has: first one that hands it fewer heads of
-    keys than of queries, where it says that it takes them, then one that repeats them."""
+    """Make kernels of a ``varlen_attn`` by the options that its signature has: first one that hands
+    it fewer heads of keys than of queries, where it says that it takes them, then one that repeats
+    them."""
     known = inspect.signature(function).parameters
     for grouped in (True, False) if "enable_gqa" in known else (False,):
         yield _adapted(function, frozenset(known), grouped)
@@ -104,7 +123,9 @@ def _adapted(function: Callable[..., Any], known: frozenset[str], grouped: bool)
         elif window is None:
             options["is_causal"] = True
         else:
-            raise NotImplementedError("this version of torch has no windows in variable-length attention")
+            raise NotImplementedError(
+                "this version of torch has no windows in variable-length attention"
+            )
         own = query.shape[-1] ** -0.5
         if "scale" in known:
             options["scale"] = scale
@@ -136,7 +157,8 @@ def plain_attention(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """Is a ``Kernel`` for any device, one sequence after another in fp32: what others are compared with."""
+    """Is a ``Kernel`` for any device, one sequence after another in fp32: what others are compared
+    with."""
     del longest_q, longest_k
     times = query.shape[1] // key.shape[1]
     outputs = []
@@ -153,10 +175,11 @@ def plain_attention(
 
 
 def fault(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int = 64) -> str:
-    """Return what is wrong with a kernel, or "": it is compared with the plain computation, gradients included, on
-    sequences that have more keys than queries, and fewer heads of keys, of the size that the model has: kernels have
-    backward passes of their own for wide heads, and not on every device. A window that it does not know is no fault: a
-    model that has one is tried out by itself."""
+    """Return what is wrong with a kernel, or "": it is compared with the plain computation,
+    gradients included, on sequences that have more keys than queries, and fewer heads of keys, of
+    the size that the model has: kernels have backward passes of their own for wide heads, and not
+    on every device. A window that it does not know is no fault: a model that has one is tried out
+    by itself."""
     for window in (None, 16):
         try:
             found = _trial(kernel, device, dtype, window, head_size)
@@ -165,27 +188,42 @@ def fault(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: i
         except _UNFIT as error:
             return f"fails: {first_line(error)}"
         expected = _trial(plain_attention, device, dtype, window, head_size)
-        for what, one, other in zip(("outputs", "queries", "keys", "values"), found, expected, strict=True):
+        for what, one, other in zip(
+            ("outputs", "queries", "keys", "values"), found, expected, strict=True
+        ):
             off = float((one - other).abs().max() / other.abs().max())
             if not off <= _CLOSE:
                 kind = what if what == "outputs" else f"gradients of {what}"
-                return f"is off: {kind} by {off:.1e} of the largest{'' if window is None else ', with a window'}"
+                return (
+                    f"is off: {kind} by {off:.1e} of the "
+                    f"largest{'' if window is None else ', with a window'}"
+                )
     return ""
 
 
-def _trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, window: int | None, dim: int) -> list[Tensor]:
+def _trial(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, window: int | None, dim: int
+) -> list[Tensor]:
     draw = torch.Generator().manual_seed(0)
     queries = (5, 130, 1)
     keys = (9, 130, 70)
     heads = 4
     kv_heads = 2
     shapes = ((sum(queries), heads, dim), (sum(keys), kv_heads, dim), (sum(keys), kv_heads, dim))
-    given = [torch.randn(*shape, generator=draw).to(device, dtype).requires_grad_() for shape in shapes]
+    given = [
+        torch.randn(*shape, generator=draw).to(device, dtype).requires_grad_() for shape in shapes
+    ]
     weights = torch.randn(*shapes[0], generator=draw).to(device)
-    ends = [torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32) for sizes in (queries, keys)]
-    output = kernel(given[0], given[1], given[2], ends[0], ends[1], max(queries), max(keys), window, dim**-0.5)
+    ends = [
+        torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32) for sizes in (queries, keys)
+    ]
+    output = kernel(
+        given[0], given[1], given[2], ends[0], ends[1], max(queries), max(keys), window, dim**-0.5
+    )
     (output.float() * weights).sum().backward()
-    gradients = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in given]
+    gradients = [
+        torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in given
+    ]
     return [output.detach().float(), *(gradient.float() for gradient in gradients)]
 
 
@@ -195,9 +233,10 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Holds the n sequences of a packed row. ``ends_q``, ``ends_k`` int32 (n + 1,): 0, then where the queries, and the
-    keys, of each sequence end; ``longest_q``, ``longest_k``: the most of one sequence; ``keys`` int64 (all keys,): the
-    column of each key, None where every sequence has its own columns only; ``kernel`` computes."""
+    """Holds the n sequences of a packed row. ``ends_q``, ``ends_k`` int32 (n + 1,): 0, then where
+    the queries, and the keys, of each sequence end; ``longest_q``, ``longest_k``: the most of one
+    sequence; ``keys`` int64 (all keys,): the column of each key, None where every sequence has its
+    own columns only; ``kernel`` computes."""
 
     ends_q: Tensor
     ends_k: Tensor
@@ -209,20 +248,35 @@ class PackedLayout:
     def to(self, device: torch.device) -> PackedLayout:
         """Return the layout with its tensors on ``device``."""
         keys = None if self.keys is None else self.keys.to(device)
-        return replace(self, ends_q=self.ends_q.to(device), ends_k=self.ends_k.to(device), keys=keys)
+        return replace(
+            self, ends_q=self.ends_q.to(device), ends_k=self.ends_k.to(device), keys=keys
+        )
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float) -> Tensor:
-        """Return the outputs (columns, heads, dim) of causal attention within each sequence. ``query`` (columns, heads,
-        dim), ``key`` and ``value`` (columns, kv heads, dim); ``window``: a token sees that many, itself included."""
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float
+    ) -> Tensor:
+        """Return the outputs (columns, heads, dim) of causal attention within each sequence.
+        ``query`` (columns, heads, dim), ``key`` and ``value`` (columns, kv heads, dim); ``window``:
+        a token sees that many, itself included."""
         if self.keys is not None:
             key = _Taken.apply(key, self.keys)
             value = _Taken.apply(value, self.keys)
-        return self.kernel(query, key, value, self.ends_q, self.ends_k, self.longest_q, self.longest_k, window, scale)
+        return self.kernel(
+            query,
+            key,
+            value,
+            self.ends_q,
+            self.ends_k,
+            self.longest_q,
+            self.longest_k,
+            window,
+            scale,
+        )
 
 
 class _Taken(torch.autograd.Function):
-    """Takes rows of (rows, heads, dim), some of them often. Their gradients add up in fp32 and are rounded once: what
-    many branches give to a shared row would lose its digits in a narrow sum."""
+    """Takes rows of (rows, heads, dim), some of them often. Their gradients add up in fp32 and are
+    rounded once: what many branches give to a shared row would lose its digits in a narrow sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
@@ -239,18 +293,26 @@ class _Taken(torch.autograd.Function):
         return out.index_add_(0, rows, grad.to(wide)).to(grad.dtype), None
 
 
-def packed_layout(paths: Sequence[np.ndarray], shared: Sequence[int], kernel: Kernel) -> PackedLayout:
-    """Lay out sequences, at least one. ``paths``: for each the column of each of its tokens, int64; ``shared``: how
-    many of them, at its beginning, an earlier sequence computes. One that computes nothing itself has no queries.
-    Raises ValueError where the columns of new tokens do not follow each other."""
+def packed_layout(
+    paths: Sequence[np.ndarray], shared: Sequence[int], kernel: Kernel
+) -> PackedLayout:
+    """Lay out sequences, at least one. ``paths``: for each the column of each of its tokens, int64;
+    ``shared``: how many of them, at its beginning, an earlier sequence computes. One that computes
+    nothing itself has no queries. Raises ValueError where the columns of new tokens do not follow
+    each other."""
     sizes_k = [len(path) for path in paths]
     sizes_q = [size - common for size, common in zip(sizes_k, shared, strict=True)]
     new = np.concatenate([path[common:] for path, common in zip(paths, shared, strict=True)])
     if not np.array_equal(new, np.arange(len(new))):
         raise ValueError("the new tokens of a packed row must lie behind each other")
-    # A sequence without queries has nothing to compute, and kernels are not asked how they treat it.
+    # A sequence without queries has nothing to compute, and kernels are not asked how they treat
+    # it.
     kept = [i for i, size in enumerate(sizes_q) if size]
-    keys = None if not any(shared) else torch.from_numpy(np.concatenate([paths[i] for i in kept]).astype(np.int64))
+    keys = (
+        None
+        if not any(shared)
+        else torch.from_numpy(np.concatenate([paths[i] for i in kept]).astype(np.int64))
+    )
     return PackedLayout(
         _ends([sizes_q[i] for i in kept]),
         _ends([sizes_k[i] for i in kept]),
@@ -267,7 +329,8 @@ def _ends(sizes: Sequence[int]) -> Tensor:
 
 PACKED_ROWS = "packed_rows"
 LAYOUT = "packed_layout"
-"""The implementation's name, and the keyword argument of a forward pass that brings a ``PackedLayout``."""
+"""The implementation's name, and the keyword argument of a forward pass that brings a
+``PackedLayout``."""
 
 
 def packed_attention(
@@ -282,18 +345,23 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """Attend with ``query`` (1, heads, columns, dim) over ``key``/``value`` (1, kv heads, columns, dim) within each
-    sequence of the layout; return ((1, columns, heads, dim), None). The mask is not looked at. Raises ValueError for
-    kinds of attention that a layout does not describe."""
+    """Attend with ``query`` (1, heads, columns, dim) over ``key``/``value`` (1, kv heads, columns,
+    dim) within each sequence of the layout; return ((1, columns, heads, dim), None). The mask is
+    not looked at. Raises ValueError for kinds of attention that a layout does not describe."""
     if packed_layout is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     odd = sorted(
-        name for name, given in kwargs.items() if name not in HARMLESS and given is not None and given is not False
+        name
+        for name, given in kwargs.items()
+        if name not in HARMLESS and given is not None and given is not False
     )
     if odd or dropout or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
-        raise ValueError(f"attention with {odd[0] if odd else 'dropout or cached keys'} cannot run over packed rows")
+        raise ValueError(
+            f"attention with {odd[0] if odd else 'dropout or cached keys'} cannot run over packed "
+            f"rows"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     parts = [t[0].transpose(0, 1) for t in (query, key, value)]
     return packed_layout.attend(parts[0], parts[1], parts[2], sliding_window, scale)[None], None
@@ -304,12 +372,15 @@ AttentionMaskInterface.register(PACKED_ROWS, sdpa_mask)
 
 
 def can_pack(model: Any) -> bool:
-    """Return whether the model computes attention by ``sdpa``, whose place ``packed_rows`` can take or has taken:
-    models may share their configuration."""
-    return getattr(model.get_decoder().config, "_attn_implementation", None) in ("sdpa", PACKED_ROWS)
+    """Return whether the model computes attention by ``sdpa``, whose place ``packed_rows`` can take
+    or has taken: models may share their configuration."""
+    return getattr(model.get_decoder().config, "_attn_implementation", None) in (
+        "sdpa",
+        PACKED_ROWS,
+    )
 
 
 def pack(model: Any) -> None:
-    """Let the model attend by ``packed_rows`` from now on. It stays so: a backward pass that computes activations again
-    must find what the forward pass had."""
+    """Let the model attend by ``packed_rows`` from now on. It stays so: a backward pass that
+    computes activations again must find what the forward pass had."""
     model.get_decoder().config._attn_implementation = PACKED_ROWS

@@ -1,8 +1,9 @@
 """Calls the endpoints of a vLLM server (0.32 or later) that a generation worker uses, with types.
 
-Tokens: ``/inference/v1/generate`` (``--enable-scale-out``), which takes and gives token ids and reports which version
-of the weights sampled each. Weights: ``/pause``, ``/resume``, ``/collective_rpc`` and ``/update_weight_version``, which
-exist in development mode (``VLLM_SERVER_DEV_MODE=1``).
+Tokens: ``/inference/v1/generate`` (``--enable-scale-out``), which takes and gives token ids and
+reports which version of the weights sampled each. Weights: ``/pause``, ``/resume``,
+``/collective_rpc`` and ``/update_weight_version``, which exist in development mode
+(``VLLM_SERVER_DEV_MODE=1``).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 import httpx
 
 _KEEP_ALIVE_S = 2.0
-"""How long an idle connection is kept, in seconds: less than the server keeps it (5 s), so that no request is sent on a
-connection that is being closed."""
+"""How long an idle connection is kept, in seconds: less than the server keeps it (5 s), so that no
+request is sent on a connection that is being closed."""
 _NOT_FINITE = -9999.0
 """The value that vLLM reports for a log-probability that is -inf or not a number."""
 EXTENSION = "realhf.backends.vllm.extension.WeightExtension"
@@ -26,15 +27,16 @@ _DEVELOPMENT = ("/pause", "/resume", "/collective_rpc", "/server_info")
 
 
 class VllmError(RuntimeError):
-    """Is raised when a vLLM server does not answer, refuses, or lacks something that it needs to serve us."""
+    """Is raised when a vLLM server does not answer, refuses, or lacks something that it needs to
+    serve us."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
     """Describes what a server serves.
 
-    ``root``: the folder or hub name it was started with. ``max_tokens``: longest sequence, prompt included.
-    ``extension``: the class that its workers were given, if any. ``device``: cpu, cuda...
+    ``root``: the folder or hub name it was started with. ``max_tokens``: longest sequence, prompt
+    included. ``extension``: the class that its workers were given, if any. ``device``: cpu, cuda...
     """
 
     root: str
@@ -45,8 +47,8 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Completion:
-    """Holds the tokens of one request. ``versions``: the server's label of its weights for each token.
-    ``finish_reason``: stop, length or abort."""
+    """Holds the tokens of one request. ``versions``: the server's label of its weights for each
+    token. ``finish_reason``: stop, length or abort."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -57,15 +59,17 @@ class Completion:
 
 
 class VllmApi:
-    """Is a client of one server, used on one event loop. Every call raises VllmError or TimeoutError, which name the
-    server."""
+    """Is a client of one server, used on one event loop. Every call raises VllmError or
+    TimeoutError, which name the server."""
 
     def __init__(self, url: str, *, connections: int, timeout_s: float) -> None:
         """Make a client. ``timeout_s`` bounds every call that names no other timeout."""
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         limits = httpx.Limits(
-            max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=_KEEP_ALIVE_S
+            max_connections=connections,
+            max_keepalive_connections=connections,
+            keepalive_expiry=_KEEP_ALIVE_S,
         )
         self._http = httpx.AsyncClient(base_url=self.url, limits=limits, trust_env=False)
 
@@ -74,16 +78,23 @@ class VllmApi:
         await self._http.aclose()
 
     async def model(self) -> ServedModel:
-        """Return what the server serves. Raises VllmError when it was not started in the way that training needs."""
+        """Return what the server serves. Raises VllmError when it was not started in the way that
+        training needs."""
         row = (await self._call("GET", "/v1/models"))["data"][0]
-        config = (await self._call("GET", "/server_info", params={"config_format": "json"}))["vllm_config"]
+        config = (await self._call("GET", "/server_info", params={"config_format": "json"}))[
+            "vllm_config"
+        ]
         mode = config["model_config"]["logprobs_mode"]
         if mode != _LOGPROBS_MODE:
-            raise VllmError(f"{self.url} reports {mode}: it must run with --logprobs-mode {_LOGPROBS_MODE}")
+            raise VllmError(
+                f"{self.url} reports {mode}: it must run with --logprobs-mode {_LOGPROBS_MODE}"
+            )
         device = config["device_config"]["device"]
         if device == "cpu" and config["scheduler_config"]["enable_chunked_prefill"]:
             # In this case vLLM 0.32 dies of a seeded request whose prompt is computed in parts.
-            raise VllmError(f"{self.url} computes on the CPU: it must run with --no-enable-chunked-prefill")
+            raise VllmError(
+                f"{self.url} computes on the CPU: it must run with --no-enable-chunked-prefill"
+            )
         await self._call("POST", "/inference/v1/abort_requests", json={"request_ids": []})
         extension = config["parallel_config"]["worker_extension_cls"]
         return ServedModel(str(row["root"]), int(row["max_model_len"]), extension, device)
@@ -91,7 +102,8 @@ class VllmApi:
     async def generate(
         self, request_id: str, token_ids: Sequence[int], params: Mapping[str, Any], timeout_s: float
     ) -> Completion:
-        """Run one request to its end. Raises FloatingPointError when the model's logits are not finite."""
+        """Run one request to its end. Raises FloatingPointError when the model's logits are not
+        finite."""
         body = {
             "request_id": request_id,
             "token_ids": list(token_ids),
@@ -101,19 +113,29 @@ class VllmApi:
         choice = answer["choices"][0]
         usage = answer["usage"]
         tokens = choice["token_ids"] or []
-        logprobs = [float(row["logprob"]) for row in (choice["logprobs"] or {}).get("content") or []]
+        logprobs = [
+            float(row["logprob"]) for row in (choice["logprobs"] or {}).get("content") or []
+        ]
         if len(logprobs) != len(tokens):
-            raise VllmError(f"{self.url} gave {len(tokens)} tokens with {len(logprobs)} log-probabilities")
+            raise VllmError(
+                f"{self.url} gave {len(tokens)} tokens with {len(logprobs)} log-probabilities"
+            )
         if any(value <= _NOT_FINITE for value in logprobs):
             raise FloatingPointError(f"{self.url}: the model returned logits that are not finite")
         versions = self._versions(choice.get("weight_versions"), len(tokens))
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return Completion(tokens, logprobs, versions, choice["finish_reason"], usage["prompt_tokens"], cached)
+        return Completion(
+            tokens, logprobs, versions, choice["finish_reason"], usage["prompt_tokens"], cached
+        )
 
     def _versions(self, spans: list[dict[str, Any]] | None, count: int) -> list[str]:
-        versions = [span["version"] for span in spans or [] for _ in range(span["start"], span["end"])]
+        versions = [
+            span["version"] for span in spans or [] for _ in range(span["start"], span["end"])
+        ]
         if len(versions) != count:
-            raise VllmError(f"{self.url} does not tell which weights sampled a token; vLLM 0.32 or later does")
+            raise VllmError(
+                f"{self.url} does not tell which weights sampled a token; vLLM 0.32 or later does"
+            )
         return versions
 
     async def abort(self, request_id: str) -> None:
@@ -122,8 +144,8 @@ class VllmApi:
         await self._call("POST", "/inference/v1/abort_requests", json={"request_ids": names})
 
     async def pause(self, *, clear_cache: bool, timeout_s: float) -> None:
-        """Stop sampling and return when it has stopped; running requests stay. ``clear_cache`` drops their keys and
-        values."""
+        """Stop sampling and return when it has stopped; running requests stay. ``clear_cache``
+        drops their keys and values."""
         query = {"mode": "keep", "clear_cache": str(clear_cache).lower()}
         await self._call("POST", "/pause", params=query, timeout_s=timeout_s)
 
@@ -135,12 +157,18 @@ class VllmApi:
         """Name the weights in use; the tokens sampled from now on carry the name."""
         await self._call("POST", "/update_weight_version", json={"new_version": version})
 
-    async def on_workers(self, method: str, arguments: Mapping[str, Any], timeout_s: float) -> list[Any]:
+    async def on_workers(
+        self, method: str, arguments: Mapping[str, Any], timeout_s: float
+    ) -> list[Any]:
         """Call a method of every worker of the server; return their answers."""
         body = {"method": method, "kwargs": dict(arguments)}
-        return (await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s)).get("results", [])
+        return (await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s)).get(
+            "results", []
+        )
 
-    async def _call(self, verb: str, path: str, *, timeout_s: float | None = None, **fields: Any) -> dict[str, Any]:
+    async def _call(
+        self, verb: str, path: str, *, timeout_s: float | None = None, **fields: Any
+    ) -> dict[str, Any]:
         limit = self._timeout_s if timeout_s is None else timeout_s
         try:
             answer = await self._http.request(verb, path, timeout=limit, **fields)
@@ -156,7 +184,7 @@ class VllmApi:
 
 
 def position_seed(seed: int, position: int) -> int:
-    """Return the seed of a request that continues at ``position`` of a sequence. vLLM begins its random numbers anew
-    per request, and a turn must not repeat those of the turn before."""
+    """Return the seed of a request that continues at ``position`` of a sequence. vLLM begins its
+    random numbers anew per request, and a turn must not repeat those of the turn before."""
     digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

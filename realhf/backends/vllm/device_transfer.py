@@ -1,12 +1,14 @@
-"""Brings weights to a vLLM server on the same GPUs over CUDA IPC, with handles as plain JSON instead of pickles.
+"""Brings weights to a vLLM server on the same GPUs over CUDA IPC, with handles as plain JSON
+instead of pickles.
 
-vLLM's own client pickles them, and a server that takes pickles runs what anybody who reaches its port sends. This
-module runs on both sides: in a trainer, and inside the server, whose environment has torch and of ours this package
-alone.
+vLLM's own client pickles them, and a server that takes pickles runs what anybody who reaches its
+port sends. This module runs on both sides: in a trainer, and inside the server, whose environment
+has torch and of ours this package alone.
 
-The tensors are copied, some at a time, into a buffer on each GPU of the server, which its workers open by a handle and
-read before the next ones come. Nothing goes through the host's memory that is on a GPU already. The other transfer that
-vLLM has, NCCL, cannot have a trainer and a server on one GPU.
+The tensors are copied, some at a time, into a buffer on each GPU of the server, which its workers
+open by a handle and read before the next ones come. Nothing goes through the host's memory that is
+on a GPU already. The other transfer that vLLM has, NCCL, cannot have a trainer and a server on one
+GPU.
 """
 
 from __future__ import annotations
@@ -33,13 +35,14 @@ _CLASSES: dict[str, Any] = {
 
 
 def to_json(handle: Sequence[Any]) -> list[Any]:
-    """Return the arguments that ``torch.multiprocessing`` rebuilds a tensor of CUDA from, as JSON has them. Raises
-    TypeError on a part of another kind."""
+    """Return the arguments that ``torch.multiprocessing`` rebuilds a tensor of CUDA from, as JSON
+    has them. Raises TypeError on a part of another kind."""
     return [_written(part) for part in handle]
 
 
 def from_json(parts: Any) -> tuple[Any, ...]:
-    """Return the arguments that ``to_json`` wrote. Raises ValueError on anything else: it came over a socket."""
+    """Return the arguments that ``to_json`` wrote. Raises ValueError on anything else: it came over
+    a socket."""
     if not isinstance(parts, list) or len(parts) > MOST_PARTS:
         raise ValueError("a handle of device memory is a list of at most 32 parts")
     return tuple(_read(part) for part in parts)
@@ -54,7 +57,9 @@ def _written(part: Any) -> Any:
         return {"dtype": str(part).removeprefix("torch.")}
     if isinstance(part, torch.device):
         return {"device": part.index or 0}
-    if isinstance(part, tuple) and all(isinstance(size, int) for size in part):  # torch.Size is one, too
+    if isinstance(part, tuple) and all(
+        isinstance(size, int) for size in part
+    ):  # torch.Size is one, too
         return {"sizes": list(part)}
     for name, kind in _CLASSES.items():
         if part is kind:
@@ -69,7 +74,11 @@ def _read(part: Any) -> Any:
         kind, value = next(iter(part.items()))
         if kind == "class" and isinstance(value, str) and value in _CLASSES:
             return _CLASSES[value]
-        if kind == "dtype" and isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype):
+        if (
+            kind == "dtype"
+            and isinstance(value, str)
+            and isinstance(getattr(torch, value, None), torch.dtype)
+        ):
             return getattr(torch, value)
         if kind == "device" and isinstance(value, int):
             return value
@@ -84,7 +93,8 @@ def _read(part: Any) -> Any:
 BUFFER_BYTES = 256 << 20
 """Size of the buffer on each GPU; a larger tensor gets a buffer of its size."""
 NO_COMMON_PLACE = (
-    "it computes on a GPU that this process does not see, or was started without --weight-transfer-config for ipc"
+    "it computes on a GPU that this process does not see, or was started without "
+    "--weight-transfer-config for ipc"
 )
 Step = tuple[str, dict[str, Any]]
 """A method of the server's workers, and its arguments."""
@@ -99,23 +109,28 @@ class Place:
 
 
 def common_places(asked: Sequence[Any]) -> list[Place]:
-    """Return the server's GPUs. ``asked``: what each of its workers said of itself (``WeightExtension.place``). Empty
-    where one of them has another GPU than this process sees, or no transfer."""
+    """Return the server's GPUs. ``asked``: what each of its workers said of itself
+    (``WeightExtension.place``). Empty where one of them has another GPU than this process sees, or
+    no transfer."""
     if not asked or not torch.cuda.is_available():
         return []
     own = {
         str(torch.cuda.get_device_properties(index).uuid): torch.device("cuda", index)
         for index in range(torch.cuda.device_count())
     }
-    uuids = [answer.get("uuid") if isinstance(answer, dict) and answer.get("transfer") else None for answer in asked]
+    uuids = [
+        answer.get("uuid") if isinstance(answer, dict) and answer.get("transfer") else None
+        for answer in asked
+    ]
     if any(uuid not in own for uuid in uuids):
         return []
     return [Place(own[uuid], uuid) for uuid in dict.fromkeys(uuid for uuid in uuids if uuid)]
 
 
 def chunks(tensors: Mapping[str, Tensor], most: int = BUFFER_BYTES) -> list[list[str]]:
-    """Return the names of tensors that travel together, at most ``most`` bytes, or one tensor alone. Wide element types
-    come first, so that each tensor begins at a multiple of its element's size."""
+    """Return the names of tensors that travel together, at most ``most`` bytes, or one tensor
+    alone. Wide element types come first, so that each tensor begins at a multiple of its element's
+    size."""
     found: list[list[str]] = []
     room = 0
     for name in sorted(tensors, key=lambda name: -tensors[name].element_size()):
@@ -156,20 +171,25 @@ def steps(
     most: int = BUFFER_BYTES,
     export: Callable[[Tensor], Sequence[Any]] | None = None,
 ) -> Iterator[Iterator[Step]]:
-    """Yield the calls by which the server takes ``tensors``, each to be made when the one before has been answered. The
-    buffers are allocated before the first: a shortage is found while the server has its old weights. They are given
-    back when the block is left, however it is left. ``export`` makes the handle of a buffer, by default that of CUDA
-    IPC."""
+    """Yield the calls by which the server takes ``tensors``, each to be made when the one before
+    has been answered. The buffers are allocated before the first: a shortage is found while the
+    server has its old weights. They are given back when the block is left, however it is left.
+    ``export`` makes the handle of a buffer, by default that of CUDA IPC."""
     parts = chunks(tensors, most)
     size = max((sum(tensors[name].nbytes for name in part) for part in parts), default=1)
-    buffers = [torch.empty(max(1, size), dtype=torch.uint8, device=place.device) for place in places]
+    buffers = [
+        torch.empty(max(1, size), dtype=torch.uint8, device=place.device) for place in places
+    ]
 
     def made() -> Iterator[Step]:
         # No name here means a buffer: this generator stays where it is when a transfer breaks off.
         yield "begin_transfer", {}
-        # Handed out only now: memory that another process may open is freed when that process says so.
+        # Handed out only now: memory that another process may open is freed when that process says
+        # so.
         handles = {
-            place.uuid: to_json((export or _exported)(buffers[index])) for index, place in enumerate(places) if parts
+            place.uuid: to_json((export or _exported)(buffers[index]))
+            for index, place in enumerate(places)
+            if parts
         }
         for names in parts:
             for index, place in enumerate(places):

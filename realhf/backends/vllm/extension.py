@@ -1,10 +1,10 @@
-"""Runs inside a vLLM server: takes new weights between two tokens, read from a safetensors file or from memory of the
-same GPU, and says what is there.
+"""Runs inside a vLLM server: takes new weights between two tokens, read from a safetensors file or
+from memory of the same GPU, and says what is there.
 
-vLLM loads it (``--worker-extension-cls realhf.backends.vllm.extension.WeightExtension``) in the server's own
-environment, which has torch and no package of ours but this one: it imports nothing else of ours than the digest and
-the handles of device memory. vLLM mixes the class into its worker. The server must be paused while weights change;
-``realhf.backends.vllm.generation`` ensures that.
+vLLM loads it (``--worker-extension-cls realhf.backends.vllm.extension.WeightExtension``) in the
+server's own environment, which has torch and no package of ours but this one: it imports nothing
+else of ours than the digest and the handles of device memory. vLLM mixes the class into its worker.
+The server must be paused while weights change; ``realhf.backends.vllm.generation`` ensures that.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ Digests = dict[str, list[str]]
 
 
 class WeightExtension:
-    """Holds the methods that ``/collective_rpc`` reaches. Answers are maps, because errors lose their text on the
-    way."""
+    """Holds the methods that ``/collective_rpc`` reaches. Answers are maps, because errors lose
+    their text on the way."""
 
     realhf_arrived: Digests
     realhf_open: contextlib.ExitStack | None
 
     def take_weights(self, path: str, version: str) -> dict[str, Any]:
-        """Replace the model's weights by those of a safetensors file, names and shapes as in the model's folder.
+        """Replace the model's weights by those of a safetensors file, names and shapes as in the
+        model's folder.
 
-        Returns ``{"ok": True, "version": n}``, or ``{"ok": False, "error": text, "touched": whether weights were
-        changed}``.
+        Returns ``{"ok": True, "version": n}``, or ``{"ok": False, "error": text, "touched": whether
+        weights were changed}``.
         """
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -43,7 +44,8 @@ class WeightExtension:
         try:
             model = self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]
             with _seen_before_packing(model) as seen:
-                # This is vLLM's own way from checkpoint names to kernel layouts (packed, fused, quantised).
+                # This is vLLM's own way from checkpoint names to kernel layouts (packed, fused,
+                # quantised).
                 self.reload_weights(weights_iterator=iter(tensors.items()))  # pyright: ignore[reportAttributeAccessIssue]
             _refresh_tied_head(model)
             self._note(seen, tensors)
@@ -52,8 +54,8 @@ class WeightExtension:
         return {"ok": True, "version": int(version)}
 
     def place(self) -> dict[str, Any]:
-        """Return ``{"uuid": that of this worker's GPU or None, "transfer": whether vLLM's transfer over CUDA IPC was
-        configured}``."""
+        """Return ``{"uuid": that of this worker's GPU or None, "transfer": whether vLLM's transfer
+        over CUDA IPC was configured}``."""
         engine = getattr(self, "weight_transfer_engine", None)
         device = getattr(self, "device", None)
         if engine is None or getattr(device, "type", "") != "cuda":
@@ -64,8 +66,8 @@ class WeightExtension:
         return {"uuid": uuid, "transfer": engine.config.backend == "ipc"}
 
     def begin_transfer(self) -> dict[str, Any]:
-        """Begin to take weights by vLLM's own transfer, chunk by chunk (``take_chunk``, ``end_transfer``). All of them
-        answer as ``take_weights`` does."""
+        """Begin to take weights by vLLM's own transfer, chunk by chunk (``take_chunk``,
+        ``end_transfer``). All of them answer as ``take_weights`` does."""
 
         def begin() -> None:
             self._leave_transfer()
@@ -86,18 +88,24 @@ class WeightExtension:
         tensor_sizes: list[int],
         handles: dict[str, list[Any]],
     ) -> dict[str, Any]:
-        """Take the tensors that lie behind each other in a buffer on each GPU. ``handles``: by the GPU's uuid, as
-        ``device_handles`` writes them."""
+        """Take the tensors that lie behind each other in a buffer on each GPU. ``handles``: by the
+        GPU's uuid, as ``device_handles`` writes them."""
 
         def take() -> None:
-            chunk = {"names": names, "dtype_names": dtype_names, "shapes": shapes, "tensor_sizes": tensor_sizes}
+            chunk = {
+                "names": names,
+                "dtype_names": dtype_names,
+                "shapes": shapes,
+                "tensor_sizes": tensor_sizes,
+            }
             given = {uuid: from_json(parts) for uuid, parts in handles.items()}
             self.update_weights({**chunk, "ipc_handles": given})  # pyright: ignore[reportAttributeAccessIssue]
 
         return self._answered(take)
 
     def end_transfer(self, version: str, names: list[str]) -> dict[str, Any]:
-        """Compute with the weights that arrived, which are called ``version``; ``names`` are all of them."""
+        """Compute with the weights that arrived, which are called ``version``; ``names`` are all of
+        them."""
 
         def end() -> None:
             self.finish_weight_update()  # pyright: ignore[reportAttributeAccessIssue]
@@ -125,7 +133,8 @@ class WeightExtension:
             held.close()
 
     def _let_go(self) -> None:
-        """Close the memory of a transfer that broke off: the trainer does not get it back before."""
+        """Close the memory of a transfer that broke off: the trainer does not get it back
+        before."""
         engine = getattr(self, "weight_transfer_engine", None)
         if engine is not None and engine.config.backend == "ipc":
             with contextlib.suppress(Exception):  # It is over in any case, and why is told already.
@@ -140,9 +149,10 @@ class WeightExtension:
     def weight_digests(self) -> dict[str, Any]:
         """Return ``{"held": {name in the checkpoint: [element type, digest]}, "unproven": names}``.
 
-        ``held`` are the digests of the current tensors of the model's layers. For a layer that keeps only a copy in
-        the format of a kernel, it is the digest of the tensor that was copied. ``unproven`` are received tensors that
-        no layer has under their names, because the model renames or fuses them.
+        ``held`` are the digests of the current tensors of the model's layers. For a layer that
+        keeps only a copy in the format of a kernel, it is the digest of the tensor that was copied.
+        ``unproven`` are received tensors that no layer has under their names, because the model
+        renames or fuses them.
         """
         return {
             "held": {**getattr(self, "realhf_seen", {}), **self._live_digests()},
@@ -160,7 +170,8 @@ class WeightExtension:
 
 @contextlib.contextmanager
 def _seen_before_packing(model: Any) -> Iterator[Digests]:
-    """Fill a map with digests of what each layer holds at the moment its kernel's own format is made from it."""
+    """Fill a map with digests of what each layer holds at the moment its kernel's own format is
+    made from it."""
     seen, digester, wrapped = Digests(), TensorDigester(), []
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
@@ -182,18 +193,24 @@ def _seen_before_packing(model: Any) -> Iterator[Digests]:
 
 
 def _digests_of(model: Any, name: str, layer: Any, digester: TensorDigester) -> Digests:
-    """Return digests of the parameters and buffers of one layer by their names in the checkpoint."""
+    """Return digests of the parameters and buffers of one layer by their names in the
+    checkpoint."""
     found = Digests()
     parts = getattr(model, "packed_modules_mapping", {}).get(name.rpartition(".")[2], [])
     sizes = getattr(layer, "output_partition_sizes", [])
     words = getattr(layer, "org_vocab_size", None)
-    tensors = {**dict(layer.named_parameters(recurse=False)), **dict(layer.named_buffers(recurse=False))}
+    tensors = {
+        **dict(layer.named_parameters(recurse=False)),
+        **dict(layer.named_buffers(recurse=False)),
+    }
     for own, tensor in tensors.items():
         if tensor.numel() == 0 or tensor.is_meta:
             continue
         if parts and len(parts) == len(sizes):
             parent = name.rpartition(".")[0]
-            pieces = zip(parts, tensor.split(sizes) if len(tensor) == sum(sizes) else [], strict=False)
+            pieces = zip(
+                parts, tensor.split(sizes) if len(tensor) == sum(sizes) else [], strict=False
+            )
             for part, piece in pieces:
                 found[f"{parent}.{part}.{own}"] = _row(digester, piece)
         else:
@@ -207,8 +224,9 @@ def _row(digester: TensorDigester, tensor: Any) -> list[str]:
 
 
 def _refresh_tied_head(model: Any) -> None:
-    """Renew the packed head. vLLM's reload leaves a head that is tied to the embedding alone, and on the CPU the head
-    computes with a packed copy, which would still hold the weights that the server was started with."""
+    """Renew the packed head. vLLM's reload leaves a head that is tied to the embedding alone, and
+    on the CPU the head computes with a packed copy, which would still hold the weights that the
+    server was started with."""
     config = model.config
     head = getattr(model, "lm_head", None)
     if head is not None and getattr(config, "tie_word_embeddings", False):

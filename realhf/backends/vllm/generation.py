@@ -1,10 +1,11 @@
 """Generation by a vLLM server over HTTP, with weight updates.
 
-New weights are transferred as a safetensors file in memory (memfd), which the server opens through /proc. So
-nothing is left on disk, however the processes end. A server without our extension gets a temporary folder.
+New weights are transferred as a safetensors file in memory (memfd), which the server opens through
+/proc. So nothing is left on disk, however the processes end. A server without our extension gets a
+temporary folder.
 
-Weights are updated between two tokens of running requests: the server is paused, its workers load the
-weights, and it resumes. The server reports for each token which version sampled it.
+Weights are updated between two tokens of running requests: the server is paused, its workers load
+the weights, and it resumes. The server reports for each token which version sampled it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ from realhf.api.keys import dtype_tag
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import WEIGHTS, Tracer
 from realhf.backends.embedded.sampling import check_request
-from realhf.backends.vllm.api import EXTENSION, Completion, ServedModel, VllmApi, VllmError, position_seed
+from realhf.backends.vllm.api import (
+    EXTENSION,
+    Completion,
+    ServedModel,
+    VllmApi,
+    VllmError,
+    position_seed,
+)
 from realhf.backends.vllm.device_transfer import NO_COMMON_PLACE, Place, Step, common_places, steps
 from realhf.base import event_loops, process_clock
 from realhf.base.hf_config import tensor_shapes
@@ -43,40 +51,54 @@ Shapes = dict[str, tuple[int, ...]]
 """Shapes of tensors by name."""
 
 
-def checked(tensors: Mapping[str, Tensor], expected: Shapes, *, on_host: bool = True) -> dict[str, Tensor]:
+def checked(
+    tensors: Mapping[str, Tensor], expected: Shapes, *, on_host: bool = True
+) -> dict[str, Tensor]:
     """Return the tensors in ``expected``, contiguous and, if ``on_host``, on the CPU.
 
-    A head that is tied to the embedding is not expected and is dropped. Raises ValueError naming a tensor
-    that is missing, unknown or of another shape.
+    A head that is tied to the embedding is not expected and is dropped. Raises ValueError naming a
+    tensor that is missing, unknown or of another shape.
     """
     missing = sorted(expected.keys() - tensors.keys())
     unknown = sorted(tensors.keys() - expected.keys() - {TIED_HEAD})
     if missing or unknown:
-        raise ValueError(f"weights do not fit the server's model: missing {missing[:3]}, unknown {unknown[:3]}")
+        raise ValueError(
+            f"weights do not fit the server's model: missing {missing[:3]}, unknown {unknown[:3]}"
+        )
     for name, shape in expected.items():
         if tuple(tensors[name].shape) != shape:
-            raise ValueError(f"weights: {name} has shape {tuple(tensors[name].shape)}, the server's model {shape}")
+            raise ValueError(
+                f"weights: {name} has shape {tuple(tensors[name].shape)}, the server's model "
+                f"{shape}"
+            )
     known = {name: tensors[name].detach() for name in expected}
-    return {name: (tensor.cpu() if on_host else tensor).contiguous() for name, tensor in known.items()}
+    return {
+        name: (tensor.cpu() if on_host else tensor).contiguous() for name, tensor in known.items()
+    }
 
 
 def held_by_server(answers: Sequence[Any], names: Sequence[str]) -> dict[str, HeldTensor]:
     """Return the digests of the tensors of a server with a single worker; {} for several workers.
 
-    ``answers`` are those of the workers to ``weight_digests``. A tensor that the server's model renames or
-    fuses with others has an empty digest.
+    ``answers`` are those of the workers to ``weight_digests``. A tensor that the server's model
+    renames or fuses with others has an empty digest.
     """
     if len(answers) != 1:
         return {}
     held = answers[0]["held"]
     unproven = frozenset(answers[0].get("unproven", ()))
-    proven = {name: HeldTensor(dtype_tag(held[name][0]), held[name][1]) for name in names if name in held}
-    return proven | {name: HeldTensor("", "") for name in names if name in unproven and name not in held}
+    proven = {
+        name: HeldTensor(dtype_tag(held[name][0]), held[name][1]) for name in names if name in held
+    }
+    return proven | {
+        name: HeldTensor("", "") for name in names if name in unproven and name not in held
+    }
 
 
 @contextlib.contextmanager
 def file_in_memory(tensors: dict[str, Tensor]) -> Iterator[str]:
-    """Yield the path of a safetensors file in memory, which processes of the same user can open in the block."""
+    """Yield the path of a safetensors file in memory, which processes of the same user can open in
+    the block."""
     descriptor = os.memfd_create("realhf-weights", os.MFD_CLOEXEC)
     try:
         view = memoryview(save(tensors))
@@ -129,10 +151,11 @@ class _Entry:
 class VllmGenerator:
     """``StreamingGenerator`` of a vLLM server.
 
-    With ``kv_policy`` "recompute" every weight update clears the server's cache. A request with a seed gets
-    the same tokens from the same server for the same prefix, but other tokens than from the embedded engine.
-    ``top_p``, ``top_k`` and ``min_new_tokens`` are applied by the server, whose log-probabilities are then
-    those of the truncated distribution. A server without our extension loads weights from a temporary folder.
+    With ``kv_policy`` "recompute" every weight update clears the server's cache. A request with a
+    seed gets the same tokens from the same server for the same prefix, but other tokens than from
+    the embedded engine. ``top_p``, ``top_k`` and ``min_new_tokens`` are applied by the server,
+    whose log-probabilities are then those of the truncated distribution. A server without our
+    extension loads weights from a temporary folder.
     """
 
     def __init__(
@@ -149,8 +172,9 @@ class VllmGenerator:
     ) -> None:
         """Connect to the server and wait for its answer.
 
-        ``version`` is the version of the weights that the server was started with; with -1 requests wait for
-        ``load_weights``. Raises VllmError or TimeoutError naming the missing feature of the server.
+        ``version`` is the version of the weights that the server was started with; with -1 requests
+        wait for ``load_weights``. Raises VllmError or TimeoutError naming the missing feature of
+        the server.
         """
         self._clear_cache = kv_policy == "recompute"
         self._request_timeout_s = request_timeout_s
@@ -163,7 +187,9 @@ class VllmGenerator:
         self._failure: VllmError | None = None
         self._expected: Shapes | None = None
         self._update = threading.Lock()
-        self._counts = dict.fromkeys(("generated_tokens", "prefill_tokens", "reused_tokens", "busy_s"), 0.0)
+        self._counts = dict.fromkeys(
+            ("generated_tokens", "prefill_tokens", "reused_tokens", "busy_s"), 0.0
+        )
         self._weight_pause_ms = 0.0
         self._busy_since: float | None = None
         self._name = uuid.uuid4().hex
@@ -194,8 +220,11 @@ class VllmGenerator:
         """The model that the server serves."""
         return self._model
 
-    def submit(self, request: GenRequest, config: GenConfig, stop_ids: Sequence[int], done: Done) -> None:
-        """See ``StreamingGenerator``. Raises ValueError on an empty prefix or an option out of range."""
+    def submit(
+        self, request: GenRequest, config: GenConfig, stop_ids: Sequence[int], done: Done
+    ) -> None:
+        """See ``StreamingGenerator``. Raises ValueError on an empty prefix or an option out of
+        range."""
         check_request(request, config)
         self._post(self._begin, _Entry("", request, config, tuple(stop_ids), done))
 
@@ -222,7 +251,9 @@ class VllmGenerator:
             self._call(self._api.resume(), _CALL_TIMEOUT_S)
             self._paused = False
 
-    def load_weights(self, version: int, tensors: Mapping[str, Tensor], *, again: bool = False) -> None:
+    def load_weights(
+        self, version: int, tensors: Mapping[str, Tensor], *, again: bool = False
+    ) -> None:
         """See ``StreamingGenerator``. Raises VllmError if the server could not load the weights.
 
         If it may then have a mixture of old and new weights, all later requests fail.
@@ -243,13 +274,15 @@ class VllmGenerator:
     def weight_digests(self, names: Sequence[str]) -> dict[str, HeldTensor]:
         """See ``StreamingGenerator``. Raises VllmError or TimeoutError.
 
-        Empty without our extension, and for a server with several workers, each of which has a part.
+        Empty without our extension, and for a server with several workers, each of which has a
+        part.
         """
         if self._model.extension != EXTENSION:
             return {}
         with self._update:
             answers = self._call(
-                self._api.on_workers("weight_digests", {}, self._update_timeout_s), self._update_timeout_s
+                self._api.on_workers("weight_digests", {}, self._update_timeout_s),
+                self._update_timeout_s,
             )
         return held_by_server(answers, names)
 
@@ -259,8 +292,8 @@ class VllmGenerator:
     def stats(self) -> dict[str, float]:
         """See ``StreamingGenerator``.
 
-        ``busy_s`` is the time with at least one running request, ``weight_pause_ms`` the time that the last
-        weight update stopped generation.
+        ``busy_s`` is the time with at least one running request, ``weight_pause_ms`` the time that
+        the last weight update stopped generation.
         """
         since = self._busy_since
         busy = self._counts["busy_s"] + (process_clock.now() - since if since is not None else 0.0)
@@ -293,30 +326,43 @@ class VllmGenerator:
             return
         if self._model.extension == EXTENSION:
             with file_in_memory(tensors) as path:
-                self._commit(version, iter([("take_weights", {"path": path, "version": str(version)})]))
+                self._commit(
+                    version, iter([("take_weights", {"path": path, "version": str(version)})])
+                )
             return
         if self._model.device == "cpu" and TIED_HEAD not in tensors:
-            # vLLM 0.32 computes with a packed copy of the head there, which its own reload does not renew.
+            # vLLM 0.32 computes with a packed copy of the head there, which its own reload does not
+            # renew.
             raise VllmError(
-                f"{self._api.url} cannot renew a tied head: it must run with --worker-extension-cls {EXTENSION}"
+                f"{self._api.url} cannot renew a tied head: it must run with "
+                f"--worker-extension-cls {EXTENSION}"
             )
         with folder_on_disk(tensors) as folder:
             self._commit(version, iter([("reload_weights", {"weights_path": folder})]))
 
     def _common_places(self) -> list[Place]:
-        """Return the GPUs of a server that takes weights by CUDA IPC from this process; none for other servers."""
+        """Return the GPUs of a server that takes weights by CUDA IPC from this process; none for
+        other servers."""
         if self._model.extension != EXTENSION or self._model.device != "cuda":
             return []
-        places = common_places(self._call(self._api.on_workers("place", {}, _CALL_TIMEOUT_S), _CALL_TIMEOUT_S))
+        places = common_places(
+            self._call(self._api.on_workers("place", {}, _CALL_TIMEOUT_S), _CALL_TIMEOUT_S)
+        )
         if not places:
-            _log.warning("%s: weights go through the host's memory, because %s", self._api.url, NO_COMMON_PLACE)
+            _log.warning(
+                "%s: weights go through the host's memory, because %s",
+                self._api.url,
+                NO_COMMON_PLACE,
+            )
         return places
 
     def _commit(self, version: int, made: Iterator[Step]) -> None:
         limit = self._update_timeout_s + self._pause_timeout_s + _CALL_TIMEOUT_S
         for answer in self._call(self._swap(version, made), limit):
             if answer is not None and not answer["ok"]:
-                raise VllmError(f"{self._api.url} did not take version {version}: {answer['error']}")
+                raise VllmError(
+                    f"{self._api.url} did not take version {version}: {answer['error']}"
+                )
 
     async def _swap(self, version: int, made: Iterator[Step]) -> list[Any]:
         """Stop sampling, change all weights or none, and go on."""
@@ -344,7 +390,8 @@ class VllmGenerator:
             self._fail(VllmError(f"{self._api.url} does not go on after an update: {error}"))
 
     async def _change(self, made: Iterator[Step]) -> list[Any]:
-        """Make one call after another; return the answers to the last, or to the first that a worker did not take."""
+        """Make one call after another; return the answers to the last, or to the first that a
+        worker did not take."""
         answers: list[Any] = []
         try:
             while (step := await asyncio.to_thread(next, made, None)) is not None:
@@ -361,7 +408,9 @@ class VllmGenerator:
     def _begin(self, entry: _Entry) -> None:
         slot = entry.request.slot
         if self._failure is not None or self._closed:
-            self._tell(entry, self._failure or VllmError(f"the client of {self._api.url} is closed"))
+            self._tell(
+                entry, self._failure or VllmError(f"the client of {self._api.url} is closed")
+            )
         elif slot in self._entries:
             self._tell(entry, ValueError(f"generate: slot {slot} has a request already"))
         else:
@@ -384,8 +433,12 @@ class VllmGenerator:
         try:
             outcome = await self._exchange(entry)
         except asyncio.CancelledError:
-            given_up = GenOutput([], [], [], "aborted") if entry.aborted and not self._closed else None
-            outcome = self._failure or given_up or VllmError(f"the client of {self._api.url} was closed")
+            given_up = (
+                GenOutput([], [], [], "aborted") if entry.aborted and not self._closed else None
+            )
+            outcome = (
+                self._failure or given_up or VllmError(f"the client of {self._api.url} was closed")
+            )
         except Exception as error:
             outcome = self._failure or error
         self._finish(entry, outcome)
@@ -411,19 +464,27 @@ class VllmGenerator:
         async with self._slots:
             if entry.aborted:
                 return GenOutput([], [], [], "aborted")
-            made = await self._api.generate(entry.id, request.token_ids, params, self._request_timeout_s)
+            made = await self._api.generate(
+                entry.id, request.token_ids, params, self._request_timeout_s
+            )
         return self._output(entry, made)
 
     def _output(self, entry: _Entry, made: Completion) -> GenOutput:
         if self._failure is not None:
             raise self._failure
-        reason = "aborted" if made.finish_reason == "abort" and entry.aborted else made.finish_reason
+        reason = (
+            "aborted" if made.finish_reason == "abort" and entry.aborted else made.finish_reason
+        )
         if reason not in ("stop", "length", "aborted"):
-            raise VllmError(f"{self._api.url} ended a request of its own accord: {made.finish_reason}")
+            raise VllmError(
+                f"{self._api.url} ended a request of its own accord: {made.finish_reason}"
+            )
         try:
             versions = [int(label) for label in made.versions]
         except ValueError:
-            raise VllmError(f"{self._api.url} sampled with weights named by somebody else: {made.versions}") from None
+            raise VllmError(
+                f"{self._api.url} sampled with weights named by somebody else: {made.versions}"
+            ) from None
         self._counts["generated_tokens"] += len(made.token_ids)
         self._counts["prefill_tokens"] += made.prompt_tokens - made.cached_tokens
         self._counts["reused_tokens"] += made.cached_tokens
@@ -441,7 +502,8 @@ class VllmGenerator:
                 self._spawn(self._end(entry))
 
     async def _end(self, entry: _Entry) -> None:
-        """Repeat the abort until the request is over: the server may not have seen the request yet."""
+        """Repeat the abort until the request is over: the server may not have seen the request
+        yet."""
         assert entry.task is not None
         deadline = process_clock.now() + _ABORT_TIMEOUT_S
         while not entry.task.done():
@@ -455,7 +517,10 @@ class VllmGenerator:
     def _finish(self, entry: _Entry, outcome: GenOutput | Exception) -> None:
         if self._entries.get(entry.request.slot) is entry:
             del self._entries[entry.request.slot]
-        if not any(other.task is not None for other in self._entries.values()) and self._busy_since is not None:
+        if (
+            not any(other.task is not None for other in self._entries.values())
+            and self._busy_since is not None
+        ):
             self._counts["busy_s"] += process_clock.now() - self._busy_since
             self._busy_since = None
         self._tell(entry, outcome)
@@ -492,7 +557,9 @@ class VllmGenerator:
                 self._finish(entry, VllmError(f"the client of {self._api.url} was closed"))
             else:
                 entry.task.cancel()
-        await asyncio.gather(*(entry.task for entry in entries if entry.task is not None), return_exceptions=True)
+        await asyncio.gather(
+            *(entry.task for entry in entries if entry.task is not None), return_exceptions=True
+        )
         await self._api.close()
 
     def _run(self) -> None:
@@ -511,13 +578,16 @@ class VllmGenerator:
         self._loop.call_soon_threadsafe(function, argument)
 
     def _call(self, work: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
-        """Run ``work`` on the engine's thread and return its result. Raises what it raises, or TimeoutError."""
+        """Run ``work`` on the engine's thread and return its result. Raises what it raises, or
+        TimeoutError."""
         future: Future[_T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return event_loops.result(future, timeout_s + 1.0)
         except TimeoutError as error:
             future.cancel()
-            raise TimeoutError(f"{self._api.url}: {str(error) or f'no end within {timeout_s:g} s'}") from None
+            raise TimeoutError(
+                f"{self._api.url}: {str(error) or f'no end within {timeout_s:g} s'}"
+            ) from None
 
 
 def _log_failure(task: asyncio.Task[Any]) -> None:

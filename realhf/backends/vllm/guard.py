@@ -1,8 +1,10 @@
-"""Runs a command in a session of its own and ends all of it when standard input closes: when its owner is gone.
+"""Runs a command in a session of its own and ends all of it when standard input closes: when its
+owner is gone.
 
     python -m realhf.backends.vllm.guard COMMAND ARGUMENT...
 
-vLLM is several processes; whoever starts it may be killed at any moment. It imports nothing heavy and starts at once.
+vLLM is several processes; whoever starts it may be killed at any moment. It imports nothing heavy
+and starts at once.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _POLL_S = 0.1
 
 
 def main() -> None:
-    """Run the command of ``sys.argv`` and end its session when it ends, on a signal, or when standard input closes."""
+    """Run the command of ``sys.argv`` and end its session when it ends, on a signal, or when
+    standard input closes."""
     woken, wake = os.pipe()
 
     def stop(signum: int, frame: FrameType | None) -> None:
@@ -36,7 +39,9 @@ def main() -> None:
     # Handlers come before the child: a guard that dies between the two would leave the child alone.
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_guard)
+    child = subprocess.Popen(
+        sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_guard
+    )
     share_niceness(child.pid)
     reporter = threading.Thread(target=_report_end, args=(child,), daemon=True)
     reporter.start()
@@ -65,7 +70,8 @@ def _end(child: subprocess.Popen[bytes], reporter: threading.Thread) -> None:
 
 
 def _clear(group: int) -> None:
-    """End what is left of a session. Python's resource trackers outlive a polite signal: they unlink shared memory."""
+    """End what is left of a session. Python's resource trackers outlive a polite signal: they
+    unlink shared memory."""
     deadline = time.monotonic() + _GRACE_S / 2
     left = _signal_group(group, signal.SIGTERM)
     while left and time.monotonic() < deadline:

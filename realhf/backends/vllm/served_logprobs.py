@@ -1,7 +1,9 @@
-"""Asks a server for the log-probabilities that its model gives to tokens of another one: a teacher behind a URL.
+"""Asks a server for the log-probabilities that its model gives to tokens of another one: a teacher
+behind a URL.
 
-The wire is ``/v1/completions`` of the OpenAI API with the ids of a whole sequence as prompt. The server says the
-log-probabilities of a prompt as vLLM does (``prompt_logprobs``) or by ``echo`` and ``logprobs``.
+The wire is ``/v1/completions`` of the OpenAI API with the ids of a whole sequence as prompt. The
+server says the log-probabilities of a prompt as vLLM does (``prompt_logprobs``) or by ``echo`` and
+``logprobs``.
 """
 
 from __future__ import annotations
@@ -20,16 +22,18 @@ from realhf.api.sample import SequenceSample
 from realhf.base import event_loops
 
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Before a request that failed by the network, or by the server's own fault or load, is sent again."""
+"""Before a request that failed by the network, or by the server's own fault or load, is sent
+again."""
 _BUSY = 429
 _SPACES = str.maketrans("\u0120\u2581", "  ")
 """What servers that do not decode tokens have in the place of a space."""
 
 
 class ServedLogprobInterface:
-    """Computes ``teacher_logprobs`` f32 (L-1) from ``packed_input_ids`` and ``loss_mask``: of every trainable token, at
-    temperature 1, under the model behind ``url``; 0 elsewhere. The model of the call lends its tokenizer alone, which
-    must be that of the server's: the first answers are compared with it.
+    """Computes ``teacher_logprobs`` f32 (L-1) from ``packed_input_ids`` and ``loss_mask``: of every
+    trainable token, at temperature 1, under the model behind ``url``; 0 elsewhere. The model of the
+    call lends its tokenizer alone, which must be that of the server's: the first answers are
+    compared with it.
 
     Args:
         url: of the server, without /v1. served_model: its name there; "" for the first that the server lists.
@@ -38,7 +42,12 @@ class ServedLogprobInterface:
     """
 
     def __init__(
-        self, url: str, served_model: str = "", token_file: str = "", connections: int = 16, timeout_s: float = 600.0
+        self,
+        url: str,
+        served_model: str = "",
+        token_file: str = "",
+        connections: int = 16,
+        timeout_s: float = 600.0,
     ) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
         self._name = served_model
@@ -50,9 +59,9 @@ class ServedLogprobInterface:
     def inference(
         self, model: Model, sample: SequenceSample, context: CallContext
     ) -> tuple[SequenceSample, dict[str, float]]:
-        """Return the sample of ``teacher_logprobs`` and the statistic ``n_tokens``, the tokens that were sent. Raises
-        RuntimeError that names the server when it does not answer, or not with log-probabilities, TimeoutError, and
-        ValueError for another tokenizer."""
+        """Return the sample of ``teacher_logprobs`` and the statistic ``n_tokens``, the tokens that
+        were sent. Raises RuntimeError that names the server when it does not answer, or not with
+        log-probabilities, TimeoutError, and ValueError for another tokenizer."""
         del context
         lengths = np.asarray(sample.lengths("packed_input_ids").values).tolist()
         ids = [part.tolist() for part in sample["packed_input_ids"].cpu().split(lengths)]
@@ -62,7 +71,9 @@ class ServedLogprobInterface:
         out = [torch.zeros(len(mask)) for mask in masks]
         for number, values in zip(asked, found, strict=True):
             out[number] = torch.where(masks[number], torch.tensor(values), 0.0)
-        less_one = [[length - 1 for length in inner] for inner in sample.seqlens["packed_input_ids"]]
+        less_one = [
+            [length - 1 for length in inner] for inner in sample.seqlens["packed_input_ids"]
+        ]
         made = SequenceSample.from_tensors(
             sample.ids,
             {"teacher_logprobs": torch.cat(out) if out else torch.zeros(0)},
@@ -71,20 +82,29 @@ class ServedLogprobInterface:
         return made, {"n_tokens": float(sum(len(ids[number]) for number in asked))}
 
     async def _all(self, sequences: Sequence[Sequence[int]], tokenizer: Any) -> list[list[float]]:
-        token = Path(self._token_file).expanduser().read_text(encoding="utf-8").strip() if self._token_file else ""
+        token = (
+            Path(self._token_file).expanduser().read_text(encoding="utf-8").strip()
+            if self._token_file
+            else ""
+        )
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        limits = httpx.Limits(max_connections=self._connections, max_keepalive_connections=self._connections)
+        limits = httpx.Limits(
+            max_connections=self._connections, max_keepalive_connections=self._connections
+        )
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
-                httpx.AsyncClient(headers=headers, limits=limits, trust_env=False, timeout=None) as http,
+                httpx.AsyncClient(
+                    headers=headers, limits=limits, trust_env=False, timeout=None
+                ) as http,
                 asyncio.TaskGroup() as group,
             ):
                 self._name = self._name or await self._first_model(http)
                 tasks = [group.create_task(self._one(http, ids, tokenizer)) for ids in sequences]
         except TimeoutError:
             raise TimeoutError(
-                f"teacher.url={self._url}: no answer about all {len(sequences)} sequences within {self._timeout_s:g} s "
+                f"teacher.url={self._url}: no answer about all {len(sequences)} sequences within "
+                f"{self._timeout_s:g} s "
                 "(rpc.call_timeout_s)"
             ) from None
         except ExceptionGroup as failures:
@@ -96,9 +116,13 @@ class ServedLogprobInterface:
         try:
             return str(answer["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
-            raise RuntimeError(f"teacher.url={self._url}: /v1/models lists no model; set teacher.model") from None
+            raise RuntimeError(
+                f"teacher.url={self._url}: /v1/models lists no model; set teacher.model"
+            ) from None
 
-    async def _one(self, http: httpx.AsyncClient, ids: Sequence[int], tokenizer: Any) -> list[float]:
+    async def _one(
+        self, http: httpx.AsyncClient, ids: Sequence[int], tokenizer: Any
+    ) -> list[float]:
         """Return the log-probability of every token but the first."""
         body = {"model": self._name, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0}
         body |= {"prompt_logprobs": 0, "echo": True, "logprobs": 1}
@@ -109,16 +133,19 @@ class ServedLogprobInterface:
             texts, values = _of_rows(rows, ids) if rows else _of_echo(choice["logprobs"], len(ids))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise RuntimeError(
-                f"teacher.url={self._url}: the answer holds no log-probabilities of the {len(ids)} tokens that were "
-                f"sent ({type(error).__name__}: {error}); the server must support prompt_logprobs, or echo and logprobs"
+                f"teacher.url={self._url}: the answer holds no log-probabilities of the {len(ids)} "
+                f"tokens that were "
+                f"sent ({type(error).__name__}: {error}); the server must support prompt_logprobs, "
+                f"or echo and logprobs"
             ) from None
         if not self._compared:
             self._compare(ids[1:], texts, tokenizer)
         return values
 
     def _compare(self, ids: Sequence[int], texts: Sequence[str | None], tokenizer: Any) -> None:
-        """Raise ValueError where the server reads another word in a token than the actor's tokenizer wrote. Pieces of
-        characters and special tokens are spelt differently by many servers, and say nothing."""
+        """Raise ValueError where the server reads another word in a token than the actor's
+        tokenizer wrote. Pieces of characters and special tokens are spelt differently by many
+        servers, and say nothing."""
         for number, theirs in zip(ids, texts, strict=True):
             mine = tokenizer.decode([number], clean_up_tokenization_spaces=False).strip()
             other = (theirs or "").translate(_SPACES).strip()
@@ -126,8 +153,10 @@ class ServedLogprobInterface:
                 self._compared = True
                 if mine != other:
                     raise ValueError(
-                        f"teacher.url={self._url}: the token {number} is {other[:40]!r} there and {mine[:40]!r} in the "
-                        "actor's tokenizer; the teacher reads the actor's tokens, so it must have the same tokenizer"
+                        f"teacher.url={self._url}: the token {number} is {other[:40]!r} there and "
+                        f"{mine[:40]!r} in the "
+                        "actor's tokenizer; the teacher reads the actor's tokens, so it must have "
+                        "the same tokenizer"
                     )
 
     async def _sent(self, http: httpx.AsyncClient, verb: str, path: str, **fields: Any) -> Any:
@@ -152,7 +181,8 @@ class ServedLogprobInterface:
 
 
 def _of_rows(rows: Sequence[Any], ids: Sequence[int]) -> tuple[list[str | None], list[float]]:
-    """Read ``prompt_logprobs``: for each token of the prompt but the first a map from ids to what is said of them."""
+    """Read ``prompt_logprobs``: for each token of the prompt but the first a map from ids to what
+    is said of them."""
     if len(rows) != len(ids):
         raise ValueError(f"{len(rows)} rows")
     said = [row[str(number)] for row, number in zip(rows[1:], ids[1:], strict=True)]
@@ -160,7 +190,8 @@ def _of_rows(rows: Sequence[Any], ids: Sequence[int]) -> tuple[list[str | None],
 
 
 def _of_echo(logprobs: Any, count: int) -> tuple[list[str | None], list[float]]:
-    """Read the log-probabilities of an echoed prompt of ``count`` tokens, behind which a sampled one may stand."""
+    """Read the log-probabilities of an echoed prompt of ``count`` tokens, behind which a sampled
+    one may stand."""
     texts = logprobs["tokens"]
     values = logprobs["token_logprobs"]
     if len(values) < count or len(texts) != len(values):

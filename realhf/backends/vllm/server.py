@@ -1,4 +1,5 @@
-"""Runs a vLLM server as a child: starts it, waits for it, watches it and stops it, leaving nothing behind."""
+"""Runs a vLLM server as a child: starts it, waits for it, watches it and stops it, leaving nothing
+behind."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from realhf.base.loopback import free_port
 _POLL_S = 0.25
 _STOP_TIMEOUT_S = 20.0
 _OF_MEMORY = re.compile(r"gpu.memory.utilization|out of memory|cache blocks", re.IGNORECASE)
-"""What vLLM's last words say when it found too little memory, among them the name of an option that is not ours."""
+"""What vLLM's last words say when it found too little memory, among them the name of an option that
+is not ours."""
 _WORDS = 3000
 """Number of characters at the end of its log that are reported when the server fails."""
 
@@ -31,11 +33,12 @@ _WORDS = 3000
 class VllmOptions:
     """Holds options of a server.
 
-    ``dtype``: float32, bfloat16 or auto. ``threads``: of the CPU backend (None: its own choice). ``max_model_len``:
-    longest sequence (None: the model's). ``gpu_memory_utilization``: share of a GPU's memory (None: its own choice);
-    ``tensor_parallel_size``: devices that hold the model together. ``cuda``: graphs are captured, prompts may be
-    computed in parts (which ends a CPU server when a request has a seed), prefixes are kept, and weights come from
-    memory of the same GPUs, by vLLM's own transfer over CUDA IPC. ``arguments``: further arguments of ``vllm serve``.
+    ``dtype``: float32, bfloat16 or auto. ``threads``: of the CPU backend (None: its own choice).
+    ``max_model_len``: longest sequence (None: the model's). ``gpu_memory_utilization``: share of a
+    GPU's memory (None: its own choice); ``tensor_parallel_size``: devices that hold the model
+    together. ``cuda``: graphs are captured, prompts may be computed in parts (which ends a CPU
+    server when a request has a seed), prefixes are kept, and weights come from memory of the same
+    GPUs, by vLLM's own transfer over CUDA IPC. ``arguments``: further arguments of ``vllm serve``.
     """
 
     dtype: str = "float32"
@@ -48,17 +51,27 @@ class VllmOptions:
 
 
 class VllmServer:
-    """Runs ``vllm serve`` on this host's loopback; use it as a context manager. The server ends with the process that
-    started it, however that one ends. ``url`` is its address; ``log`` collects its output."""
+    """Runs ``vllm serve`` on this host's loopback; use it as a context manager. The server ends
+    with the process that started it, however that one ends. ``url`` is its address; ``log``
+    collects its output."""
 
-    def __init__(self, model: str | Path, *, executable: Path, log: Path, options: VllmOptions = VllmOptions()) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        executable: Path,
+        log: Path,
+        options: VllmOptions = VllmOptions(),
+    ) -> None:
         """Start the server and return at once (see ``wait_until_up``).
 
         ``model``: folder or hub name. ``executable``: the ``vllm`` of its environment. Raises
         FileNotFoundError without the executable.
         """
         if not executable.exists():
-            raise FileNotFoundError(f"{executable}: no vLLM there (`make test-vllm` installs one for the CPU)")
+            raise FileNotFoundError(
+                f"{executable}: no vLLM there (`make test-vllm` installs one for the CPU)"
+            )
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
@@ -81,8 +94,8 @@ class VllmServer:
             )
 
     def wait_until_up(self, timeout_s: float = 180.0) -> None:
-        """Return when the server has sampled a first token. Otherwise stops it and raises TimeoutError or RuntimeError
-        with the end of its log."""
+        """Return when the server has sampled a first token. Otherwise stops it and raises
+        TimeoutError or RuntimeError with the end of its log."""
         deadline = process_clock.now() + timeout_s
         body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "detokenize": False}}
         said = "nothing"
@@ -100,7 +113,8 @@ class VllmServer:
                         said = type(error).__name__
                     time.sleep(_POLL_S)
             raise TimeoutError(
-                f"the vLLM server at {self.url} is not up within {timeout_s:g} s (last answer: {said}): "
+                f"the vLLM server at {self.url} is not up within {timeout_s:g} s (last answer: "
+                f"{said}): "
                 f"{self._last_words()}"
             )
         except BaseException:
@@ -113,7 +127,11 @@ class VllmServer:
         if code is None:
             return None
         words = self._last_words()
-        advice = "; engine.gpu_memory_utilization is its share of the GPU" if _OF_MEMORY.search(words) else ""
+        advice = (
+            "; engine.gpu_memory_utilization is its share of the GPU"
+            if _OF_MEMORY.search(words)
+            else ""
+        )
         return f"the vLLM server at {self.url} ended (code {code}): {words}{advice}"
 
     def stop(self) -> None:
@@ -131,7 +149,10 @@ class VllmServer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.stop()
 
@@ -140,8 +161,8 @@ class VllmServer:
 
 
 def _command(executable: str, model: str, port: int, options: VllmOptions) -> Sequence[str]:
-    # Log-probabilities are taken after the temperature, as a trainer computes them; no sampling defaults of the model's
-    # folder; token ids in and out; cached prompt tokens are reported.
+    # Log-probabilities are taken after the temperature, as a trainer computes them; no sampling
+    # defaults of the model's folder; token ids in and out; cached prompt tokens are reported.
     command = [
         executable,
         "serve",
@@ -176,7 +197,8 @@ def _command(executable: str, model: str, port: int, options: VllmOptions) -> Se
 
 
 def _imports(folder: Path) -> Path:
-    """Make a folder with our package alone: the server has packages of its own, and ours may lie among others."""
+    """Make a folder with our package alone: the server has packages of its own, and ours may lie
+    among others."""
     folder.mkdir(exist_ok=True)
     link = folder / PACKAGE.name
     if not link.is_symlink():

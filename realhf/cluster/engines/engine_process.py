@@ -1,8 +1,8 @@
 """Helper process that starts host agents, and its protocol of JSON lines.
 
-The launcher sends the helper (``serve``) ``{"start": ...}`` and ``{"stop": true}``. The helper answers
-``{"started": true}``, ``{"problem": TEXT}`` at any time, and ``{"stopped": true}``. It ends with its standard
-input, and therefore with the scheduler or the launcher.
+The launcher sends the helper (``serve``) ``{"start": ...}`` and ``{"stop": true}``. The helper
+answers ``{"started": true}``, ``{"problem": TEXT}`` at any time, and ``{"stopped": true}``. It ends
+with its standard input, and therefore with the scheduler or the launcher.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Engine(Protocol):
 class EngineProcess:
     """The launcher's side. The helper process runs from ``start`` to ``stop``.
 
-    The launcher's local scheduler must not end it as a leftover process (``LocalScheduler.preserve_children``).
+    The launcher's local scheduler must not end it as a leftover process
+    (``LocalScheduler.preserve_children``).
     """
 
     def __init__(self, module: str) -> None:
@@ -76,7 +77,8 @@ class EngineProcess:
             raise ClusterError(self._problem)
 
     def problem(self) -> str:
-        """Return the last problem that the helper has reported, or how it ended; "" without a problem."""
+        """Return the last problem that the helper has reported, or how it ended; "" without a
+        problem."""
         self._read_until("", 0.0)
         return self._problem
 
@@ -102,9 +104,19 @@ class EngineProcess:
         self._starting = False
 
     def _start_process(self) -> None:
-        # Through scheduler.child the kernel ends the helper with the launcher, also while it starts agents.
-        command = [sys.executable, "-m", "realhf.scheduler.child", str(os.getpid()), "0", self._module]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        # Through scheduler.child the kernel ends the helper with the launcher, also while it starts
+        # agents.
+        command = [
+            sys.executable,
+            "-m",
+            "realhf.scheduler.child",
+            str(os.getpid()),
+            "0",
+            self._module,
+        ]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
         self._partial = b""
@@ -119,7 +131,8 @@ class EngineProcess:
             self._problem = "the process that starts host agents has ended"
 
     def _read_until(self, key: str, limit_s: float) -> bool:
-        """Read the helper's messages until one contains ``key`` or a problem; return whether ``key`` was received."""
+        """Read the helper's messages until one contains ``key`` or a problem; return whether
+        ``key`` was received."""
         if self._process is None:
             return False
         pipe = self._process.stdout
@@ -161,7 +174,8 @@ class HelperStarter:
 
 
 def serve(engine: Engine) -> None:
-    """Run a helper process until its standard input ends or SIGTERM arrives; its agents end with it.
+    """Run a helper process until its standard input ends or SIGTERM arrives; its agents end with
+    it.
 
     Standard output is reserved for messages.
     """

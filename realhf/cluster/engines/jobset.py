@@ -3,16 +3,17 @@
     python -m realhf.cluster.engines.jobset NAME --image IMAGE --claim CLAIM --hosts 2 -- experiment=NAME key=value \\
         | kubectl apply -f -
 
-The cluster needs JobSet (jobset.x-k8s.io/v1alpha2). The keys come from a secret of the same name; pods of hosts get
-those of all hosts, and not those of the launcher:
+The cluster needs JobSet (jobset.x-k8s.io/v1alpha2). The keys come from a secret of the same name;
+pods of hosts get those of all hosts, and not those of the launcher:
 
     python -m realhf.cluster keys cluster.key --host host-0 host-1 --into hosts.key
     kubectl create secret generic NAME --from-file=cluster.key --from-file=hosts.key && rm cluster.key hosts.key
 
-CLAIM is a persistent volume claim that all pods mount at /runs, the run's fileroot: where they are on several nodes its
-access mode is ReadWriteMany. IMAGE has this package installed; it need not run as root. The arguments of the launch are
-checked here, unless --no-check says that they name files of the image. Each JobSet has a secret of its own.
-The manifest was checked against the schemas of JobSet and Kubernetes, not tried on a cluster.
+CLAIM is a persistent volume claim that all pods mount at /runs, the run's fileroot: where they are
+on several nodes its access mode is ReadWriteMany. IMAGE has this package installed; it need not run
+as root. The arguments of the launch are checked here, unless --no-check says that they name files
+of the image. Each JobSet has a secret of its own. The manifest was checked against the schemas of
+JobSet and Kubernetes, not tried on a cluster.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ import realhf
 
 PORT = 7788
 GROUP = 65532
-"""Group of the files of secret and claim, so that a container user other than root can read them."""
+"""Group of the files of secret and claim, so that a container user other than root can read
+them."""
 CHECK_S = 120.0
 RUNS = "/runs"
 SECRET = "/etc/realhf"
@@ -38,21 +40,38 @@ KEYS = {"launcher": "cluster.key", "host": "hosts.key"}
 """File of the secret that each kind of pod gets."""
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 OWN_KEY = f"install -m 600 {SECRET}/{{}} {KEY}"
-"""Copies the keys, which only their reader may have access to; the mode of a mounted secret cannot be chosen."""
+"""Copies the keys, which only their reader may have access to; the mode of a mounted secret cannot
+be chosen."""
 
 
 def manifest(
-    name: str, image: str, claim: str, hosts: int, arguments: Sequence[str], *, cpus: str, memory: str, gpus: int
+    name: str,
+    image: str,
+    claim: str,
+    hosts: int,
+    arguments: Sequence[str],
+    *,
+    cpus: str,
+    memory: str,
+    gpus: int,
 ) -> dict[str, Any]:
     """Return the JobSet.
 
-    A failed host is restarted. If the launcher fails, all pods are restarted, and the run continues from its last
-    checkpoint. A pod that is evicted is restarted without counting as failed.
+    A failed host is restarted. If the launcher fails, all pods are restarted, and the run continues
+    from its last checkpoint. A pod that is evicted is restarted without counting as failed.
     """
     if not any(text.startswith("trial_name=") for text in arguments):
         arguments = [*arguments, f"trial_name={name}"]  # a restarted launcher continues the run
     launch = [
-        *("python", "-m", "realhf.launch", *arguments, "scheduler=join", f"fileroot={RUNS}", "recover_mode=auto"),
+        *(
+            "python",
+            "-m",
+            "realhf.launch",
+            *arguments,
+            "scheduler=join",
+            f"fileroot={RUNS}",
+            "recover_mode=auto",
+        ),
         *(f"scheduler.key_file={KEY}", f"scheduler.port={PORT}", f"scheduler.min_hosts={hosts}"),
     ]
     # The shell expands the address and the index of the pod; everything else is quoted.
@@ -76,8 +95,12 @@ def manifest(
     }
 
 
-def _job(role: str, pods: int, command: str, pod: Mapping[str, str], *, gpus: int, retries: int) -> dict[str, Any]:
-    resources = {"cpu": pod["cpus"], "memory": pod["memory"]} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
+def _job(
+    role: str, pods: int, command: str, pod: Mapping[str, str], *, gpus: int, retries: int
+) -> dict[str, Any]:
+    resources = {"cpu": pod["cpus"], "memory": pod["memory"]} | (
+        {"nvidia.com/gpu": str(gpus)} if gpus else {}
+    )
     key = {"key": KEYS[role], "path": KEYS[role]}
     container = {
         "name": role,
@@ -98,7 +121,10 @@ def _job(role: str, pods: int, command: str, pod: Mapping[str, str], *, gpus: in
         "containers": [container],
         "volumes": [
             {"name": "runs", "persistentVolumeClaim": {"claimName": pod["claim"]}},
-            {"name": "keys", "secret": {"secretName": pod["secret"], "defaultMode": 0o440, "items": [key]}},
+            {
+                "name": "keys",
+                "secret": {"secretName": pod["secret"], "defaultMode": 0o440, "items": [key]},
+            },
             # For tensors between processes; the default of a container is 64 MB.
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
@@ -109,7 +135,12 @@ def _job(role: str, pods: int, command: str, pod: Mapping[str, str], *, gpus: in
         "completionMode": "Indexed",
         "backoffLimit": retries,
         "podFailurePolicy": {
-            "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+            "rules": [
+                {
+                    "action": "Ignore",
+                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                }
+            ]
         },
         "template": {"spec": template},
     }
@@ -119,7 +150,15 @@ def _job(role: str, pods: int, command: str, pod: Mapping[str, str], *, gpus: in
 def _problem(arguments: Sequence[str]) -> str:
     """Return the errors of a launch with these arguments; "" if it is valid."""
     given = [text for text in arguments if not text.startswith("fileroot=")]
-    command = [sys.executable, "-m", "realhf.launch", *given, "scheduler=join", "network.bind=10.0.0.1", "mode=check"]
+    command = [
+        sys.executable,
+        "-m",
+        "realhf.launch",
+        *given,
+        "scheduler=join",
+        "network.bind=10.0.0.1",
+        "mode=check",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_S, check=False)
     return done.stderr.strip() or "the launch cannot be checked" if done.returncode else ""
 
@@ -134,12 +173,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("name", help="name of the JobSet and of its secret")
     parser.add_argument("--image", default="realhf:latest", help="container image (%(default)s)")
-    parser.add_argument("--claim", default="realhf-runs", help="persistent volume claim of /runs (%(default)s)")
-    parser.add_argument("--hosts", type=int, default=1, help="pods that join the launcher (%(default)s)")
+    parser.add_argument(
+        "--claim", default="realhf-runs", help="persistent volume claim of /runs (%(default)s)"
+    )
+    parser.add_argument(
+        "--hosts", type=int, default=1, help="pods that join the launcher (%(default)s)"
+    )
     parser.add_argument("--cpus", default="8", help="cores of each pod (%(default)s)")
     parser.add_argument("--memory", default="32Gi", help="memory of each pod (%(default)s)")
     parser.add_argument("--gpus", type=int, default=0, help="GPUs of each host (%(default)s)")
-    parser.add_argument("--no-check", action="store_true", help="the arguments name files that only the image has")
+    parser.add_argument(
+        "--no-check", action="store_true", help="the arguments name files that only the image has"
+    )
     parser.epilog = "Behind -- stand the arguments of realhf.launch."
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
@@ -154,7 +199,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     import yaml
 
     resources = {"cpus": given.cpus, "memory": given.memory, "gpus": given.gpus}
-    found = manifest(given.name, given.image, given.claim, given.hosts, words[end + 1 :], **resources)
+    found = manifest(
+        given.name, given.image, given.claim, given.hosts, words[end + 1 :], **resources
+    )
     print(yaml.safe_dump(found, sort_keys=False), end="")
     return 0
 

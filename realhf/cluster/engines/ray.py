@@ -22,19 +22,24 @@ PLAYER = "player"
 
 @dataclass
 class RayOptions(EngineOptions):
-    """Which Ray cluster, and what is asked of it. Its hosts take part as ``trainer`` and ``player-0``, ``player-1``,
-    ..."""
+    """Which Ray cluster, and what is asked of it. Its hosts take part as ``trainer`` and
+    ``player-0``, ``player-1``, ..."""
 
     ray: str = option(
         "",
-        "HOST:PORT of a running Ray cluster that this machine belongs to; empty: Ray is started on this machine, for "
+        "HOST:PORT of a running Ray cluster that this machine belongs to; empty: Ray is started on "
+        "this machine, for "
         "this run alone.",
     )
-    players: int = option(1, "So many hosts are asked for beside the trainer's, on different nodes where possible.")
+    players: int = option(
+        1, "So many hosts are asked for beside the trainer's, on different nodes where possible."
+    )
     player_cpus: int = option(1, "Cores of each of them.", at_least=1)
     player_gpus: int = option(0, "GPUs of each of them.", at_least=0)
     trainer_cpus: int = option(
-        0, "Cores of a host for the workers that train; 0: they stay on the launcher's machine.", at_least=0
+        0,
+        "Cores of a host for the workers that train; 0: they stay on the launcher's machine.",
+        at_least=0,
     )
     trainer_gpus: int = option(0, "GPUs of that host.", at_least=0)
 
@@ -46,7 +51,10 @@ class RayOptions(EngineOptions):
         if self.players < 0 or self.players + self.trainer_cpus == 0:
             yield f"{name}.players={self.players}: no host is asked of Ray"
         if self.trainer_gpus and not self.trainer_cpus:
-            yield f"{name}.trainer_gpus={self.trainer_gpus}: has no effect without {name}.trainer_cpus"
+            yield (
+                f"{name}.trainer_gpus={self.trainer_gpus}: has no effect without "
+                f"{name}.trainer_cpus"
+            )
 
     def domains(self) -> list[tuple[str, dict[str, dict[str, float]]]]:
         """Return the failure domains: Ray's strategy, and the resources of each host by name."""
@@ -72,19 +80,24 @@ class RayStarter(HelperStarter):
         self.hosts = [name for _, bundles in options.domains() for name in bundles]
 
     def check(self) -> None:
-        """See ``AgentStarter``. Raises ClusterError without Ray, or without a cluster at the address."""
+        """See ``AgentStarter``. Raises ClusterError without Ray, or without a cluster at the
+        address."""
         if self._options.ray:
             reach(self._options.ray)
         if find_spec("ray") is None:
             raise ClusterError(NO_RAY)
 
     def start_agents(self, endpoint: str, keys: HostKeys) -> None:
-        """See ``AgentStarter``. Raises ClusterError if the hosts do not fit, or the cluster is not reached."""
+        """See ``AgentStarter``. Raises ClusterError if the hosts do not fit, or the cluster is not
+        reached."""
         options = self._options
         plan: dict[str, Any] = {
             "address": options.ray,
             "endpoint": endpoint,
-            "keys": {name: HostKeys(keys.server_public, {name: own}).text() for name, own in keys.hosts.items()},
+            "keys": {
+                name: HostKeys(keys.server_public, {name: own}).text()
+                for name, own in keys.hosts.items()
+            },
             "limit_s": options.wait_s,
             "domains": options.domains(),
         }

@@ -27,17 +27,33 @@ class RayAgent:
 
     def start(self, endpoint: str, keys: str) -> str:
         """Start the agent, which joins ``endpoint``; return the host's name."""
-        argv = ("--join", endpoint, "--key-file", str(keep_in_memory(keys)), "--host-agent", "--temporary")
+        argv = (
+            "--join",
+            endpoint,
+            "--key-file",
+            str(keep_in_memory(keys)),
+            "--host-agent",
+            "--temporary",
+        )
         name = ("--name", self._name)
-        self._local.start(WorkerSpec(self._name, "realhf.worker", argv + name, self._folder / "agent.log"))
+        self._local.start(
+            WorkerSpec(self._name, "realhf.worker", argv + name, self._folder / "agent.log")
+        )
         return os.uname().nodename
 
     def problem(self) -> str:
         """Return how the agent has ended; "" while it runs."""
         for event in self._local.wait(0.0):
             if isinstance(event, WorkerExit):
-                cause = failure_cause(event.log, event.log_from, event.words) if event.exit_code > 0 else None
-                self._end = f"host agent {self._name} on {os.uname().nodename} failed: {cause or event.reason}"
+                cause = (
+                    failure_cause(event.log, event.log_from, event.words)
+                    if event.exit_code > 0
+                    else None
+                )
+                self._end = (
+                    f"host agent {self._name} on {os.uname().nodename} failed: "
+                    f"{cause or event.reason}"
+                )
         return self._end
 
     def stop(self) -> None:

@@ -1,8 +1,8 @@
 """Helper process that starts host agents by Ray: ``python -m realhf.cluster.engines.ray_driver``.
 
-Each failure domain is a placement group: one bundle for the mesh that trains (STRICT_PACK), and the bundles of the
-players (SPREAD). Each bundle gets one actor (``RayAgent``), which Ray never restarts: the launcher handles lost hosts.
-Only the start and the end of agents go through Ray.
+Each failure domain is a placement group: one bundle for the mesh that trains (STRICT_PACK), and the
+bundles of the players (SPREAD). Each bundle gets one actor (``RayAgent``), which Ray never
+restarts: the launcher handles lost hosts. Only the start and the end of agents go through Ray.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def reach(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=REACH_S).close()
     except (OSError, ValueError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error) or f"no answer within {REACH_S:g} s"
-        raise ClusterError(f"scheduler.ray={address}: no Ray cluster is reached there: {reason}") from None
+        raise ClusterError(
+            f"scheduler.ray={address}: no Ray cluster is reached there: {reason}"
+        ) from None
 
 
 CALL_S = 10.0
@@ -47,7 +49,8 @@ OBJECT_STORE_BYTES = 80 << 20
 
 
 class RayEngine:
-    """Engine for a running Ray cluster at ``address`` (HOST:PORT), or for a new one on this machine.
+    """Engine for a running Ray cluster at ``address`` (HOST:PORT), or for a new one on this
+    machine.
 
     A new cluster is for this run only, with ports and a folder of its own.
     """
@@ -61,8 +64,9 @@ class RayEngine:
     def start(self, plan: Mapping[str, Any]) -> None:
         """Start the agents of ``plan``.
 
-        Its keys: ``address``, ``endpoint``, ``keys`` (content of the file of keys by agent), ``limit_s``, and
-        ``domains``, a list of (strategy, {agent: resources}). Raises ClusterError; then no agent runs.
+        Its keys: ``address``, ``endpoint``, ``keys`` (content of the file of keys by agent),
+        ``limit_s``, and ``domains``, a list of (strategy, {agent: resources}). Raises ClusterError;
+        then no agent runs.
         """
         address = str(plan["address"])
         if not address:
@@ -75,12 +79,15 @@ class RayEngine:
             for strategy, bundles in plan["domains"]:
                 self._place(strategy, bundles, deadline)
             calls = {
-                name: self._agents[name].start.remote(plan["endpoint"], keys) for name, keys in plan["keys"].items()
+                name: self._agents[name].start.remote(plan["endpoint"], keys)
+                for name, keys in plan["keys"].items()
             }
             ray.get([*calls.values()], timeout=max(1.0, deadline - process_clock.now()))
         except ray.exceptions.GetTimeoutError:
             self.stop()
-            raise ClusterError(f"Ray did not start the host agents within {plan['limit_s']:g} s") from None
+            raise ClusterError(
+                f"Ray did not start the host agents within {plan['limit_s']:g} s"
+            ) from None
         except ray.exceptions.RayError as error:
             who = self._describe_failed_agent(calls)
             self.stop()
@@ -106,7 +113,11 @@ class RayEngine:
             return
         ray = _ray()
         with contextlib.suppress(Exception):
-            ray.wait([agent.stop.remote() for agent in self._agents.values()], num_returns=len(self._agents), timeout=8)
+            ray.wait(
+                [agent.stop.remote() for agent in self._agents.values()],
+                num_returns=len(self._agents),
+                timeout=8,
+            )
         for agent in self._agents.values():
             with contextlib.suppress(Exception):
                 ray.kill(agent)
@@ -149,8 +160,14 @@ class RayEngine:
                 ray.shutdown()
                 # Ray allows a new cluster 30 s to start, which may not suffice on a busy machine.
                 if address or process_clock.now() > deadline - OWN_CLUSTER_S:
-                    where = f"the Ray cluster at {address} (scheduler.ray)" if address else "a Ray cluster of its own"
-                    raise ClusterError(f"scheduler=ray: cannot use {where}: {_last_line(error)}") from None
+                    where = (
+                        f"the Ray cluster at {address} (scheduler.ray)"
+                        if address
+                        else "a Ray cluster of its own"
+                    )
+                    raise ClusterError(
+                        f"scheduler=ray: cannot use {where}: {_last_line(error)}"
+                    ) from None
 
     def _describe_failed_agent(self, calls: Mapping[str, Any]) -> str:
         """Describe the host agent that could not be started, and its node."""
@@ -165,31 +182,48 @@ class RayEngine:
                     found = f"the host agent {name}"
                     group, index = self._bundles[name]
                     node = ray.util.placement_group_table(group)["bundles_to_node_id"][index]
-                    return f"{found} on {next(_name(each) for each in ray.nodes() if each['NodeID'] == node)}"
+                    return (
+                        f"{found} on "
+                        f"{next(_name(each) for each in ray.nodes() if each['NodeID'] == node)}"
+                    )
         return found
 
-    def _place(self, strategy: str, bundles: Mapping[str, Mapping[str, float]], deadline: float) -> None:
+    def _place(
+        self, strategy: str, bundles: Mapping[str, Mapping[str, float]], deadline: float
+    ) -> None:
         ray = _ray()
         strategies = import_module("ray.util.scheduling_strategies")
         nodes = [node for node in ray.nodes() if node["Alive"]]
         for name, needs in bundles.items():
-            if not any(all(node["Resources"].get(kind, 0) >= n for kind, n in needs.items()) for node in nodes):
+            if not any(
+                all(node["Resources"].get(kind, 0) >= n for kind, n in needs.items())
+                for node in nodes
+            ):
                 wanted = _describe_resources(needs)
                 nodes_text = _describe_nodes(nodes)
-                raise ClusterError(f"no node of the Ray cluster can ever hold {name} ({wanted}): {nodes_text}")
-        group = ray.util.placement_group([dict(needs) for needs in bundles.values()], strategy=strategy)
+                raise ClusterError(
+                    f"no node of the Ray cluster can ever hold {name} ({wanted}): {nodes_text}"
+                )
+        group = ray.util.placement_group(
+            [dict(needs) for needs in bundles.values()], strategy=strategy
+        )
         self._groups.append(group)
         if not group.wait(max(1.0, deadline - process_clock.now())):
-            wanted = "; ".join(f"{name} ({_describe_resources(needs)})" for name, needs in bundles.items())
+            wanted = "; ".join(
+                f"{name} ({_describe_resources(needs)})" for name, needs in bundles.items()
+            )
             free = _describe_resources(ray.available_resources())
             raise ClusterError(
-                f"Ray found no room for {wanted} in time (scheduler.wait_s); free now: {free}; {_describe_nodes(nodes)}"
+                f"Ray found no room for {wanted} in time (scheduler.wait_s); free now: {free}; "
+                f"{_describe_nodes(nodes)}"
             )
         # Ray imports it by name on the node, which has the package for its workers.
         from realhf.cluster.engines.ray_agent import RayAgent
 
         for index, (name, needs) in enumerate(bundles.items()):
-            where = strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            where = strategies.PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=index
+            )
             remote = ray.remote(RayAgent).options(
                 num_cpus=needs.get("CPU", 0),
                 num_gpus=needs.get("GPU", 0),
@@ -202,10 +236,11 @@ class RayEngine:
 
 
 def _prepare_private_cluster() -> str:
-    """Create a folder for a new Ray cluster, and make it listen on the loopback and require a token.
+    """Create a folder for a new Ray cluster, and make it listen on the loopback and require a
+    token.
 
-    Must be called before Ray is imported. A client of a Ray cluster can run programs as its user, and other users
-    of this machine can connect to the loopback.
+    Must be called before Ray is imported. A client of a Ray cluster can run programs as its user,
+    and other users of this machine can connect to the loopback.
     """
     # A short path, since it contains Ray's sockets, whose paths are limited to 107 characters.
     folder = tempfile.mkdtemp(prefix="realhf-ray-", dir="/tmp")
@@ -214,14 +249,15 @@ def _prepare_private_cluster() -> str:
     token.write_text(secrets.token_hex(32), encoding="ascii")
     os.environ.pop("RAY_AUTH_TOKEN", None)
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-    # Makes Ray use 127.0.0.1 as the address of its node, as on systems without clusters. It accepts no such address
-    # as an argument.
+    # Makes Ray use 127.0.0.1 as the address of its node, as on systems without clusters. It accepts
+    # no such address as an argument.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     return folder
 
 
 def _ray() -> Any:
-    """Import Ray, an optional dependency that type checkers need not have. Raises ClusterError without it."""
+    """Import Ray, an optional dependency that type checkers need not have. Raises ClusterError
+    without it."""
     try:
         return import_module("ray")
     except ImportError:
@@ -231,22 +267,29 @@ def _ray() -> Any:
 def _check_node_here(address: str) -> None:
     """Raise ClusterError if this machine is not a node of a Ray cluster.
 
-    Ray itself would search for its node for a minute. Versions before 2.60 have another search, which soon fails.
+    Ray itself would search for its node for a minute. Versions before 2.60 have another search,
+    which soon fails.
     """
     find = getattr(import_module("ray._private.services"), "find_node_ids", None)
     if find is not None and not find():
         raise ClusterError(
-            f"scheduler.ray={address}: no node of Ray runs on this machine, which has to be part of the cluster: "
+            f"scheduler.ray={address}: no node of Ray runs on this machine, which has to be part "
+            f"of the cluster: "
             f"ray start --address={address}"
         )
 
 
 def _describe_resources(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{resources[kind]:g} {kind}" for kind in ("CPU", "GPU") if resources.get(kind)) or "nothing"
+    return (
+        ", ".join(f"{resources[kind]:g} {kind}" for kind in ("CPU", "GPU") if resources.get(kind))
+        or "nothing"
+    )
 
 
 def _describe_nodes(nodes: Sequence[Mapping[str, Any]]) -> str:
-    return "; ".join(f"{_name(node)} has {_describe_resources(node['Resources'])}" for node in nodes)
+    return "; ".join(
+        f"{_name(node)} has {_describe_resources(node['Resources'])}" for node in nodes
+    )
 
 
 def _name(node: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """``scheduler=slurm``: a batch job with a launcher on its first node and a host agent on each node.
 
-``mode=check`` prints the script for ``sbatch``. In the job, the launcher starts the agents with one ``srun``.
+``mode=check`` prints the script for ``sbatch``. In the job, the launcher starts the agents with one
+``srun``.
 """
 
 from __future__ import annotations
@@ -28,20 +29,23 @@ TIME = re.compile(r"(\d+-)?\d{1,2}:\d\d:\d\d")
 JOB = "SLURM_JOB_ID"
 """Environment variable that is set in a job, and in the shell of ``salloc``."""
 NOTICE_S = 120
-"""Seconds before the end of its time at which a job gets a signal, to end cleanly and be queued again."""
+"""Seconds before the end of its time at which a job gets a signal, to end cleanly and be queued
+again."""
 GIVEN_HERE = ("mode=", "scheduler=", "scheduler.address=", "network.bind=", "recover_mode=")
 """Arguments that the script sets itself."""
 
 
 @dataclass
 class SlurmOptions(EngineOptions):
-    """What the batch job asks for. Its nodes take part as ``node-0``, ``node-1``, ...; the launcher runs on the
-    first."""
+    """What the batch job asks for. Its nodes take part as ``node-0``, ``node-1``, ...; the launcher
+    runs on the first."""
 
     nodes: int = option(2, "Nodes of the job.", at_least=1, at_most=4096)
     cpus_per_node: int = option(8, "Cores of each node.", at_least=1)
     gpus_per_node: int = option(0, "GPUs of each node.", at_least=0)
-    time: str = option("24:00:00", "Longest time of one attempt, as [D-]HH:MM:SS; then the job is queued again.")
+    time: str = option(
+        "24:00:00", "Longest time of one attempt, as [D-]HH:MM:SS; then the job is queued again."
+    )
     partition: str = option("", "Partition of the job; empty: the cluster's own choice.")
     account: str = option("", "Account that the job is for; empty: the user's own.")
 
@@ -131,7 +135,8 @@ class SlurmStarter(HelperStarter):
     def check(self) -> None:
         """See ``AgentStarter``. Raises ClusterError without ``srun``, and outside a job.
 
-        Outside a job, srun would allocate nodes, while launcher, master and trainer ran on the login node.
+        Outside a job, srun would allocate nodes, while launcher, master and trainer ran on the
+        login node.
         """
         if shutil.which("srun") is None:
             raise ClusterError(NO_SRUN.format("there is none"))
@@ -140,7 +145,12 @@ class SlurmStarter(HelperStarter):
 
     def start_agents(self, endpoint: str, keys: HostKeys) -> None:
         """See ``AgentStarter``. Raises ClusterError without ``srun``."""
-        plan = {"endpoint": endpoint, "keys": keys.text(), "nodes": self._options.nodes, "python": sys.executable}
+        plan = {
+            "endpoint": endpoint,
+            "keys": keys.text(),
+            "nodes": self._options.nodes,
+            "python": sys.executable,
+        }
         self._engine.start(plan, self._options.wait_s, "srun")
 
 
@@ -151,5 +161,10 @@ def make(options: SlurmOptions) -> ClusterScheduler:
 
 
 DEFINITION = SchedulerDefinition(
-    SlurmOptions, make, several_hosts=True, problems=placement_problems, elsewhere=elsewhere, script=script
+    SlurmOptions,
+    make,
+    several_hosts=True,
+    problems=placement_problems,
+    elsewhere=elsewhere,
+    script=script,
 )

@@ -1,4 +1,5 @@
-"""Helper process that starts host agents by ``srun``: ``python -m realhf.cluster.engines.slurm_driver``."""
+"""Helper process that starts host agents by ``srun``: ``python -m
+realhf.cluster.engines.slurm_driver``."""
 
 from __future__ import annotations
 
@@ -19,15 +20,16 @@ STOP_S = 6.0
 """Seconds that srun then has to end them."""
 TAIL_BYTES = 8000
 NO_SRUN = (
-    "scheduler=slurm: srun cannot be run here ({}); this launch belongs into a batch job, whose script mode=check "
+    "scheduler=slurm: srun cannot be run here ({}); this launch belongs into a batch job, whose "
+    "script mode=check "
     "prints"
 )
 TASK = """\
 exec {python} -m realhf.worker --join {endpoint} --key-file - --host-agent --name "node-$SLURM_PROCID" --temporary \\
     --linger-s 0
 """
-"""Command on each node. The keys come over standard input, which srun copies to all tasks, so that they are on no
-command line and no disk; each node gets the keys of all."""
+"""Command on each node. The keys come over standard input, which srun copies to all tasks, so that
+they are on no command line and no disk; each node gets the keys of all."""
 
 
 class SlurmEngine:
@@ -38,19 +40,34 @@ class SlurmEngine:
         self._output: Any = None
 
     def start(self, plan: Mapping[str, Any]) -> None:
-        """Start the agents of ``plan`` (``endpoint``, ``keys``, ``nodes``, ``python``). Raises ClusterError."""
-        task = TASK.format(python=shlex.quote(plan["python"]), endpoint=shlex.quote(plan["endpoint"]))
+        """Start the agents of ``plan`` (``endpoint``, ``keys``, ``nodes``, ``python``). Raises
+        ClusterError."""
+        task = TASK.format(
+            python=shlex.quote(plan["python"]), endpoint=shlex.quote(plan["endpoint"])
+        )
         nodes = str(int(plan["nodes"]))
         # A failed node must not end the others: the launcher handles it.
-        command = ["srun", "--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
+        command = [
+            "srun",
+            "--nodes",
+            nodes,
+            "--ntasks",
+            nodes,
+            "--ntasks-per-node=1",
+            "--kill-on-bad-exit=0",
+        ]
         command += ["--overlap", "--input=all", "bash", "-c", task]
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - read until ``stop``
         try:
-            self._srun = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=self._output, stderr=self._output)
+            self._srun = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=self._output, stderr=self._output
+            )
         except OSError as error:
             raise ClusterError(NO_SRUN.format(error.strerror)) from None
         assert self._srun.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already; its output has the reason
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # it has ended already; its output has the reason
             self._srun.stdin.write(plan["keys"].encode())
             self._srun.stdin.close()
 
@@ -60,16 +77,26 @@ class SlurmEngine:
             return ""
         self._output.seek(0, 2)
         self._output.seek(max(0, self._output.tell() - TAIL_BYTES))
-        lines = [line for line in self._output.read().decode("utf-8", "replace").splitlines() if line.strip()]
+        lines = [
+            line
+            for line in self._output.read().decode("utf-8", "replace").splitlines()
+            if line.strip()
+        ]
         causes = [line for line in lines if FATAL in line] or lines
-        return f"srun has ended with exit code {code}" + (f": {causes[-1].strip()}" if causes else "")
+        return f"srun has ended with exit code {code}" + (
+            f": {causes[-1].strip()}" if causes else ""
+        )
 
     def stop(self) -> None:
         """See ``Engine``."""
         if self._srun is None:
             return
         # On SIGTERM, srun kills its tasks at once, and they may leave files behind: so wait first.
-        for end, limit_s in ((lambda: None, LEAVE_S), (self._srun.terminate, STOP_S), (self._srun.kill, None)):
+        for end, limit_s in (
+            (lambda: None, LEAVE_S),
+            (self._srun.terminate, STOP_S),
+            (self._srun.kill, None),
+        ):
             end()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._srun.wait(limit_s)

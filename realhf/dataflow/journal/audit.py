@@ -1,9 +1,9 @@
 """Audit of a journal: was any sample lost, was any trained twice?
 
-``python -m realhf.dataflow.journal.audit FOLDER`` prints the tally as JSON; its status is 1 if there is an error.
-The audit follows each sample with code of its own, independent of the code with which a run recovers. With the archive
-of the removed segments (``Journal.open(..., archive=True)``) it covers the whole run, otherwise the time since the last
-snapshot.
+``python -m realhf.dataflow.journal.audit FOLDER`` prints the tally as JSON; its status is 1 if
+there is an error. The audit follows each sample with code of its own, independent of the code with
+which a run recovers. With the archive of the removed segments (``Journal.open(..., archive=True)``)
+it covers the whole run, otherwise the time since the last snapshot.
 
 Source: docs/reference/dataflow.md 9, "Journal".
 """
@@ -39,7 +39,8 @@ from realhf.dataflow.journal.journal import (
 
 @dataclass(frozen=True)
 class Tally:
-    """Number of samples by outcome, in the final lineage: a resumption after step s undoes later steps."""
+    """Number of samples by outcome, in the final lineage: a resumption after step s undoes later
+    steps."""
 
     admitted: int
     """Samples admitted at least once."""
@@ -64,7 +65,8 @@ class Tally:
     resumes: int
     """Resumptions."""
     head_staleness_max: int
-    """Largest difference between the step that consumed a sample and the sample's admission version."""
+    """Largest difference between the step that consumed a sample and the sample's admission
+    version."""
     ended: bool
     """Whether the run has ended regularly."""
     complete: bool
@@ -152,13 +154,17 @@ class _SampleTracker:
             self.state_of[id] = "accepted"
 
     def _check_snapshot(self, totals: Totals, records: Sequence[Record]) -> None:
-        """Compare the open samples with those of a snapshot: samples that it leaves out are lost. If there is nothing
-        to compare with, start from the snapshot."""
+        """Compare the open samples with those of a snapshot: samples that it leaves out are lost.
+        If there is nothing to compare with, start from the snapshot."""
         snapshot = _SampleTracker()
         snapshot.complete = False
         for record in records:
             snapshot._apply(record)
-        closed = {"consumed": totals.consumed, "rejected": totals.rejected, "dropped": totals.dropped}
+        closed = {
+            "consumed": totals.consumed,
+            "rejected": totals.rejected,
+            "dropped": totals.dropped,
+        }
         self.impossible += totals.admitted != sum(closed.values()) + len(snapshot.state_of)
         if not self.state_of and not self.counts_before:
             snapshot.impossible += self.impossible
@@ -174,7 +180,9 @@ class _SampleTracker:
                 self.step_of.pop(id, None)
             else:
                 self.impossible += id not in final and snapshot.state_of[id] != state
-        self.impossible += snapshot.impossible + len(snapshot.attempt_of.keys() - open_samples.keys())
+        self.impossible += snapshot.impossible + len(
+            snapshot.attempt_of.keys() - open_samples.keys()
+        )
         counts = self._counts()
         open_consumed = len(self.step_of) - len(final)
         self.impossible += closed != {
@@ -233,8 +241,11 @@ def audit_folder(folder: Path) -> Tally:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Audit a folder and return the exit status: 0 if the journal balances, 1 if not, 2 if it cannot be read."""
-    parser = argparse.ArgumentParser(description="Count what became of every sample of an asynchronous run.")
+    """Audit a folder and return the exit status: 0 if the journal balances, 1 if not, 2 if it
+    cannot be read."""
+    parser = argparse.ArgumentParser(
+        description="Count what became of every sample of an asynchronous run."
+    )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("folder", type=Path, help="the folder with journal-<n>.log")
     try:

@@ -1,12 +1,15 @@
 """The master's journal of samples: its records, its writer and its reader.
 
-Steps are numbered from 0. ``Ckpt(s)`` is taken after step s, and a run without a checkpoint resumes from -1.
+Steps are numbered from 0. ``Ckpt(s)`` is taken after step s, and a run without a checkpoint resumes
+from -1.
 
-The journal is a sequence of files ``journal-<n>.log`` (segments) of frames ``len u32 | crc32 u32 | msgpack`` in little
-endian. A frame holds the records of one ``append``, which therefore survive a crash together or not at all.
+The journal is a sequence of files ``journal-<n>.log`` (segments) of frames ``len u32 | crc32 u32 |
+msgpack`` in little endian. A frame holds the records of one ``append``, which therefore survive a
+crash together or not at all.
 
-A killed process may leave an incomplete frame at the very end of the last segment. Any other deviation is damage and is
-never taken for the end of the history, because samples that were trained would then be drawn again.
+A killed process may leave an incomplete frame at the very end of the last segment. Any other
+deviation is damage and is never taken for the end of the history, because samples that were trained
+would then be drawn again.
 
 ``Journal.durable``
   produces: the guarantee that an append is on the disk;
@@ -37,8 +40,8 @@ DIED = "worker_died"
 """``Reject.outcome`` of an attempt during which the process that played it died."""
 
 
-# The records are stored as arrays that begin with the tag: the order of the fields is part of the file format, and a
-# new field must be the last one and have a default.
+# The records are stored as arrays that begin with the tag: the order of the fields is part of the
+# file format, and a new field must be the last one and have a default.
 class Admit(msgspec.Struct, frozen=True, tag="admit", array_like=True):
     """A sample was leased to a rollout worker."""
 
@@ -68,7 +71,8 @@ class Accept(msgspec.Struct, frozen=True, tag="accept", array_like=True):
     attempt: int
     """The accepted attempt."""
     ref: list[Any]
-    """Position of its payload (``PayloadRef`` in ``realhf.api.calls``), including the rank that received it."""
+    """Position of its payload (``PayloadRef`` in ``realhf.api.calls``), including the rank that
+    received it."""
     meta: list[bytes]
     """Encoded frames of its metadata."""
 
@@ -147,8 +151,8 @@ class End(msgspec.Struct, frozen=True, tag="end", array_like=True):
 
 
 class Totals(msgspec.Struct, frozen=True, tag="totals", array_like=True):
-    """First record of a snapshot: totals of what happened before. The other records of the same ``append`` are about
-    the open samples."""
+    """First record of a snapshot: totals of what happened before. The other records of the same
+    ``append`` are about the open samples."""
 
     step: int
     """The last final step."""
@@ -168,7 +172,9 @@ class Totals(msgspec.Struct, frozen=True, tag="totals", array_like=True):
     """``JournalState.flat``."""
 
 
-Record: TypeAlias = Admit | Accept | Reject | Drop | Consume | Commit | Ckpt | Resume | Draw | End | Totals
+Record: TypeAlias = (
+    Admit | Accept | Reject | Drop | Consume | Commit | Ckpt | Resume | Draw | End | Totals
+)
 
 
 _log = logging.getLogger(__name__)
@@ -182,7 +188,8 @@ ARCHIVE = "archive"
 _SEGMENT = re.compile(r"journal-(\d+)\.log")
 CLOSE_TIMEOUT_S = 30.0
 """Seconds that the writer has to finish when the journal is closed."""
-# The writer syncs at once if the last sync is SYNC_INTERVAL_S seconds old or SYNC_RECORDS appends wait.
+# The writer syncs at once if the last sync is SYNC_INTERVAL_S seconds old or SYNC_RECORDS appends
+# wait.
 SYNC_INTERVAL_S = 0.05
 SYNC_RECORDS = 64
 
@@ -220,8 +227,9 @@ class _Waiter(NamedTuple):
 class Journal:
     """Writer of the journal. Create it with ``open``.
 
-    ``append`` is called in one event loop. A thread writes and syncs, several appends at a time: at once if its last
-    sync was ``SYNC_INTERVAL_S`` ago or if ``SYNC_RECORDS`` appends wait. After a failed write every call raises.
+    ``append`` is called in one event loop. A thread writes and syncs, several appends at a time: at
+    once if its last sync was ``SYNC_INTERVAL_S`` ago or if ``SYNC_RECORDS`` appends wait. After a
+    failed write every call raises.
     """
 
     def __init__(self, folder: Path, segment: int, lock: int, archive: bool) -> None:
@@ -256,11 +264,13 @@ class Journal:
     ) -> tuple[Journal, list[Record]]:
         """Open the journal in ``folder`` and return it with the records since the last snapshot.
 
-        New records go into a new segment. An incomplete frame at the end is cut off and kept in a separate file, with a
-        warning through ``warn``. ``archive``: segments that a snapshot replaces are moved into ``archive/`` for the
-        audit, not deleted. ``restart``: start with these records, a snapshot, and set the existing segments aside.
+        New records go into a new segment. An incomplete frame at the end is cut off and kept in a
+        separate file, with a warning through ``warn``. ``archive``: segments that a snapshot
+        replaces are moved into ``archive/`` for the audit, not deleted. ``restart``: start with
+        these records, a snapshot, and set the existing segments aside.
 
-        Raises JournalDamaged, and JournalError if another process writes here or a file cannot be read now.
+        Raises JournalDamaged, and JournalError if another process writes here or a file cannot be
+        read now.
         """
         try:
             if folder.is_symlink() and not folder.exists():
@@ -308,27 +318,32 @@ class Journal:
             await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
             raise JournalError(
-                f"the disk of {self._folder} took longer than {timeout_s:g} s for a record (async_rl.journal_timeout_s)"
+                f"the disk of {self._folder} took longer than {timeout_s:g} s for a record "
+                f"(async_rl.journal_timeout_s)"
             ) from None
 
     def checkpointed(self, step: int, keep: Sequence[Record]) -> int:
-        """Start a new segment with the snapshot ``keep``; earlier segments are removed once it is on the disk.
+        """Start a new segment with the snapshot ``keep``; earlier segments are removed once it is
+        on the disk.
 
-        ``keep`` is ``JournalState.snapshot()`` after ``settle(step)``. Returns the number of the append. Raises
-        ValueError if ``keep`` is no snapshot of ``step``.
+        ``keep`` is ``JournalState.snapshot()`` after ``settle(step)``. Returns the number of the
+        append. Raises ValueError if ``keep`` is no snapshot of ``step``.
         """
         if not keep or not isinstance(keep[0], Totals) or keep[0].step != step:
             raise ValueError(f"a snapshot for step {step} begins with its Totals")
         return self._queue(keep, begins_segment=True)
 
     def close(self) -> None:
-        """Write all queued records and end the thread. Raises JournalError if a record was not written."""
+        """Write all queued records and end the thread. Raises JournalError if a record was not
+        written."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            raise JournalError(f"the disk of {self._folder} took longer than {CLOSE_TIMEOUT_S:.0f} s")
+            raise JournalError(
+                f"the disk of {self._folder} took longer than {CLOSE_TIMEOUT_S:.0f} s"
+            )
         if self._lock >= 0:
             os.close(self._file)
             os.close(self._lock)
@@ -362,7 +377,9 @@ class Journal:
                 with self._changed:
                     self._synced = entries[-1].number
                     done = [waiter for waiter in self._waiters if waiter.number <= self._synced]
-                    self._waiters = [waiter for waiter in self._waiters if waiter.number > self._synced]
+                    self._waiters = [
+                        waiter for waiter in self._waiters if waiter.number > self._synced
+                    ]
                 _wake(done, None)
         except BaseException as error:
             with self._changed:
@@ -372,7 +389,8 @@ class Journal:
             _wake(done, JournalError(f"{self._folder} could not be written: {error}"))
 
     def _take_entries(self) -> list[_Entry]:
-        """Wait for entries and collect them until it is time to sync; [] when the journal is closed."""
+        """Wait for entries and collect them until it is time to sync; [] when the journal is
+        closed."""
         with self._changed:
             while not self._waiting and not self._closing:
                 self._changed.wait()
@@ -398,7 +416,9 @@ class Journal:
             self._size += len(entry.frame)
         self._flush(part)
         if first_needed:  # only after the snapshot is on the disk
-            replaced = [path for path in segments(self._folder) if _segment_number(path) < first_needed]
+            replaced = [
+                path for path in segments(self._folder) if _segment_number(path) < first_needed
+            ]
             _remove_segments(self._folder, replaced, self._archive)
 
     def _flush(self, frames: Sequence[bytes]) -> None:
@@ -416,12 +436,15 @@ class Journal:
 
 
 def segments(folder: Path) -> list[Path]:
-    """Return the segments in a folder, in order; [] if it does not exist. Raises OSError if it cannot be read."""
+    """Return the segments in a folder, in order; [] if it does not exist. Raises OSError if it
+    cannot be read."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
-    return sorted((folder / name for name in names if _SEGMENT.fullmatch(name)), key=_segment_number)
+    return sorted(
+        (folder / name for name in names if _SEGMENT.fullmatch(name)), key=_segment_number
+    )
 
 
 class History(NamedTuple):
@@ -438,8 +461,8 @@ class History(NamedTuple):
 def read_history(folder: Path) -> History:
     """Read the segments since the last snapshot, newest first. Changes nothing.
 
-    Raises JournalDamaged if a segment is missing or has damage other than an incomplete frame at the end, JournalError
-    for an unknown record, and OSError.
+    Raises JournalDamaged if a segment is missing or has damage other than an incomplete frame at
+    the end, JournalError for an unknown record, and OSError.
     """
     paths = segments(folder)
     parts: list[list[list[Record]]] = []
@@ -448,21 +471,37 @@ def read_history(folder: Path) -> History:
     while first > 0:
         first -= 1
         path = paths[first]
-        if first + 1 < len(paths) and _segment_number(paths[first + 1]) != _segment_number(path) + 1:
-            raise JournalDamaged(f"{path.with_name(_segment_name(_segment_number(path) + 1))} is missing")
+        if (
+            first + 1 < len(paths)
+            and _segment_number(paths[first + 1]) != _segment_number(path) + 1
+        ):
+            raise JournalDamaged(
+                f"{path.with_name(_segment_name(_segment_number(path) + 1))} is missing"
+            )
         frames, good = read_segment(path)
         size = path.stat().st_size
         if good < size:
             if any(parts) or torn is not None:
-                raise JournalDamaged(f"{path} is damaged at byte {good}, and it is not the last segment")
+                raise JournalDamaged(
+                    f"{path} is damaged at byte {good}, and it is not the last segment"
+                )
             if (next_frame := _find_frame(path, good)) is not None:
-                raise JournalDamaged(f"{path} is damaged at byte {good}, and whole records follow at byte {next_frame}")
+                raise JournalDamaged(
+                    f"{path} is damaged at byte {good}, and whole records follow at byte "
+                    f"{next_frame}"
+                )
             torn = (path, good)
         parts.insert(0, frames)
         if _begins_with_snapshot(frames):
             break
-    if paths and not any(_begins_with_snapshot(frames) for frames in parts[:1]) and _segment_number(paths[first]) != 1:
-        raise JournalDamaged(f"{paths[first]} does not begin with a snapshot, and what came before it is missing")
+    if (
+        paths
+        and not any(_begins_with_snapshot(frames) for frames in parts[:1])
+        and _segment_number(paths[first]) != 1
+    ):
+        raise JournalDamaged(
+            f"{paths[first]} does not begin with a snapshot, and what came before it is missing"
+        )
     records = [record for frames in parts for frame in frames for record in frame]
     return History(records, paths[:first], torn)
 
@@ -473,14 +512,16 @@ def _begins_with_snapshot(frames: Sequence[Sequence[Record]]) -> bool:
 
 _TAGS = "|".join(sorted(form.__struct_config__.tag for form in get_args(Record)))
 _FRAME_BODY = re.compile(
-    rf"(?:[\x90-\x9f]|\xdc..|\xdd....)[\x90-\x9f][\xa0-\xbf](?:{_TAGS})".encode("latin-1"), re.DOTALL
+    rf"(?:[\x90-\x9f]|\xdc..|\xdd....)[\x90-\x9f][\xa0-\xbf](?:{_TAGS})".encode("latin-1"),
+    re.DOTALL,
 )
-"""Start of the body of a frame in msgpack: an array of records, each of them an array that begins with its tag."""
+"""Start of the body of a frame in msgpack: an array of records, each of them an array that begins
+with its tag."""
 
 
 def _find_frame(path: Path, offset: int) -> int | None:
-    """Return the offset in bytes of the first whole frame after the bad one at ``offset``; None if there is none, as
-    after an interrupted write."""
+    """Return the offset in bytes of the first whole frame after the bad one at ``offset``; None if
+    there is none, as after an interrupted write."""
     data = path.read_bytes()
     for match in _FRAME_BODY.finditer(data, offset + 1):
         begin = match.start() - _HEADER.size
@@ -500,8 +541,8 @@ def write_snapshot(path: Path, records: Sequence[Record]) -> None:
 
 
 def read_segment(path: Path) -> tuple[list[list[Record]], int]:
-    """Return the frames up to the first one that is not whole, and its offset in bytes (the file's size if there is
-    none). Raises JournalError for an unknown record."""
+    """Return the frames up to the first one that is not whole, and its offset in bytes (the file's
+    size if there is none). Raises JournalError for an unknown record."""
     data = path.read_bytes()
     frames: list[list[Record]] = []
     offset = 0
@@ -513,7 +554,9 @@ def read_segment(path: Path) -> tuple[list[list[Record]], int]:
         try:
             frames.append(_DECODER.decode(body))
         except msgspec.MsgspecError as error:
-            raise JournalError(f"{path} holds an unknown record at byte {offset}: {error}") from error
+            raise JournalError(
+                f"{path} holds an unknown record at byte {offset}: {error}"
+            ) from error
         offset += _HEADER.size + size
     return frames, offset
 
@@ -527,9 +570,12 @@ def _segment_name(number: int) -> str:
 
 
 def _next_number(folder: Path) -> int:
-    """Return a number that no segment has had, including archived segments and those that were set aside."""
+    """Return a number that no segment has had, including archived segments and those that were set
+    aside."""
     aside = [path for path in folder.iterdir() if DAMAGED in path.name and path.is_dir()]
-    all_segments = [path for place in (folder, folder / ARCHIVE, *aside) for path in segments(place)]
+    all_segments = [
+        path for place in (folder, folder / ARCHIVE, *aside) for path in segments(place)
+    ]
     return max(map(_segment_number, all_segments), default=0) + 1
 
 
@@ -541,7 +587,8 @@ def _encode_frame(records: Sequence[Record]) -> bytes:
 def _unreadable(folder: Path, error: OSError) -> JournalError:
     """Return the error for a file that cannot be read now, whose contents are therefore unknown."""
     return JournalError(
-        f"{error.filename or folder} cannot be read: {error.strerror or error}; nothing was changed. Run again when it "
+        f"{error.filename or folder} cannot be read: {error.strerror or error}; nothing was "
+        f"changed. Run again when it "
         "can be read, or begin anew with recover_mode=disabled, which deletes what the run has"
     )
 
@@ -554,8 +601,8 @@ def _create(folder: Path, segment: int) -> int:
 
 
 def _cut_torn_frame(path: Path, size: int) -> str:
-    """Truncate a segment to ``size`` bytes and save the rest, an incomplete frame, in another file. Return a warning
-    about it."""
+    """Truncate a segment to ``size`` bytes and save the rest, an incomplete frame, in another file.
+    Return a warning about it."""
     data = path.read_bytes()[size:]
     kept = unused_name(path, f".cut-{size}")
     with whole_file(kept, synced=True) as partial:
@@ -564,7 +611,8 @@ def _cut_torn_frame(path: Path, size: int) -> str:
         file.truncate(size)
         os.fsync(file.fileno())
     return (
-        f"the last {len(data)} bytes of {path} are no whole record, as after an interrupted write; they are kept in "
+        f"the last {len(data)} bytes of {path} are no whole record, as after an interrupted write; "
+        f"they are kept in "
         f"{kept.name}, and the run goes on without them"
     )
 
@@ -603,7 +651,8 @@ def _take_lock(folder: Path) -> int:
 
 
 def _wake(waiters: Sequence[_Waiter], error: BaseException | None) -> None:
-    """Resolve the waiters' futures, with one call into each event loop. Closed loops are skipped."""
+    """Resolve the waiters' futures, with one call into each event loop. Closed loops are
+    skipped."""
     for loop in {waiter.loop for waiter in waiters}:
         futures = [waiter.future for waiter in waiters if waiter.loop is loop]
         try:

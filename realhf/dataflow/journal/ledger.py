@@ -1,4 +1,5 @@
-"""State of all samples according to the journal: the fold of its records, and recovery after a restart."""
+"""State of all samples according to the journal: the fold of its records, and recovery after a
+restart."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recovery:
-    """The open samples at a restart from the checkpoint after ``step``, and what the run must do with them."""
+    """The open samples at a restart from the checkpoint after ``step``, and what the run must do
+    with them."""
 
     step: int
     """The last step that the checkpoint covers; -1 without a checkpoint."""
@@ -49,18 +51,21 @@ class Recovery:
     draw: dict[str, Any] | None
     """The source's state; None if the journal does not know it."""
     replay: list[tuple[int, list[str]]]
-    """Step batches (step, ids) after ``step`` that were consumed before, to be repeated with the same samples."""
+    """Step batches (step, ids) after ``step`` that were consumed before, to be repeated with the
+    same samples."""
     accepted: list[tuple[Admit, Accept]]
-    """All samples that are accepted and not consumed, in the order of acceptance, including those of ``replay``."""
+    """All samples that are accepted and not consumed, in the order of acceptance, including those
+    of ``replay``."""
     requeue: list[Admit]
-    """Unfinished samples in the order of admission, each to be admitted again with ``attempt + 1``."""
+    """Unfinished samples in the order of admission, each to be admitted again with ``attempt +
+    1``."""
 
 
 class JournalState:
     """The fold of a journal's records.
 
-    The master applies each record before it appends it. An impossible record raises ValueError and changes nothing, so
-    all appended records can be folded again.
+    The master applies each record before it appends it. An impossible record raises ValueError and
+    changes nothing, so all appended records can be folded again.
     """
 
     def __init__(self) -> None:
@@ -83,8 +88,8 @@ class JournalState:
         self.ended = False
         """Whether the run has ended."""
         self.flat: list[int] = []
-        """For each sample that was dropped without learning signal, and whose step is not consumed yet: the number of
-        samples accepted before it that were or will be trained."""
+        """For each sample that was dropped without learning signal, and whose step is not consumed
+        yet: the number of samples accepted before it that were or will be trained."""
         self._settled = -1
         """The last final step: the run will never be resumed from before its end."""
         self._admits: dict[str, Admit] = {}
@@ -114,7 +119,8 @@ class JournalState:
         self._apply[type(record)](record)
 
     def totals(self) -> dict[str, int]:
-        """Return {admitted, consumed, rejected, dropped, accepted, outstanding}; the first is the sum of the others.
+        """Return {admitted, consumed, rejected, dropped, accepted, outstanding}; the first is the
+        sum of the others.
 
         A sample counts once, however many attempts it had and however often its step was repeated.
         """
@@ -128,8 +134,8 @@ class JournalState:
         }
 
     def refs(self) -> list[list[Any]]:
-        """Return the positions of the payloads that a recovery may need: of accepted samples and of steps that are not
-        final."""
+        """Return the positions of the payloads that a recovery may need: of accepted samples and of
+        steps that are not final."""
         return [accept.ref for table in (self.accepted, self._trained) for accept in table.values()]
 
     def accepted_attempt(self, id: str) -> int | None:
@@ -138,35 +144,47 @@ class JournalState:
         return accept.attempt if accept else None
 
     def resume(self, step: int) -> Recovery:
-        """Return what to do after a restart from the checkpoint after ``step`` (-1: from the beginning).
+        """Return what to do after a restart from the checkpoint after ``step`` (-1: from the
+        beginning).
 
-        Changes nothing; append and apply ``Resume(step)`` for that. Raises ValueError for a step before the last final
-        one, and for a step that the journal does not know: ``Consume`` is durable before the checkpoint of its step is
-        valid, so such a checkpoint belongs to another history.
+        Changes nothing; append and apply ``Resume(step)`` for that. Raises ValueError for a step
+        before the last final one, and for a step that the journal does not know: ``Consume`` is
+        durable before the checkpoint of its step is valid, so such a checkpoint belongs to another
+        history.
         """
         voided, plan = self._plan_replay(step)
-        accepted_again = {id: self._trained[id] for number in voided for id in self.consumed[number]}
-        accepted = [(self._admits[id], accept) for id, accept in {**accepted_again, **self.accepted}.items()]
+        accepted_again = {
+            id: self._trained[id] for number in voided for id in self.consumed[number]
+        }
+        accepted = [
+            (self._admits[id], accept) for id, accept in {**accepted_again, **self.accepted}.items()
+        ]
         requeue = sorted(self.outstanding.values(), key=lambda admit: admit.order)
         draw = None if self.draw is None else dict(self.draw)
-        return Recovery(step, self.versions.get(step), self.order, draw, list(plan.items()), accepted, requeue)
+        return Recovery(
+            step, self.versions.get(step), self.order, draw, list(plan.items()), accepted, requeue
+        )
 
     def ends_before(self, step: int) -> bool:
         """Return whether the records end before ``step`` consumed its samples."""
         return step > self._settled and step not in self.consumed
 
     def settle(self, step: int) -> None:
-        """Make the steps up to ``step`` final: the run will never be resumed from a checkpoint before its end."""
+        """Make the steps up to ``step`` final: the run will never be resumed from a checkpoint
+        before its end."""
         for number in [number for number in self.consumed if number <= step]:
             for id in self.consumed.pop(number):
                 del self._trained[id], self._admits[id]
                 self._consumed += 1
         self.planned = {number: ids for number, ids in self.planned.items() if number > step}
-        self.versions = {number: version for number, version in self.versions.items() if number >= step}
+        self.versions = {
+            number: version for number, version in self.versions.items() if number >= step
+        }
         self._settled = max(self._settled, step)
 
     def snapshot(self) -> list[Record]:
-        """Return records of one append that restore an equal state, for ``Journal.checkpointed``."""
+        """Return records of one append that restore an equal state, for
+        ``Journal.checkpointed``."""
         admitted = self.totals()["admitted"]
         records: list[Record] = [
             Totals(
@@ -194,8 +212,12 @@ class JournalState:
 
     def _on_admit(self, record: Admit) -> None:
         known = self._admits.get(record.id)
-        if known is not None and (record.id not in self.outstanding or record.attempt <= known.attempt):
-            raise ValueError(f"attempt {record.attempt} of {record.id} after attempt {known.attempt} is not open")
+        if known is not None and (
+            record.id not in self.outstanding or record.attempt <= known.attempt
+        ):
+            raise ValueError(
+                f"attempt {record.attempt} of {record.id} after attempt {known.attempt} is not open"
+            )
         self.outstanding[record.id] = self._admits[record.id] = record
         self.order = max(self.order, record.order + 1)
 
@@ -210,7 +232,8 @@ class JournalState:
             del self.outstanding[record.id], self._admits[record.id]
             self._rejected += 1
             return
-        # Keep the counts: otherwise a sample that crashes workers would get all its attempts again after each recovery.
+        # Keep the counts: otherwise a sample that crashes workers would get all its attempts again
+        # after each recovery.
         admit = self._admits[record.id]
         died = record.outcome == DIED
         updated = replace(admit, failures=admit.failures + (not died), deaths=admit.deaths + died)
@@ -230,11 +253,15 @@ class JournalState:
             raise ValueError(f"step {record.step} has consumed its samples already")
         unknown = [id for id in record.ids if id not in self.accepted]
         if unknown or len(set(record.ids)) != len(record.ids):
-            raise ValueError(f"step {record.step} consumes {unknown or 'a sample twice'}, which are not accepted")
+            raise ValueError(
+                f"step {record.step} consumes {unknown or 'a sample twice'}, which are not accepted"
+            )
         for id in record.ids:
             self._trained[id] = self.accepted.pop(id)
         self.consumed[record.step] = list(record.ids)
-        self.flat = [number for number in self.flat if number >= self._consumed + len(self._trained)]
+        self.flat = [
+            number for number in self.flat if number >= self._consumed + len(self._trained)
+        ]
         if self.planned.pop(record.step, record.ids) != record.ids:
             self.planned.clear()  # the step was not repeated as planned, so later plans are void
 
@@ -252,17 +279,23 @@ class JournalState:
 
     def _on_resume(self, record: Resume) -> None:
         voided, plan = self._plan_replay(record.step)
-        accepted_again = {id: self._trained.pop(id) for number in voided for id in self.consumed.pop(number)}
+        accepted_again = {
+            id: self._trained.pop(id) for number in voided for id in self.consumed.pop(number)
+        }
         self.accepted = {**accepted_again, **self.accepted}
         self.planned = plan
-        self.versions = {step: version for step, version in self.versions.items() if step <= record.step}
+        self.versions = {
+            step: version for step, version in self.versions.items() if step <= record.step
+        }
         if self.checkpoint is not None and self.checkpoint.step > record.step:
             self.checkpoint = None
         self.ended = False
 
     def _on_totals(self, record: Totals) -> None:
         empty = JournalState()
-        self.__dict__.update({name: value for name, value in vars(empty).items() if name != "_apply"})
+        self.__dict__.update(
+            {name: value for name, value in vars(empty).items() if name != "_apply"}
+        )
         self.order = record.order
         self._settled = record.step
         self._consumed = record.consumed
@@ -278,9 +311,11 @@ class JournalState:
             raise ValueError(f"attempt {attempt} of {id} is not outstanding")
 
     def _plan_replay(self, step: int) -> tuple[list[int], dict[int, list[str]]]:
-        """Return the consumed steps that a restart after ``step`` undoes, and the step batches to repeat.
+        """Return the consumed steps that a restart after ``step`` undoes, and the step batches to
+        repeat.
 
-        The latter start at ``step + 1`` and end before the first batch that is unknown or has lost a sample.
+        The latter start at ``step + 1`` and end before the first batch that is unknown or has lost
+        a sample.
         """
         if step < self._settled:
             raise ValueError(f"the samples up to step {self._settled + 1} are used up for good")
@@ -304,11 +339,13 @@ def fold(records: Iterable[Record]) -> JournalState:
 
 
 def _find_damage(folder: Path, completed_steps: int, *, has_snapshot: bool) -> str:
-    """Return why a run cannot be resumed after ``completed_steps`` from the journal in ``folder``; "" if it can.
+    """Return why a run cannot be resumed after ``completed_steps`` from the journal in ``folder``;
+    "" if it can.
 
-    Also returns "" if the journal cannot be read now: opening it raises that error. ``has_snapshot``: the checkpoint
-    holds a snapshot of the journal, so a journal that ends before it may be replaced. Changes nothing. Raises
-    JournalError if journal and checkpoint belong to different histories.
+    Also returns "" if the journal cannot be read now: opening it raises that error.
+    ``has_snapshot``: the checkpoint holds a snapshot of the journal, so a journal that ends before
+    it may be replaced. Changes nothing. Raises JournalError if journal and checkpoint belong to
+    different histories.
     """
     step = completed_steps - 1
     try:
@@ -327,16 +364,21 @@ def _find_damage(folder: Path, completed_steps: int, *, has_snapshot: bool) -> s
             return f"{folder} ends before step {step + 1}, after which there is a checkpoint"
         state.resume(step)
     except ValueError as error:
-        start = f"its checkpoint after step {completed_steps}" if completed_steps else "its beginning"
+        start = (
+            f"its checkpoint after step {completed_steps}" if completed_steps else "its beginning"
+        )
         raise JournalError(
-            f"{folder}: {error}; the run would go on from {start}, because there is no later checkpoint that is "
-            "whole. Put its checkpoints back where they were, or begin anew with recover_mode=disabled"
+            f"{folder}: {error}; the run would go on from {start}, because there is no later "
+            f"checkpoint that is "
+            "whole. Put its checkpoints back where they were, or begin anew with "
+            "recover_mode=disabled"
         ) from None
     return ""
 
 
 class RolloutLedger:
-    """The journal together with the state that follows from it. Create it with ``open``. Steps are numbered from 0."""
+    """The journal together with the state that follows from it. Create it with ``open``. Steps are
+    numbered from 0."""
 
     def __init__(self, journal: Journal, state: JournalState, timeout_s: float) -> None:
         self._journal = journal
@@ -347,7 +389,8 @@ class RolloutLedger:
         self.last = 0
         """Number of the last append."""
         self.newest_payloads: dict[int, list[Any]] = {}
-        """By rank of the trainer, the position of the payload that was accepted last since the start."""
+        """By rank of the trainer, the position of the payload that was accepted last since the
+        start."""
 
     @classmethod
     def open(
@@ -362,16 +405,18 @@ class RolloutLedger:
     ) -> tuple[RolloutLedger, Recovery | None]:
         """Open the journal in ``folder`` for a run resumed after ``completed_steps``.
 
-        Returns the ledger and, unless the journal is new, what to do with the open samples. A journal that is damaged
-        or ends before the checkpoint is rebuilt from ``snapshot``, a file of the checkpoint, with a warning through
-        ``warn``; checkpoints of earlier versions have none (None). ``timeout_s``: seconds that the disk has for a
-        record. Raises JournalError, also if journal and checkpoint belong to different histories.
+        Returns the ledger and, unless the journal is new, what to do with the open samples. A
+        journal that is damaged or ends before the checkpoint is rebuilt from ``snapshot``, a file
+        of the checkpoint, with a warning through ``warn``; checkpoints of earlier versions have
+        none (None). ``timeout_s``: seconds that the disk has for a record. Raises JournalError,
+        also if journal and checkpoint belong to different histories.
         """
         has_snapshot = snapshot is not None and snapshot.is_file()
         damage = _find_damage(folder, completed_steps, has_snapshot=has_snapshot)
         if damage and not has_snapshot:
             raise JournalDamaged(
-                f"{damage}; which samples the run has trained is not known. Nothing was changed; put {folder} back as "
+                f"{damage}; which samples the run has trained is not known. Nothing was changed; "
+                f"put {folder} back as "
                 "it was, or begin anew with recover_mode=disabled"
             )
         restart = None
@@ -382,7 +427,8 @@ class RolloutLedger:
         journal, records = Journal.open(folder, archive=archive, restart=restart, warn=notes.append)
         if damage:
             warn(
-                f"{damage}; the run goes on from what the checkpoint of step {completed_steps} knows of its samples, "
+                f"{damage}; the run goes on from what the checkpoint of step {completed_steps} "
+                f"knows of its samples, "
                 f"those that were given out since are given out again, and {notes.pop()}"
             )
         for note in notes:
@@ -395,7 +441,8 @@ class RolloutLedger:
         return ledger, recovery
 
     def snapshot_after(self, completed_steps: int) -> list[Record]:
-        """Return a snapshot of the state with ``completed_steps`` final, for a checkpoint's ``write_snapshot``."""
+        """Return a snapshot of the state with ``completed_steps`` final, for a checkpoint's
+        ``write_snapshot``."""
         state = fold(self.state.snapshot())
         state.settle(completed_steps - 1)
         return state.snapshot()
@@ -417,7 +464,8 @@ class RolloutLedger:
         await self._journal.durable(self.last if number is None else number, self._timeout_s)
 
     def checkpointed(self, completed_steps: int, folder: str) -> None:
-        """Record a valid checkpoint, and remove from the journal the steps that the previous checkpoint covers.
+        """Record a valid checkpoint, and remove from the journal the steps that the previous
+        checkpoint covers.
 
         Those of the newest checkpoint stay, because it may turn out to be damaged.
         """

@@ -1,4 +1,5 @@
-"""Asynchronous rollouts of the master: start-up, recovery, weight versions, evaluation, metrics and shutdown."""
+"""Asynchronous rollouts of the master: start-up, recovery, weight versions, evaluation, metrics and
+shutdown."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ from realhf.dataflow.buffer import AsyncIOSequenceBuffer
 from realhf.dataflow.journal.journal import Admit, Draw, Drop, End, write_snapshot
 from realhf.dataflow.journal.ledger import Recovery, RolloutLedger
 from realhf.dataflow.model_function_call import StepReport
-from realhf.dataflow.rollouts.control import RolloutControl, RolloutRules, RolloutService, RolloutsFailed
+from realhf.dataflow.rollouts.control import (
+    RolloutControl,
+    RolloutRules,
+    RolloutService,
+    RolloutsFailed,
+)
 from realhf.dataflow.rollouts.held_out import Deliver, HeldOutEvaluations
 from realhf.dataflow.rollouts.metrics import GenerationMetrics, episode_texts, rollout_metrics
 from realhf.dataflow.rollouts.rollout_state import EvaluationQueue, SampleLocations
@@ -82,7 +88,8 @@ class RolloutPlan:
 
     @property
     def max_concurrent(self) -> int:
-        """Largest number of samples that are admitted and not yet accepted: in play, or in flight to the trainer."""
+        """Largest number of samples that are admitted and not yet accepted: in play, or in flight
+        to the trainer."""
         return self.spec.options.max_concurrent_rollouts or self.players + self.credits
 
     @property
@@ -97,7 +104,8 @@ class RolloutPlan:
 
     @property
     def drops_stale(self) -> bool:
-        """Whether stale samples are dropped; otherwise a step waits for stragglers before they become stale."""
+        """Whether stale samples are dropped; otherwise a step waits for stragglers before they
+        become stale."""
         return self.spec.options.staleness_policy == "drop"
 
     def build_rules(self) -> RolloutRules:
@@ -139,14 +147,16 @@ STOP_TIMEOUT_S = 120.0
 WATCH_S = 2.0
 """Interval in seconds at which expired leases and the receivers are checked."""
 SHARE_DEADLINE_FACTOR = 4
-"""Deadline of a share of an evaluation, in rollout deadlines: a player plays several episodes of it in sequence."""
+"""Deadline of a share of an evaluation, in rollout deadlines: a player plays several episodes of it
+in sequence."""
 
 
 class AsyncRollouts(StepSource):
     """Step source of an asynchronous run. Create it with ``open``, before the executor.
 
-    The parts are created in the order of their dependencies: the shared state (sample locations, evaluation queue)
-    first, then the control, then weight updates and held-out evaluations, which call the control.
+    The parts are created in the order of their dependencies: the shared state (sample locations,
+    evaluation queue) first, then the control, then weight updates and held-out evaluations, which
+    call the control.
     """
 
     def __init__(
@@ -180,7 +190,9 @@ class AsyncRollouts(StepSource):
             self._queue,
             ledger,
             self._staleness,
-            StragglerGate(plan.batch_size, options.max_head_offpolicyness, wait=not plan.drops_stale),
+            StragglerGate(
+                plan.batch_size, options.max_head_offpolicyness, wait=not plan.drops_stale
+            ),
             plan.build_rules(),
             discard=self._discard,
             warn=warn,
@@ -209,11 +221,13 @@ class AsyncRollouts(StepSource):
             fail=self.control.fail,
         )
         self._service = RolloutService(self.control, plan.run_id, plan.network)
-        # Rates are measured since the previous read, so each reader with a pace of its own needs an instance.
+        # Rates are measured since the previous read, so each reader with a pace of its own needs an
+        # instance.
         self._step_metrics = GenerationMetrics(caller, self._weights, plan.timeout_s)
         self._live_metrics = GenerationMetrics(caller, self._weights, plan.timeout_s)
         self._totals: defaultdict[str, float] = defaultdict(float)
-        """Failures and retries since the start of this process, by ``failures/<kind>`` and ``retries/<kind>``."""
+        """Failures and retries since the start of this process, by ``failures/<kind>`` and
+        ``retries/<kind>``."""
 
     @classmethod
     async def open(
@@ -225,8 +239,8 @@ class AsyncRollouts(StepSource):
     ) -> AsyncRollouts:
         """Open the rollouts and resume from the journal in ``plan.folder``, if there is one.
 
-        ``warn(text)`` is called with warnings for the user. Raises JournalError, also if the journal and the checkpoint
-        are from different histories, and RpcError.
+        ``warn(text)`` is called with warnings for the user. Raises JournalError, also if the
+        journal and the checkpoint are from different histories, and RpcError.
         """
         ledger, recovery = RolloutLedger.open(
             plan.folder,
@@ -258,8 +272,9 @@ class AsyncRollouts(StepSource):
         self._streams = await self._receivers.open(request)
 
     async def _recover(self, recovery: Recovery) -> None:
-        """Restore the state of the journal: read arrived samples back, requeue those that were in play, and repeat
-        steps after the checkpoint with the same samples. Samples whose payload cannot be read are dropped."""
+        """Restore the state of the journal: read arrived samples back, requeue those that were in
+        play, and repeat steps after the checkpoint with the same samples. Samples whose payload
+        cannot be read are dropped."""
         items = [(admit.id, accept.attempt, accept.ref) for admit, accept in recovery.accepted]
         arrivals = await self._receivers.restore(items, self._locations, self._plan.load_timeout_s)
         staged: dict[str, tuple[Admit, SequenceSample]] = {}
@@ -272,8 +287,10 @@ class AsyncRollouts(StepSource):
                 staged[admit.id] = (admit, decode_sample(arrival.meta))
         if lost:
             self._warn(
-                f"{len(lost)} of the {len(arrivals)} samples that had arrived are lost, because what was written of "
-                f"them is damaged or gone (the log names each): {', '.join(drop.id for drop in lost[:4])}"
+                f"{len(lost)} of the {len(arrivals)} samples that had arrived are lost, because "
+                f"what was written of "
+                f"them is damaged or gone (the log names each): "
+                f"{', '.join(drop.id for drop in lost[:4])}"
             )
         self._staleness.restore_accepted(len(staged))
         replay = {}
@@ -281,14 +298,23 @@ class AsyncRollouts(StepSource):
             if not staged.keys() >= set(ids):
                 break  # a step without one of its samples cannot be repeated, nor can those after it
             replay[step] = ids
-        admitted = [*(admit.id for admit, _ in recovery.accepted), *(admit.id for admit in recovery.requeue)]
+        admitted = [
+            *(admit.id for admit, _ in recovery.accepted),
+            *(admit.id for admit in recovery.requeue),
+        ]
         if recovery.draw is not None:
             self._queue.load_state(recovery.draw, admitted)
         self._queue.recorded |= {sample_id for _, ids in recovery.replay for sample_id in ids}
         if lost:
             self._ledger.append(*lost, Draw(self._queue.state()))
         tasks = [
-            Task(SourceItem(**admit.item), admit.attempt + 1, admit.failures, admit.order, admit.deaths)
+            Task(
+                SourceItem(**admit.item),
+                admit.attempt + 1,
+                admit.failures,
+                admit.order,
+                admit.deaths,
+            )
             for admit in recovery.requeue
         ]
         self.control.restore(tasks, staged, replay, recovery.order)
@@ -297,10 +323,12 @@ class AsyncRollouts(StepSource):
             fate = "dropped" if self._plan.drops_stale else "trained all the same"
             self._warn(
                 f"{late} of the {len(staged)} samples that had arrived will be older than "
-                f"async_rl.max_head_offpolicyness={eta} allows when their step comes; they are {fate}"
+                f"async_rl.max_head_offpolicyness={eta} allows when their step comes; they are "
+                f"{fate}"
             )
         _log.info(
-            "journal: %d samples had arrived, %d were in play and are played again, %d steps are repeated",
+            "journal: %d samples had arrived, %d were in play and are played again, %d steps are "
+            "repeated",
             len(staged),
             len(tasks),
             len(replay),
@@ -308,7 +336,8 @@ class AsyncRollouts(StepSource):
 
     @property
     def results(self) -> ResultSink:
-        """The control of the rollouts, which journals what was trained and passes it to the data source."""
+        """The control of the rollouts, which journals what was trained and passes it to the data
+        source."""
         return self.control
 
     def loader(self, buffer: AsyncIOSequenceBuffer, storage: StorageMap) -> StreamLoader:
@@ -348,7 +377,8 @@ class AsyncRollouts(StepSource):
             self.control.fail(WorkerDied(name, reason))
 
     async def start(self) -> None:
-        """Publish the weights, run the self-test of weight updates and start the rollout workers."""
+        """Publish the weights, run the self-test of weight updates and start the rollout
+        workers."""
         await self.publish(self._plan.completed_steps)
         await self._run_self_test()
         self._spawn(self._watch())
@@ -356,13 +386,17 @@ class AsyncRollouts(StepSource):
         await asyncio.gather(*(self._play(name) for name in list(self._rollout_workers)))
 
     async def _run_self_test(self) -> None:
-        """Run the self-test of weight updates. Raises WrongWeights, or the failure of the rollouts if that is first."""
-        test = SelfTest(self._caller, self._weights, timeout_s=self._plan.load_timeout_s, warn=self._warn)
+        """Run the self-test of weight updates. Raises WrongWeights, or the failure of the rollouts
+        if that is first."""
+        test = SelfTest(
+            self._caller, self._weights, timeout_s=self._plan.load_timeout_s, warn=self._warn
+        )
         self._record.proven(self._weights.published, await self._run_unless_failed(test.run()))
 
     async def _play(self, name: str) -> None:
-        """Ask a rollout worker to play, once per incarnation: two rollout loops in one process would share sessions and
-        cache rows. If its episodes need an environment service, this does nothing until there is one."""
+        """Ask a rollout worker to play, once per incarnation: two rollout loops in one process
+        would share sessions and cache rows. If its episodes need an environment service, this does
+        nothing until there is one."""
         incarnation = self._rollout_workers.get(name)
         ready = self._playing and (self._env or not self._plan.needs_env)
         if incarnation is None or incarnation in self.control.workers or not ready:
@@ -386,10 +420,13 @@ class AsyncRollouts(StepSource):
             async with asyncio.timeout(self._plan.spec.options.rollout_deadline_s + STOP_TIMEOUT_S):
                 await self.control.wait_until_stopped()
         except TimeoutError:
-            raise RolloutsFailed(f"{', '.join(sorted(self.control.workers))} did not stop") from None
+            raise RolloutsFailed(
+                f"{', '.join(sorted(self.control.workers))} did not stop"
+            ) from None
 
     def _on_load_failed(self, worker: str, error: Exception) -> None:
-        """Dismiss a generation worker that did not load weights; fail the run if it is the only one.
+        """Dismiss a generation worker that did not load weights; fail the run if it is the only
+        one.
 
         The others go on without it until its successor has joined.
         """
@@ -408,19 +445,24 @@ class AsyncRollouts(StepSource):
     # ---- steps
 
     async def publish(self, completed_steps: int) -> None:
-        """Publish new weights to the generation workers. Raises the failure of the rollouts if that comes first."""
+        """Publish new weights to the generation workers. Raises the failure of the rollouts if that
+        comes first."""
         await self._run_unless_failed(self._held_out.publish(completed_steps))
 
     async def evaluate(self, step: int, evaluation: EvaluationSpec, deliver: Deliver) -> bool:
-        """Start an evaluation with the current weights on the rollout workers, in parallel with training.
+        """Start an evaluation with the current weights on the rollout workers, in parallel with
+        training.
 
-        Returns True once the weights are pinned for it, or False where it is by another interface than the rollouts:
-        that one is the trainer's. Raises the failure of the rollouts if that comes first.
+        Returns True once the weights are pinned for it, or False where it is by another interface
+        than the rollouts: that one is the trainer's. Raises the failure of the rollouts if that
+        comes first.
         """
         if evaluation.interface != self._plan.spec.calls[0].interface:
             return False
         when = "before training" if step == 0 else f"after step {step}"
-        await self._run_unless_failed(self._held_out.start(when, HeldOutOptions.from_args(evaluation.args), deliver))
+        await self._run_unless_failed(
+            self._held_out.start(when, HeldOutOptions.from_args(evaluation.args), deliver)
+        )
         return True
 
     @property
@@ -429,13 +471,16 @@ class AsyncRollouts(StepSource):
         return self._held_out.running
 
     async def wait_for_evaluation(self) -> None:
-        """Wait until no evaluation is being played. Raises the failure of the rollouts if that comes first."""
+        """Wait until no evaluation is being played. Raises the failure of the rollouts if that
+        comes first."""
         await self._run_unless_failed(self._held_out.wait())
 
     async def _run_unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await ``work`` and return its result, or cancel it and raise the failure of the rollouts if that comes first.
+        """Await ``work`` and return its result, or cancel it and raise the failure of the rollouts
+        if that comes first.
 
-        ``work`` may wait for an evaluation, which would never end after a failure: no worker takes its shares then.
+        ``work`` may wait for an evaluation, which would never end after a failure: no worker takes
+        its shares then.
         """
         running = asyncio.ensure_future(work)
         try:
@@ -449,7 +494,8 @@ class AsyncRollouts(StepSource):
         await self._ledger.durable()
 
     async def save(self, completed_steps: int, folder: Path) -> None:
-        """Write the open samples and the source's state into a checkpoint, as a copy in case the journal is damaged.
+        """Write the open samples and the source's state into a checkpoint, as a copy in case the
+        journal is damaged.
 
         Raises OSError.
         """
@@ -459,20 +505,28 @@ class AsyncRollouts(StepSource):
         await asyncio.to_thread(write_snapshot, folder / JOURNAL_FILE, records)
 
     async def checkpointed(self, completed_steps: int, folder: str) -> None:
-        """Record that a checkpoint is valid, and delete the payloads that only earlier checkpoints needed."""
+        """Record that a checkpoint is valid, and delete the payloads that only earlier checkpoints
+        needed."""
         self._ledger.checkpointed(completed_steps, folder)
         await self._ledger.durable()
-        self._locations.keep(lambda sample_id: self._ledger.state.accepted_attempt(sample_id) is not None)
+        self._locations.keep(
+            lambda sample_id: self._ledger.state.accepted_attempt(sample_id) is not None
+        )
         await self._receivers.prune(self._ledger)
 
     async def step_metrics(self, report: StepReport) -> dict[str, float]:
-        """Return the metrics of a step: ``rollout/...``, ``failures/<kind>`` and ``retries/<kind>`` of its samples and
-        of the samples without signal that were dropped for it, and all of ``live`` but the totals."""
+        """Return the metrics of a step: ``rollout/...``, ``failures/<kind>`` and ``retries/<kind>``
+        of its samples and of the samples without signal that were dropped for it, and all of
+        ``live`` but the totals."""
         metrics = rollout_metrics([*report.results, *self.control.flat_of_step])
         if self._plan.spec.calls[0].resample:
             metrics["n_dropped_groups"] = float(len(self.control.flat_of_step))
             metrics["n_groups_without_signal"] = float(self.control.flat_trained)
-        failures = {name: metrics.pop(name) for name in list(metrics) if name.startswith(("failures/", "retries/"))}
+        failures = {
+            name: metrics.pop(name)
+            for name in list(metrics)
+            if name.startswith(("failures/", "retries/"))
+        }
         for name, value in failures.items():
             self._totals[name] += value
         compute_s = sum(times["compute_s"] for times in report.times.values())
@@ -506,7 +560,9 @@ class AsyncRollouts(StepSource):
         return sections
 
     def _admission_metrics(self) -> dict[str, float]:
-        return {f"admission/{name}": float(value) for name, value in self.control.counters().items()}
+        return {
+            f"admission/{name}": float(value) for name, value in self.control.counters().items()
+        }
 
     # ---- end
 

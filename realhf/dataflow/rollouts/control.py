@@ -1,7 +1,8 @@
-"""Admission of samples, their acceptance and release to training steps, and the service for the rollout workers.
+"""Admission of samples, their acceptance and release to training steps, and the service for the
+rollout workers.
 
-Runs in the master's event loop. Every change of state is synchronous and is journaled at the same moment; only waiting
-for capacity, for samples and for the disk is asynchronous.
+Runs in the master's event loop. Every change of state is synchronous and is journaled at the same
+moment; only waiting for capacity, for samples and for the disk is asynchronous.
 
 ``RolloutControl.allocate``, called by a rollout worker
   produces: leases of samples and shares of an evaluation;
@@ -49,7 +50,18 @@ from realhf.api.sample import SequenceSample
 from realhf.api.source import GroupSignal, SampleResult
 from realhf.base import process_clock
 from realhf.base.messages import Call, Message
-from realhf.dataflow.journal.journal import DIED, FLAT, Accept, Admit, Commit, Consume, Draw, Drop, Record, Reject
+from realhf.dataflow.journal.journal import (
+    DIED,
+    FLAT,
+    Accept,
+    Admit,
+    Commit,
+    Consume,
+    Draw,
+    Drop,
+    Record,
+    Reject,
+)
 from realhf.dataflow.journal.ledger import RolloutLedger
 from realhf.dataflow.rollouts.rollout_state import EvaluationQueue, SampleLocations
 from realhf.dataflow.rollouts.sample_queue import PendingRequests, SampleQueue, Task, with_metadata
@@ -82,16 +94,19 @@ class RolloutRules:
     fail_fast: bool = False
     """Whether the first failure ends the run."""
     drop: bool = False
-    """Whether stale samples are dropped; otherwise a step waits for stragglers before they become stale."""
+    """Whether stale samples are dropped; otherwise a step waits for stragglers before they become
+    stale."""
     max_deaths: int = 3
     """Deaths of the process that plays a sample after which it is given up."""
     max_flat: int = 0
-    """Samples without ``signal`` that are dropped and replaced for every batch of accepted samples."""
+    """Samples without ``signal`` that are dropped and replaced for every batch of accepted
+    samples."""
     signal: GroupSignal = field(default_factory=GroupSignal)
     """Decides whether a group of episodes has a learning signal (its rewards are not all equal)."""
 
     def mark_suspect(self, task: Task) -> Task:
-        """Return a task that comes back, marked as a suspect if one more death would be its last."""
+        """Return a task that comes back, marked as a suspect if one more death would be its
+        last."""
         return replace(task, suspect=task.deaths >= max(1, self.max_deaths - 1))
 
 
@@ -110,9 +125,10 @@ class _Lease:
 class RolloutControl:
     """State machine of all samples of the run, from admission to training.
 
-    ``discard(ids)`` is called with accepted samples that will never be trained, ``warn(text)`` with a message about
-    each sample that is given up. Workers are named by incarnation (name and pid), so that a successor is another
-    worker. ``locations`` and ``evaluations`` are shared with the stream and the held-out evaluations.
+    ``discard(ids)`` is called with accepted samples that will never be trained, ``warn(text)`` with
+    a message about each sample that is given up. Workers are named by incarnation (name and pid),
+    so that a successor is another worker. ``locations`` and ``evaluations`` are shared with the
+    stream and the held-out evaluations.
 
     It is the executor's result sink: ``record`` and ``stats``.
     """
@@ -152,7 +168,8 @@ class RolloutControl:
         self._step_of: dict[str, int] = {}
         self._next_order = 0
         self._changed = asyncio.Event()
-        """Set at every change, then replaced by a new event: each waiter waits for the change after its look."""
+        """Set at every change, then replaced by a new event: each waiter waits for the change after
+        its look."""
         self._failure: BaseException | None = None
         self.paused = False
         self._consecutive_failures = 0
@@ -161,7 +178,8 @@ class RolloutControl:
         self._n_flat = 0
         self._flat: list[SampleResult] = []
         self.flat_of_step: list[SampleResult] = []
-        """Results of samples without signal that were dropped between the last step and the one before it."""
+        """Results of samples without signal that were dropped between the last step and the one
+        before it."""
         self.flat_trained = 0
         """Samples without signal among those that the last step trained."""
         self.lost_attempts = 0
@@ -177,8 +195,8 @@ class RolloutControl:
     def worker_left(self, worker: str, reason: str) -> None:
         """Requeue the samples of a worker that died or stopped.
 
-        One of these samples may crash workers. Suspects are never leased together, so the next crash identifies the
-        culprit.
+        One of these samples may crash workers. Suspects are never leased together, so the next
+        crash identifies the culprit.
         """
         self.workers.discard(worker)
         self._evaluations.worker_left(worker, reason)
@@ -195,7 +213,8 @@ class RolloutControl:
         return len(self._open)
 
     async def wait_unless_failed(self, work: asyncio.Future[Any]) -> None:
-        """Wait for ``work``. Raises its error, or the error passed to ``fail`` if that comes first."""
+        """Wait for ``work``. Raises its error, or the error passed to ``fail`` if that comes
+        first."""
         work.add_done_callback(lambda _: self.wake())
         while not work.done():
             if self._failure is not None:
@@ -213,18 +232,22 @@ class RolloutControl:
     async def allocate(
         self, worker: str, count: int, hold_s: float
     ) -> tuple[list[RolloutLease] | None, list[EvaluationPart]]:
-        """Return between one and ``count`` samples and shares of an evaluation for a worker to play.
+        """Return between one and ``count`` samples and shares of an evaluation for a worker to
+        play.
 
-        Samples are journaled before they are returned: their records reach the disk no later than their results do.
-        Waits for capacity up to ``hold_s`` seconds, then returns (None, []): ask again. Returns ([], []) when the
-        worker must stop: the run is ending, or the master considers the worker gone.
+        Samples are journaled before they are returned: their records reach the disk no later than
+        their results do. Waits for capacity up to ``hold_s`` seconds, then returns (None, []): ask
+        again. Returns ([], []) when the worker must stop: the run is ending, or the master
+        considers the worker gone.
         """
         until = process_clock.now() + hold_s
         while worker in self.workers and self._failure is None and not self.paused:
             parts = self._evaluations.take(worker, count, alone=False)
             leases = self._admit(worker, count - len(parts))
             if len(parts) + len(leases) < count:  # there are no more samples to play at the moment
-                parts += self._evaluations.take(worker, count - len(parts) - len(leases), alone=True)
+                parts += self._evaluations.take(
+                    worker, count - len(parts) - len(leases), alone=True
+                )
             if leases or parts:
                 return leases or None, parts
             if not await self._requests.wait_turn(worker, until - process_clock.now()):
@@ -245,7 +268,8 @@ class RolloutControl:
 
     @property
     def complete(self) -> bool:
-        """Whether the run has all the samples it trains: accepted or, if stale ones may be dropped, trained."""
+        """Whether the run has all the samples it trains: accepted or, if stale ones may be dropped,
+        trained."""
         done = self.staleness.consumed if self._rules.drop else self.staleness.accepted
         return done >= self._rules.total
 
@@ -288,7 +312,8 @@ class RolloutControl:
         return leases
 
     def _build_draw(self, first: Task) -> Draw:
-        """Return the record of a draw from the source whose first item, ``first``, has already left the queue."""
+        """Return the record of a draw from the source whose first item, ``first``, has already left
+        the queue."""
         state = self._queue.state()
         return Draw({**state, "drawn": [first.item.to_map(), *state["drawn"]]})
 
@@ -313,7 +338,9 @@ class RolloutControl:
             {key: list(value) for key, value in task.item.values.items()},
         )
 
-    def record_failure(self, worker: str, sample_id: str, attempt: int, outcome: str, message: str) -> None:
+    def record_failure(
+        self, worker: str, sample_id: str, attempt: int, outcome: str, message: str
+    ) -> None:
         """Record a failed attempt: requeue the sample, or give it up after too many failures.
 
         Reports about an attempt that the worker no longer has are ignored.
@@ -358,12 +385,18 @@ class RolloutControl:
         self._ledger.append(reject, Draw(self._queue.state()))
         self.given_up += 1
         self._consecutive_failures += 1
-        tally = f"{task.failures} failed attempts and {task.deaths} deaths of the process that played it"
-        self._warn(f"sample {sample_id} is given up after {tally}, at last {outcome}: {message[:300]}")
+        tally = (
+            f"{task.failures} failed attempts and {task.deaths} deaths of the process that played "
+            f"it"
+        )
+        self._warn(
+            f"sample {sample_id} is given up after {tally}, at last {outcome}: {message[:300]}"
+        )
         if self._consecutive_failures >= MAX_CONSECUTIVE_FAILURES:
             self.fail(
                 RolloutsFailed(
-                    f"the last {self._consecutive_failures} samples were all given up, {sample_id} after {tally}, "
+                    f"the last {self._consecutive_failures} samples were all given up, {sample_id} "
+                    f"after {tally}, "
                     f"at last by {outcome}: {message[:300]}"
                 )
             )
@@ -377,7 +410,8 @@ class RolloutControl:
     # ---- the stream
 
     async def record_arrivals(self, arrivals: Sequence[Arrival], worker: str) -> list[str]:
-        """Accept or refuse the samples that a model worker has received; return an answer for each of them.
+        """Accept or refuse the samples that a model worker has received; return an answer for each
+        of them.
 
         Returns when the journal's records are on the disk. Raises CodecError on malformed metadata.
         """
@@ -408,7 +442,9 @@ class RolloutControl:
         self.staleness.accept()
         accept = Accept(arrival.id, arrival.attempt, arrival.ref, arrival.meta)
         if self._n_flat < self._rules.max_flat:
-            result = SampleResult.of(arrival.id, {name: row[0] for name, row in meta.metadata.items()})
+            result = SampleResult.of(
+                arrival.id, {name: row[0] for name, row in meta.metadata.items()}
+            )
             if not self._rules.signal.of(result):
                 self._drop_flat(accept, result)
                 return REFUSED  # the worker then frees it, so there is nothing to discard
@@ -419,7 +455,8 @@ class RolloutControl:
         return ACCEPTED
 
     def _drop_flat(self, accept: Accept, result: SampleResult) -> None:
-        """Drop a sample without learning signal and record its result at the source, in one append to the journal.
+        """Drop a sample without learning signal and record its result at the source, in one append
+        to the journal.
 
         This is the dynamic sampling of DAPO (Yu et al. 2025).
         """
@@ -466,7 +503,9 @@ class RolloutControl:
         for sample_id in ids:
             self.staleness.drop()
             del self._staged[sample_id]
-        self._ledger.append(*(Drop(sample_id, "stale") for sample_id in ids), Draw(self._queue.state()))
+        self._ledger.append(
+            *(Drop(sample_id, "stale") for sample_id in ids), Draw(self._queue.state())
+        )
         self._discard(ids)
         self.wake()
 
@@ -474,7 +513,9 @@ class RolloutControl:
         """Return a phrase that says what a step waits for, for stall reports."""
         slow = self.gate.stragglers(step)
         shown = ", ".join(slow[:4]) + (", ..." if len(slow) > 4 else "")
-        return f"{self.gate.staged} samples have arrived" + (f"; waits for {shown}" if slow else "; waits for more")
+        return f"{self.gate.staged} samples have arrived" + (
+            f"; waits for {shown}" if slow else "; waits for more"
+        )
 
     def record(self, results: Sequence[SampleResult]) -> None:
         """Record that a step was trained on these samples, in this order."""
@@ -487,11 +528,14 @@ class RolloutControl:
         self.staleness.consume(len(results))
         self._queue.record(results)
         self._ledger.append(
-            Consume([result.id for result in results], step), Commit(step, step + 1), Draw(self._queue.state())
+            Consume([result.id for result in results], step),
+            Commit(step, step + 1),
+            Draw(self._queue.state()),
         )
 
     def set_version(self, version: int) -> None:
-        """Record that every current generation worker has loaded ``version``; this raises the capacity."""
+        """Record that every current generation worker has loaded ``version``; this raises the
+        capacity."""
         if version > self.staleness.version:
             self.staleness.set_version(version)
             self.wake()
@@ -523,8 +567,8 @@ class RolloutControl:
     ) -> None:
         """Restore the state of a journal.
 
-        ``open_tasks`` were in play and are played again; ``staged`` had arrived; ``replay`` holds the samples of the
-        steps to repeat. ``next_order`` is the number of the next admission.
+        ``open_tasks`` were in play and are played again; ``staged`` had arrived; ``replay`` holds
+        the samples of the steps to repeat. ``next_order`` is the number of the next admission.
         """
         self._next_order = next_order
         for task in open_tasks:
@@ -544,15 +588,24 @@ class RolloutControl:
         self.wake()
 
     def wake(self) -> None:
-        """Wake every waiter, but of the workers that wait for samples only as many as there is capacity for."""
+        """Wake every waiter, but of the workers that wait for samples only as many as there is
+        capacity for."""
         self._changed.set()
         self._changed = asyncio.Event()
-        # A worker with a suspect cannot take another one, so the first in the queue may not be the one that can.
-        wake_all = self.paused or self._failure is not None or self._evaluations.waiting or self._queue.suspects
+        # A worker with a suspect cannot take another one, so the first in the queue may not be the
+        # one that can.
+        wake_all = (
+            self.paused
+            or self._failure is not None
+            or self._evaluations.waiting
+            or self._queue.suspects
+        )
         self._requests.wake(None if wake_all else self.capacity)
 
 
-CALLS: dict[str, Call[Any, Any]] = {call.name: call for call in (ALLOCATE, ARRIVED, REJECTED, EVALUATED, STOPPED)}
+CALLS: dict[str, Call[Any, Any]] = {
+    call.name: call for call in (ALLOCATE, ARRIVED, REJECTED, EVALUATED, STOPPED)
+}
 MAX_LEASES = 4096
 """Largest number of samples in one answer; bounds the size of the message."""
 MAX_HOLD_S = 60.0
@@ -560,7 +613,8 @@ MAX_HOLD_S = 60.0
 
 
 class RolloutService:
-    """Network service of ``RolloutControl``, which answers every request in a task on the running loop.
+    """Network service of ``RolloutControl``, which answers every request in a task on the running
+    loop.
 
     A malformed request gets an error as its answer; any other error in a request ends the run.
     """
@@ -569,7 +623,9 @@ class RolloutService:
         self._control = control
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server = LoopServiceServer("the master's rollout control", run_id, self._start_answer, network=network)
+        self._server = LoopServiceServer(
+            "the master's rollout control", run_id, self._start_answer, network=network
+        )
         self.endpoint = self._server.endpoint
 
     async def close(self) -> None:
@@ -602,11 +658,15 @@ class RolloutService:
         match message:
             case AllocateRequest():
                 count = max(1, min(message.count, MAX_LEASES))
-                return AllocateAnswer(*await self._control.allocate(client, count, min(message.hold_s, MAX_HOLD_S)))
+                return AllocateAnswer(
+                    *await self._control.allocate(client, count, min(message.hold_s, MAX_HOLD_S))
+                )
             case ArrivedRequest():
                 return ArrivedAnswer(await self._control.record_arrivals(message.arrivals, client))
             case RejectedRequest():
-                self._control.record_failure(client, message.id, message.attempt, message.outcome, message.message)
+                self._control.record_failure(
+                    client, message.id, message.attempt, message.outcome, message.message
+                )
             case EvaluatedRequest():
                 self._control.record_evaluation(client, message)
             case _:  # STOPPED: the worker has sent all it finished and closed its sessions

@@ -1,11 +1,12 @@
 """Held-out evaluation during training, played in shares by the rollout workers.
 
-Runs in the master's event loop; every change of state is synchronous. Nothing is journaled: an evaluation trains
-nothing, and one that a killed run did not finish is played again from the start.
+Runs in the master's event loop; every change of state is synchronous. Nothing is journaled: an
+evaluation trains nothing, and one that a killed run did not finish is played again from the start.
 
-An evaluation begins right after a version is published. Every generation worker keeps ("pins") that version for it: in
-a second engine where it can have one, so that training goes on; otherwise the next version is held back until the
-evaluation has finished, and training goes on only as far as the staleness bound allows.
+An evaluation begins right after a version is published. Every generation worker keeps ("pins") that
+version for it: in a second engine where it can have one, so that training goes on; otherwise the
+next version is held back until the evaluation has finished, and training goes on only as far as the
+staleness bound allows.
 
 The evaluation loop
   produces: a report, delivered to the master;
@@ -31,9 +32,11 @@ from realhf.transport.errors import RpcError
 from realhf.transport.rpc_master import RpcMaster
 
 ATTEMPTS = 3
-"""Attempts at an evaluation. After the pinned weights are lost it starts again with the current ones."""
+"""Attempts at an evaluation. After the pinned weights are lost it starts again with the current
+ones."""
 SHARES_PER_PLAYER = 4
-"""Shares for each concurrent player: small enough that the players finish at about the same time."""
+"""Shares for each concurrent player: small enough that the players finish at about the same
+time."""
 _POLL_S = 0.1
 _log = logging.getLogger(__name__)
 Deliver = Callable[[Report], None]
@@ -42,10 +45,10 @@ Deliver = Callable[[Report], None]
 class HeldOutEvaluations:
     """Runner of held-out evaluations, one at a time.
 
-    ``queue`` is shared with the control of the rollouts, which hands out its shares. ``players``: samples that all
-    rollout workers play at once; ``deadline_s``: for one share; ``timeout_s``: for one call to a generation worker.
-    Callbacks: ``wake()`` when there are shares to hand out, ``warn(text)`` for the user, ``fail(error)`` for an error
-    that must end the run.
+    ``queue`` is shared with the control of the rollouts, which hands out its shares. ``players``:
+    samples that all rollout workers play at once; ``deadline_s``: for one share; ``timeout_s``: for
+    one call to a generation worker. Callbacks: ``wake()`` when there are shares to hand out,
+    ``warn(text)`` for the user, ``fail(error)`` for an error that must end the run.
     """
 
     def __init__(
@@ -82,13 +85,17 @@ class HeldOutEvaluations:
         return self._task is not None
 
     async def start(self, when: str, options: HeldOutOptions, deliver: Deliver) -> None:
-        """Wait for the previous evaluation, pin the current weights and start an evaluation with them.
+        """Wait for the previous evaluation, pin the current weights and start an evaluation with
+        them.
 
-        Returns once the weights are pinned; ``deliver(report)`` is called when the evaluation has finished.
+        Returns once the weights are pinned; ``deliver(report)`` is called when the evaluation has
+        finished.
         """
         await self.wait()
         pinned = await self._pin()
-        self._task = asyncio.create_task(self._evaluate(when, options, deliver, pinned), name=f"evaluation {when}")
+        self._task = asyncio.create_task(
+            self._evaluate(when, options, deliver, pinned), name=f"evaluation {when}"
+        )
         self._task.add_done_callback(self._on_done)
 
     async def wait(self) -> None:
@@ -98,12 +105,15 @@ class HeldOutEvaluations:
             await asyncio.sleep(0)  # let its done callback run
 
     async def publish(self, version: int) -> None:
-        """Publish weights, after the running evaluation where an engine cannot keep two versions."""
+        """Publish weights, after the running evaluation where an engine cannot keep two
+        versions."""
         while True:
             if self._holds_back_publishing:
                 await self.wait()
             async with self._lock:
-                if not self._holds_back_publishing:  # a second attempt may have pinned again before we got the lock
+                if (
+                    not self._holds_back_publishing
+                ):  # a second attempt may have pinned again before we got the lock
                     await self._weights.publish(version)
                     return
 
@@ -127,7 +137,10 @@ class HeldOutEvaluations:
             try:
                 results = await self._play(options, version, engines)
             except EvaluationFailed as error:
-                self._warn(f"the held-out evaluation {when} failed with the weights of version {version}: {error}")
+                self._warn(
+                    f"the held-out evaluation {when} failed with the weights of version {version}: "
+                    f"{error}"
+                )
             else:
                 names = {False: "sampled", True: "greedy"}
                 deliver(
@@ -163,7 +176,10 @@ class HeldOutEvaluations:
                 options.templates,
                 self._deadline_s,
             )
-            for greedy, episodes in ((False, options.episodes_per_task), (True, options.greedy_episodes_per_task))
+            for greedy, episodes in (
+                (False, options.episodes_per_task),
+                (True, options.greedy_episodes_per_task),
+            )
             if episodes > 0
             for part in range(n_parts)
         ]
@@ -176,7 +192,8 @@ class HeldOutEvaluations:
             playing.cancel()
 
     async def _pin(self) -> tuple[int, list[str]]:
-        """Have the generation workers keep the newest weights. Returns the version and the workers that keep it."""
+        """Have the generation workers keep the newest weights. Returns the version and the workers
+        that keep it."""
         deadline = process_clock.now() + self._timeout_s
         while not self._weights.current and process_clock.now() < deadline:
             await asyncio.sleep(_POLL_S)  # all workers have died; their successors are starting
@@ -184,7 +201,10 @@ class HeldOutEvaluations:
             await self._weights.wait_for_current()
             names = sorted(self._weights.current)
             answers = await asyncio.gather(
-                *(ask(self._caller, name, PIN_WEIGHTS, Nothing(), timeout_s=self._timeout_s) for name in names),
+                *(
+                    ask(self._caller, name, PIN_WEIGHTS, Nothing(), timeout_s=self._timeout_s)
+                    for name in names
+                ),
                 return_exceptions=True,
             )
             has_replica: dict[str, bool] = {}
@@ -201,6 +221,9 @@ class HeldOutEvaluations:
 
     async def _unpin(self, engines: Sequence[str]) -> None:
         await asyncio.gather(
-            *(ask(self._caller, name, UNPIN_WEIGHTS, Nothing(), timeout_s=self._timeout_s) for name in engines),
+            *(
+                ask(self._caller, name, UNPIN_WEIGHTS, Nothing(), timeout_s=self._timeout_s)
+                for name in engines
+            ),
             return_exceptions=True,
         )

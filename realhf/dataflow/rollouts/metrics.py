@@ -19,7 +19,8 @@ from realhf.transport.rpc_master import RpcMaster
 def rollout_metrics(results: Sequence[SampleResult]) -> dict[str, float]:
     """Return the metrics of the rollouts of some samples, by name without the prefix ``rollout/``.
 
-    - ``reward``, ``success``, ``success/<group>``, ``turns``, ``out_of_turns``: means over valid rollouts;
+    - ``reward``, ``success``, ``success/<group>``, ``turns``, ``out_of_turns``: means over valid
+      rollouts;
     - ``rollouts``, ``failed_rollouts``: counts;
     - ``tokens``: number of sampled tokens;
     - ``episode_s_p50``, ``episode_s_p99``: quantiles of the duration of an episode, in seconds;
@@ -31,7 +32,11 @@ def rollout_metrics(results: Sequence[SampleResult]) -> dict[str, float]:
         group = str(result.metadata.get("group", ""))
         success.setdefault(group, []).extend(bool(a) for a in result.achieved if a is not None)
     all_success = [value for values in success.values() for value in values]
-    notes = [json.loads(result.metadata["rollout"]) for result in results if result.metadata.get("rollout")]
+    notes = [
+        json.loads(result.metadata["rollout"])
+        for result in results
+        if result.metadata.get("rollout")
+    ]
     seconds = sorted(value for note in notes for value in note["episode_s"])
     metrics: dict[str, float] = {
         "reward": _mean(rewards),
@@ -40,13 +45,23 @@ def rollout_metrics(results: Sequence[SampleResult]) -> dict[str, float]:
         # A sample in the journal of an earlier version may lack this key.
         "out_of_turns": _mean([value for note in notes for value in note.get("out_of_turns", ())]),
         "rollouts": float(sum(len(result.rewards) for result in results)),
-        "failed_rollouts": float(sum(reward is None for result in results for reward in result.rewards)),
+        "failed_rollouts": float(
+            sum(reward is None for result in results for reward in result.rewards)
+        ),
         "tokens": float(sum(note["tokens"] for note in notes)),
         "episode_s_p50": _quantile(seconds, 0.5),
         "episode_s_p99": _quantile(seconds, 0.99),
     }
-    metrics |= {f"success/{group}": _mean(values) for group, values in sorted(success.items()) if group and values}
-    return metrics | _count_kinds(notes, "failed", "failures") | _count_kinds(notes, "retried", "retries")
+    metrics |= {
+        f"success/{group}": _mean(values)
+        for group, values in sorted(success.items())
+        if group and values
+    }
+    return (
+        metrics
+        | _count_kinds(notes, "failed", "failures")
+        | _count_kinds(notes, "retried", "retries")
+    )
 
 
 def episode_texts(results: Sequence[SampleResult]) -> list[str]:
@@ -73,8 +88,8 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 class GenerationMetrics:
     """Metrics of the generation workers, read by calling each of them.
 
-    Occupancy and tokens per second are measured since the previous ``read``, so each reader with a pace of its own
-    needs its own instance. ``timeout_s`` bounds a call.
+    Occupancy and tokens per second are measured since the previous ``read``, so each reader with a
+    pace of its own needs its own instance. ``timeout_s`` bounds a call.
     """
 
     def __init__(self, caller: RpcMaster, weights: WeightUpdates, timeout_s: float) -> None:
@@ -85,33 +100,47 @@ class GenerationMetrics:
         """Time, busy seconds and generated tokens at the previous read, by worker."""
 
     async def read(self) -> dict[str, float]:
-        """Return ``generation/...`` metrics of this moment. Workers that are dead or do not answer are left out."""
+        """Return ``generation/...`` metrics of this moment. Workers that are dead or do not answer
+        are left out."""
         names = [name for name in self._weights.versions if name in self._caller.roster]
         replies = await asyncio.gather(
-            *(ask(self._caller, name, STATUS, Nothing(), timeout_s=self._timeout_s) for name in names),
+            *(
+                ask(self._caller, name, STATUS, Nothing(), timeout_s=self._timeout_s)
+                for name in names
+            ),
             return_exceptions=True,
         )
         for reply in replies:
             if isinstance(reply, BaseException) and not isinstance(reply, RpcError):
                 raise reply
-        statuses = {n: reply for n, reply in zip(names, replies, strict=True) if isinstance(reply, StatusAnswer)}
+        statuses = {
+            n: reply
+            for n, reply in zip(names, replies, strict=True)
+            if isinstance(reply, StatusAnswer)
+        }
         metrics = {f"generation/{name}": value for name, value in self._weights.metrics.items()}
         metrics["generation/running"] = sum(status.running for status in statuses.values())
         metrics["generation/waiting"] = sum(status.waiting for status in statuses.values())
         return metrics | self._compute_rates(statuses)
 
     def _compute_rates(self, statuses: Mapping[str, StatusAnswer]) -> dict[str, float]:
-        """Return mean occupancy and total tokens per second of the workers that were also there at the last read."""
+        """Return mean occupancy and total tokens per second of the workers that were also there at
+        the last read."""
         busy: list[float] = []
         tokens: list[float] = []
         for name, status in statuses.items():
             now = (status.at_s, status.busy_s, status.generated_tokens)
             before = self._before.get(name, now)
             elapsed = now[0] - before[0]
-            if elapsed > 0 and now[2] >= before[2]:  # the token count of a restarted worker begins at 0 again
+            if (
+                elapsed > 0 and now[2] >= before[2]
+            ):  # the token count of a restarted worker begins at 0 again
                 busy.append((now[1] - before[1]) / elapsed)
                 tokens.append((now[2] - before[2]) / elapsed)
             self._before[name] = now
         if not busy:
             return {}
-        return {"generation/occupancy": sum(busy) / len(busy), "generation/tokens_per_second": sum(tokens)}
+        return {
+            "generation/occupancy": sum(busy) / len(busy),
+            "generation/tokens_per_second": sum(tokens),
+        }

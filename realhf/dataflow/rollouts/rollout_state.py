@@ -1,7 +1,9 @@
-"""Master-side state shared by admission, held-out evaluation and the stream: sample locations and the evaluation queue.
+"""Master-side state shared by admission, held-out evaluation and the stream: sample locations and
+the evaluation queue.
 
-Both classes live in the master's event loop, do no I/O and change state synchronously. They are below the modules that
-use them (``control``, ``held_out``, ``stream_loader``), which therefore need not know each other.
+Both classes live in the master's event loop, do no I/O and change state synchronously. They are
+below the modules that use them (``control``, ``held_out``, ``stream_loader``), which therefore need
+not know each other.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from realhf.base import process_clock
 
 
 class SampleLocations:
-    """The model worker that stores each arrived sample, for samples whose accepted attempt may still be needed."""
+    """The model worker that stores each arrived sample, for samples whose accepted attempt may
+    still be needed."""
 
     def __init__(self) -> None:
         self._worker_of: dict[str, str] = {}
@@ -43,14 +46,16 @@ class SampleLocations:
 
 
 MAX_SHARE_ATTEMPTS = 3
-"""Failures of one share, including deaths of the worker that plays it, after which the evaluation fails."""
+"""Failures of one share, including deaths of the worker that plays it, after which the evaluation
+fails."""
 EVALUATION_GRACE_S = 30.0
 """Seconds after a share's deadline until it is taken back from a worker that did not answer."""
 _Key = tuple[int, int, bool]
 
 
 class EvaluationFailed(RuntimeError):
-    """A share of a held-out evaluation failed too often, or no engine has the weights to evaluate."""
+    """A share of a held-out evaluation failed too often, or no engine has the weights to
+    evaluate."""
 
 
 @dataclass
@@ -68,8 +73,8 @@ class _SharePlaying:
 class EvaluationQueue:
     """Shares of one held-out evaluation: waiting, being played, and their results.
 
-    At most ``max_concurrent`` shares (at least one) are played at once while there are also samples to play, so that
-    an evaluation cannot starve training. Only one evaluation is queued at a time.
+    At most ``max_concurrent`` shares (at least one) are played at once while there are also samples
+    to play, so that an evaluation cannot starve training. Only one evaluation is queued at a time.
     """
 
     def __init__(self, max_concurrent: int) -> None:
@@ -83,7 +88,8 @@ class EvaluationQueue:
     async def play(self, parts: Sequence[EvaluationPart]) -> dict[bool, list[EpisodeResult]]:
         """Queue all shares and wait until workers have played them.
 
-        Returns {greedy: results in the order of the shares}. Raises EvaluationFailed when one share fails too often.
+        Returns {greedy: results in the order of the shares}. Raises EvaluationFailed when one share
+        fails too often.
         """
         assert self._done is None, "one evaluation at a time"
         self._done = asyncio.get_running_loop().create_future()
@@ -103,7 +109,8 @@ class EvaluationQueue:
     def take(self, worker: str, count: int, *, alone: bool) -> list[EvaluationPart]:
         """Assign up to ``count`` shares to a worker and return them.
 
-        ``alone`` lifts the concurrency limit: there are no samples that the worker could play instead.
+        ``alone`` lifts the concurrency limit: there are no samples that the worker could play
+        instead.
         """
         limit = count if alone else min(count, self._max_concurrent - len(self._playing))
         taken: list[EvaluationPart] = []
@@ -120,8 +127,8 @@ class EvaluationQueue:
         return bool(self._waiting)
 
     def record(self, worker: str, request: EvaluatedRequest) -> None:
-        """Record a worker's results for a share, or its failure. Answers for a share that the worker no longer has are
-        ignored."""
+        """Record a worker's results for a share, or its failure. Answers for a share that the
+        worker no longer has are ignored."""
         key = (request.evaluation, request.part, request.greedy)
         entry = self._playing.get(key)
         if entry is None or entry.worker != worker:
@@ -131,7 +138,12 @@ class EvaluationQueue:
             return
         del self._playing[key]
         self._results[key] = request.results
-        if not self._waiting and not self._playing and self._done is not None and not self._done.done():
+        if (
+            not self._waiting
+            and not self._playing
+            and self._done is not None
+            and not self._done.done()
+        ):
             self._done.set_result(None)
 
     def worker_left(self, worker: str, reason: str) -> None:
@@ -148,9 +160,15 @@ class EvaluationQueue:
     def _requeue(self, key: _Key, reason: str) -> None:
         self._waiting.append(self._playing.pop(key).part)
         self._attempts[key] += 1
-        if self._attempts[key] >= MAX_SHARE_ATTEMPTS and self._done is not None and not self._done.done():
+        if (
+            self._attempts[key] >= MAX_SHARE_ATTEMPTS
+            and self._done is not None
+            and not self._done.done()
+        ):
             self._done.set_exception(
-                EvaluationFailed(f"{MAX_SHARE_ATTEMPTS} attempts at a share failed, at last: {reason}")
+                EvaluationFailed(
+                    f"{MAX_SHARE_ATTEMPTS} attempts at a share failed, at last: {reason}"
+                )
             )
 
 

@@ -1,7 +1,8 @@
 """Queue of the samples to be played, and queue of the workers' requests for them.
 
-With thousands of workers, most requests wait most of the time. Waking all of them at each change would make every
-arrival of a sample cost time proportional to the number of workers; ``PendingRequests`` wakes a given number.
+With thousands of workers, most requests wait most of the time. Waking all of them at each change
+would make every arrival of a sample cost time proportional to the number of workers;
+``PendingRequests`` wakes a given number.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class Task:
 class SampleQueue:
     """Queue of tasks, filled from a data source.
 
-    Draws ``batch_size`` items at a time, as a synchronous run does, so that a curriculum sees the same requests.
-    Samples that came back go first, in the order of their admission: the oldest is played first.
+    Draws ``batch_size`` items at a time, as a synchronous run does, so that a curriculum sees the
+    same requests. Samples that came back go first, in the order of their admission: the oldest is
+    played first.
     """
 
     source: DataSource
@@ -56,7 +58,8 @@ class SampleQueue:
     batch_size: int
     """Items per draw."""
     recorded: set[str] = field(default_factory=set)
-    """Samples whose result the source recorded before a crash; it is not recorded again when they are retrained."""
+    """Samples whose result the source recorded before a crash; it is not recorded again when they
+    are retrained."""
     exhausted: bool = False
     """Whether the source has no more items."""
     draws: int = 0
@@ -84,7 +87,8 @@ class SampleQueue:
         return self.exhausted and not self.drawn and not self.returned
 
     def take(self, *, suspects: bool = True) -> Task | None:
-        """Remove and return the next task, or None when there are no more. ``suspects=False`` skips suspects."""
+        """Remove and return the next task, or None when there are no more. ``suspects=False`` skips
+        suspects."""
         waiting = [heap for heap in (self._returned, self._suspects if suspects else None) if heap]
         if waiting:
             return heapq.heappop(min(waiting, key=lambda heap: heap[0][:2]))[-1]
@@ -108,7 +112,8 @@ class SampleQueue:
             self.source.record(new_results)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for the journal as JSON types: the source's state and the items not yet admitted."""
+        """Return the state for the journal as JSON types: the source's state and the items not yet
+        admitted."""
         return {
             "source": self.source.state_dict(),
             "drawn": [item.to_map() for item in self.drawn],
@@ -120,7 +125,11 @@ class SampleQueue:
         """Restore what ``state`` returned, without the items that were ``admitted`` since."""
         admitted_ids = set(admitted)
         self.source.load_state_dict(dict(state["source"]))
-        self.drawn = deque(item for fields in state["drawn"] if (item := SourceItem(**fields)).id not in admitted_ids)
+        self.drawn = deque(
+            item
+            for fields in state["drawn"]
+            if (item := SourceItem(**fields)).id not in admitted_ids
+        )
         self.exhausted = bool(state["exhausted"])
         self.recorded = set(state["recorded"])
 
@@ -142,8 +151,8 @@ class PendingRequests:
     async def wait_turn(self, worker: str, timeout_s: float) -> bool:
         """Wait at the end of the queue; return True on a turn, False if ``timeout_s`` passes first.
 
-        A caller that finds no capacity on its turn waits again, at the end of the queue. A caller that no longer wants
-        its turn must pass it on with ``wake(1)``.
+        A caller that finds no capacity on its turn waits again, at the end of the queue. A caller
+        that no longer wants its turn must pass it on with ``wake(1)``.
         """
         if timeout_s <= 0:
             return False

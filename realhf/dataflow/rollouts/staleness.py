@@ -1,7 +1,9 @@
-"""Staleness bound: the counters of admission, and the gate that keeps slow rollouts from becoming too old.
+"""Staleness bound: the counters of admission, and the gate that keeps slow rollouts from becoming
+too old.
 
-Admission bounds the number of samples ahead of any sample. The gate decides which of the finished samples a step may
-take, such that the samples left behind still fit into the steps before they become too old.
+Admission bounds the number of samples ahead of any sample. The gate decides which of the finished
+samples a step may take, such that the samples left behind still fit into the steps before they
+become too old.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from __future__ import annotations
 class StalenessManager:
     """The counters of admission, in samples, and the capacity that follows from them.
 
-    After a recovery at version v: ``version=v``, ``consumed=v * batch_size``, and ``accepted`` is the same plus the
-    accepted samples that were restored. Raises ValueError on sizes below one and negative counters.
+    After a recovery at version v: ``version=v``, ``consumed=v * batch_size``, and ``accepted`` is
+    the same plus the accepted samples that were restored. Raises ValueError on sizes below one and
+    negative counters.
     """
 
     def __init__(
@@ -25,9 +28,13 @@ class StalenessManager:
         consumed: int = 0,
     ) -> None:
         if batch_size < 1 or max_concurrent < 1 or max_head_offpolicyness < 0:
-            raise ValueError("batch_size and max_concurrent start at 1, max_head_offpolicyness at 0")
+            raise ValueError(
+                "batch_size and max_concurrent start at 1, max_head_offpolicyness at 0"
+            )
         if version < 0 or not 0 <= consumed <= accepted:
-            raise ValueError(f"impossible counters: version {version}, consumed {consumed}, accepted {accepted}")
+            raise ValueError(
+                f"impossible counters: version {version}, consumed {consumed}, accepted {accepted}"
+            )
         self._batch_size = batch_size
         self._eta = max_head_offpolicyness
         self._max_concurrent = max_concurrent
@@ -50,10 +57,13 @@ class StalenessManager:
     def capacity(self) -> int:
         """Number of samples that may be admitted now.
 
-        Bounded by the concurrency, and by staleness: even if all samples that run or wait are trained first, in whole
-        batches, a new one is at most ``max_head_offpolicyness`` versions old when it is trained.
+        Bounded by the concurrency, and by staleness: even if all samples that run or wait are
+        trained first, in whole batches, a new one is at most ``max_head_offpolicyness`` versions
+        old when it is trained.
         """
-        by_staleness = (self._eta + self.version + 1) * self._batch_size - (self.accepted + self.running)
+        by_staleness = (self._eta + self.version + 1) * self._batch_size - (
+            self.accepted + self.running
+        )
         return max(0, min(self._max_concurrent - self.running, by_staleness))
 
     def admit(self, count: int = 1) -> None:
@@ -63,7 +73,8 @@ class StalenessManager:
         self.admitted += count
 
     def accept(self, count: int = 1) -> None:
-        """Count running samples as accepted: they are finished and will be trained. Raises ValueError beyond them."""
+        """Count running samples as accepted: they are finished and will be trained. Raises
+        ValueError beyond them."""
         _check(count, self.running, "accepted", "are running:")
         self.running -= count
         self.accepted += count
@@ -73,32 +84,46 @@ class StalenessManager:
         self.accepted += count
 
     def reject(self, count: int = 1) -> None:
-        """Count running samples that ended without a result or return to the queue. Raises ValueError beyond them."""
+        """Count running samples that ended without a result or return to the queue. Raises
+        ValueError beyond them."""
         _check(count, self.running, "rejected", "are running:")
         self.running -= count
         self.rejected += count
 
     def drop(self, count: int = 1) -> None:
-        """Count accepted samples that will never be trained, which frees their capacity. Raises ValueError beyond
-        those that are accepted and not consumed."""
+        """Count accepted samples that will never be trained, which frees their capacity. Raises
+        ValueError beyond those that are accepted and not consumed."""
         _check(count, self.accepted - self.consumed, "dropped", "are accepted and not consumed:")
         self.accepted -= count
         self.dropped += count
 
     def consume(self, count: int) -> None:
-        """Count accepted samples that were trained. Raises ValueError beyond those that are accepted."""
+        """Count accepted samples that were trained. Raises ValueError beyond those that are
+        accepted."""
         _check(count, self.accepted - self.consumed, "consumed", "are accepted and not consumed:")
         self.consumed += count
 
     def set_version(self, version: int) -> None:
-        """Set the version that all current generation workers have loaded. Raises ValueError for an older version."""
+        """Set the version that all current generation workers have loaded. Raises ValueError for an
+        older version."""
         if version < self.version:
-            raise ValueError(f"the version of the weights cannot go back from {self.version} to {version}")
+            raise ValueError(
+                f"the version of the weights cannot go back from {self.version} to {version}"
+            )
         self.version = version
 
     def counters(self) -> dict[str, int]:
         """Return all counters and the capacity by name, for displays."""
-        names = ("running", "accepted", "rejected", "consumed", "dropped", "version", "admitted", "capacity")
+        names = (
+            "running",
+            "accepted",
+            "rejected",
+            "consumed",
+            "dropped",
+            "version",
+            "admitted",
+            "capacity",
+        )
         return {name: getattr(self, name) for name in names}
 
 
@@ -111,8 +136,9 @@ def _check(count: int, limit: int, verb: str, why: str) -> None:
 class StragglerGate:
     """Selection of the samples of each step, by admission version, among those that have arrived.
 
-    ``wait=False`` is the policy "drop": step batches are released without regard to stragglers, and ``drop_stale``
-    discards samples that arrived too late. Operations are O(1), a check O(max_head_offpolicyness).
+    ``wait=False`` is the policy "drop": step batches are released without regard to stragglers, and
+    ``drop_stale`` discards samples that arrived too late. Operations are O(1), a check
+    O(max_head_offpolicyness).
     """
 
     def __init__(self, batch_size: int, max_head_offpolicyness: int, *, wait: bool = True) -> None:
@@ -123,7 +149,8 @@ class StragglerGate:
         self._wait = wait
         self._known: dict[str, tuple[int, int]] = {}
         """Admission version and order of every sample."""
-        # Samples in play and arrived samples by admission version; the inner dicts are ordered sets.
+        # Samples in play and arrived samples by admission version; the inner dicts are ordered
+        # sets.
         self._running: dict[int, dict[str, None]] = {}
         self._staged: dict[int, dict[str, None]] = {}
         self._n_staged = 0
@@ -148,7 +175,8 @@ class StragglerGate:
         self._running.setdefault(version, {})[id] = None
 
     def stage(self, id: str) -> None:
-        """Mark a sample as arrived. Raises ValueError for an unknown one and for one that has arrived already."""
+        """Mark a sample as arrived. Raises ValueError for an unknown one and for one that has
+        arrived already."""
         version = self._version(id)
         if id not in self._running.get(version, ()):
             raise ValueError(f"{id} has arrived already")
@@ -157,8 +185,8 @@ class StragglerGate:
         self._n_staged += 1
 
     def forget(self, id: str) -> None:
-        """Remove a sample that was rejected or dropped, or will be admitted again. Raises ValueError for an unknown
-        one."""
+        """Remove a sample that was rejected or dropped, or will be admitted again. Raises
+        ValueError for an unknown one."""
         version = self._version(id)
         if id in self._staged.get(version, ()):
             _remove(self._staged, version, id)
@@ -168,11 +196,13 @@ class StragglerGate:
         del self._known[id]
 
     def release(self, step: int, *, final: bool = False) -> list[str] | None:
-        """Remove and return the ids of the step batch of ``step`` in the order of admission; None: the step must wait.
+        """Remove and return the ids of the step batch of ``step`` in the order of admission; None:
+        the step must wait.
 
-        Chooses the earliest admission versions, among equals the earliest arrivals. ``final``: there will be no more
-        admissions, so a last batch of fewer than ``batch_size`` is released once every sample has arrived; then an
-        empty list means that no samples are left. Steps must be requested in ascending order.
+        Chooses the earliest admission versions, among equals the earliest arrivals. ``final``:
+        there will be no more admissions, so a last batch of fewer than ``batch_size`` is released
+        once every sample has arrived; then an empty list means that no samples are left. Steps must
+        be requested in ascending order.
         """
         outstanding = len(self._known)
         if self._n_staged < self._batch_size and not (final and outstanding == self._n_staged):
@@ -193,41 +223,50 @@ class StragglerGate:
     def stragglers(self, step: int) -> list[str]:
         """Return the running samples that ``step`` waits for, in the order of admission.
 
-        These are the samples that would become too old or, if only too few have arrived, all running samples. []
-        if the step need not wait.
+        These are the samples that would become too old or, if only too few have arrived, all
+        running samples. [] if the step need not wait.
         """
         blocked = self._blocked_at(step)
         if blocked is None and self._n_staged >= self._batch_size:
             return []
         versions = [version for version in self._running if blocked is None or version <= blocked]
-        return sorted((id for v in versions for id in self._running[v]), key=lambda id: self._known[id][1])
+        return sorted(
+            (id for v in versions for id in self._running[v]), key=lambda id: self._known[id][1]
+        )
 
     def drop_stale(self, step: int) -> list[str]:
-        """Remove and return the arrived samples that are too old for ``step``, in the order of admission; for the
-        policy "drop"."""
+        """Remove and return the arrived samples that are too old for ``step``, in the order of
+        admission; for the policy "drop"."""
         versions = [version for version in self._staged if version < step - self._eta]
-        stale = sorted((id for v in versions for id in self._staged[v]), key=lambda id: self._known[id][1])
+        stale = sorted(
+            (id for v in versions for id in self._staged[v]), key=lambda id: self._known[id][1]
+        )
         for id in stale:
             self.forget(id)
         return stale
 
     def overdue(self, step: int) -> int:
-        """Return the number of arrived samples that will be too old if the steps from ``step`` on train them alone.
+        """Return the number of arrived samples that will be too old if the steps from ``step`` on
+        train them alone.
 
         There are such after a restart with a lower ``max_head_offpolicyness``.
         """
         versions = [version for version in sorted(self._staged) for _ in self._staged[version]]
-        return sum(step + i // self._batch_size - version > self._eta for i, version in enumerate(versions))
+        return sum(
+            step + i // self._batch_size - version > self._eta for i, version in enumerate(versions)
+        )
 
     def _blocked_at(self, step: int) -> int | None:
-        """Return the lowest admission version v at which ``step`` must wait for stragglers; None if it need not.
+        """Return the lowest admission version v at which ``step`` must wait for stragglers; None if
+        it need not.
 
-        ``step`` must wait if, after it has taken its batch, more samples of versions up to v would be left than fit
-        into the steps before they are too old (v + eta - step steps), and some of them are still running. Only versions
-        that occur need a check: between them the count is constant and the limit grows.
+        ``step`` must wait if, after it has taken its batch, more samples of versions up to v would
+        be left than fit into the steps before they are too old (v + eta - step steps), and some of
+        them are still running. Only versions that occur need a check: between them the count is
+        constant and the limit grows.
 
-        The step does not wait for samples that have all arrived. After a restart with a lower bound some of them may be
-        too old already, and waiting would not help.
+        The step does not wait for samples that have all arrived. After a restart with a lower bound
+        some of them may be too old already, and waiting would not help.
         """
         if not self._wait:
             return None

@@ -1,4 +1,5 @@
-"""Stream side of the master: calls to the workers that receive finished samples, and the loader of the step batches."""
+"""Stream side of the master: calls to the workers that receive finished samples, and the loader of
+the step batches."""
 
 from __future__ import annotations
 
@@ -49,27 +50,42 @@ class Receivers:
     async def open(self, request: OpenStreamRequest) -> list[str]:
         """Open a receiver on every worker and return their endpoints.
 
-        The credits of a producer (samples it may have in flight) are divided among the receivers, rounded up.
+        The credits of a producer (samples it may have in flight) are divided among the receivers,
+        rounded up.
         """
         credits_per_worker = -(-request.credits // len(self._workers))
-        requests = [replace(request, credits=credits_per_worker, rank=rank) for rank in range(len(self._workers))]
+        requests = [
+            replace(request, credits=credits_per_worker, rank=rank)
+            for rank in range(len(self._workers))
+        ]
         answers = await asyncio.gather(
-            *(self._ask(worker, STREAM_OPEN, own) for worker, own in zip(self._workers, requests, strict=True))
+            *(
+                self._ask(worker, STREAM_OPEN, own)
+                for worker, own in zip(self._workers, requests, strict=True)
+            )
         )
         return [answer.endpoint for answer in answers]
 
     async def restore(
-        self, items: Sequence[tuple[str, int, PayloadRef]], locations: SampleLocations, timeout_s: float
+        self,
+        items: Sequence[tuple[str, int, PayloadRef]],
+        locations: SampleLocations,
+        timeout_s: float,
     ) -> list[Arrival]:
-        """Have the workers read logged samples back, each on one worker; return their arrivals in the order of
-        ``items`` and record their locations.
+        """Have the workers read logged samples back, each on one worker; return their arrivals in
+        the order of ``items`` and record their locations.
 
         ``items`` are (id, attempt, position in the payload log).
         """
         parts = split_by_bytes([ref for _, _, ref in items], len(self._workers))
         answers = await asyncio.gather(
             *(
-                self._ask(worker, STREAM_RESTORE, RestoreStreamRequest([items[i] for i in part]), timeout_s)
+                self._ask(
+                    worker,
+                    STREAM_RESTORE,
+                    RestoreStreamRequest([items[i] for i in part]),
+                    timeout_s,
+                )
                 for worker, part in zip(self._workers, parts, strict=True)
             )
         )
@@ -92,28 +108,40 @@ class Receivers:
             kept[rank if rank < ranks else 0].append(ref)
         await asyncio.gather(
             *(
-                self._ask(worker, STREAM_PRUNE, PruneStreamRequest(kept[rank], ledger.newest_payloads.get(rank), ranks))
+                self._ask(
+                    worker,
+                    STREAM_PRUNE,
+                    PruneStreamRequest(kept[rank], ledger.newest_payloads.get(rank), ranks),
+                )
                 for rank, worker in enumerate(self._workers)
             )
         )
 
     async def check(self) -> None:
         """Raise the error of a worker that cannot receive any more."""
-        await asyncio.gather(*(self._ask(worker, STREAM_CHECK, Nothing()) for worker in self._workers))
+        await asyncio.gather(
+            *(self._ask(worker, STREAM_CHECK, Nothing()) for worker in self._workers)
+        )
 
     async def clear(self, ids_of: Mapping[str, Sequence[str]]) -> None:
         """Have workers free samples. ``ids_of``: sample ids by worker."""
-        await asyncio.gather(*(self._ask(worker, CLEAR, ClearRequest(list(ids))) for worker, ids in ids_of.items()))
+        await asyncio.gather(
+            *(self._ask(worker, CLEAR, ClearRequest(list(ids))) for worker, ids in ids_of.items())
+        )
 
-    async def _ask(self, worker: str, call: Call[Q, A], request: Q, timeout_s: float | None = None) -> A:
-        return await ask(self._caller, worker, call, request, timeout_s=timeout_s or self._timeout_s)
+    async def _ask(
+        self, worker: str, call: Call[Q, A], request: Q, timeout_s: float | None = None
+    ) -> A:
+        return await ask(
+            self._caller, worker, call, request, timeout_s=timeout_s or self._timeout_s
+        )
 
 
 def split_by_bytes(refs: Sequence[PayloadRef], ranks: int) -> list[list[int]]:
     """Assign logged payloads to ranks; return the indices into ``refs`` for each rank.
 
-    A rank reads its own log up to its share of the bytes. Others read the rest, and the logs of ranks that no longer
-    exist after a restart with fewer ranks.
+    A rank reads its own log up to its share of the bytes. Others read the rest, and the logs of
+    ranks that no longer exist after a restart with fewer ranks.
     """
     homes = [rank_of(ref) if rank_of(ref) < ranks else None for ref in refs]
     return parts_near([ref[2] for ref in refs], homes, ranks)
@@ -122,9 +150,9 @@ def split_by_bytes(refs: Sequence[PayloadRef], ranks: int) -> list[list[int]]:
 class StreamLoader(StepLoader):
     """Loader of the step batches of an asynchronous run.
 
-    ``source`` releases the samples of a step, ``held_by(ids)`` groups sample ids by the worker that stores their
-    tensors, ``keys`` enter the buffer, and ``busy()`` says whether samples or weights are in flight. It has no state
-    for a checkpoint: the journal holds it.
+    ``source`` releases the samples of a step, ``held_by(ids)`` groups sample ids by the worker that
+    stores their tensors, ``keys`` enter the buffer, and ``busy()`` says whether samples or weights
+    are in flight. It has no state for a checkpoint: the journal holds it.
 
     ``run``
       produces: step batches in the buffer;
@@ -166,7 +194,8 @@ class StreamLoader(StepLoader):
     async def run(self, first_step: int) -> None:
         """Put one step batch after the other into the buffer.
 
-        A batch smaller than the others is the last one; the buffer releases it only once its input is closed.
+        A batch smaller than the others is the last one; the buffer releases it only once its input
+        is closed.
         """
         step = first_step
         while True:
@@ -175,7 +204,9 @@ class StreamLoader(StepLoader):
             metas = await self._source.step_batch(step)
             self._waiting_for_step = None
             if metas:
-                meta = SequenceSample.gather([meta.select(self._keys) for meta in metas], allow_metadata_loss=True)
+                meta = SequenceSample.gather(
+                    [meta.select(self._keys) for meta in metas], allow_metadata_loss=True
+                )
                 for worker, ids in self._held_by(meta.ids).items():
                     self._storage.record(ids, meta.keys, worker)
                 await self._buffer.put_batch(meta, step_batch=step)

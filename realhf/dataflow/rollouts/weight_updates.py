@@ -1,14 +1,17 @@
-"""Weight updates of the generation workers, and the self-test at the start that proves that they arrive.
+"""Weight updates of the generation workers, and the self-test at the start that proves that they
+arrive.
 
-The trainer publishes a version; every generation worker loads it in the background of the next step. Nothing is polled.
+The trainer publishes a version; every generation worker loads it in the background of the next
+step. Nothing is polled.
 
-A generation worker is *current* once it has loaded the version that admission counts. It stays current, because
-admission counts the lowest version of the current workers. Only current workers are listed for the rollout workers. All
-others are *stale*: a worker that joins, perhaps in the middle of an update, catches up first; so does a straggler that
-takes much longer than the others to load a version, which go on without it until then.
+A generation worker is *current* once it has loaded the version that admission counts. It stays
+current, because admission counts the lowest version of the current workers. Only current workers
+are listed for the rollout workers. All others are *stale*: a worker that joins, perhaps in the
+middle of an update, catches up first; so does a straggler that takes much longer than the others to
+load a version, which go on without it until then.
 
-Each worker answers with digests of the tensors it holds. They must equal the digests of the trainer's tensors; if not,
-``on_wrong`` is called, which must end the run.
+Each worker answers with digests of the tensors it holds. They must equal the digests of the
+trainer's tensors; if not, ``on_wrong`` is called, which must end the run.
 
 The load task of a worker
   produces: a worker with the newest version, and calls ``on_version`` when the lowest current version grows;
@@ -49,19 +52,20 @@ from realhf.transport.weights import staging_s
 
 _log = logging.getLogger(__name__)
 STRAGGLER_GRACE_S = 10.0
-"""Minimum time in seconds that workers have to load a version after the first one has. They get as long again as the
-first one took, if that is longer; then the others go on without them."""
+"""Minimum time in seconds that workers have to load a version after the first one has. They get as
+long again as the first one took, if that is longer; then the others go on without them."""
 
 
 class WeightUpdates:
     """Publisher of the trainer's weights to all generation workers.
 
-    ``trainer`` is the model worker that holds ``role``. ``timeout_s`` bounds each call; a load also gets the time that
-    its bytes take. ``record`` logs what was published and what each worker holds. Callbacks:
+    ``trainer`` is the model worker that holds ``role``. ``timeout_s`` bounds each call; a load also
+    gets the time that its bytes take. ``record`` logs what was published and what each worker
+    holds. Callbacks:
 
     - ``on_version(version)``: the lowest version of all current workers has grown to this;
-    - ``on_failed(worker, error)``: a worker could not load a version that is still the newest, or did not answer in
-      time. The version it samples from is unknown, so it has to be replaced;
+    - ``on_failed(worker, error)``: a worker could not load a version that is still the newest, or
+      did not answer in time. The version it samples from is unknown, so it has to be replaced;
     - ``on_wrong(error)``: a worker holds other weights than those that were sent.
     """
 
@@ -129,16 +133,20 @@ class WeightUpdates:
     async def publish(self, version: int) -> None:
         """Publish the trainer's weights as ``version`` and start the loads; return before they end.
 
-        Waits first until the current workers have loaded the previous version. Raises RpcError when the trainer cannot
-        publish.
+        Waits first until the current workers have loaded the previous version. Raises RpcError when
+        the trainer cannot publish.
         """
         await self.wait_for_current()
-        manifest = (await self._request_publish(PublishWeightsRequest(self._role, version))).manifest
+        manifest = (
+            await self._request_publish(PublishWeightsRequest(self._role, version))
+        ).manifest
         self._start_loads(manifest)
 
     async def _request_publish(self, request: PublishWeightsRequest) -> PublishWeightsAnswer:
         started_at = time.perf_counter()
-        answer = await ask(self._caller, self._trainer, PUBLISH_WEIGHTS, request, timeout_s=self._timeout_s)
+        answer = await ask(
+            self._caller, self._trainer, PUBLISH_WEIGHTS, request, timeout_s=self._timeout_s
+        )
         self.metrics["weight_publish_ms"] = 1000 * (time.perf_counter() - started_at)
         return answer
 
@@ -153,10 +161,12 @@ class WeightUpdates:
             self._start_load(worker)
 
     async def publish_trial(self, trial: int, probes: Sequence[Probe] = ()) -> PublishWeightsAnswer:
-        """Publish the changed or restored weights of a self-test and wait until every current worker has loaded them.
+        """Publish the changed or restored weights of a self-test and wait until every current
+        worker has loaded them.
 
-        Workers that die in the process are left out. From ``TRIAL_CHANGE`` to the end of ``TRIAL_RESTORE`` no other
-        worker catches up. Raises RpcError, or WrongWeights where a worker does not hold the weights it was sent.
+        Workers that die in the process are left out. From ``TRIAL_CHANGE`` to the end of
+        ``TRIAL_RESTORE`` no other worker catches up. Raises RpcError, or WrongWeights where a
+        worker does not hold the weights it was sent.
         """
         await self.wait_for_current()
         self._testing = True
@@ -164,7 +174,9 @@ class WeightUpdates:
         answer = await self._request_publish(request)
         workers = sorted(self._current)
         loads = [self._load(worker, answer.manifest) for worker in workers]
-        for worker, outcome in zip(workers, await asyncio.gather(*loads, return_exceptions=True), strict=True):
+        for worker, outcome in zip(
+            workers, await asyncio.gather(*loads, return_exceptions=True), strict=True
+        ):
             if isinstance(outcome, WorkerDied):
                 _log.warning("%s died in the self-test of weight updates: %s", worker, outcome)
             elif isinstance(outcome, BaseException):
@@ -179,10 +191,14 @@ class WeightUpdates:
 
         A worker that joins does not delay this.
         """
-        while loading := {self._loading[w] for w in self._loading if w in self._current or not self._current}:
+        while loading := {
+            self._loading[w] for w in self._loading if w in self._current or not self._current
+        }:
             if self._stragglers_dropped is None or self._stragglers_dropped.done():
                 self._stragglers_dropped = asyncio.get_running_loop().create_future()
-            await asyncio.wait({*loading, self._stragglers_dropped}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {*loading, self._stragglers_dropped}, return_when=asyncio.FIRST_COMPLETED
+            )
 
     async def wait_for_all(self) -> None:
         """Wait until no worker at all is loading; each load has a deadline."""
@@ -215,7 +231,12 @@ class WeightUpdates:
         await asyncio.gather(*loading, return_exceptions=True)
 
     def _start_load(self, worker: str) -> None:
-        if self._manifest is None or worker in self._loading or self._testing or not self._is_stale(worker):
+        if (
+            self._manifest is None
+            or worker in self._loading
+            or self._testing
+            or not self._is_stale(worker)
+        ):
             return
         task = asyncio.create_task(self._catch_up(worker), name=f"weights for {worker}")
         self._loading[worker] = task
@@ -233,7 +254,8 @@ class WeightUpdates:
         elif isinstance(error, Exception):
             self._on_failed(worker, error)
         elif error is None and self._is_stale(worker):
-            # The manifest changed between the end of the task and this callback, so ``_start_load`` still saw a load.
+            # The manifest changed between the end of the task and this callback, so ``_start_load``
+            # still saw a load.
             self._start_load(worker)
 
     def _is_stale(self, worker: str) -> bool:
@@ -257,9 +279,16 @@ class WeightUpdates:
             self._start_straggler_timer()
 
     async def _load(self, worker: str, manifest: WeightsManifest) -> None:
-        """Have a worker load a version. Raises RpcError, or WrongWeights where it holds other weights afterwards."""
+        """Have a worker load a version. Raises RpcError, or WrongWeights where it holds other
+        weights afterwards."""
         timeout_s = self._timeout_s + staging_s(manifest.nbytes)
-        answer = await ask(self._caller, worker, UPDATE_WEIGHTS, UpdateWeightsRequest(manifest), timeout_s=timeout_s)
+        answer = await ask(
+            self._caller,
+            worker,
+            UPDATE_WEIGHTS,
+            UpdateWeightsRequest(manifest),
+            timeout_s=timeout_s,
+        )
         for name in ("weight_stage_ms", "weight_pause_ms", "weight_digest_ms"):
             self.metrics[name] = getattr(answer, name)
         check_held(worker, manifest, answer, self._versions.get(worker, -1))
@@ -282,7 +311,9 @@ class WeightUpdates:
     def _drop_stragglers(self) -> None:
         self._straggler_timer = None
         for worker in self._stragglers():
-            _log.warning("%s is stale: others have version %d, and go on without it", worker, self.published)
+            _log.warning(
+                "%s is stale: others have version %d, and go on without it", worker, self.published
+            )
             self._current.discard(worker)
             self._caller.list_services(worker, False)
         if self._stragglers_dropped is not None and not self._stragglers_dropped.done():
@@ -302,14 +333,21 @@ _POLL_S = 0.1
 
 
 class SelfTest:
-    """Self-test of weight updates, run once the first version is loaded and before any rollout starts.
+    """Self-test of weight updates, run once the first version is loaded and before any rollout
+    starts.
 
-    The trainer publishes changed weights, then restores its own; probes sampled under each must differ, come back and
-    match the trainer's forward pass. ``timeout_s`` bounds each answer; ``warn(text)`` reports what could not be tested.
+    The trainer publishes changed weights, then restores its own; probes sampled under each must
+    differ, come back and match the trainer's forward pass. ``timeout_s`` bounds each answer;
+    ``warn(text)`` reports what could not be tested.
     """
 
     def __init__(
-        self, caller: RpcMaster, weights: WeightUpdates, *, timeout_s: float, warn: Callable[[str], None]
+        self,
+        caller: RpcMaster,
+        weights: WeightUpdates,
+        *,
+        timeout_s: float,
+        warn: Callable[[str], None],
     ) -> None:
         self._caller = caller
         self._weights = weights
@@ -328,7 +366,8 @@ class SelfTest:
         raise WrongWeights("no generation worker lived through the self-test of weight updates")
 
     async def _wait_for_engine(self) -> None:
-        """Wait until every worker has loaded or failed to, and at least one is current, or until ``timeout_s``."""
+        """Wait until every worker has loaded or failed to, and at least one is current, or until
+        ``timeout_s``."""
         deadline = process_clock.now() + self._timeout_s
         await self._weights.wait_for_all()
         while not self._weights.current and process_clock.now() < deadline:
@@ -341,26 +380,34 @@ class SelfTest:
         await self._weights.publish_trial(TRIAL_CHANGE)
         changed = await self._sample_probes(last=False)
         workers = sorted(changed)
-        answer = await self._weights.publish_trial(TRIAL_RESTORE, [changed[worker] for worker in workers])
+        answer = await self._weights.publish_trial(
+            TRIAL_RESTORE, [changed[worker] for worker in workers]
+        )
         if self._weights.digest != digest:
             raise WrongWeights(
-                f"the trainer's weights were changed for the self-test of weight updates and are not as before: digest "
+                f"the trainer's weights were changed for the self-test of weight updates and are "
+                f"not as before: digest "
                 f"{self._weights.digest}, it was {digest}"
             )
         restored = await self._sample_probes(last=True)
         scores = dict(zip(workers, zip(answer.changed, answer.restored, strict=True), strict=False))
         tested = [worker for worker in workers if worker in before and worker in restored]
         for worker in tested:
-            self._check(worker, before[worker], changed[worker], restored[worker], scores.get(worker))
+            self._check(
+                worker, before[worker], changed[worker], restored[worker], scores.get(worker)
+            )
         return tested
 
     async def _sample_probes(self, *, last: bool) -> dict[str, Probe]:
         names = sorted(self._weights.current)
         calls = (
-            ask(self._caller, name, PROBE_WEIGHTS, ProbeRequest(last), timeout_s=self._timeout_s) for name in names
+            ask(self._caller, name, PROBE_WEIGHTS, ProbeRequest(last), timeout_s=self._timeout_s)
+            for name in names
         )
         probes: dict[str, Probe] = {}
-        for name, outcome in zip(names, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+        for name, outcome in zip(
+            names, await asyncio.gather(*calls, return_exceptions=True), strict=True
+        ):
             if isinstance(outcome, WorkerDied):
                 _log.warning("%s died in the self-test of weight updates: %s", name, outcome)
             elif isinstance(outcome, BaseException):
@@ -381,7 +428,11 @@ class SelfTest:
             raise WrongWeights(f"{worker} failed the self-test of weight updates: {error}")
         if scores is None:
             self._warn(
-                f"the self-test of weight updates could not compare {worker} with the trainer's own forward pass"
+                f"the self-test of weight updates could not compare {worker} with the trainer's "
+                f"own forward pass"
             )
         if restored != before:
-            self._warn(f"{worker} is not exact: the same weights gave {restored.logprobs}, before {before.logprobs}")
+            self._warn(
+                f"{worker} is not exact: the same weights gave {restored.logprobs}, before "
+                f"{before.logprobs}"
+            )

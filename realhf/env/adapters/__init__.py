@@ -1,1 +1,2 @@
-"""Plays environments of others: an OpenEnv server by its address, ``verifiers`` packages, Gymnasium environments."""
+"""Plays environments of others: an OpenEnv server by its address, ``verifiers`` packages, Gymnasium
+environments."""

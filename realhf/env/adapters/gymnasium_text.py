@@ -1,7 +1,9 @@
-"""Plays Gymnasium environments in words, each instance on a thread of its own: ``env.path=gymnasium env.id=ID``.
+"""Plays Gymnasium environments in words, each instance on a thread of its own: ``env.path=gymnasium
+env.id=ID``.
 
-The policy's text is the action: the text itself where the action space is Text, or the name of an action where it is
-Discrete. The policy reads the observation, or what the environment renders as text. Source: Gymnasium 1.4, ``Env``.
+The policy's text is the action: the text itself where the action space is Text, or the name of an
+action where it is Discrete. The policy reads the observation, or what the environment renders as
+text. Source: Gymnasium 1.4, ``Env``.
 """
 
 from __future__ import annotations
@@ -38,39 +40,68 @@ _SOLVED = 1e-9
 
 @dataclass
 class GymnasiumOptions:
-    """A Gymnasium environment whose actions are text, or a few that have names. Every seed is a task."""
+    """A Gymnasium environment whose actions are text, or a few that have names. Every seed is a
+    task."""
 
     needs: ClassVar[str] = "id"
 
-    id: str = option("", "The environment; package.module:ID imports the module first, which registers it.")
-    kwargs: dict[str, Any] = option({}, "What gymnasium.make is given besides, such as env.kwargs.map_name=4x4.")
-    reset_options: dict[str, Any] = option({}, "The options that each reset is given.")
-    actions: list[str] = option([], "The names of the actions of a Discrete space, the first one's first.")
-    render: bool = option(False, "The policy reads what the environment renders (render mode ansi), not observations.")
-    observation_chars: int = option(4000, "The policy reads at most this much of an observation.", at_least=1)
-    system_prompt: str = option("", "This text precedes every episode; without it, the names of the actions do.")
-    success_reward: float = option(
-        1.0, "An episode that terminates with at least this reward is a success, where the environment does not say."
+    id: str = option(
+        "", "The environment; package.module:ID imports the module first, which registers it."
     )
-    most_wrong: int = option(10, "An episode ends after this many turns in a row that are no action.", at_least=1)
+    kwargs: dict[str, Any] = option(
+        {}, "What gymnasium.make is given besides, such as env.kwargs.map_name=4x4."
+    )
+    reset_options: dict[str, Any] = option({}, "The options that each reset is given.")
+    actions: list[str] = option(
+        [], "The names of the actions of a Discrete space, the first one's first."
+    )
+    render: bool = option(
+        False, "The policy reads what the environment renders (render mode ansi), not observations."
+    )
+    observation_chars: int = option(
+        4000, "The policy reads at most this much of an observation.", at_least=1
+    )
+    system_prompt: str = option(
+        "", "This text precedes every episode; without it, the names of the actions do."
+    )
+    success_reward: float = option(
+        1.0,
+        "An episode that terminates with at least this reward is a success, where the environment "
+        "does not say.",
+    )
+    most_wrong: int = option(
+        10, "An episode ends after this many turns in a row that are no action.", at_least=1
+    )
     wrong_reward: float = option(
-        -1.0, "The reward of a turn that is no action; 0 makes it free, and better than a step that costs.", at_most=0
+        -1.0,
+        "The reward of a turn that is no action; 0 makes it free, and better than a step that "
+        "costs.",
+        at_most=0,
     )
     instances: int = option(
-        32, "At most this many instances live in one process, each with a thread.", at_least=1, on_resume="free"
+        32,
+        "At most this many instances live in one process, each with a thread.",
+        at_least=1,
+        on_resume="free",
     )
     deterministic: bool = option(
-        True, "The same seed and actions bring the same answers, so that a lost episode is resumed by replay."
+        True,
+        "The same seed and actions bring the same answers, so that a lost episode is resumed by "
+        "replay.",
     )
     timeout_s: float = option(
-        60.0, "A reset or a step returns within this time (s).", above=0, at_most=3600, on_resume="free"
+        60.0,
+        "A reset or a step returns within this time (s).",
+        above=0,
+        at_most=3600,
+        on_resume="free",
     )
 
 
 @dataclass(frozen=True)
 class Actions:
-    """What the policy may do: ``names`` of a Discrete space that begins at ``start``, or () for text of at most
-    ``most`` characters (``least`` at least) of a ``charset`` ("" for any)."""
+    """What the policy may do: ``names`` of a Discrete space that begins at ``start``, or () for
+    text of at most ``most`` characters (``least`` at least) of a ``charset`` ("" for any)."""
 
     names: tuple[str, ...] = ()
     start: int = 0
@@ -84,7 +115,9 @@ class Actions:
             return self._text(text)
         word = text.strip().lower()
         exact = [place for place, name in enumerate(self.names) if name.lower() == word]
-        places = exact or [place for place, name in enumerate(self.names) if _names(word, name.lower())]
+        places = exact or [
+            place for place, name in enumerate(self.names) if _names(word, name.lower())
+        ]
         if len(places) != 1:
             raise ValueError(f"Answer with one of: {', '.join(self.names)}.")
         return self.start + places[0]
@@ -92,17 +125,22 @@ class Actions:
     def _text(self, text: str) -> str:
         text = whole_text(text)
         if not self.least <= len(text) <= self.most:
-            raise ValueError(f"Answer with {self.least} to {self.most} characters, not {len(text)}.")
+            raise ValueError(
+                f"Answer with {self.least} to {self.most} characters, not {len(text)}."
+            )
         if self.charset and (wrong := sorted({*text} - self.charset)):
             raise ValueError(f"These characters cannot be used: {' '.join(map(repr, wrong[:20]))}.")
         return text
 
 
 def build(options: GymnasiumOptions) -> EnvironmentSpec:
-    """Return the specification. Raises ValueError that names the option for a package that is missing, an environment
-    that is not registered or cannot be made, spaces that have no words, and names that do not fit the actions."""
+    """Return the specification. Raises ValueError that names the option for a package that is
+    missing, an environment that is not registered or cannot be made, spaces that have no words, and
+    names that do not fit the actions."""
     if not options.id:
-        raise ValueError("env.id is missing: the id of a Gymnasium environment, such as env.id=FrozenLake-v1")
+        raise ValueError(
+            "env.id is missing: the id of a Gymnasium environment, such as env.id=FrozenLake-v1"
+        )
     gymnasium = needed("gymnasium", EXTRA)
     make = partial(_made, gymnasium, options)
     instance = make()
@@ -119,10 +157,14 @@ def build(options: GymnasiumOptions) -> EnvironmentSpec:
         options.most_wrong,
         options.wrong_reward,
     )
-    prompt = options.system_prompt or (f"Answer with one of: {', '.join(actions.names)}." if actions.names else "")
+    prompt = options.system_prompt or (
+        f"Answer with one of: {', '.join(actions.names)}." if actions.names else ""
+    )
     return EnvironmentSpec(
         f"gymnasium {options.id}",
-        lambda _: GymnasiumEnvironment(options.id, make, actions, reading, dict(options.reset_options), given_up),
+        lambda _: GymnasiumEnvironment(
+            options.id, make, actions, reading, dict(options.reset_options), given_up
+        ),
         partial(SeedTaskSet, options.id),
         system_prompt=prompt,
         concurrency=options.instances,
@@ -132,8 +174,9 @@ def build(options: GymnasiumOptions) -> EnvironmentSpec:
 
 @dataclass(frozen=True)
 class Reading:
-    """How answers are read: whether what is rendered is shown, how many characters, what a success is worth, how long
-    a call may take (s), how many turns in a row may be no action, and what each of them is worth."""
+    """How answers are read: whether what is rendered is shown, how many characters, what a success
+    is worth, how long a call may take (s), how many turns in a row may be no action, and what each
+    of them is worth."""
 
     render: bool
     most: int
@@ -144,9 +187,10 @@ class Reading:
 
 
 class GymnasiumEnvironment:
-    """Plays one episode after another on an instance that ``make`` returns; all its calls are made by one thread. After
-    a call that did not return in time, a new instance is made; its thread, which closes the old one when it comes back,
-    is then one of those ``given_up``, which the instances share."""
+    """Plays one episode after another on an instance that ``make`` returns; all its calls are made
+    by one thread. After a call that did not return in time, a new instance is made; its thread,
+    which closes the old one when it comes back, is then one of those ``given_up``, which the
+    instances share."""
 
     def __init__(
         self,
@@ -174,26 +218,35 @@ class GymnasiumEnvironment:
         del task
         if self._thread is None or self._lost:
             if (count := sum(each.stuck for each in self._given_up)) >= MOST_STUCK:
-                raise EnvironmentFailure("capacity", f"{self._name}: {count} calls have not returned")
+                raise EnvironmentFailure(
+                    "capacity", f"{self._name}: {count} calls have not returned"
+                )
             self._played = _Instance(self._make, self._reading)
             self._thread = Threads(self._name, 1, idle_s=None)
             self._lost = False
-        text = await self._run(self._thread, partial(self._played.reset, seed, self._reset_options), "reset")
+        text = await self._run(
+            self._thread, partial(self._played.reset, seed, self._reset_options), "reset"
+        )
         self._done = False
         self._wrong = 0
         return Opening([{"role": "user", "content": text}])
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """Take the action that the text means; text that means none is answered. Raises EnvironmentFailure."""
+        """Take the action that the text means; text that means none is answered. Raises
+        EnvironmentFailure."""
         if self._done or self._thread is None:
-            raise EnvironmentFailure("lost", f"{self._name}: there is no episode: reset comes first")
+            raise EnvironmentFailure(
+                "lost", f"{self._name}: there is no episode: reset comes first"
+            )
         try:
             action = self._actions.of(message.content)
         except ValueError as error:
             self._wrong += 1
             self._done = self._wrong >= self._reading.most_wrong
             # Else words that mean nothing would beat every action where actions cost.
-            return Turn([{"role": "user", "content": str(error)}], self._done, self._reading.wrong_reward)
+            return Turn(
+                [{"role": "user", "content": str(error)}], self._done, self._reading.wrong_reward
+            )
         self._wrong = 0
         turn = await self._run(self._thread, partial(self._played.step, action), "step")
         self._done = turn.done
@@ -213,7 +266,9 @@ class GymnasiumEnvironment:
     async def _run(self, thread: Threads, work: Callable[[], Any], what: str) -> Any:
         """Return what ``work`` returns on the thread. Raises EnvironmentFailure."""
         if self._lost:
-            raise EnvironmentFailure("lost", f"{self._name}: the call before has not returned; reset begins anew")
+            raise EnvironmentFailure(
+                "lost", f"{self._name}: the call before has not returned; reset begins anew"
+            )
         limit_s = self._reading.timeout_s
         try:
             async with asyncio.timeout(limit_s) as deadline:
@@ -225,14 +280,18 @@ class GymnasiumEnvironment:
             raise
         except Exception as error:
             if not (isinstance(error, TimeoutError) and deadline.expired()):
-                raise EnvironmentFailure("internal", f"{self._name}: {what}: {_located(error)}") from error
+                raise EnvironmentFailure(
+                    "internal", f"{self._name}: {what}: {_located(error)}"
+                ) from error
             self._give_up(thread)
             raise EnvironmentFailure(
-                "timeout", f"{self._name}: {what} has not returned within env.timeout_s={limit_s:g} s"
+                "timeout",
+                f"{self._name}: {what} has not returned within env.timeout_s={limit_s:g} s",
             ) from None
 
     def _worked(self, work: Callable[[], Any], what: str) -> Any:
-        """Do a call on the thread: what is raised there cannot be the event loop's, though it may look so there."""
+        """Do a call on the thread: what is raised there cannot be the event loop's, though it may
+        look so there."""
         try:
             return work()
         except Exception:
@@ -270,10 +329,17 @@ class _Instance:
         number = checked_number(reward, "the reward")
         self._return += number
         done = bool(terminated or truncated)
-        told = next((info[key] for key in _SUCCESS if isinstance(info, Mapping) and key in info), None)
+        told = next(
+            (info[key] for key in _SUCCESS if isinstance(info, Mapping) and key in info), None
+        )
         enough = bool(terminated) and self._return >= self._reading.success_reward - _SOLVED
         success = float(done and (enough if told is None else bool(told)))
-        return Turn([{"role": "user", "content": self._shown(observation)}], done, number, metrics={"success": success})
+        return Turn(
+            [{"role": "user", "content": self._shown(observation)}],
+            done,
+            number,
+            metrics={"success": success},
+        )
 
     def close(self) -> None:
         """Close the instance if it was made."""
@@ -285,24 +351,30 @@ class _Instance:
     def _shown(self, observation: Any) -> str:
         seen = self._env.render() if self._reading.render else observation
         if self._reading.render and not isinstance(seen, str):
-            raise BrokenContract(f"render returned no text but {shown(seen)}; env.render=false shows observations")
+            raise BrokenContract(
+                f"render returned no text but {shown(seen)}; env.render=false shows observations"
+            )
         text = whole_text(without_escapes(seen) if isinstance(seen, str) else _plain(seen))
         most = self._reading.most
-        return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} more characters)"
+        return (
+            text if len(text) <= most else f"{text[:most]}... ({len(text) - most} more characters)"
+        )
 
 
 _ESCAPE = re.compile(
     r"\x1b(?:\[(?P<codes>(?:[0-9]{0,3};){0,32}[0-9]{0,3})m|\[[0-?]*[ -/]*[@-~]"
     r"|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z\\^-~])?"
 )
-"""Source: ECMA-48, 5.4 (control sequences), 8.3.89 (OSC) and 8.3.117 (SGR, whose ``codes`` say how text looks)."""
+"""Source: ECMA-48, 5.4 (control sequences), 8.3.89 (OSC) and 8.3.117 (SGR, whose ``codes`` say how
+text looks)."""
 _COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 _HIGHLIGHTED = "highlighted"
 
 
 def without_escapes(text: str) -> str:
-    """Return a text for a terminal without its escape sequences. What they said stays: a highlighted part stands in
-    brackets, as the place of the agent in ``[S]FFF``, and a coloured one behind its colour, as ``(blue:R)``."""
+    """Return a text for a terminal without its escape sequences. What they said stays: a
+    highlighted part stands in brackets, as the place of the agent in ``[S]FFF``, and a coloured one
+    behind its colour, as ``(blue:R)``."""
     parts = list[str]()
     look = ""
     begin = 0
@@ -322,10 +394,14 @@ def _marked(text: str, look: str) -> str:
 
 
 def _look(codes: str, look: str) -> str:
-    """Return how text looks after a sequence with these codes: a colour, ``_HIGHLIGHTED``, or "" for as usual."""
+    """Return how text looks after a sequence with these codes: a colour, ``_HIGHLIGHTED``, or ""
+    for as usual."""
     given = iter([int(code or 0) for code in codes.split(";")])
     for code in given:
-        if code in (38, 48):  # a colour without a name, by its number in a table (5) or its parts (2)
+        if code in (
+            38,
+            48,
+        ):  # a colour without a name, by its number in a table (5) or its parts (2)
             for _ in range({5: 1, 2: 3}.get(next(given, 0), 0)):
                 next(given, 0)
         if code == 0 or code in ((27, 49) if look == _HIGHLIGHTED else (38, 39)):
@@ -338,23 +414,31 @@ def _look(codes: str, look: str) -> str:
 
 
 def actions_of(gymnasium: ModuleType, space: Any, names: Sequence[str]) -> Actions:
-    """What the policy may do in an action space. Raises ValueError for a space without words, and for names that do
-    not fit it."""
+    """What the policy may do in an action space. Raises ValueError for a space without words, and
+    for names that do not fit it."""
     spaces = gymnasium.spaces
     if isinstance(space, spaces.Text):
         if names:
             raise ValueError("env.actions has no effect: the actions of this environment are text")
-        return Actions((), 0, int(space.min_length), int(space.max_length), frozenset(space.character_set))
+        return Actions(
+            (), 0, int(space.min_length), int(space.max_length), frozenset(space.character_set)
+        )
     if not isinstance(space, spaces.Discrete):
-        raise ValueError(f"its action space is {space}; only Text and Discrete ones can be said in words")
+        raise ValueError(
+            f"its action space is {space}; only Text and Discrete ones can be said in words"
+        )
     count = int(space.n)
     if count > _MOST_ACTIONS:
         raise ValueError(f"it has {count} actions; at most {_MOST_ACTIONS} can be named")
     if names and len(names) != count:
         raise ValueError(f"env.actions names {len(names)} actions, the environment has {count}")
-    given = tuple(name.strip() for name in names) or tuple(str(int(space.start) + place) for place in range(count))
+    given = tuple(name.strip() for name in names) or tuple(
+        str(int(space.start) + place) for place in range(count)
+    )
     if not all(given) or len({name.lower() for name in given}) < count:
-        raise ValueError(f"env.actions must be {count} different words, not {', '.join(map(repr, names))}")
+        raise ValueError(
+            f"env.actions must be {count} different words, not {', '.join(map(repr, names))}"
+        )
     return Actions(given, int(space.start))
 
 
@@ -376,7 +460,9 @@ def _made(gymnasium: ModuleType, options: GymnasiumOptions) -> Any:
         return gymnasium.make(options.id, **{**options.kwargs, **more})
     except Exception as error:
         line = " ".join(str(error).split())[:600]
-        raise ValueError(f"env.id={options.id}: it cannot be made: {type(error).__name__}: {line}") from error
+        raise ValueError(
+            f"env.id={options.id}: it cannot be made: {type(error).__name__}: {line}"
+        ) from error
 
 
 def _plain(observation: Any) -> str:
@@ -390,7 +476,9 @@ def _plain(observation: Any) -> str:
     try:
         return json.dumps(observation, default=listed, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise BrokenContract(f"the observation has no plain form: {error}: {shown(observation)}") from None
+        raise BrokenContract(
+            f"the observation has no plain form: {error}: {shown(observation)}"
+        ) from None
 
 
 def _located(error: BaseException) -> str:

@@ -1,8 +1,8 @@
 """Plays any OpenEnv server by its address: ``env.path=openenv env.url=http://host:port``.
 
-The server's own pages say what an action is (``/schema``), and whether rewards are levels and requests are numbered
-(``/metadata``); episodes are played over its WebSocket, one session per instance. Source: OpenEnv 0.10,
-docs/reference/environment.md 2.1.
+The server's own pages say what an action is (``/schema``), and whether rewards are levels and
+requests are numbered (``/metadata``); episodes are played over its WebSocket, one session per
+instance. Source: OpenEnv 0.10, docs/reference/environment.md 2.1.
 """
 
 from __future__ import annotations
@@ -41,62 +41,86 @@ _STOP_S = 1.0
 
 @dataclass
 class OpenEnvOptions(RowOptions):
-    """Any OpenEnv server, by its address. Every seed is a task, or every row of ``data``, whose columns are what the
-    server's reset is given."""
+    """Any OpenEnv server, by its address. Every seed is a task, or every row of ``data``, whose
+    columns are what the server's reset is given."""
 
     needs: ClassVar[str] = "url"
 
     url: Any = option(
-        "", "The server's address, http(s):// or ws(s)://; several, as a list, are used in turn.", on_resume="free"
+        "",
+        "The server's address, http(s):// or ws(s)://; several, as a list, are used in turn.",
+        on_resume="free",
     )
     sessions: int | None = option(
         None,
-        "Each server serves this many sessions at once to one process; without it what its metadata say, or 1, as "
+        "Each server serves this many sessions at once to one process; without it what its "
+        "metadata say, or 1, as "
         "stock servers do.",
         at_least=1,
         on_resume="free",
     )
-    token_file: str = option("", "This file holds the bearer token of the server.", on_resume="free")
+    token_file: str = option(
+        "", "This file holds the bearer token of the server.", on_resume="free"
+    )
     ca_file: str = option(
         "",
-        "An https server is checked by the certificates in this file; without it as this machine does.",
+        "An https server is checked by the certificates in this file; without it as this machine "
+        "does.",
         on_resume="free",
     )
     action: str = option(
         "auto",
-        "text: the policy's text fills one field of the action; tool: a tool takes all fields; auto: text where the "
+        "text: the policy's text fills one field of the action; tool: a tool takes all fields; "
+        "auto: text where the "
         "action has one field, and that is text.",
         choices=("auto", "text", "tool"),
     )
     action_field: str = option("", "The policy's text fills this field of the action.")
     observation: str = option(
-        "", "The policy reads this field of an observation; where it is not there, or not named, all of it as JSON."
+        "",
+        "The policy reads this field of an observation; where it is not there, or not named, all "
+        "of it as JSON.",
     )
-    observation_chars: int = option(4000, "The policy reads at most this much of an observation.", at_least=1)
+    observation_chars: int = option(
+        4000, "The policy reads at most this much of an observation.", at_least=1
+    )
     system_prompt: str = option("", "This text precedes every episode.")
     reward: str = option(
         "auto",
-        "sum: the rewards of an episode are summed; last: the last one counts; auto: last where the server's metadata "
+        "sum: the rewards of an episode are summed; last: the last one counts; auto: last where "
+        "the server's metadata "
         "say that rewards are levels.",
         choices=("auto", "sum", "last"),
     )
-    success_reward: float = option(1.0, "An episode that ends with at least this reward is a success.")
+    success_reward: float = option(
+        1.0, "An episode that ends with at least this reward is a success."
+    )
     error: str = option(
         "fail",
-        "What an error that the server reports of a step means. fail: the environment failed; tell: the policy reads "
+        "What an error that the server reports of a step means. fail: the environment failed; "
+        "tell: the policy reads "
         "it, for servers that raise when an action is wrong.",
         choices=("fail", "tell"),
     )
     deterministic: bool | None = option(
         None,
-        "The same seed and actions bring the same answers, so that a lost episode is resumed by replay; without it "
+        "The same seed and actions bring the same answers, so that a lost episode is resumed by "
+        "replay; without it "
         "what the server's metadata say, or not.",
     )
     connect_timeout_s: float = option(
-        10.0, "A server opens a session within this time (s).", above=0, at_most=600, on_resume="free"
+        10.0,
+        "A server opens a session within this time (s).",
+        above=0,
+        at_most=600,
+        on_resume="free",
     )
     timeout_s: float = option(
-        300.0, "A server answers a reset or a step within this time (s).", above=0, at_most=3600, on_resume="free"
+        300.0,
+        "A server answers a reset or a step within this time (s).",
+        above=0,
+        at_most=3600,
+        on_resume="free",
     )
 
 
@@ -115,8 +139,9 @@ class Served(NamedTuple):
 
 
 def build(options: OpenEnvOptions) -> EnvironmentSpec:
-    """Return the specification for servers that answer. Raises ValueError that names the option for an address without
-    a server, servers that differ, and options that do not fit the server's action."""
+    """Return the specification for servers that answer. Raises ValueError that names the option for
+    an address without a server, servers that differ, and options that do not fit the server's
+    action."""
     urls = urls_of(options.url)
     token = _token(options.token_file)
     rows = row_options(options)
@@ -166,19 +191,33 @@ Clients = Sequence[Callable[[], OpenEnvClient]]
 
 
 def _player(server: Served, options: OpenEnvOptions) -> Callable[[Clients], Environment]:
-    """What plays a server whose action is its own. Raises ValueError for options that do not fit the action."""
+    """What plays a server whose action is its own. Raises ValueError for options that do not fit
+    the action."""
     try:
         form = form_of(server.action, options.action, options.action_field)
     except ValueError as error:
         raise ValueError(f"env.url={server.url}: {error}") from None
-    level = options.reward == "last" or (options.reward == "auto" and server.metadata.get("reward_mode") == "level")
-    reading = Reading(options.observation, options.observation_chars, level, options.success_reward, options.error)
+    level = options.reward == "last" or (
+        options.reward == "auto" and server.metadata.get("reward_mode") == "level"
+    )
+    reading = Reading(
+        options.observation, options.observation_chars, level, options.success_reward, options.error
+    )
     return lambda clients: OpenEnvEnvironment(clients, form, reading)
 
 
 def _player_of_messages(options: OpenEnvOptions) -> Callable[[Clients], Environment]:
-    """What plays a server of messages, which says all this itself. Raises ValueError for options without effect."""
-    own = ("action", "action_field", "observation", "observation_chars", "reward", "success_reward", "error")
+    """What plays a server of messages, which says all this itself. Raises ValueError for options
+    without effect."""
+    own = (
+        "action",
+        "action_field",
+        "observation",
+        "observation_chars",
+        "reward",
+        "success_reward",
+        "error",
+    )
     default = OpenEnvOptions()
     if idle := [name for name in own if getattr(options, name) != getattr(default, name)]:
         raise ValueError(f"env.{idle[0]} has no effect: the server at env.url serves messages")
@@ -186,21 +225,27 @@ def _player_of_messages(options: OpenEnvOptions) -> Callable[[Clients], Environm
 
 
 def urls_of(given: Any) -> list[str]:
-    """The addresses that ``env.url`` means: a text, or a list of them; commas separate, too. Raises ValueError that
-    names the option."""
+    """The addresses that ``env.url`` means: a text, or a list of them; commas separate, too. Raises
+    ValueError that names the option."""
     parts = [given] if isinstance(given, str) else given
     if not isinstance(parts, Sequence) or not all(isinstance(part, str) for part in parts):
         raise ValueError(f"env.url must be an address or a list of addresses, not {shown(given)}")
     urls = [url for part in parts for url in _unlisted(part).replace(",", " ").split()]
     if not urls:
-        raise ValueError("env.url is missing: the address of an OpenEnv server, such as env.url=http://127.0.0.1:8100")
+        raise ValueError(
+            "env.url is missing: the address of an OpenEnv server, such as "
+            "env.url=http://127.0.0.1:8100"
+        )
     for url in urls:
         try:
             websocket_url(url)
         except ValueError as error:
             raise ValueError(f"env.url={url}: {error}") from None
     if len({*urls}) < len(urls):
-        raise ValueError(f"env.url names a server twice: {', '.join(urls)}; env.sessions is how many sessions each has")
+        raise ValueError(
+            f"env.url names a server twice: {', '.join(urls)}; env.sessions is how many sessions "
+            f"each has"
+        )
     return urls
 
 
@@ -236,13 +281,16 @@ def _check_row(row: Row) -> None:
         raise ValueError(f"{row.where}: the column 'seed' is given by the task set; leave it out")
 
 
-async def _described(urls: Sequence[str], token: str | None, limit_s: float, tls: SSLContext | None) -> list[Served]:
+async def _described(
+    urls: Sequence[str], token: str | None, limit_s: float, tls: SSLContext | None
+) -> list[Served]:
     """Ask all servers, each for as long as a session may take to open."""
     servers = list(await asyncio.gather(*(_ask(url, token, limit_s, tls) for url in urls)))
     for server in servers[1:]:
         if _plain(server.action) != _plain(servers[0].action):
             raise ValueError(
-                f"env.url: {server.url} and {servers[0].url} serve different environments, their actions differ"
+                f"env.url: {server.url} and {servers[0].url} serve different environments, their "
+                f"actions differ"
             )
     return servers
 
@@ -251,19 +299,26 @@ async def _ask(url: str, token: str | None, limit_s: float, tls: SSLContext | No
     end = process_clock.now() + limit_s
     while True:
         try:
-            schema = await fetch_page(url, "schema", token, max(end - process_clock.now(), _PAUSE_S), tls)
+            schema = await fetch_page(
+                url, "schema", token, max(end - process_clock.now(), _PAUSE_S), tls
+            )
             break
         except OSError as error:
             if process_clock.now() + _PAUSE_S > end:
                 raise ValueError(
-                    f"env.url={url}: no OpenEnv server answers there within env.connect_timeout_s={limit_s:g} s: "
+                    f"env.url={url}: no OpenEnv server answers there within "
+                    f"env.connect_timeout_s={limit_s:g} s: "
                     f"{error}"
                 ) from None
         except ValueError as error:
-            raise ValueError(f"env.url={url}: this is no OpenEnv server: its page /schema: {error}") from None
+            raise ValueError(
+                f"env.url={url}: this is no OpenEnv server: its page /schema: {error}"
+            ) from None
         await asyncio.sleep(_PAUSE_S)
     if not isinstance(schema, Mapping) or "action" not in schema:
-        raise ValueError(f"env.url={url}: this is no OpenEnv server: its page /schema names no action")
+        raise ValueError(
+            f"env.url={url}: this is no OpenEnv server: its page /schema names no action"
+        )
     return Served(url, schema["action"], await fetch_metadata(url, token, limit_s, tls))
 
 

@@ -1,7 +1,9 @@
-"""Turns what the policy says into the action of an OpenEnv server, and the observations of the server into text.
+"""Turns what the policy says into the action of an OpenEnv server, and the observations of the
+server into text.
 
-Three forms: the policy's text fills the one text field of the action; a tool takes the action's fields; or the server
-lists tools of its own, which are called by name (the actions ``list_tools`` and ``call_tool``).
+Three forms: the policy's text fills the one text field of the action; a tool takes the action's
+fields; or the server lists tools of its own, which are called by name (the actions ``list_tools``
+and ``call_tool``).
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ class Refused(ValueError):
 
 @dataclass(frozen=True)
 class ActionForm:
-    """How a turn becomes an action. ``kind`` is TEXT, TOOL or LISTED; ``text_field`` is what text fills; ``tools`` are
-    the schemas that the policy reads. ``fields`` and ``required`` are the arguments of each tool, None for any."""
+    """How a turn becomes an action. ``kind`` is TEXT, TOOL or LISTED; ``text_field`` is what text
+    fills; ``tools`` are the schemas that the policy reads. ``fields`` and ``required`` are the
+    arguments of each tool, None for any."""
 
     kind: str
     text_field: str = ""
@@ -44,8 +47,8 @@ class ActionForm:
     required: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def action(self, call: ToolCall) -> dict[str, Any]:
-        """The action of a call. Raises Refused for a call that could not be parsed, an unknown tool, and arguments
-        that are missing or unknown; their types are the server's to judge."""
+        """The action of a call. Raises Refused for a call that could not be parsed, an unknown
+        tool, and arguments that are missing or unknown; their types are the server's to judge."""
         if call.problem:
             raise Refused(call.problem)
         if call.name not in self.fields:
@@ -55,7 +58,9 @@ class ActionForm:
         known = self.fields[call.name]
         for name in call.arguments:
             if known is not None and name not in known:
-                raise Refused(f"{call.name} has no argument {name[:60]!r}{close_to(name, sorted(known))}")
+                raise Refused(
+                    f"{call.name} has no argument {name[:60]!r}{close_to(name, sorted(known))}"
+                )
         for name in sorted(self.required[call.name]):
             if name not in call.arguments:
                 raise Refused(f"{call.name} needs the argument {name!r}")
@@ -69,34 +74,45 @@ class ActionForm:
 
 
 def form_of(schema: Any, wanted: str, field_name: str) -> ActionForm | None:
-    """The form of an action with this JSON schema; None when the server lists its tools itself. ``wanted`` is
-    ``auto``, ``text`` or ``tool``; ``field_name`` chooses what text fills. Raises ValueError that names the option for
-    a schema that does not fit it."""
+    """The form of an action with this JSON schema; None when the server lists its tools itself.
+    ``wanted`` is ``auto``, ``text`` or ``tool``; ``field_name`` chooses what text fills. Raises
+    ValueError that names the option for a schema that does not fit it."""
     _check_schema(schema, "the schema of its action")
     own = {name: about for name, about in _fields(schema).items() if name != _OF_THE_WIRE}
     if schema.get("title") in _GENERIC and wanted == "auto" and not field_name:
         return None
     required = [name for name in schema.get("required", ()) if name in own]
-    texts = [name for name, about in own.items() if isinstance(about, Mapping) and about.get("type") == "string"]
+    texts = [
+        name
+        for name, about in own.items()
+        if isinstance(about, Mapping) and about.get("type") == "string"
+    ]
     if field_name and field_name not in own:
-        raise ValueError(f"env.action_field={field_name}: the action has no such field{close_to(field_name, [*own])}")
+        raise ValueError(
+            f"env.action_field={field_name}: the action has no such "
+            f"field{close_to(field_name, [*own])}"
+        )
     if field_name and wanted == "tool":
         raise ValueError("env.action_field has no effect with env.action=tool")
     chosen = field_name or _text_field(required, texts, alone=len(own) == 1)
     if wanted == "text" and not chosen:
-        raise ValueError(f"env.action=text: the action has the fields {', '.join(own)}; name one by env.action_field")
+        raise ValueError(
+            f"env.action=text: the action has the fields {', '.join(own)}; name one by "
+            f"env.action_field"
+        )
     if chosen and wanted != "tool":
         if missing := [name for name in required if name != chosen]:
             raise ValueError(
-                f"env.action_field={chosen}: the action also needs {', '.join(missing)}; use env.action=tool"
+                f"env.action_field={chosen}: the action also needs {', '.join(missing)}; use "
+                f"env.action=tool"
             )
         return ActionForm(TEXT, chosen)
     return _tool_form(schema, own, required)
 
 
 def listed_form(found: Any) -> ActionForm:
-    """The form of a server that lists its tools: a list of maps with ``name``, ``description`` and ``input_schema``.
-    Raises ValueError for anything else."""
+    """The form of a server that lists its tools: a list of maps with ``name``, ``description`` and
+    ``input_schema``. Raises ValueError for anything else."""
     if not isinstance(found, list) or not found:
         raise ValueError(f"the server lists no tools but {shown(found)}")
     if len(found) > _MOST_TOOLS:
@@ -105,9 +121,15 @@ def listed_form(found: Any) -> ActionForm:
     fields = {}
     required = {}
     for number, each in enumerate(found):
-        if not isinstance(each, Mapping) or not isinstance(name := each.get("name"), str) or not name:
+        if (
+            not isinstance(each, Mapping)
+            or not isinstance(name := each.get("name"), str)
+            or not name
+        ):
             raise ValueError(f"tool {number} of the server has no name: {shown(each)}")
-        schema = each.get("input_schema", each.get("inputSchema", {"type": "object", "properties": {}}))
+        schema = each.get(
+            "input_schema", each.get("inputSchema", {"type": "object", "properties": {}})
+        )
         _check_schema(schema, f"the schema of the tool {name[:60]!r}")
         properties = _fields(schema)
         tools.append(_tool(name, str(each.get("description") or ""), schema, properties))
@@ -124,17 +146,26 @@ def _text_field(required: Sequence[str], texts: Sequence[str], *, alone: bool) -
     return texts[0] if not required and alone and texts else ""
 
 
-def _tool_form(schema: Mapping[str, Any], own: Mapping[str, Any], required: Sequence[str]) -> ActionForm:
+def _tool_form(
+    schema: Mapping[str, Any], own: Mapping[str, Any], required: Sequence[str]
+) -> ActionForm:
     about = str(schema.get("description") or "Take an action.")
     tool = _tool(TOOL_NAME, about, {**schema, "required": [*required]}, own)
-    return ActionForm(TOOL, "", (tool,), {TOOL_NAME: frozenset(own)}, {TOOL_NAME: frozenset(required)})
+    return ActionForm(
+        TOOL, "", (tool,), {TOOL_NAME: frozenset(own)}, {TOOL_NAME: frozenset(required)}
+    )
 
 
-def _tool(name: str, about: str, schema: Mapping[str, Any], properties: Mapping[str, Any]) -> dict[str, Any]:
+def _tool(
+    name: str, about: str, schema: Mapping[str, Any], properties: Mapping[str, Any]
+) -> dict[str, Any]:
     """A tool in the form of the chat API; what the schema defines beside its fields is kept."""
     parameters: dict[str, Any] = {"type": "object", "properties": dict(properties)}
     parameters |= {key: schema[key] for key in ("required", "$defs") if key in schema}
-    return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": about, "parameters": parameters},
+    }
 
 
 def _fields(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,7 +173,8 @@ def _fields(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_schema(schema: Any, what: str) -> None:
-    """Raise ValueError unless this is a JSON schema of an object of a size that a policy can read."""
+    """Raise ValueError unless this is a JSON schema of an object of a size that a policy can
+    read."""
     if not isinstance(schema, Mapping) or not isinstance(schema.get("properties", {}), Mapping):
         raise ValueError(f"{what} is no JSON schema of an object: {shown(schema)}")
     required = schema.get("required", [])
@@ -159,19 +191,22 @@ _MOST_PROBLEMS = 3
 
 
 def observation_text(observation: Mapping[str, Any], field: str, most: int) -> str:
-    """One field of an observation, or all of it as JSON where the field is not named or not there; at most ``most``
-    characters of it. Raises ValueError for what is not JSON."""
+    """One field of an observation, or all of it as JSON where the field is not named or not there;
+    at most ``most`` characters of it. Raises ValueError for what is not JSON."""
     if problem := json_problem(observation):
         raise ValueError(problem)
     if field and observation.get(field) is not None:
         shown = observation[field]
     else:
-        shown = {name: value for name, value in observation.items() if name not in _WORDS_OF_THE_WIRE}
+        shown = {
+            name: value for name, value in observation.items() if name not in _WORDS_OF_THE_WIRE
+        }
     return cut(shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False), most)
 
 
 def result_text(observation: Mapping[str, Any], most: int) -> str:
-    """What a tool of the server returned, or why it could not be called. Raises ValueError for what is not JSON."""
+    """What a tool of the server returned, or why it could not be called. Raises ValueError for what
+    is not JSON."""
     if problem := json_problem(observation):
         raise ValueError(problem)
     error = observation.get("error")
@@ -180,9 +215,16 @@ def result_text(observation: Mapping[str, Any], most: int) -> str:
         return cut(f"error: {message if isinstance(message, str) else json.dumps(error)}", most)
     result = observation.get("result")
     if isinstance(result, Mapping):
-        result = next((result[key] for key in ("data", "structured_content") if result.get(key) is not None), result)
+        result = next(
+            (result[key] for key in ("data", "structured_content") if result.get(key) is not None),
+            result,
+        )
     if isinstance(result, Mapping) and isinstance(parts := result.get("content"), list):
-        texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+        texts = [
+            part["text"]
+            for part in parts
+            if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+        ]
         result = "\n".join(texts) if texts else result
     if result is None:
         return observation_text(observation, "", most)
@@ -190,7 +232,8 @@ def result_text(observation: Mapping[str, Any], most: int) -> str:
 
 
 def refusal_text(error: EnvError, most: int) -> str:
-    """What the policy reads when the server refused its action, with what the server says of each field."""
+    """What the policy reads when the server refused its action, with what the server says of each
+    field."""
     said = [f"error: {error}"]
     for detail in error.details[:_MOST_PROBLEMS] if isinstance(error.details, list) else ():
         if isinstance(detail, Mapping) and isinstance(detail.get("msg"), str):

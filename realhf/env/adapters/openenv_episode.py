@@ -1,4 +1,5 @@
-"""Plays episodes on one session of an OpenEnv server, by actions or, where the server takes them, by chat messages."""
+"""Plays episodes on one session of an OpenEnv server, by actions or, where the server takes them,
+by chat messages."""
 
 from __future__ import annotations
 
@@ -54,18 +55,21 @@ def reset_data(task: Mapping[str, Any], seed: int) -> dict[str, Any]:
 
 
 class Session:
-    """One session after another. ``clients`` make a connection to each server, the one to try first at the beginning;
-    ``opened`` prepares each new one."""
+    """One session after another. ``clients`` make a connection to each server, the one to try first
+    at the beginning; ``opened`` prepares each new one."""
 
     def __init__(
-        self, clients: Sequence[Callable[[], OpenEnvClient]], opened: Callable[[], Awaitable[None]] | None = None
+        self,
+        clients: Sequence[Callable[[], OpenEnvClient]],
+        opened: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._clients = clients
         self._opened = opened
         self._client: OpenEnvClient | None = None
 
     async def reset(self, data: Mapping[str, Any]) -> StepResult:
-        """Begin an episode; a session that the server closed in silence is opened anew. Raises EnvironmentFailure."""
+        """Begin an episode; a session that the server closed in silence is opened anew. Raises
+        EnvironmentFailure."""
         kept = self._client is not None and self._client.usable
         try:
             return await self._begun(data)
@@ -116,12 +120,19 @@ class Session:
             return client
         for error in refusals:
             if isinstance(error, CapacityError):
-                raise EnvironmentFailure("capacity", f"{error} (env.sessions: how many a server has)") from error
-        raise EnvironmentFailure("lost", "; ".join(str(error) for error in refusals)) from refusals[0]
+                raise EnvironmentFailure(
+                    "capacity", f"{error} (env.sessions: how many a server has)"
+                ) from error
+        raise EnvironmentFailure("lost", "; ".join(str(error) for error in refusals)) from refusals[
+            0
+        ]
 
 
-async def _asked(answer: Awaitable[StepResult], told: Callable[[EnvError], bool] = lambda error: False) -> StepResult:
-    """Await an answer. Raises the EnvError that is for the policy; what went wrong otherwise is EnvironmentFailure."""
+async def _asked(
+    answer: Awaitable[StepResult], told: Callable[[EnvError], bool] = lambda error: False
+) -> StepResult:
+    """Await an answer. Raises the EnvError that is for the policy; what went wrong otherwise is
+    EnvironmentFailure."""
     try:
         return await answer
     except EnvError as error:
@@ -129,7 +140,9 @@ async def _asked(answer: Awaitable[StepResult], told: Callable[[EnvError], bool]
             raise EnvironmentFailure("unavailable", str(error)) from error
         if told(error):
             raise
-        raise EnvironmentFailure(error.kind or "internal", f"the server reported {error}") from error
+        raise EnvironmentFailure(
+            error.kind or "internal", f"the server reported {error}"
+        ) from error
     except TimeoutError as error:
         raise EnvironmentFailure("timeout", f"{error} (env.timeout_s)") from error
     except ConnectionError as error:
@@ -137,13 +150,20 @@ async def _asked(answer: Awaitable[StepResult], told: Callable[[EnvError], bool]
 
 
 def _checked(result: StepResult) -> StepResult:
-    """The answer of a server that speaks the wire. Raises EnvironmentFailure for what no server may say."""
+    """The answer of a server that speaks the wire. Raises EnvironmentFailure for what no server may
+    say."""
     if not isinstance(result.done, bool):
-        raise EnvironmentFailure("internal", f"the server's done must be true or false, not {shown(result.done)}")
+        raise EnvironmentFailure(
+            "internal", f"the server's done must be true or false, not {shown(result.done)}"
+        )
     if not isinstance(result.observation, Mapping):
-        raise EnvironmentFailure("internal", f"the server's observation must be a map, not {shown(result.observation)}")
+        raise EnvironmentFailure(
+            "internal", f"the server's observation must be a map, not {shown(result.observation)}"
+        )
     with _broken_is_internal():
-        reward = None if result.reward is None else checked_number(result.reward, "the server's reward")
+        reward = (
+            None if result.reward is None else checked_number(result.reward, "the server's reward")
+        )
     return StepResult(result.observation, reward, result.done)
 
 
@@ -164,9 +184,9 @@ _SOLVED = 1e-9
 
 @dataclass(frozen=True)
 class Reading:
-    """How answers are read: which ``field`` of an observation is shown, and how many characters of it at ``most``;
-    ``level``: the last reward counts, not the sum; ``success_reward``: what a success is worth; ``error``: ``fail``, or
-    ``tell`` when the policy reads errors of a step."""
+    """How answers are read: which ``field`` of an observation is shown, and how many characters of
+    it at ``most``; ``level``: the last reward counts, not the sum; ``success_reward``: what a
+    success is worth; ``error``: ``fail``, or ``tell`` when the policy reads errors of a step."""
 
     field: str = ""
     most: int = 4000
@@ -177,8 +197,8 @@ class Reading:
 
 @dataclass
 class _Answers:
-    """What is known of the answer to a turn whose calls are made one by one: a call that was not executed is made again
-    without those before it."""
+    """What is known of the answer to a turn whose calls are made one by one: a call that was not
+    executed is made again without those before it."""
 
     message: AssistantMessage
     messages: list[ChatMessage] = field(default_factory=list)
@@ -188,12 +208,15 @@ class _Answers:
 class OpenEnvEnvironment:
     """Plays one episode after another on a session that is opened when it is needed.
 
-    ``clients`` make a connection to each server, the one to try first at the beginning. ``form``: of the action, None
-    when the server lists its tools itself, for which each new session is asked.
+    ``clients`` make a connection to each server, the one to try first at the beginning. ``form``:
+    of the action, None when the server lists its tools itself, for which each new session is asked.
     """
 
     def __init__(
-        self, clients: Sequence[Callable[[], OpenEnvClient]], form: ActionForm | None, reading: Reading
+        self,
+        clients: Sequence[Callable[[], OpenEnvClient]],
+        form: ActionForm | None,
+        reading: Reading,
     ) -> None:
         self._form = form
         self._reading = reading
@@ -213,11 +236,13 @@ class OpenEnvEnvironment:
         self._done = result.done
         self._return = (result.reward or 0.0) if self._done else 0.0
         text = self._said(result.observation)
-        return Opening([{"role": "user", "content": text}], self._tools.tools if self._tools else ())
+        return Opening(
+            [{"role": "user", "content": text}], self._tools.tools if self._tools else ()
+        )
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """Take the actions of a turn, one after the other. What the policy did wrong it reads. Raises
-        EnvironmentFailure."""
+        """Take the actions of a turn, one after the other. What the policy did wrong it reads.
+        Raises EnvironmentFailure."""
         if self._tools is None:
             raise EnvironmentFailure("lost", "there is no session: reset comes first")
         if self._done:
@@ -264,15 +289,20 @@ class OpenEnvEnvironment:
         answer = {"role": "tool", "name": name, "content": cut(said, self._reading.most)}
         return answer | {"tool_call_id": call.id} if call.id else answer
 
-    async def _act(self, action: Mapping[str, Any], answers: _Answers) -> tuple[str, Mapping[str, Any] | None]:
-        """Take one action; returns what the policy reads, and the observation unless the server refused the action."""
+    async def _act(
+        self, action: Mapping[str, Any], answers: _Answers
+    ) -> tuple[str, Mapping[str, Any] | None]:
+        """Take one action; returns what the policy reads, and the observation unless the server
+        refused the action."""
         try:
             result = await self._session.step(action, self._told)
         except EnvError as error:
             return refusal_text(error, self._reading.most), None
         self._done = result.done
         if result.reward is not None:
-            answers.reward = result.reward if self._reading.level else (answers.reward or 0.0) + result.reward
+            answers.reward = (
+                result.reward if self._reading.level else (answers.reward or 0.0) + result.reward
+            )
         return self._said(result.observation), result.observation
 
     async def _ask_tools(self) -> None:
@@ -289,9 +319,13 @@ class OpenEnvEnvironment:
         return error.code == REFUSED or self._reading.error == "tell"
 
     def _said(self, observation: Mapping[str, Any]) -> str:
-        return self._json(lambda seen, most: observation_text(seen, self._reading.field, most), observation)
+        return self._json(
+            lambda seen, most: observation_text(seen, self._reading.field, most), observation
+        )
 
-    def _json(self, read: Callable[[Mapping[str, Any], int], str], observation: Mapping[str, Any]) -> str:
+    def _json(
+        self, read: Callable[[Mapping[str, Any], int], str], observation: Mapping[str, Any]
+    ) -> str:
         try:
             return read(observation, self._reading.most)
         except ValueError as error:
@@ -304,11 +338,16 @@ _OF_AN_ACTION = frozenset({"content", "tool_calls"})
 def speaks_messages(action: Any, metadata: Mapping[str, Any]) -> bool:
     """Whether a server with this schema of its action and these metadata serves messages."""
     properties = action.get("properties") if isinstance(action, Mapping) else None
-    return metadata.get("messages") is True and isinstance(properties, Mapping) and {*properties} >= _OF_AN_ACTION
+    return (
+        metadata.get("messages") is True
+        and isinstance(properties, Mapping)
+        and {*properties} >= _OF_AN_ACTION
+    )
 
 
 class ServedTaskSet(SeedTaskSet):
-    """An endless set whose seeds draw from the tasks of a server's split; the server keeps its splits apart."""
+    """An endless set whose seeds draw from the tasks of a server's split; the server keeps its
+    splits apart."""
 
     def instantiate(self, template_id: str, seed: int) -> Task:
         """Return the task of a seed. Raises KeyError for an unknown template."""
@@ -343,7 +382,16 @@ class MessagesEnvironment:
             rewards = checked_numbers(seen.get("rewards") or {}, "the server's rewards")
             metrics = checked_numbers(seen.get("metrics") or {}, "the server's metrics")
         final = seen.get("final") is True
-        return Turn(messages, result.done, result.reward, rewards, metrics, _info(seen), final, _state_key(seen))
+        return Turn(
+            messages,
+            result.done,
+            result.reward,
+            rewards,
+            metrics,
+            _info(seen),
+            final,
+            _state_key(seen),
+        )
 
     async def close(self) -> None:
         """End the session."""
@@ -351,16 +399,22 @@ class MessagesEnvironment:
 
 
 def _action(message: AssistantMessage) -> dict[str, Any]:
-    action: dict[str, Any] = {"content": whole_text(message.content), "token_count": message.token_count}
+    action: dict[str, Any] = {
+        "content": whole_text(message.content),
+        "token_count": message.token_count,
+    }
     if message.tool_calls:
         action["tool_calls"] = [_call(call) for call in message.tool_calls]
     return action | {
-        name: whole_text(value) for name, value in (("reasoning", message.reasoning), ("text", message.text)) if value
+        name: whole_text(value)
+        for name, value in (("reasoning", message.reasoning), ("text", message.text))
+        if value
     }
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """A call; one that could not be parsed is sent as it was written, and the server says what is wrong with it."""
+    """A call; one that could not be parsed is sent as it was written, and the server says what is
+    wrong with it."""
     readable = not call.problem and not json_problem(call.arguments)
     written = {"name": whole_text(call.name), "arguments": dict(call.arguments)}
     if not readable:

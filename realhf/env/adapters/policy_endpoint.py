@@ -1,8 +1,8 @@
-"""Lets a program that wants to call a model be played as an environment: its calls become what the policy reads, and
-what the policy says becomes the answer to the call.
+"""Lets a program that wants to call a model be played as an environment: its calls become what the
+policy reads, and what the policy says becomes the answer to the call.
 
-The program calls an endpoint of this process, in the form of the OpenAI chat API, and waits there until the policy has
-spoken. Every conversation has a model name of its own.
+The program calls an endpoint of this process, in the form of the OpenAI chat API, and waits there
+until the policy has spoken. Every conversation has a model name of its own.
 """
 
 from __future__ import annotations
@@ -25,8 +25,15 @@ SECRET_HEADER = "x-policy-secret"
 _MOST_HEADERS = 64
 _MOST_BODY = 64 << 20
 _REQUEST_S = 60.0
-"""A request has arrived within this time; it may then wait for the policy as long as its episode lasts."""
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""A request has arrived within this time; it may then wait for the policy as long as its episode
+lasts."""
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 
 
 class Unplayable(ValueError):
@@ -39,11 +46,14 @@ class HeadTooLarge(Exception):
 
 @dataclass
 class ModelCall:
-    """One call that waits for the policy: ``messages`` are all of the conversation, ``answer`` what is returned."""
+    """One call that waits for the policy: ``messages`` are all of the conversation, ``answer`` what
+    is returned."""
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Mapping[str, Any]]
-    answer: asyncio.Future[dict[str, Any]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    answer: asyncio.Future[dict[str, Any]] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
 
 class Conversation:
@@ -56,8 +66,8 @@ class Conversation:
         self._said = False
 
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Wait for the policy's answer to a request. Raises Unplayable for a request that is none, and when the
-        episode ends meanwhile."""
+        """Wait for the policy's answer to a request. Raises Unplayable for a request that is none,
+        and when the episode ends meanwhile."""
         call = ModelCall(read_messages(body.get("messages")), read_tools(body.get("tools")))
         self.calls.put_nowait(call)
         self._waiting.add(call.answer)
@@ -73,14 +83,21 @@ class Conversation:
                 answer.set_exception(Unplayable("the episode is over"))
 
     def new_messages(self, call: ModelCall) -> Sequence[ChatMessage]:
-        """The messages of a call that the policy has not read or said yet. Raises Unplayable when the conversation
-        before them was changed."""
+        """The messages of a call that the policy has not read or said yet. Raises Unplayable when
+        the conversation before them was changed."""
         known = self._seen
         found = call.messages
         size = len(known) + self._said
-        same = [_compared(message) for message in found[: len(known)]] == [_compared(message) for message in known]
-        if not same or (self._said and (len(found) < size or found[size - 1].get("role") != "assistant")):
-            raise Unplayable("it changed the conversation between two calls of its model, or holds several at once")
+        same = [_compared(message) for message in found[: len(known)]] == [
+            _compared(message) for message in known
+        ]
+        if not same or (
+            self._said and (len(found) < size or found[size - 1].get("role") != "assistant")
+        ):
+            raise Unplayable(
+                "it changed the conversation between two calls of its model, or holds several at "
+                "once"
+            )
         self._seen = [*found]
         return found[size:]
 
@@ -92,8 +109,8 @@ class Conversation:
 
 
 def written(message: AssistantMessage) -> dict[str, Any]:
-    """A turn of the policy as a message of the chat API. A call that could not be parsed keeps its text as arguments,
-    so that the program reports it."""
+    """A turn of the policy as a message of the chat API. A call that could not be parsed keeps its
+    text as arguments, so that the program reports it."""
     calls = [_written_call(number, call) for number, call in enumerate(message.tool_calls)]
     said: dict[str, Any] = {"role": "assistant", "content": whole_text(message.content)}
     return said | {"tool_calls": calls} if calls else said
@@ -101,14 +118,18 @@ def written(message: AssistantMessage) -> dict[str, Any]:
 
 def _written_call(number: int, call: ToolCall) -> dict[str, Any]:
     readable = not call.problem and not json_problem(call.arguments)
-    arguments = json.dumps(dict(call.arguments)) if readable else whole_text(call.text or call.problem or "?")
+    arguments = (
+        json.dumps(dict(call.arguments))
+        if readable
+        else whole_text(call.text or call.problem or "?")
+    )
     function = {"name": whole_text(call.name) or "unknown", "arguments": arguments}
     return {"id": call.id or f"call_{number}", "type": "function", "function": function}
 
 
 def read_messages(found: Any) -> list[ChatMessage]:
-    """The messages of a request, with text as content. Raises Unplayable for what is no message, and for pictures and
-    the like."""
+    """The messages of a request, with text as content. Raises Unplayable for what is no message,
+    and for pictures and the like."""
     if not isinstance(found, list) or not found:
         raise Unplayable(f"it sent no messages but {shown(found)}")
     read = [_read_message(message) for message in found]
@@ -118,12 +139,18 @@ def read_messages(found: Any) -> list[ChatMessage]:
 
 
 def _read_message(message: Any) -> Any:
-    """A message in the form that is played here: an assistant's calls are the policy's own, and known."""
+    """A message in the form that is played here: an assistant's calls are the policy's own, and
+    known."""
     if not isinstance(message, Mapping):
         return message
     role = message.get("role")
-    read = {"role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": _text(message.get("content"))}
-    return read | {key: message[key] for key in ("name", "tool_call_id") if message.get(key) is not None}
+    read = {
+        "role": _ROLES.get(role, role) if isinstance(role, str) else role,
+        "content": _text(message.get("content")),
+    }
+    return read | {
+        key: message[key] for key in ("name", "tool_call_id") if message.get(key) is not None
+    }
 
 
 def _text(content: Any) -> str:
@@ -147,12 +174,14 @@ def read_tools(found: Any) -> list[Mapping[str, Any]]:
 
 
 def _compared(message: ChatMessage) -> tuple[Any, Any]:
-    """What must stay the same of a message; an assistant's own words may be written back in another way."""
+    """What must stay the same of a message; an assistant's own words may be written back in another
+    way."""
     return (message["role"], None if message["role"] == "assistant" else message["content"])
 
 
 class PolicyEndpoint:
-    """Serves the chat API to programs of this machine that know the ``secret``, on the event loop that starts it."""
+    """Serves the chat API to programs of this machine that know the ``secret``, on the event loop
+    that starts it."""
 
     def __init__(self) -> None:
         self.secret = secrets.token_urlsafe(24)
@@ -162,7 +191,9 @@ class PolicyEndpoint:
 
     async def start(self) -> None:
         """Listen on a free port of the loopback."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=MOST_HEAD_BYTES)
+        self._server = await asyncio.start_server(
+            self._serve, "127.0.0.1", 0, limit=MOST_HEAD_BYTES
+        )
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/v1"
 
     async def stop(self) -> None:
@@ -186,7 +217,10 @@ class PolicyEndpoint:
         try:
             status, answer = await self._answer(reader)
             body = json.dumps(answer).encode()
-            head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            head = (
+                f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: "
+                f"{len(body)}\r\n"
+            )
             writer.write(f"{head}Connection: close\r\n\r\n".encode() + body)
             await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError, TimeoutError):
@@ -200,9 +234,13 @@ class PolicyEndpoint:
         try:
             async with asyncio.timeout(_REQUEST_S):
                 line, headers = await _head(reader)
-                if not hmac.compare_digest(headers.get(SECRET_HEADER, "").encode(), self.secret.encode()):
+                if not hmac.compare_digest(
+                    headers.get(SECRET_HEADER, "").encode(), self.secret.encode()
+                ):
                     return "401 Unauthorized", _error("the secret is missing or wrong")
-                if not line.startswith("POST ") or not line.split()[1].endswith("/chat/completions"):
+                if not line.startswith("POST ") or not line.split()[1].endswith(
+                    "/chat/completions"
+                ):
                     return "404 Not Found", _error("only POST .../chat/completions is served")
                 body = json.loads(await reader.readexactly(_length(headers)))
             conversation = self._conversations.get(body["model"])
@@ -219,7 +257,12 @@ class PolicyEndpoint:
             return "400 Bad Request", _error(str(error))
         reason = "tool_calls" if message.get("tool_calls") else "stop"
         choice = {"index": 0, "finish_reason": reason, "message": message}
-        found = {"id": body["model"], "object": "chat.completion", "created": 0, "model": body["model"]}
+        found = {
+            "id": body["model"],
+            "object": "chat.completion",
+            "created": 0,
+            "model": body["model"],
+        }
         return "200 OK", found | {"choices": [choice]}
 
 

@@ -1,10 +1,12 @@
 """Plays environments of the package ``verifiers``: ``env.path=verifiers env.name=NAME``.
 
-An environment of the package starts what its episodes share (an interception server, tool servers); that is done once
-for each event loop, by a task of its own, and undone when the last instance is closed.
+An environment of the package starts what its episodes share (an interception server, tool servers);
+that is done once for each event loop, by a task of its own, and undone when the last instance is
+closed.
 
-The environment's own code decides who speaks, what tools do, when an episode ends and what it is worth; only its model
-is replaced by the policy. Its tasks are the tasks. Source: verifiers 0.4 (``verifiers.v1``).
+The environment's own code decides who speaks, what tools do, when an episode ends and what it is
+worth; only its model is replaced by the policy. Its tasks are the tasks. Source: verifiers 0.4
+(``verifiers.v1``).
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ def offer_harness(verifiers: ModuleType) -> str:
     """Make the harness known to the package under the name that is returned."""
     if HARNESS not in sys.modules:
         module = ModuleType(HARNESS, "The harness of realhf's policy.")
-        module.__dict__.update({"PolicyHarness": _harness_class(verifiers), "__all__": ["PolicyHarness"]})
+        module.__dict__.update(
+            {"PolicyHarness": _harness_class(verifiers), "__all__": ["PolicyHarness"]}
+        )
         sys.modules[HARNESS] = module
     return HARNESS
 
@@ -92,7 +96,9 @@ def _harness_class(verifiers: ModuleType) -> type[Any]:
             messages += _as_messages(prompt)
             from verifiers.v1.runtimes import ProgramResult  # pyright: ignore[reportMissingImports]
 
-            problem = await _talk(ctx.model, f"{endpoint}/chat/completions", secret, mcp_urls, messages)
+            problem = await _talk(
+                ctx.model, f"{endpoint}/chat/completions", secret, mcp_urls, messages
+            )
             return ProgramResult(exit_code=1 if problem else 0, stdout="", stderr=problem)
 
     return PolicyHarness
@@ -106,8 +112,11 @@ def _as_messages(prompt: Any) -> list[dict[str, Any]]:
     return [message_to_wire(message) for message in prompt or []]
 
 
-async def _talk(model: str, url: str, secret: str, mcp_urls: Mapping[str, str], messages: list[dict[str, Any]]) -> str:
-    """Go on until the model answers without a tool call. Returns why a call of the model failed, "" if none did."""
+async def _talk(
+    model: str, url: str, secret: str, mcp_urls: Mapping[str, str], messages: list[dict[str, Any]]
+) -> str:
+    """Go on until the model answers without a tool call. Returns why a call of the model failed, ""
+    if none did."""
     import httpx
     from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp  # pyright: ignore[reportMissingImports]
 
@@ -122,7 +131,9 @@ async def _talk(model: str, url: str, secret: str, mcp_urls: Mapping[str, str], 
         client = await stack.enter_async_context(httpx.AsyncClient(timeout=None, trust_env=False))
         while True:
             body = {"model": model, "messages": messages} | ({"tools": tools} if tools else {})
-            answer = await client.post(url, headers={"Authorization": f"Bearer {secret}"}, json=body)
+            answer = await client.post(
+                url, headers={"Authorization": f"Bearer {secret}"}, json=body
+            )
             if answer.status_code != 200:
                 return f"HTTP {answer.status_code}: {answer.text[:2000]}"
             message = answer.json()["choices"][0]["message"]
@@ -138,8 +149,18 @@ async def _talk(model: str, url: str, secret: str, mcp_urls: Mapping[str, str], 
                 elif name in dispatch:
                     content = await call_mcp(servers, dispatch, name, arguments)
                 else:
-                    content = f"error: unknown tool {name[:60]!r} (known: {', '.join(dispatch) or 'none'})"
-                messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": _short(content)})
+                    content = (
+                        f"error: unknown tool {name[:60]!r} (known: "
+                        f"{', '.join(dispatch) or 'none'})"
+                    )
+                messages.append(
+                    {
+                        "role": "tool",
+                        "tool_call_id": call["id"],
+                        "name": name,
+                        "content": _short(content),
+                    }
+                )
 
 
 def _arguments(text: str) -> dict[str, Any] | str:
@@ -165,8 +186,8 @@ _NO_KEY = "REALHF_POLICY_HAS_NO_KEY"
 
 
 class Serving:
-    """An environment of the package that serves, and the endpoint that it calls, until ``stop`` is called. ``users``
-    are the instances that play on it."""
+    """An environment of the package that serves, and the endpoint that it calls, until ``stop`` is
+    called. ``users`` are the instances that play on it."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
         self.endpoint = PolicyEndpoint()
@@ -199,7 +220,9 @@ class Serving:
             if self._ready.done():
                 _log.warning("a verifiers environment ended badly: %s", _described(error))
             else:
-                self._ready.set_exception(EnvironmentFailure("internal", f"it does not start: {_described(error)}"))
+                self._ready.set_exception(
+                    EnvironmentFailure("internal", f"it does not start: {_described(error)}")
+                )
         finally:
             await self.endpoint.stop()
             if not self._ready.done():
@@ -207,14 +230,16 @@ class Serving:
 
 
 class Stage:
-    """What the instances of one event loop share. ``load`` makes the package's environment, and may block."""
+    """What the instances of one event loop share. ``load`` makes the package's environment, and may
+    block."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
         self._load = load
         self._now: Serving | None = None
 
     async def enter(self) -> Serving:
-        """Return what serves, started if it must be; ``leave`` gives it back. Raises EnvironmentFailure."""
+        """Return what serves, started if it must be; ``leave`` gives it back. Raises
+        EnvironmentFailure."""
         if self._now is None:
             self._now = Serving(self._load)
         serving = self._now
@@ -236,8 +261,9 @@ class Stage:
 
 
 class VerifiersEnvironment:
-    """Plays one episode after another. ``stage_of`` returns what the instances of the running loop share; ``task_of``
-    the package's task of a payload, which may block; ``context`` makes the model context for a name and an endpoint."""
+    """Plays one episode after another. ``stage_of`` returns what the instances of the running loop
+    share; ``task_of`` the package's task of a payload, which may block; ``context`` makes the model
+    context for a name and an endpoint."""
 
     def __init__(
         self,
@@ -258,8 +284,8 @@ class VerifiersEnvironment:
         self._ended: Turn | None = None
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
-        """Begin an episode of the package's task that the payload names; the seed changes nothing. Raises
-        EnvironmentFailure."""
+        """Begin an episode of the package's task that the payload names; the seed changes nothing.
+        Raises EnvironmentFailure."""
         del seed
         await self._abandon()
         if self._serving is None:
@@ -271,11 +297,14 @@ class VerifiersEnvironment:
         self._run = asyncio.create_task(self._play(self._serving, chosen, self._conversation))
         await self._next()
         if self._call is None:
-            raise EnvironmentFailure("internal", "the episode ended before the policy was asked anything")
+            raise EnvironmentFailure(
+                "internal", "the episode ended before the policy was asked anything"
+            )
         return Opening(self._new_messages(self._call), self._call.tools)
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """Answer the model call that waits, and return what the environment says next. Raises EnvironmentFailure."""
+        """Answer the model call that waits, and return what the environment says next. Raises
+        EnvironmentFailure."""
         if self._call is None:
             if self._ended is not None:
                 return self._ended
@@ -302,12 +331,15 @@ class VerifiersEnvironment:
         name = serving.endpoint.add(conversation)
         try:
             headers = {SECRET_HEADER: serving.endpoint.secret}
-            return await serving.env.run_episode(task, self._context(name, serving.endpoint.url, headers, _NO_KEY))
+            return await serving.env.run_episode(
+                task, self._context(name, serving.endpoint.url, headers, _NO_KEY)
+            )
         finally:
             serving.endpoint.remove(name)
 
     async def _next(self) -> None:
-        """Wait for the next model call, or for the end of the episode. Whoever asks has a deadline and cancels."""
+        """Wait for the next model call, or for the end of the episode. Whoever asks has a deadline
+        and cancels."""
         assert self._run is not None
         asked = asyncio.create_task(self._conversation.calls.get())
         try:
@@ -315,7 +347,9 @@ class VerifiersEnvironment:
             if asked.done():
                 self._call = asked.result()
             elif not self._run.cancelled() and (error := self._run.exception()) is not None:
-                raise EnvironmentFailure("internal", f"its code raised {_described(error)}") from error
+                raise EnvironmentFailure(
+                    "internal", f"its code raised {_described(error)}"
+                ) from error
         finally:
             asked.cancel()
 
@@ -335,23 +369,45 @@ class VerifiersEnvironment:
         try:
             return self._conversation.new_messages(call)
         except Unplayable as error:
-            raise EnvironmentFailure("internal", f"this environment cannot be played in turns: {error}") from None
+            raise EnvironmentFailure(
+                "internal", f"this environment cannot be played in turns: {error}"
+            ) from None
 
     def _scored(self, episode: Any) -> Turn:
-        """The turn that ends an episode: its named rewards and metrics. Raises EnvironmentFailure when the package
-        reports that the episode failed."""
+        """The turn that ends an episode: its named rewards and metrics. Raises EnvironmentFailure
+        when the package reports that the episode failed."""
         problems = [f"{error.type}: {error.message}" for error in episode.errors]
-        problems += [f"{trace.last_error.type}: {trace.last_error.message}" for trace in episode.traces if not trace.ok]
+        problems += [
+            f"{trace.last_error.type}: {trace.last_error.message}"
+            for trace in episode.traces
+            if not trace.ok
+        ]
         if not episode.ok:
             raise EnvironmentFailure("internal", "; ".join(problems)[:2000] or "the episode failed")
         if len(episode.traces) != 1:
-            raise EnvironmentFailure("internal", f"the episode has {len(episode.traces)} agents, not one")
+            raise EnvironmentFailure(
+                "internal", f"the episode has {len(episode.traces)} agents, not one"
+            )
         trace = episode.traces[0]
-        rewards = {name: _finite(name, reward.value) for name, reward in trace.rewards.items() if reward is not None}
-        metrics = {name: _finite(name, value) for name, value in trace.metrics.items() if value is not None}
+        rewards = {
+            name: _finite(name, reward.value)
+            for name, reward in trace.rewards.items()
+            if reward is not None
+        }
+        metrics = {
+            name: _finite(name, value) for name, value in trace.metrics.items() if value is not None
+        }
         reward = math.fsum(rewards.values())
         metrics["success"] = float(reward >= self._success_reward - _SOLVED)
-        return Turn((), True, reward, rewards, metrics, {"ended_by": str(trace.stop_condition or "")}, final=True)
+        return Turn(
+            (),
+            True,
+            reward,
+            rewards,
+            metrics,
+            {"ended_by": str(trace.stop_condition or "")},
+            final=True,
+        )
 
 
 def _finite(name: str, value: Any) -> float:
@@ -375,37 +431,60 @@ class VerifiersOptions:
 
     needs: ClassVar[str] = "name"
 
-    name: str = option("", "The environment (taskset): a package that is installed, or one that ships with verifiers.")
-    args: dict[str, Any] = option({}, "The options of the environment's tasks, such as env.args.game=Hangman-v0.")
-    config: dict[str, Any] = option({}, "Further settings of the environment, by the package's own names.")
-    most_tasks: int = option(1000, "At most this many tasks are read; some environments have endless ones.", at_least=2)
+    name: str = option(
+        "",
+        "The environment (taskset): a package that is installed, or one that ships with verifiers.",
+    )
+    args: dict[str, Any] = option(
+        {}, "The options of the environment's tasks, such as env.args.game=Hangman-v0."
+    )
+    config: dict[str, Any] = option(
+        {}, "Further settings of the environment, by the package's own names."
+    )
+    most_tasks: int = option(
+        1000, "At most this many tasks are read; some environments have endless ones.", at_least=2
+    )
     heldout_fraction: float = option(
-        0.1, "This part of the tasks is held out, decided by a hash of the task.", at_least=0, at_most=0.9
+        0.1,
+        "This part of the tasks is held out, decided by a hash of the task.",
+        at_least=0,
+        at_most=0.9,
     )
     max_turns: int = option(
         10,
-        "The environment ends an episode after this many turns and scores it; at most rollout.max_turns.",
+        "The environment ends an episode after this many turns and scores it; at most "
+        "rollout.max_turns.",
         at_least=1,
     )
     success_reward: float = option(1.0, "An episode with at least this reward is a success.")
     sessions: int = option(
-        8, "At most this many episodes are played at once by one process.", at_least=1, on_resume="free"
+        8,
+        "At most this many episodes are played at once by one process.",
+        at_least=1,
+        on_resume="free",
     )
     deterministic: bool = option(
-        False, "The same task and turns bring the same answers, so that a lost episode is resumed by replay."
+        False,
+        "The same task and turns bring the same answers, so that a lost episode is resumed by "
+        "replay.",
     )
 
 
 def build(options: VerifiersOptions) -> EnvironmentSpec:
-    """Return the specification. Raises ValueError that names the option for a package that is missing, an environment
-    that is not installed, settings that it does not take, and an environment that needs more than one model."""
+    """Return the specification. Raises ValueError that names the option for a package that is
+    missing, an environment that is not installed, settings that it does not take, and an
+    environment that needs more than one model."""
     if not options.name:
-        raise ValueError("env.name is missing: the name of a verifiers environment, such as env.name=textarena")
+        raise ValueError(
+            "env.name is missing: the name of a verifiers environment, such as env.name=textarena"
+        )
     package = _Package(options)
     package.check()
     return EnvironmentSpec(
         f"verifiers {options.name}",
-        lambda _: VerifiersEnvironment(package.stage, package.task, package.context, options.success_reward),
+        lambda _: VerifiersEnvironment(
+            package.stage, package.task, package.context, options.success_reward
+        ),
         package.tasks,
         concurrency=options.sessions,
         deterministic=options.deterministic,
@@ -414,17 +493,21 @@ def build(options: VerifiersOptions) -> EnvironmentSpec:
 
 
 class _Package:
-    """The environment as the package holds it: its configuration, its tasks, and a stage for each event loop. It ends
-    an episode after ``max_turns`` turns, 0 for no number."""
+    """The environment as the package holds it: its configuration, its tasks, and a stage for each
+    event loop. It ends an episode after ``max_turns`` turns, 0 for no number."""
 
     def __init__(self, options: VerifiersOptions) -> None:
         self._options = options
         self._verifiers = needed("verifiers.v1", EXTRA)
         self._loaders = needed("verifiers.v1.utils.loaders", EXTRA)
         if not hasattr(self._verifiers.Env, "run_episode"):
-            raise ValueError(f"env.path={EXTRA} needs verifiers {_OLDEST} or later: {install_command(EXTRA)}")
+            raise ValueError(
+                f"env.path={EXTRA} needs verifiers {_OLDEST} or later: {install_command(EXTRA)}"
+            )
         self.max_turns = 0
-        self._config = self._configured(self._verifiers, self._loaders, offer_harness(self._verifiers))
+        self._config = self._configured(
+            self._verifiers, self._loaders, offer_harness(self._verifiers)
+        )
         self._stages: WeakKeyDictionary[asyncio.AbstractEventLoop, Stage] = WeakKeyDictionary()
         self._lock = threading.Lock()
         self._found: Sequence[Any] | None = None
@@ -441,21 +524,30 @@ class _Package:
         return self._stages[loop]
 
     def task(self, payload: Mapping[str, Any]) -> Any:
-        """The package's task of a payload. Raises EnvironmentFailure through its caller for one that is not there."""
+        """The package's task of a payload. Raises EnvironmentFailure through its caller for one
+        that is not there."""
         return self._tasks()[int(payload["index"])]
 
     def context(self, model: str, url: str, headers: Mapping[str, str], key: str) -> Any:
         """How the package calls the policy."""
         from verifiers.v1.clients import EvalClientConfig, ModelContext  # pyright: ignore[reportMissingImports]
 
-        return ModelContext(model=model, client=EvalClientConfig(base_url=url, headers=dict(headers), api_key_var=key))
+        return ModelContext(
+            model=model,
+            client=EvalClientConfig(base_url=url, headers=dict(headers), api_key_var=key),
+        )
 
     def tasks(self, split: str) -> TaskSet:
-        """The tasks of a split; equal ones are on one side. Raises ValueError when there are none."""
+        """The tasks of a split; equal ones are on one side. Raises ValueError when there are
+        none."""
         found = self._tasks()
         rows = [
             Row(
-                {"index": number, "id": str(task.data.id or task.data.name or number), "key": task.key},
+                {
+                    "index": number,
+                    "id": str(task.data.id or task.data.name or number),
+                    "key": task.key,
+                },
                 f"task {number}",
             )
             for number, task in enumerate(found)
@@ -464,12 +556,14 @@ class _Package:
         if not part:
             other = SPLITS[1 - SPLITS.index(split)]
             raise ValueError(
-                f"env.name={self._options.name}: all {len(rows)} tasks are in the split {other!r}; set "
+                f"env.name={self._options.name}: all {len(rows)} tasks are in the split {other!r}; "
+                f"set "
                 f"env.heldout_fraction{' above 0' if split == HELD_OUT else ''}, or env.most_tasks"
             )
         group = self._options.name
         return RowTaskSet(
-            Task(f"{values['index']}:{values['id'][:60]}", group, {"index": values["index"]}) for values, _ in part
+            Task(f"{values['index']}:{values['id'][:60]}", group, {"index": values["index"]})
+            for values, _ in part
         )
 
     def _tasks(self) -> Sequence[Any]:
@@ -477,10 +571,14 @@ class _Package:
         with self._lock:
             if self._found is None:
                 try:
-                    self._found = [*itertools.islice(iter(self._loaded().taskset), self._options.most_tasks)]
+                    self._found = [
+                        *itertools.islice(iter(self._loaded().taskset), self._options.most_tasks)
+                    ]
                 except Exception as error:
                     raised = f"{type(error).__name__}: {_line(error)}"
-                    raise ValueError(f"env.name={self._options.name}: reading its tasks raised {raised}") from error
+                    raise ValueError(
+                        f"env.name={self._options.name}: reading its tasks raised {raised}"
+                    ) from error
             return self._found
 
     def _loaded(self) -> Any:
@@ -488,7 +586,8 @@ class _Package:
             return self._loaders.load_environment(self._config)
         except Exception as error:
             raise ValueError(
-                f"env.name={self._options.name}: the environment cannot be made: {type(error).__name__}: {_line(error)}"
+                f"env.name={self._options.name}: the environment cannot be made: "
+                f"{type(error).__name__}: {_line(error)}"
             ) from error
 
     def _configured(self, verifiers: ModuleType, loaders: ModuleType, harness: str) -> Any:
@@ -501,7 +600,9 @@ class _Package:
         try:
             roles = [*agent_config_fields(resolve(plain))]
             if len(roles) != 1:
-                raise ValueError(f"it has the roles {', '.join(roles)}; one with a single model can be played")
+                raise ValueError(
+                    f"it has the roles {', '.join(roles)}; one with a single model can be played"
+                )
             own = options.config.get(roles[0], {})
             seat = {
                 "runtime": {"type": "subprocess"},
@@ -514,7 +615,9 @@ class _Package:
         except ModuleNotFoundError as error:
             raise ValueError(f"env.name={options.name}: {_line(error)}") from None
         except Exception as error:
-            raise ValueError(f"env.name={options.name}, env.args, env.config: {_line(error)}") from None
+            raise ValueError(
+                f"env.name={options.name}, env.args, env.config: {_line(error)}"
+            ) from None
 
 
 def _line(error: BaseException) -> str:

@@ -1,11 +1,11 @@
-"""Calls an environment's methods, each with a deadline, and finds the line of the author's code that failed, hangs or
-blocks the event loop.
+"""Calls an environment's methods, each with a deadline, and finds the line of the author's code
+that failed, hangs or blocks the event loop.
 
-Every callback of the loop is timed: its processor time exactly, and the time that it sleeps by a thread that samples
-the stack. What one sample adds is bounded, so a process that the kernel did not run for a while is not blamed.
-Collecting garbage is not counted. The line is where most samples were. A call that held the interpreter leaves no
-sample; it is placed where its coroutine stands afterwards, or by the name of its task, where ``Caller`` puts the place
-of the method.
+Every callback of the loop is timed: its processor time exactly, and the time that it sleeps by a
+thread that samples the stack. What one sample adds is bounded, so a process that the kernel did not
+run for a while is not blamed. Collecting garbage is not counted. The line is where most samples
+were. A call that held the interpreter leaves no sample; it is placed where its coroutine stands
+afterwards, or by the name of its task, where ``Caller`` puts the place of the method.
 """
 
 from __future__ import annotations
@@ -44,12 +44,15 @@ def folders_of(reference: str) -> list[Path]:
 
 
 class UserCode:
-    """Tells the environment's code from the code around it. ``folders``: where the environment lies."""
+    """Tells the environment's code from the code around it. ``folders``: where the environment
+    lies."""
 
     def __init__(self, folders: Sequence[Path] = ()) -> None:
         kinds = ("stdlib", "platstdlib", "purelib", "platlib")
         paths = sysconfig.get_paths()
-        self._folders = {os.path.realpath(paths[kind]): False for kind in kinds} | {os.path.realpath(PACKAGE): False}
+        self._folders = {os.path.realpath(paths[kind]): False for kind in kinds} | {
+            os.path.realpath(PACKAGE): False
+        }
         self._folders |= {os.path.realpath(PACKAGE / name): True for name in _ENVIRONMENTS}
         self._folders |= {os.path.realpath(folder): True for folder in folders}
         self._here = os.path.realpath(os.getcwd())
@@ -61,8 +64,9 @@ class UserCode:
         self._owned.clear()
 
     def owns(self, file: str) -> bool:
-        """Return whether ``file`` is the environment's; the deepest known folder above it decides. A file below none
-        of them is the environment's, unless it is no file at all (``<frozen ...>``, ``<string>``)."""
+        """Return whether ``file`` is the environment's; the deepest known folder above it decides.
+        A file below none of them is the environment's, unless it is no file at all (``<frozen
+        ...>``, ``<string>``)."""
         if file not in self._owned:
             self._owned[file] = self._owns(file)
         return self._owned[file]
@@ -78,13 +82,15 @@ class UserCode:
         return os.path.isabs(path)
 
     def place(self, file: str, line: int, name: str) -> str:
-        """Return ``file:line in name``, the path relative to the working directory where it lies below it."""
+        """Return ``file:line in name``, the path relative to the working directory where it lies
+        below it."""
         path = os.path.realpath(file)
         shown = os.path.relpath(path, self._here) if path.startswith(self._here + os.sep) else path
         return f"{shown}:{line} in {name}"
 
     def of_exception(self, error: BaseException) -> str:
-        """Return the innermost line of the environment's code that led to ``error`` or to its cause; "" if none did."""
+        """Return the innermost line of the environment's code that led to ``error`` or to its
+        cause; "" if none did."""
         for each in reversed([*_chain(error)]):
             if isinstance(each, SyntaxError) and each.filename and self.owns(each.filename):
                 return self.place(each.filename, each.lineno or 0, "its text")
@@ -98,8 +104,8 @@ class UserCode:
         return ""
 
     def of_frame(self, frame: FrameType | None, below: CodeType | None = None) -> str:
-        """Return the innermost line of the environment's code among a running frame and its callers, up to the one
-        that runs ``below``."""
+        """Return the innermost line of the environment's code among a running frame and its
+        callers, up to the one that runs ``below``."""
         while frame is not None and frame.f_code is not below:
             if self.owns(frame.f_code.co_filename):
                 return self.place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
@@ -107,15 +113,21 @@ class UserCode:
         return ""
 
     def of_awaitable(self, awaited: Any) -> str:
-        """Return where a suspended coroutine, or what it awaits, stands in the environment's code; else where another
-        thread stands in it, because a method may have been handed to a thread."""
+        """Return where a suspended coroutine, or what it awaits, stands in the environment's code;
+        else where another thread stands in it, because a method may have been handed to a
+        thread."""
         if found := self.of_suspended(awaited):
             return found
-        others = (frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident())
+        others = (
+            frame
+            for thread, frame in sys._current_frames().items()
+            if thread != threading.get_ident()
+        )
         return next(filter(None, map(self.of_frame, others)), "")
 
     def of_suspended(self, awaited: Any) -> str:
-        """Return the innermost line of the environment's code in a suspended coroutine and in what it awaits."""
+        """Return the innermost line of the environment's code in a suspended coroutine and in what
+        it awaits."""
         found = ""
         task = None
         for _ in range(_MOST_LINKS):
@@ -125,7 +137,14 @@ class UserCode:
                 task = None
             if awaited is None:
                 break
-            frame = next((f for n in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(awaited, n, None))), None)
+            frame = next(
+                (
+                    f
+                    for n in ("cr_frame", "gi_frame", "ag_frame")
+                    if (f := getattr(awaited, n, None))
+                ),
+                None,
+            )
             if frame is not None and self.owns(frame.f_code.co_filename):
                 found = self.place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
             if get_coroutine := getattr(awaited, "get_coro", None):
@@ -136,14 +155,15 @@ class UserCode:
         return found
 
     def of_code(self, code: CodeType | None) -> str:
-        """Return where a function of the environment begins; "" for a function that is not its own."""
+        """Return where a function of the environment begins; "" for a function that is not its
+        own."""
         if code is None or not self.owns(code.co_filename):
             return ""
         return self.place(code.co_filename, code.co_firstlineno, code.co_name)
 
     def of_dump(self, text: str) -> str:
-        """Return the innermost line of the environment's code in what ``faulthandler`` wrote; the thread that it calls
-        current comes first."""
+        """Return the innermost line of the environment's code in what ``faulthandler`` wrote; the
+        thread that it calls current comes first."""
         threads = re.split(r"(?m)^(?=Thread |Current thread )", text)
         threads.sort(key=lambda thread: not thread.startswith("Current thread"))
         for thread in threads:
@@ -173,7 +193,8 @@ CALL = "environment: "
 _SAMPLE_S = 0.01
 _MOST_PER_SAMPLE_S = 0.025
 _LEAST_SAMPLES = 3
-"""A callback that slept was seen so often at least; where samples are fewer, the machine had no time for it."""
+"""A callback that slept was seen so often at least; where samples are fewer, the machine had no
+time for it."""
 
 
 class Block(NamedTuple):
@@ -237,10 +258,15 @@ class LoopWatchdog:
                 self._found.append(Block(where, seconds))
 
     def _place(self, callback: Any, busy_s: float) -> str:
-        """Where the callback was; "" if it was not in the environment's code, or only waited for a processor."""
+        """Where the callback was; "" if it was not in the environment's code, or only waited for a
+        processor."""
         busy = busy_s - self._collecting_s >= BLOCKED_S
         if self._places:
-            return self._places.most_common(1)[0][0] if busy or self._places.total() >= _LEAST_SAMPLES else ""
+            return (
+                self._places.most_common(1)[0][0]
+                if busy or self._places.total() >= _LEAST_SAMPLES
+                else ""
+            )
         if not busy:
             return ""
         task = getattr(callback, "__self__", None)
@@ -279,13 +305,21 @@ _CANCELLED_S = 1.0
 
 
 class CallFailed(Exception):
-    """An episode cannot go on: a call raised, gave no answer, or returned what it must not. ``what`` is a sentence,
-    ``kind`` what it shares with others about the same fault, ``where`` the line of the environment's code; ``hung``:
-    there was no answer; ``shape``: what the environment returned was refused; ``mend``: how to mend it, if that is not
-    the same for all failures of the call."""
+    """An episode cannot go on: a call raised, gave no answer, or returned what it must not.
+    ``what`` is a sentence, ``kind`` what it shares with others about the same fault, ``where`` the
+    line of the environment's code; ``hung``: there was no answer; ``shape``: what the environment
+    returned was refused; ``mend``: how to mend it, if that is not the same for all failures of the
+    call."""
 
     def __init__(
-        self, what: str, where: str = "", kind: str = "", *, hung: bool = False, shape: bool = False, mend: str = ""
+        self,
+        what: str,
+        where: str = "",
+        kind: str = "",
+        *,
+        hung: bool = False,
+        shape: bool = False,
+        mend: str = "",
     ) -> None:
         super().__init__(what)
         self.what, self.where, self.kind, self.mend = what, where, kind or alike(what), mend
@@ -294,17 +328,22 @@ class CallFailed(Exception):
 
 
 class Caller:
-    """Calls environments. ``timeout_s``: seconds until an answer must be there; ``announce`` is told what begins and
-    which task it concerns, so that whoever watches this process knows what it was doing when it died."""
+    """Calls environments. ``timeout_s``: seconds until an answer must be there; ``announce`` is
+    told what begins and which task it concerns, so that whoever watches this process knows what it
+    was doing when it died."""
 
-    def __init__(self, code: UserCode, timeout_s: float, announce: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, code: UserCode, timeout_s: float, announce: Callable[[str, str], None]
+    ) -> None:
         self.code = code
         self._timeout_s = timeout_s
         self._announce = announce
 
-    async def call(self, name: str, task: str, method: Callable[[], Awaitable[Any]], place: str = "") -> Any:
-        """Await ``method()``, the call of ``name`` (``reset``, ``step``, ``close``), which is defined at ``place``.
-        Raises CallFailed."""
+    async def call(
+        self, name: str, task: str, method: Callable[[], Awaitable[Any]], place: str = ""
+    ) -> Any:
+        """Await ``method()``, the call of ``name`` (``reset``, ``step``, ``close``), which is
+        defined at ``place``. Raises CallFailed."""
         self._announce(name, task)
         running = asyncio.create_task(_outcome(method), name=f"{CALL}{place}")
         done, _ = await asyncio.wait({running}, timeout=self._timeout_s)
@@ -317,7 +356,12 @@ class Caller:
         running.cancel()
         await asyncio.wait({running}, timeout=_CANCELLED_S)
         stubborn = "" if running.done() else " and cannot be cancelled"
-        raise CallFailed(f"{name} gave no answer within {self._timeout_s:g} s{stubborn}", where, "hung", hung=True)
+        raise CallFailed(
+            f"{name} gave no answer within {self._timeout_s:g} s{stubborn}",
+            where,
+            "hung",
+            hung=True,
+        )
 
     def make(self, make: Callable[[str], Environment], address: str) -> Environment:
         """Return a new instance. Raises CallFailed."""
@@ -330,8 +374,8 @@ class Caller:
     def _raised(self, name: str, error: BaseException) -> CallFailed:
         where = self.code.of_exception(error)
         if isinstance(error, EnvironmentFailure) and error.kind == "internal":
-            # The loader of an env format chains what the author's code raised as the cause; an error about a broken
-            # contract has no cause.
+            # The loader of an env format chains what the author's code raised as the cause; an
+            # error about a broken contract has no cause.
             refused = error.__context__ if isinstance(error.__context__, BrokenContract) else None
             error = error.__cause__ or refused or error
         if isinstance(error, BrokenContract):
@@ -348,7 +392,8 @@ def described(error: BaseException) -> str:
 
 
 async def _outcome(method: Callable[[], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
-    """What a call returned or raised: SystemExit and its like would leave the event loop past everybody who waits."""
+    """What a call returned or raised: SystemExit and its like would leave the event loop past
+    everybody who waits."""
     try:
         return await method(), None
     except BaseException as error:

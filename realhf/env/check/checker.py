@@ -1,7 +1,8 @@
-"""Is the process that an environment is checked in: ``python -m realhf.env.check.checker DESCRIPTOR FOLDER``.
+"""Is the process that an environment is checked in: ``python -m realhf.env.check.checker DESCRIPTOR
+FOLDER``.
 
-It runs the checks one after another and reports each. It may hang, exit or crash at any point, because the
-environment's code runs in it; ``supervisor`` watches it.
+It runs the checks one after another and reports each. It may hang, exit or crash at any point,
+because the environment's code runs in it; ``supervisor`` watches it.
 """
 
 from __future__ import annotations
@@ -55,14 +56,16 @@ _LONG = 1000
 _READ_SHARE = 0.5
 """The share of the time to make tasks that reading the demonstrations of a launch may take."""
 _ONCE_S = 1.0
-"""A block that was seen a single time, and shorter than this, is a note: importing a module, reading a word list."""
+"""A block that was seen a single time, and shorter than this, is a note: importing a module,
+reading a word list."""
 _CHECK_S = 20.0
 """Time of one check, in seconds: of an environment that is slow, less is played."""
 _WOULD_WAIT = "calls block the event loop, so many instances at once would only wait for each other"
 
 
 class Checker:
-    """Carries out an order; ``tell`` takes the events, and ``code`` tells the environment's lines from others."""
+    """Carries out an order; ``tell`` takes the events, and ``code`` tells the environment's lines
+    from others."""
 
     def __init__(self, order: Order, tell: Callable[..., None]) -> None:
         self._order = order
@@ -75,7 +78,9 @@ class Checker:
         """Load the environment, judge its tasks, play it, and report all findings."""
         spec = self._load()
         if spec is None:
-            self._skip((MUTANTS,) if self._order.mutants else ("tasks", *CHECKS), "it does not load")
+            self._skip(
+                (MUTANTS,) if self._order.mutants else ("tasks", *CHECKS), "it does not load"
+            )
         elif self._order.mutants:
             self._mutate(spec)
         else:
@@ -88,13 +93,18 @@ class Checker:
 
     @contextmanager
     def _checking(self, name: str, limit_s: float) -> Iterator[list[str]]:
-        """Announce a check that may take so long until something else is announced, and then its verdict, with the
-        remarks that are left in the list."""
+        """Announce a check that may take so long until something else is announced, and then its
+        verdict, with the remarks that are left in the list."""
         before = self._findings.hits
         remarks = list[str]()
         self._begin(name, limit_s)
         yield remarks
-        self._tell(VERDICT, name, OK if self._findings.hits == before else FAULT, ", ".join(filter(None, remarks)))
+        self._tell(
+            VERDICT,
+            name,
+            OK if self._findings.hits == before else FAULT,
+            ", ".join(filter(None, remarks)),
+        )
 
     def _begin(self, name: str, limit_s: float) -> None:
         self._check = name
@@ -109,12 +119,24 @@ class Checker:
             try:
                 spec = build_environment(self._order.reference, self._order.options)
             except (Exception, SystemExit) as error:
-                what = quoted(error, _LONG) if isinstance(error, ValueError) else f"it raises {described(error)}"
+                what = (
+                    quoted(error, _LONG)
+                    if isinstance(error, ValueError)
+                    else f"it raises {described(error)}"
+                )
                 self.add(Finding("load", what, where=self.code.of_exception(error)))
                 return None
-            known = {"name": spec.name, "deterministic": spec.deterministic, "concurrency": spec.concurrency}
-            known |= {"scripted": spec.demonstrate is not None, "service": spec.launch.module if spec.launch else ""}
-            # The folder of ``module:Name`` holds the environment's code, also where it is an installed package.
+            known = {
+                "name": spec.name,
+                "deterministic": spec.deterministic,
+                "concurrency": spec.concurrency,
+            }
+            known |= {
+                "scripted": spec.demonstrate is not None,
+                "service": spec.launch.module if spec.launch else "",
+            }
+            # The folder of ``module:Name`` holds the environment's code, also where it is an
+            # installed package.
             module = sys.modules.get(self._order.reference.rpartition(":")[0])
             if file := getattr(module, "__file__", None):
                 known[FOLDER] = str(Path(file).parent)
@@ -135,7 +157,13 @@ class Checker:
         if not tasks:
             self._skip(CHECKS, "there is no task to play")
             return
-        run = Run(self._create_harness(spec, self.add), self._order, tasks, judge.twins, self._scripts(spec))
+        run = Run(
+            self._create_harness(spec, self.add),
+            self._order,
+            tasks,
+            judge.twins,
+            self._scripts(spec),
+        )
         # Whatever loop the environment's modules ask for, the watchdog knows this one.
         with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
             runner.run(self._play_again(run) if self._order.again else self._play(run))
@@ -147,17 +175,23 @@ class Checker:
         if nothing is None and self._lacks_service(spec, (MUTANTS,)):
             return
         self._begin(MUTANTS, order.slow_s)
-        scripts = self.add(nothing) if nothing else self._solver(lambda: scripts_of(spec, order.seed))
+        scripts = (
+            self.add(nothing) if nothing else self._solver(lambda: scripts_of(spec, order.seed))
+        )
         if scripts is None:
             self._tell(VERDICT, MUTANTS, FAULT, "")
             return
         # What the check without mutants notes, it notes there.
-        harness = self._create_harness(spec, lambda finding: self.add(finding) if finding.is_fault else None)
+        harness = self._create_harness(
+            spec, lambda finding: self.add(finding) if finding.is_fault else None
+        )
         mutation = Mutation(harness, order.mutants, order.seed, self.add)
         begin = lambda what: self._begin(what, order.slow_s)
         try:
             with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
-                runner.run(mutation.play(scripts, begin, lambda *verdict: self._tell(VERDICT, *verdict)))
+                runner.run(
+                    mutation.play(scripts, begin, lambda *verdict: self._tell(VERDICT, *verdict))
+                )
         except CallFailed:
             self._skip((MUTANTS,), "an answer did not come")
         else:
@@ -167,23 +201,38 @@ class Checker:
     def _lacks_service(self, spec: EnvironmentSpec, names: Iterable[str]) -> bool:
         if spec.launch is None or self._order.address:
             return False
-        self._skip(names, f"it is played on the service {spec.launch.module}; start it and give its --address")
+        self._skip(
+            names,
+            f"it is played on the service {spec.launch.module}; start it and give its --address",
+        )
         return True
 
-    def _create_harness(self, spec: EnvironmentSpec, add: Callable[[Finding], None]) -> CheckHarness:
+    def _create_harness(
+        self, spec: EnvironmentSpec, add: Callable[[Finding], None]
+    ) -> CheckHarness:
         limit_s = self._order.timeout_s
-        caller = Caller(self.code, limit_s, lambda call, task: self._tell(NOW, self._check, call, task, limit_s))
+        caller = Caller(
+            self.code, limit_s, lambda call, task: self._tell(NOW, self._check, call, task, limit_s)
+        )
         return CheckHarness(spec, caller, add, self._order.address)
 
     def _scripts(self, spec: EnvironmentSpec) -> Scripts:
-        """Choose the demonstrations that are played; none where there is no solver, or one that raises."""
+        """Choose the demonstrations that are played; none where there is no solver, or one that
+        raises."""
         demonstrate = spec.demonstrate
         if demonstrate is None:
             return Scripts()
         self._tell(NOW, self._check, "demonstrate", "", self._order.slow_s)
-        scripts = self._solver(lambda: choose_scripts(demonstrate, _READ_SHARE * self._order.slow_s)) or Scripts()
+        scripts = (
+            self._solver(lambda: choose_scripts(demonstrate, _READ_SHARE * self._order.slow_s))
+            or Scripts()
+        )
         if not scripts.played and not self._findings.faults("demonstrations"):
-            self.add(Finding("demonstrations", "demonstrate yields nothing", "Yield a script per template"))
+            self.add(
+                Finding(
+                    "demonstrations", "demonstrate yields nothing", "Yield a script per template"
+                )
+            )
         return scripts
 
     def _solver(self, ask: Callable[[], T]) -> T | None:
@@ -216,12 +265,19 @@ class Checker:
                     remarks.append(await check(run))
                     remarks.append(f"cut short after {_CHECK_S:g} s" if run.harness.was_cut else "")
                 except CallFailed as error:
-                    why = f"an answer did not come in {name!r}" if error.hung else f"{name!r} could not be played"
+                    why = (
+                        f"an answer did not come in {name!r}"
+                        if error.hung
+                        else f"{name!r} could not be played"
+                    )
                 self._judge_blocks(watchdog)
             if not run.playable:
                 why = why or "no task could be opened"
         watchdog.stop()
-        self._tell(ABOUT, {FINGERPRINTS: fingerprints(run.transcripts) if run.harness.spec.deterministic else {}})
+        self._tell(
+            ABOUT,
+            {FINGERPRINTS: fingerprints(run.transcripts) if run.harness.spec.deterministic else {}},
+        )
         self._tell(ABOUT, {"tools": [*run.harness.tools.values()]})
 
     def _judge_blocks(self, watchdog: LoopWatchdog) -> None:
@@ -230,11 +286,16 @@ class Checker:
             blocks.setdefault(block.where, []).append(block.seconds)
         for where, seconds in blocks.items():
             again = len(seconds) > 1 or seconds[0] > _ONCE_S
-            what = f"it blocks the event loop for {1000 * max(seconds):.0f} ms, and no other episode goes on meanwhile"
+            what = (
+                f"it blocks the event loop for {1000 * max(seconds):.0f} ms, and no other episode "
+                f"goes on meanwhile"
+            )
             mend = "Await it, or hand it to a thread (asyncio.to_thread)"
             mend = mend if again else f"{mend}, if it happens more than once"
             times = len(seconds)
-            self.add(Finding("event loop", what, mend, where, is_fault=again, times=times, kind="blocks"))
+            self.add(
+                Finding("event loop", what, mend, where, is_fault=again, times=times, kind="blocks")
+            )
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,5 +1,5 @@
-"""The checks that play episodes, in their order. Each takes what a ``Run`` holds and returns a remark for people; it
-raises CallFailed when nothing more can be played."""
+"""The checks that play episodes, in their order. Each takes what a ``Run`` holds and returns a
+remark for people; it raises CallFailed when nothing more can be played."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _SCRIPTED_CASES = 4
 @dataclass
 class Run:
     """What the checks share: the ``tasks`` to play, ``twins`` (tasks of one id and two seeds) and
-    ``demonstrations``; the tasks that opened, the transcripts of those played alone, and the processor time of a
-    turn."""
+    ``demonstrations``; the tasks that opened, the transcripts of those played alone, and the
+    processor time of a turn."""
 
     harness: CheckHarness
     order: Order
@@ -50,10 +50,13 @@ class Run:
         return self.demonstrations.played
 
     def cases(self) -> list[Case]:
-        """Return what is played: all tasks that opened, and the first few scripts, the longest of each kind among
-        them."""
+        """Return what is played: all tasks that opened, and the first few scripts, the longest of
+        each kind among them."""
         scripted = self.scripts[:_SCRIPTED_CASES]
-        return [*map(Case, self.playable), *(Case(script.task, script.turns, script.kind) for script in scripted)]
+        return [
+            *map(Case, self.playable),
+            *(Case(script.task, script.turns, script.kind) for script in scripted),
+        ]
 
 
 async def check_openings(run: Run) -> str:
@@ -83,12 +86,15 @@ async def _opens_otherwise(harness: CheckHarness, one: Task, other: Task) -> boo
         return False
     what = f"one id names two episodes: seeds {one.seed} and {other.seed} open otherwise"
     place = harness.place(None, "reset")
-    harness.add(Finding("tasks", what, "Make the seed part of the id", place, one.id, kind="one id"))
+    harness.add(
+        Finding("tasks", what, "Make the seed part of the id", place, one.id, kind="one id")
+    )
     return True
 
 
 async def check_determinism(run: Run) -> str:
-    """Play every case alone, again on another instance, and again on one that has played before and left off."""
+    """Play every case alone, again on another instance, and again on one that has played before and
+    left off."""
     harness = run.harness
     cases = run.cases()
     turns = harness.turns
@@ -124,8 +130,9 @@ async def check_determinism(run: Run) -> str:
 
 
 async def check_instances(run: Run) -> str:
-    """Play many instances concurrently, but no more than can answer in time: turns that compute run one after another,
-    and the loader of an env format makes a limited number of blocking calls at the same time."""
+    """Play many instances concurrently, but no more than can answer in time: turns that compute run
+    one after another, and the loader of an env format makes a limited number of blocking calls at
+    the same time."""
     harness = run.harness
     most = run.order.instances
     half_s = run.order.timeout_s / 2
@@ -138,11 +145,15 @@ async def check_instances(run: Run) -> str:
 
 
 async def check_wrong_messages(run: Run) -> str:
-    """Send everything that a policy can get wrong. An episode goes on until it is over or failed. Where a script solves
-    a task by saying nothing, that is right there."""
+    """Send everything that a policy can get wrong. An episode goes on until it is over or failed.
+    Where a script solves a task by saying nothing, that is right there."""
     harness = run.harness
     before = run.harness.turns
-    quiet = [script.task for script in run.scripts if script.succeeds and not "".join(script.turns).strip()]
+    quiet = [
+        script.task
+        for script in run.scripts
+        if script.succeeds and not "".join(script.turns).strip()
+    ]
     for task in run.playable[:_WRONG_TASKS]:
         meant = any(task.id == other.id or task.payload == other.payload for other in quiet)
         waiting = wrong_messages([*harness.tools.values()])
@@ -154,20 +165,29 @@ async def check_wrong_messages(run: Run) -> str:
                     if not is_open:
                         await harness.reset(environment, task)
                     turn = await harness.step(environment, task, said.message, said.name)
-                    _judge_payment(harness, harness.place(environment, "step"), task, said, turn, meant=meant)
+                    _judge_payment(
+                        harness, harness.place(environment, "step"), task, said, turn, meant=meant
+                    )
                     is_open = not ends(turn)
     return counted(harness.turns - before, "message")
 
 
-def _judge_payment(harness: CheckHarness, place: str, task: Task, said: Said, turn: Turn, *, meant: bool) -> None:
+def _judge_payment(
+    harness: CheckHarness, place: str, task: Task, said: Said, turn: Turn, *, meant: bool
+) -> None:
     """Nothing that says nothing may be paid, unless that is ``meant``."""
     name, message = said
     if message.tool_calls or (message.content.strip() and message.content.isprintable()):
         return
     if solved(turn):
-        mend = "Look at what the grader takes for a solution; where nothing is to be done, let a demonstration say so"
+        mend = (
+            "Look at what the grader takes for a solution; where nothing is to be done, let a "
+            "demonstration say so"
+        )
         what = f"the task is solved by {name}"
-        harness.add(Finding("rewards", what, mend, place, task.id, is_fault=not meant, kind="solved"))
+        harness.add(
+            Finding("rewards", what, mend, place, task.id, is_fault=not meant, kind="solved")
+        )
     elif turn.reward is not None and turn.reward > 0:
         mend = "A policy finds such rewards first; pay for what the task asks"
         what = f"{turn.reward:g} is earned by {name}"
@@ -175,8 +195,8 @@ def _judge_payment(harness: CheckHarness, place: str, task: Task, said: Said, tu
 
 
 async def check_end(run: Run) -> str:
-    """Let a policy talk, and another one try its tools: one of the two episodes must end. Where there are scripts that
-    end, it is enough to say that nothing else does."""
+    """Let a policy talk, and another one try its tools: one of the two episodes must end. Where
+    there are scripts that end, it is enough to say that nothing else does."""
     harness = run.harness
     task = run.playable[0]
     most = run.order.most_turns
@@ -245,16 +265,23 @@ CHECKS: Mapping[str, Callable[[Run], Awaitable[str]]] = {
 
 
 async def play_again(run: Run) -> dict[str, list[Any]]:
-    """Play what the determinism check of another process has played, as far as it is there. Returns the
-    transcripts."""
+    """Play what the determinism check of another process has played, as far as it is there. Returns
+    the transcripts."""
     await check_openings(run)
-    return {case.key: (await run.harness.play(case)).transcript for case in run.cases() if case.key in run.order.again}
+    return {
+        case.key: (await run.harness.play(case)).transcript
+        for case in run.cases()
+        if case.key in run.order.again
+    }
 
 
 def fingerprints(transcripts: Mapping[str, Sequence[Any]]) -> dict[str, list[tuple[str, str]]]:
-    """Return for every case a digest and the beginning of the text of its opening and of every turn, to compare with
-    those of another process."""
-    texts = {key: [json.dumps(turn, sort_keys=True) for turn in turns] for key, turns in transcripts.items()}
+    """Return for every case a digest and the beginning of the text of its opening and of every
+    turn, to compare with those of another process."""
+    texts = {
+        key: [json.dumps(turn, sort_keys=True) for turn in turns]
+        for key, turns in transcripts.items()
+    }
     return {
         key: [(hashlib.sha256(text.encode()).hexdigest(), text[:_KEPT_CHARS]) for text in each]
         for key, each in texts.items()

@@ -1,4 +1,5 @@
-"""Runs the command ``python -m realhf.env check``: holds what is found, and shows it to a person."""
+"""Runs the command ``python -m realhf.env check``: holds what is found, and shows it to a
+person."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ _STYLES = {FAULT: "red", READ: "yellow", SKIPPED: "yellow"}
 
 
 class Report:
-    """Holds what is known about an environment so far, and shows it on ``console``, unless that is quiet: ``about`` it,
-    and ``verdicts`` (check, outcome, remark)."""
+    """Holds what is known about an environment so far, and shows it on ``console``, unless that is
+    quiet: ``about`` it, and ``verdicts`` (check, outcome, remark)."""
 
     def __init__(self, reference: str, console: Console | None = None) -> None:
         self.reference = reference
@@ -78,7 +79,9 @@ class Report:
         kind, *values = event
         if kind == NOW and self._status is not None:
             check, call, task, _ = values
-            self._status.update(Text(check if call == check else f"{check}: {call} {quoted(task, 40)}"))
+            self._status.update(
+                Text(check if call == check else f"{check}: {call} {quoted(task, 40)}")
+            )
         elif kind == ABOUT:
             self.about.update(values[0])
         elif kind == FINDING:
@@ -87,14 +90,17 @@ class Report:
             name, outcome, remark = values
             self.verdicts.append((name, outcome, remark))
             if outcome != SKIPPED:
-                self._line(f"{outcome:<8} {name:<{_NAME}} {remark}".rstrip(), _STYLES.get(outcome, "green"))
+                self._line(
+                    f"{outcome:<8} {name:<{_NAME}} {remark}".rstrip(), _STYLES.get(outcome, "green")
+                )
 
     def add(self, finding: Finding) -> None:
         """Take in a finding."""
         self._findings.add(finding)
 
     def compare(self, other: Report) -> None:
-        """Compare what another process played, which draws its hashes otherwise; what went wrong there counts."""
+        """Compare what another process played, which draws its hashes otherwise; what went wrong
+        there counts."""
         if other.faults:
             for finding in other.findings:
                 if finding.is_fault:
@@ -104,19 +110,31 @@ class Report:
         mend = "Nothing may depend on hash(), the order of a set, the clock or a process id"
         for key, turns in self.about[FINGERPRINTS].items():
             if key not in again:
-                self.add(Finding("determinism", f"another process has other tasks: {key!r} is missing there", mend))
+                self.add(
+                    Finding(
+                        "determinism",
+                        f"another process has other tasks: {key!r} is missing there",
+                        mend,
+                    )
+                )
                 return
             for number, (one, two) in enumerate(zip(turns, again[key], strict=False)):
                 if one[0] != two[0]:
                     name = f"turn {number}" if number else "the opening"
-                    what = f"another process answers otherwise: {name} is {difference(one[1], two[1], 100)}"
+                    what = (
+                        f"another process answers otherwise: {name} is "
+                        f"{difference(one[1], two[1], 100)}"
+                    )
                     self.add(Finding("determinism", what, mend, task=key))
                     return
 
     def show_findings(self) -> None:
         """Show each finding on a line of its own."""
         for found in self.findings:
-            self._line(f"{'FAULT' if found.is_fault else 'note'} {found.line()}", "red" if found.is_fault else "")
+            self._line(
+                f"{'FAULT' if found.is_fault else 'note'} {found.line()}",
+                "red" if found.is_fault else "",
+            )
 
     def finish(self) -> None:
         """Show the tools, what was found, and the sum."""
@@ -133,8 +151,12 @@ class Report:
             self._line(f"  {json.dumps(function.get('parameters', {}), ensure_ascii=False)}")
         self.show_findings()
         name = self.about.get("name", self.reference)
-        found = f"{counted(self.faults, 'fault')}, {counted(len(self.findings) - self.faults, 'note')}"
-        self._line(f"{name}: {found}, {self.seconds:.1f} s", "bold red" if self.faults else "bold green")
+        found = (
+            f"{counted(self.faults, 'fault')}, {counted(len(self.findings) - self.faults, 'note')}"
+        )
+        self._line(
+            f"{name}: {found}, {self.seconds:.1f} s", "bold red" if self.faults else "bold green"
+        )
 
     def close(self) -> None:
         """Leave the terminal as it was found."""
@@ -160,13 +182,20 @@ class Report:
             "reference": self.reference,
             "ok": not self.faults,
             **{name: value for name, value in self.about.items() if name not in inner},
-            "checks": [{"name": name, "outcome": outcome, "remark": text} for name, outcome, text in self.verdicts],
-            "findings": [{key: value for key, value in each.items() if key != "kind"} for each in findings],
+            "checks": [
+                {"name": name, "outcome": outcome, "remark": text}
+                for name, outcome, text in self.verdicts
+            ],
+            "findings": [
+                {key: value for key, value in each.items() if key != "kind"} for each in findings
+            ],
             "seconds": round(self.seconds, 3),
         }
 
     def _line(self, text: str, style: str = "") -> None:
-        shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+        shown = "".join(
+            char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text
+        )
         self._console.print(Text(shown, style=style), soft_wrap=True)
 
 
@@ -184,22 +213,51 @@ _OTHER_SEED = 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.description = HELP
-    parser.add_argument("reference", metavar="ENVIRONMENT", help="a registered name, file.py:Name or module:Name")
-    parser.add_argument("options", nargs="*", default=[], metavar="option=value", help="options of the environment")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument("--instances", type=_positive, default=100, help="instances that play at once (100)")
-    parser.add_argument("--timeout", type=seconds, default=10.0, metavar="S", help="seconds one call may take (10)")
-    parser.add_argument("--slow", type=seconds, default=60.0, metavar="S", help="seconds to load and make tasks (60)")
-    parser.add_argument("--limit", type=seconds, default=600.0, metavar="S", help="seconds for everything (600)")
-    parser.add_argument("--turns", type=_positive, default=100, help="turns within which an episode must end (100)")
-    parser.add_argument("--tasks", type=_positive, default=8, help="tasks that are played, over all groups (8)")
-    about = "play mutants of the demonstrations and list those that are paid in full, and check nothing else"
+    parser.add_argument(
+        "reference", metavar="ENVIRONMENT", help="a registered name, file.py:Name or module:Name"
+    )
+    parser.add_argument(
+        "options", nargs="*", default=[], metavar="option=value", help="options of the environment"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object and nothing else"
+    )
+    parser.add_argument(
+        "--instances", type=_positive, default=100, help="instances that play at once (100)"
+    )
+    parser.add_argument(
+        "--timeout", type=seconds, default=10.0, metavar="S", help="seconds one call may take (10)"
+    )
+    parser.add_argument(
+        "--slow",
+        type=seconds,
+        default=60.0,
+        metavar="S",
+        help="seconds to load and make tasks (60)",
+    )
+    parser.add_argument(
+        "--limit", type=seconds, default=600.0, metavar="S", help="seconds for everything (600)"
+    )
+    parser.add_argument(
+        "--turns", type=_positive, default=100, help="turns within which an episode must end (100)"
+    )
+    parser.add_argument(
+        "--tasks", type=_positive, default=8, help="tasks that are played, over all groups (8)"
+    )
+    about = (
+        "play mutants of the demonstrations and list those that are paid in full, and check "
+        "nothing else"
+    )
     parser.add_argument("--mutate", action="store_true", help=about)
-    parser.add_argument("--most", type=_positive, default=2000, metavar="N", help="mutants in all (2000)")
+    parser.add_argument(
+        "--most", type=_positive, default=2000, metavar="N", help="mutants in all (2000)"
+    )
     about = "with --mutate: write what was found into NAME.passport.json beside the environment"
     parser.add_argument("--passport", action="store_true", help=about)
     parser.add_argument("--seed", type=int, default=0, help="draws demonstrations and mutants (0)")
-    parser.add_argument("--address", default="", help="address of the service that the environment is played on")
+    parser.add_argument(
+        "--address", default="", help="address of the service that the environment is played on"
+    )
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
@@ -226,7 +284,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     except KeyboardInterrupt:
         report.close()
         report.show_findings()
-        print("interrupted: the environment's process is gone, and what was not judged yet stays so", file=sys.stderr)
+        print(
+            "interrupted: the environment's process is gone, and what was not judged yet stays so",
+            file=sys.stderr,
+        )
         return 130
     finally:
         report.close()
@@ -239,40 +300,62 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def keep_passport(report: Report, arguments: argparse.Namespace) -> None:
-    """Write the passport of an environment whose mutants were played to the end; that this cannot be is a fault."""
+    """Write the passport of an environment whose mutants were played to the end; that this cannot
+    be is a fault."""
     found = report.about.get(MUTANTS, {})
     file = report.about.get(PASSPORT)
     kinds = {name: Counts(**counts) for name, counts in found.get("kinds", {}).items()}
     if file is None or not kinds:
-        why = "not all mutants were played" if file is None else "nothing tells right plays from wrong ones"
-        report.add(Finding(MUTANTS, f"no passport is written, for {why}", _NO_PASSPORT if file else ""))
+        why = (
+            "not all mutants were played"
+            if file is None
+            else "nothing tells right plays from wrong ones"
+        )
+        report.add(
+            Finding(MUTANTS, f"no passport is written, for {why}", _NO_PASSPORT if file else "")
+        )
         return
-    words = ["python", "-m", "realhf.env", "check", arguments.reference, *arguments.options, "--mutate"]
-    command = shlex.join([*words, "--most", str(arguments.most), "--seed", str(arguments.seed), "--passport"])
+    words = [
+        "python",
+        "-m",
+        "realhf.env",
+        "check",
+        arguments.reference,
+        *arguments.options,
+        "--mutate",
+    ]
+    command = shlex.join(
+        [*words, "--most", str(arguments.most), "--seed", str(arguments.seed), "--passport"]
+    )
     git = git_state(Path(file).parent)
     commit = f"{git['commit'] or ''}{MODIFIED if git['modified'] else ''}"
     try:
-        Passport(report.about["name"], command, date.today().isoformat(), commit, kinds).write(Path(file))
+        Passport(report.about["name"], command, date.today().isoformat(), commit, kinds).write(
+            Path(file)
+        )
         report.hear((VERDICT, PASSPORT, OK, file))
     except OSError as error:
         report.add(Finding(MUTANTS, f"the passport cannot be written: {error}"))
 
 
 def check_reference(reference: str) -> None:
-    """Raise ValueError with one sentence for a name that is not registered and a file that is not there. What is in a
-    file is found out by loading it."""
+    """Raise ValueError with one sentence for a name that is not registered and a file that is not
+    there. What is in a file is found out by loading it."""
     parts = split_reference(reference)
     if parts.file is not None:
         if not parts.file.is_file():
             raise ValueError(f"there is no file {parts.place}")
     elif not parts.place and reference not in environments:
         known = close_to(reference, [*environments])
-        raise ValueError(f"unknown environment {reference!r}{known}; one of your own is file.py:Name or module:Name")
+        raise ValueError(
+            f"unknown environment {reference!r}{known}; one of your own is file.py:Name or "
+            f"module:Name"
+        )
 
 
 def check(order: Order, report: Report, limit_s: float) -> None:
-    """Check an environment in a child process; one without faults is played by a second process too, whose hashes are
-    drawn otherwise. Both together take ``limit_s`` seconds at most."""
+    """Check an environment in a child process; one without faults is played by a second process
+    too, whose hashes are drawn otherwise. Both together take ``limit_s`` seconds at most."""
     began = time.monotonic()
     code = UserCode(folders_of(order.reference))
     Supervisor(order, code, report.hear).run(limit_s, _FIRST_SEED)

@@ -1,5 +1,5 @@
-"""Judges what an environment hands out: what the contract asks of messages and turns, and what a policy and a trainer
-need beyond it, such as described tools and bounded rewards."""
+"""Judges what an environment hands out: what the contract asks of messages and turns, and what a
+policy and a trainer need beyond it, such as described tools and bounded rewards."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def tool_problems(tools: Any) -> Iterator[str]:
     for index, function in enumerate(tool["function"] for tool in tools):
         name = function["name"]
         if not _TOOL_NAME.fullmatch(name):
-            yield f"tool {index} has the name {name!r}; a name has 1 to 64 letters, digits, underscores and hyphens"
+            yield (
+                f"tool {index} has the name {name!r}; a name has 1 to 64 letters, digits, "
+                f"underscores and hyphens"
+            )
         elif name in names:
             yield f"two tools have the name {name!r}"
         else:
@@ -72,7 +75,11 @@ def _function_problems(function: Mapping[str, Any]) -> Iterator[str]:
         if not {*map(str, [kinds] if isinstance(kinds, str) else kinds)} <= _TYPES:
             yield f"has the parameter {name!r} of the unknown type {kinds!r}"
     required = parameters.get("required", ())
-    if isinstance(required, str) or not isinstance(required, Sequence) or not {*map(str, required)} <= {*properties}:
+    if (
+        isinstance(required, str)
+        or not isinstance(required, Sequence)
+        or not {*map(str, required)} <= {*properties}
+    ):
         yield "requires a parameter that it does not have"
 
 
@@ -86,7 +93,9 @@ def turn_problems(turn: Any) -> Iterator[str]:
     else:
         for index, message in enumerate(turn.messages):
             if message["role"] == "assistant":
-                yield f"messages[{index}] has the role 'assistant', whose words are the policy's own"
+                yield (
+                    f"messages[{index}] has the role 'assistant', whose words are the policy's own"
+                )
     if turn.reward is not None:
         yield from _number_problems("reward", "reward", turn.reward)
     for kind in ("rewards", "metrics"):
@@ -110,7 +119,10 @@ def _number_problems(what: str, name: Any, value: Any) -> Iterator[str]:
     elif problem := json_problem(value):
         yield f"a reward or metric is no plain number: {problem}"
     elif what == "reward" and abs(value) > LARGEST_REWARD:
-        yield f"the reward is {value:g}; rewards beyond {LARGEST_REWARD:g} drown everything else in a batch"
+        yield (
+            f"the reward is {value:g}; rewards beyond {LARGEST_REWARD:g} drown everything else in "
+            f"a batch"
+        )
     elif what.startswith("metrics") and name in ("success", "progress") and not 0 <= value <= 1:
         yield f"the metric {name!r} is {value:g} and not between 0 and 1"
 
@@ -130,8 +142,8 @@ def ends(turn: Turn) -> bool:
 
 
 def plain(found: Opening | Turn) -> dict[str, Any]:
-    """Return what a policy and a trainer see of an opening or a turn, as plain JSON values; ``info`` is for people and
-    left out. Call it on what has no problems only."""
+    """Return what a policy and a trainer see of an opening or a turn, as plain JSON values;
+    ``info`` is for people and left out. Call it on what has no problems only."""
     names = ("messages", "tools") if isinstance(found, Opening) else _SEEN_OF_A_TURN
     return json.loads(json.dumps({name: getattr(found, name) for name in names}, default=_plain))
 

@@ -1,4 +1,5 @@
-"""Chooses the demonstrations that a check plays, from those that a launch with the default options would make."""
+"""Chooses the demonstrations that a check plays, from those that a launch with the default options
+would make."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _MOST_SCRIPTS = 10_000
 
 @dataclass
 class Scripts:
-    """Holds the demonstrations that are played, and what is known of those that a launch would play."""
+    """Holds the demonstrations that are played, and what is known of those that a launch would
+    play."""
 
     played: Sequence[Demonstration] = ()
     """The longest of each kind first, then one of each task and kind, one kind after the other."""
@@ -38,15 +40,19 @@ def launch_request() -> DemonstrationRequest:
 
 
 def few_of_each_kind(whole: DemonstrationRequest) -> DemonstrationRequest:
-    """Return the smallest request of the same shares that asks for every kind that ``whole`` asks for."""
+    """Return the smallest request of the same shares that asks for every kind that ``whole`` asks
+    for."""
     kinds = {*whole.kinds()}
     smaller = (replace(whole, episodes_per_task=number) for number in count(1))
     return next(request for request in smaller if {*request.kinds()} == kinds)
 
 
-def choose_scripts(demonstrate: Callable[[DemonstrationRequest], Iterable[Demonstration]], seconds: float) -> Scripts:
-    """Choose from what the solver ``demonstrate`` yields; no two have the task and the kind in common. Reading what a
-    launch would play ends after ``seconds``. What the solver raises is raised."""
+def choose_scripts(
+    demonstrate: Callable[[DemonstrationRequest], Iterable[Demonstration]], seconds: float
+) -> Scripts:
+    """Choose from what the solver ``demonstrate`` yields; no two have the task and the kind in
+    common. Reading what a launch would play ends after ``seconds``. What the solver raises is
+    raised."""
     whole = launch_request()
     few: list[Demonstration] = []
     for request in (DemonstrationRequest(1, 0), few_of_each_kind(whole)):
@@ -74,7 +80,8 @@ def _keep_longest(longest: dict[str, Demonstration], script: Demonstration) -> N
 
 
 def _kinds_in_turn(scripts: Iterable[Demonstration]) -> list[Demonstration]:
-    """Return the first of each task and kind, one kind after the other, so that the first few have all kinds."""
+    """Return the first of each task and kind, one kind after the other, so that the first few have
+    all kinds."""
     by_kind: dict[str, dict[str, Demonstration]] = {}
     for script in scripts:
         by_kind.setdefault(script.kind, {}).setdefault(script.task.id, script)

@@ -11,9 +11,23 @@ from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from realhf.api.environment import AssistantMessage, Environment, EnvironmentSpec, Opening, Task, Turn
+from realhf.api.environment import (
+    AssistantMessage,
+    Environment,
+    EnvironmentSpec,
+    Opening,
+    Task,
+    Turn,
+)
 from realhf.env.check.calls import Caller, CallFailed, UserCode
-from realhf.env.check.contract import ends, opening_problems, plain, solved, tool_problems, turn_problems
+from realhf.env.check.contract import (
+    ends,
+    opening_problems,
+    plain,
+    solved,
+    tool_problems,
+    turn_problems,
+)
 from realhf.env.check.report import Finding, difference
 from realhf.env.check.scripts import policy_turn, trying
 from realhf.env.loader.tool_env import TOOL_ERRORS, ToolClassEnvironment
@@ -29,17 +43,24 @@ _MEND = {
     "make": "Making an instance must work, and take no time; open what an episode needs in reset",
     "reset": "Let reset begin an episode of every task; for a service that is down raise "
     "EnvironmentFailure('unavailable', why)",
-    "step": "Answer a message that is wrong by a turn whose message says what is wrong; an exception loses the episode",
+    "step": "Answer a message that is wrong by a turn whose message says what is wrong; an "
+    "exception loses the episode",
     "get_reward": "Let get_reward say what the state is worth, whenever it is asked",
-    "close": "Let close return at any time after the instance was made, also without or within an episode",
+    "close": "Let close return at any time after the instance was made, also without or within an "
+    "episode",
 }
-_MEND_TOOLS = "Give every tool a name, a description and a JSON schema with a type for each parameter"
-_MEND_WORTH = "It says what the state is worth so far, and changes nothing; what turns earn is added up in the instance"
+_MEND_TOOLS = (
+    "Give every tool a name, a description and a JSON schema with a type for each parameter"
+)
+_MEND_WORTH = (
+    "It says what the state is worth so far, and changes nothing; what turns earn is added up in "
+    "the instance"
+)
 
 
 class Case(NamedTuple):
-    """An episode to be played: a task, and what is said in it; ``texts`` None tries things. ``kind`` is that of the
-    demonstration whose turns ``texts`` are."""
+    """An episode to be played: a task, and what is said in it; ``texts`` None tries things.
+    ``kind`` is that of the demonstration whose turns ``texts`` are."""
 
     task: Task
     texts: Sequence[str] | None = None
@@ -48,7 +69,11 @@ class Case(NamedTuple):
     @property
     def key(self) -> str:
         """Names the case among others of one check."""
-        return self.task.id if self.texts is None else f"{self.task.id} ({self.kind or 'demonstration'})"
+        return (
+            self.task.id
+            if self.texts is None
+            else f"{self.task.id} ({self.kind or 'demonstration'})"
+        )
 
     def script(self, tools: Sequence[Mapping[str, Any]]) -> Sequence[str]:
         """Return the policy's turns, for an opening with ``tools``."""
@@ -56,9 +81,10 @@ class Case(NamedTuple):
 
 
 class Episode:
-    """What became of an episode so far: its ``transcript`` (opening and turns as plain values), what was ``said`` in
-    it, whether it has ``ended``, what was paid, whether it was solved, the ``views`` of its states in their order (none
-    for an environment that describes none), the texts that the policy read, and those of the last answer among them."""
+    """What became of an episode so far: its ``transcript`` (opening and turns as plain values),
+    what was ``said`` in it, whether it has ``ended``, what was paid, whether it was solved, the
+    ``views`` of its states in their order (none for an environment that describes none), the texts
+    that the policy read, and those of the last answer among them."""
 
     def __init__(self, opening: Opening) -> None:
         self.tools = opening.tools
@@ -87,18 +113,24 @@ class Episode:
 
 
 class _NotMade:
-    """Stands for an instance that could not be made, which is reported: a call of it fails with the same error."""
+    """Stands for an instance that could not be made, which is reported: a call of it fails with the
+    same error."""
 
     def __init__(self, error: CallFailed) -> None:
         self.error = error
 
 
 class CheckHarness:
-    """Creates instances of ``spec`` and plays episodes on them. ``add`` is called with each finding about an episode. A
-    failure of an episode is reported to ``add`` before it is raised as CallFailed."""
+    """Creates instances of ``spec`` and plays episodes on them. ``add`` is called with each finding
+    about an episode. A failure of an episode is reported to ``add`` before it is raised as
+    CallFailed."""
 
     def __init__(
-        self, spec: EnvironmentSpec, caller: Caller, add: Callable[[Finding], None], address: str = ""
+        self,
+        spec: EnvironmentSpec,
+        caller: Caller,
+        add: Callable[[Finding], None],
+        address: str = "",
     ) -> None:
         self.spec = spec
         self.code = caller.code
@@ -123,12 +155,13 @@ class CheckHarness:
         self._failed = 0
 
     def is_over(self, played: bool = True) -> bool:
-        """Return whether a check has played enough: several episodes have failed, or its time is up and it has
-        ``played`` something."""
+        """Return whether a check has played enough: several episodes have failed, or its time is up
+        and it has ``played`` something."""
         return self._failed >= _MOST_FAILED or (played and self.is_late())
 
     def is_late(self) -> bool:
-        """Return whether the time of the check is up; what it has not played yet it leaves out then."""
+        """Return whether the time of the check is up; what it has not played yet it leaves out
+        then."""
         late = time.monotonic() > self._late_at
         self.was_cut = self.was_cut or late
         return late
@@ -143,8 +176,8 @@ class CheckHarness:
 
     @asynccontextmanager
     async def instance(self, task: str) -> AsyncIterator[Environment]:
-        """Make an instance and close it. A failure on the way, or of its making, ends what is played on it, and no
-        more; one that hung is raised."""
+        """Make an instance and close it. A failure on the way, or of its making, ends what is
+        played on it, and no more; one that hung is raised."""
         try:
             environment: Any = self.make()
         except CallFailed as error:
@@ -171,8 +204,14 @@ class CheckHarness:
             "reset", environment, task.id, lambda: environment.reset(task.payload, seed=task.seed)
         )
         self._worth.pop(environment, None)
-        wrong = (f"the opening is wrong: {each}" for each in opening_problems(opening, self.spec.system_prompt))
-        tools = (f"the schema of a tool is wrong: {each}" for each in tool_problems(getattr(opening, "tools", ())))
+        wrong = (
+            f"the opening is wrong: {each}"
+            for each in opening_problems(opening, self.spec.system_prompt)
+        )
+        tools = (
+            f"the schema of a tool is wrong: {each}"
+            for each in tool_problems(getattr(opening, "tools", ()))
+        )
         failures = [CallFailed(each, shape=True) for each in wrong]
         failures += [CallFailed(each, mend=_MEND_TOOLS) for each in tools]
         self._refuse("reset", failures, environment, task.id)
@@ -180,22 +219,29 @@ class CheckHarness:
             self.tools.setdefault(tool["function"]["name"], tool)
         return opening
 
-    async def step(self, environment: Environment, task: Task, message: AssistantMessage, said: str = "") -> Turn:
-        """Take a turn and judge the answer; ``said`` describes a message that is wrong on purpose. Raises
-        CallFailed."""
+    async def step(
+        self, environment: Environment, task: Task, message: AssistantMessage, said: str = ""
+    ) -> Turn:
+        """Take a turn and judge the answer; ``said`` describes a message that is wrong on purpose.
+        Raises CallFailed."""
         self.turns += 1
         began = time.monotonic()
-        turn = await self._call("step", environment, task.id, lambda: environment.step(message), said)
+        turn = await self._call(
+            "step", environment, task.id, lambda: environment.step(message), said
+        )
         self.slowest_s = max(self.slowest_s, time.monotonic() - began)
-        wrong = [CallFailed(f"the turn is wrong: {each}", shape=True) for each in turn_problems(turn)]
+        wrong = [
+            CallFailed(f"the turn is wrong: {each}", shape=True) for each in turn_problems(turn)
+        ]
         self._refuse("step", wrong, environment, task.id, said)
         if isinstance(environment, ToolClassEnvironment):
             await self._judge_reward(environment, task.id, turn)
         return turn
 
     async def _judge_reward(self, environment: ToolClassEnvironment, task: str, turn: Turn) -> None:
-        """The state is worth the same when it is asked again, and hardly nothing after it was worth something: else the
-        author adds up what turns earn. What tools raise by mistake is noted. Raises CallFailed."""
+        """The state is worth the same when it is asked again, and hardly nothing after it was worth
+        something: else the author adds up what turns earn. What tools raise by mistake is noted.
+        Raises CallFailed."""
         again = await self._call("get_reward", environment, task, environment.reward_again)
         place = self.place(environment, "get_reward")
         before = self._worth.get(environment, 0.0)
@@ -205,9 +251,14 @@ class CheckHarness:
             self.add(Finding("rewards", what, _MEND_WORTH, place, task, kind="asked again"))
         elif now <= 0 < before:
             what = f"get_reward falls from {before:g} to {now:g}, and its last answer alone counts"
-            self.add(Finding("rewards", what, _MEND_WORTH, place, task, is_fault=False, kind="falls"))
+            self.add(
+                Finding("rewards", what, _MEND_WORTH, place, task, is_fault=False, kind="falls")
+            )
         for told in turn.info.get(TOOL_ERRORS, ()):
-            what = f"a tool that was called rightly fails, {told}, and the policy reads it as its own mistake"
+            what = (
+                f"a tool that was called rightly fails, {told}, and the policy reads it as its own "
+                f"mistake"
+            )
             mend = "Mend it, or raise ValueError with a text for the policy"
             self.add(Finding("tools", what, mend, task=task, is_fault=False, kind=told))
 
@@ -220,8 +271,8 @@ class CheckHarness:
                 raise
 
     async def play(self, case: Case, left: Case | None = None, turns: int = 0) -> Episode:
-        """Play a case on an instance of its own, which has left another one before, after some turns. Raises
-        CallFailed."""
+        """Play a case on an instance of its own, which has left another one before, after some
+        turns. Raises CallFailed."""
         environment = self.make()
         try:
             if left is not None:
@@ -236,7 +287,9 @@ class CheckHarness:
             return await self._played(environment, case)
         return None
 
-    async def _played(self, environment: Environment, case: Case, turns: int | None = None) -> Episode:
+    async def _played(
+        self, environment: Environment, case: Case, turns: int | None = None
+    ) -> Episode:
         opening = await self.reset(environment, case.task)
         episode = Episode(opening)
         for text in case.script(opening.tools)[:turns]:
@@ -247,7 +300,12 @@ class CheckHarness:
         return episode
 
     async def _call(
-        self, method: str, environment: Environment, task: str, call: Callable[[], Any], said: str = ""
+        self,
+        method: str,
+        environment: Environment,
+        task: str,
+        call: Callable[[], Any],
+        said: str = "",
     ) -> Any:
         try:
             return await self._caller.call(method, task, call, self.place(environment, method))
@@ -264,7 +322,13 @@ class CheckHarness:
     ) -> None:
         """Report failures of a call, and raise the first, if there is one."""
         for error in failures:
-            mend = _MEND_HANG if error.hung else _mend_shape(error.what) if error.shape else error.mend or _MEND[method]
+            mend = (
+                _MEND_HANG
+                if error.hung
+                else _mend_shape(error.what)
+                if error.shape
+                else error.mend or _MEND[method]
+            )
             what = f"{error.what} (the answer to {said})" if said else error.what
             where = error.where or self.place(environment, method)
             self.add(Finding(method, what, mend, where, task, kind=error.kind))
@@ -272,8 +336,8 @@ class CheckHarness:
             raise error
 
     def place(self, environment: Environment | None, method: str) -> str:
-        """Return where the environment's own code defines ``method``, or what its env format calls instead; without an
-        instance, if that has been found out."""
+        """Return where the environment's own code defines ``method``, or what its env format calls
+        instead; without an instance, if that has been found out."""
         if environment is not None and not self._places.get(method):
             self._places[method] = defined_at(environment, method, self.code)
         return self._places.get(method, "")
@@ -284,8 +348,9 @@ def _contents(found: Opening | Turn) -> list[str]:
 
 
 def defined_at(environment: Any, method: str, code: UserCode) -> str:
-    """Return where a method is defined, in the class of an instance or in what the adapter of an env format holds: an
-    object of the author's class, the class, or a function. Return "" if it is defined nowhere."""
+    """Return where a method is defined, in the class of an instance or in what the adapter of an
+    env format holds: an object of the author's class, the class, or a function. Return "" if it is
+    defined nowhere."""
     waiting = [environment]
     seen = 0
     while waiting and seen < _MOST_SEEN:
@@ -331,4 +396,6 @@ def _differing(one: Any, other: Any, place: str = "") -> tuple[str, str]:
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         index = next(index for index in range(len(one)) if one[index] != other[index])
         return _differing(one[index], other[index], f"{place}[{index}]")
-    return place, difference(json.dumps(one, ensure_ascii=False), json.dumps(other, ensure_ascii=False))
+    return place, difference(
+        json.dumps(one, ensure_ascii=False), json.dumps(other, ensure_ascii=False)
+    )

@@ -1,4 +1,5 @@
-"""Plays many instances at once and finds what they leave behind; they must not see each other either."""
+"""Plays many instances at once and finds what they leave behind; they must not see each other
+either."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from realhf.env.check.report import Finding
 THREADS = "threads"
 _OWN_THREADS = "check-"
 _LOADERS = str(PACKAGE / "env" / "loader")
-"""The loader of an env format keeps a bounded number of threads for an environment's blocking code."""
+"""The loader of an env format keeps a bounded number of threads for an environment's blocking
+code."""
 _REMEMBERED = 20_000
 Held = Mapping[str, Mapping[Any, str]]
 """What is held: kind to (name of the thing to the place that it comes from, "" if unknown)."""
@@ -34,13 +36,15 @@ def grown(before: Held, after: Held) -> Iterator[tuple[str, int, str]]:
     for kind, things in after.items():
         more = len(things) - len(before[kind])
         if more > 0:
-            places = Counter(place for thing, place in things.items() if place and thing not in before[kind])
+            places = Counter(
+                place for thing, place in things.items() if place and thing not in before[kind]
+            )
             yield kind, more, places.most_common(1)[0][0] if places else ""
 
 
 class ResourceBook:
-    """Remembers which line of the environment opened what, by an audit hook, which cannot be removed: make it in a
-    process of its own. ``look`` must be called on the event loop."""
+    """Remembers which line of the environment opened what, by an audit hook, which cannot be
+    removed: make it in a process of its own. ``look`` must be called on the event loop."""
 
     def __init__(self, code: UserCode) -> None:
         self._code = code
@@ -58,7 +62,9 @@ class ResourceBook:
             "file descriptors": dict(self._files()),
             "child processes": {child.pid: self._started for child in psutil.Process().children()},
             "tasks of the event loop": dict(self._tasks()),
-            "temporary files": {path: place for path, place in self._scratch.items() if os.path.lexists(path)},
+            "temporary files": {
+                path: place for path, place in self._scratch.items() if os.path.lexists(path)
+            },
         }
 
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
@@ -94,7 +100,10 @@ class ResourceBook:
             if code is not None and code.co_filename.startswith(_LOADERS):
                 continue
             place = self._code.of_code(code)
-            yield thread.ident or id(thread), place or self._code.of_frame(frames.get(thread.ident or 0))
+            yield (
+                thread.ident or id(thread),
+                place or self._code.of_frame(frames.get(thread.ident or 0)),
+            )
 
     def _files(self) -> Iterator[tuple[str, str]]:
         for number in os.listdir("/proc/self/fd"):
@@ -106,7 +115,9 @@ class ResourceBook:
                 # A number is given again to another file, so the target is part of the name.
                 path = target.removesuffix(" (deleted)")
                 known = (
-                    self._sockets if path.startswith("socket:") else self._opened.get(path) or self._scratch.get(path)
+                    self._sockets
+                    if path.startswith("socket:")
+                    else self._opened.get(path) or self._scratch.get(path)
                 )
                 yield f"{number} {target}", known or ""
 
@@ -128,7 +139,8 @@ _ROUNDS = 3
 _LEAST_EPISODES = 20
 _SHARE = 10
 _THREAD_SHARE = 4
-"""One thing left behind by so many episodes is a leak. Pools of threads fill up slowly, so more of these may be new."""
+"""One thing left behind by so many episodes is a leak. Pools of threads fill up slowly, so more of
+these may be new."""
 _ROUND_S = 8.0
 """A round that took longer is followed by smaller ones, in seconds."""
 _SETTLED_S = 0.5
@@ -138,9 +150,9 @@ _SETTLED_S = 0.5
 async def check_crowd(
     harness: CheckHarness, cases: Sequence[Case], alone: Mapping[str, Sequence[Any]], count: int
 ) -> float:
-    """Play ``count`` instances at once, several times, turn by turn. ``alone``: transcripts of the cases played one by
-    one; without the one of a case nothing is compared. Returns how many turns were played in a second. Raises
-    CallFailed when an answer did not come."""
+    """Play ``count`` instances at once, several times, turn by turn. ``alone``: transcripts of the
+    cases played one by one; without the one of a case nothing is compared. Returns how many turns
+    were played in a second. Raises CallFailed when an answer did not come."""
     book = ResourceBook(harness.code)
     played = harness.turns
     seconds = 0.0
@@ -161,14 +173,17 @@ async def check_crowd(
     for kind, more, place in grown(held[-2], held[-1]):
         if more >= max(2, episodes // (_THREAD_SHARE if kind == THREADS else _SHARE)):
             what = f"{episodes} closed instances left {more} {kind} behind"
-            harness.add(Finding("leaks", what, "Release in close whatever reset and step took", place))
+            harness.add(
+                Finding("leaks", what, "Release in close whatever reset and step took", place)
+            )
     return (harness.turns - played) / max(seconds, 1e-9)
 
 
 async def _play_at_once(
     harness: CheckHarness, cases: Sequence[Case], alone: Mapping[str, Sequence[Any]], count: int
 ) -> None:
-    # Each is played on an instance that has left another episode; the others go on between its turns.
+    # Each is played on an instance that has left another episode; the others go on between its
+    # turns.
     played = [cases[index % len(cases)] for index in range(count)]
     crowd = [asyncio.create_task(harness.play(case, left=case)) for case in played]
     transcripts = await asyncio.gather(*crowd, return_exceptions=True)
@@ -181,7 +196,8 @@ async def _play_at_once(
         elif case.key in alone and (differs := first_difference(alone[case.key], found.transcript)):
             what = f"among {count} instances a task is answered otherwise than alone: {differs}"
             mend = (
-                "Keep what an episode changes in the instance (self), not in the class, the module or a shared object"
+                "Keep what an episode changes in the instance (self), not in the class, the module "
+                "or a shared object"
             )
             place = harness.place(None, "reset")
             harness.add(Finding("instances", what, mend, place, case.task.id, kind="otherwise"))

@@ -1,8 +1,9 @@
 """Plays mutants of an environment's demonstrations and lists those that are paid in full.
 
-A mutant is a demonstration with something changed: an argument, a word, the order, another name, a call too many. One
-that is paid in full leaves either the same state as the demonstration, or the reward can be bought. An environment that
-describes its state (``view`` in the info of a turn) has the two told apart; for others a person reads the list.
+A mutant is a demonstration with something changed: an argument, a word, the order, another name, a
+call too many. One that is paid in full leaves either the same state as the demonstration, or the
+reward can be bought. An environment that describes its state (``view`` in the info of a turn) has
+the two told apart; for others a person reads the list.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from realhf.api.environment import SOLUTION, TRAIN, Demonstration, DemonstrationRequest, EnvironmentSpec
+from realhf.api.environment import (
+    SOLUTION,
+    TRAIN,
+    Demonstration,
+    DemonstrationRequest,
+    EnvironmentSpec,
+)
 from realhf.api.passport import Counts
 from realhf.env.check.episodes import Case, CheckHarness, Episode
 from realhf.env.check.mutators import (
@@ -36,7 +43,14 @@ from realhf.env.check.mutators import (
     words_of,
 )
 from realhf.env.check.report import FAULT, OK, READ, Finding, counted, quoted
-from realhf.env.check.scripts import call_text, functions, policy_turn, properties_of, sample, type_of
+from realhf.env.check.scripts import (
+    call_text,
+    functions,
+    policy_turn,
+    properties_of,
+    sample,
+    type_of,
+)
 
 OTHER_TOOL = "another tool"
 UNDONE = "undone"
@@ -62,13 +76,18 @@ class Action(NamedTuple):
     def text(self) -> str:
         """Return the turn as a policy writes it."""
         return "\n".join(
-            [*([self.content] if self.content or not self.calls else []), *(call_text(*call) for call in self.calls)]
+            [
+                *([self.content] if self.content or not self.calls else []),
+                *(call_text(*call) for call in self.calls),
+            ]
         )
 
     def renamed(self, word: str, other: str) -> Action:
         """Return the turn with another word in the place of one, also in the texts of arguments."""
         put = lambda value: value.replace(word, other) if isinstance(value, str) else value
-        calls = tuple((name, {key: put(value) for key, value in given.items()}) for name, given in self.calls)
+        calls = tuple(
+            (name, {key: put(value) for key, value in given.items()}) for name, given in self.calls
+        )
         return Action(self.content.replace(word, other), calls)
 
 
@@ -77,13 +96,17 @@ def read_action(text: str, tools: Sequence[Mapping[str, Any]]) -> Action:
     message = policy_turn(text, tools)
     if any(call.problem for call in message.tool_calls):
         return Action(text)
-    return Action(message.content.strip(), tuple((call.name, dict(call.arguments)) for call in message.tool_calls))
+    return Action(
+        message.content.strip(),
+        tuple((call.name, dict(call.arguments)) for call in message.tool_calls),
+    )
 
 
 class Mutants:
-    """Changes ``actions``, which call ``tools``. ``words`` stand in the episode and may be names, the likeliest first;
-    ``rng`` draws the arguments of calls that the demonstration does not make. ``described``: the state that is left can
-    be compared, so something is also made beside the work, and names are written nearly right."""
+    """Changes ``actions``, which call ``tools``. ``words`` stand in the episode and may be names,
+    the likeliest first; ``rng`` draws the arguments of calls that the demonstration does not make.
+    ``described``: the state that is left can be compared, so something is also made beside the
+    work, and names are written nearly right."""
 
     def __init__(
         self,
@@ -98,7 +121,9 @@ class Mutants:
         self._actions = tuple(actions)
         self._words = words
         self._rng = rng
-        self._properties = {name: properties_of(parameters) for name, parameters in functions(tools)}
+        self._properties = {
+            name: properties_of(parameters) for name, parameters in functions(tools)
+        }
 
     def __iter__(self) -> Iterator[Change[tuple[Action, ...]]]:
         """Yield the actions with something changed."""
@@ -117,7 +142,8 @@ class Mutants:
             yield from self._nearly_named()
 
     def _left_over(self) -> Iterator[Change[tuple[Action, ...]]]:
-        """Yield the actions with something made beside them, and with the same made and removed again."""
+        """Yield the actions with something made beside them, and with the same made and removed
+        again."""
         all_of = self._actions
         for call in self._made_beside():
             beside = Action("", (call,))
@@ -125,7 +151,9 @@ class Mutants:
             yield Change(LEFT_OVER, f"{what}, first", (beside, *all_of))
             yield Change(LEFT_OVER, f"{what}, last", (*all_of, beside))
             if len(all_of) > 1:
-                yield Change(LEFT_OVER, f"{what}, before the last action", (*all_of[:-1], beside, all_of[-1]))
+                yield Change(
+                    LEFT_OVER, f"{what}, before the last action", (*all_of[:-1], beside, all_of[-1])
+                )
             for inverse in self._inverses(*call):
                 removed = (beside, Action("", (inverse,)))
                 yield Change(REMOVED_AGAIN, f"{what} and removed again, first", (*removed, *all_of))
@@ -138,7 +166,10 @@ class Mutants:
                 if type_of(schema) not in ("", "string") or schema.get("enum"):
                     continue
                 base = made.get(name) or self._filled(known)
-                for other in (*OWN_NAMES, *(near for word in self._names() for near in near_names(word))):
+                for other in (
+                    *OWN_NAMES,
+                    *(near for word in self._names() for near in near_names(word)),
+                ):
                     yield name, {**base, key: other}
 
     def _nearly_named(self) -> Iterator[Change[tuple[Action, ...]]]:
@@ -155,7 +186,9 @@ class Mutants:
 
     def _names(self) -> list[str]:
         """The words that may be names: those of arguments, and what stands in quotes in a text."""
-        given = [value for action in self._actions for _, each in action.calls for value in each.values()]
+        given = [
+            value for action in self._actions for _, each in action.calls for value in each.values()
+        ]
         texts = [value for value in given if isinstance(value, str)]
         texts += [found for action in self._actions for found in _QUOTED.findall(action.content)]
         return [word for word in words_of(texts) if len(word) > 1 and any(map(str.isalpha, word))]
@@ -163,13 +196,21 @@ class Mutants:
     def _variants(self, action: Action) -> Iterator[Change[Action]]:
         for at, (name, given) in enumerate(action.calls):
             for kind, what, changed in self._changed_calls(name, given):
-                yield Change(kind, what, action._replace(calls=(*action.calls[:at], changed, *action.calls[at + 1 :])))
+                yield Change(
+                    kind,
+                    what,
+                    action._replace(calls=(*action.calls[:at], changed, *action.calls[at + 1 :])),
+                )
         if action.content:
             for kind, what, text in changed_text(action.content, self._words):
                 yield Change(kind, what, action._replace(content=text))
 
-    def _changed_calls(self, name: str, given: dict[str, Any]) -> Iterator[Change[tuple[str, dict[str, Any]]]]:
-        for kind, what, arguments in changed_arguments(given, self._properties.get(name, {}), self._words):
+    def _changed_calls(
+        self, name: str, given: dict[str, Any]
+    ) -> Iterator[Change[tuple[str, dict[str, Any]]]]:
+        for kind, what, arguments in changed_arguments(
+            given, self._properties.get(name, {}), self._words
+        ):
             yield Change(kind, what, (name, arguments))
         for other, known in self._properties.items():
             if other != name and {*given} <= {*known}:
@@ -184,10 +225,13 @@ class Mutants:
                 undone = Action("", (inverse,))
                 yield Change(UNDONE, what, (*all_of[: at + 1], undone, *all_of[at + 1 :]))
                 if at + 1 < len(all_of):
-                    yield Change(UNDONE, f"{what}, before the last", (*all_of[:-1], undone, all_of[-1]))
+                    yield Change(
+                        UNDONE, f"{what}, before the last", (*all_of[:-1], undone, all_of[-1])
+                    )
 
     def _inverses(self, name: str, given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield calls that may undo one: the same with two arguments exchanged, and tools of the opposite name."""
+        """Yield calls that may undo one: the same with two arguments exchanged, and tools of the
+        opposite name."""
         texts = [key for key, value in given.items() if isinstance(value, str)]
         if len(texts) == 2:
             yield name, {**given, texts[0]: given[texts[1]], texts[1]: given[texts[0]]}
@@ -196,11 +240,14 @@ class Mutants:
             first, _, others_rest = other.partition("_")
             if _OPPOSITES.get(verb) == first and rest == others_rest:
                 yield other, {key: given.get(key, next(iter(self._words), "")) for key in known}
-            elif _OPPOSITES.get(verb) == first and (shared := {key: given[key] for key in known if key in given}):
+            elif _OPPOSITES.get(verb) == first and (
+                shared := {key: given[key] for key in known if key in given}
+            ):
                 yield other, shared
 
     def _to_neighbours(self) -> Iterator[Change[tuple[Action, ...]]]:
-        """Yield everything done to a namesake: a word that stands in several places or in one is another everywhere."""
+        """Yield everything done to a namesake: a word that stands in several places or in one is
+        another everywhere."""
         for word in words_of(action.text() for action in self._actions):
             if word not in self._words or len(word) < 2:
                 continue
@@ -232,21 +279,26 @@ _MEMBER_SHARE = 4
 _PUNISHED = "What was made and removed again costs nothing, unless the task says that it does"
 _UNSHOWN = "Show it under `view` and look at it in the reward, or refuse or leave out the argument"
 _NO_SCRIPT = (
-    "Give the class, or the module of a verifier, demonstrate(request) that yields Demonstration(task, turns), as "
+    "Give the class, or the module of a verifier, demonstrate(request) that yields "
+    "Demonstration(task, turns), as "
     "docs/extend/environment.md shows"
 )
-_BOUGHT = "Pay for the state that the episode leaves, or describe in `view` only what the task is about"
+_BOUGHT = (
+    "Pay for the state that the episode leaves, or describe in `view` only what the task is about"
+)
 _NO_VIEW = (
-    "It is right if the task asks no more; else a policy finds it, too. What an episode leaves may be described under "
-    "`view`: in a class with tools a property, in a class that speaks messages in the info of its turns"
+    "It is right if the task asks no more; else a policy finds it, too. What an episode leaves may "
+    "be described under "
+    "`view`: in a class with tools a property, in a class that speaks messages in the info of its "
+    "turns"
 )
 
 
 @dataclass
 class Tally:
-    """Counts the mutants of one task: ``paid`` in full; of those, ``unequal`` leave another state; ``underpaid`` leave
-    the same state and earn less; of these, ``punished`` made something beside the work and removed it again.
-    ``members`` counts arguments whose value shows nowhere."""
+    """Counts the mutants of one task: ``paid`` in full; of those, ``unequal`` leave another state;
+    ``underpaid`` leave the same state and earn less; of these, ``punished`` made something beside
+    the work and removed it again. ``members`` counts arguments whose value shows nowhere."""
 
     mutants: int = 0
     paid: int = 0
@@ -261,14 +313,18 @@ class Tally:
         if not described:
             return f"{paid}{': read them' if self.paid else ''}"
         told = f"{paid}, {self.unequal:,} of them for another state" if self.paid else paid
-        return f"{told}; {self.underpaid:,} leave the same state and earn less" if self.underpaid else told
+        return (
+            f"{told}; {self.underpaid:,} leave the same state and earn less"
+            if self.underpaid
+            else told
+        )
 
 
 @dataclass
 class Outcome:
-    """Is what ``--json`` prints: the counts by template, and by kind of change where the state is described, and every
-    mutant that was paid in full and is not known to leave the same state; ``members`` are the arguments whose value
-    shows nowhere, by template, tool and argument."""
+    """Is what ``--json`` prints: the counts by template, and by kind of change where the state is
+    described, and every mutant that was paid in full and is not known to leave the same state;
+    ``members`` are the arguments whose value shows nowhere, by template, tool and argument."""
 
     seed: int
     described: bool = False
@@ -298,7 +354,11 @@ class Member(NamedTuple):
         """Return the actions without the call."""
         calls = actions[self.action].calls
         kept = actions[self.action]._replace(calls=(*calls[: self.call], *calls[self.call + 1 :]))
-        return (*actions[: self.action], *([kept] if kept.calls else []), *actions[self.action + 1 :])
+        return (
+            *actions[: self.action],
+            *([kept] if kept.calls else []),
+            *actions[self.action + 1 :],
+        )
 
 
 def missing(spec: EnvironmentSpec) -> Finding | None:
@@ -307,7 +367,10 @@ def missing(spec: EnvironmentSpec) -> Finding | None:
         return None
     if spec.demonstrations is not None:
         module = spec.demonstrations.module
-        what = f"its demonstrations are played by the program {module}, so there are no scripts to change"
+        what = (
+            f"its demonstrations are played by the program {module}, so there are no scripts to "
+            f"change"
+        )
         return Finding(MUTANTS, what, "Its own tests mutate it")
     return Finding(MUTANTS, "it has no scripted solver, so there is nothing to change", _NO_SCRIPT)
 
@@ -319,22 +382,36 @@ def scripts_of(spec: EnvironmentSpec, seed: int) -> dict[str, list[Demonstration
     found = {}
     for script in spec.demonstrate(DemonstrationRequest(_EPISODES_PER_TASK, seed)):
         if script.succeeds and script.kind == SOLUTION:
-            template = next((t for t in tasks.group_of if tasks.instantiate(t, script.task.seed) == script.task), "")
+            template = next(
+                (
+                    t
+                    for t in tasks.group_of
+                    if tasks.instantiate(t, script.task.seed) == script.task
+                ),
+                "",
+            )
             found.setdefault(template or script.task.id, []).append(script)
     order = [*tasks.group_of]
-    return dict(sorted(found.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+    return dict(
+        sorted(
+            found.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)
+        )
+    )
 
 
 class Mutation:
     """Plays at most ``most`` mutants in all. ``add`` takes what is found."""
 
-    def __init__(self, harness: CheckHarness, most: int, seed: int, add: Callable[[Finding], None]) -> None:
+    def __init__(
+        self, harness: CheckHarness, most: int, seed: int, add: Callable[[Finding], None]
+    ) -> None:
         self._create_harness = harness
         self._most = most
         self._add = add
         self.outcome = Outcome(seed)
         self._shows: dict[tuple[str, str], bool] = {}
-        """By (tool, argument) of the template that is played, whether another value was ever told from the first."""
+        """By (tool, argument) of the template that is played, whether another value was ever told
+        from the first."""
 
     async def play(
         self,
@@ -342,8 +419,8 @@ class Mutation:
         begin: Callable[[str], None],
         end: Callable[[str, str, str], None],
     ) -> None:
-        """Play the mutants of all scripts. ``begin`` is told what comes next, ``end`` the verdict on each template:
-        name, outcome, remark. Raises CallFailed when an answer did not come."""
+        """Play the mutants of all scripts. ``begin`` is told what comes next, ``end`` the verdict
+        on each template: name, outcome, remark. Raises CallFailed when an answer did not come."""
         played = 0
         scripted = sum(map(len, scripts.values()))
         for template, solutions in scripts.items():
@@ -352,7 +429,9 @@ class Mutation:
             for number, script in enumerate(solutions):
                 rng = random.Random(f"mutants {self.outcome.seed} {template} {number}")
                 begin(f"{played + tally.mutants:,} of at most {self._most:,} mutants, {template}")
-                faults += await self._script(template, script, max(1, self._most // scripted), rng, tally)
+                faults += await self._script(
+                    template, script, max(1, self._most // scripted), rng, tally
+                )
             self._tell_members(template, tally)
             played += tally.mutants
             described = self.outcome.described
@@ -360,16 +439,26 @@ class Mutation:
             outcome = FAULT if faults or tally.unequal else READ if reads else OK
             end(template, outcome, tally.remark(described=described))
         if not self.outcome.described and self.outcome.listed:
-            what = "it does not describe the state that an episode leaves, so what is paid in full is for you to judge"
+            what = (
+                "it does not describe the state that an episode leaves, so what is paid in full is "
+                "for you to judge"
+            )
             self._add(Finding(MUTANTS, what, _NO_VIEW, is_fault=False))
 
-    async def _script(self, template: str, script: Demonstration, most: int, rng: random.Random, tally: Tally) -> int:
-        """Play a demonstration and its mutants. Returns how many faults were found in playing the former."""
+    async def _script(
+        self, template: str, script: Demonstration, most: int, rng: random.Random, tally: Tally
+    ) -> int:
+        """Play a demonstration and its mutants. Returns how many faults were found in playing the
+        former."""
         whole = await self._create_harness.follow(Case(script.task, script.turns))
         if whole is None or not (whole.solved or whole.paid > 0):
-            fate = "cannot be played" if whole is None else f"is not solved and earns {whole.paid:g}"
+            fate = (
+                "cannot be played" if whole is None else f"is not solved and earns {whole.paid:g}"
+            )
             what = f"a demonstration {fate}, so its mutants say nothing"
-            self._add(Finding(MUTANTS, what, "`check` without --mutate says more", task=script.task.id))
+            self._add(
+                Finding(MUTANTS, what, "`check` without --mutate says more", task=script.task.id)
+            )
             return 1
         self.outcome.described = self.outcome.described or whole.view is not None
         actions = [read_action(text, whole.tools) for text in script.turns]
@@ -394,14 +483,22 @@ class Mutation:
         return 0
 
     async def _look_at_members(
-        self, script: Demonstration, whole: Episode, actions: Sequence[Action], most: int, rng: random.Random
+        self,
+        script: Demonstration,
+        whole: Episode,
+        actions: Sequence[Action],
+        most: int,
+        rng: random.Random,
     ) -> None:
-        """Find out, by ``most`` plays or a few more, which arguments have values that nothing tells apart."""
+        """Find out, by ``most`` plays or a few more, which arguments have values that nothing tells
+        apart."""
         members = _members(actions, whole.tools)
         rng.shuffle(members)
         plays = 0
         for member in members:
-            values = other_values(actions[member.action].calls[member.call][1].get(member.name), member.schema)
+            values = other_values(
+                actions[member.action].calls[member.call][1].get(member.name), member.schema
+            )
             if self._shows.get((member.tool, member.name)) or not values:
                 continue
             if plays >= most:
@@ -412,10 +509,16 @@ class Mutation:
                 self._shows[member.tool, member.name] = shows
 
     async def _shown_by(
-        self, script: Demonstration, whole: Episode, actions: Sequence[Action], member: Member, values: Sequence[Any]
+        self,
+        script: Demonstration,
+        whole: Episode,
+        actions: Sequence[Action],
+        member: Member,
+        values: Sequence[Any],
     ) -> bool | None:
-        """Return whether view or reward tell values of an argument apart, None where the call changes nothing or too
-        few of the values are accepted. What is refused leaves what the episode leaves without the call."""
+        """Return whether view or reward tell values of an argument apart, None where the call
+        changes nothing or too few of the values are accepted. What is refused leaves what the
+        episode leaves without the call."""
         refused = await self._left(script, member.without_call(actions))
         right = (whole.view, whole.paid, whole.solved)
         if refused is None or refused[0] == whole.view:
@@ -429,11 +532,18 @@ class Mutation:
         until = actions[: member.action + 1]
         first = await self._left(script, until)
         accepted = [value for value, one in zip(values, left, strict=True) if one == right]
-        return any([await self._left(script, member.put(until, value)) != first for value in accepted])
+        return any(
+            [await self._left(script, member.put(until, value)) != first for value in accepted]
+        )
 
-    async def _left(self, script: Demonstration, actions: Sequence[Action]) -> tuple[Any, float, bool] | None:
-        """Play actions. Returns the view, the reward and whether the task is solved, None where it cannot be played."""
-        episode = await self._create_harness.follow(Case(script.task, tuple(action.text() for action in actions)))
+    async def _left(
+        self, script: Demonstration, actions: Sequence[Action]
+    ) -> tuple[Any, float, bool] | None:
+        """Play actions. Returns the view, the reward and whether the task is solved, None where it
+        cannot be played."""
+        episode = await self._create_harness.follow(
+            Case(script.task, tuple(action.text() for action in actions))
+        )
         return None if episode is None else (episode.view, episode.paid, episode.solved)
 
     def _tell_members(self, template: str, tally: Tally) -> None:
@@ -441,7 +551,10 @@ class Mutation:
             if not shows:
                 tally.members += 1
                 self.outcome.members.append({"template": template, "tool": tool, "argument": name})
-                what = f"the value of {name} of {tool} shows nowhere in the view, so nothing tells a wrong one"
+                what = (
+                    f"the value of {name} of {tool} shows nowhere in the view, so nothing tells a "
+                    f"wrong one"
+                )
                 self._add(Finding(MUTANTS, f"{what} ({template})", _UNSHOWN, is_fault=False))
         self._shows.clear()
 
@@ -456,11 +569,14 @@ class Mutation:
     ) -> None:
         described = whole.view is not None
         equal = described and mutant.view == whole.view
-        # Another state that counts as a success is bought, though a turn too many may have cost something.
+        # Another state that counts as a success is bought, though a turn too many may have cost
+        # something.
         paid = mutant.paid >= whole.paid - _ALIKE or (described and mutant.solved and whole.solved)
         tally.paid += paid
         tally.underpaid += equal and not paid
-        made_nothing = change.kind == REMOVED_AGAIN and (len(mutant.views) < 2 or mutant.views[0] == mutant.views[1])
+        made_nothing = change.kind == REMOVED_AGAIN and (
+            len(mutant.views) < 2 or mutant.views[0] == mutant.views[1]
+        )
         if described and not made_nothing:
             kind = change.kind.partition(",")[0]
             self.outcome.kinds.setdefault(kind, Counts()).add(right=equal, paid=paid)
@@ -468,16 +584,26 @@ class Mutation:
             tally.punished += 1
             what = f"a reward of {mutant.paid:g} for the same state ({change.what})"
             kind = f"{template} {change.kind}"
-            self._add(Finding(MUTANTS, what, _PUNISHED, task=script.task.id, is_fault=False, kind=kind))
+            self._add(
+                Finding(MUTANTS, what, _PUNISHED, task=script.task.id, is_fault=False, kind=kind)
+            )
         if not paid or equal:
             return
         tally.unequal += described
         actions = [_line(read_action(text, whole.tools)) for text in mutant.said]
-        told = {"template": template, "task": script.task.id, "change": f"{change.kind}: {change.what}"}
-        self.outcome.listed.append(told | {"actions": actions, "paid": mutant.paid, "success": mutant.solved})
+        told = {
+            "template": template,
+            "task": script.task.id,
+            "change": f"{change.kind}: {change.what}",
+        }
+        self.outcome.listed.append(
+            told | {"actions": actions, "paid": mutant.paid, "success": mutant.solved}
+        )
         did = quoted("; ".join(actions), _SHOWN_ACTIONS)
         if described:
-            what = f"a reward of {mutant.paid:g} though another state is left ({change.what}): {did}"
+            what = (
+                f"a reward of {mutant.paid:g} though another state is left ({change.what}): {did}"
+            )
             self._add(Finding(MUTANTS, what, _BOUGHT, task=script.task.id))
         else:
             what = f"a reward of {mutant.paid:g} ({change.what}): {did}"
@@ -497,7 +623,10 @@ def _members(actions: Sequence[Action], tools: Sequence[Mapping[str, Any]]) -> l
 
 
 def _texts(changes: Iterable[Change[tuple[Action, ...]]]) -> Iterator[Change[tuple[str, ...]]]:
-    return (Change(kind, what, tuple(action.text() for action in actions)) for kind, what, actions in changes)
+    return (
+        Change(kind, what, tuple(action.text() for action in actions))
+        for kind, what, actions in changes
+    )
 
 
 def _said(actions: Iterable[Action]) -> Iterator[str]:
@@ -515,5 +644,11 @@ def _shown(view: Any) -> list[str]:
 
 def _line(action: Action) -> str:
     """Return an action for people."""
-    calls = [f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in action.calls]
-    return " ".join([*([quoted(action.content, 200)] if action.content else []), *calls]) or "(nothing)"
+    calls = [
+        f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+        for name, given in action.calls
+    ]
+    return (
+        " ".join([*([quoted(action.content, 200)] if action.content else []), *calls])
+        or "(nothing)"
+    )

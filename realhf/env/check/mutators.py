@@ -1,6 +1,8 @@
-"""Changes what an episode did in ways that should change what it is worth: the order of actions, values, texts.
+"""Changes what an episode did in ways that should change what it is worth: the order of actions,
+values, texts.
 
-An action is anything: a command, a call, a text. What a change is worth is found out by whoever plays it.
+An action is anything: a command, a call, a text. What a change is worth is found out by whoever
+plays it.
 """
 
 from __future__ import annotations
@@ -41,7 +43,12 @@ _OTHER_TEXTS = ("amber", "cobalt")
 _MOST_SWAPS = 12
 _WORD = re.compile(r"[^\s,;:!?()\[\]{}'\"`=<>|]+")
 _TOKEN = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(?:\.\d+)?|\w+|<>|<=|>=|!=|[^\w\s]")
-_LOOKS_LIKE = {"l": "1", "o": "0", "a": "\N{CYRILLIC SMALL LETTER A}", "e": "\N{CYRILLIC SMALL LETTER IE}"}
+_LOOKS_LIKE = {
+    "l": "1",
+    "o": "0",
+    "a": "\N{CYRILLIC SMALL LETTER A}",
+    "e": "\N{CYRILLIC SMALL LETTER IE}",
+}
 _FLIPPED = {
     "+": "-*/", "-": "+*/", "*": "/+-", "/": "*+-", "(": "[", "=": ("<>", ">=", "<="), "<": (">", "<="),
     ">": ("<", ">="), "<>": ("=",), "<=": (">=", "<"), ">=": ("<=", ">"),
@@ -49,7 +56,8 @@ _FLIPPED = {
 
 
 class Change(NamedTuple, Generic[T]):
-    """Something changed: ``kind`` groups changes alike, ``what`` says it to people, ``value`` is the result."""
+    """Something changed: ``kind`` groups changes alike, ``what`` says it to people, ``value`` is
+    the result."""
 
     kind: str
     what: str
@@ -57,7 +65,8 @@ class Change(NamedTuple, Generic[T]):
 
 
 def reordered(actions: Sequence[T]) -> Iterator[Change[tuple[T, ...]]]:
-    """Yield the actions with one or all but one left out, one or all done twice, two swapped, all reversed."""
+    """Yield the actions with one or all but one left out, one or all done twice, two swapped, all
+    reversed."""
     all_of = tuple(actions)
     count = len(actions)
     for at in range(count):
@@ -78,8 +87,9 @@ def reordered(actions: Sequence[T]) -> Iterator[Change[tuple[T, ...]]]:
 def with_variants(
     actions: Sequence[T], variants: Callable[[T], Iterable[Change[T]]]
 ) -> Iterator[Change[tuple[T, ...]]]:
-    """Yield the actions with each one in turn replaced by a variant, and with the variant before or behind it. The kind
-    of a replacement is that of the variant, ``before`` and ``after`` are kinds of their own."""
+    """Yield the actions with each one in turn replaced by a variant, and with the variant before or
+    behind it. The kind of a replacement is that of the variant, ``before`` and ``after`` are kinds
+    of their own."""
     all_of = tuple(actions)
     for at, action in enumerate(all_of):
         head = all_of[:at]
@@ -87,11 +97,21 @@ def with_variants(
         number = at + 1
         for kind, what, variant in variants(action):
             yield Change(kind, f"action {number}: {what}", (*head, variant, *tail))
-            yield Change(f"{kind}, before", f"before action {number} the same, {what}", (*head, variant, action, *tail))
-            yield Change(f"{kind}, after", f"after action {number} the same, {what}", (*head, action, variant, *tail))
+            yield Change(
+                f"{kind}, before",
+                f"before action {number} the same, {what}",
+                (*head, variant, action, *tail),
+            )
+            yield Change(
+                f"{kind}, after",
+                f"after action {number} the same, {what}",
+                (*head, action, variant, *tail),
+            )
 
 
-def with_others(actions: Sequence[T], others: Iterable[Change[T]]) -> Iterator[Change[tuple[T, ...]]]:
+def with_others(
+    actions: Sequence[T], others: Iterable[Change[T]]
+) -> Iterator[Change[tuple[T, ...]]]:
     """Yield the actions with another one before all of them, and one before the last."""
     all_of = tuple(actions)
     for kind, what, other in others:
@@ -101,7 +121,8 @@ def with_others(actions: Sequence[T], others: Iterable[Change[T]]) -> Iterator[C
 
 
 def drawn(changes: Iterable[Change[T]], most: int, rng: random.Random) -> list[Change[T]]:
-    """Return at most ``most`` changes, as many of each kind as of any other, as far as there are."""
+    """Return at most ``most`` changes, as many of each kind as of any other, as far as there
+    are."""
     by_kind: dict[str, list[Change[T]]] = {}
     for change in changes:
         by_kind.setdefault(change.kind, []).append(change)
@@ -118,8 +139,8 @@ def words_of(texts: Iterable[str]) -> list[str]:
 
 
 def neighbours(word: str, words: Iterable[str]) -> list[str]:
-    """Return a few words of the same shape as ``word``: ``a.txt`` for ``b.txt``, 12 for 7; and, where there are none,
-    others."""
+    """Return a few words of the same shape as ``word``: ``a.txt`` for ``b.txt``, 12 for 7; and,
+    where there are none, others."""
     others = [other for other in dict.fromkeys(words) if other != word]
     alike = [other for other in others if _shape(other) == _shape(word)]
     return (alike or others)[:_MOST_NEIGHBOURS]
@@ -128,13 +149,17 @@ def neighbours(word: str, words: Iterable[str]) -> list[str]:
 def changed_arguments(
     arguments: Mapping[str, Any], properties: Mapping[str, Any], words: Sequence[str]
 ) -> Iterator[Change[dict[str, Any]]]:
-    """Yield changed arguments of a call. ``properties``: the JSON schemas of all that it takes; ``words`` stand in the
-    episode and may name a neighbour, the likeliest first."""
+    """Yield changed arguments of a call. ``properties``: the JSON schemas of all that it takes;
+    ``words`` stand in the episode and may name a neighbour, the likeliest first."""
     given = dict(arguments)
     for name, value in given.items():
-        yield Change(REMOVED, f"without {name}", {key: each for key, each in given.items() if key != name})
+        yield Change(
+            REMOVED, f"without {name}", {key: each for key, each in given.items() if key != name}
+        )
         schema = properties.get(name)
-        for kind, what, other in changed_value(value, schema if isinstance(schema, Mapping) else {}, words):
+        for kind, what, other in changed_value(
+            value, schema if isinstance(schema, Mapping) else {}, words
+        ):
             yield Change(kind, f"{name} {what}", {**given, name: other})
     for one, other in combinations(given, 2):
         if type(given[one]) is type(given[other]) and given[one] != given[other]:
@@ -146,7 +171,9 @@ def changed_arguments(
                 yield Change(ADDED, f"{name} is {shown(value)}", {**given, name: value})
 
 
-def changed_value(value: Any, schema: Mapping[str, Any], words: Sequence[str], depth: int = 0) -> Iterator[Change[Any]]:
+def changed_value(
+    value: Any, schema: Mapping[str, Any], words: Sequence[str], depth: int = 0
+) -> Iterator[Change[Any]]:
     """Yield other values of the kind of ``value``, each once."""
     seen = {json.dumps(value)}
     for kind, other in _others(value, schema, words, depth):
@@ -162,7 +189,8 @@ def changed_number(number: float) -> list[float]:
 
 
 def changed_name(name: str, words: Iterable[str]) -> Iterator[Change[str]]:
-    """Yield what may stand in the place of a name: a neighbour's, one that is nearly the same, none."""
+    """Yield what may stand in the place of a name: a neighbour's, one that is nearly the same,
+    none."""
     for other in neighbours(name, words):
         yield Change(NEIGHBOUR, shown(other), other)
     for other in (f"{name}2", name[:-1], name.upper(), name.lower(), f" {name}", "", "*", "%"):
@@ -170,20 +198,22 @@ def changed_name(name: str, words: Iterable[str]) -> Iterator[Change[str]]:
 
 
 def near_names(name: str) -> list[str]:
-    """Return names that are nearly ``name`` and name something else: in other letters, with blanks, with something
-    before or behind it, one that looks alike, one in a folder."""
+    """Return names that are nearly ``name`` and name something else: in other letters, with blanks,
+    with something before or behind it, one that looks alike, one in a folder."""
     alike = "".join(_LOOKS_LIKE.get(char, char) for char in name)
     wide = chr(ord(name[0]) + 0xFEE0) + name[1:] if "!" <= name[:1] <= "~" else name
     near = [
-        name.upper(), name.lower(), name.swapcase(), name.title(), f" {name}", f"{name} ", f"my-{name}", f"{name}-copy",
+        name.upper(), name.lower(), name.swapcase(), name.title(), f" "
+                                                                   f"{name}", f"{name} ", f"my-{name}", f"{name}-copy",
         f"{name}.bak", f"{name}_old", f"{name}2", f"{name}-2", f"{name}x", alike, wide, f"own/{name}",
     ]  # fmt: skip
     return [*dict.fromkeys(other for other in near if other != name)]
 
 
 def other_values(value: Any, schema: Mapping[str, Any]) -> list[Any]:
-    """Return values that mean something else than ``value`` (None: not given), a few at most: those that the schema
-    lists, or others of its type. There are none for a type that has no plain values."""
+    """Return values that mean something else than ``value`` (None: not given), a few at most: those
+    that the schema lists, or others of its type. There are none for a type that has no plain
+    values."""
     kind = type_of(schema) or ("string" if value is None else "")
     if schema.get("enum"):
         others = [*schema["enum"]]
@@ -205,7 +235,9 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:79]}…"
 
 
-def _others(value: Any, schema: Mapping[str, Any], words: Sequence[str], depth: int) -> Iterator[tuple[str, Any]]:
+def _others(
+    value: Any, schema: Mapping[str, Any], words: Sequence[str], depth: int
+) -> Iterator[tuple[str, Any]]:
     for other in schema.get("enum") or ():
         yield CHANGED, other
     if isinstance(value, bool):
@@ -213,7 +245,9 @@ def _others(value: Any, schema: Mapping[str, Any], words: Sequence[str], depth: 
     elif isinstance(value, int | float):
         yield from ((CHANGED, other) for other in changed_number(value))
         yield from ((CHANGED, schema[bound]) for bound in ("minimum", "maximum") if bound in schema)
-        yield from ((NEIGHBOUR, int(word)) for word in neighbours(str(value), words) if word.isdecimal())
+        yield from (
+            (NEIGHBOUR, int(word)) for word in neighbours(str(value), words) if word.isdecimal()
+        )
     elif isinstance(value, str):
         if value.isdecimal():
             yield from ((CHANGED, str(other)) for other in changed_number(int(value)))
@@ -221,21 +255,27 @@ def _others(value: Any, schema: Mapping[str, Any], words: Sequence[str], depth: 
         # A part that is a word of the episode may be another's, as the folder of a path.
         for part in words:
             if part != value and len(part) > 1 and part in value:
-                yield from ((NEIGHBOUR, value.replace(part, other)) for other in neighbours(part, words)[:1])
+                yield from (
+                    (NEIGHBOUR, value.replace(part, other)) for other in neighbours(part, words)[:1]
+                )
         pieces = value.split()
         if len(pieces) > 1:
             yield CHANGED, " ".join(pieces[:-1])
             yield CHANGED, " ".join(pieces[::-1])
             yield CHANGED, f"{value} {value}"
     elif isinstance(value, list):
-        yield from ((CHANGED, other) for other in ([], value[:-1], value[1:], value * 2, value[::-1]))
+        yield from (
+            (CHANGED, other) for other in ([], value[:-1], value[1:], value * 2, value[::-1])
+        )
         for at, item in enumerate(value if depth < _DEEPEST else ()):
             for kind, _, other in changed_value(item, {}, words, depth + 1):
                 yield kind, [*value[:at], other, *value[at + 1 :]]
     elif isinstance(value, dict):
         for name, item in value.items():
             yield REMOVED, {key: each for key, each in value.items() if key != name}
-            for kind, _, other in changed_value(item, {}, words, depth + 1) if depth < _DEEPEST else ():
+            for kind, _, other in (
+                changed_value(item, {}, words, depth + 1) if depth < _DEEPEST else ()
+            ):
                 yield kind, {**value, name: other}
 
 
@@ -244,7 +284,12 @@ def _possible(schema: Mapping[str, Any], words: Sequence[str]) -> list[Any]:
     if schema.get("enum"):
         return [*schema["enum"]]
     numbers = [schema[bound] for bound in ("minimum", "maximum") if bound in schema]
-    known = {"boolean": [True, False], "integer": [*numbers, 0, 1, 2], "number": [*numbers, 0, 0.5, 1], "array": [[]]}
+    known = {
+        "boolean": [True, False],
+        "integer": [*numbers, 0, 1, 2],
+        "number": [*numbers, 0, 0.5, 1],
+        "array": [[]],
+    }
     return known.get(type_of(schema), [*words[:_MOST_NEIGHBOURS], ""])
 
 
@@ -253,7 +298,8 @@ def _shape(word: str) -> str:
 
 
 def changed_text(text: str, words: Sequence[str]) -> Iterator[Change[str]]:
-    """Yield changed texts, each once. ``words`` stand in the episode and may name a neighbour, the likeliest first."""
+    """Yield changed texts, each once. ``words`` stand in the episode and may name a neighbour, the
+    likeliest first."""
     seen = {text}
     for change in _changes(text, words):
         if change.value not in seen:
@@ -270,7 +316,9 @@ def _changes(text: str, words: Sequence[str]) -> Iterator[Change[str]]:
             yield Change(CUT, f"cut off before {shown(token)}", text[:start].rstrip())
             yield Change(CUT, f"begins with {shown(token)}", text[start:])
         for what, other in _other_tokens(token, words):
-            yield Change(WORD_CHANGED, f"{shown(token)} is {what}", text[:start] + other + text[end:])
+            yield Change(
+                WORD_CHANGED, f"{shown(token)} is {what}", text[:start] + other + text[end:]
+            )
     yield from _swapped(text, spans)
     yield Change(MORE, "said twice", f"{text}\n{text}")
     yield Change(MORE, "said twice in a line", f"{text} {text}")
@@ -282,7 +330,11 @@ def _changes(text: str, words: Sequence[str]) -> Iterator[Change[str]]:
             yield Change(MORE, f"another one first: {shown(changed)}", f"{changed}\n{text}")
             yield Change(MORE, f"another one behind: {shown(changed)}", f"{text}\n{changed}")
             yield Change(MORE, f"both in a line: {shown(other)}", f"{text} {other}")
-            yield Change(MORE, f"both in a line, {shown(other)} first", f"{text[:start]}{other} {text[start:]}")
+            yield Change(
+                MORE,
+                f"both in a line, {shown(other)} first",
+                f"{text[:start]}{other} {text[start:]}",
+            )
 
 
 def _other_tokens(token: str, words: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -292,7 +344,8 @@ def _other_tokens(token: str, words: Sequence[str]) -> Iterator[tuple[str, str]]
     bare = token.strip("'\"")
     if bare.isdecimal():
         yield from (
-            (str(number), f"{quote}{number}{quote}") for number in dict.fromkeys(map(int, changed_number(int(bare))))
+            (str(number), f"{quote}{number}{quote}")
+            for number in dict.fromkeys(map(int, changed_number(int(bare))))
         )
     if bare.isalnum() or quote or "_" in bare:
         for _, what, other in changed_name(bare, words):
@@ -301,11 +354,14 @@ def _other_tokens(token: str, words: Sequence[str]) -> Iterator[tuple[str, str]]
 
 
 def _swapped(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[Change[str]]:
-    """Two words in each other's place: those side by side, and numbers and quotations farther apart."""
+    """Two words in each other's place: those side by side, and numbers and quotations farther
+    apart."""
     pairs = [*pairwise(spans)]
     for kind in ("'", "0123456789"):
         pairs += [*pairwise(span for span in spans if text[span[0]] in kind)]
-    for (start, end), (other_start, other_end) in [*dict.fromkeys(pairs)][: _MOST_SWAPS + len(spans)]:
+    for (start, end), (other_start, other_end) in [*dict.fromkeys(pairs)][
+        : _MOST_SWAPS + len(spans)
+    ]:
         one = text[start:end]
         other = text[other_start:other_end]
         if one != other:

@@ -1,4 +1,5 @@
-"""Defines what a check is asked to do, what it finds, and the events that its child process sends."""
+"""Defines what a check is asked to do, what it finds, and the events that its child process
+sends."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def quoted(value: object, limit: int = _TEXT_CHARS) -> str:
 
 
 def alike(what: str) -> str:
-    """Return what two sentences share that tell of one fault in two episodes: the beginning, without its numbers."""
+    """Return what two sentences share that tell of one fault in two episodes: the beginning,
+    without its numbers."""
     return re.sub("[0-9]+", "0", what)[:80]
 
 
@@ -36,8 +38,12 @@ def counted(number: int, thing: str) -> str:
 
 
 def difference(one: str, other: str, limit: int = 80) -> str:
-    """Say ``'...' and then '...'`` about two texts, from a little before the place where they part."""
-    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    """Say ``'...' and then '...'`` about two texts, from a little before the place where they
+    part."""
+    same = next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
     start = max(0, same - limit // 4) if max(len(one), len(other)) > limit else 0
     ahead = "…" if start else ""
     return f"{ahead}{quoted(one[start:], limit)} and then {ahead}{quoted(other[start:], limit)}"
@@ -45,10 +51,11 @@ def difference(one: str, other: str, limit: int = 80) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """Is one thing that is wrong, or that a person should know. ``check`` names the check; ``what`` is the fault in one
-    sentence, ``mend`` how to mend it; ``where`` is ``file:line in function`` of the environment's code, "" where it
-    cannot be known; ``is_fault`` tells a fault from a note; ``times`` counts how often it was seen. Findings with the
-    same check, place and ``kind`` are one; without a kind, ``what`` is it."""
+    """Is one thing that is wrong, or that a person should know. ``check`` names the check; ``what``
+    is the fault in one sentence, ``mend`` how to mend it; ``where`` is ``file:line in function`` of
+    the environment's code, "" where it cannot be known; ``is_fault`` tells a fault from a note;
+    ``times`` counts how often it was seen. Findings with the same check, place and ``kind`` are
+    one; without a kind, ``what`` is it."""
 
     check: str
     what: str
@@ -91,23 +98,27 @@ class Findings:
 
     def faults(self, *checks: str) -> int:
         """Return how many faults there are, of these checks or of all."""
-        return sum(found.is_fault and (not checks or found.check in checks) for found in self._found.values())
+        return sum(
+            found.is_fault and (not checks or found.check in checks)
+            for found in self._found.values()
+        )
 
 
 NOW = "now"
 VERDICT = "verdict"
 FINDING = "finding"
 ABOUT = "about"
-"""Kinds of events. ``now``: a call begins (check, call, task, seconds that it may take); ``verdict``: a check is over
-(name, outcome, remark); ``finding``: its fields; ``about``: a map of what is known of the environment and its
-process."""
+"""Kinds of events. ``now``: a call begins (check, call, task, seconds that it may take);
+``verdict``: a check is over (name, outcome, remark); ``finding``: its fields; ``about``: a map of
+what is known of the environment and its process."""
 FOLDER = "folder"
 FINGERPRINTS = "fingerprints"
 EXIT = "exit"
 ENDED = "ended"
 PASSPORT = "passport"
-"""What only the parent needs to know, among what an ``about`` says: the folder that holds the environment's code, what
-was played, how the environment ended its process (status, place), that all is done, and where its passport lies."""
+"""What only the parent needs to know, among what an ``about`` says: the folder that holds the
+environment's code, what was played, how the environment ended its process (status, place), that all
+is done, and where its passport lies."""
 ORDER = "order.json"
 DUMP = "dump"
 """Files of a check: what the child is to do, and where it writes the stacks of its threads."""
@@ -119,11 +130,11 @@ READ = "read"
 
 @dataclass(frozen=True)
 class Order:
-    """What is checked. ``timeout_s`` bounds one call of the environment, ``slow_s`` loading it and making its tasks;
-    ``instances`` live at once; ``most_turns`` must end an episode; ``most_tasks`` are played. ``address`` is that of
-    the environment's service. ``again``: the cases that another process played; if there are some, only their
-    fingerprints are wanted. ``mutants``: if not 0, at most so many mutants of demonstrations are played, which ``seed``
-    draws, and nothing else."""
+    """What is checked. ``timeout_s`` bounds one call of the environment, ``slow_s`` loading it and
+    making its tasks; ``instances`` live at once; ``most_turns`` must end an episode; ``most_tasks``
+    are played. ``address`` is that of the environment's service. ``again``: the cases that another
+    process played; if there are some, only their fingerprints are wanted. ``mutants``: if not 0, at
+    most so many mutants of demonstrations are played, which ``seed`` draws, and nothing else."""
 
     reference: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -139,8 +150,8 @@ class Order:
 
 
 def reporter(descriptor: int) -> Callable[..., None]:
-    """Return what writes an event, a kind and values, to a file descriptor. In a fork of this process it does nothing,
-    nor when nobody listens any more."""
+    """Return what writes an event, a kind and values, to a file descriptor. In a fork of this
+    process it does nothing, nor when nobody listens any more."""
     pid = os.getpid()
 
     def tell(kind: str, *values: Any) -> None:

@@ -1,7 +1,8 @@
-"""Writes what a check says to an environment: calls drawn from the schemas of the tools, and messages that are wrong.
+"""Writes what a check says to an environment: calls drawn from the schemas of the tools, and
+messages that are wrong.
 
-Everything is written as text that a policy would write and parsed as a policy's turn is, so an environment sees nothing
-here that it could not see in training.
+Everything is written as text that a policy would write and parsed as a policy's turn is, so an
+environment sees nothing here that it could not see in training.
 """
 
 from __future__ import annotations
@@ -39,9 +40,14 @@ def call_text(name: str, arguments: Any) -> str:
 
 
 def type_of(schema: Mapping[str, Any]) -> str:
-    """Return the type that a JSON schema names, of several the first that has values; "" where it names none."""
+    """Return the type that a JSON schema names, of several the first that has values; "" where it
+    names none."""
     named = schema.get("type", "")
-    return named if isinstance(named, str) else next((each for each in named if each != "null"), "null")
+    return (
+        named
+        if isinstance(named, str)
+        else next((each for each in named if each != "null"), "null")
+    )
 
 
 def sample(schema: Mapping[str, Any], rng: random.Random, depth: int = 0) -> Any:
@@ -59,7 +65,9 @@ def sample(schema: Mapping[str, Any], rng: random.Random, depth: int = 0) -> Any
     if kind == "array":
         items = schema.get("items")
         fits = isinstance(items, Mapping) and depth < 8
-        return [sample(items, rng, depth + 1) for _ in range(2)] if fits and items is not None else []
+        return (
+            [sample(items, rng, depth + 1) for _ in range(2)] if fits and items is not None else []
+        )
     low = schema.get("minimum", 0)
     low = low if isinstance(low, int | float) else 0
     plain: dict[str, Any] = {
@@ -80,7 +88,9 @@ def properties_of(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the schemas of an object's properties, those that are well-formed."""
     found = schema.get("properties")
     return (
-        {name: each for name, each in found.items() if isinstance(each, Mapping)} if isinstance(found, Mapping) else {}
+        {name: each for name, each in found.items() if isinstance(each, Mapping)}
+        if isinstance(found, Mapping)
+        else {}
     )
 
 
@@ -91,12 +101,18 @@ def functions(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str
         function = tool.get("function")
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
             parameters = function.get("parameters")
-            found.append((function["name"], parameters if isinstance(parameters, Mapping) else {"type": "object"}))
+            found.append(
+                (
+                    function["name"],
+                    parameters if isinstance(parameters, Mapping) else {"type": "object"},
+                )
+            )
     return found
 
 
 def trying(tools: Sequence[Mapping[str, Any]], seed: int, turns: int) -> list[str]:
-    """Return the turns of a policy that tries things: calls with drawn arguments where there are tools, else words."""
+    """Return the turns of a policy that tries things: calls with drawn arguments where there are
+    tools, else words."""
     rng = random.Random(seed)
     known = functions(tools)
     texts = []
@@ -132,14 +148,19 @@ def wrong_messages(tools: Sequence[Mapping[str, Any]]) -> list[Said]:
         ("reasoning without an answer", "<think>I wonder"),
     ]
     for name, parameters in functions(tools):
-        texts += [(f"a call of {name!r} {what}", call_text(name, args)) for what, args in _wrong_arguments(parameters)]
+        texts += [
+            (f"a call of {name!r} {what}", call_text(name, args))
+            for what, args in _wrong_arguments(parameters)
+        ]
     return [Said(name, policy_turn(text, tools)) for name, text in texts]
 
 
 def _wrong_arguments(parameters: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """(what is wrong, arguments) for one tool."""
     good = _sample_object(parameters, random.Random(0), 0)
-    found: list[tuple[str, dict[str, Any]]] = [("with an argument that it does not have", {**good, "no_such": 1})]
+    found: list[tuple[str, dict[str, Any]]] = [
+        ("with an argument that it does not have", {**good, "no_such": 1})
+    ]
     if not good:
         return found
     found.append(("without arguments", {}))

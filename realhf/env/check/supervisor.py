@@ -1,4 +1,5 @@
-"""Runs a check in a child process and ends it by its deadline, whatever the environment does in there."""
+"""Runs a check in a child process and ends it by its deadline, whatever the environment does in
+there."""
 
 from __future__ import annotations
 
@@ -20,21 +21,35 @@ import psutil
 
 from realhf.base import process_clock
 from realhf.env.check.calls import UserCode
-from realhf.env.check.report import ABOUT, DUMP, ENDED, EXIT, FINDING, FOLDER, NOW, ORDER, Finding, Order, quoted
+from realhf.env.check.report import (
+    ABOUT,
+    DUMP,
+    ENDED,
+    EXIT,
+    FINDING,
+    FOLDER,
+    NOW,
+    ORDER,
+    Finding,
+    Order,
+    quoted,
+)
 
 _GRACE_S = 3.0
-"""How much longer than a call may take its answer is waited for: the child itself reports it in this time."""
+"""How much longer than a call may take its answer is waited for: the child itself reports it in
+this time."""
 _START_S = 30.0
 _DUMP_S = 5.0
-"""How long the stacks of a silent child are waited for: the place is most of what helps, and a busy machine is slow."""
+"""How long the stacks of a silent child are waited for: the place is most of what helps, and a busy
+machine is slow."""
 _EXIT_S = 3.0
 _OUTPUT_BYTES = 8192
 _READ_BYTES = 1 << 16
 
 
 class Supervisor:
-    """Runs one child for ``order``; ``hear`` gets every event as a list, also the findings that only the end of the
-    child shows."""
+    """Runs one child for ``order``; ``hear`` gets every event as a list, also the findings that
+    only the end of the child shows."""
 
     def __init__(self, order: Order, code: UserCode, hear: Callable[[list[Any]], None]) -> None:
         self._order = order
@@ -50,8 +65,8 @@ class Supervisor:
         self._output = b""
 
     def run(self, limit_s: float, hash_seed: int) -> None:
-        """Run the child to its end. ``hash_seed`` decides the order of its sets. The child is gone when this returns or
-        raises."""
+        """Run the child to its end. ``hash_seed`` decides the order of its sets. The child is gone
+        when this returns or raises."""
         with tempfile.TemporaryDirectory(prefix="realhf-check-") as folder, ExitStack() as stack:
             (Path(folder) / ORDER).write_text(json.dumps(asdict(self._order)), encoding="utf-8")
             reading, writing = os.pipe()
@@ -72,7 +87,9 @@ class Supervisor:
             stack.callback(_kill_family, process)
             self._watch(process, reading, Path(folder) / DUMP, process_clock.now() + limit_s)
 
-    def _watch(self, process: subprocess.Popen[bytes], reading: int, dump: Path, limit: float) -> None:
+    def _watch(
+        self, process: subprocess.Popen[bytes], reading: int, dump: Path, limit: float
+    ) -> None:
         self._silent_at = process_clock.now() + _START_S
         assert process.stdout is not None
         exited = os.pidfd_open(process.pid)
@@ -85,7 +102,8 @@ class Supervisor:
                 while (now := process_clock.now()) < limit:
                     if exited in self._read(selector, max(0.0, min(self._silent_at, limit) - now)):
                         _kill_family(process)
-                        # Its own children may hold the pipes open, so nothing waits for what it wrote before.
+                        # Its own children may hold the pipes open, so nothing waits for what it
+                        # wrote before.
                         while self._read(selector, 0) - {exited}:
                             pass
                         self._judge_end(process.returncode, dump)
@@ -114,7 +132,9 @@ class Supervisor:
     def _take_lines(self, found: bytes) -> None:
         *lines, self._text = (self._text + found).split(b"\n")
         for line in lines:
-            with suppress(json.JSONDecodeError):  # the environment may write to any descriptor of its process
+            with suppress(
+                json.JSONDecodeError
+            ):  # the environment may write to any descriptor of its process
                 self._take(json.loads(line))
 
     def _take(self, event: list[Any]) -> None:
@@ -164,15 +184,21 @@ class Supervisor:
             what = f"the check was not finished by its limit, in {self._check or 'its start'}"
             self._add("limit", what, f"Give it a larger --limit, or {fewer}", where, self._task)
         else:
-            what = f"{self._call} blocks the event loop and gave no answer within {self._order.timeout_s:g} s"
-            mend = "Await what waits, with a deadline; nothing else can go on, and nothing can end it"
+            what = (
+                f"{self._call} blocks the event loop and gave no answer within "
+                f"{self._order.timeout_s:g} s"
+            )
+            mend = (
+                "Await what waits, with a deadline; nothing else can go on, and nothing can end it"
+            )
             if not self._task:
                 what = f"{self._call} did not end in time"
                 mend = "Load large things on first use, or raise --slow"
             self._add("hangs", what, mend, where, self._task)
 
     def _place(self, process: subprocess.Popen[bytes], dump: Path) -> str:
-        """Ask the child's faulthandler for the stacks of its threads; it answers even when the interpreter is held."""
+        """Ask the child's faulthandler for the stacks of its threads; it answers even when the
+        interpreter is held."""
         with suppress(OSError):
             process.send_signal(signal.SIGUSR1)
         end = process_clock.now() + _DUMP_S
@@ -191,8 +217,9 @@ def _text_of(dump: Path) -> str:
 
 
 def _kill_family(process: subprocess.Popen[bytes]) -> None:
-    """End the child, its session and its descendants in others, unless that is done: its number may then be another's.
-    Descendants whose parent has ended, in a session of their own, are not found."""
+    """End the child, its session and its descendants in others, unless that is done: its number may
+    then be another's. Descendants whose parent has ended, in a session of their own, are not
+    found."""
     if process.returncode is not None:
         return
     with suppress(psutil.Error):

@@ -24,7 +24,9 @@ _MOST_TWINS = 4
 class TaskSetJudge:
     """Judges the task sets of ``spec``; ``add`` takes what is wrong."""
 
-    def __init__(self, spec: EnvironmentSpec, code: UserCode, add: Callable[[Finding], None]) -> None:
+    def __init__(
+        self, spec: EnvironmentSpec, code: UserCode, add: Callable[[Finding], None]
+    ) -> None:
         self._spec = spec
         self._code = code
         self._add = add
@@ -47,7 +49,10 @@ class TaskSetJudge:
                 self.groups.pop(split, None)
                 what = str(error) if isinstance(error, ValueError) else described(error)
                 what = f"the split {split!r} cannot be made: {quoted(what)}"
-                mend = "tasks(split) and instantiate(template, seed) return for every split, template and seed"
+                mend = (
+                    "tasks(split) and instantiate(template, seed) return for every split, template "
+                    "and seed"
+                )
                 place = self._code.of_exception(error)
                 kind = type(error).__name__
                 self._add(Finding("tasks", what, mend, place, kind=kind))
@@ -59,7 +64,8 @@ class TaskSetJudge:
             if twin := seen.get(TRAIN, {}).get(key):
                 self._fault(
                     f"the splits share an instance: train {twin.id!r} and held-out {task.id!r}",
-                    "Hold out rows or seeds that training never draws, else evaluation measures memory",
+                    "Hold out rows or seeds that training never draws, else evaluation measures "
+                    "memory",
                     task.id,
                 )
                 return
@@ -72,7 +78,8 @@ class TaskSetJudge:
         )
 
     def chosen(self, most: int) -> list[Task]:
-        """Return the tasks that are played: one of every group of both splits in turns, up to ``most``."""
+        """Return the tasks that are played: one of every group of both splits in turns, up to
+        ``most``."""
         rng = random.Random(0)
         by_group = [[*found] for found in self._by_group.values()]
         for found in by_group:
@@ -91,20 +98,36 @@ class TaskSetJudge:
     def _judge_groups(self, split: str, tasks: TaskSet) -> None:
         group_of = dict(tasks.group_of)
         groups = [*tasks.groups]
-        mend = "group_of maps every template to one of groups, and groups are listed once each, the easiest first"
+        mend = (
+            "group_of maps every template to one of groups, and groups are listed once each, the "
+            "easiest first"
+        )
         if not group_of:
-            self._fault(f"the split {split!r} has no task", "Give it at least one; a fifth of all is usual")
+            self._fault(
+                f"the split {split!r} has no task", "Give it at least one; a fifth of all is usual"
+            )
             return
-        if not_text := [key for pair in group_of.items() for key in pair if not isinstance(key, str)]:
-            self._fault(f"split {split!r}: group_of holds {quoted(repr(not_text[0]), 60)}, which is no text", mend)
+        if not_text := [
+            key for pair in group_of.items() for key in pair if not isinstance(key, str)
+        ]:
+            self._fault(
+                f"split {split!r}: group_of holds {quoted(repr(not_text[0]), 60)}, which is no "
+                f"text",
+                mend,
+            )
         if len({*groups}) < len(groups):
             self._fault(f"split {split!r}: a group is listed twice in groups", mend)
         if unknown := [group for group in group_of.values() if group not in groups]:
-            self._fault(f"split {split!r}: the group {unknown[0]!r} of a template is not in groups", mend)
+            self._fault(
+                f"split {split!r}: the group {unknown[0]!r} of a template is not in groups", mend
+            )
         if empty := [group for group in groups if group not in {*group_of.values()}]:
             self._fault(f"split {split!r}: the group {empty[0]!r} has no template", mend)
         if [*self._spec.tasks(split).group_of.items()] != [*group_of.items()]:
-            self._fault(f"split {split!r}: a second call of tasks lists other templates or another order", mend)
+            self._fault(
+                f"split {split!r}: a second call of tasks lists other templates or another order",
+                mend,
+            )
 
     def _instances(self, split: str, tasks: TaskSet) -> Iterator[tuple[str, Task]]:
         """Yield a few instances of every template, with its name, up to the first that is wrong."""
@@ -120,13 +143,20 @@ class TaskSetJudge:
                 return
             if task != again:
                 what = f"instantiate({template!r}, {seed}) returns another task the second time"
-                mend = "Draw from random.Random(seed) alone, not from the clock or a generator that is shared"
+                mend = (
+                    "Draw from random.Random(seed) alone, not from the clock or a generator that "
+                    "is shared"
+                )
                 self._fault(what, mend, task.id)
                 return
             other, twin = owner.setdefault(task.id, (template, task))
             if other != template or twin.payload != task.payload:
                 what = f"an id names two tasks: that of {other!r} and that of {template!r}"
-                self._fault(what, "Make the template and whatever else tells instances apart part of the id", task.id)
+                self._fault(
+                    what,
+                    "Make the template and whatever else tells instances apart part of the id",
+                    task.id,
+                )
                 return
             if twin.seed != task.seed and len(self.twins) < _MOST_TWINS:
                 self.twins.append((twin, task))
@@ -138,9 +168,11 @@ _LABELS = ("id", GROUP_COLUMN)
 
 
 def instance_key(task: Task) -> str:
-    """Return a text that two tasks share when the same episode is played for both. A payload of nothing but labels is
-    one that the environment looks up by them."""
-    played = {name: value for name, value in task.payload.items() if name not in _LABELS} or task.payload
+    """Return a text that two tasks share when the same episode is played for both. A payload of
+    nothing but labels is one that the environment looks up by them."""
+    played = {
+        name: value for name, value in task.payload.items() if name not in _LABELS
+    } or task.payload
     return json.dumps([played, task.seed], sort_keys=True, default=repr)
 
 

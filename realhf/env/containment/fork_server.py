@@ -1,11 +1,14 @@
-"""Starts processes fast and cheaply: a zygote imports what its children need and forks them on request.
+"""Starts processes fast and cheaply: a zygote imports what its children need and forks them on
+request.
 
-The owner (``ForkServer``) and the zygote speak JSON datagrams over a socketpair; descriptors travel beside them. A
-request has a number and its reply repeats it: a late reply is never taken for another's. A child begins once the owner
-says that it holds its descriptor, and ends where anything fails before, so there is none that nobody can end. Children
-are born single-threaded, share the zygote's memory copy-on-write, and die with it; the zygote ends when the owner's end
-of the socketpair closes, so SIGKILL of the owner leaves nothing behind. Where the owner adopts orphans it may have the
-children for its own, with their exit codes: they are forked twice, and outlive the zygote.
+The owner (``ForkServer``) and the zygote speak JSON datagrams over a socketpair; descriptors travel
+beside them. A request has a number and its reply repeats it: a late reply is never taken for
+another's. A child begins once the owner says that it holds its descriptor, and ends where anything
+fails before, so there is none that nobody can end. Children are born single-threaded, share the
+zygote's memory copy-on-write, and die with it; the zygote ends when the owner's end of the
+socketpair closes, so SIGKILL of the owner leaves nothing behind. Where the owner adopts orphans it
+may have the children for its own, with their exit codes: they are forked twice, and outlive the
+zygote.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ class ForkedProcess:
     name: str
 
     def alive(self) -> bool:
-        """Whether the process runs, and nobody killed it: one with threads needs milliseconds to end."""
+        """Whether the process runs, and nobody killed it: one with threads needs milliseconds to
+        end."""
         if self.pidfd < 0 or _readable(self.pidfd, 0):
             return False
         return not _is_ending(self._status()) and not _readable(self.pidfd, 0)
@@ -73,21 +77,25 @@ class ForkedProcess:
             os.close(status)
 
     def kill(self, timeout_s: float = 2.0) -> None:
-        """Send SIGKILL and wait until the process is gone. Idempotent. Raises TimeoutError naming the process."""
+        """Send SIGKILL and wait until the process is gone. Idempotent. Raises TimeoutError naming
+        the process."""
         if self.pidfd < 0:
             return
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         if not _readable(self.pidfd, timeout_s):
-            raise TimeoutError(f"{self.name} (pid {self.pid}) did not end within {timeout_s} s of SIGKILL")
+            raise TimeoutError(
+                f"{self.name} (pid {self.pid}) did not end within {timeout_s} s of SIGKILL"
+            )
         os.close(self.pidfd)
         self.pidfd = -1
 
 
 class ForkServer:
-    """Starts a zygote and asks it for children, on the owner's side. ``module`` is run as ``python -m module <control
-    fd> *arguments`` and calls ``serve_forks``; ``prefix`` goes before ``python``: the words of a sandbox program that
-    hands descriptors on. Without ``log`` and ``environment`` it has the owner's; ``options`` are those of Python."""
+    """Starts a zygote and asks it for children, on the owner's side. ``module`` is run as ``python
+    -m module <control fd> *arguments`` and calls ``serve_forks``; ``prefix`` goes before
+    ``python``: the words of a sandbox program that hands descriptors on. Without ``log`` and
+    ``environment`` it has the owner's; ``options`` are those of Python."""
 
     def __init__(
         self,
@@ -125,12 +133,15 @@ class ForkServer:
         self._control = ours
 
     def wait_ready(self, timeout_s: float) -> dict[str, Any]:
-        """Wait for the zygote's greeting, which it sends once its imports are done, and return it."""
+        """Wait for the zygote's greeting, which it sends once its imports are done, and return
+        it."""
         return self._receive(timeout_s)[0]
 
-    def fork(self, request: dict[str, Any], fds: Sequence[int], name: str, timeout_s: float = 15.0) -> ForkedProcess:
-        """Fork a child with ``request`` and copies of ``fds``. Raises TimeoutError, or RuntimeError with the reason; no
-        child runs then."""
+    def fork(
+        self, request: dict[str, Any], fds: Sequence[int], name: str, timeout_s: float = 15.0
+    ) -> ForkedProcess:
+        """Fork a child with ``request`` and copies of ``fds``. Raises TimeoutError, or RuntimeError
+        with the reason; no child runs then."""
         with self._lock:
             if self._process is None or self._control is None:
                 raise RuntimeError(f"{self._module} is not running")
@@ -141,7 +152,11 @@ class ForkServer:
             self._number += 1
             child: ForkedProcess | None = None
             try:
-                socket.send_fds(self._control, [json.dumps([self._number, len(fds), request]).encode()], list(fds))
+                socket.send_fds(
+                    self._control,
+                    [json.dumps([self._number, len(fds), request]).encode()],
+                    list(fds),
+                )
                 child = self._child(name, timeout_s)
                 self._control.send(json.dumps([self._number]).encode())
             except BaseException as error:
@@ -155,8 +170,8 @@ class ForkServer:
         return child
 
     def _child(self, name: str, timeout_s: float) -> ForkedProcess:
-        """Return the child of the latest request, which does not run yet. Answers to older ones, given up meanwhile,
-        are thrown away: their children never run."""
+        """Return the child of the latest request, which does not run yet. Answers to older ones,
+        given up meanwhile, are thrown away: their children never run."""
         deadline = process_clock.now() + timeout_s
         while True:
             reply, received = self._receive(max(0.0, deadline - process_clock.now()))
@@ -165,7 +180,10 @@ class ForkServer:
             for pidfd in received:
                 os.close(pidfd)
         if not received:
-            reason = reply.get("error") or "its descriptor was lost: this process has too many files open"
+            reason = (
+                reply.get("error")
+                or "its descriptor was lost: this process has too many files open"
+            )
             raise RuntimeError(f"{self._module} could not fork {name}: {reason}")
         try:
             return ForkedProcess(pid=_pid_of(received[0]), pidfd=received[0], name=name)
@@ -206,14 +224,16 @@ class ForkServer:
 
 
 def _readable(fd: int, timeout_s: float) -> bool:
-    """Return whether ``fd`` becomes readable. ``select`` will not do: it knows no descriptor beyond 1023, and a server
-    of many sessions has more."""
+    """Return whether ``fd`` becomes readable. ``select`` will not do: it knows no descriptor beyond
+    1023, and a server of many sessions has more."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(process_clock.wait(lambda left_s: poll.poll(left_s * 1000), timeout_s))
 
 
-_ENDING = re.compile(rb"^(?:State:\s+[ZX]|S(?:ig|hd)Pnd:\s+[0-9a-f]*[13579bdf][0-9a-f]{2}$)", re.MULTILINE)
+_ENDING = re.compile(
+    rb"^(?:State:\s+[ZX]|S(?:ig|hd)Pnd:\s+[0-9a-f]*[13579bdf][0-9a-f]{2}$)", re.MULTILINE
+)
 """A state that is an end, or pending signals with the ninth bit, SIGKILL's."""
 
 
@@ -222,21 +242,24 @@ _STOPPED = re.compile(rb"^State:\s+T", re.MULTILINE)
 
 
 def _is_ending(status: bytes) -> bool:
-    """Return whether a process, by its status in /proc, has a SIGKILL before it or behind it. The kernel turns every
-    signal that ends a process into one."""
+    """Return whether a process, by its status in /proc, has a SIGKILL before it or behind it. The
+    kernel turns every signal that ends a process into one."""
     return _ENDING.search(status) is not None
 
 
 def _pid_of(pidfd: int) -> int:
-    """Return the pid of the process as the owner sees it: the zygote may live in a pid namespace of its own. -1 when it
-    ended."""
+    """Return the pid of the process as the owner sees it: the zygote may live in a pid namespace of
+    its own. -1 when it ended."""
     with open(f"/proc/self/fdinfo/{pidfd}") as info:
         return next(int(line.split()[1]) for line in info if line.startswith("Pid:"))
 
 
-def serve_forks(control: socket.socket, greeting: dict[str, Any], child: Child, owner: int = 0) -> None:
-    """Run the zygote's loop: fork ``child(request, fds)`` per datagram until the owner's end closes. With ``owner``,
-    the pid of a process that adopts orphans, the children become its own, each in a session of its own.
+def serve_forks(
+    control: socket.socket, greeting: dict[str, Any], child: Child, owner: int = 0
+) -> None:
+    """Run the zygote's loop: fork ``child(request, fds)`` per datagram until the owner's end
+    closes. With ``owner``, the pid of a process that adopts orphans, the children become its own,
+    each in a session of its own.
 
     Must be called with a single thread.
     """
@@ -270,8 +293,8 @@ def _forked(
     child: Child,
     owner: int,
 ) -> tuple[int, int] | None:
-    """Fork a child and send its descriptor; returns the number of the request and the pipe that the child waits at.
-    A child that nobody could end does not stay."""
+    """Fork a child and send its descriptor; returns the number of the request and the pipe that the
+    child waits at. A child that nobody could end does not stay."""
     pipe: tuple[int, ...] = ()
     try:
         if len(fds) != expected:
@@ -313,7 +336,9 @@ def _fork_twice() -> int:
                     os._exit(0)
             return 0
         writer.close()
-        with contextlib.suppress(ChildProcessError):  # it is not collected, but waited for: then its child is adopted
+        with contextlib.suppress(
+            ChildProcessError
+        ):  # it is not collected, but waited for: then its child is adopted
             os.waitpid(between, 0)
         pid = int(reader.read(32) or -1)
     if pid < 0:

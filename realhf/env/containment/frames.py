@@ -1,7 +1,8 @@
-"""Exchanges frames between a process and the contained child that works for it: a 4-byte big-endian length, then JSON.
+"""Exchanges frames between a process and the contained child that works for it: a 4-byte big-endian
+length, then JSON.
 
-What a child sends is read as the words of a process that an agent may have taken over: nothing is believed before its
-size and its time are checked.
+What a child sends is read as the words of a process that an agent may have taken over: nothing is
+believed before its size and its time are checked.
 """
 
 from __future__ import annotations

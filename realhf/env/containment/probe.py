@@ -1,7 +1,8 @@
 """Decides which layers of containment are there and tries each before anything is served.
 
-What the kernel's layers must stop is tried by C functions, which the interpreter's hooks do not see; what the hooks
-must stop is something that the kernel would allow. Nothing here is believed because a call to install it returned.
+What the kernel's layers must stop is tried by C functions, which the interpreter's hooks do not
+see; what the hooks must stop is something that the kernel would allow. Nothing here is believed
+because a call to install it returned.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ PROBE = "probe"
 
 @dataclass(frozen=True)
 class Attempt:
-    """Records what was tried. ``stopped``: the layer stopped it, and not something else by chance; ``how``: in the
-    kernel's or the hook's words."""
+    """Records what was tried. ``stopped``: the layer stopped it, and not something else by chance;
+    ``how``: in the kernel's or the hook's words."""
 
     layer: str
     act: str
@@ -51,8 +52,9 @@ class Attempt:
 
 @dataclass(frozen=True)
 class ProbeTargets:
-    """Says what to try: the ``port`` of a listener on the host's loopback, a readable ``file`` of the host, a path that
-    could be ``made`` on the host, and the ``folder`` that belongs to the probe. ``layers`` are the ones to try."""
+    """Says what to try: the ``port`` of a listener on the host's loopback, a readable ``file`` of
+    the host, a path that could be ``made`` on the host, and the ``folder`` that belongs to the
+    probe. ``layers`` are the ones to try."""
 
     port: int
     file: str
@@ -62,8 +64,8 @@ class ProbeTargets:
 
 
 def run_probe(guard: ProcessGuard, request: Mapping[str, Any], fds: list[int]) -> None:
-    """Try the layers, in the child, and send the attempts over the first descriptor. ``request`` is ``ProbeTargets`` as
-    a map."""
+    """Try the layers, in the child, and send the attempts over the first descriptor. ``request`` is
+    ``ProbeTargets`` as a map."""
     channel = socket.socket(fileno=fds[0])
     for fd in fds[1:]:
         os.close(fd)
@@ -74,15 +76,27 @@ def run_probe(guard: ProcessGuard, request: Mapping[str, Any], fds: list[int]) -
     unlinked = os.memfd_create("probe")
     with socket.socket() as unconnected:
         replace(guard, may_lack=frozenset(LAYERS)).apply(targets.folder)
-        found += [*_hooks(), *_filtered(calls, unconnected, targets.port), *_limited(guard, unlinked)]
+        found += [
+            *_hooks(),
+            *_filtered(calls, unconnected, targets.port),
+            *_limited(guard, unlinked),
+        ]
         if BUBBLEWRAP in targets.layers:
             found += _walled(calls, targets)
-        channel.sendall(frame({"attempts": [vars(attempt) for attempt in found if attempt.layer in targets.layers]}))
+        channel.sendall(
+            frame(
+                {
+                    "attempts": [
+                        vars(attempt) for attempt in found if attempt.layer in targets.layers
+                    ]
+                }
+            )
+        )
 
 
 class _Calls:
-    """Calls C functions and reports the kernel's answer. They are bound before the hooks come, which let nobody bind
-    any."""
+    """Calls C functions and reports the kernel's answer. They are bound before the hooks come,
+    which let nobody bind any."""
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None)
@@ -97,7 +111,9 @@ class _Calls:
         self._errno = libc["__errno_location"]
         self._errno.restype = ctypes.POINTER(ctypes.c_int)
 
-    def refused(self, layer: str, act: str, function: Any, *arguments: Any, by: tuple[int, ...]) -> Attempt:
+    def refused(
+        self, layer: str, act: str, function: Any, *arguments: Any, by: tuple[int, ...]
+    ) -> Attempt:
         """Return whether the call failed with one of the errors ``by`` which the layer is known."""
         result = function(*arguments)
         number = self._errno()[0]
@@ -109,7 +125,8 @@ class _Calls:
 
 
 def _network(targets: ProbeTargets) -> Attempt:
-    """Connect plainly to the host's loopback, before any filter: only an empty network stops that."""
+    """Connect plainly to the host's loopback, before any filter: only an empty network stops
+    that."""
     act = "connect to the host"
     try:
         socket.create_connection(("127.0.0.1", targets.port), timeout=2.0).close()
@@ -120,17 +137,30 @@ def _network(targets: ProbeTargets) -> Attempt:
 
 def _filtered(calls: _Calls, unconnected: socket.socket, port: int) -> Iterator[Attempt]:
     denied = (errno.EPERM,)
-    address = struct.pack("=HH4s8x", socket.AF_INET, socket.htons(port), socket.inet_aton("127.0.0.1"))
+    address = struct.pack(
+        "=HH4s8x", socket.AF_INET, socket.htons(port), socket.inet_aton("127.0.0.1")
+    )
     yield calls.refused(FILTER, "fork", calls.fork, by=denied)
-    yield calls.refused(FILTER, "make a socket", calls.socket, socket.AF_INET, socket.SOCK_STREAM, 0, by=denied)
-    yield calls.refused(FILTER, "connect", calls.connect, unconnected.fileno(), address, len(address), by=denied)
-    # The program does not exist: without a filter it is looked for and not found, and the child goes on.
-    yield calls.refused(FILTER, "start a program", calls.execve, b"/nonexistent/program", None, None, by=denied)
+    yield calls.refused(
+        FILTER, "make a socket", calls.socket, socket.AF_INET, socket.SOCK_STREAM, 0, by=denied
+    )
+    yield calls.refused(
+        FILTER, "connect", calls.connect, unconnected.fileno(), address, len(address), by=denied
+    )
+    # The program does not exist: without a filter it is looked for and not found, and the child
+    # goes on.
+    yield calls.refused(
+        FILTER, "start a program", calls.execve, b"/nonexistent/program", None, None, by=denied
+    )
     # Nothing is sent or limited, where it is possible: the signal is 0, and there is no new limit.
     other = os.getppid()
     known = seccomp.machine()
-    yield calls.refused(FILTER, "queue a signal of another process", calls.sigqueue, other, 0, None, by=denied)
-    yield calls.refused(FILTER, "limit another process", calls.prlimit, other, 0, None, None, by=denied)
+    yield calls.refused(
+        FILTER, "queue a signal of another process", calls.sigqueue, other, 0, None, by=denied
+    )
+    yield calls.refused(
+        FILTER, "limit another process", calls.prlimit, other, 0, None, None, by=denied
+    )
     if known is not None:  # Not every C library has a function of this name.
         act = "signal another process"
         yield calls.refused(FILTER, act, calls.syscall, known.tgkill, other, other, 0, by=denied)
@@ -142,7 +172,9 @@ def _walled(calls: _Calls, targets: ProbeTargets) -> Iterator[Attempt]:
     absent = (errno.ENOENT,)
     new = os.O_CREAT | os.O_EXCL | os.O_WRONLY
     refused = (errno.EROFS, errno.ENOENT)
-    yield calls.refused(BUBBLEWRAP, "read a file of the host", calls.open, file, os.O_RDONLY, by=absent)
+    yield calls.refused(
+        BUBBLEWRAP, "read a file of the host", calls.open, file, os.O_RDONLY, by=absent
+    )
     yield calls.refused(BUBBLEWRAP, "write on the host", calls.open, made, new, 0o600, by=refused)
 
 
@@ -173,9 +205,15 @@ def _fork() -> None:
 
 def _limited(guard: ProcessGuard, unlinked: int) -> Iterator[Attempt]:
     acts: Mapping[str, tuple[Callable[[], Any], int]] = {
-        "take more memory": (lambda: mmap.mmap(-1, guard.memory_bytes, flags=mmap.MAP_PRIVATE), errno.ENOMEM),
+        "take more memory": (
+            lambda: mmap.mmap(-1, guard.memory_bytes, flags=mmap.MAP_PRIVATE),
+            errno.ENOMEM,
+        ),
         "share more memory": (lambda: mmap.mmap(-1, guard.address_bytes), errno.ENOMEM),
-        "open more files": (lambda: fcntl.fcntl(unlinked, fcntl.F_DUPFD, guard.open_files), errno.EINVAL),
+        "open more files": (
+            lambda: fcntl.fcntl(unlinked, fcntl.F_DUPFD, guard.open_files),
+            errno.EINVAL,
+        ),
         "write a longer file": (lambda: os.pwrite(unlinked, b"x", guard.file_bytes), errno.EFBIG),
     }
     for act, (attempt, expected) in acts.items():
@@ -201,10 +239,11 @@ class NotContained(RuntimeError):
 
 @dataclass
 class Containment:
-    """Says which layers hold. ``program`` is bubblewrap, when simulators and CLI workers live under it; ``broker`` when
-    Lambda code does.
+    """Says which layers hold. ``program`` is bubblewrap, when simulators and CLI workers live under
+    it; ``broker`` when Lambda code does.
 
-    ``no_network`` is what the zygotes reported; ``observed`` is what was tried of each layer, and how it ended.
+    ``no_network`` is what the zygotes reported; ``observed`` is what was tried of each layer, and
+    how it ended.
     """
 
     sandbox: str
@@ -217,7 +256,8 @@ class Containment:
 
     @classmethod
     def decide(cls, sandbox: str, lambda_mode: str) -> Containment:
-        """Choose the layers. Raises RuntimeError when bubblewrap is demanded and does not work here."""
+        """Choose the layers. Raises RuntimeError when bubblewrap is demanded and does not work
+        here."""
         found = None if sandbox == "plain" and lambda_mode == "stub" else find_bubblewrap()
         if sandbox == "bwrap" and found is None:
             raise RuntimeError(
@@ -226,16 +266,21 @@ class Containment:
             )
         if lambda_mode == "sandbox" and found is None:
             raise RuntimeError(
-                "LAMBDA=sandbox runs code in bubblewrap, which does not work here: install Debian's "
+                "LAMBDA=sandbox runs code in bubblewrap, which does not work here: install "
+                "Debian's "
                 "package bubblewrap, or use LAMBDA=stub"
             )
         return cls(
-            sandbox, lambda_mode, None if sandbox == "plain" else found, found if lambda_mode == "sandbox" else None
+            sandbox,
+            lambda_mode,
+            None if sandbox == "plain" else found,
+            found if lambda_mode == "sandbox" else None,
         )
 
     @property
     def network_mode(self) -> str:
-        """The word for the zygotes: ``outer`` (bubblewrap took the network away), ``auto`` (try), ``plain``."""
+        """The word for the zygotes: ``outer`` (bubblewrap took the network away), ``auto`` (try),
+        ``plain``."""
         return "outer" if self.program else "plain" if self.sandbox == "plain" else "auto"
 
     @property
@@ -248,8 +293,15 @@ class Containment:
         """Say what is active, as it was observed, and what is not, for the log at start."""
         bubble = "on: read-only system, private /tmp, own pids" if self.program else "off"
         if self.program is None and self.sandbox == "auto":
-            bubble += " (not installed or not permitted); so LAMBDA=sandbox and hosts beyond loopback are off"
-        code = "runs in bubblewrap: no network, no process, 2 s CPU, 128 MB" if self.broker else "never runs (stub)"
+            bubble += (
+                " (not installed or not permitted); so LAMBDA=sandbox and hosts beyond loopback "
+                "are off"
+            )
+        code = (
+            "runs in bubblewrap: no network, no process, 2 s CPU, 128 MB"
+            if self.broker
+            else "never runs (stub)"
+        )
         network = "none" if self.no_network else "the host's, stopped by hooks and filter alone"
         lines = {
             "audit hooks": self._observed(HOOKS),
@@ -272,9 +324,11 @@ _FOLDERS = {SIMULATORS: "simulators", WORKERS: "files"}
 _PROBE_S = 30.0
 
 
-def probe_layers(zygotes: Mapping[str, ForkServer], root: Path, layers: Sequence[str]) -> dict[str, list[Attempt]]:
-    """Return what a throw-away child of each zygote could do, by the zygote's name. ``root`` is the pool's folder.
-    Raises NotContained for a probe that does not answer."""
+def probe_layers(
+    zygotes: Mapping[str, ForkServer], root: Path, layers: Sequence[str]
+) -> dict[str, list[Attempt]]:
+    """Return what a throw-away child of each zygote could do, by the zygote's name. ``root`` is the
+    pool's folder. Raises NotContained for a probe that does not answer."""
     secret = root / "host-file"
     secret.write_text("a file of the host")
     found: dict[str, list[Attempt]] = {}
@@ -282,20 +336,31 @@ def probe_layers(zygotes: Mapping[str, ForkServer], root: Path, layers: Sequence
         port = canary.getsockname()[1]
         for kind, zygote in zygotes.items():
             made = Path(own_package()) / f"{root.name}-probe"
-            targets = ProbeTargets(port, str(secret), str(made), str(root / _FOLDERS[kind] / "probe"), tuple(layers))
+            targets = ProbeTargets(
+                port, str(secret), str(made), str(root / _FOLDERS[kind] / "probe"), tuple(layers)
+            )
             found[kind] = _probe(zygote, kind, targets)
-            if os.path.lexists(made):  # a read-only file system refuses to remove even what is not there
+            if os.path.lexists(
+                made
+            ):  # a read-only file system refuses to remove even what is not there
                 made.unlink(missing_ok=True)
             if NETWORK in layers and select.select([canary], [], [], 0)[0]:
                 canary.accept()[0].close()
-                found[kind].append(Attempt(NETWORK, "connect to the host", False, "the listener was called"))
+                found[kind].append(
+                    Attempt(NETWORK, "connect to the host", False, "the listener was called")
+                )
     return found
 
 
 def _probe(zygote: ForkServer, kind: str, targets: ProbeTargets) -> list[Attempt]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        child = zygote.fork({PROBE: asdict(targets)}, [theirs.fileno()], f"containment probe of the {kind}", _PROBE_S)
+        child = zygote.fork(
+            {PROBE: asdict(targets)},
+            [theirs.fileno()],
+            f"containment probe of the {kind}",
+            _PROBE_S,
+        )
         theirs.close()
         try:
             answer = receive_frame(ours, _PROBE_S)
@@ -313,13 +378,22 @@ def judge(
     may_lack: frozenset[str],
     option: str = "--may-lack",
 ) -> dict[str, str]:
-    """Return a line per layer of what was observed. Raises NotContained for one that was not tried or does not hold,
-    unless it is among ``may_lack``, which is what ``option`` sets."""
+    """Return a line per layer of what was observed. Raises NotContained for one that was not tried
+    or does not hold, unless it is among ``may_lack``, which is what ``option`` sets."""
     lines: dict[str, str] = {}
     for layer in layers:
-        attempts = [(kind, attempt) for kind, of_kind in found.items() for attempt in of_kind if attempt.layer == layer]
+        attempts = [
+            (kind, attempt)
+            for kind, of_kind in found.items()
+            for attempt in of_kind
+            if attempt.layer == layer
+        ]
         untried = sorted(set(found) - {kind for kind, _ in attempts})
-        failures = [f"{kind} could {attempt.act} ({attempt.how})" for kind, attempt in attempts if not attempt.stopped]
+        failures = [
+            f"{kind} could {attempt.act} ({attempt.how})"
+            for kind, attempt in attempts
+            if not attempt.stopped
+        ]
         failures += [f"{kind} were not tried" for kind in untried]
         if not failures:
             acts = dict.fromkeys(attempt.act for _, attempt in attempts)
@@ -328,7 +402,8 @@ def judge(
             lines[layer] = f"DOES NOT HOLD, and may be missing: {'; '.join(failures)}"
         else:
             raise NotContained(
-                f"containment layer {layer!r} does not hold: {'; '.join(failures)}. To start without it, name it in "
+                f"containment layer {layer!r} does not hold: {'; '.join(failures)}. To start "
+                f"without it, name it in "
                 f"{option}"
             )
     return lines

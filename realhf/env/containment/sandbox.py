@@ -1,12 +1,12 @@
-"""Contains a process that handles text written by an agent: limits, hooks, a seccomp filter, bubblewrap
-(docs/reference/environment.md 5).
+"""Contains a process that handles text written by an agent: limits, hooks, a seccomp filter,
+bubblewrap (docs/reference/environment.md 5).
 
-Each layer is applied by a process to itself right after a fork: the kernel's (no new privileges, no network, resource
-limits, death with the parent) and the interpreter's (an audit hook that turns forbidden operations into ``Denied``).
-Linux only.
+Each layer is applied by a process to itself right after a fork: the kernel's (no new privileges, no
+network, resource limits, death with the parent) and the interpreter's (an audit hook that turns
+forbidden operations into ``Denied``). Linux only.
 
-bubblewrap needs Debian's package and a kernel that allows unprivileged user namespaces; ``find_bubblewrap`` really
-tries.
+bubblewrap needs Debian's package and a kernel that allows unprivileged user namespaces;
+``find_bubblewrap`` really tries.
 """
 
 from __future__ import annotations
@@ -48,7 +48,14 @@ _WRITE_EVENTS = {
     "os.mkfifo": (0,), "tempfile.mkstemp": (0,), "tempfile.mkdtemp": (0,),
 }  # fmt: skip
 _READ_EVENTS = {"os.listdir": (0,), "os.scandir": (0,)}
-_LINK_EVENTS = ("os.symlink", "os.link", "os.mknod", "shutil.unpack", "resource.setrlimit", "resource.prlimit")
+_LINK_EVENTS = (
+    "os.symlink",
+    "os.link",
+    "os.mknod",
+    "shutil.unpack",
+    "resource.setrlimit",
+    "resource.prlimit",
+)
 
 
 class Denied(PermissionError):
@@ -62,7 +69,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel SIGKILL this process when the thread that forked it ends. Call right after fork."""
+    """Have the kernel SIGKILL this process when the thread that forked it ends. Call right after
+    fork."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -72,24 +80,28 @@ def forbid_new_privileges() -> None:
 
 
 def leave_network() -> bool:
-    """Move to a network namespace without any interface; sockets inherited by descriptor keep working.
+    """Move to a network namespace without any interface; sockets inherited by descriptor keep
+    working.
 
-    Needs a single-threaded process. Returns False where the kernel does not allow it; the audit hook is then
-    the only egress control."""
+    Needs a single-threaded process. Returns False where the kernel does not allow it; the audit
+    hook is then the only egress control."""
     libc = ctypes.CDLL(None, use_errno=True)
     isolated = libc.unshare(_CLONE_NEWNET) == 0 or libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0
-    _prctl(_PR_SET_DUMPABLE, 1)  # a new user namespace clears it, and the owner could not look into /proc any more
+    _prctl(
+        _PR_SET_DUMPABLE, 1
+    )  # a new user namespace clears it, and the owner could not look into /proc any more
     return isolated
 
 
 def without_network(mode: str) -> bool:
-    """Do what ``mode`` (``Containment.network_mode``) says: ``outer`` has no network already, ``auto`` leaves it,
-    ``plain`` stays. Returns True when this process has no network now."""
+    """Do what ``mode`` (``Containment.network_mode``) says: ``outer`` has no network already,
+    ``auto`` leaves it, ``plain`` stays. Returns True when this process has no network now."""
     return mode == "outer" or (mode == "auto" and leave_network())
 
 
 def prove_containment() -> None:
-    """Try what must be impossible now. Raises RuntimeError naming the first thing that was possible."""
+    """Try what must be impossible now. Raises RuntimeError naming the first thing that was
+    possible."""
     attempts: dict[str, Callable[[], object]] = {
         "start a program": lambda: os.posix_spawn("/bin/true", ["true"], {}),
         "fork": os.fork,
@@ -107,7 +119,9 @@ def prove_containment() -> None:
         raise RuntimeError(f"not contained: could {name}")
 
 
-def limit_resources(*, file_bytes: int, open_files: int, memory_bytes: int, address_bytes: int, cpu_s: int) -> None:
+def limit_resources(
+    *, file_bytes: int, open_files: int, memory_bytes: int, address_bytes: int, cpu_s: int
+) -> None:
     """Lower this process's resource limits for good. ``memory_bytes`` bounds its private memory."""
     limits = {
         resource.RLIMIT_FSIZE: file_bytes,
@@ -121,7 +135,9 @@ def limit_resources(*, file_bytes: int, open_files: int, memory_bytes: int, addr
         hard = resource.getrlimit(kind)[1]
         ceiling = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (ceiling, ceiling))
-    threading.stack_size(8 << 20)  # else ``ulimit -s``, which may be large, and each thread's counts as private memory
+    threading.stack_size(
+        8 << 20
+    )  # else ``ulimit -s``, which may be large, and each thread's counts as private memory
 
 
 def redirect_standard_streams(stderr_fd: int | None = None) -> None:
@@ -135,22 +151,23 @@ def redirect_standard_streams(stderr_fd: int | None = None) -> None:
 
 
 def package_roots() -> tuple[str, ...]:
-    """Return the folders of the interpreter and the installed packages: what their imports and data files need."""
+    """Return the folders of the interpreter and the installed packages: what their imports and data
+    files need."""
     paths = sysconfig.get_paths()
     roots = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return (*sorted(roots), "/usr/share/zoneinfo")
 
 
 def own_package() -> str:
-    """Return the folder of this package, whose tasks and answers no contained process may read. It may lie among the
-    installed packages."""
+    """Return the folder of this package, whose tasks and answers no contained process may read. It
+    may lie among the installed packages."""
     return str(PACKAGE)
 
 
 @dataclass
 class WriteBudget:
-    """Counts the files that may still be opened for writing and the folders that may still be made, none of them below
-    ``depth`` others."""
+    """Counts the files that may still be opened for writing and the folders that may still be made,
+    none of them below ``depth`` others."""
 
     files: int = 0
     folders: int = 0
@@ -162,7 +179,8 @@ class WriteBudget:
         return self.files >= 0
 
     def take_folder(self, depth: int) -> bool:
-        """Use up one folder that lies below ``depth`` others; returns False when none was left, or it is too deep."""
+        """Use up one folder that lies below ``depth`` others; returns False when none was left, or
+        it is too deep."""
         self.folders -= 1
         return self.folders >= 0 and depth < self.depth
 
@@ -171,11 +189,11 @@ class WriteBudget:
 class AuditGuard:
     """Restricts what the interpreter of a contained process may do.
 
-    ``read_roots``: folders whose files may be opened for reading (packages, time zones), this package's own excepted.
-    ``write_roots``: folders that may be read and written. Paths are compared after resolving symbolic links.
-    ``on_denied`` is called with the rule and text of everything that was stopped. ``writes``: how many files and
-    folders may be made; the holder may fill it up again. ``egress`` is asked about network events, which are all
-    stopped without it.
+    ``read_roots``: folders whose files may be opened for reading (packages, time zones), this
+    package's own excepted. ``write_roots``: folders that may be read and written. Paths are
+    compared after resolving symbolic links. ``on_denied`` is called with the rule and text of
+    everything that was stopped. ``writes``: how many files and folders may be made; the holder may
+    fill it up again. ``egress`` is asked about network events, which are all stopped without it.
     """
 
     read_roots: tuple[str, ...]
@@ -218,7 +236,9 @@ class AuditGuard:
                 return
             if verdict == "open":
                 writes = _opens_for_writing(args[1], args[2])
-                if not inside(args[0], write_roots if writes else read_roots) and (writes or args[0] != os.devnull):
+                if not inside(args[0], write_roots if writes else read_roots) and (
+                    writes or args[0] != os.devnull
+                ):
                     deny("local-file", "this path cannot be opened here")
                 if writes and self.writes is not None and not self.writes.take_file():
                     deny("local-file", "one command may write only so many files")
@@ -226,9 +246,15 @@ class AuditGuard:
                 if not inside(args[0], read_roots):
                     deny("local-file", "this folder cannot be listed here")
             elif verdict == "write":
-                if not all(inside(args[i], write_roots) for i in _WRITE_EVENTS[event] if i < len(args)):
+                if not all(
+                    inside(args[i], write_roots) for i in _WRITE_EVENTS[event] if i < len(args)
+                ):
                     deny("local-file", "this path cannot be changed here")
-                if event == "os.mkdir" and self.writes is not None and not self.writes.take_folder(depth(args[0])):
+                if (
+                    event == "os.mkdir"
+                    and self.writes is not None
+                    and not self.writes.take_folder(depth(args[0]))
+                ):
                     deny("local-file", "there may be only so many folders, and only so deep")
             elif verdict != "egress" or self.egress is None or not self.egress(event, args):
                 deny(verdict, "not allowed here")
@@ -239,7 +265,9 @@ class AuditGuard:
 def _opens_for_writing(mode: object, flags: object) -> bool:
     if isinstance(mode, str):
         return any(char in mode for char in "wax+")
-    return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
+    return isinstance(flags, int) and bool(
+        flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    )
 
 
 def _as_root(path: str) -> str:
@@ -262,16 +290,23 @@ def _classify(event: str) -> str:
     return "pass"
 
 
-HOOKS, FILTER, LIMITS, NETWORK, BUBBLEWRAP = LAYERS = ("hooks", "filter", "limits", "network", "bubblewrap")
-"""The layers: audit hooks of the interpreter, system call filter, resource limits, an empty network, a file system of
-its own."""
+HOOKS, FILTER, LIMITS, NETWORK, BUBBLEWRAP = LAYERS = (
+    "hooks",
+    "filter",
+    "limits",
+    "network",
+    "bubblewrap",
+)
+"""The layers: audit hooks of the interpreter, system call filter, resource limits, an empty
+network, a file system of its own."""
 _SET_ASIDE_BYTES = 3 << 29
 
 
 @dataclass(frozen=True)
 class ProcessGuard:
-    """Holds the resource limits of one kind of process: bytes of a file that it writes, descriptors, bytes of private
-    memory, seconds of CPU. ``may_lack``: layers without which it may run."""
+    """Holds the resource limits of one kind of process: bytes of a file that it writes,
+    descriptors, bytes of private memory, seconds of CPU. ``may_lack``: layers without which it may
+    run."""
 
     file_bytes: int
     open_files: int
@@ -282,7 +317,8 @@ class ProcessGuard:
 
     @property
     def address_bytes(self) -> int:
-        """Most bytes of addresses: with what is shared, and what allocators set aside for threads and never touch."""
+        """Most bytes of addresses: with what is shared, and what allocators set aside for threads
+        and never touch."""
         return self.memory_bytes + _SET_ASIDE_BYTES
 
     def apply(
@@ -291,8 +327,9 @@ class ProcessGuard:
         on_denied: Callable[[str, str], None] | None = None,
         writes: WriteBudget | None = None,
     ) -> None:
-        """Contain this process for good; of the host's files only those in ``folder`` can be written. Needs a single
-        thread. Raises RuntimeError naming a layer that does not hold and may not be missing."""
+        """Contain this process for good; of the host's files only those in ``folder`` can be
+        written. Needs a single thread. Raises RuntimeError naming a layer that does not hold and
+        may not be missing."""
         forbid_new_privileges()
         if not seccomp.install() and FILTER not in self.may_lack:
             raise RuntimeError("the system call filter could not be installed")
@@ -309,41 +346,68 @@ class ProcessGuard:
 
 
 _PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
-_SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/alternatives")
+_SYSTEM = (
+    "/usr",
+    "/lib",
+    "/lib64",
+    "/lib32",
+    "/bin",
+    "/etc/ld.so.cache",
+    "/etc/ld.so.conf",
+    "/etc/alternatives",
+)
 _PROBE_TIMEOUT_S = 20.0
 _NAMESPACES = (
     "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-net", "--unshare-uts", "--die-with-parent",
     "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534",
 )  # fmt: skip
 _KEEP_HOUSE = '"$@" && /bin/rm -rf -- "$0"'
-"""Shell program that removes a folder after its command ended well. The shell outlives the thread that started it, so
-here dying with the parent means dying with the shell. Whatever a killed owner could not remove is removed once the
-zygote has ended by itself."""
+"""Shell program that removes a folder after its command ended well. The shell outlives the thread
+that started it, so here dying with the parent means dying with the shell. Whatever a killed owner
+could not remove is removed once the zygote has ended by itself."""
 
 
 def find_bubblewrap() -> Path | None:
-    """Return the program, when it is installed and a Python under it comes up with every option that is used here."""
+    """Return the program, when it is installed and a Python under it comes up with every option
+    that is used here."""
     program = shutil.which("bwrap", path=_PROGRAM_PATH)
     if program is None:
         return None
-    probe = [*sandboxed(Path(program)), sys.executable, "-I", "-S", "-c", "open('/proc/self/statm').close()"]
+    probe = [
+        *sandboxed(Path(program)),
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        "open('/proc/self/statm').close()",
+    ]
     try:
-        done = subprocess.run(probe, env={}, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_TIMEOUT_S)
+        done = subprocess.run(
+            probe, env={}, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_TIMEOUT_S
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return Path(program) if done.returncode == 0 else None
 
 
 def sandboxed(
-    program: Path, parts: Sequence[str] = (), writable: Sequence[Path] = (), private: Sequence[Path] = ()
+    program: Path,
+    parts: Sequence[str] = (),
+    writable: Sequence[Path] = (),
+    private: Sequence[Path] = (),
 ) -> list[str]:
     """Return the words that go before a command: the sandbox of Python programs of this package.
 
-    Of the host's files only ``writable`` can be changed; ``private`` folders are the sandbox's own; descriptors handed
-    over keep working. Of the package only ``parts`` (files and folders, relative to it) are there: code that breaks out
-    of the interpreter's guards finds no tasks and no answers.
+    Of the host's files only ``writable`` can be changed; ``private`` folders are the sandbox's own;
+    descriptors handed over keep working. Of the package only ``parts`` (files and folders, relative
+    to it) are there: code that breaks out of the interpreter's guards finds no tasks and no
+    answers.
     """
-    python = {sys.base_prefix, sys.prefix, *(root for root in package_roots() if os.path.isdir(root))}
+    python = {
+        sys.base_prefix,
+        sys.prefix,
+        *(root for root in package_roots() if os.path.isdir(root)),
+    }
     words = [str(program), *_NAMESPACES, "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
     for path in _SYSTEM:
         words += ["--ro-bind-try", path, path]

@@ -1,9 +1,10 @@
-"""Has the kernel itself refuse new programs, new processes, new sockets and signals to others, by a seccomp filter.
+"""Has the kernel itself refuse new programs, new processes, new sockets and signals to others, by a
+seccomp filter.
 
-The audit hook of ``sandbox`` sees what Python code asks for; this filter also sees what C code asks for (uvloop's
-connects, a library's fork, a signal to another process). Threads stay possible: ``clone`` is allowed only with
-CLONE_THREAD, and ``clone3``, whose flags a filter cannot read, reports ENOSYS, upon which the C library falls back to
-``clone``.
+The audit hook of ``sandbox`` sees what Python code asks for; this filter also sees what C code asks
+for (uvloop's connects, a library's fork, a signal to another process). Threads stay possible:
+``clone`` is allowed only with CLONE_THREAD, and ``clone3``, whose flags a filter cannot read,
+reports ENOSYS, upon which the C library falls back to ``clone``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _OFFSET_FIRST_ARGUMENT = 16
 
 
 class Machine(NamedTuple):
-    """Holds the numbers of the system calls of one kind of machine, and how the audit names its ``architecture``."""
+    """Holds the numbers of the system calls of one kind of machine, and how the audit names its
+    ``architecture``."""
 
     architecture: int
     seccomp: int
@@ -44,10 +46,10 @@ class Machine(NamedTuple):
 
 
 _MACHINES = {
-    # fork, vfork, execve, execveat, socket, connect, bind, ptrace, mount, umount2, chroot, pivot_root, unshare,
-    # setns, bpf, kexec_load, init_module, finit_module, process_vm_readv, process_vm_writev, keyctl, userfaultfd,
-    # open_by_handle_at, io_uring_setup, pidfd_getfd, kill, pidfd_send_signal, tkill, rt_sigqueueinfo,
-    # rt_tgsigqueueinfo
+    # fork, vfork, execve, execveat, socket, connect, bind, ptrace, mount, umount2, chroot,
+    # pivot_root, unshare, setns, bpf, kexec_load, init_module, finit_module, process_vm_readv,
+    # process_vm_writev, keyctl, userfaultfd, open_by_handle_at, io_uring_setup, pidfd_getfd, kill,
+    # pidfd_send_signal, tkill, rt_sigqueueinfo, rt_tgsigqueueinfo
     "x86_64": Machine(0xC000003E, 317, 56, 435, 234, 302,
                       (57, 58, 59, 322, 41, 42, 49, 101, 165, 166, 161, 155, 272, 308, 321, 246, 175, 313, 310, 311,
                        250, 323, 304, 425, 438, 62, 424, 200, 129, 297)),
@@ -72,8 +74,9 @@ def available() -> bool:
 
 
 def install() -> bool:
-    """Filter this process and its threads for good; needs no-new-privileges. Call with a single thread, in the process
-    that is to be filtered and not in one that it is forked from: the filter holds its pid.
+    """Filter this process and its threads for good; needs no-new-privileges. Call with a single
+    thread, in the process that is to be filtered and not in one that it is forked from: the filter
+    holds its pid.
 
     Returns False on a machine or kernel that it does not know."""
     known = machine()
@@ -83,12 +86,15 @@ def install() -> bool:
     buffer = ctypes.create_string_buffer(code, len(code))
     program = _Program(len(code) // 8, ctypes.addressof(buffer))
     libc = ctypes.CDLL(None, use_errno=True)
-    return libc.syscall(known.seccomp, _SET_MODE_FILTER, _FLAG_SPEC_ALLOW, ctypes.byref(program)) == 0
+    return (
+        libc.syscall(known.seccomp, _SET_MODE_FILTER, _FLAG_SPEC_ALLOW, ctypes.byref(program)) == 0
+    )
 
 
 def _filter(known: Machine, pid: int) -> bytes:
-    """Assemble the classic BPF program of the process ``pid``; instructions are (code, jump if true, jump if false,
-    operand). What the kernel reads of a pid is the lower half of the argument, which is what is compared."""
+    """Assemble the classic BPF program of the process ``pid``; instructions are (code, jump if
+    true, jump if false, operand). What the kernel reads of a pid is the lower half of the argument,
+    which is what is compared."""
     denied = _ERRNO | errno.EPERM
     program = [
         (_LOAD, 0, 0, _OFFSET_ARCH),
@@ -102,7 +108,8 @@ def _filter(known: Machine, pid: int) -> bytes:
     ]
     for number in known.refused:
         program += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, denied)]
-    # The C library signals its own threads (raise, abort, pthread_kill), and limits its own process (setrlimit).
+    # The C library signals its own threads (raise, abort, pthread_kill), and limits its own process
+    # (setrlimit).
     for number, own in ((known.tgkill, pid), (known.prlimit64, 0)):
         program += [
             (_JUMP_EQUAL, 0, 4, number),

@@ -1,1 +1,2 @@
-"""Loads an environment of one's own: a class with tools, a class with messages, or a data set with a verifier."""
+"""Loads an environment of one's own: a class with tools, a class with messages, or a data set with
+a verifier."""

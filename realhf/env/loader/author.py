@@ -1,4 +1,5 @@
-"""Looks at what an author wrote, and turns what it raised into the failure of an episode that names the line."""
+"""Looks at what an author wrote, and turns what it raised into the failure of an episode that names
+the line."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from realhf.api.environment import Environment, EnvironmentDefinition, EnvironmentFailure, EnvironmentSpec, TaskSet
+from realhf.api.environment import (
+    Environment,
+    EnvironmentDefinition,
+    EnvironmentFailure,
+    EnvironmentSpec,
+    TaskSet,
+)
 from realhf.base.plugin import located
 from realhf.env.loader.tasks import Row, RowOptions, SeedTaskSet, row_options, set_of, tasks_of_data
 from realhf.env.loader.validation import BrokenContract
@@ -28,7 +35,8 @@ ATTRIBUTES: Mapping[str, tuple[Any, Callable[[Any], bool], str]] = {
     "deterministic": (True, lambda value: isinstance(value, bool), "true or false"),
     "demonstrate": (None, lambda value: value is None or callable(value), "a static method"),
 }
-"""What a class or module may say of its environment by attributes: what holds without one, and what it must be."""
+"""What a class or module may say of its environment by attributes: what holds without one, and what
+it must be."""
 
 
 def file_of(thing: Any) -> str:
@@ -49,9 +57,14 @@ def place_of(thing: Any) -> str:
 
 
 def raised(error: BaseException, thing: Any) -> str:
-    """The error in one line, with the line of the author's file, or that of a base class, where it arose."""
+    """The error in one line, with the line of the author's file, or that of a base class, where it
+    arose."""
     files = {file_of(each) for each in (thing.__mro__ if isinstance(thing, type) else (thing,))}
-    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    frames = [
+        frame.filename
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename in files
+    ]
     return located(error, frames[-1] if frames else file_of(thing))
 
 
@@ -79,7 +92,10 @@ def attributes_of(kind: Any) -> dict[str, Any]:
     found = {name: getattr(kind, name, default) for name, (default, _, _) in ATTRIBUTES.items()}
     for name, (_, holds, expected) in ATTRIBUTES.items():
         if not holds(found[name]):
-            raise ValueError(f"{name} of {kind.__name__} must be {expected}, not {found[name]!r} ({place_of(kind)})")
+            raise ValueError(
+                f"{name} of {kind.__name__} must be {expected}, not {found[name]!r} "
+                f"({place_of(kind)})"
+            )
     _check_static(kind, "demonstrate")
     return found
 
@@ -97,11 +113,12 @@ def class_definition(
     check: Callable[[Row], None] = lambda row: None,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> EnvironmentDefinition:
-    """The definition of a class. Its options are those of its nested dataclass ``Options`` and, where neither it nor
-    its module brings ``tasks(split)``, those that say where rows come from. ``plays`` is given what makes an instance
-    of the class, and its ``concurrency``, and returns what makes an environment. ``seeded``: its reset draws from the
-    seed what a row leaves open. ``check`` raises ValueError for a row that will not do; ``tools`` are the schemas of
-    its tools. Raises ValueError for what the class declares wrongly."""
+    """The definition of a class. Its options are those of its nested dataclass ``Options`` and,
+    where neither it nor its module brings ``tasks(split)``, those that say where rows come from.
+    ``plays`` is given what makes an instance of the class, and its ``concurrency``, and returns
+    what makes an environment. ``seeded``: its reset draws from the seed what a row leaves open.
+    ``check`` raises ValueError for a row that will not do; ``tools`` are the schemas of its tools.
+    Raises ValueError for what the class declares wrongly."""
     own, function, attributes = own_options(kind), tasks_function(kind), attributes_of(kind)
     options = own or NoOptions
     if function is None and "data" not in {each.name for each in fields(options)}:
@@ -118,13 +135,16 @@ def class_definition(
     def build(chosen: Any) -> EnvironmentSpec:
         """Return the environment for these options."""
         make = plays(kind if own is None else partial(kind, chosen), attributes["concurrency"])
-        return EnvironmentSpec(kind.__name__, lambda _: make(), tasks(chosen), tools=tools, **attributes)
+        return EnvironmentSpec(
+            kind.__name__, lambda _: make(), tasks(chosen), tools=tools, **attributes
+        )
 
     return EnvironmentDefinition(options, build)
 
 
 def _with_rows(options: type[Any]) -> type[Any]:
-    """The dataclass with the options of ``RowOptions`` added that it lacks; its instances are the original's, too."""
+    """The dataclass with the options of ``RowOptions`` added that it lacks; its instances are the
+    original's, too."""
     known = {each.name for each in fields(options)}
     added = [
         (each.name, each.type, field(default=each.default, metadata=each.metadata, kw_only=True))
@@ -136,8 +156,8 @@ def _with_rows(options: type[Any]) -> type[Any]:
 
 
 def tasks_function(thing: type[Any] | Callable[..., Any]) -> Callable[..., Any] | None:
-    """``tasks`` of a class, or else of the module of a class or function. Raises ValueError for one that needs an
-    instance."""
+    """``tasks`` of a class, or else of the module of a class or function. Raises ValueError for one
+    that needs an instance."""
     raw = inspect.getattr_static(thing, "tasks", None)
     if raw is None:
         found = getattr(sys.modules.get(thing.__module__), "tasks", None)
@@ -154,16 +174,23 @@ def _check_static(thing: Any, name: str) -> None:
 
 
 def sets_of(
-    function: Callable[..., Any], name: str, chosen: Any, *, seeded: bool, check: Callable[[Row], None]
+    function: Callable[..., Any],
+    name: str,
+    chosen: Any,
+    *,
+    seeded: bool,
+    check: Callable[[Row], None],
 ) -> Callable[[str], TaskSet]:
-    """Call the author's ``tasks(split)``, or ``tasks(split, options)`` if it takes two. The result raises ValueError
-    that names the line for what the function raises, or returns against the contract."""
+    """Call the author's ``tasks(split)``, or ``tasks(split, options)`` if it takes two. The result
+    raises ValueError that names the line for what the function raises, or returns against the
+    contract."""
     what = f"tasks of {name} ({place_of(function)})"
     given = (chosen,) if len(inspect.signature(function).parameters) > 1 else ()
     places: dict[str, str] = {}
 
     def tasks(split: str) -> TaskSet:
-        """Return the task set of a split. Raises ValueError with the line of the author's function."""
+        """Return the task set of a split. Raises ValueError with the line of the author's
+        function."""
         try:
             found = function(split, *given)
             if inspect.isgenerator(found):
@@ -179,9 +206,12 @@ def sets_of(
 
 
 @contextmanager
-def author_code(author: Any, called: Callable[[], tuple[str, int]], *, on_loop: bool = True) -> Iterator[None]:
-    """Let what the code of ``author``, a class or function, raises within be ``EnvironmentFailure``; ``called`` says
-    which method is called, "" for a function, and the seed of the episode. See ``failure_of``."""
+def author_code(
+    author: Any, called: Callable[[], tuple[str, int]], *, on_loop: bool = True
+) -> Iterator[None]:
+    """Let what the code of ``author``, a class or function, raises within be
+    ``EnvironmentFailure``; ``called`` says which method is called, "" for a function, and the seed
+    of the episode. See ``failure_of``."""
     try:
         yield
     except BaseException as error:
@@ -194,18 +224,21 @@ def author_code(author: Any, called: Callable[[], tuple[str, int]], *, on_loop: 
 def failure_of(
     error: BaseException, author: Any, method: str, seed: int, *, on_loop: bool = True
 ) -> EnvironmentFailure | None:
-    """Return the failure for an error from an author's code; None for an error that must be passed on: a failure
-    already, or, on an event loop, what the loop and not the author raised. It names the episode without its payload,
-    which may hold the answer: failures travel to clients."""
+    """Return the failure for an error from an author's code; None for an error that must be passed
+    on: a failure already, or, on an event loop, what the loop and not the author raised. It names
+    the episode without its payload, which may hold the answer: failures travel to clients."""
     if isinstance(error, EnvironmentFailure):
         return None
     where = f"{author.__name__}{method and f'.{method}'} (seed {seed})"
     if isinstance(error, BrokenContract):
         broken = getattr(author, method, None)
         return EnvironmentFailure(
-            "internal", f"{where}: {error} ({place_of(broken if inspect.isroutine(broken) else author)})"
+            "internal",
+            f"{where}: {error} ({place_of(broken if inspect.isroutine(broken) else author)})",
         )
-    if on_loop and (isinstance(error, (KeyboardInterrupt, GeneratorExit)) or _is_cancellation(error)):
+    if on_loop and (
+        isinstance(error, (KeyboardInterrupt, GeneratorExit)) or _is_cancellation(error)
+    ):
         return None
     return EnvironmentFailure("internal", f"{where}: {raised(error, author)}")
 

@@ -27,8 +27,9 @@ from realhf.registry import environments, registered_names
 
 
 def parse_options(texts: Sequence[str]) -> dict[str, Any]:
-    """Return ``["size=3", "names=[1, 2]"]`` as options. Values stay text, which the environment's own types convert,
-    but for lists, maps and ``null``, which are JSON. Raises ValueError with one sentence."""
+    """Return ``["size=3", "names=[1, 2]"]`` as options. Values stay text, which the environment's
+    own types convert, but for lists, maps and ``null``, which are JSON. Raises ValueError with one
+    sentence."""
     options: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -37,7 +38,9 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"{text!r} is no option: write option=value")
         if name in options:
             raise ValueError(f"the option {name!r} is given twice")
-        options[name] = _json_value(value, name) if value[:1] in ("[", "{") or value == "null" else value
+        options[name] = (
+            _json_value(value, name) if value[:1] in ("[", "{") or value == "null" else value
+        )
     return options
 
 
@@ -51,20 +54,25 @@ def _json_value(text: str, name: str) -> Any:
 
 
 EXPECTED = (
-    "an EnvironmentDefinition, an EnvironmentSpec, a class with reset and get_reward, a class with async "
+    "an EnvironmentDefinition, an EnvironmentSpec, a class with reset and get_reward, a class with "
+    "async "
     "reset(task, *, seed) and step(message), or a function reward(completion, **row)"
 )
 MOST_PROBLEMS = 8
 
 
 def definition_of(reference: str) -> EnvironmentDefinition:
-    """Return the environment that ``reference`` means: a registered name, ``file.py:Name``, ``package.module:Name``, or
-    ``file.py`` if it holds one environment. Raises ValueError with one sentence that says what is wrong and where."""
+    """Return the environment that ``reference`` means: a registered name, ``file.py:Name``,
+    ``package.module:Name``, or ``file.py`` if it holds one environment. Raises ValueError with one
+    sentence that says what is wrong and where."""
     if reference in environments:
         return _definition(imported(reference, lambda: environments.get(reference)), reference)
     if not split_reference(reference).place:
         known = close_to(reference, [*environments])
-        raise ValueError(f"unknown environment {reference!r}{known}; one of your own is file.py:Name or module:Name")
+        raise ValueError(
+            f"unknown environment {reference!r}{known}; one of your own is file.py:Name or "
+            f"module:Name"
+        )
     module, name = load_reference(reference)
     if not name:
         return _only_one(module, reference)
@@ -72,9 +80,9 @@ def definition_of(reference: str) -> EnvironmentDefinition:
 
 
 def build_environment(reference: str, options: Mapping[str, Any]) -> EnvironmentSpec:
-    """Return the specification of the environment that ``reference`` means, with these options as plain values. Raises
-    ValueError with one sentence: what ``definition_of`` raises, an option that is unknown or cannot be, or what the
-    environment itself finds wrong with its options."""
+    """Return the specification of the environment that ``reference`` means, with these options as
+    plain values. Raises ValueError with one sentence: what ``definition_of`` raises, an option that
+    is unknown or cannot be, or what the environment itself finds wrong with its options."""
     definition = definition_of(reference)
     try:
         chosen = coerced(options, definition.options, "env")
@@ -88,13 +96,15 @@ def build_environment(reference: str, options: Mapping[str, Any]) -> Environment
     except Exception as error:
         raise ValueError(f"{reference}: {raised(error, definition.build)}") from error
     if not isinstance(spec, EnvironmentSpec):
-        raise ValueError(f"{reference}: build must return an EnvironmentSpec, not {type(spec).__name__}")
+        raise ValueError(
+            f"{reference}: build must return an EnvironmentSpec, not {type(spec).__name__}"
+        )
     return spec
 
 
 def passport_file(reference: str) -> Path:
-    """Return where the passport of an environment lies, whether it is there or not: beside the module that defines it,
-    under its name. Raises ValueError when there is no such environment."""
+    """Return where the passport of an environment lies, whether it is there or not: beside the
+    module that defines it, under its name. Raises ValueError when there is no such environment."""
     if reference in environments:
         found = imported(reference, lambda: environments.get(reference))
         owner = found.options if isinstance(found, EnvironmentDefinition) else found
@@ -139,31 +149,60 @@ def _only_one(module: ModuleType, reference: str) -> EnvironmentDefinition:
 
 
 def _only_name(module: ModuleType, reference: str) -> str:
-    """The name of the one environment that a file defines. Definitions and specifications come first: a file that holds
-    one has said what it is about; then classes, then functions whose first argument is called ``completion``."""
+    """The name of the one environment that a file defines. Definitions and specifications come
+    first: a file that holds one has said what it is about; then classes, then functions whose first
+    argument is called ``completion``."""
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    finished = {name: v for name, v in public.items() if isinstance(v, (EnvironmentDefinition, EnvironmentSpec))}
-    own = {name: value for name, value in public.items() if getattr(value, "__module__", "") == module.__name__}
-    classes = {name: value for name, value in own.items() if isinstance(value, type) and _door(value)}
-    found = finished or classes or {name: value for name, value in own.items() if is_verifier(value)}
+    finished = {
+        name: v
+        for name, v in public.items()
+        if isinstance(v, (EnvironmentDefinition, EnvironmentSpec))
+    }
+    own = {
+        name: value
+        for name, value in public.items()
+        if getattr(value, "__module__", "") == module.__name__
+    }
+    classes = {
+        name: value for name, value in own.items() if isinstance(value, type) and _door(value)
+    }
+    found = (
+        finished or classes or {name: value for name, value in own.items() if is_verifier(value)}
+    )
     if len(found) != 1:
-        what = f"the environments {', '.join(found)}; name one: {reference}:NAME" if found else f"nothing of {EXPECTED}"
+        what = (
+            f"the environments {', '.join(found)}; name one: {reference}:NAME"
+            if found
+            else f"nothing of {EXPECTED}"
+        )
         raise ValueError(f"{reference}: the file defines {what}")
     return next(iter(found))
 
 
 def _described(found: Any) -> str:
     if isinstance(found, type):
-        methods = [name for name in ("reset", "step", "get_reward", "close") if callable(getattr(found, name, None))]
-        return f"the class {found.__name__} with {', '.join(methods) or 'none of these methods'} ({place_of(found)})"
-    return f"the function {found.__name__} ({place_of(found)})" if inspect.isfunction(found) else type(found).__name__
+        methods = [
+            name
+            for name in ("reset", "step", "get_reward", "close")
+            if callable(getattr(found, name, None))
+        ]
+        return (
+            f"the class {found.__name__} with {', '.join(methods) or 'none of these methods'} "
+            f"({place_of(found)})"
+        )
+    return (
+        f"the function {found.__name__} ({place_of(found)})"
+        if inspect.isfunction(found)
+        else type(found).__name__
+    )
 
 
 C = TypeVar("C")
 
 
 class ChosenEnvironment(NamedTuple):
-    """An environment as an experiment names it: ``reference`` and ``options`` (plain values) rebuild it anywhere."""
+    """An environment as an experiment names it: ``reference`` and ``options`` (plain values)
+    rebuild it anywhere."""
 
     reference: str
     options: Mapping[str, Any]
@@ -171,21 +210,21 @@ class ChosenEnvironment(NamedTuple):
 
 
 def environment_section(reference: str) -> type[Any]:
-    """Return a dataclass with the options of an environment and ``path``, which names it. Raises ValueError when there
-    is no such environment."""
+    """Return a dataclass with the options of an environment and ``path``, which names it. Raises
+    ValueError when there is no such environment."""
     about = "The environment: a registered name, or FILE.py:Name for one of your own."
     return with_path(definition_of(reference).options, absolute(reference), about)
 
 
 def with_environment(config: type[C], reference: str) -> type[C]:
-    """Return ``config`` with the section of an environment as its ``env``. Raises ValueError when there is no such
-    environment."""
+    """Return ``config`` with the section of an environment as its ``env``. Raises ValueError when
+    there is no such environment."""
     return with_section(config, "env", environment_section(reference))
 
 
 def chosen_environment(chosen: Any) -> ChosenEnvironment:
-    """Return what a section made by ``environment_section`` describes. Raises ValueError for options that contradict
-    each other."""
+    """Return what a section made by ``environment_section`` describes. Raises ValueError for
+    options that contradict each other."""
     definition = definition_of(chosen.path)
     names = [field.name for field in fields(definition.options)]
     options = definition.options(**{name: getattr(chosen, name) for name in names})

@@ -1,5 +1,6 @@
-"""Env format of a class that exchanges messages: ``async reset(task, *, seed)``, ``async step(message)``, and
-optionally ``async close()``. The methods may return plain mappings with the fields of ``Opening`` and ``Turn``."""
+"""Env format of a class that exchanges messages: ``async reset(task, *, seed)``, ``async
+step(message)``, and optionally ``async close()``. The methods may return plain mappings with the
+fields of ``Opening`` and ``Turn``."""
 
 from __future__ import annotations
 
@@ -29,28 +30,35 @@ Said = TypeVar("Said", Opening, Turn)
 
 
 def message_class(kind: type[Any]) -> EnvironmentDefinition:
-    """The definition of a class. Raises ValueError that names the line for methods of another form."""
+    """The definition of a class. Raises ValueError that names the line for methods of another
+    form."""
     for name in ("reset", "step"):
         method = inspect.getattr_static(kind, name, None)
         if not inspect.iscoroutinefunction(inspect.unwrap(method) if callable(method) else method):
-            raise ValueError(f"{kind.__name__}.{name} must be an async method ({place_of(method or kind)})")
+            raise ValueError(
+                f"{kind.__name__}.{name} must be an async method ({place_of(method or kind)})"
+            )
     try:
         inspect.signature(kind.reset).bind(None, {}, seed=0)
         inspect.signature(kind.step).bind(None, None)
     except TypeError as error:
         raise ValueError(
-            f"{kind.__name__} must have reset(self, task, *, seed) and step(self, message): {error} ({place_of(kind)})"
+            f"{kind.__name__} must have reset(self, task, *, seed) and step(self, message): "
+            f"{error} ({place_of(kind)})"
         ) from None
     return class_definition(
-        kind, lambda make, _: partial(MessageClassEnvironment, kind, make), seeded=takes(kind.reset, "seed")
+        kind,
+        lambda make, _: partial(MessageClassEnvironment, kind, make),
+        seeded=takes(kind.reset, "seed"),
     )
 
 
 class MessageClassEnvironment:
     """Plays an instance of the author's class, and checks what it returns.
 
-    What it raises, or returns against the contract, becomes EnvironmentFailure("internal") that names the class, the
-    seed and the line, never the payload; an EnvironmentFailure that it raises itself is passed on.
+    What it raises, or returns against the contract, becomes EnvironmentFailure("internal") that
+    names the class, the seed and the line, never the payload; an EnvironmentFailure that it raises
+    itself is passed on.
     """
 
     def __init__(self, kind: type[Any], make: Callable[[], Any]) -> None:

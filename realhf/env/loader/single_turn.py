@@ -1,5 +1,5 @@
-"""Env format of a data set with a verifier: each row is a task of a single turn, and ``reward(completion, **row)``
-returns the reward of the answer."""
+"""Env format of a data set with a verifier: each row is a task of a single turn, and
+``reward(completion, **row)`` returns the reward of the answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ from realhf.api.environment import (
 )
 from realhf.api.option import option
 from realhf.base.text import close_to
-from realhf.env.loader.author import attributes_of, author_code, file_of, place_of, sets_of, tasks_function
+from realhf.env.loader.author import (
+    attributes_of,
+    author_code,
+    file_of,
+    place_of,
+    sets_of,
+    tasks_function,
+)
 from realhf.env.loader.tasks import Row, RowOptions, row_options, tasks_of_data
 from realhf.env.loader.threads import Threads
 from realhf.env.loader.tool_env import SOLVED, question_of
@@ -41,8 +48,9 @@ class DatasetOptions(VerifierOptions, RowOptions):
 
 
 class Verifier(NamedTuple):
-    """A function that judges a completion. ``needed``: the columns without a default; ``accepted``: those that it
-    takes, None for any; ``first``: the name of the completion, "" if it cannot be given by name."""
+    """A function that judges a completion. ``needed``: the columns without a default; ``accepted``:
+    those that it takes, None for any; ``first``: the name of the completion, "" if it cannot be
+    given by name."""
 
     function: Callable[..., Any]
     first: str
@@ -52,11 +60,15 @@ class Verifier(NamedTuple):
 
 
 def dataset(function: Callable[..., Any]) -> EnvironmentDefinition:
-    """The definition of a verifier. Its rows come from ``env.data``, or from ``tasks(split)`` in its module. Raises
-    ValueError for a function that does not take a completion first."""
+    """The definition of a verifier. Its rows come from ``env.data``, or from ``tasks(split)`` in
+    its module. Raises ValueError for a function that does not take a completion first."""
     verifier = read_verifier(function)
     bring = tasks_function(function)
-    attributes = attributes_of(sys.modules[function.__module__]) if function.__module__ in sys.modules else {}
+    attributes = (
+        attributes_of(sys.modules[function.__module__])
+        if function.__module__ in sys.modules
+        else {}
+    )
 
     def build(options: Any) -> EnvironmentSpec:
         """Return the environment for these options."""
@@ -65,7 +77,9 @@ def dataset(function: Callable[..., Any]) -> EnvironmentDefinition:
         if bring:
             tasks = sets_of(bring, function.__name__, options, seeded=False, check=check)
         elif not options.data:
-            raise ValueError(f"{function.__name__} judges answers, so it needs questions: set env.data")
+            raise ValueError(
+                f"{function.__name__} judges answers, so it needs questions: set env.data"
+            )
         else:
             rows = row_options(options)
             beside = Path(file_of(function)).parent
@@ -83,7 +97,10 @@ def dataset(function: Callable[..., Any]) -> EnvironmentDefinition:
 
 def is_verifier(found: Any) -> bool:
     """Whether this is a function whose first argument is called ``completion``."""
-    return inspect.isfunction(found) and next(iter(inspect.signature(found).parameters), "") == "completion"
+    return (
+        inspect.isfunction(found)
+        and next(iter(inspect.signature(found).parameters), "") == "completion"
+    )
 
 
 def read_verifier(function: Callable[..., Any]) -> Verifier:
@@ -92,15 +109,24 @@ def read_verifier(function: Callable[..., Any]) -> Verifier:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if not parameters or parameters[0].kind not in kinds:
         place = place_of(function)
-        raise ValueError(f"{function.__name__} must take the completion first: reward(completion, **row) ({place})")
-    named = [each for each in parameters[1:] if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+        raise ValueError(
+            f"{function.__name__} must take the completion first: reward(completion, **row) "
+            f"({place})"
+        )
+    named = [
+        each for each in parameters[1:] if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+    ]
     if wrong := [each.name for each in named if each.kind is each.POSITIONAL_ONLY]:
-        raise ValueError(f"{function.__name__} must take the column {wrong[0]!r} by name ({place_of(function)})")
+        raise ValueError(
+            f"{function.__name__} must take the column {wrong[0]!r} by name ({place_of(function)})"
+        )
     needed = tuple(each.name for each in named if each.default is each.empty)
     anything = any(each.kind is each.VAR_KEYWORD for each in parameters)
     accepts = None if anything else frozenset(each.name for each in named)
     first = parameters[0].name if parameters[0].kind is parameters[0].POSITIONAL_OR_KEYWORD else ""
-    return Verifier(function, first, needed, accepts, inspect.iscoroutinefunction(inspect.unwrap(function)))
+    return Verifier(
+        function, first, needed, accepts, inspect.iscoroutinefunction(inspect.unwrap(function))
+    )
 
 
 class VerifierEnvironment:
@@ -116,7 +142,9 @@ class VerifierEnvironment:
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Ask the question of the row ``task``; the seed changes nothing."""
         accepted = self._verifier.accepted
-        self._row = {name: value for name, value in task.items() if accepted is None or name in accepted}
+        self._row = {
+            name: value for name, value in task.items() if accepted is None or name in accepted
+        }
         self._seed = seed
         with self._guarded():
             if self._prompt_column not in task:
@@ -151,9 +179,16 @@ def _check_row(verifier: Verifier, prompt_column: str, row: Row) -> None:
     """Raise ValueError for a row that the verifier could not be called with."""
     for column in (prompt_column, *verifier.needed):
         if column not in row.values:
-            raise ValueError(f"{row.where}: the row has no column {column!r}{close_to(column, [*row.values])}")
-    if verifier.first in row.values and (verifier.accepted is None or verifier.first in verifier.accepted):
-        raise ValueError(f"{row.where}: the column {verifier.first!r} has the name of the verifier's first argument")
+            raise ValueError(
+                f"{row.where}: the row has no column {column!r}{close_to(column, [*row.values])}"
+            )
+    if verifier.first in row.values and (
+        verifier.accepted is None or verifier.first in verifier.accepted
+    ):
+        raise ValueError(
+            f"{row.where}: the column {verifier.first!r} has the name of the verifier's first "
+            f"argument"
+        )
     try:
         question_of(row.values[prompt_column], f"the column {prompt_column!r}")
     except BrokenContract as error:

@@ -1,4 +1,5 @@
-"""Makes task sets for environments that bring none: one task per row of a data set, or one for every seed."""
+"""Makes task sets for environments that bring none: one task per row of a data set, or one for
+every seed."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ GROUP_COLUMN = "group"
 
 
 class RowTaskSet:
-    """A finite set: every row is a template, and its instance is the row. With ``seeded``, instances of other seeds are
-    other tasks, with other ids."""
+    """A finite set: every row is a template, and its instance is the row. With ``seeded``,
+    instances of other seeds are other tasks, with other ids."""
 
     def __init__(self, tasks: Iterable[Task], *, seeded: bool = False) -> None:
         """Raises ValueError when two tasks have one id."""
@@ -43,13 +44,17 @@ class RowTaskSet:
         task = self._tasks[template_id]
         group = self.group_of[template_id]
         if not self._seeded:
-            return task if task.group == group and task.seed == seed else replace(task, group=group, seed=seed)
+            return (
+                task
+                if task.group == group and task.seed == seed
+                else replace(task, group=group, seed=seed)
+            )
         return replace(task, id=f"{template_id}@{seed}", group=group, seed=seed)
 
 
 class SeedTaskSet:
-    """An endless set with one template: every seed is another task, and the two splits share no seed. Raises
-    ValueError for a split that does not exist."""
+    """An endless set with one template: every seed is another task, and the two splits share no
+    seed. Raises ValueError for a split that does not exist."""
 
     def __init__(self, name: str, split: str) -> None:
         self._name, self._split, self._place = name, split, SPLITS.index(split)
@@ -65,9 +70,9 @@ class SeedTaskSet:
 
 
 class GroupedTaskSet:
-    """The base of sets of endless templates, of which those in ``chosen`` groups are drawn. ``templates``: each with
-    its group; ``groups``: all that there are, the easiest first; ``what``: what one is called. Raises ValueError for a
-    group or split that does not exist."""
+    """The base of sets of endless templates, of which those in ``chosen`` groups are drawn.
+    ``templates``: each with its group; ``groups``: all that there are, the easiest first; ``what``:
+    what one is called. Raises ValueError for a group or split that does not exist."""
 
     def __init__(
         self,
@@ -78,12 +83,17 @@ class GroupedTaskSet:
         what: str = "group",
     ) -> None:
         chosen = [*chosen]
-        for name, known, kind in (*((name, groups, what) for name in chosen), (split, SPLITS, "split")):
+        for name, known, kind in (
+            *((name, groups, what) for name in chosen),
+            (split, SPLITS, "split"),
+        ):
             if name not in known:
                 raise ValueError(f"unknown {kind} {name!r} (known: {', '.join(known)})")
         self.split = split
         self.groups: Sequence[str] = tuple(group for group in groups if group in chosen)
-        self.group_of: Mapping[str, str] = {name: group for name, group in templates.items() if group in chosen}
+        self.group_of: Mapping[str, str] = {
+            name: group for name, group in templates.items() if group in chosen
+        }
 
 
 HELD_OUT_SHARE = 5
@@ -91,20 +101,23 @@ HELD_OUT_SHARE = 5
 
 
 def is_held_out(text: str) -> bool:
-    """Return whether a text, such as a name that tasks are made of, is kept for evaluation: a stable hash says so."""
+    """Return whether a text, such as a name that tasks are made of, is kept for evaluation: a
+    stable hash says so."""
     return zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0
 
 
 def tasks_of_rows(rows: Iterable[Row], group_column: str = GROUP_COLUMN) -> list[Task]:
-    """Make a task of every row. Its id is the row's ``id`` if it has one, else a hash of the row, so it is stable when
-    rows are added or moved. A named ``group_column`` must be in every row; ``group`` may be missing. Raises ValueError
-    that says where the row stands."""
+    """Make a task of every row. Its id is the row's ``id`` if it has one, else a hash of the row,
+    so it is stable when rows are added or moved. A named ``group_column`` must be in every row;
+    ``group`` may be missing. Raises ValueError that says where the row stands."""
     tasks: dict[str, Task] = {}
     copies: dict[str, int] = {}
     for row in rows:
         group = row.values.get(group_column, ONE_GROUP if group_column == GROUP_COLUMN else None)
         if not isinstance(group, (str, int)):
-            raise ValueError(f"{row.where}: the column {group_column!r} must name a group, not {shown(group)}")
+            raise ValueError(
+                f"{row.where}: the column {group_column!r} must name a group, not {shown(group)}"
+            )
         named = _named(row)
         name = named or _digest(row.values)[:16]
         if name in tasks and named:
@@ -118,8 +131,8 @@ def tasks_of_rows(rows: Iterable[Row], group_column: str = GROUP_COLUMN) -> list
 
 
 def _named(row: Row) -> str:
-    """Return the id that a row gives its task, "" where it gives none. Raises ValueError that says where the row
-    stands for an id that is neither text nor a whole number."""
+    """Return the id that a row gives its task, "" where it gives none. Raises ValueError that says
+    where the row stands for an id that is neither text nor a whole number."""
     named = row.values.get("id")
     if named is None:
         return ""
@@ -129,8 +142,9 @@ def _named(row: Row) -> str:
 
 
 def check_ids(rows: Iterable[Row], places: dict[str, str]) -> None:
-    """Raise ValueError that says where they stand when two rows, of whichever split, name one id: ``1`` and ``"1"`` are
-    the same. ``places``: the ids of rows that were looked at before, with the place of each; these are added."""
+    """Raise ValueError that says where they stand when two rows, of whichever split, name one id:
+    ``1`` and ``"1"`` are the same. ``places``: the ids of rows that were looked at before, with the
+    place of each; these are added."""
     for row in rows:
         if (name := _named(row)) and (other := places.setdefault(name, row.where)) != row.where:
             raise ValueError(f"{row.where}: an earlier row has the id {name!r}, too ({other})")
@@ -139,8 +153,9 @@ def check_ids(rows: Iterable[Row], places: dict[str, str]) -> None:
 def split_rows(
     rows: Sequence[Row], heldout_fraction: float, key: Callable[[Mapping[str, Any]], Any]
 ) -> dict[str, list[Row]]:
-    """Part rows into the two splits by a hash of ``key(row)``: equal keys stay together, and a row stays on its side
-    when others are added, unless a split were empty: where there are two keys, each split has at least one."""
+    """Part rows into the two splits by a hash of ``key(row)``: equal keys stay together, and a row
+    stays on its side when others are added, unless a split were empty: where there are two keys,
+    each split has at least one."""
     places = [_place(key(row.values)) for row in rows]
     bound = heldout_fraction
     if heldout_fraction > 0 and len(set(places)) > 1:
@@ -152,7 +167,9 @@ def split_rows(
     return parts
 
 
-def shared_row(train: Sequence[Row], held_out: Sequence[Row], key: Callable[[Mapping[str, Any]], Any]) -> str:
+def shared_row(
+    train: Sequence[Row], held_out: Sequence[Row], key: Callable[[Mapping[str, Any]], Any]
+) -> str:
     """Say where a key of the training rows is also held out, "" if there is no such row."""
     places = {_digest(key(row.values)): row.where for row in train}
     for row in held_out:
@@ -167,10 +184,16 @@ def content(values: Mapping[str, Any]) -> Any:
 
 
 def set_of(
-    found: Any, what: str, *, seeded: bool, check: Callable[[Row], None], places: dict[str, str] | None = None
+    found: Any,
+    what: str,
+    *,
+    seeded: bool,
+    check: Callable[[Row], None],
+    places: dict[str, str] | None = None,
 ) -> TaskSet:
-    """The task set that ``tasks(split)`` meant: a ``TaskSet``, tasks or rows. Raises ValueError that begins with
-    ``what`` for anything else, and what ``check`` raises for a row, or ``check_ids`` with ``places``."""
+    """The task set that ``tasks(split)`` meant: a ``TaskSet``, tasks or rows. Raises ValueError
+    that begins with ``what`` for anything else, and what ``check`` raises for a row, or
+    ``check_ids`` with ``places``."""
     if isinstance(found, TaskSet):
         return found
     if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Iterable):
@@ -180,7 +203,9 @@ def set_of(
         return RowTaskSet(items, seeded=seeded)
     for number, item in enumerate(items):
         if not isinstance(item, Mapping):
-            raise ValueError(f"{what}, row {number}: a row is a map from columns to values, not {shown(item)}")
+            raise ValueError(
+                f"{what}, row {number}: a row is a map from columns to values, not {shown(item)}"
+            )
         if problem := json_problem(item):
             raise ValueError(f"{what}, row {number}: {problem}")
     rows = [Row(item, f"{what}, row {number}") for number, item in enumerate(items)]
@@ -204,20 +229,30 @@ def _place(value: Any) -> float:
 class RowOptions:
     """Where the tasks of an environment come from."""
 
-    data: str = option("", "Each row of this JSON lines file, Parquet file or datasets folder is a task.")
-    heldout_data: str = option("", "The rows of this file are the held-out tasks; without it they are a part of data.")
+    data: str = option(
+        "", "Each row of this JSON lines file, Parquet file or datasets folder is a task."
+    )
+    heldout_data: str = option(
+        "", "The rows of this file are the held-out tasks; without it they are a part of data."
+    )
     heldout_fraction: float = option(
         0.1, "This part of data is held out, decided by a hash of the row.", at_least=0, at_most=0.9
     )
-    group_column: str = option(GROUP_COLUMN, "This column names the group of a task, by which success is reported.")
+    group_column: str = option(
+        GROUP_COLUMN, "This column names the group of a task, by which success is reported."
+    )
 
 
 def row_options(chosen: Any) -> RowOptions:
-    """Return what the options of an environment say of its rows. Raises ValueError for one that has no effect because
-    of the others."""
+    """Return what the options of an environment say of its rows. Raises ValueError for one that has
+    no effect because of the others."""
     default = RowOptions()
     options = RowOptions(**{each.name: getattr(chosen, each.name) for each in fields(RowOptions)})
-    changed = [each.name for each in fields(RowOptions) if getattr(options, each.name) != getattr(default, each.name)]
+    changed = [
+        each.name
+        for each in fields(RowOptions)
+        if getattr(options, each.name) != getattr(default, each.name)
+    ]
     if changed and not options.data:
         raise ValueError(f"env.{changed[0]} has no effect without env.data")
     if options.heldout_data and "heldout_fraction" in changed:
@@ -233,8 +268,9 @@ def tasks_of_data(
     check: Callable[[Row], None] = lambda row: None,
     key: Callable[[Mapping[str, Any]], Any] = content,
 ) -> Callable[[str], TaskSet]:
-    """Read the files that the options name, and return the task set of a split. ``check`` raises ValueError for a row
-    that will not do; rows of one ``key`` are one task. Raises ValueError that names the file and the line."""
+    """Read the files that the options name, and return the task set of a split. ``check`` raises
+    ValueError for a row that will not do; rows of one ``key`` are one task. Raises ValueError that
+    names the file and the line."""
     parts = {TRAIN: read_rows(options.data, beside), HELD_OUT: []}
     if options.heldout_data:
         parts[HELD_OUT] = read_rows(options.heldout_data, beside, "heldout_data")
@@ -245,7 +281,10 @@ def tasks_of_data(
         parts = split_rows(parts[TRAIN], options.heldout_fraction, key)
     elif both := shared_row(parts[TRAIN], parts[HELD_OUT], key):
         raise ValueError(both)
-    sets = {split: RowTaskSet(tasks_of_rows(parts[split], options.group_column), seeded=seeded) for split in SPLITS}
+    sets = {
+        split: RowTaskSet(tasks_of_rows(parts[split], options.group_column), seeded=seeded)
+        for split in SPLITS
+    }
 
     def tasks(split: str) -> TaskSet:
         """Return the tasks of a split. Raises ValueError for one that has none."""
@@ -260,14 +299,18 @@ def tasks_of_data(
 
 
 def read_rows(path: str, beside: Path, option_name: str = "data") -> list[Row]:
-    """Read all rows of a file or folder; a relative path means the working directory, then the folder ``beside``.
-    Raises ValueError that names the file and the line for what is missing, unreadable, empty or not JSON."""
+    """Read all rows of a file or folder; a relative path means the working directory, then the
+    folder ``beside``. Raises ValueError that names the file and the line for what is missing,
+    unreadable, empty or not JSON."""
     file = Path(path).expanduser()
     if not file.exists() and not file.is_absolute() and (beside / file).exists():
         file = beside / file
     if not file.exists():
         raise ValueError(f"env.{option_name}={path}: there is no such file")
-    kinds: Mapping[str, Callable[[Path], Iterable[Row]]] = {".jsonl": read_json_lines, ".parquet": _parquet}
+    kinds: Mapping[str, Callable[[Path], Iterable[Row]]] = {
+        ".jsonl": read_json_lines,
+        ".parquet": _parquet,
+    }
     read = _datasets_folder if file.is_dir() else kinds.get(file.suffix)
     if read is None:
         raise ValueError(f"{file}: data is a .jsonl file, a .parquet file or a datasets folder")
@@ -284,14 +327,22 @@ def _parquet(file: Path) -> Iterator[Row]:
     try:
         from pyarrow import ArrowException, parquet  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise ValueError(f"{file}: reading Parquet needs the package pyarrow (pip install pyarrow)") from None
+        raise ValueError(
+            f"{file}: reading Parquet needs the package pyarrow (pip install pyarrow)"
+        ) from None
     try:
         with parquet.ParquetFile(file) as table:
-            rows = (values for batch in table.iter_batches(batch_size=1024) for values in batch.to_pylist())
+            rows = (
+                values
+                for batch in table.iter_batches(batch_size=1024)
+                for values in batch.to_pylist()
+            )
             for number, values in enumerate(rows, 1):
                 yield checked_row(values, f"{file}, row {number}")
     except ArrowException as error:
-        raise ValueError(f"{file}: not a readable Parquet file: {str(error).splitlines()[0]}") from None
+        raise ValueError(
+            f"{file}: not a readable Parquet file: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def _datasets_folder(folder: Path) -> Sequence[Row]:
@@ -306,5 +357,10 @@ def _datasets_folder(folder: Path) -> Sequence[Row]:
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(f"{folder}: not a datasets folder: {str(error).splitlines()[0]}") from None
     if isinstance(found, datasets.DatasetDict):
-        raise ValueError(f"{folder}: holds several splits; name the folder of one: {', '.join(map(repr, found))}")
-    return [checked_row(dict(values), f"{folder}, row {number}") for number, values in enumerate(found, 1)]
+        raise ValueError(
+            f"{folder}: holds several splits; name the folder of one: {', '.join(map(repr, found))}"
+        )
+    return [
+        checked_row(dict(values), f"{folder}, row {number}")
+        for number, values in enumerate(found, 1)
+    ]

@@ -1,7 +1,9 @@
-"""Runs an author's blocking code in threads, so that it stops neither the event loop nor the end of the process.
+"""Runs an author's blocking code in threads, so that it stops neither the event loop nor the end of
+the process.
 
-``concurrent.futures`` is not used: it waits for its threads at exit, and a thread that never returns would keep the
-process alive. Here a job that nobody waits for any longer gives its place to another thread.
+``concurrent.futures`` is not used: it waits for its threads at exit, and a thread that never
+returns would keep the process alive. Here a job that nobody waits for any longer gives its place to
+another thread.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ class _Job:
 
 
 class Threads:
-    """A bounded number of daemon threads that start when they are needed. Used from any number of event loops. A thread
-    without a job ends after ``idle_s`` seconds; None: it stays until ``stop``."""
+    """A bounded number of daemon threads that start when they are needed. Used from any number of
+    event loops. A thread without a job ends after ``idle_s`` seconds; None: it stays until
+    ``stop``."""
 
     def __init__(self, name: str, size: int = MOST_THREADS, idle_s: float | None = IDLE_S) -> None:
         self._name = name
@@ -53,11 +56,13 @@ class Threads:
         return self._stuck
 
     async def run(self, work: Callable[[], T], after: Callable[[], Any] | None = None) -> T:
-        """Return what ``work`` returns in a thread, or raise what it raises. When the caller is cancelled, the job runs
-        on without a reader, and then ``after`` in the same thread. Raises EnvironmentFailure("capacity") when too many
-        jobs have been given up and still run."""
+        """Return what ``work`` returns in a thread, or raise what it raises. When the caller is
+        cancelled, the job runs on without a reader, and then ``after`` in the same thread. Raises
+        EnvironmentFailure("capacity") when too many jobs have been given up and still run."""
         if self._stuck >= MOST_STUCK:
-            raise EnvironmentFailure("capacity", f"{self._name}: {self._stuck} calls have not returned")
+            raise EnvironmentFailure(
+                "capacity", f"{self._name}: {self._stuck} calls have not returned"
+            )
         job = _Job(work, after)
         self._submit(job)
         try:
@@ -112,7 +117,8 @@ class Threads:
                 return
 
     def _run(self, job: _Job) -> bool:
-        """Run a job and hand over its result; False if there are too many threads now, and this one ends."""
+        """Run a job and hand over its result; False if there are too many threads now, and this one
+        ends."""
         with self._lock:
             self._waiting -= 1
             self._idle -= 1

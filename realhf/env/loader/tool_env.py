@@ -1,9 +1,9 @@
-"""Plays a class with tools, the one that TRL's ``environment_factory`` takes: ``reset(**row)``, public methods as
-tools.
+"""Plays a class with tools, the one that TRL's ``environment_factory`` takes: ``reset(**row)``,
+public methods as tools.
 
-Source: TRL 1.16, GRPOTrainer, ``environment_factory``. What an author may add here: a dataclass ``Options``, ``done``,
-``metrics``, ``view``, ``state_key``, ``close()``, ``user_reply(text)``, ``tasks(split)``, ``system_prompt``,
-``deterministic``, ``concurrency``, ``demonstrate``.
+Source: TRL 1.16, GRPOTrainer, ``environment_factory``. What an author may add here: a dataclass
+``Options``, ``done``, ``metrics``, ``view``, ``state_key``, ``close()``, ``user_reply(text)``,
+``tasks(split)``, ``system_prompt``, ``deterministic``, ``concurrency``, ``demonstrate``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,24 @@ from realhf.api.environment import (
     Turn,
 )
 from realhf.api.messages import silence
-from realhf.env.loader.author import author_code, class_definition, failure_of, place_of, raised, takes
+from realhf.env.loader.author import (
+    author_code,
+    class_definition,
+    failure_of,
+    place_of,
+    raised,
+    takes,
+)
 from realhf.env.loader.tasks import Row
 from realhf.env.loader.threads import MOST_THREADS, Threads
-from realhf.env.loader.tool_schemas import USER_REPLY, Tool, arguments_for, short, tools_of, unknown_tool
+from realhf.env.loader.tool_schemas import (
+    USER_REPLY,
+    Tool,
+    arguments_for,
+    short,
+    tools_of,
+    unknown_tool,
+)
 from realhf.env.loader.validation import (
     BrokenContract,
     checked,
@@ -45,7 +59,8 @@ from realhf.env.loader.validation import (
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 TOOL_ERRORS = "tool_errors"
-"""The errors of the author's tools so far, in the info of a turn, and their number in its metrics."""
+"""The errors of the author's tools so far, in the info of a turn, and their number in its
+metrics."""
 LONGEST_RESULT = 1 << 18
 """Characters of a tool's result that the policy gets to read."""
 MISTAKES = (
@@ -58,14 +73,16 @@ MISTAKES = (
     TypeError,
     ZeroDivisionError,
 )
-"""What a tool that was called rightly does not raise on purpose: the mistake is its author's and not the policy's."""
+"""What a tool that was called rightly does not raise on purpose: the mistake is its author's and
+not the policy's."""
 SOLVED = 1 - 1e-9
 """An episode that ends with at least this reward is a success, unless the class says otherwise."""
 
 
 class ToolClass(NamedTuple):
-    """A class with tools, read once. ``schemas`` are those of its tools; ``blocking``: it has no async method, so that
-    all of a turn runs in one thread job; ``seeded``: its reset takes a seed; ``told``: mistakes that the log has."""
+    """A class with tools, read once. ``schemas`` are those of its tools; ``blocking``: it has no
+    async method, so that all of a turn runs in one thread job; ``seeded``: its reset takes a seed;
+    ``told``: mistakes that the log has."""
 
     kind: type[Any]
     tools: Mapping[str, Tool]
@@ -76,8 +93,9 @@ class ToolClass(NamedTuple):
 
 
 class ToolPlay:
-    """An instance of the author's class, and the episode that it is in. ``lost`` once a call was cancelled whose thread
-    may still be using the instance: it must not be used again, and closes when the thread is done."""
+    """An instance of the author's class, and the episode that it is in. ``lost`` once a call was
+    cancelled whose thread may still be using the instance: it must not be used again, and closes
+    when the thread is done."""
 
     def __init__(self, about: ToolClass, make: Callable[[], Any], threads: Threads) -> None:
         self._class = about
@@ -111,8 +129,8 @@ class ToolPlay:
             await self._run(partial(self._call, "close", {}))
 
     def _own(self, name: str) -> Any:
-        """Return an attribute of the instance that the loader uses itself; None if there is none, or if it is a
-        tool."""
+        """Return an attribute of the instance that the loader uses itself; None if there is none,
+        or if it is a tool."""
         return None if name in self._class.tools else getattr(self._instance, name, None)
 
     async def _opening(self, task: Mapping[str, Any], seed: int) -> Opening:
@@ -135,7 +153,9 @@ class ToolPlay:
         self._method = "state_key"
         key = self._own("state_key")
         if callable(key):
-            raise BrokenContract("state_key must be text, which a function is not: make it a property")
+            raise BrokenContract(
+                "state_key must be text, which a function is not: make it a property"
+            )
         return "" if key is None else checked(key, state_key_problems(key))
 
     async def _turn(self, message: AssistantMessage) -> Turn:
@@ -148,7 +168,9 @@ class ToolPlay:
         self._method = "done"
         done = getattr(self._instance, "done", False)
         if callable(done):
-            raise BrokenContract("done must be true or false, which a function is not: it would end no episode")
+            raise BrokenContract(
+                "done must be true or false, which a function is not: it would end no episode"
+            )
         ended = not answers or bool(done)
         metrics = {
             "success": float(ended and reward >= SOLVED),  # said earlier, it would end what goes on
@@ -158,29 +180,44 @@ class ToolPlay:
         }
         self._method = "metrics"
         if (own := self._own("metrics")) is not None:
-            metrics |= checked_numbers(await self._call("metrics", {}) if callable(own) else own, "metrics")
+            metrics |= checked_numbers(
+                await self._call("metrics", {}) if callable(own) else own, "metrics"
+            )
         info: dict[str, Any] = {TOOL_ERRORS: [*self._mistakes]} if self._mistakes else {}
         self._method = "view"
         if isinstance(view := self._own("view"), Mapping):
             if problem := json_problem(view):
                 raise BrokenContract(f"view: {problem}")
             info["view"] = copied(view)
-        return Turn(answers, ended, reward, components, metrics, info, final=True, state_key=self._state_key())
+        return Turn(
+            answers,
+            ended,
+            reward,
+            components,
+            metrics,
+            info,
+            final=True,
+            state_key=self._state_key(),
+        )
 
     async def _user_reply(self, message: AssistantMessage) -> str | None:
-        """What the author's user says to a turn without a call; None where there is no user, or where they leave."""
+        """What the author's user says to a turn without a call; None where there is no user, or
+        where they leave."""
         if not callable(self._own(USER_REPLY)):
             return None
         said = await self._call(USER_REPLY, {"text": message.content})
         if said is not None and not isinstance(said, str):
-            raise BrokenContract(f"{USER_REPLY} must return text, or None to end the episode, not {shown(said)}")
+            raise BrokenContract(
+                f"{USER_REPLY} must return text, or None to end the episode, not {shown(said)}"
+            )
         return None if said is None else whole_text(said)
 
     async def _reward_again(self) -> float:
         return checked_rewards(await self._call("get_reward", {}), "the reward")[0]
 
     async def _answer(self, call: ToolCall) -> ChatMessage:
-        """Make one call. Whatever is wrong with it, the policy reads the reason, in the form of TRL."""
+        """Make one call. Whatever is wrong with it, the policy reads the reason, in the form of
+        TRL."""
         self._calls += 1
         try:
             if call.problem:
@@ -201,7 +238,9 @@ class ToolPlay:
             self._failures += 1
             result = str({"error": _reason(error)})
         if len(result) > LONGEST_RESULT:
-            result = f"{result[:LONGEST_RESULT]}... ({len(result) - LONGEST_RESULT} more characters)"
+            result = (
+                f"{result[:LONGEST_RESULT]}... ({len(result) - LONGEST_RESULT} more characters)"
+            )
         name = whole_text(short(call.name)) or "unknown"
         message = {"role": "tool", "name": name, "content": whole_text(result)}
         return message | {"tool_call_id": call.id} if call.id else message
@@ -216,7 +255,11 @@ class ToolPlay:
         place = f"{self._method} {type(error).__name__} {line.tb_lineno if line else 0}"
         if place not in self._class.told:
             self._class.told.add(place)
-            logger.warning("%s; the policy is told so as if the mistake were its own (seed %d)", told, self._seed)
+            logger.warning(
+                "%s; the policy is told so as if the mistake were its own (seed %d)",
+                told,
+                self._seed,
+            )
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Call a method of the instance that is no tool."""
@@ -235,17 +278,24 @@ class ToolPlay:
         result = await self._in_thread(partial(self._in_a_thread_of_its_own, method, arguments))
         return await result if inspect.isawaitable(result) else result
 
-    def _in_a_thread_of_its_own(self, method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Call a method. What is raised here cannot be the event loop's, though it may look so there."""
+    def _in_a_thread_of_its_own(
+        self, method: Callable[..., Any], arguments: Mapping[str, Any]
+    ) -> Any:
+        """Call a method. What is raised here cannot be the event loop's, though it may look so
+        there."""
         try:
             return method(**arguments)
         except Exception:
             raise
         except BaseException as error:
-            raise failure_of(error, self._class.kind, self._method, self._seed, on_loop=False) or error from error
+            raise (
+                failure_of(error, self._class.kind, self._method, self._seed, on_loop=False)
+                or error
+            ) from error
 
     async def _run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Do the work of a method: all of it in one thread if the class blocks, else on the event loop."""
+        """Do the work of a method: all of it in one thread if the class blocks, else on the event
+        loop."""
         if self._class.blocking:
             return await self._in_thread(lambda: _finished(self._guarded(work())))
         return await self._guarded(work())
@@ -272,14 +322,18 @@ class ToolPlay:
 
 
 def messages_of(prompt: Any, what: str) -> Sequence[ChatMessage]:
-    """The messages that a prompt means: text of the user, or messages. Raises BrokenContract that begins with ``what``
-    for anything else."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else checked_messages(prompt, what)
+    """The messages that a prompt means: text of the user, or messages. Raises BrokenContract that
+    begins with ``what`` for anything else."""
+    return (
+        [{"role": "user", "content": prompt}]
+        if isinstance(prompt, str)
+        else checked_messages(prompt, what)
+    )
 
 
 def question_of(prompt: Any, what: str) -> Sequence[ChatMessage]:
-    """The messages that a prompt means, which ask the policy something. Raises BrokenContract that begins with
-    ``what``."""
+    """The messages that a prompt means, which ask the policy something. Raises BrokenContract that
+    begins with ``what``."""
     messages = messages_of(prompt, what)
     if problem := silence(messages):
         raise BrokenContract(f"{what} {problem}")
@@ -315,11 +369,13 @@ def _finished(work: Coroutine[Any, Any, T]) -> T:
 
 
 def tool_class(kind: type[Any]) -> EnvironmentDefinition:
-    """The definition of a class. Raises ValueError that names the line for a class without tools, a tool without type
-    hints or docstring, and a get_reward that needs arguments."""
+    """The definition of a class. Raises ValueError that names the line for a class without tools, a
+    tool without type hints or docstring, and a get_reward that needs arguments."""
     about = read_class(kind)
 
-    def plays(make: Callable[[], Any], concurrency: int | None) -> Callable[[], ToolClassEnvironment]:
+    def plays(
+        make: Callable[[], Any], concurrency: int | None
+    ) -> Callable[[], ToolClassEnvironment]:
         """Return what makes environments, which share their threads."""
         threads = Threads(kind.__name__, max(MOST_THREADS, concurrency or 0))
         return lambda: ToolClassEnvironment(about, make, threads)
@@ -329,25 +385,30 @@ def tool_class(kind: type[Any]) -> EnvironmentDefinition:
 
 
 def read_class(kind: type[Any]) -> ToolClass:
-    """Look at the methods of a class. Raises ValueError as ``tool_class`` does, and for a ``user_reply`` of another
-    form."""
+    """Look at the methods of a class. Raises ValueError as ``tool_class`` does, and for a
+    ``user_reply`` of another form."""
     tools = tools_of(kind)
     try:
         inspect.signature(kind.get_reward).bind(None)
     except TypeError as error:
         place = place_of(kind.get_reward)
-        raise ValueError(f"{kind.__name__}.get_reward must take no arguments: {error} ({place})") from None
+        raise ValueError(
+            f"{kind.__name__}.get_reward must take no arguments: {error} ({place})"
+        ) from None
     if reply := getattr(kind, USER_REPLY, None):
         try:
             inspect.signature(reply).bind(None, text="")
         except TypeError as error:
             raise ValueError(
-                f"{kind.__name__}.{USER_REPLY} must be {USER_REPLY}(self, text): {error} ({place_of(reply)})"
+                f"{kind.__name__}.{USER_REPLY} must be {USER_REPLY}(self, text): {error} "
+                f"({place_of(reply)})"
             ) from None
     methods = [tool.function for tool in tools.values()]
     others = ("reset", "get_reward", "close", "metrics", USER_REPLY)
     methods += [getattr(kind, name, None) for name in others if name not in tools]
-    blocking = not any(inspect.iscoroutinefunction(inspect.unwrap(each)) for each in methods if callable(each))
+    blocking = not any(
+        inspect.iscoroutinefunction(inspect.unwrap(each)) for each in methods if callable(each)
+    )
     schemas = tuple(tool.schema for tool in tools.values())
     return ToolClass(kind, tools, schemas, blocking, takes(kind.reset, "seed"), set())
 
@@ -355,10 +416,10 @@ def read_class(kind: type[Any]) -> ToolClass:
 class ToolClassEnvironment:
     """Plays the author's class.
 
-    What a tool raises, and a call that cannot be made, is answered by a ``tool`` message, as in TRL. What reset,
-    get_reward and the like raise or return against the contract is EnvironmentFailure("internal") that names the class,
-    the task and the line. Each turn has the reward of the state after it, so the last one is right whenever the episode
-    ends.
+    What a tool raises, and a call that cannot be made, is answered by a ``tool`` message, as in
+    TRL. What reset, get_reward and the like raise or return against the contract is
+    EnvironmentFailure("internal") that names the class, the task and the line. Each turn has the
+    reward of the state after it, so the last one is right whenever the episode ends.
     """
 
     def __init__(self, about: ToolClass, make: Callable[[], Any], threads: Threads) -> None:
@@ -366,13 +427,15 @@ class ToolClassEnvironment:
         self._play = self._make_play()
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
-        """Begin an episode; an instance whose last call was cancelled is left to its thread, and a new one is made."""
+        """Begin an episode; an instance whose last call was cancelled is left to its thread, and a
+        new one is made."""
         if self._play.lost:
             self._play = self._make_play()
         return await self._play.open(task, seed)
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """Answer the tool calls of a turn. A turn without any is answered by the class's user, or ends the episode."""
+        """Answer the tool calls of a turn. A turn without any is answered by the class's user, or
+        ends the episode."""
         if self._play.lost:
             raise EnvironmentFailure(
                 "lost", "the call before was cancelled and may still be running; reset begins anew"

@@ -1,7 +1,8 @@
-"""Finds the tools of a class, makes their JSON schemas, and checks the arguments with which a policy calls one.
+"""Finds the tools of a class, makes their JSON schemas, and checks the arguments with which a
+policy calls one.
 
-The result is that of ``transformers.utils.get_json_schema`` for every signature that both take, so that one class
-serves TRL and this project; dataclasses and typed dictionaries are taken here alone.
+The result is that of ``transformers.utils.get_json_schema`` for every signature that both take, so
+that one class serves TRL and this project; dataclasses and typed dictionaries are taken here alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from realhf.env.loader.author import place_of
 from realhf.env.loader.validation import coerced, field_hints, json_problem, required_fields
 
 _NAMES: Mapping[Any, str] = types.MappingProxyType(
-    {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null", list: "array"}
+    {
+        int: "integer",
+        float: "number",
+        str: "string",
+        bool: "boolean",
+        type(None): "null",
+        list: "array",
+    }
     | {tuple: "array", dict: "object"}
 )
 _SCALARS = (int, float, str, bool, type(None))
@@ -47,8 +55,8 @@ class Signature(NamedTuple):
 
 
 def json_schema(function: Callable[..., Any], signature: Signature | None = None) -> dict[str, Any]:
-    """Return the schema of a function or method as a chat template takes it. Raises ValueError that says what is
-    missing or cannot be said in JSON."""
+    """Return the schema of a function or method as a chat template takes it. Raises ValueError that
+    says what is missing or cannot be said in JSON."""
     text = inspect.getdoc(function)
     if not text:
         raise ValueError("it has no docstring, which tells the policy what the tool does")
@@ -58,28 +66,42 @@ def json_schema(function: Callable[..., Any], signature: Signature | None = None
     for name, hint in taken.hints.items():
         if name not in about.arguments:
             raise ValueError(f"the docstring says nothing of the argument {name!r} below 'Args:'")
-        properties[name] = _with_description(_schema(hint, f"argument {name!r}"), about.arguments[name], name)
+        properties[name] = _with_description(
+            _schema(hint, f"argument {name!r}"), about.arguments[name], name
+        )
     parameters: dict[str, Any] = {"type": "object", "properties": properties}
     if taken.required:
         parameters["required"] = [*taken.required]
-    made: dict[str, Any] = {"name": function.__name__, "description": about.description, "parameters": parameters}
+    made: dict[str, Any] = {
+        "name": function.__name__,
+        "description": about.description,
+        "parameters": parameters,
+    }
     returned = _return_schema(function)
     if returned is not None:
-        made["return"] = returned if about.returns is None else {**returned, "description": about.returns}
+        made["return"] = (
+            returned if about.returns is None else {**returned, "description": about.returns}
+        )
     return {"type": "function", "function": made}
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
-    """What a function takes, without ``self``. Raises ValueError for an argument without a type hint, and for one that
-    cannot be given by name."""
+    """What a function takes, without ``self``. Raises ValueError for an argument without a type
+    hint, and for one that cannot be given by name."""
     hints = _hints(function)
     taken: dict[str, Any] = {}
     required = []
     for number, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
-        if number == 0 and name in ("self", "cls") and parameter.annotation is inspect.Parameter.empty:
+        if (
+            number == 0
+            and name in ("self", "cls")
+            and parameter.annotation is inspect.Parameter.empty
+        ):
             continue
         if parameter.kind not in _NAMED:
-            raise ValueError(f"the argument {parameter} cannot be given by name, so it has no schema")
+            raise ValueError(
+                f"the argument {parameter} cannot be given by name, so it has no schema"
+            )
         if name not in hints:
             raise ValueError(f"the argument {name!r} has no type hint")
         taken[name] = hints[name]
@@ -103,7 +125,8 @@ def parse_docstring(text: str) -> Docstring:
 
 
 def _arguments(lines: typing.Iterable[str]) -> dict[str, str]:
-    """The descriptions of arguments; a line that is indented deeper than its argument goes on with it."""
+    """The descriptions of arguments; a line that is indented deeper than its argument goes on with
+    it."""
     found: dict[str, str] = {}
     name = ""
     indent = 0
@@ -126,7 +149,8 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _return_schema(function: Callable[..., Any]) -> dict[str, Any] | None:
-    """The schema of what a function returns; None without a hint, or with one that JSON cannot say."""
+    """The schema of what a function returns; None without a hint, or with one that JSON cannot
+    say."""
     hints = _hints(function)
     if "return" not in hints:
         return None
@@ -145,13 +169,17 @@ def _with_description(schema: dict[str, Any], description: str, name: str) -> di
             found = None
         if not isinstance(found, list):
             raise ValueError(f"the choices of the argument {name!r} are no JSON list: {choices[1]}")
-        schema = {**schema, "enum": [item.strip() if isinstance(item, str) else item for item in found]}
+        schema = {
+            **schema,
+            "enum": [item.strip() if isinstance(item, str) else item for item in found],
+        }
         description = description[: choices.start()].strip()
     return {**schema, "description": description}
 
 
 def _schema(hint: Any, what: str) -> dict[str, Any]:
-    """The schema of a type. Raises ValueError that begins with ``what`` for a type that JSON cannot say."""
+    """The schema of a type. Raises ValueError that begins with ``what`` for a type that JSON cannot
+    say."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if hint is None or hint is Any:
@@ -173,11 +201,17 @@ def _schema(hint: Any, what: str) -> dict[str, Any]:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return _choices([member.value for member in hint], what)
     if is_dataclass(hint) or typing.is_typeddict(hint):
-        properties = {name: _schema(kind, f"{what}, field {name!r}") for name, kind in field_hints(hint).items()}
+        properties = {
+            name: _schema(kind, f"{what}, field {name!r}")
+            for name, kind in field_hints(hint).items()
+        }
         required = required_fields(hint)
-        return {"type": "object", "properties": properties} | ({"required": required} if required else {})
+        return {"type": "object", "properties": properties} | (
+            {"required": required} if required else {}
+        )
     raise ValueError(
-        f"{what} has the type {getattr(hint, '__name__', hint)}, which has no JSON schema: take str, int, float, bool, "
+        f"{what} has the type {getattr(hint, '__name__', hint)}, which has no JSON schema: take "
+        f"str, int, float, bool, "
         "Literal, an Enum, a dataclass, or a list, tuple, dict or Union of them"
     )
 
@@ -196,7 +230,9 @@ def _union(args: tuple[Any, ...], what: str) -> dict[str, Any]:
 
 def _choices(values: list[Any], what: str) -> dict[str, Any]:
     if not values or any(type(value) not in _SCALARS for value in values):
-        raise ValueError(f"{what} has choices that are not text, numbers, booleans or None: {values}")
+        raise ValueError(
+            f"{what} has choices that are not text, numbers, booleans or None: {values}"
+        )
     names = list(dict.fromkeys(_NAMES[type(value)] for value in values))
     return {"type": names[0] if len(names) == 1 else names, "enum": values}
 
@@ -206,12 +242,14 @@ USER_REPLY = "user_reply"
 NOT_TOOLS = frozenset({"reset", "get_reward", "tasks", "demonstrate", USER_REPLY})
 """Public methods that are not tools: the loader calls them itself."""
 NOT_TOOLS_ALONE = frozenset({"close", "metrics"})
-"""The same for methods without arguments; one that takes an argument, such as ``close(door)``, is a tool."""
+"""The same for methods without arguments; one that takes an argument, such as ``close(door)``, is a
+tool."""
 LONGEST_NAME = 60
 
 
 class Tool(NamedTuple):
-    """A method that the policy may call. ``function`` is unbound; a class method takes the class."""
+    """A method that the policy may call. ``function`` is unbound; a class method takes the
+    class."""
 
     name: str
     function: Callable[..., Any]
@@ -226,17 +264,19 @@ class Tool(NamedTuple):
 
 
 def tools_of(kind: type[Any]) -> dict[str, Tool]:
-    """The tools of a class by name: its public methods, those of its bases included, in alphabetical order. Raises
-    ValueError that names the class, the method and the line for one that has no schema, and for a class without
-    tools."""
+    """The tools of a class by name: its public methods, those of its bases included, in
+    alphabetical order. Raises ValueError that names the class, the method and the line for one that
+    has no schema, and for a class without tools."""
     found = {}
     for name in sorted(dir(kind)):
         raw = inspect.getattr_static(kind, name)
         function = raw.__func__ if isinstance(raw, classmethod) else raw
         if name == "done" and callable(function):
             raise ValueError(
-                f"{kind.__name__}.done is a method, so it would end no episode: set self.done = True, or make it a "
-                f"property; a tool needs another name ({place_of(function if inspect.isfunction(function) else kind)})"
+                f"{kind.__name__}.done is a method, so it would end no episode: set self.done = "
+                f"True, or make it a "
+                f"property; a tool needs another name "
+                f"({place_of(function if inspect.isfunction(function) else kind)})"
             )
         if name.startswith("_") or name in NOT_TOOLS or not inspect.isfunction(function):
             continue
@@ -246,18 +286,22 @@ def tools_of(kind: type[Any]) -> dict[str, Tool]:
             signature = signature_of(function)
             schema = json_schema(function, signature)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"the tool {kind.__name__}.{name}: {error} ({place_of(function)})") from None
+            raise ValueError(
+                f"the tool {kind.__name__}.{name}: {error} ({place_of(function)})"
+            ) from None
         schema["function"]["name"] = name
         is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
         found[name] = Tool(name, function, schema, signature, function is not raw, is_async)
     if not found:
-        raise ValueError(f"{kind.__name__} has no tool, that is no public method of its own ({place_of(kind)})")
+        raise ValueError(
+            f"{kind.__name__} has no tool, that is no public method of its own ({place_of(kind)})"
+        )
     return found
 
 
 def arguments_for(tool: Tool, arguments: Any) -> dict[str, Any]:
-    """The arguments as the type hints of the tool want them. Raises ValueError that says what is missing, unknown or of
-    another type."""
+    """The arguments as the type hints of the tool want them. Raises ValueError that says what is
+    missing, unknown or of another type."""
     if not isinstance(arguments, Mapping):
         raise ValueError("the arguments must be an object")
     if problem := json_problem(arguments):
@@ -265,11 +309,15 @@ def arguments_for(tool: Tool, arguments: Any) -> dict[str, Any]:
     hints = tool.signature.hints
     for name in arguments:
         if name not in hints:
-            raise ValueError(f"{tool.name} has no argument {short(name)!r}{close_to(name, [*hints])}")
+            raise ValueError(
+                f"{tool.name} has no argument {short(name)!r}{close_to(name, [*hints])}"
+            )
     for name in tool.signature.required:
         if name not in arguments:
             raise ValueError(f"{tool.name} needs the argument {name!r}")
-    return {name: coerced(value, hints[name], f"argument {name!r}") for name, value in arguments.items()}
+    return {
+        name: coerced(value, hints[name], f"argument {name!r}") for name, value in arguments.items()
+    }
 
 
 def unknown_tool(name: str, tools: Mapping[str, Tool]) -> str:

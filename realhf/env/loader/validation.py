@@ -1,7 +1,8 @@
-"""Turns plain JSON values into what type hints ask for, and checks what the code of an author returned.
+"""Turns plain JSON values into what type hints ask for, and checks what the code of an author
+returned.
 
-Numbers and booleans written as text are accepted, because policies and command lines write them so; everything else
-that does not fit is refused with a sentence that says what was expected.
+Numbers and booleans written as text are accepted, because policies and command lines write them so;
+everything else that does not fit is refused with a sentence that says what was expected.
 """
 
 from __future__ import annotations
@@ -25,13 +26,20 @@ T = TypeVar("T")
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 NUMBER = re.compile(r"[+-]?[0-9]{1,40}(\.[0-9]{0,40})?([eE][+-]?[0-9]{1,3})?")
 _WORDS: Mapping[Any, str] = types.MappingProxyType(
-    {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null", Path: "a path"}
+    {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        type(None): "null",
+        Path: "a path",
+    }
 )
 
 
 def coerced(value: Any, hint: Any, name: str, *, strict: bool = False) -> Any:
-    """Return ``value`` as the type that ``hint`` names. Raises ValueError that begins with ``name``. With ``strict``
-    nothing is converted that has another JSON type."""
+    """Return ``value`` as the type that ``hint`` names. Raises ValueError that begins with
+    ``name``. With ``strict`` nothing is converted that has another JSON type."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if hint is Any or hint is object:
@@ -59,7 +67,10 @@ def coerced(value: Any, hint: Any, name: str, *, strict: bool = False) -> Any:
         if issubclass(kind, Sequence) or kind is list:
             item = args[0] if args else Any
             items = _items(value, hint, name)
-            return [coerced(each, item, f"{name}[{index}]", strict=strict) for index, each in enumerate(items)]
+            return [
+                coerced(each, item, f"{name}[{index}]", strict=strict)
+                for index, each in enumerate(items)
+            ]
     raise ValueError(f"{name}: values of type {hint!r} cannot be given")
 
 
@@ -99,7 +110,12 @@ def _scalar(value: Any, kind: type, name: str, strict: bool) -> Any:
         return Path(value)
     if type(value) is kind and (kind is not float or math.isfinite(value)):
         return value
-    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 1023:
+    if (
+        kind is float
+        and isinstance(value, int)
+        and not isinstance(value, bool)
+        and abs(value) < 1 << 1023
+    ):
         return float(value)
     if not strict:
         if isinstance(value, str):
@@ -137,7 +153,9 @@ def _union(value: Any, hint: Any, args: Sequence[Any], name: str, strict: bool) 
     raise _refused(value, hint, name)
 
 
-def _choice(value: Any, choices: Sequence[tuple[Any, Any]], hint: Any, name: str, strict: bool) -> Any:
+def _choice(
+    value: Any, choices: Sequence[tuple[Any, Any]], hint: Any, name: str, strict: bool
+) -> Any:
     for choice, member in choices:
         if (type(value) is type(choice) and value == choice) or value is member:
             return member
@@ -161,14 +179,19 @@ def _tuple(value: Any, hint: Any, args: Sequence[Any], name: str, strict: bool) 
     if len(kinds) != len(items):
         raise ValueError(f"{name} must be a list of {len(kinds)} values, not {shown(value)}")
     pairs = zip(items, kinds, strict=True)
-    return tuple(coerced(item, kind, f"{name}[{n}]", strict=strict) for n, (item, kind) in enumerate(pairs))
+    return tuple(
+        coerced(item, kind, f"{name}[{n}]", strict=strict) for n, (item, kind) in enumerate(pairs)
+    )
 
 
 def _mapping(value: Any, hint: Any, args: Sequence[Any], name: str, strict: bool) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise _refused(value, hint, name)
     kind = args[1] if len(args) == 2 else Any
-    return {key: coerced(item, kind, f"{name}[{shown(key)}]", strict=strict) for key, item in value.items()}
+    return {
+        key: coerced(item, kind, f"{name}[{shown(key)}]", strict=strict)
+        for key, item in value.items()
+    }
 
 
 def _fields(value: Any, kind: Any, name: str, strict: bool) -> dict[str, Any]:
@@ -183,19 +206,30 @@ def _fields(value: Any, kind: Any, name: str, strict: bool) -> dict[str, Any]:
     for key in required_fields(kind):
         if key not in value:
             raise ValueError(f"{name}.{key} is missing")
-    return {key: coerced(item, hints[key], f"{name}.{key}", strict=strict) for key, item in value.items()}
+    return {
+        key: coerced(item, hints[key], f"{name}.{key}", strict=strict)
+        for key, item in value.items()
+    }
 
 
 def field_hints(kind: Any) -> dict[str, Any]:
     """The type hints of what a dataclass takes, or of the keys of a TypedDict."""
     hints = typing.get_type_hints(kind)
-    return {each.name: hints[each.name] for each in fields(kind) if each.init} if is_dataclass(kind) else hints
+    return (
+        {each.name: hints[each.name] for each in fields(kind) if each.init}
+        if is_dataclass(kind)
+        else hints
+    )
 
 
 def required_fields(kind: Any) -> list[str]:
     """The fields of a dataclass, or the keys of a TypedDict, that must be given."""
     if is_dataclass(kind):
-        needed = (each for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING)
+        needed = (
+            each
+            for each in fields(kind)
+            if each.default is MISSING and each.default_factory is MISSING
+        )
         return [each.name for each in needed if each.init]
     return [key for key in typing.get_type_hints(kind) if key in kind.__required_keys__]
 
@@ -222,7 +256,8 @@ def checked_messages(found: Any, what: str) -> Sequence[ChatMessage]:
 
 
 def checked_number(found: Any, what: str) -> float:
-    """Return a finite number as float; true and false are 1 and 0. Raises BrokenContract that begins with ``what``."""
+    """Return a finite number as float; true and false are 1 and 0. Raises BrokenContract that
+    begins with ``what``."""
     number = finite_number(found)
     if number is None:
         raise BrokenContract(f"{what} must be a finite number, not {shown(found)}")
@@ -230,7 +265,8 @@ def checked_number(found: Any, what: str) -> float:
 
 
 def checked_numbers(found: Any, what: str) -> dict[str, float]:
-    """Return a map from names to finite numbers. Raises BrokenContract that begins with ``what``."""
+    """Return a map from names to finite numbers. Raises BrokenContract that begins with
+    ``what``."""
     if not isinstance(found, Mapping):
         raise BrokenContract(f"{what} must be a map from names to numbers, not {shown(found)}")
     for name in found:
@@ -240,15 +276,17 @@ def checked_numbers(found: Any, what: str) -> dict[str, float]:
 
 
 def checked_rewards(found: Any, what: str) -> tuple[float, dict[str, float]]:
-    """Return the reward and its named components: a number, or a map whose ``reward`` or else sum is the reward.
-    Raises BrokenContract that begins with ``what``."""
+    """Return the reward and its named components: a number, or a map whose ``reward`` or else sum
+    is the reward. Raises BrokenContract that begins with ``what``."""
     if not isinstance(found, Mapping):
         return checked_number(found, what), {}
     if not found:
         raise BrokenContract(f"{what} must be a number or named components, not an empty map")
     components = checked_numbers(found, what)
     reward = components.pop("reward", None)
-    return (checked_number(sum(components.values()), what) if reward is None else reward), components
+    return (
+        checked_number(sum(components.values()), what) if reward is None else reward
+    ), components
 
 
 def info_problems(found: Any) -> Iterator[str]:
@@ -276,10 +314,12 @@ def state_key_problems(key: Any) -> Iterator[str]:
 
 
 def checked_turn(turn: Turn) -> Turn:
-    """Return a turn whose messages, numbers and info are what they must be, its numbers as floats. Raises
-    BrokenContract."""
+    """Return a turn whose messages, numbers and info are what they must be, its numbers as floats.
+    Raises BrokenContract."""
     checked(turn, turn_problems(turn))
     reward = None if turn.reward is None else checked_number(turn.reward, "reward")
     rewards = checked_numbers(turn.rewards, "rewards") if turn.rewards else {}
     metrics = checked_numbers(turn.metrics, "metrics") if turn.metrics else {}
-    return Turn(turn.messages, turn.done, reward, rewards, metrics, turn.info, turn.final, turn.state_key)
+    return Turn(
+        turn.messages, turn.done, reward, rewards, metrics, turn.info, turn.final, turn.state_key
+    )

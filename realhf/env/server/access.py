@@ -30,7 +30,9 @@ def token_check(config: ServerConfig) -> Callable[[Scope], Refusal | None]:
     def check(scope: Scope) -> Refusal | None:
         if not tokens or tokens.grants_of(bearer_token(scope["headers"])):
             return None
-        return Refusal(401, "a bearer token is needed", {"WWW-Authenticate": "Bearer"}, code="UNAUTHORIZED")
+        return Refusal(
+            401, "a bearer token is needed", {"WWW-Authenticate": "Bearer"}, code="UNAUTHORIZED"
+        )
 
     return check
 
@@ -41,19 +43,24 @@ def has_own_check(scope: Scope, own_guard: str) -> bool:
 
 
 def guard_rules(config: ServerConfig, own_guard: str) -> GuardRules:
-    """Return which requests are served. Every POST needs the token; paths below ``own_guard`` ("": none) check their
-    visitors themselves."""
+    """Return which requests are served. Every POST needs the token; paths below ``own_guard`` ("":
+    none) check their visitors themselves."""
     is_open = not is_loopback_host(config.host)
     names = config.allowed_names | {config.host.strip("[]").lower()}
     hosts = ServedHosts(
-        f"this host is not served here; {config.named('allowed_hosts')} names further ones that clients may use",
+        f"this host is not served here; {config.named('allowed_hosts')} names further ones that "
+        f"clients may use",
         names=names | {socket.gethostname().lower()} if is_open else names,
         addresses=is_open,
     )
     check_token = token_check(config)
 
     def authorize(scope: Scope) -> Refusal | None:
-        return check_token(scope) if scope["method"] == "POST" and not has_own_check(scope, own_guard) else None
+        return (
+            check_token(scope)
+            if scope["method"] == "POST" and not has_own_check(scope, own_guard)
+            else None
+        )
 
     return GuardRules(
         pages=PageRules(hosts),
@@ -61,6 +68,7 @@ def guard_rules(config: ServerConfig, own_guard: str) -> GuardRules:
         authorize=authorize,
         local_remedy=""
         if config.token
-        else f"without a token this server is for its own machine only: set {config.named('token')}",
+        else f"without a token this server is for its own machine only: set "
+        f"{config.named('token')}",
         websockets=True,
     )

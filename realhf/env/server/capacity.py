@@ -1,7 +1,7 @@
 """Slot leases of sessions and requests, and the metrics of the environment server.
 
-WebSocket sessions and stateless HTTP requests share the leases, so that neither takes a slot of the other. Source:
-docs/reference/environment.md 2.2, 2.3.
+WebSocket sessions and stateless HTTP requests share the leases, so that neither takes a slot of the
+other. Source: docs/reference/environment.md 2.2, 2.3.
 """
 
 from __future__ import annotations
@@ -49,34 +49,57 @@ class _PoolCollector(Collector):
 class ServerMetrics:
     """The metrics of one server process.
 
-    ``read_pool`` returns the pool's metrics by name; a map has one value for each ``label``. ``about``: what the pool
-    holds.
+    ``read_pool`` returns the pool's metrics by name; a map has one value for each ``label``.
+    ``about``: what the pool holds.
     """
 
-    def __init__(self, read_pool: Callable[[], Mapping[str, Any]], about: str = "pool", label: str = "rule") -> None:
+    def __init__(
+        self, read_pool: Callable[[], Mapping[str, Any]], about: str = "pool", label: str = "rule"
+    ) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_PoolCollector(read_pool, about, label))
-        self.sessions_active = Gauge("realhf_env_sessions_active", "open sessions", registry=self._registry)
-        self.sessions_opened = Counter("realhf_env_sessions_opened", "accepted sessions", registry=self._registry)
+        self.sessions_active = Gauge(
+            "realhf_env_sessions_active", "open sessions", registry=self._registry
+        )
+        self.sessions_opened = Counter(
+            "realhf_env_sessions_opened", "accepted sessions", registry=self._registry
+        )
         self.sessions_rejected = Counter(
             "realhf_env_sessions_rejected", "sessions refused for capacity", registry=self._registry
         )
-        self.sessions_reaped = Counter("realhf_env_sessions_reaped", "idle sessions closed", registry=self._registry)
+        self.sessions_reaped = Counter(
+            "realhf_env_sessions_reaped", "idle sessions closed", registry=self._registry
+        )
         self.sessions_unused = Counter(
-            "realhf_env_sessions_unused", "sessions closed because no first message came", registry=self._registry
+            "realhf_env_sessions_unused",
+            "sessions closed because no first message came",
+            registry=self._registry,
         )
         self.workers_killed = Counter(
-            "realhf_env_workers_killed", "commands killed because their client vanished", registry=self._registry
+            "realhf_env_workers_killed",
+            "commands killed because their client vanished",
+            registry=self._registry,
         )
-        self.errors = Counter("realhf_env_errors", "error frames", ["code"], registry=self._registry)
+        self.errors = Counter(
+            "realhf_env_errors", "error frames", ["code"], registry=self._registry
+        )
         self.injected_faults = Counter(
-            "realhf_env_injected_faults", "simulated faults of steps", ["kind"], registry=self._registry
+            "realhf_env_injected_faults",
+            "simulated faults of steps",
+            ["kind"],
+            registry=self._registry,
         )
         self.episodes = Counter(
-            "realhf_env_episodes", "episodes that ended", ["outcome", "template"], registry=self._registry
+            "realhf_env_episodes",
+            "episodes that ended",
+            ["outcome", "template"],
+            registry=self._registry,
         )
         self.reset_seconds = Histogram(
-            "realhf_env_reset_seconds", "time of a reset", buckets=_LATENCY_BUCKETS, registry=self._registry
+            "realhf_env_reset_seconds",
+            "time of a reset",
+            buckets=_LATENCY_BUCKETS,
+            registry=self._registry,
         )
         self.loop_lag_seconds = Histogram(
             "realhf_env_loop_lag_seconds",
@@ -85,7 +108,10 @@ class ServerMetrics:
             registry=self._registry,
         )
         self.step_seconds = Histogram(
-            "realhf_env_step_seconds", "time of a step", buckets=_LATENCY_BUCKETS, registry=self._registry
+            "realhf_env_step_seconds",
+            "time of a step",
+            buckets=_LATENCY_BUCKETS,
+            registry=self._registry,
         )
 
     def page(self) -> bytes:
@@ -96,14 +122,18 @@ class ServerMetrics:
 RETRY_AFTER_S = 1
 """Seconds after which a client that was refused for capacity may try again."""
 _SCRUB_WAIT_S = 8.0
-"""Seconds to wait for a slot that is being cleaned. On a busy machine, forking a simulator takes that long."""
+"""Seconds to wait for a slot that is being cleaned. On a busy machine, forking a simulator takes
+that long."""
 _LOG = logging.getLogger(__name__)
 
 
 class SlotLeases:
-    """Leases of slots: at most ``most`` at once, of which ``active`` are out. Belongs to one event loop."""
+    """Leases of slots: at most ``most`` at once, of which ``active`` are out. Belongs to one event
+    loop."""
 
-    def __init__(self, pool: SlotPool, most: int, threads: Executor, metrics: ServerMetrics) -> None:
+    def __init__(
+        self, pool: SlotPool, most: int, threads: Executor, metrics: ServerMetrics
+    ) -> None:
         self.active = 0
         self.most = most
         self._pool = pool
@@ -113,8 +143,8 @@ class SlotLeases:
         self._closed = False
 
     async def take(self) -> Any | None:
-        """Return a slot, or None at capacity. When fewer leases than slots are out, a slot is being cleaned or
-        replaced; this waits for it, up to ``_SCRUB_WAIT_S``."""
+        """Return a slot, or None at capacity. When fewer leases than slots are out, a slot is being
+        cleaned or replaced; this waits for it, up to ``_SCRUB_WAIT_S``."""
         if self._closed or self.active >= self.most:
             return None
         self._count(1)
@@ -143,7 +173,8 @@ class SlotLeases:
         self._release(slot)
 
     def give_back_after(self, slot: Any, work: asyncio.Future[Any] | None) -> None:
-        """Return the slot when ``work``, whose thread may still use it, is done; until then the lease counts."""
+        """Return the slot when ``work``, whose thread may still use it, is done; until then the
+        lease counts."""
         if work is None or work.done():
             self.give_back(slot)
             return
@@ -162,7 +193,9 @@ class SlotLeases:
             self._release(acquired.result())
 
     def _release(self, slot: Any) -> None:
-        released = asyncio.get_running_loop().run_in_executor(self._threads, self._pool.release, slot)
+        released = asyncio.get_running_loop().run_in_executor(
+            self._threads, self._pool.release, slot
+        )
         self._releases.add(released)
         released.add_done_callback(self._released)
 
@@ -204,7 +237,8 @@ class SlotLeases:
 
 
 def capacity_body(refusal: Refusal) -> dict[str, Any]:
-    """Return the body of a refusal for capacity, the same over HTTP, in a handshake and in an error frame."""
+    """Return the body of a refusal for capacity, the same over HTTP, in a handshake and in an error
+    frame."""
     return {"code": refusal.code, "message": refusal.detail, **refusal.more}
 
 

@@ -29,15 +29,20 @@ class ServerConfig(ServerSettings):
         choices=("reject", "openenv"),
     )
     idle_timeout_s: float = setting(
-        3600.0, "seconds without a message after which a session is closed; 0: never", limits=(0, 1e7)
+        3600.0,
+        "seconds without a message after which a session is closed; 0: never",
+        limits=(0, 1e7),
     )
     first_message_timeout_s: float = setting(
         60.0,
-        "seconds that a new session may keep its slot without a first message; 0: as long as an idle one",
+        "seconds that a new session may keep its slot without a first message; 0: as long as an "
+        "idle one",
         limits=(0, 1e7),
     )
     ws_ping_interval_s: float = setting(20.0, "seconds between pings", limits=(0.1, 1e5))
-    ws_ping_timeout_s: float = setting(600.0, "seconds a busy client may leave a ping unanswered", limits=(0.1, 1e6))
+    ws_ping_timeout_s: float = setting(
+        600.0, "seconds a busy client may leave a ping unanswered", limits=(0.1, 1e6)
+    )
     token: str = setting("", "bearer token that clients must send")
     allowed_hosts: str = setting(
         "",
@@ -47,7 +52,9 @@ class ServerConfig(ServerSettings):
     step_latency_ms: float = setting(
         0.0, "SIMULATED: milliseconds added to every step of a session", limits=(0, 60_000)
     )
-    fault_rate: float = setting(0.0, "SIMULATED: fraction of the steps of a session that fail", limits=(0, 1))
+    fault_rate: float = setting(
+        0.0, "SIMULATED: fraction of the steps of a session that fail", limits=(0, 1)
+    )
     fault_kinds: str = setting(
         DEFAULT_FAULT_KINDS,
         "SIMULATED: how they fail, with weights: unavailable (an error frame: "
@@ -70,4 +77,6 @@ class ServerConfig(ServerSettings):
     @property
     def injected(self) -> InjectedFaults:
         """The simulated faults."""
-        return InjectedFaults(self.step_latency_ms, self.fault_rate, self.fault_kinds, self.fault_seed)
+        return InjectedFaults(
+            self.step_latency_ms, self.fault_rate, self.fault_kinds, self.fault_seed
+        )

@@ -1,7 +1,8 @@
 """Simulated faults of sessions, for tests of clients.
 
-There are none unless a setting asks for them, and never any on a real account. The faults of a session depend on the
-seed and on the number of the session, so that the same play meets the same faults.
+There are none unless a setting asks for them, and never any on a real account. The faults of a
+session depend on the seed and on the number of the session, so that the same play meets the same
+faults.
 """
 
 from __future__ import annotations
@@ -44,14 +45,17 @@ def parse_kinds(text: str) -> dict[str, float]:
 class SessionFaults:
     """The simulated faults of one session. ``latency_s`` is added to every step."""
 
-    def __init__(self, latency_s: float, rate: float, weights: Mapping[str, float], seed: str) -> None:
+    def __init__(
+        self, latency_s: float, rate: float, weights: Mapping[str, float], seed: str
+    ) -> None:
         self.latency_s = latency_s
         self._rate = rate
         self._weights = dict(weights)
         self._random = random.Random(seed)
 
     def draw(self) -> str | None:
-        """Draw the fault of the next step request; None for none. A request that is sent again draws again."""
+        """Draw the fault of the next step request; None for none. A request that is sent again
+        draws again."""
         if self._rate <= 0 or self._random.random() >= self._rate:
             return None
         return self._random.choices(list(self._weights), list(self._weights.values()))[0]
@@ -77,13 +81,20 @@ class InjectedFaults:
     def session(self) -> SessionFaults:
         """Return the faults of the next session that opens."""
         self._sessions += 1
-        return SessionFaults(self.latency_ms / 1000, self.rate, self._weights, f"{self.seed}/{self._sessions}")
+        return SessionFaults(
+            self.latency_ms / 1000, self.rate, self._weights, f"{self.seed}/{self._sessions}"
+        )
 
     def describe(self) -> dict[str, Any] | None:
-        """Return the settings that simulate faults, as ``/metadata`` shows them; None when none does."""
+        """Return the settings that simulate faults, as ``/metadata`` shows them; None when none
+        does."""
         settings: dict[str, Any] = {}
         if self.latency_ms:
             settings["step_latency_ms"] = self.latency_ms
         if self.rate:
-            settings |= {"fault_rate": self.rate, "fault_kinds": self.kinds, "fault_seed": self.seed}
+            settings |= {
+                "fault_rate": self.rate,
+                "fault_kinds": self.kinds,
+                "fault_seed": self.seed,
+            }
         return settings or None

@@ -1,7 +1,7 @@
 """The interface between the environment server and an environment that it serves.
 
-The server handles frames, sessions, slots and deadlines. A ``ServedEnvironment`` defines the slots, checks the data of
-resets and actions, and describes the environment.
+The server handles frames, sessions, slots and deadlines. A ``ServedEnvironment`` defines the slots,
+checks the data of resets and actions, and describes the environment.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ Reply = tuple[dict[str, Any], float | None, bool]
 
 
 class SlotPool(Protocol):
-    """A pool of slots. A slot is what one session has to itself: a simulator, a folder, an environment instance."""
+    """A pool of slots. A slot is what one session has to itself: a simulator, a folder, an
+    environment instance."""
 
     def start(self) -> None:
-        """Start the processes that the slots need. Raises RuntimeError when one does not come up."""
+        """Start the processes that the slots need. Raises RuntimeError when one does not come
+        up."""
         ...
 
     def stop(self) -> None:
@@ -97,7 +99,9 @@ class ServedEnvironment:
     home: str = "/health"
     """Path that / redirects to."""
 
-    def __init__(self, config: ServerConfig, pool: SlotPool, make_player: Callable[[Any], Player]) -> None:
+    def __init__(
+        self, config: ServerConfig, pool: SlotPool, make_player: Callable[[Any], Player]
+    ) -> None:
         self._config = config
         self.pool = pool
         self._make_player = make_player
@@ -119,13 +123,14 @@ class ServedEnvironment:
         raise NotImplementedError
 
     def template(self, observation: Mapping[str, Any]) -> str:
-        """Return the template of an episode's task, a label of the metrics; "" where templates are not bounded."""
+        """Return the template of an episode's task, a label of the metrics; "" where templates are
+        not bounded."""
         del observation
         return ""
 
     def tools(self, player: Any) -> Sequence[Mapping[str, Any]] | None:
-        """Return the tools in the form of the Model Context Protocol. None: ``player`` is None, and the tools are known
-        in an episode only. Raises WireError."""
+        """Return the tools in the form of the Model Context Protocol. None: ``player`` is None, and
+        the tools are known in an episode only. Raises WireError."""
         raise NotImplementedError
 
     def call_problem(self, params: Any) -> str:
@@ -142,7 +147,11 @@ class ServedEnvironment:
 
     def schema(self) -> dict[str, Any]:
         """Return the JSON schemas of ``action``, ``observation`` and ``state``."""
-        models = {"action": self.action_model, "observation": self.observation_model, "state": self.state_model}
+        models = {
+            "action": self.action_model,
+            "observation": self.observation_model,
+            "state": self.state_model,
+        }
         return {name: model.model_json_schema() for name, model in models.items()}
 
     def metadata(self) -> dict[str, Any]:

@@ -23,14 +23,21 @@ def rpc_result(request_id: Any, result: Mapping[str, Any]) -> dict[str, Any]:
     return {"jsonrpc": "2.0", "id": request_id, "result": dict(result)}
 
 
-def rpc_error(request_id: Any, code: int, message: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def rpc_error(
+    request_id: Any, code: int, message: str, data: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return a JSON-RPC error reply; ``data`` is left out when it is empty."""
     error: dict[str, Any] = {"code": code, "message": message}
-    return {"jsonrpc": "2.0", "id": request_id, "error": error | ({"data": dict(data)} if data else {})}
+    return {
+        "jsonrpc": "2.0",
+        "id": request_id,
+        "error": error | ({"data": dict(data)} if data else {}),
+    }
 
 
 def checked(request: Any, served: ServedEnvironment) -> dict[str, Any] | None:
-    """Return the reply to an invalid request, or to one that needs no session; None for what ``answered`` serves."""
+    """Return the reply to an invalid request, or to one that needs no session; None for what
+    ``answered`` serves."""
     if not isinstance(request, Mapping):
         return rpc_error(None, INVALID_REQUEST, "a request is an object")
     request_id = request.get("id")
@@ -50,10 +57,13 @@ def checked(request: Any, served: ServedEnvironment) -> dict[str, Any] | None:
 
 
 def answered(
-    request: Mapping[str, Any], served: ServedEnvironment, player: Player, step: Callable[[dict[str, Any]], Reply]
+    request: Mapping[str, Any],
+    served: ServedEnvironment,
+    player: Player,
+    step: Callable[[dict[str, Any]], Reply],
 ) -> dict[str, Any]:
-    """Answer a checked request: list the tools of the player's episode, or play a tools/call as an action by ``step``.
-    The structured content is the whole reply of the step. Raises WireError."""
+    """Answer a checked request: list the tools of the player's episode, or play a tools/call as an
+    action by ``step``. The structured content is the whole reply of the step. Raises WireError."""
     if request["method"] == "tools/list":
         return _listed(request.get("id"), served.tools(player) or ())
     observation, reward, done = step(served.call_action(request["params"]))

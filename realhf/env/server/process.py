@@ -17,15 +17,20 @@ _STOP_TIMEOUT_S = 12.0
 class ServerProcess:
     """``python -m workers.env_worker`` with ``arguments`` on a free port; a context manager.
 
-    ``url`` is its address, ``process`` the child process. Raises RuntimeError with its output when it does not start.
+    ``url`` is its address, ``process`` the child process. Raises RuntimeError with its output when
+    it does not start.
     """
 
     def __init__(self, *arguments: str, timeout_s: float = 60.0) -> None:
         command = [sys.executable, "-m", "workers.env_worker", "--port", "0", *arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         assert self.process.stdout is not None
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=_read, args=(self.process.stdout, self._lines), daemon=True)
+        self._reader = threading.Thread(
+            target=_read, args=(self.process.stdout, self._lines), daemon=True
+        )
         self._reader.start()
         self.url = self._address(timeout_s)
 
@@ -39,9 +44,13 @@ class ServerProcess:
                 if process_clock.now() < deadline:
                     continue
                 self.stop()
-                raise RuntimeError(f"the environment server did not start within {timeout_s:g} s") from None
+                raise RuntimeError(
+                    f"the environment server did not start within {timeout_s:g} s"
+                ) from None
             if line is None:
-                raise RuntimeError(f"the environment server ended (code {self.process.wait()}): {''.join(lines)}")
+                raise RuntimeError(
+                    f"the environment server ended (code {self.process.wait()}): {''.join(lines)}"
+                )
             lines.append(line)
             if " sessions at http" in line:
                 return line.rpartition(" at ")[2].strip()
@@ -54,7 +63,8 @@ class ServerProcess:
         return "".join(lines)
 
     def stop(self) -> int:
-        """Send SIGTERM, then SIGKILL if the server does not end in time. Returns the exit code; may be repeated."""
+        """Send SIGTERM, then SIGKILL if the server does not end in time. Returns the exit code; may
+        be repeated."""
         self.process.terminate()
         try:
             return self.process.wait(_STOP_TIMEOUT_S)
@@ -66,7 +76,10 @@ class ServerProcess:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.stop()
 

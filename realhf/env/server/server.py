@@ -1,7 +1,8 @@
 """The environment server: its application, and the thread that serves it over HTTP.
 
-A stateless request makes an episode, plays one action, and discards the episode. It leases a slot for that time, and
-gets 503 with Retry-After when none is free; the other routes need no slot. Source: docs/reference/environment.md 2.
+A stateless request makes an episode, plays one action, and discards the episode. It leases a slot
+for that time, and gets 503 with Retry-After when none is free; the other routes need no slot.
+Source: docs/reference/environment.md 2.
 """
 
 from __future__ import annotations
@@ -71,13 +72,17 @@ class _StepRequest(BaseModel):
 
 def step_request(action: type[BaseModel]) -> type[BaseModel]:
     """Return the model of the body of POST /step for an environment's action."""
-    return create_model("StepRequest", __base__=_StepRequest, __doc__="Body of POST /step.", action=(action, ...))
+    return create_model(
+        "StepRequest", __base__=_StepRequest, __doc__="Body of POST /step.", action=(action, ...)
+    )
 
 
 class StatelessPlayer:
     """Plays single actions of stateless requests, each on a leased slot."""
 
-    def __init__(self, leases: SlotLeases, make_player: Callable[[Any], Player], threads: Executor) -> None:
+    def __init__(
+        self, leases: SlotLeases, make_player: Callable[[Any], Player], threads: Executor
+    ) -> None:
         self._leases = leases
         self._make_player = make_player
         self._threads = threads
@@ -85,8 +90,8 @@ class StatelessPlayer:
     async def play(self, action: Callable[[Player], T], timeout_s: float | None = None) -> T:
         """Run ``action`` with a player.
 
-        Raises Refusal (503) at capacity, WireError, or TimeoutError after ``timeout_s``: then the command is killed,
-        and a thread that still does not end keeps the slot.
+        Raises Refusal (503) at capacity, WireError, or TimeoutError after ``timeout_s``: then the
+        command is killed, and a thread that still does not end keeps the slot.
         """
         slot = await self._leases.take()
         if slot is None:
@@ -143,7 +148,9 @@ def build_app(
     return app
 
 
-def _add_description(app: FastAPI, served: ServedEnvironment, leases: SlotLeases, metrics: ServerMetrics) -> None:
+def _add_description(
+    app: FastAPI, served: ServedEnvironment, leases: SlotLeases, metrics: ServerMetrics
+) -> None:
     @app.get("/", include_in_schema=False)
     async def root() -> Response:
         return RedirectResponse(served.home)
@@ -185,11 +192,15 @@ def _add_stateless(app: FastAPI, stateless: StatelessPlayer, served: ServedEnvir
 
     @app.exception_handler(RequestValidationError)
     async def mistaken(request: Request, error: RequestValidationError) -> Response:
-        """Report which fields are wrong, without what was sent: it may be long, and may be no text."""
+        """Report which fields are wrong, without what was sent: it may be long, and may be no
+        text."""
         problems = [
-            {"loc": [str(part)[:64] for part in one["loc"]], "msg": one["msg"][:200]} for one in error.errors()[:20]
+            {"loc": [str(part)[:64] for part in one["loc"]], "msg": one["msg"][:200]}
+            for one in error.errors()[:20]
         ]
-        return Response(json.dumps({"detail": problems, "code": wire.VALIDATION_ERROR}), 422, media_type=_JSON)
+        return Response(
+            json.dumps({"detail": problems, "code": wire.VALIDATION_ERROR}), 422, media_type=_JSON
+        )
 
     @app.exception_handler(TimeoutError)
     async def late(request: Request, error: TimeoutError) -> Response:
@@ -234,9 +245,13 @@ async def _call_tool(
     try:
         return await stateless.play(play)
     except Refusal as refusal:
-        return mcp.rpc_error(message.get("id"), mcp.SERVER_ERROR, str(refusal), capacity_body(refusal))
+        return mcp.rpc_error(
+            message.get("id"), mcp.SERVER_ERROR, str(refusal), capacity_body(refusal)
+        )
     except wire.WireError as error:
-        return mcp.rpc_error(message.get("id"), mcp.SERVER_ERROR, error.message, {"code": error.code})
+        return mcp.rpc_error(
+            message.get("id"), mcp.SERVER_ERROR, error.message, {"code": error.code}
+        )
 
 
 def _reply(result: Reply) -> dict[str, Any]:
@@ -249,12 +264,18 @@ class PortTaken(OSError):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a bound, listening socket whose connections notice a half-open peer. Raises PortTaken."""
+    """Return a bound, listening socket whose connections notice a half-open peer. Raises
+    PortTaken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3), ("TCP_NODELAY", 1)):
+    for option, value in (
+        ("TCP_KEEPIDLE", 30),
+        ("TCP_KEEPINTVL", 10),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_NODELAY", 1),
+    ):
         if hasattr(socket, option):
             listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     try:
@@ -269,8 +290,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _leave_port(listener: socket.socket | None) -> None:
-    """Close the sockets of the server's port in a process that an environment has forked. Otherwise the port would stay
-    taken while that process lives, and clients would not notice the end of their sessions."""
+    """Close the sockets of the server's port in a process that an environment has forked. Otherwise
+    the port would stay taken while that process lives, and clients would not notice the end of
+    their sessions."""
     if listener is None or listener.fileno() < 0:
         return
     port = listener.getsockname()[1]
@@ -284,8 +306,8 @@ def _leave_port(listener: socket.socket | None) -> None:
 
 
 class _RefusalsAreNoErrors(logging.Filter):
-    """Drops an error that uvicorn 0.54 logs for each handshake that is refused with an HTTP error (see
-    ``refuse_handshake``): it regards only accepted and closed handshakes as complete."""
+    """Drops an error that uvicorn 0.54 logs for each handshake that is refused with an HTTP error
+    (see ``refuse_handshake``): it regards only accepted and closed handshakes as complete."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether the record is logged."""
@@ -307,7 +329,9 @@ class EnvServer:
     ``ended`` is set when the thread ends.
     """
 
-    def __init__(self, served: ServedEnvironment, config: ServerConfig, listener: socket.socket) -> None:
+    def __init__(
+        self, served: ServedEnvironment, config: ServerConfig, listener: socket.socket
+    ) -> None:
         pool = served.pool
         self._metrics = ServerMetrics(pool.metrics, served.slots_are, served.slot_label)
         self._threads = ThreadPoolExecutor(config.pool_size + 2, thread_name_prefix="env-session")
@@ -362,7 +386,9 @@ class EnvServer:
         deadline = process_clock.now() + timeout_s
         if self._loop is not None and not self.ended.is_set():
             try:
-                asyncio.run_coroutine_threadsafe(self._endpoint.stop(), self._loop).result(timeout_s)
+                asyncio.run_coroutine_threadsafe(self._endpoint.stop(), self._loop).result(
+                    timeout_s
+                )
             except TimeoutError:
                 _LOG.error("sessions did not end within %g s", timeout_s)
             self._server.should_exit = True

@@ -1,7 +1,8 @@
 """WebSocket sessions of ``/ws``. A session owns a slot for its whole life.
 
-Episodes run in a worker thread; the event loop only moves frames. During a step that takes longer than
-``_WATCH_AFTER_S``, the session also notices a client that disconnects. Source: docs/reference/environment.md 2.1, 2.4.
+Episodes run in a worker thread; the event loop only moves frames. During a step that takes longer
+than ``_WATCH_AFTER_S``, the session also notices a client that disconnects. Source:
+docs/reference/environment.md 2.1, 2.4.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 _WATCH_AFTER_S = 0.25
-"""Seconds of a step after which the session also listens for the end of the connection. To listen costs time, which
-quick steps save."""
+"""Seconds of a step after which the session also listens for the end of the connection. To listen
+costs time, which quick steps save."""
 _GRACE_S = 1.0
-"""Seconds that a running command has to end after its client disconnected; then its worker is killed."""
+"""Seconds that a running command has to end after its client disconnected; then its worker is
+killed."""
 _KILL_AGAIN_S = 0.2
 """Seconds between two attempts to kill a worker."""
 KILLED_WAIT_S = 10.0
@@ -83,20 +85,21 @@ class Session:
         self._template = ""
 
     def stop(self) -> None:
-        """End the session for the shutdown of the server: at once if it is idle, else after the running command. Call
-        on the event loop."""
+        """End the session for the shutdown of the server: at once if it is idle, else after the
+        running command. Call on the event loop."""
         self._stopping = True
         if self._idle and self._task is not None:
             self._task.cancel()
 
     @property
     def unfinished(self) -> asyncio.Future[str] | None:
-        """The request whose thread has not ended, although its worker was killed; None without one."""
+        """The request whose thread has not ended, although its worker was killed; None without
+        one."""
         return None if self._in_flight is None or self._in_flight.done() else self._in_flight
 
     async def serve(self, receive: Receive, send: Send) -> tuple[int, str] | None:
-        """Answer frames until the session ends. Returns code and reason of the close frame, or None when the client has
-        disconnected. A thread uses the slot until ``unfinished`` is done."""
+        """Answer frames until the session ends. Returns code and reason of the close frame, or None
+        when the client has disconnected. A thread uses the slot until ``unfinished`` is done."""
         self._task = asyncio.current_task()
         try:
             return await self._frames(receive, send)
@@ -136,15 +139,20 @@ class Session:
                 return None
 
     def _reap(self) -> tuple[int, str]:
-        """Count and log a client that was silent for too long; return code and reason of its close frame."""
+        """Count and log a client that was silent for too long; return code and reason of its close
+        frame."""
         if self._has_spoken:
             self._metrics.sessions_reaped.inc()
             option = self._named("idle_timeout_s")
-            _LOG.warning("a session was closed: no message for %g s; %s", self._idle_timeout, option)
+            _LOG.warning(
+                "a session was closed: no message for %g s; %s", self._idle_timeout, option
+            )
             return 1001, "idle timeout"
         self._metrics.sessions_unused.inc()
         option = self._named("first_message_timeout_s")
-        _LOG.warning("a session was closed: no first message within %g s; %s", self._first_timeout, option)
+        _LOG.warning(
+            "a session was closed: no first message within %g s; %s", self._first_timeout, option
+        )
         return 1001, "no first message"
 
     async def _fail(self, send: Send) -> tuple[int, str] | None:
@@ -190,7 +198,8 @@ class Session:
             return wire.encode_error(error)
 
     async def _apply_faults(self, faults: SessionFaults) -> None:
-        """Apply the simulated faults: the step is delayed, or not executed. Raises WireError or _Unanswered."""
+        """Apply the simulated faults: the step is delayed, or not executed. Raises WireError or
+        _Unanswered."""
         if faults.latency_s:
             await asyncio.sleep(faults.latency_s)
         fault = faults.draw()
@@ -213,7 +222,9 @@ class Session:
             await self._finish_or_kill(work)
             raise
         if not work.done():
-            raise WireError(wire.EXECUTION_ERROR, "the command did not end when its worker was killed")
+            raise WireError(
+                wire.EXECUTION_ERROR, "the command did not end when its worker was killed"
+            )
         return work.result()
 
     async def _watch(self, work: asyncio.Future[str], receive: Receive) -> None:
@@ -268,14 +279,21 @@ class Session:
     def _mcp(self, message: dict[str, Any]) -> dict[str, Any]:
         try:
             served = self._served
-            return mcp.checked(message, served) or mcp.answered(message, served, self._player, self._step)
+            return mcp.checked(message, served) or mcp.answered(
+                message, served, self._player, self._step
+            )
         except WireError as error:
-            return mcp.rpc_error(message.get("id"), mcp.SERVER_ERROR, error.message, {"code": error.code})
+            return mcp.rpc_error(
+                message.get("id"), mcp.SERVER_ERROR, error.message, {"code": error.code}
+            )
 
 
-async def kill_until_done(work: asyncio.Future[Any], kill: Callable[[], None], limit_s: float) -> None:
-    """Kill the worker of a command until its thread ends: the executor may retry a killed command once. If the thread
-    does not end within ``limit_s``, it still uses its slot when this function returns."""
+async def kill_until_done(
+    work: asyncio.Future[Any], kill: Callable[[], None], limit_s: float
+) -> None:
+    """Kill the worker of a command until its thread ends: the executor may retry a killed command
+    once. If the thread does not end within ``limit_s``, it still uses its slot when this function
+    returns."""
     deadline = process_clock.now() + limit_s
     while not work.done():
         if process_clock.now() > deadline:
@@ -313,11 +331,13 @@ class SessionEndpoint:
         self._sessions: set[Session] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lease a slot, accept the handshake and serve a session. Refuses the handshake without the token, or without a
-        free slot."""
+        """Lease a slot, accept the handshake and serve a session. Refuses the handshake without the
+        token, or without a free slot."""
         await receive()
         if refusal := self._check_token(scope):
-            await refuse_handshake(scope, send, refusal.status, {"code": refusal.code, "message": refusal.detail})
+            await refuse_handshake(
+                scope, send, refusal.status, {"code": refusal.code, "message": refusal.detail}
+            )
             return
         try:
             slot = await self._leases.take()
@@ -362,7 +382,8 @@ class SessionEndpoint:
             await send({"type": "websocket.close", "code": close[0], "reason": close[1]})
 
     async def stop(self) -> None:
-        """Refuse new sessions, end the open ones with 1001, and wait until their slots are cleaned."""
+        """Refuse new sessions, end the open ones with 1001, and wait until their slots are
+        cleaned."""
         self._leases.close()
         for session in list(self._sessions):
             session.stop()
@@ -372,7 +393,8 @@ class SessionEndpoint:
         await self._leases.returned(_STOP_RELEASES_S)
 
     def _no_session(self, error: Exception) -> dict[str, Any]:
-        """Count and log that an environment could not be made; return the error body for its client."""
+        """Count and log that an environment could not be made; return the error body for its
+        client."""
         name = getattr(self._make_player, "__name__", type(self._make_player).__name__)
         _LOG.error("no environment for a new session (%s)", name, exc_info=error)
         self._metrics.errors.labels(wire.FACTORY_ERROR).inc()
@@ -380,7 +402,12 @@ class SessionEndpoint:
         return {"code": wire.FACTORY_ERROR, "message": message, "factory_name": name}
 
     async def _refuse(
-        self, scope: Scope, send: Send, status: int, body: dict[str, Any], *headers: tuple[bytes, bytes]
+        self,
+        scope: Scope,
+        send: Send,
+        status: int,
+        body: dict[str, Any],
+        *headers: tuple[bytes, bytes],
     ) -> None:
         if self._config.capacity_mode == "openenv":
             await send({"type": "websocket.accept"})

@@ -1,7 +1,7 @@
 """The OpenEnv wire: JSON text frames, one reply per request, in order.
 
-Requests are checked by hand, in a few microseconds. The environment checks the data of resets and actions.
-Source: docs/reference/environment.md 2.1.
+Requests are checked by hand, in a few microseconds. The environment checks the data of resets and
+actions. Source: docs/reference/environment.md 2.1.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ Check = Callable[[Any], dict[str, Any]]
 class WireError(Exception):
     """A request that cannot be served.
 
-    ``code``: one of the codes above. ``errors``: the invalid fields. ``retryable``: nothing was executed, and the same
-    request may be sent again. ``kind``: how the environment failed, one of ``realhf.api.environment.FAILURE_KINDS``, or
-    "".
+    ``code``: one of the codes above. ``errors``: the invalid fields. ``retryable``: nothing was
+    executed, and the same request may be sent again. ``kind``: how the environment failed, one of
+    ``realhf.api.environment.FAILURE_KINDS``, or "".
     """
 
     def __init__(
@@ -87,8 +87,8 @@ _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def parse_request(text: str, check_reset: Check, check_action: Check) -> Request:
-    """Parse the request in a text frame; the two functions check the data of a reset and of a step. Raises WireError,
-    after which the session continues."""
+    """Parse the request in a text frame; the two functions check the data of a reset and of a step.
+    Raises WireError, after which the session continues."""
     try:
         message = _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
@@ -100,7 +100,9 @@ def parse_request(text: str, check_reset: Check, check_action: Check) -> Request
     kind = message.get("type")
     if not isinstance(kind, str) or kind not in _ALLOWED_KEYS:
         shown = json.dumps(kind)[:64]
-        raise WireError(UNKNOWN_TYPE, f"unknown message type {shown}", request_id=request_id, field="type")
+        raise WireError(
+            UNKNOWN_TYPE, f"unknown message type {shown}", request_id=request_id, field="type"
+        )
     extra = message.keys() - _ALLOWED_KEYS[kind]
     if extra:
         name = min(extra)[:64]
@@ -133,7 +135,8 @@ def _request_id(message: dict[str, Any]) -> str | int | None:
 
 
 def size_problem(value: Any) -> str:
-    """Return why a text or number that names something is too large or not encodable; "" for a valid one."""
+    """Return why a text or number that names something is too large or not encodable; "" for a
+    valid one."""
     if isinstance(value, str):
         if len(value) > MAX_NAME_CHARS:
             return f"is longer than {MAX_NAME_CHARS} characters"
@@ -160,9 +163,11 @@ RESET_TYPES: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def checked_reset(data: Any, types_of: Mapping[str, tuple[type, ...]] = RESET_TYPES) -> dict[str, Any]:
-    """Check the data of a reset, {} where there is none: each key of ``types_of`` has one of its types, or is null.
-    Raises WireError."""
+def checked_reset(
+    data: Any, types_of: Mapping[str, tuple[type, ...]] = RESET_TYPES
+) -> dict[str, Any]:
+    """Check the data of a reset, {} where there is none: each key of ``types_of`` has one of its
+    types, or is null. Raises WireError."""
     if data is None:
         return {}
     data = checked_object(data, "reset data must be an object")
@@ -178,7 +183,8 @@ def checked_reset(data: Any, types_of: Mapping[str, tuple[type, ...]] = RESET_TY
 
 
 def encode_reply(kind: str, data: Mapping[str, Any], request_id: str | int | None = None) -> str:
-    """Return the text of a reply frame. A value that JSON cannot hold raises ValueError or TypeError."""
+    """Return the text of a reply frame. A value that JSON cannot hold raises ValueError or
+    TypeError."""
     reply: dict[str, Any] = {"type": kind, "data": data}
     if request_id is not None:
         reply["id"] = request_id
@@ -186,7 +192,10 @@ def encode_reply(kind: str, data: Mapping[str, Any], request_id: str | int | Non
 
 
 def encode_observation(
-    observation: Mapping[str, Any], reward: float | None, done: bool, request_id: str | int | None = None
+    observation: Mapping[str, Any],
+    reward: float | None,
+    done: bool,
+    request_id: str | int | None = None,
 ) -> str:
     """Return the reply to reset and step. A reward that is not finite is sent as null."""
     reply = {"observation": observation, "reward": finite(reward), "done": done}
@@ -199,7 +208,8 @@ def finite(reward: float | None) -> float | None:
 
 
 def encode_error(error: WireError) -> str:
-    """Return an error frame: ``{"type":"error","data":{"message","code","kind"?,"errors"?,"retryable"?}}``."""
+    """Return an error frame:
+    ``{"type":"error","data":{"message","code","kind"?,"errors"?,"retryable"?}}``."""
     data: dict[str, Any] = {"message": error.message, "code": error.code}
     if error.kind:
         data["kind"] = error.kind

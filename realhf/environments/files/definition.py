@@ -31,7 +31,14 @@ from realhf.api.option import option
 from realhf.base.installation import PACKAGE
 from realhf.env.loader.threads import Threads
 from realhf.env.loader.tool_env import ToolClassEnvironment, read_class
-from realhf.environments.files.tasks import GROUPS, NAME, FilesCall, FilesInstance, FilesTasks, delete
+from realhf.environments.files.tasks import (
+    GROUPS,
+    NAME,
+    FilesCall,
+    FilesInstance,
+    FilesTasks,
+    delete,
+)
 from realhf.environments.files.workspace import FilesWorkspace
 
 SHORTENED_SHARE = 0.6
@@ -53,7 +60,9 @@ def demonstrations(tasks: FilesTasks, request: DemonstrationRequest) -> Iterator
         yield demonstration(tasks, template, rng.getrandbits(_SEED_BITS), kind, rng)
 
 
-def demonstration(tasks: FilesTasks, template: str, seed: int, kind: str, rng: random.Random) -> Demonstration:
+def demonstration(
+    tasks: FilesTasks, template: str, seed: int, kind: str, rng: random.Random
+) -> Demonstration:
     """Return a script of a kind for the instance that ``seed`` draws."""
     instance = tasks.instance(template, seed)
     task = tasks.instantiate(template, seed)
@@ -85,7 +94,9 @@ def drop_endings(call: FilesCall) -> FilesCall:
 
 def draw_mistake(instance: FilesInstance, rng: random.Random) -> _Mistake:
     """Draw the mistake of an episode, one that changes a call of the solution."""
-    if rng.random() < SHORTENED_SHARE or not any(drop_endings(call) != call for call in instance.solution):
+    if rng.random() < SHORTENED_SHARE or not any(
+        drop_endings(call) != call for call in instance.solution
+    ):
         return shorten_names
     return drop_endings
 
@@ -135,7 +146,9 @@ def _open_workspace(instance: FilesInstance) -> FilesWorkspace:
 
 
 def _map_arguments(call: FilesCall, change: Callable[[str], str]) -> FilesCall:
-    return FilesCall(call.tool, {name: _miscount(change(text)) for name, text in call.arguments.items()})
+    return FilesCall(
+        call.tool, {name: _miscount(change(text)) for name, text in call.arguments.items()}
+    )
 
 
 def _miscount(text: str) -> str:
@@ -150,9 +163,12 @@ SYSTEM_PROMPT = (
 
 @dataclass
 class FilesOptions:
-    """Files: a scratch folder with tools, and tasks such as renaming, counting, editing and moving."""
+    """Files: a scratch folder with tools, and tasks such as renaming, counting, editing and
+    moving."""
 
-    groups: list[str] = option([*GROUPS], "Tasks are drawn from the templates of these groups.", choices=GROUPS)
+    groups: list[str] = option(
+        [*GROUPS], "Tasks are drawn from the templates of these groups.", choices=GROUPS
+    )
 
 
 def build(options: FilesOptions) -> EnvironmentSpec:

@@ -44,14 +44,19 @@ SUFFIXES = _words(
     """agenda budget diary draft essay guide index list memo menu notes plan poem quiz recipe report review sketch
     story"""
 )
-PLACES = _words("abbey attic barn cabin cellar chapel depot farm forge harbor hotel lodge mill museum station tower")
+PLACES = _words(
+    "abbey attic barn cabin cellar chapel depot farm forge harbor hotel lodge mill museum station "
+    "tower"
+)
 SIDES = _words("east inner left lower north outer south upper west")
 PARTS = _words("annex bay court deck dock hall porch roof stage wing yard")
 ANIMALS = _words(
     """badger bear crab crow deer dove eagle finch fox goat goose hawk heron lion lynx mole otter owl panda raven
     seal swan tiger wolf"""
 )
-MATERIALS = _words("brass brick chalk clay copper cork flint glass iron leather linen marble oak sand slate wool")
+MATERIALS = _words(
+    "brass brick chalk clay copper cork flint glass iron leather linen marble oak sand slate wool"
+)
 NUMBERS = _words("one two three four five six seven eight nine ten eleven twelve")
 FILE = (ADJECTIVES, NOUNS, SUFFIXES)
 FOLDER = (PLACES, SIDES, PARTS)
@@ -164,14 +169,20 @@ class FilesScene:
             self.file()
 
     def instance(
-        self, request: str, *solution: FilesCall, wanted: Mapping[str, str | None] | None = None, answer: str = ""
+        self,
+        request: str,
+        *solution: FilesCall,
+        wanted: Mapping[str, str | None] | None = None,
+        answer: str = "",
     ) -> FilesInstance:
         """Return the instance with the files in random order. ``wanted``: differences of the final
         folder, None for a removed file."""
         paths = list(self.files)
         self.rng.shuffle(paths)
         files = {path: self.files[path] for path in paths}
-        after = {path: text for path, text in {**files, **(wanted or {})}.items() if text is not None}
+        after = {
+            path: text for path, text in {**files, **(wanted or {})}.items() if text is not None
+        }
         return FilesInstance(request, files, after, answer, solution)
 
 
@@ -194,7 +205,9 @@ def rename(scene: FilesScene) -> FilesInstance:
     scene.others()
     old = scene.file()
     new = scene.path()
-    return scene.instance(f"Rename {old} to {new}.", move(old, new), wanted={old: None, new: scene.files[old]})
+    return scene.instance(
+        f"Rename {old} to {new}.", move(old, new), wanted={old: None, new: scene.files[old]}
+    )
 
 
 def remove(scene: FilesScene) -> FilesInstance:
@@ -209,7 +222,9 @@ def create(scene: FilesScene) -> FilesInstance:
     scene.others()
     path = scene.path()
     text = scene.word()
-    return scene.instance(f"Write {text} to the new file {path}.", write(path, text), wanted={path: text})
+    return scene.instance(
+        f"Write {text} to the new file {path}.", write(path, text), wanted={path: text}
+    )
 
 
 def put_away(scene: FilesScene) -> FilesInstance:
@@ -294,7 +309,9 @@ def rename_found(scene: FilesScene) -> FilesInstance:
     path, word = _with_word(scene)
     new = scene.path()
     request = f"Rename the file that holds {word} to {new}."
-    return scene.instance(request, search(word), move(path, new), wanted={path: None, new: scene.files[path]})
+    return scene.instance(
+        request, search(word), move(path, new), wanted={path: None, new: scene.files[path]}
+    )
 
 
 def remove_found(scene: FilesScene) -> FilesInstance:
@@ -314,7 +331,9 @@ def move_all(scene: FilesScene) -> FilesInstance:
     moved = {path: f"{new}/{path.removeprefix(f'{old}/')}" for path in paths}
     request = f"Move all files from the folder {old} to the folder {new}."
     wanted = {path: None for path in paths} | {moved[path]: scene.files[path] for path in paths}
-    return scene.instance(request, list_folder(old), *(move(*pair) for pair in moved.items()), wanted=wanted)
+    return scene.instance(
+        request, list_folder(old), *(move(*pair) for pair in moved.items()), wanted=wanted
+    )
 
 
 def remove_all(scene: FilesScene) -> FilesInstance:
@@ -322,7 +341,9 @@ def remove_all(scene: FilesScene) -> FilesInstance:
     scene.others(2, 3)
     paths = sorted(scene.file(ending="log", words=1) for _ in range(2))
     request = "Delete every file whose name ends with .log."
-    return scene.instance(request, list_folder(""), *map(delete, paths), wanted=dict.fromkeys(paths))
+    return scene.instance(
+        request, list_folder(""), *map(delete, paths), wanted=dict.fromkeys(paths)
+    )
 
 
 def swap(scene: FilesScene) -> FilesInstance:
@@ -348,7 +369,9 @@ def join(scene: FilesScene) -> FilesInstance:
     third = scene.path()
     text = f"{scene.files[first]} {scene.files[second]}"
     request = f"Write the texts of {first} and {second}, with a space between, to {third}."
-    return scene.instance(request, read(first), read(second), write(third, text), wanted={third: text})
+    return scene.instance(
+        request, read(first), read(second), write(third, text), wanted={third: text}
+    )
 
 
 def _with_word(scene: FilesScene) -> tuple[str, str]:
@@ -377,7 +400,9 @@ class FilesTasks(GroupedTaskSet):
     names, and no name occurs in both splits. Raises ValueError for an unknown group or split."""
 
     def __init__(self, groups: Iterable[str], split: str) -> None:
-        super().__init__({name: group for name, (group, _) in TEMPLATES.items()}, GROUPS, groups, split)
+        super().__init__(
+            {name: group for name, (group, _) in TEMPLATES.items()}, GROUPS, groups, split
+        )
 
     def instance(self, template_id: str, seed: int) -> FilesInstance:
         """Return the instance for ``seed``, with its solution. Raises KeyError for a template not
@@ -390,4 +415,6 @@ class FilesTasks(GroupedTaskSet):
     def instantiate(self, template_id: str, seed: int) -> Task:
         """Return the instance for ``seed``. Raises KeyError for a template not in the set."""
         row = self.instance(template_id, seed).row
-        return Task(f"{template_id}/{seed}", group=self.group_of[template_id], payload=row, seed=seed)
+        return Task(
+            f"{template_id}/{seed}", group=self.group_of[template_id], payload=row, seed=seed
+        )

@@ -1,9 +1,10 @@
-"""A scratch folder with tools, as the plain class that TRL's ``GRPOTrainer`` takes as ``environment_factory``.
+"""A scratch folder with tools, as the plain class that TRL's ``GRPOTrainer`` takes as
+``environment_factory``.
 
-The folder is a map from path to text in memory, and not a folder of the disk. So there is no path out of it, no
-symbolic link, no device, nothing to clean up after a kill, and no blocking call; thousands of them live in one process.
-What the policy sends is bounded before it is kept: characters, files, depth. Search looks for plain text, never for a
-pattern.
+The folder is a map from path to text in memory, and not a folder of the disk. So there is no path
+out of it, no symbolic link, no device, nothing to clean up after a kill, and no blocking call;
+thousands of them live in one process. What the policy sends is bounded before it is kept:
+characters, files, depth. Search looks for plain text, never for a pattern.
 
 This module imports nothing of ours: copy it to use it elsewhere.
 """
@@ -26,11 +27,12 @@ LONGEST_LINE_SHOWN = 200
 
 
 class FilesWorkspace:
-    """Plays one episode at a time: a request, a folder, and the folder or the answer that is wanted.
+    """Plays one episode at a time: a request, a folder, and the folder or the answer that is
+    wanted.
 
-    A folder exists while it holds files. Every tool answers with text; a call that cannot be done changes nothing and
-    raises ValueError, whose message is for the policy. ``answer`` ends the episode: afterwards every call is refused,
-    so only the first answer counts.
+    A folder exists while it holds files. Every tool answers with text; a call that cannot be done
+    changes nothing and raises ValueError, whose message is for the policy. ``answer`` ends the
+    episode: afterwards every call is refused, so only the first answer counts.
     """
 
     def __init__(self) -> None:
@@ -62,7 +64,9 @@ class FilesWorkspace:
         start = _tree(files)
         goal = start if wanted is None else _tree(wanted)
         if start == goal and not answer:
-            raise ValueError("the row asks for nothing: 'wanted' equals 'files', and there is no 'answer'")
+            raise ValueError(
+                "the row asks for nothing: 'wanted' equals 'files', and there is no 'answer'"
+            )
         self._start = start
         self._wanted = goal
         self._files = dict(start)
@@ -77,7 +81,9 @@ class FilesWorkspace:
             folder: The folder; empty for the top.
         """
         self._check_open()
-        inside = "" if folder in ("", ".", "/", "./") else f"{_path(_text(folder).removesuffix('/'))}/"
+        inside = (
+            "" if folder in ("", ".", "/", "./") else f"{_path(_text(folder).removesuffix('/'))}/"
+        )
         found = [path.removeprefix(inside) for path in self._files if path.startswith(inside)]
         if inside and not found:
             raise ValueError(f"there is no folder {inside[:-1]}")
@@ -179,13 +185,21 @@ class FilesWorkspace:
 
     @property
     def view(self) -> dict[str, Any]:
-        """Current folder and answer for people. Long texts and many files are replaced by a digest."""
+        """Current folder and answer for people. Long texts and many files are replaced by a
+        digest."""
         files = sorted(self._files.items())
-        rows = [[path, text if len(text) <= LONGEST_LINE_SHOWN else _digest(text)] for path, text in files]
+        rows = [
+            [path, text if len(text) <= LONGEST_LINE_SHOWN else _digest(text)]
+            for path, text in files
+        ]
         if len(rows) > MOST_LINES_SHOWN:
             rows[MOST_LINES_SHOWN:] = [["...", _digest(repr(files))]]
         view = {"title": "The folder", "columns": ["path", "text"], "rows": rows}
-        return view if self._answer is None else view | {"note": f"answer: {self._answer[:LONGEST_LINE_SHOWN]}"}
+        return (
+            view
+            if self._answer is None
+            else view | {"note": f"answer: {self._answer[:LONGEST_LINE_SHOWN]}"}
+        )
 
     def get_reward(self) -> float:
         """Return the value of the current folder and answer, from -1 to 1.
@@ -283,10 +297,16 @@ def _text(value: object) -> str:
 
 
 def _digest(text: str) -> str:
-    return f"{text[:40]}... ({len(text)} characters, sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]})"
+    return (
+        f"{text[:40]}... ({len(text)} characters, sha256 "
+        f"{hashlib.sha256(text.encode()).hexdigest()[:16]})"
+    )
 
 
 def _lines(found: list[str]) -> str:
-    shown = [line if len(line) <= LONGEST_LINE_SHOWN else f"{line[:LONGEST_LINE_SHOWN]}..." for line in found]
+    shown = [
+        line if len(line) <= LONGEST_LINE_SHOWN else f"{line[:LONGEST_LINE_SHOWN]}..."
+        for line in found
+    ]
     more = len(found) - MOST_LINES_SHOWN
     return "\n".join(shown[:MOST_LINES_SHOWN] + [f"({more} more)"] * (more > 0))

@@ -150,7 +150,8 @@ class Database:
         self._deadline_ns = 1 << 62
         self._connection.set_authorizer(None)
         return {
-            name: {row[0]: row for row in self._connection.execute(f"SELECT * FROM {name}")} for name in self._tables
+            name: {row[0]: row for row in self._connection.execute(f"SELECT * FROM {name}")}
+            for name in self._tables
         }
 
     def _fill(self, tables: Sequence[Table]) -> None:
@@ -166,7 +167,9 @@ class Database:
         self._modules = {row[0] for row in connection.execute("PRAGMA module_list")}
         connection.execute("PRAGMA temp_store = MEMORY")
         connection.execute("PRAGMA trusted_schema = OFF")
-        connection.execute(f"PRAGMA max_page_count = {self._limits.kilobytes * 1024 // _PAGE_BYTES}")
+        connection.execute(
+            f"PRAGMA max_page_count = {self._limits.kilobytes * 1024 // _PAGE_BYTES}"
+        )
         if not self._writable:
             connection.execute("PRAGMA query_only = ON")
         for limit, value in _LIMITS:
@@ -196,13 +199,22 @@ class Database:
         return self._steps < 0 or time.thread_time_ns() > self._deadline_ns
 
     def _authorize(
-        self, action: int, first: str | None, second: str | None, schema: str | None, source: str | None
+        self,
+        action: int,
+        first: str | None,
+        second: str | None,
+        schema: str | None,
+        source: str | None,
     ) -> int:
         if self._is_allowed(action, first or "", second or "", schema):
             return sqlite3.SQLITE_OK
         if action in (*_WRITES, sqlite3.SQLITE_READ):
             # A table-valued function declares its columns, which SQLite reports as a schema change.
-            named = "schema changes and table functions" if first in _SCHEMA_TABLES else f"table {first}"
+            named = (
+                "schema changes and table functions"
+                if first in _SCHEMA_TABLES
+                else f"table {first}"
+            )
         elif action == sqlite3.SQLITE_FUNCTION:
             named = f"function {second}"
         else:
@@ -217,13 +229,19 @@ class Database:
             return second.lower() in _FUNCTIONS
         if action == sqlite3.SQLITE_READ:
             self._read.add((first, second))
-            return first in self._tables or first in _SCHEMA_TABLES or self._is_subquery(first, second, schema)
+            return (
+                first in self._tables
+                or first in _SCHEMA_TABLES
+                or self._is_subquery(first, second, schema)
+            )
         return action in _WRITES and self._writable and first in self._tables
 
     def _is_subquery(self, table: str, column: str, schema: str | None) -> bool:
         """Return whether SQLite asks about a common table expression of which no column is read. It
         asks in the same way about tables provided by modules, which are excluded."""
-        return not (column or schema or table.startswith(("pragma_", "sqlite_")) or table in self._modules)
+        return not (
+            column or schema or table.startswith(("pragma_", "sqlite_")) or table in self._modules
+        )
 
     def _error_text(self, error: Exception) -> str:
         if self._refused:

@@ -43,7 +43,9 @@ def demonstrate(tasks: SqlTaskSet, request: DemonstrationRequest) -> Iterator[De
     habits = request.habit_fraction
     recoveries = request.recovery_fraction
     if not (habits >= 0 and recoveries >= 0 and habits + recoveries <= 1 + 1e-9):
-        raise ValueError(f"habit_fraction={habits}, recovery_fraction={recoveries}: shares of one, not negative")
+        raise ValueError(
+            f"habit_fraction={habits}, recovery_fraction={recoveries}: shares of one, not negative"
+        )
     rng = random.Random(f"sql demonstrations:{request.seed}")
     drawn = [
         (tasks.instantiate(template, rng.getrandbits(_SEED_BITS)), kind)
@@ -70,7 +72,11 @@ def write_demonstration(task: Task, kind: str, rng: random.Random) -> Demonstrat
 
 def add_mistake(instance: SqlInstance, rng: random.Random) -> tuple[str, ...]:
     """Return the statements with a mistake, so that none of them reads or changes a row."""
-    others = [mistake for mistake in (_drop_quotes, _misname_column) if mistake(instance) != instance.statements]
+    others = [
+        mistake
+        for mistake in (_drop_quotes, _misname_column)
+        if mistake(instance) != instance.statements
+    ]
     if not others or rng.random() < SINGULAR_SHARE:
         return use_singular(instance)
     return rng.choice(others)(instance)
@@ -80,7 +86,8 @@ def use_singular(instance: SqlInstance) -> tuple[str, ...]:
     """Return the statements with every table name in the singular."""
     tables = "|".join(table.name for table in instance.tables)
     return tuple(
-        re.sub(rf"\b({tables})\b", lambda found: found[0][:-1], statement) for statement in instance.statements
+        re.sub(rf"\b({tables})\b", lambda found: found[0][:-1], statement)
+        for statement in instance.statements
     )
 
 
@@ -92,12 +99,16 @@ def _drop_quotes(instance: SqlInstance) -> tuple[str, ...]:
 def _misname_column(instance: SqlInstance) -> tuple[str, ...]:
     """Return the statements with the first named column of each in the plural."""
     columns = "|".join(sorted(instance.columns))
-    return tuple(re.sub(rf"\b({columns})\b", r"\1s", statement, count=1) for statement in instance.statements)
+    return tuple(
+        re.sub(rf"\b({columns})\b", r"\1s", statement, count=1) for statement in instance.statements
+    )
 
 
 SYSTEM_PROMPT = (
-    "You work with a SQLite database. Reply with exactly one SQL statement and nothing else; you then see its result, "
-    "and may send the next one. When you are asked a question and know the answer, reply with the line answer: VALUE "
+    "You work with a SQLite database. Reply with exactly one SQL statement and nothing else; you "
+    "then see its result, "
+    "and may send the next one. When you are asked a question and know the answer, reply with the "
+    "line answer: VALUE "
     "instead; there is one try. A change is done when the rows are exactly as asked."
 )
 
@@ -108,15 +119,26 @@ class SqlOptions:
 
     groups: list[str] = option([*GROUPS], "Tasks of these groups are played.", choices=GROUPS)
     max_statements: int = option(8, "An episode ends after this many turns.", at_least=1)
-    max_rows: int = option(10, "The policy sees at most this many rows of a result.", at_least=1, at_most=1000)
-    observation_chars: int = option(200, "The policy sees at most this many characters of a result.", at_least=40)
+    max_rows: int = option(
+        10, "The policy sees at most this many rows of a result.", at_least=1, at_most=1000
+    )
+    observation_chars: int = option(
+        200, "The policy sees at most this many characters of a result.", at_least=40
+    )
     statement_steps: int = option(
-        100_000, "A statement ends after this many steps of SQLite's virtual machine.", at_least=1000
+        100_000,
+        "A statement ends after this many steps of SQLite's virtual machine.",
+        at_least=1000,
     )
     statement_ms: float = option(
-        20.0, "A statement ends after this much processor time, in milliseconds.", above=0, at_most=1000
+        20.0,
+        "A statement ends after this much processor time, in milliseconds.",
+        above=0,
+        at_most=1000,
     )
-    database_kb: int = option(64, "A database grows to at most this many KiB.", at_least=16, at_most=65536)
+    database_kb: int = option(
+        64, "A database grows to at most this many KiB.", at_least=16, at_most=65536
+    )
 
     def problems(self, name: str) -> Iterator[str]:
         """Yield an error if there is no group."""
@@ -126,12 +148,16 @@ class SqlOptions:
 
 def build(options: SqlOptions) -> EnvironmentSpec:
     """Return the specification of the environment with these options."""
-    limits = Limits(options.statement_steps, options.statement_ms, options.max_rows, options.database_kb)
+    limits = Limits(
+        options.statement_steps, options.statement_ms, options.max_rows, options.database_kb
+    )
 
     def make(address: str) -> SqlEnvironment:
         """Return an instance; it needs no service, so the address is not used."""
         return SqlEnvironment(
-            limits, most_statements=options.max_statements, observation_chars=options.observation_chars
+            limits,
+            most_statements=options.max_statements,
+            observation_chars=options.observation_chars,
         )
 
     return EnvironmentSpec(

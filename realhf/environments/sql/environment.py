@@ -19,7 +19,9 @@ from realhf.environments.sql.database import Database, Limits, Result, Rows
 from realhf.environments.sql.instance import SqlInstance
 from realhf.environments.sql.tasks import draw_instance
 
-_FENCE = re.compile(r"```[ \t]*(?:sqlite|sql)?[ \t]*\r?\n?(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(
+    r"```[ \t]*(?:sqlite|sql)?[ \t]*\r?\n?(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE
+)
 _ANSWER = re.compile(r"\s*answer[ \t]*:(.*)", re.IGNORECASE)
 _NUMBER = re.compile(r"[+-]?[0-9]{1,15}(?:\.[0-9]{1,15})?")
 _TOLERANCE = 1e-6
@@ -53,7 +55,9 @@ def read_value(given: str) -> str:
     """Return an answer in canonical form: without quotes and full stop, in lower case, integers
     without decimals."""
     plain = given.strip().rstrip(".").strip("'\"` ").casefold()
-    return f"{float(plain):.0f}" if _NUMBER.fullmatch(plain) and float(plain).is_integer() else plain
+    return (
+        f"{float(plain):.0f}" if _NUMBER.fullmatch(plain) and float(plain).is_integer() else plain
+    )
 
 
 def result_text(result: Result, most_chars: int) -> str:
@@ -64,7 +68,9 @@ def result_text(result: Result, most_chars: int) -> str:
     if result.changed is not None and not result.rows:
         return f"ok, {result.changed} row{'' if result.changed == 1 else 's'} changed"
     lines = [row_text(row) for row in result.rows]
-    return shorten("\n".join([*lines, *(["more rows"] if result.more else [])]) or "no rows", most_chars)
+    return shorten(
+        "\n".join([*lines, *(["more rows"] if result.more else [])]) or "no rows", most_chars
+    )
 
 
 def row_text(row: Iterable[Any]) -> str:
@@ -73,7 +79,8 @@ def row_text(row: Iterable[Any]) -> str:
 
 
 def shorten(text: str, most_chars: int) -> str:
-    """Return the text, or its beginning and dots if it is longer than ``most_chars`` (at least 3)."""
+    """Return the text, or its beginning and dots if it is longer than ``most_chars`` (at least
+    3)."""
     return text if len(text) <= most_chars else f"{text[: most_chars - 3]}..."
 
 
@@ -88,7 +95,8 @@ def _value_text(value: Any) -> str:
 
 
 def _printable(characters: Iterable[str]) -> str:
-    """Return the text with a space for every unprintable character, so that a row stays one line."""
+    """Return the text with a space for every unprintable character, so that a row stays one
+    line."""
     return "".join(character if character.isprintable() else " " for character in characters)
 
 
@@ -125,7 +133,11 @@ class QuestionGoal:
         """Update the potential after a statement."""
         value = _value_of(result)
         if value is not None:
-            right = value == self._expected and result.read >= self._needed and self._finds_other_answers(statement)
+            right = (
+                value == self._expected
+                and result.read >= self._needed
+                and self._finds_other_answers(statement)
+            )
             self.potential = FOUND if right else 0.0
 
     def _finds_other_answers(self, statement: str) -> bool:
@@ -175,9 +187,12 @@ class ChangeGoal:
     def __init__(self, instance: SqlInstance) -> None:
         names = [table.name for table in instance.tables]
         self._wanted: Rows = {
-            name: {row[0]: row for row in rows} for name, rows in zip(names, instance.wanted, strict=True)
+            name: {row[0]: row for row in rows}
+            for name, rows in zip(names, instance.wanted, strict=True)
         }
-        self._rows: Rows = {table.name: {row[0]: row for row in table.rows} for table in instance.tables}
+        self._rows: Rows = {
+            table.name: {row[0]: row for row in table.rows} for table in instance.tables
+        }
         self._start = len(self._find_wrong_keys())
         if not self._start:
             raise ValueError("the task asks for a change that changes nothing")
@@ -194,7 +209,10 @@ class ChangeGoal:
 
     def take_answer(self, answer: str) -> tuple[str, bool]:
         """Refuse an answer; the episode goes on."""
-        return "error: the task asks for a change, not for an answer; reply with one SQL statement", False
+        return (
+            "error: the task asks for a change, not for an answer; reply with one SQL statement",
+            False,
+        )
 
     @property
     def state_key(self) -> str:
@@ -208,10 +226,18 @@ class ChangeGoal:
         wrong = self._find_wrong_keys()[:MOST_LINES]
         sides = {"missing": self._wanted, "surplus": self._rows}
         view: dict[str, Any] = {
-            "view": {"title": "The rows", "columns": ["table", "row"], "rows": _visible_rows(self._rows)}
+            "view": {
+                "title": "The rows",
+                "columns": ["table", "row"],
+                "rows": _visible_rows(self._rows),
+            }
         }
         return view | {
-            side: [row_text((name, *rows[name][key]))[:MOST_LINE_CHARS] for name, key in wrong if key in rows[name]]
+            side: [
+                row_text((name, *rows[name][key]))[:MOST_LINE_CHARS]
+                for name, key in wrong
+                if key in rows[name]
+            ]
             for side, rows in sides.items()
         }
 
@@ -262,13 +288,23 @@ class SqlEnvironment:
             instance = draw_instance(task)
         except ValueError as error:
             raise EnvironmentFailure("internal", str(error)) from None
-        self._goal = QuestionGoal(instance, self._limits) if instance.answer is not None else ChangeGoal(instance)
-        self._database = Database(instance.tables, self._limits, writable=isinstance(self._goal, ChangeGoal))
+        self._goal = (
+            QuestionGoal(instance, self._limits)
+            if instance.answer is not None
+            else ChangeGoal(instance)
+        )
+        self._database = Database(
+            instance.tables, self._limits, writable=isinstance(self._goal, ChangeGoal)
+        )
         self._turns = 0
         self._rewarded = 0.0
         return Opening(
             [{"role": "user", "content": instance.text()}],
-            info={"tables": {table.name: [list(row) for row in table.rows] for table in instance.tables}},
+            info={
+                "tables": {
+                    table.name: [list(row) for row in table.rows] for table in instance.tables
+                }
+            },
             state_key=self._goal.state_key,
         )
 

@@ -64,7 +64,9 @@ def is_heldout_pair(first: str, second: str) -> bool:
     return is_held_out(f"{first} {second}")
 
 
-def draw_table(rng: random.Random, split: str, numbers: tuple[str, ...] = NUMBER_COLUMNS) -> tuple[str, str]:
+def draw_table(
+    rng: random.Random, split: str, numbers: tuple[str, ...] = NUMBER_COLUMNS
+) -> tuple[str, str]:
     """Draw a table name and its number column from ``numbers``. Raises ValueError for an unknown
     split."""
     return _draw_pair(rng, split, TABLES, numbers)
@@ -82,7 +84,9 @@ def draw_row_names(rng: random.Random, split: str, count: int) -> list[str]:
     return ["-".join(pair) for pair in pairs]
 
 
-def _draw_pair(rng: random.Random, split: str, first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, str]:
+def _draw_pair(
+    rng: random.Random, split: str, first: tuple[str, ...], second: tuple[str, ...]
+) -> tuple[str, str]:
     if split not in SPLITS:
         raise ValueError(f"{split!r} is no split (known: {', '.join(SPLITS)})")
     while True:
@@ -129,7 +133,10 @@ class Table:
         """Return the CREATE TABLE statement."""
         keys = (" PRIMARY KEY", *("",) * (len(self.columns) - 1))
         parts = zip(self.columns, self.types, keys, strict=True)
-        return f"CREATE TABLE {self.name} ({', '.join(f'{name} {kind} NOT NULL{key}' for name, kind, key in parts)})"
+        return (
+            f"CREATE TABLE {self.name} "
+            f"({', '.join(f'{name} {kind} NOT NULL{key}' for name, kind, key in parts)})"
+        )
 
     def heading(self) -> str:
         """Return the table's name and columns, as the policy reads them."""
@@ -163,7 +170,9 @@ class SqlInstance:
         words = {*re.findall(r"\w+", " ".join(self.statements))}
         columns = [(table.name, name) for table in self.tables for name in table.columns]
         times = Counter(name for _, name in columns)
-        return frozenset((table, name) for table, name in columns if name in words and times[name] == 1)
+        return frozenset(
+            (table, name) for table, name in columns if name in words and times[name] == 1
+        )
 
     def twins(self) -> Iterator[tuple[Table, ...]]:
         """Yield the tables with other rows: first with one row less and the values of each column
@@ -172,7 +181,10 @@ class SqlInstance:
             yield tuple(_rotate_columns(table, place) for table in self.tables)
         for target in self.tables:
             for column in range(1, len(target.columns)):
-                yield tuple(_replace_column(table, column) if table is target else table for table in self.tables)
+                yield tuple(
+                    _replace_column(table, column) if table is target else table
+                    for table in self.tables
+                )
 
     def text(self) -> str:
         """Return the opening for the policy: the tables and the request."""
@@ -180,7 +192,9 @@ class SqlInstance:
 
     def turns(self) -> tuple[str, ...]:
         """Return the turns of a policy that solves the task."""
-        return self.statements if self.answer is None else (*self.statements, f"answer: {self.answer}")
+        return (
+            self.statements if self.answer is None else (*self.statements, f"answer: {self.answer}")
+        )
 
 
 def _replace_column(table: Table, column: int) -> Table:
@@ -196,7 +210,11 @@ def _replace_column(table: Table, column: int) -> Table:
 def _rotate_columns(table: Table, place: int) -> Table:
     """Return a table without the row at ``place`` (small tables keep all rows) and with each column
     rotated by a different number of rows."""
-    rows = table.rows if len(table.rows) < FEWEST_ROWS else (*table.rows[:place], *table.rows[place + 1 :])
+    rows = (
+        table.rows
+        if len(table.rows) < FEWEST_ROWS
+        else (*table.rows[:place], *table.rows[place + 1 :])
+    )
     turned = [
         [row[column] for row in (*rows[turn:], *rows[:turn])]
         for column in range(len(table.columns))
@@ -234,7 +252,9 @@ class SqlScene:
     def table_of(self, name: str, rows: Sequence[MainRow]) -> Table:
         """Return a table with the columns of the main table."""
         columns = ("id", "name", self.text, self.number)
-        return Table(name, columns, ("INTEGER", "TEXT", "TEXT", "INTEGER"), tuple(tuple(row) for row in rows))
+        return Table(
+            name, columns, ("INTEGER", "TEXT", "TEXT", "INTEGER"), tuple(tuple(row) for row in rows)
+        )
 
     def rows_with_text(self, text: str) -> list[MainRow]:
         """Return the rows with this value in the text column."""
@@ -287,13 +307,19 @@ def _draw_rows(rng: random.Random, split: str, text: str, count: int) -> list[Ma
     return [MainRow(number_id, name, rng.choice(texts), number) for number_id, name, number in rows]
 
 
-def question(scene: SqlScene, request: str, statement: str, answer: Value, *tables: Table) -> SqlInstance:
+def question(
+    scene: SqlScene, request: str, statement: str, answer: Value, *tables: Table
+) -> SqlInstance:
     """Return a question about the main table and optionally others."""
     return SqlInstance(request, (scene.main, *tables), (statement,), answer=answer)
 
 
 def change(
-    scene: SqlScene, request: str, statements: Sequence[str], wanted: Sequence[MainRow], *others: tuple[Table, Table]
+    scene: SqlScene,
+    request: str,
+    statements: Sequence[str],
+    wanted: Sequence[MainRow],
+    *others: tuple[Table, Table],
 ) -> SqlInstance:
     """Return a change that leaves the main table with ``wanted``; ``others``: the other tables
     before and after."""

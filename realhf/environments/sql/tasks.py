@@ -126,7 +126,8 @@ def linked_value(scene: SqlScene) -> SqlInstance:
     return question(
         scene,
         f"What is the {linked.columns[1]} in {scene.table} where name='{row.name}'?",
-        f"SELECT {linked.columns[1]} FROM {scene.table} JOIN {linked.name} USING({scene.text}) WHERE name='{row.name}'",
+        f"SELECT {linked.columns[1]} FROM {scene.table} JOIN {linked.name} USING({scene.text}) "
+        f"WHERE name='{row.name}'",
         _value_of(linked)[row.text],
         linked,
     )
@@ -139,7 +140,8 @@ def linked_count(scene: SqlScene) -> SqlInstance:
     return question(
         scene,
         f"How many rows are in {scene.table} where {column}='{value}'?",
-        f"SELECT count(*) FROM {scene.table} JOIN {linked.name} USING({scene.text}) WHERE {column}='{value}'",
+        f"SELECT count(*) FROM {scene.table} JOIN {linked.name} USING({scene.text}) WHERE "
+        f"{column}='{value}'",
         len(having),
         linked,
     )
@@ -164,7 +166,9 @@ def linked_table(scene: SqlScene) -> Table:
     contain, to a value."""
     column = scene.rng.choice([*instance.LINKED_COLUMNS])
     used = {row.text for row in scene.rows}
-    left_out = scene.rng.choice([text for text in instance.TEXT_COLUMNS[scene.text] if text not in used])
+    left_out = scene.rng.choice(
+        [text for text in instance.TEXT_COLUMNS[scene.text] if text not in used]
+    )
     texts = [text for text in instance.TEXT_COLUMNS[scene.text] if text != left_out]
     rows = tuple((text, scene.rng.choice(instance.LINKED_COLUMNS[column])) for text in texts)
     return Table(scene.other_table_name(), (scene.text, column), ("TEXT", "TEXT"), rows)
@@ -175,7 +179,11 @@ def _rows_with_value(scene: SqlScene, linked: Table) -> tuple[str, str, list[int
     value)."""
     value_of = _value_of(linked)
     value = value_of[scene.target.text]
-    return linked.columns[1], value, [row.number for row in scene.rows if value_of[row.text] == value]
+    return (
+        linked.columns[1],
+        value,
+        [row.number for row in scene.rows if value_of[row.text] == value],
+    )
 
 
 def _value_of(linked: Table) -> dict[str, str]:
@@ -187,7 +195,9 @@ def set_number(scene: SqlScene) -> SqlInstance:
     table = scene.table
     number = scene.number
     row = scene.target
-    value = scene.rng.choice([value for value in range(SMALLEST, LARGEST + 1) if value != row.number])
+    value = scene.rng.choice(
+        [value for value in range(SMALLEST, LARGEST + 1) if value != row.number]
+    )
     return change(
         scene,
         f"Set {number} to {value} in {table} where name='{row.name}'.",
@@ -229,7 +239,9 @@ def raise_numbers(scene: SqlScene) -> SqlInstance:
         scene,
         f"Add {step} to {number} in {table} where {text}='{value}'.",
         [f"UPDATE {table} SET {number}={number}+{step} WHERE {text}='{value}'"],
-        scene.map_rows(lambda row: row._replace(number=row.number + step) if row.text == value else row),
+        scene.map_rows(
+            lambda row: row._replace(number=row.number + step) if row.text == value else row
+        ),
     )
 
 
@@ -304,7 +316,10 @@ def rename(scene: SqlScene) -> SqlInstance:
     return change(
         scene,
         f"Change {text}='{old}' to {text}='{new}' in {scene.table} and {linked.name}.",
-        [f"UPDATE {name} SET {text}='{new}' WHERE {text}='{old}'" for name in (scene.table, linked.name)],
+        [
+            f"UPDATE {name} SET {text}='{new}' WHERE {text}='{old}'"
+            for name in (scene.table, linked.name)
+        ],
         scene.map_rows(lambda row: row._replace(text=new) if row.text == old else row),
         (linked, after),
     )
@@ -339,10 +354,13 @@ class SqlTaskSet(GroupedTaskSet):
     names. Raises ValueError for an unknown split or group."""
 
     def __init__(self, split: str = TRAIN, groups: Sequence[str] = GROUPS) -> None:
-        super().__init__({name: group for name, (group, _) in TEMPLATES.items()}, GROUPS, groups, split)
+        super().__init__(
+            {name: group for name, (group, _) in TEMPLATES.items()}, GROUPS, groups, split
+        )
 
     def instantiate(self, template_id: str, seed: int) -> Task:
-        """Return the instance for ``seed``. Raises KeyError for a template that is not in the set."""
+        """Return the instance for ``seed``. Raises KeyError for a template that is not in the
+        set."""
         group = self.group_of[template_id]
         payload = {"template": template_id, "split": self.split, "seed": seed}
         return Task(f"{template_id}:{self.split}:{seed}", group, payload, seed=seed)
@@ -356,7 +374,8 @@ def draw_instance(payload: Mapping[str, Any]) -> SqlInstance:
         raise ValueError(f"the task names no template of this environment: {name!r}")
     if not isinstance(split, str) or type(seed) is not int:
         raise ValueError(
-            f"the task of template {name} needs a split and a whole number as seed, not {split!r}, {seed!r}"
+            f"the task of template {name} needs a split and a whole number as seed, not {split!r}, "
+            f"{seed!r}"
         )
     rng = random.Random(f"sql:{name}:{split}:{seed}")
     return TEMPLATES[name][1](draw_scene(rng, split))

@@ -1,6 +1,7 @@
 """Export of a run's rollouts for other programs: JSON lines, a Parquet table, or logs for Inspect.
 
-Writing the logs does not need the package of Inspect; ``make test-inspect`` reads them back with it.
+Writing the logs does not need the package of Inspect; ``make test-inspect`` reads them back with
+it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ from realhf.monitor.rollouts.format import TRAIN, encode_record, plain, repair_t
 from realhf.monitor.rollouts.reader import NoRecord, RolloutStore, Row
 
 _LOCATION_FIELDS = ("shard", "offset", "bytes", "line", "writer", "has_tokens")
-_TRAIN_FIELDS = ("version", "advantage", "ratio_max", "clip_fraction", "mismatch", "n_tokens", "staleness")
+_TRAIN_FIELDS = (
+    "version",
+    "advantage",
+    "ratio_max",
+    "clip_fraction",
+    "mismatch",
+    "n_tokens",
+    "staleness",
+)
 
 
 @dataclass
@@ -41,15 +50,23 @@ class ExportCounts:
 
 def sort_rows(store: RolloutStore) -> list[Row]:
     """Return the valid rollouts in the order of their records on the disk."""
-    return sorted(store.rows(), key=lambda row: (row.play.writer, row.play.shard, row.play.offset, row.play.line))
+    return sorted(
+        store.rows(),
+        key=lambda row: (row.play.writer, row.play.shard, row.play.offset, row.play.line),
+    )
 
 
 def flatten_row(row: Row) -> dict[str, Any]:
-    """Return the index fields of a rollout: those of ``play``, and those of ``train`` as ``train_<name>``.
+    """Return the index fields of a rollout: those of ``play``, and those of ``train`` as
+    ``train_<name>``.
 
     The latter are None if it was not trained.
     """
-    found = {name: value for name, value in msgspec.structs.asdict(row.play).items() if name not in _LOCATION_FIELDS}
+    found = {
+        name: value
+        for name, value in msgspec.structs.asdict(row.play).items()
+        if name not in _LOCATION_FIELDS
+    }
     found["step_trained"] = None if row.train is None else row.train.step
     for name in _TRAIN_FIELDS:
         found[f"train_{name}"] = None if row.train is None else getattr(row.train, name)
@@ -72,8 +89,15 @@ def iterate_records(
 _ROWS_PER_BATCH = 1000
 _TYPES = (
     ("string", "id task group env split failure"),
-    ("int64", "step version length turns attempt branch step_trained train_version train_n_tokens train_staleness"),
-    ("float64", "time reward seconds train_advantage train_ratio_max train_clip_fraction train_mismatch"),
+    (
+        "int64",
+        "step version length turns attempt branch step_trained train_version train_n_tokens "
+        "train_staleness",
+    ),
+    (
+        "float64",
+        "time reward seconds train_advantage train_ratio_max train_clip_fraction train_mismatch",
+    ),
     ("bool_", "success truncated"),
     ("string", "status message messages record"),
 )
@@ -82,23 +106,31 @@ _TYPES = (
 def write_parquet(store: RolloutStore, out: Path) -> ExportCounts:
     """Write a Parquet table with a row for each rollout.
 
-    Columns: the index fields (``flatten_row``), ``status``, ``message``, and as JSON texts the conversation
-    (``messages``) and the whole ``record``. Raises ImportError without pyarrow.
+    Columns: the index fields (``flatten_row``), ``status``, ``message``, and as JSON texts the
+    conversation (``messages``) and the whole ``record``. Raises ImportError without pyarrow.
     """
     try:
         import pyarrow as arrow  # type: ignore[import-not-found]
         import pyarrow.parquet as parquet  # type: ignore[import-not-found]
     except ImportError:
         raise ImportError(f"pyarrow is not installed: {install_command('parquet')}") from None
-    schema = arrow.schema([(name, getattr(arrow, kind)()) for kind, names in _TYPES for name in names.split()])
+    schema = arrow.schema(
+        [(name, getattr(arrow, kind)()) for kind, names in _TYPES for name in names.split()]
+    )
     counted = ExportCounts()
     found = iterate_records(store, sort_rows(store), counted)
-    with whole_file(out) as partial, parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
+    with (
+        whole_file(out) as partial,
+        parquet.ParquetWriter(partial, schema, compression="zstd") as writer,
+    ):
         while batch := list(islice(found, _ROWS_PER_BATCH)):
             table = [
                 flatten_row(row)
                 | {name: _text(record.get(name)) for name in ("status", "message")}
-                | {"messages": encode_record(record.get("messages")).decode(), "record": encode_record(record).decode()}
+                | {
+                    "messages": encode_record(record.get("messages")).decode(),
+                    "record": encode_record(record).decode(),
+                }
                 for row, record in batch
             ]
             writer.write_table(arrow.Table.from_pylist(table, schema))
@@ -114,10 +146,11 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 
 def write_inspect(store: RolloutStore, out: Path) -> ExportCounts:
-    """Write into the folder ``out`` the log ``train.eval``, and ``eval-<name>-step<k>.eval`` for each evaluation.
+    """Write into the folder ``out`` the log ``train.eval``, and ``eval-<name>-step<k>.eval`` for
+    each evaluation.
 
-    A sample in a log is a task instance, and each epoch of it a rollout. Scores are ``reward`` and ``success``; a
-    failure is an error without a score.
+    A sample in a log is a task instance, and each epoch of it a rollout. Scores are ``reward`` and
+    ``success``; a failure is an error without a score.
     """
     counted = ExportCounts()
     out.mkdir(parents=True, exist_ok=True)
@@ -131,13 +164,20 @@ def write_inspect(store: RolloutStore, out: Path) -> ExportCounts:
     return counted
 
 
-def _write_log(store: RolloutStore, path: Path, name: str, rows: list[Row], counted: ExportCounts) -> None:
+def _write_log(
+    store: RolloutStore, path: Path, name: str, rows: list[Row], counted: ExportCounts
+) -> None:
     began = min(row.play.time for row in rows)
     ended = max(row.play.time for row in rows)
     header = _header(store, name, rows, _format_time(began), _format_time(ended))
     summaries: list[dict[str, Any]] = []
-    with whole_file(path) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
-        _add_json(file, "_journal/start.json", {key: header[key] for key in ("version", "eval", "plan")})
+    with (
+        whole_file(path) as partial,
+        zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file,
+    ):
+        _add_json(
+            file, "_journal/start.json", {key: header[key] for key in ("version", "eval", "plan")}
+        )
         epochs: dict[str, int] = {}
         for row, record in iterate_records(store, rows, counted):
             sample = _safe_sample_name(row.play.sample)
@@ -149,12 +189,16 @@ def _write_log(store: RolloutStore, path: Path, name: str, rows: list[Row], coun
         _add_json(file, "header.json", header)
 
 
-def _header(store: RolloutStore, name: str, rows: list[Row], began: str, ended: str) -> dict[str, Any]:
+def _header(
+    store: RolloutStore, name: str, rows: list[Row], began: str, ended: str
+) -> dict[str, Any]:
     samples = list(dict.fromkeys(_safe_sample_name(row.play.sample) for row in rows))
     valid = [row.play for row in rows if row.play.failure is None]
     run = hashlib.blake2b(f"{store.folder}/{name}".encode(), digest_size=12).hexdigest()
     scores = [
-        _score(score, [float(getattr(play, score) or 0.0) for play in valid], len(rows) - len(valid))
+        _score(
+            score, [float(getattr(play, score) or 0.0) for play in valid], len(rows) - len(valid)
+        )
         for score in ("reward", "success")
     ]
     return {
@@ -195,9 +239,16 @@ def _score(name: str, values: list[float], failed: int) -> dict[str, Any]:
 def _sample(row: Row, record: Mapping[str, Any], sample: str, epoch: int) -> dict[str, Any]:
     play = row.play
     messages = list(_messages(record.get("messages") or [], play.id))
-    first = next((number for number, each in enumerate(messages) if each["role"] == "assistant"), len(messages))
+    first = next(
+        (number for number, each in enumerate(messages) if each["role"] == "assistant"),
+        len(messages),
+    )
     said = next((each for each in reversed(messages) if each["role"] == "assistant"), None)
-    choices = [{"message": said, "stop_reason": "max_tokens" if play.truncated else "stop"}] if said else []
+    choices = (
+        [{"message": said, "stop_reason": "max_tokens" if play.truncated else "stop"}]
+        if said
+        else []
+    )
     entry: dict[str, Any] = {
         "id": sample,
         "epoch": epoch,
@@ -205,8 +256,11 @@ def _sample(row: Row, record: Mapping[str, Any], sample: str, epoch: int) -> dic
         "target": "",
         "messages": messages,
         "output": {"model": _MODEL, "choices": choices},
-        "scores": {} if play.failure else {"reward": {"value": play.reward}, "success": {"value": int(play.success)}},
-        "metadata": flatten_row(row) | {"turn_rewards": [turn.get("reward") for turn in record.get("turns") or []]},
+        "scores": {}
+        if play.failure
+        else {"reward": {"value": play.reward}, "success": {"value": int(play.success)}},
+        "metadata": flatten_row(row)
+        | {"turn_rewards": [turn.get("reward") for turn in record.get("turns") or []]},
         "store": {},
         "events": [],
         "model_usage": {},
@@ -239,7 +293,9 @@ def _messages(messages: list[Any], id: str) -> Iterator[dict[str, Any]]:
                     {
                         "id": call.get("id") or f"{id}/{number}/{place}",
                         "function": call.get("name") or "",
-                        "arguments": call["arguments"] if isinstance(call.get("arguments"), dict) else {},
+                        "arguments": call["arguments"]
+                        if isinstance(call.get("arguments"), dict)
+                        else {},
                         "parse_error": call.get("problem"),
                         "type": "function",
                     }
@@ -252,8 +308,14 @@ def _messages(messages: list[Any], id: str) -> Iterator[dict[str, Any]]:
 
 
 def _sample_summary(sample: Mapping[str, Any]) -> dict[str, Any]:
-    shown = {name: sample[name] for name in ("id", "epoch", "input", "target", "scores", "total_time")}
-    metadata = {name: value for name, value in sample["metadata"].items() if isinstance(value, (str, int, float))}
+    shown = {
+        name: sample[name] for name in ("id", "epoch", "input", "target", "scores", "total_time")
+    }
+    metadata = {
+        name: value
+        for name, value in sample["metadata"].items()
+        if isinstance(value, (str, int, float))
+    }
     return shown | {
         "metadata": metadata,
         "completed": True,
@@ -263,8 +325,11 @@ def _sample_summary(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _safe_sample_name(sample: str) -> str:
-    """Return a name of a sample for a file in a log: its id, or if this is long or unsafe, a part of it and a hash."""
-    kept = "".join(each if each.isascii() and (each.isalnum() or each in "-_@") else "_" for each in sample)[:80]
+    """Return a name of a sample for a file in a log: its id, or if this is long or unsafe, a part
+    of it and a hash."""
+    kept = "".join(
+        each if each.isascii() and (each.isalnum() or each in "-_@") else "_" for each in sample
+    )[:80]
     if kept == sample:
         return sample
     return f"{kept}-{hashlib.blake2b(sample.encode('utf-8', 'surrogatepass'), digest_size=6).hexdigest()}"
@@ -285,8 +350,8 @@ class ExportFailed(Exception):
 def export(run: Path, kind: str, out: Path) -> ExportCounts:
     """Write the rollouts of the folder ``run`` as ``kind`` (one of KINDS) to ``out``.
 
-    out: a file; for ``inspect`` a folder with a log for training and one for each evaluation. Files are
-    complete or absent. Raises ExportFailed.
+    out: a file; for ``inspect`` a folder with a log for training and one for each evaluation. Files
+    are complete or absent. Raises ExportFailed.
     """
     if kind not in KINDS:
         raise ExportFailed(f"--to {kind}: unknown (known: {', '.join(KINDS)})")
@@ -329,7 +394,8 @@ def export_command(arguments: Sequence[str]) -> int:
     Returns the exit code: 0, or 1 after one line with the error.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m realhf.view export", description="Write the rollouts of a run for other programs."
+        prog="python -m realhf.view export",
+        description="Write the rollouts of a run for other programs.",
     )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")

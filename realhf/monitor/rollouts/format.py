@@ -1,8 +1,9 @@
 """Format of the folder ``rollouts/`` of a run (docs/reference/rollouts.md 1).
 
-There are two families of files: ``play`` (a rollout as played) and ``train`` (the trainer's data of it). Each
-process appends to files of its own: shards of gzip members that contain records as JSON lines, and an index
-with a line for each rollout. An index line is written after the member with its record.
+There are two families of files: ``play`` (a rollout as played) and ``train`` (the trainer's data of
+it). Each process appends to files of its own: shards of gzip members that contain records as JSON
+lines, and an index with a line for each rollout. An index line is written after the member with its
+record.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ class Header(msgspec.Struct, kw_only=True):
     began: float
     """Start of the writer, in seconds since the epoch."""
     by_step: bool = True
-    """Whether the process works step by step: a later incarnation that begins at step k then invalidates this one's
-    lines of step k and later."""
+    """Whether the process works step by step: a later incarnation that begins at step k then
+    invalidates this one's lines of step k and later."""
 
 
 class IndexLine(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """Index line with the location of its record.
 
-    Excluded from garbage collection (``gc=False``), since a reader has hundreds of thousands of them and they
-    contain only numbers and texts.
+    Excluded from garbage collection (``gc=False``), since a reader has hundreds of thousands of
+    them and they contain only numbers and texts.
     """
 
     id: str
@@ -84,8 +85,8 @@ class IndexLine(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 class PlayLine(IndexLine, kw_only=True, omit_defaults=True):
     """Index line of a rollout as played.
 
-    ``step`` is the train step that played it, from 1 as in ``metrics.jsonl`` (in an asynchronous run the one after
-    its admission); for an evaluation it is the number of completed steps.
+    ``step`` is the train step that played it, from 1 as in ``metrics.jsonl`` (in an asynchronous
+    run the one after its admission); for an evaluation it is the number of completed steps.
     """
 
     version: int | None = None
@@ -115,7 +116,8 @@ class PlayLine(IndexLine, kw_only=True, omit_defaults=True):
 class TrainLine(IndexLine, kw_only=True, omit_defaults=True):
     """Index line of a trained row; ``step`` is the train step, from 1.
 
-    Statistics are None where they are unknown: a row without signal does not pass through the model.
+    Statistics are None where they are unknown: a row without signal does not pass through the
+    model.
     """
 
     version: int = 0
@@ -163,19 +165,23 @@ def shorten_text(text: str, most: int = LONGEST_NAME) -> str:
 
 def repair_text(text: str) -> str:
     """Return a text as valid UTF-8: lone surrogates become replacement characters."""
-    return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    return (
+        text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    )
 
 
 def encode_record(value: Any) -> bytes:
     """Encode a record as one JSON line without a newline.
 
-    Lone surrogates are kept as escapes. Numbers that JSON lacks become null, keys become texts, and values of
-    other types their descriptions.
+    Lone surrogates are kept as escapes. Numbers that JSON lacks become null, keys become texts, and
+    values of other types their descriptions.
     """
     try:
         return _ENCODER.encode(value)
     except Exception:
-        return json.dumps(plain(value), ensure_ascii=True, separators=(",", ":"), allow_nan=False).encode()
+        return json.dumps(
+            plain(value), ensure_ascii=True, separators=(",", ":"), allow_nan=False
+        ).encode()
 
 
 def decode_record(line: bytes) -> Any:
@@ -199,19 +205,26 @@ def plain(value: Any, depth: int = 40, text: Callable[[str], str] = str) -> Any:
             text(key) if isinstance(key, str) else ascii(key): plain(item, depth - 1, text)
             for key, item in value.items()
         }
-    if depth > 0 and isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, (bytes, bytearray)):
+    if (
+        depth > 0
+        and isinstance(value, (Sequence, set, frozenset))
+        and not isinstance(value, (bytes, bytearray))
+    ):
         return [plain(item, depth - 1, text) for item in value]
     return _describe(value)
 
 
 def _describe(value: Any) -> Any:
-    """Return a substitute for a value that JSON lacks: the number in a numpy scalar, otherwise a description."""
+    """Return a substitute for a value that JSON lacks: the number in a numpy scalar, otherwise a
+    description."""
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "shape", None) == ():
         return plain(item())
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, (str, bytes, bytearray)):
+    if isinstance(value, (Sequence, set, frozenset)) and not isinstance(
+        value, (str, bytes, bytearray)
+    ):
         return list(value)
     try:
         return ascii(value)[:1000]

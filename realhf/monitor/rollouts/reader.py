@@ -42,8 +42,8 @@ class _Version(msgspec.Struct):
 class IndexFile:
     """Incremental reader of the index at ``path``.
 
-    ``problem``: why it cannot be read (another format version, not an index), "" if it can. ``notes``: its writer's
-    notes about the recording. ``bad_lines``: number of malformed lines.
+    ``problem``: why it cannot be read (another format version, not an index), "" if it can.
+    ``notes``: its writer's notes about the recording. ``bad_lines``: number of malformed lines.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,11 +61,13 @@ class IndexFile:
 
     @property
     def replaced(self) -> bool:
-        """Whether the file was replaced or truncated since the last read, so that it must be read from the start."""
+        """Whether the file was replaced or truncated since the last read, so that it must be read
+        from the start."""
         return self._tail.epoch > 0
 
     def read_new_lines(self) -> list[Line]:
-        """Return the lines that were completed since the last call; none of a ``replaced`` file. Raises OSError."""
+        """Return the lines that were completed since the last call; none of a ``replaced`` file.
+        Raises OSError."""
         found: list[Line] = []
         for line in self._tail.lines():
             if self.replaced or self.problem:
@@ -84,13 +86,19 @@ class IndexFile:
             if version is None:
                 self.problem = f"{self.path.name}: no index of rollouts"
             elif version != FORMAT:
-                self.problem = f"{self.path.name}: format {version}; this version of realhf reads format {FORMAT}"
+                self.problem = (
+                    f"{self.path.name}: format {version}; this version of realhf reads format "
+                    f"{FORMAT}"
+                )
             else:
                 self.header = msgspec.json.decode(line, type=Header)
                 if self.header.family not in FAMILIES:
                     self.problem = f"{self.path.name}: unknown family {self.header.family[:40]!r}"
                 elif index_name(self.header.family, self.header.writer) != self.path.name:
-                    self.problem = f"{self.path.name}: its header names another writer, {self.header.writer[:80]!r}"
+                    self.problem = (
+                        f"{self.path.name}: its header names another writer, "
+                        f"{self.header.writer[:80]!r}"
+                    )
         except (msgspec.MsgspecError, UnicodeDecodeError):
             self.problem = f"{self.path.name}: no index of rollouts"
 
@@ -172,8 +180,8 @@ class LineTable:
     def _follows(self, other: Line, header: Header, line: Line) -> bool:
         """Return whether ``line`` was written after ``other``.
 
-        For incarnations of one worker the order of their starts decides, since the clock may have been set
-        back between them; otherwise the clock does.
+        For incarnations of one worker the order of their starts decides, since the clock may have
+        been set back between them; otherwise the clock does.
         """
         earlier = self._headers[other.writer]
         if earlier.worker == header.worker and earlier.began != header.began:
@@ -202,7 +210,8 @@ class LineTable:
 
 
 class RolloutStore:
-    """Rollouts in ``folder``, a run's folder or its ``rollouts``. Nothing is read before ``refresh``.
+    """Rollouts in ``folder``, a run's folder or its ``rollouts``. Nothing is read before
+    ``refresh``.
 
     ``epoch`` counts how often everything was read from the start because files were replaced.
     """
@@ -220,7 +229,10 @@ class RolloutStore:
     def problems(self) -> list[str]:
         """Problems of the folder, and notes of its writers about the recording, a sentence each."""
         if self._missing:
-            return [f"{self.folder}: there are no rollouts (recording is off, has not begun, or the folder is gone)"]
+            return [
+                f"{self.folder}: there are no rollouts (recording is off, has not begun, or the "
+                f"folder is gone)"
+            ]
         found = [index.problem for index in self._indexes if index.problem]
         found += [f"{index.path.name}: {note}" for index in self._indexes for note in index.notes]
         found += [
@@ -238,7 +250,8 @@ class RolloutStore:
     def refresh(self) -> int:
         """Read the lines added since the last call; return their number.
 
-        If a file was replaced, everything is read from the start. Errors are not raised, but listed in ``problems``.
+        If a file was replaced, everything is read from the start. Errors are not raised, but listed
+        in ``problems``.
         """
         try:
             found = [path for path in self.folder.iterdir() if path.name.endswith(INDEX_SUFFIX)]
@@ -284,14 +297,16 @@ class RolloutStore:
         return rollouts
 
     def record(self, line: Line) -> dict[str, Any]:
-        """Return the record of a line. Raises NoRecord if there is none, or its file is missing or damaged."""
+        """Return the record of a line. Raises NoRecord if there is none, or its file is missing or
+        damaged."""
         try:
             return _parse_record(self.member(line), line)
         except (ValueError, RecursionError) as error:
             raise NoRecord(f"{line.id}: its shard is damaged: {error}") from error
 
     def member(self, line: Line) -> list[bytes]:
-        """Return the JSON lines of the gzip member that contains the record of a line. Raises NoRecord."""
+        """Return the JSON lines of the gzip member that contains the record of a line. Raises
+        NoRecord."""
         if line.shard == NO_SHARD:
             raise NoRecord(f"{line.id}: no record was kept")
         if not 0 <= line.writer < len(self._indexes):
@@ -305,10 +320,13 @@ class RolloutStore:
         except OSError as error:
             raise NoRecord(f"{line.id}: {path.name}: {error.strerror}") from error
         except (zlib.error, ValueError) as error:
-            raise NoRecord(f"{line.id}: {path.name} is damaged at {line.offset}: {error}") from error
+            raise NoRecord(
+                f"{line.id}: {path.name} is damaged at {line.offset}: {error}"
+            ) from error
 
     def _member_lines(self, path: Path, line: Line) -> list[bytes]:
-        """Unpack a member. The last one is cached, since neighbours are often read one after the other."""
+        """Unpack a member. The last one is cached, since neighbours are often read one after the
+        other."""
         key = (line.writer, line.shard, line.offset, line.bytes)
         known = self._open
         if known is None or known[0] != key:

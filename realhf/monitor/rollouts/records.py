@@ -1,7 +1,7 @@
 """Records and index lines of rollouts, as played and as trained, for the selected samples.
 
-The selection depends only on the sample's id, so that all processes that see a sample decide alike without
-communication, and a group is kept completely or not at all.
+The selection depends only on the sample's id, so that all processes that see a sample decide alike
+without communication, and a group is kept completely or not at all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ import numpy as np
 from realhf.api.config import ALL_ROLLOUTS, MonitorConfig
 from realhf.api.rollout import PlayedTurn, RolloutOutcome
 from realhf.api.trace import PlayedSample, TrainedRows
-from realhf.monitor.rollouts.format import PlayLine, TrainLine, encode_record, repair_text, shorten_text
+from realhf.monitor.rollouts.format import (
+    PlayLine,
+    TrainLine,
+    encode_record,
+    repair_text,
+    shorten_text,
+)
 
 _RANGE = float(1 << 64)
 
@@ -34,7 +40,9 @@ class Selection:
 
     def selects(self, key: str) -> bool:
         """Return whether the rollouts of the sample with this key are recorded."""
-        return self.share >= 1 or (self.share > 0 and _hash_to_unit_interval("rollout", key) < self.share)
+        return self.share >= 1 or (
+            self.share > 0 and _hash_to_unit_interval("rollout", key) < self.share
+        )
 
     def with_tokens(self, key: str) -> bool:
         """Return whether the tokens of a selected sample are recorded."""
@@ -46,8 +54,8 @@ class Selection:
 def build_selection(config: MonitorConfig, *, n_seqs: int, group_size: int) -> Selection:
     """Return the selection by ``monitor.rollouts`` and ``monitor.rollout_tokens``.
 
-    n_seqs: number of samples in a step, with ``group_size`` rollouts each. A number of rollouts is rounded up
-    to whole groups.
+    n_seqs: number of samples in a step, with ``group_size`` rollouts each. A number of rollouts is
+    rounded up to whole groups.
     """
     if config.rollouts == ALL_ROLLOUTS:
         return Selection(1.0, config.rollout_tokens)
@@ -57,7 +65,9 @@ def build_selection(config: MonitorConfig, *, n_seqs: int, group_size: int) -> S
 
 def _hash_to_unit_interval(purpose: str, key: str) -> float:
     """Return a number in [0, 1) that is a hash of the two texts."""
-    digest = hashlib.blake2b(f"{purpose}/{key}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        f"{purpose}/{key}".encode("utf-8", "surrogatepass"), digest_size=8
+    ).digest()
     return int.from_bytes(digest, "big") / _RANGE
 
 
@@ -73,7 +83,8 @@ Texts = Callable[[Sequence[int]], list[str]]
 
 
 def play_records(sample: PlayedSample, *, with_tokens: bool) -> Iterator[tuple[bytes, PlayLine]]:
-    """Yield record and index line of each row of a sample; a rollout is followed by its branches."""
+    """Yield record and index line of each row of a sample; a rollout is followed by its
+    branches."""
     row = 0
     for outcome in sample.rollouts:
         main = row
@@ -85,7 +96,9 @@ def play_records(sample: PlayedSample, *, with_tokens: bool) -> Iterator[tuple[b
             row += 1
 
 
-def _play_line(sample: PlayedSample, outcome: RolloutOutcome, row: int, branch: int | None) -> PlayLine:
+def _play_line(
+    sample: PlayedSample, outcome: RolloutOutcome, row: int, branch: int | None
+) -> PlayLine:
     return PlayLine(
         id=f"{repair_text(sample.id)}/{row}",
         time=round(time.time(), 3),
@@ -108,7 +121,9 @@ def _play_line(sample: PlayedSample, outcome: RolloutOutcome, row: int, branch: 
     )
 
 
-def _play_record(sample: PlayedSample, outcome: RolloutOutcome, line: PlayLine, texts: Texts | None) -> dict[str, Any]:
+def _play_record(
+    sample: PlayedSample, outcome: RolloutOutcome, line: PlayLine, texts: Texts | None
+) -> dict[str, Any]:
     record: dict[str, Any] = {
         "id": line.id,
         "task": outcome.task_id,
@@ -157,12 +172,16 @@ def _messages(outcome: RolloutOutcome) -> Iterator[dict[str, Any]]:
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
-    known = {"role": str(message.get("role") or "user"), "content": _limit_text(content) if content else ""}
+    known = {
+        "role": str(message.get("role") or "user"),
+        "content": _limit_text(content) if content else "",
+    }
     return known | {name: value for name, value in message.items() if name not in known}
 
 
 def _policy_message(turn: PlayedTurn) -> dict[str, Any]:
-    """Return a turn of the policy as a message. ``text`` is its whole output, if this is more than ``content``."""
+    """Return a turn of the policy as a message. ``text`` is its whole output, if this is more than
+    ``content``."""
     said = turn.said
     if said is None:
         return {"role": "assistant", "content": _limit_text(turn.text)}
@@ -181,15 +200,22 @@ def _policy_message(turn: PlayedTurn) -> dict[str, Any]:
 
 
 def _turn_record(outcome: RolloutOutcome, number: int, turn: PlayedTurn) -> dict[str, Any]:
-    """Return the numbers of a turn, with ``version`` and ``n_tokens`` if the row contains its tokens."""
+    """Return the numbers of a turn, with ``version`` and ``n_tokens`` if the row contains its
+    tokens."""
     rewards = outcome.turn_rewards
     found: dict[str, Any] = {"reward": rewards[number] if number < len(rewards) else turn.reward}
     found |= _environment_fields(turn)
     place = number - outcome.first_turn
     if 0 <= place < len(outcome.turn_starts):
         start = outcome.turn_starts[place]
-        end = outcome.turn_starts[place + 1] if place + 1 < len(outcome.turn_starts) else len(outcome.completion_ids)
-        last = next((version for version in reversed(outcome.versions[start:end]) if version >= 0), -1)
+        end = (
+            outcome.turn_starts[place + 1]
+            if place + 1 < len(outcome.turn_starts)
+            else len(outcome.completion_ids)
+        )
+        last = next(
+            (version for version in reversed(outcome.versions[start:end]) if version >= 0), -1
+        )
         found["version"] = [outcome.versions[start], last]
         found["n_tokens"] = sum(outcome.loss_mask[start:end])
     return found
@@ -197,7 +223,12 @@ def _turn_record(outcome: RolloutOutcome, number: int, turn: PlayedTurn) -> dict
 
 def _step_record(turn: PlayedTurn) -> dict[str, Any]:
     answered = [_message(message) for message in turn.messages]
-    return {"said": _limit_text(turn.text), "messages": answered, "reward": turn.reward, **_environment_fields(turn)}
+    return {
+        "said": _limit_text(turn.text),
+        "messages": answered,
+        "reward": turn.reward,
+        **_environment_fields(turn),
+    }
 
 
 def _environment_fields(turn: PlayedTurn) -> dict[str, Any]:
@@ -214,8 +245,8 @@ def _environment_fields(turn: PlayedTurn) -> dict[str, Any]:
 def _limit_info(info: Mapping[str, Any]) -> Any:
     """Return a map of at most about ``INFO_BYTES``.
 
-    In a larger map the largest values are shortened to the space that the smaller ones leave. A map with more
-    than ``_MOST_PARTS`` values, or with very long names, becomes a text as a whole.
+    In a larger map the largest values are shortened to the space that the smaller ones leave. A map
+    with more than ``_MOST_PARTS`` values, or with very long names, becomes a text as a whole.
     """
     whole = limit_size(info)
     if whole is info or len(info) > _MOST_PARTS:
@@ -227,11 +258,14 @@ def _limit_info(info: Mapping[str, Any]) -> Any:
         share = left // (len(sizes) - place)
         kept[name] = limit_size(info[name], share)
         left -= min(size, share)
-    return {name: kept[name] for name in info} if len(encode_record(kept)) <= 2 * INFO_BYTES else whole
+    return (
+        {name: kept[name] for name in info} if len(encode_record(kept)) <= 2 * INFO_BYTES else whole
+    )
 
 
 def _token_record(outcome: RolloutOutcome, texts: Texts | None) -> dict[str, Any]:
-    """Return the token ids of prompt and completion, and the engine's data of each token of the completion."""
+    """Return the token ids of prompt and completion, and the engine's data of each token of the
+    completion."""
     found: dict[str, Any] = {
         "prompt_ids": outcome.prompt_ids,
         "ids": outcome.completion_ids,
@@ -247,7 +281,8 @@ def _token_record(outcome: RolloutOutcome, texts: Texts | None) -> dict[str, Any
 
 
 def _limit_text(text: Any) -> Any:
-    """Return a text without the middle of a very long one; other content (a list of parts) limited in size."""
+    """Return a text without the middle of a very long one; other content (a list of parts) limited
+    in size."""
     if not isinstance(text, str):
         return limit_size(text, MAX_TEXT_CHARACTERS)
     if len(text) <= MAX_TEXT_CHARACTERS:
@@ -257,7 +292,8 @@ def _limit_text(text: Any) -> Any:
 
 
 def limit_size(value: Any, most: int = INFO_BYTES) -> Any:
-    """Return a value if its JSON has at most ``most`` bytes, else the beginning of its JSON with a note as a text."""
+    """Return a value if its JSON has at most ``most`` bytes, else the beginning of its JSON with a
+    note as a text."""
     if not value:
         return value
     encoded = encode_record(value)
@@ -269,8 +305,11 @@ def limit_size(value: Any, most: int = INFO_BYTES) -> Any:
 Array = np.ndarray[Any, Any]
 
 
-def train_records(rows: TrainedRows, selection: Selection) -> Iterator[tuple[bytes | None, TrainLine]]:
-    """Yield record (None if tokens are not recorded) and index line of each row of the selected samples."""
+def train_records(
+    rows: TrainedRows, selection: Selection
+) -> Iterator[tuple[bytes | None, TrainLine]]:
+    """Yield record (None if tokens are not recorded) and index line of each row of the selected
+    samples."""
     ends = np.cumsum(np.asarray(rows.lengths, dtype=np.int64))
     number = 0
     now = round(time.time(), 3)
@@ -282,13 +321,18 @@ def train_records(rows: TrainedRows, selection: Selection) -> Iterator[tuple[byt
                 part = slice(int(ends[number] - rows.lengths[number]), int(ends[number]))
                 line = _train_line(rows, part, f"{repair_text(sample)}/{row}", now)
                 line.has_tokens = with_tokens and line.n_tokens > 0
-                yield encode_record(_train_record(rows, part, line)) if line.has_tokens else None, line
+                yield (
+                    encode_record(_train_record(rows, part, line)) if line.has_tokens else None,
+                    line,
+                )
             number += 1
 
 
 def _train_line(rows: TrainedRows, part: slice, name: str, now: float) -> TrainLine:
     mask = rows.mask[part]
-    line = TrainLine(id=name, time=now, step=rows.step + 1, version=rows.step, n_tokens=int(mask.sum()))
+    line = TrainLine(
+        id=name, time=now, step=rows.step + 1, version=rows.step, n_tokens=int(mask.sum())
+    )
     if not line.n_tokens:
         return line
     line.advantage = _number(rows.advantages[part][mask].mean())

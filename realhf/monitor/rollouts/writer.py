@@ -1,9 +1,11 @@
-"""Writer of one process's rollouts, on a thread of its own, so that playing and training never wait.
+"""Writer of one process's rollouts, on a thread of its own, so that playing and training never
+wait.
 
-A member is written before the index lines that refer to it, each by one system call. A killed process leaves
-at most a truncated member without a line, and a truncated line.
+A member is written before the index lines that refer to it, each by one system call. A killed
+process leaves at most a truncated member without a line, and a truncated line.
 
-Errors (a full disk, a removed folder, a rollout that cannot be encoded) are logged once; the run goes on.
+Errors (a full disk, a removed folder, a rollout that cannot be encoded) are logged once; the run
+goes on.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
 class ShardWriter:
     """Writer of the shards and the index of one family.
 
-    ``folder`` is created with the first record. Files of the same writer must not exist. ``flush`` and ``note``
-    may raise OSError, after which nothing more should be written.
+    ``folder`` is created with the first record. Files of the same writer must not exist. ``flush``
+    and ``note`` may raise OSError, after which nothing more should be written.
     """
 
     def __init__(self, folder: Path, header: Header) -> None:
@@ -119,18 +121,23 @@ class ShardWriter:
         begin = b""
         if self._index is None:
             self._folder.mkdir(exist_ok=True)
-            self._index = os.open(self._folder / index_name(self._header.family, self._header.writer), _FLAGS, 0o644)
+            self._index = os.open(
+                self._folder / index_name(self._header.family, self._header.writer), _FLAGS, 0o644
+            )
             begin = self._encode(self._header) + b"\n"
         _write(self._index, begin + b"".join(self._encode(line) + b"\n" for line in lines))
 
     def _open_shard(self, size: int) -> int:
-        """Return the descriptor of the shard for the next member: a new one if the current one would be too large."""
+        """Return the descriptor of the shard for the next member: a new one if the current one
+        would be too large."""
         if self._shard is not None and self._offset and self._offset + size > SHARD_BYTES:
             os.close(self._shard)
             self._shard = None
             self._number += 1
         if self._shard is None:
-            if self._number == 0:  # only once: a folder that was removed during the run is not created again
+            if (
+                self._number == 0
+            ):  # only once: a folder that was removed during the run is not created again
                 self._folder.mkdir(exist_ok=True)
             name = shard_name(self._header.family, self._header.writer, self._number)
             self._shard = os.open(self._folder / name, _FLAGS, 0o644)
@@ -147,21 +154,29 @@ def _write(file: int, data: bytes) -> None:
 FLUSH_S = 2.0
 """Seconds after which queued rollouts are written to the disk."""
 MAX_QUEUED_TOKENS = 8_000_000
-"""Maximum number of tokens in queued samples and train steps; further ones are counted and dropped."""
+"""Maximum number of tokens in queued samples and train steps; further ones are counted and
+dropped."""
 _CLOSE_S = 20.0
 """Seconds that ``close`` waits for the thread."""
 _log = logging.getLogger(__name__)
 
 
 class RolloutWriter(RolloutRecorder):
-    """Recorder of rollouts of the process ``worker`` (``kind/index``) in the run folder ``run_dir``.
+    """Recorder of rollouts of the process ``worker`` (``kind/index``) in the run folder
+    ``run_dir``.
 
-    limit_bytes: size of the folder of rollouts, with the files of all processes, at which recording stops.
-    by_step: see ``Header``. Must be closed.
+    limit_bytes: size of the folder of rollouts, with the files of all processes, at which recording
+    stops. by_step: see ``Header``. Must be closed.
     """
 
     def __init__(
-        self, run_dir: Path, worker: str, selection: Selection, *, limit_bytes: int, by_step: bool = True
+        self,
+        run_dir: Path,
+        worker: str,
+        selection: Selection,
+        *,
+        limit_bytes: int,
+        by_step: bool = True,
     ) -> None:
         super().__init__(selection.share > 0)
         self._folder = rollouts_folder(run_dir)
@@ -173,7 +188,14 @@ class RolloutWriter(RolloutRecorder):
         self._families = {
             family: ShardWriter(
                 self._folder,
-                Header(rollouts=VERSION, family=family, writer=writer, worker=worker, began=began, by_step=by_step),
+                Header(
+                    rollouts=VERSION,
+                    family=family,
+                    writer=writer,
+                    worker=worker,
+                    began=began,
+                    by_step=by_step,
+                ),
             )
             for family in (PLAY, TRAIN)
         }
@@ -219,7 +241,9 @@ class RolloutWriter(RolloutRecorder):
         if room:
             self._waiting.put(item)
         elif self._dropped == 1:
-            _log.warning("the disk does not keep up: some rollouts are not recorded (%s)", self._folder)
+            _log.warning(
+                "the disk does not keep up: some rollouts are not recorded (%s)", self._folder
+            )
 
     def _run(self) -> None:
         try:
@@ -235,7 +259,8 @@ class RolloutWriter(RolloutRecorder):
                     family.close()
 
     def _write_batch(self) -> bool:
-        """Process the items of the next FLUSH_S seconds and write them; return False after the last one."""
+        """Process the items of the next FLUSH_S seconds and write them; return False after the last
+        one."""
         due = process_clock.now() + FLUSH_S
         more = True
         while more and (left := due - process_clock.now()) > 0:
@@ -251,11 +276,14 @@ class RolloutWriter(RolloutRecorder):
         for family in self._families.values():
             self._flush(family)
         if not more and self._dropped:
-            self._families[PLAY].note(f"{self._dropped} samples or steps were left out: the disk was too slow")
+            self._families[PLAY].note(
+                f"{self._dropped} samples or steps were left out: the disk was too slow"
+            )
         return more
 
     def _add_records(self, item: PlayedSample | TrainedRows) -> None:
-        """Encode an item and add its records. An item that cannot be encoded is dropped with a warning."""
+        """Encode an item and add its records. An item that cannot be encoded is dropped with a
+        warning."""
         records: Iterable[tuple[bytes | None, IndexLine]]
         if isinstance(item, PlayedSample):
             with_tokens = self._selection.with_tokens(item.key or item.id)
@@ -297,11 +325,15 @@ class _FolderFull(Exception):
 
 
 def _find_last_start(folder: Path, worker: str) -> float:
-    """Return the start of the last incarnation of a worker, from the names of its files; 0 without one.
+    """Return the start of the last incarnation of a worker, from the names of its files; 0 without
+    one.
 
-    The next incarnation must have a later start even if the clock was set back, since readers sort by it.
+    The next incarnation must have a later start even if the clock was set back, since readers sort
+    by it.
     """
-    named = re.compile(rf"\w+-{re.escape(worker)}\.([0-9a-f]{{11}})-[0-9a-f]+{re.escape(INDEX_SUFFIX)}")
+    named = re.compile(
+        rf"\w+-{re.escape(worker)}\.([0-9a-f]{{11}})-[0-9a-f]+{re.escape(INDEX_SUFFIX)}"
+    )
     try:
         found = [named.fullmatch(name) for name in os.listdir(folder)]
     except OSError:
@@ -331,10 +363,13 @@ def _count_bytes(folder: Path, *, begun: bool) -> int:
 
 
 def open_rollouts(plan: RunPlan, worker: str, *, by_step: bool = True) -> RolloutWriter:
-    """Return the recorder of the process ``kind/index``. by_step: it works step by step, not by sample."""
+    """Return the recorder of the process ``kind/index``. by_step: it works step by step, not by
+    sample."""
     spec = plan.spec
     selection = build_selection(plan.monitor, n_seqs=spec.n_seqs, group_size=_group_size(spec))
-    return RolloutWriter(spec.run_dir, worker, selection, limit_bytes=plan.monitor.rollout_bytes, by_step=by_step)
+    return RolloutWriter(
+        spec.run_dir, worker, selection, limit_bytes=plan.monitor.rollout_bytes, by_step=by_step
+    )
 
 
 def _group_size(spec: ExperimentSpec) -> int:

@@ -49,7 +49,12 @@ def accepted_codings(compression: str) -> str:
 
 
 def encode_groups(
-    groups: Sequence[Mapping[str, Any]], *, listed: bool, binary: bool, compression: str, env_id: int | None = None
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    listed: bool,
+    binary: bool,
+    compression: str,
+    env_id: int | None = None,
 ) -> tuple[bytes, dict[str, str]]:
     """Return body and headers of a push. ``env_id`` is added to groups without one. Raises
     BadGroup."""
@@ -73,19 +78,29 @@ def decode_batch(body: bytes, content_type: str, url: str) -> dict[str, Any]:
             return json.loads(body)
         answer = msgspec.msgpack.decode(body)
         groups = answer["batch"]
-        return answer | {"batch": None if groups is None else [_convert_tensors(group) for group in groups]}
+        return answer | {
+            "batch": None if groups is None else [_convert_tensors(group) for group in groups]
+        }
     except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
-        raise BadAnswer(url, f"a batch that cannot be read: {type(error).__name__}: {error}") from None
+        raise BadAnswer(
+            url, f"a batch that cannot be read: {type(error).__name__}: {error}"
+        ) from None
 
 
-def _compress(body: bytes, headers: dict[str, str], compression: str) -> tuple[bytes, dict[str, str]]:
+def _compress(
+    body: bytes, headers: dict[str, str], compression: str
+) -> tuple[bytes, dict[str, str]]:
     if compression == "none" or len(body) < COMPRESS_FROM_BYTES:
         return body, headers
     if compression == "zstd":
         packed = zstandard.ZstdCompressor(level=1).compress(body)
     else:
         packed = igzip.compress(body, compresslevel=1)
-    return (packed, headers | {"Content-Encoding": compression}) if len(packed) < len(body) else (body, headers)
+    return (
+        (packed, headers | {"Content-Encoding": compression})
+        if len(packed) < len(body)
+        else (body, headers)
+    )
 
 
 def _check_group(group: Mapping[str, Any], env_id: int | None) -> dict[str, Any]:
@@ -95,18 +110,26 @@ def _check_group(group: Mapping[str, Any], env_id: int | None) -> dict[str, Any]
     missing = [name for name in REQUIRED if group.get(name) is None]
     if missing:
         raise BadGroup(f"a group needs {missing[0]!r}")
-    return {"env_id": env_id, **group} if env_id is not None and group.get("env_id") is None else dict(group)
+    return (
+        {"env_id": env_id, **group}
+        if env_id is not None and group.get("env_id") is None
+        else dict(group)
+    )
 
 
 def _encode_binary(group: dict[str, Any]) -> bytes:
-    return _encode_fields(group, msgspec.msgpack.encode, _tensor, lambda value: _finite_plain(value)[0])
+    return _encode_fields(
+        group, msgspec.msgpack.encode, _tensor, lambda value: _finite_plain(value)[0]
+    )
 
 
 def _encode_json(group: dict[str, Any]) -> bytes:
     def rows(arrays: list[np.ndarray], name: str) -> list[Any]:
         return [row.tolist() for row in arrays]
 
-    return _encode_fields(group, msgspec.json.encode, rows, lambda value: msgspec.Raw(_finite_plain(value)[1]))
+    return _encode_fields(
+        group, msgspec.json.encode, rows, lambda value: msgspec.Raw(_finite_plain(value)[1])
+    )
 
 
 def _encode_fields(
@@ -134,9 +157,13 @@ def _convert_rows(value: Any, name: str) -> list[np.ndarray]:
     rows = [np.asarray(row) for row in value]
     for row in rows:
         if row.ndim != 1:
-            raise BadGroup(f"{name}: each sequence is one row of numbers, not {row.ndim}-dimensional")
+            raise BadGroup(
+                f"{name}: each sequence is one row of numbers, not {row.ndim}-dimensional"
+            )
         if row.size and row.dtype.kind not in ("iub" if integers else "iubf"):
-            raise BadGroup(f"{name}: {'whole' if integers else 'finite'} numbers are due, not {row.dtype}")
+            raise BadGroup(
+                f"{name}: {'whole' if integers else 'finite'} numbers are due, not {row.dtype}"
+            )
         if not integers and not _is_finite_as_sent(row):
             raise BadGroup(f"{name}: numbers must be finite")
         if row.dtype == np.uint64 and row.size and row.max() > np.iinfo(np.int64).max:
@@ -159,12 +186,19 @@ def _tensor(rows: list[np.ndarray], name: str) -> dict[str, Any]:
         dtype = "i4" if small else "i8"
     else:
         dtype = _FLOATS.get(flat.dtype.name, "f8")
-    return {"__t__": 1, "dtype": dtype, "lens": lengths.tobytes(), "data": flat.astype(f"<{dtype}").tobytes()}
+    return {
+        "__t__": 1,
+        "dtype": dtype,
+        "lens": lengths.tobytes(),
+        "data": flat.astype(f"<{dtype}").tobytes(),
+    }
 
 
 def _finite_plain(value: Any) -> tuple[Any, bytes]:
     """Return a value without numpy types, and its JSON. Raises ValueError for NaN and infinity."""
-    text = json.dumps(value, allow_nan=False, default=_convert_numpy, separators=(",", ":")).encode()
+    text = json.dumps(
+        value, allow_nan=False, default=_convert_numpy, separators=(",", ":")
+    ).encode()
     return (value if isinstance(value, (str, int, float, type(None))) else json.loads(text)), text
 
 
@@ -177,7 +211,9 @@ def _convert_numpy(value: Any) -> Any:
 def _convert_tensors(group: dict[str, Any]) -> dict[str, Any]:
     return {
         name: _tensor_rows(value)
-        if isinstance(value, dict) and value.get("__t__") == 1 and name in (*INTEGER_ROWS, *FLOAT_ROWS)
+        if isinstance(value, dict)
+        and value.get("__t__") == 1
+        and name in (*INTEGER_ROWS, *FLOAT_ROWS)
         else value
         for name, value in group.items()
     }
@@ -208,8 +244,15 @@ def group_of(outcomes: Sequence[RolloutOutcome], **about: Any) -> Mapping[str, A
         "masks": [masks for _, masks, _ in rows],
         "inference_logprobs": [logprobs for _, _, logprobs in rows],
         "scores": [float(outcome.reward or 0.0) for outcome in valid],
-        "overrides": [{"truncated": outcome.truncated, "achieved": outcome.achieved} for outcome in valid],
-        "group_overrides": {"task_id": valid[0].task_id, "group": valid[0].group, "seed": valid[0].seed, **about},
+        "overrides": [
+            {"truncated": outcome.truncated, "achieved": outcome.achieved} for outcome in valid
+        ],
+        "group_overrides": {
+            "task_id": valid[0].task_id,
+            "group": valid[0].group,
+            "seed": valid[0].seed,
+            **about,
+        },
         **({"policy_version": min(versions)} if versions else {}),
     }
 
@@ -221,4 +264,8 @@ def _episode_rows(outcome: RolloutOutcome) -> tuple[np.ndarray, np.ndarray, np.n
     trained[len(outcome.prompt_ids) :] = outcome.loss_mask
     logprobs = np.ones(len(tokens), np.float32)
     logprobs[len(outcome.prompt_ids) :] = outcome.logprobs
-    return tokens, np.where(trained, tokens, -100).astype(np.int32), np.where(trained, logprobs, np.float32(1.0))
+    return (
+        tokens,
+        np.where(trained, tokens, -100).astype(np.int32),
+        np.where(trained, logprobs, np.float32(1.0)),
+    )

@@ -21,7 +21,8 @@ class TrajectoryError(Exception):
 
 
 class BadGroup(ValueError):
-    """A group is invalid for any server; raised before anything is sent. The text names the field."""
+    """A group is invalid for any server; raised before anything is sent. The text names the
+    field."""
 
 
 class Unreachable(TrajectoryError):
@@ -46,7 +47,8 @@ class Denied(Refused):
 
 
 class StaleEpoch(Refused):
-    """The run for which this client registered has ended (409); register again for the current one."""
+    """The run for which this client registered has ended (409); register again for the current
+    one."""
 
 
 class LeaseLost(Refused):
@@ -244,14 +246,17 @@ def check_response(response: Response, url: str) -> Response:
 
 
 def _detail(response: Response) -> str:
-    """Return the server's explanation: a text, or the list of a 422 as ``body.0.tokens: message``."""
+    """Return the server's explanation: a text, or the list of a 422 as ``body.0.tokens:
+    message``."""
     try:
         detail = json.loads(response.body)["detail"]
     except (ValueError, KeyError, TypeError):
         return response.body[:_LONGEST_CAUSE].decode("utf-8", "replace") or "no explanation"
     if isinstance(detail, list):
         parts = [
-            f"{'.'.join(map(str, item.get('loc', ())))}: {item.get('msg')}" for item in detail if isinstance(item, dict)
+            f"{'.'.join(map(str, item.get('loc', ())))}: {item.get('msg')}"
+            for item in detail
+            if isinstance(item, dict)
         ]
         return "; ".join(parts)[:_LONGEST_CAUSE]
     return str(detail)[:_LONGEST_CAUSE]

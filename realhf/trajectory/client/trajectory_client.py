@@ -131,22 +131,38 @@ class AsyncTrajectoryClient:
         began = last_log = process_clock.now()
         while True:
             # A new key for each request, or the server would replay the answer "wait" forever.
-            response = await self._post("/register-env", registration, {"Idempotency-Key": uuid.uuid4().hex})
+            response = await self._post(
+                "/register-env", registration, {"Idempotency-Key": uuid.uuid4().hex}
+            )
             body = json_object(response, self.url)
             if body.get("status") == "success":
                 break
             waited = process_clock.now() - began
             if waited >= wait_s:
                 raise NotRegistered(
-                    self.url, f"environment {name!r} waited {waited:.0f} s for the trainer: {body.get('status')}"
+                    self.url,
+                    f"environment {name!r} waited {waited:.0f} s for the trainer: "
+                    f"{body.get('status')}",
                 )
             if process_clock.now() - last_log > _LOG_EVERY_S:
                 last_log = process_clock.now()
-                logger.info("%s: environment %s waits for the trainer, %.0f s so far", self.url, name, waited)
+                logger.info(
+                    "%s: environment %s waits for the trainer, %.0f s so far",
+                    self.url,
+                    name,
+                    waited,
+                )
             await sleep(min(1.0, max(0.0, wait_s - waited)))
         info = await self.info()
         self._epoch = epoch_of(response)
-        names = ("env_id", "wandb_name", "checkpoint_dir", "starting_step", "checkpoint_interval", "num_steps")
+        names = (
+            "env_id",
+            "wandb_name",
+            "checkpoint_dir",
+            "starting_step",
+            "checkpoint_interval",
+            "num_steps",
+        )
         self.env = EnvRegistration(
             group_size=group_size,
             min_batch_allocation=min_batch_allocation,
@@ -157,7 +173,11 @@ class AsyncTrajectoryClient:
         return self.env
 
     async def push(
-        self, group: Mapping[str, Any], *, policy_version: int | None = None, idempotency_key: str | None = None
+        self,
+        group: Mapping[str, Any],
+        *,
+        policy_version: int | None = None,
+        idempotency_key: str | None = None,
     ) -> PushReceipt:
         """Push one group, exactly once even if attempts fail. Raises BadGroup before anything is
         sent."""
@@ -176,7 +196,12 @@ class AsyncTrajectoryClient:
         return await self._push(groups, policy_version, idempotency_key, listed=True)
 
     async def _push(
-        self, groups: Sequence[Mapping[str, Any]], policy_version: int | None, key: str | None, *, listed: bool
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        policy_version: int | None,
+        key: str | None,
+        *,
+        listed: bool,
     ) -> PushReceipt:
         body, content = encoding.encode_groups(
             groups,
@@ -188,7 +213,9 @@ class AsyncTrajectoryClient:
         headers = self._fence() | content | {"Idempotency-Key": key or uuid.uuid4().hex}
         if policy_version is not None:
             headers["X-Policy-Version"] = str(policy_version)
-        response = await self._send("POST", "/scored_data_list" if listed else "/scored_data", headers, body)
+        response = await self._send(
+            "POST", "/scored_data_list" if listed else "/scored_data", headers, body
+        )
         answer = json_object(response, self.url)
         reasons = response.headers.get("x-quarantined", "")
         if reasons:
@@ -201,10 +228,15 @@ class AsyncTrajectoryClient:
         )
 
     async def env_status(self) -> EnvStatus:
-        """Return the server's values for this environment; the request also counts as a heartbeat."""
-        response = await self._post("/status-env", {"env_id": self._registered_env().env_id}, self._fence())
+        """Return the server's values for this environment; the request also counts as a
+        heartbeat."""
+        response = await self._post(
+            "/status-env", {"env_id": self._registered_env().env_id}, self._fence()
+        )
         status = json_object(response, self.url)
-        return EnvStatus(**{name: field_of(status, name, self.url) for name in EnvStatus.__annotations__})
+        return EnvStatus(
+            **{name: field_of(status, name, self.url) for name in EnvStatus.__annotations__}
+        )
 
     async def pace(self) -> Pace:
         """Return whether to pause, how many groups to work on at once, and whether the run has
@@ -399,7 +431,9 @@ class AsyncTrajectoryClient:
     async def _get(self, path: str) -> dict[str, Any]:
         return json_object(await self._send("GET", path), self.url)
 
-    async def _post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    async def _post(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> Response:
         content = {"Content-Type": "application/json"} | dict(headers or {})
         return await self._send("POST", path, content, json.dumps(body).encode())
 
@@ -407,9 +441,15 @@ class AsyncTrajectoryClient:
         return {} if self._epoch is None else {"X-Epoch": str(self._epoch)}
 
     async def _send(
-        self, method: str, path: str, headers: Mapping[str, str] | None = None, body: bytes | None = None
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str] | None = None,
+        body: bytes | None = None,
     ) -> Response:
-        return check_response(await self._request_with_retries(method, path, headers or {}, body), self.url)
+        return check_response(
+            await self._request_with_retries(method, path, headers or {}, body), self.url
+        )
 
     async def _request_with_retries(
         self,
@@ -436,12 +476,16 @@ class AsyncTrajectoryClient:
                 raise Unreachable(self.url, f"{method} {path}: {response.cause}; {tried}")
             if attempt == 1 or now - last_log > _LOG_EVERY_S:
                 last_log = now
-                logger.warning("%s: %s %s: %s; trying again", self.url, method, path, response.cause)
+                logger.warning(
+                    "%s: %s %s: %s; trying again", self.url, method, path, response.cause
+                )
             await sleep(wait)
             if mend is not None:
                 await mend(response)
 
-    async def _request_once(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None) -> Response:
+    async def _request_once(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None
+    ) -> Response:
         status = 0
         received = httpx.Headers()
         sent = {"Accept-Encoding": "identity"} | dict(headers)

@@ -1,9 +1,11 @@
-"""Which role each path needs, which paths other sites may read, and the names of trainers that bring none.
+"""Which role each path needs, which paths other sites may read, and the names of trainers that
+bring none.
 
-A trainer that names itself neither in a header nor in the query gets a name as a cookie. Without it, all trainers
-behind one address would count as one and acknowledge each other's batches. The cookie is handed out only with answers
-that carry no batch, and not while another answer carries one to the same address: the lease of a batch belongs to the
-name that asked for it, and no other client's pull acknowledges it. Source: docs/reference/trajectory.md 3.10, 3.11.
+A trainer that names itself neither in a header nor in the query gets a name as a cookie. Without
+it, all trainers behind one address would count as one and acknowledge each other's batches. The
+cookie is handed out only with answers that carry no batch, and not while another answer carries one
+to the same address: the lease of a batch belongs to the name that asked for it, and no other
+client's pull acknowledges it. Source: docs/reference/trajectory.md 3.10, 3.11.
 """
 
 from __future__ import annotations
@@ -35,13 +37,17 @@ def _find_files() -> Mapping[str, Traversable]:
     own = resources.files("realhf.trajectory.http").joinpath("static")
     shared = resources.files("realhf.base").joinpath("look")
     files = {
-        f"{PAGE_PATH}/{file.name}": file for folder in (shared, own) for file in folder.iterdir() if file.is_file()
+        f"{PAGE_PATH}/{file.name}": file
+        for folder in (shared, own)
+        for file in folder.iterdir()
+        if file.is_file()
     }
     return MappingProxyType(files | {PAGE_PATH: own.joinpath("status.html")})
 
 
 UI_FILES: Mapping[str, Traversable] = _find_files()
-"""The files of the status page by path. They need no token: the page shows no data before it is given one."""
+"""The files of the status page by path. They need no token: the page shows no data before it is
+given one."""
 ROLES = "trajectory.roles"
 """Key of an ASGI scope that holds the roles of the client."""
 
@@ -68,7 +74,8 @@ _BY_PATH = {
     "/disconnect-env": Role.PRODUCER, "/status-env": Role.PRODUCER, "/scored_data": Role.PRODUCER,
     "/scored_data_list": Role.PRODUCER, "/quarantine/requeue": Role.ADMIN,
 }  # fmt: skip
-"""The roles that may use each path; the administrator may use all of them. No other path is served."""
+"""The roles that may use each path; the administrator may use all of them. No other path is
+served."""
 
 
 def route_path(scope: Scope) -> str:
@@ -100,7 +107,11 @@ def cookie_name(request: Request) -> str | None:
 
 def new_cookie(request: Request) -> dict[str, str]:
     """Return the headers that give a client a name as a cookie; {} for a client that has a name."""
-    if request.headers.get("x-trainer-id") or request.query_params.get("trainer_id") or cookie_name(request):
+    if (
+        request.headers.get("x-trainer-id")
+        or request.query_params.get("trainer_id")
+        or cookie_name(request)
+    ):
         return {}
     return {"Set-Cookie": f"{COOKIE}={secrets.token_hex(16)}; Path=/; HttpOnly; SameSite=Strict"}
 
@@ -109,8 +120,9 @@ READ_PATHS = frozenset({
     "", "/wandb_info", "/info", "/status", "/envs", "/buffers", "/leases", "/quarantine", "/healthz", "/readyz",
     "/metrics", "/ui", "/docs", "/redoc", "/openapi.json",
 })  # fmt: skip
-"""Paths that any page may read: a GET changes nothing there (as it does at ``/batch``, ``/status-env`` and
-``/reset_data``), and shows nothing of the training data (as ``/latest_example`` and ``/ui/data`` do)."""
+"""Paths that any page may read: a GET changes nothing there (as it does at ``/batch``,
+``/status-env`` and ``/reset_data``), and shows nothing of the training data (as ``/latest_example``
+and ``/ui/data`` do)."""
 
 
 def is_protected(scope: Scope) -> bool:
@@ -126,8 +138,8 @@ def error_body(refusal: Refusal) -> dict[str, Any]:
 def guard_rules(config: TrajectoryConfig) -> GuardRules:
     """Return which requests are served.
 
-    With tokens, the token alone decides: pages of other sites do not know it. Without tokens, only this machine is
-    served (unless ``insecure``), and pages of other sites may read numbers only.
+    With tokens, the token alone decides: pages of other sites do not know it. Without tokens, only
+    this machine is served (unless ``insecure``), and pages of other sites may read numbers only.
     """
     roles = TokenTable([
         (config.secret("token"), Role.PRODUCER | Role.TRAINER),
@@ -136,7 +148,9 @@ def guard_rules(config: TrajectoryConfig) -> GuardRules:
         (config.secret("admin_token"), Role.ANY),
     ])  # fmt: skip
     if config.has_tokens:
-        return GuardRules(pages=None, form=error_body, authorize=lambda scope: _authorize(scope, roles))
+        return GuardRules(
+            pages=None, form=error_body, authorize=lambda scope: _authorize(scope, roles)
+        )
     hosts = ServedHosts(
         "this server is not known by the name in Host; --allowed-hosts names it",
         names=config.allowed_names | {socket.gethostname().lower()},
@@ -151,13 +165,14 @@ def guard_rules(config: TrajectoryConfig) -> GuardRules:
         authorize=lambda scope: _authorize(scope, None),
         local_remedy=""
         if config.insecure
-        else "without a token this server is for its own machine only: set --token, or say --insecure",
+        else "without a token this server is for its own machine only: set --token, or say "
+        "--insecure",
     )
 
 
 def _authorize(scope: Scope, roles: TokenTable[Role] | None) -> Refusal | None:
-    """Leave the roles of a request in ``scope[ROLES]``; return a refusal where they do not suffice. Without tokens
-    (None) a request has all roles."""
+    """Leave the roles of a request in ``scope[ROLES]``; return a refusal where they do not suffice.
+    Without tokens (None) a request has all roles."""
     granted = Role.ANY
     if roles is not None:
         granted = reduce(or_, roles.grants_of(bearer_token(scope["headers"])), Role.NOBODY)

@@ -28,7 +28,9 @@ _LOG = logging.getLogger(__name__)
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal. Returns the exit code."""
     arguments = command_line().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     try:
         config = TrajectoryConfig.resolve(arguments)
         if arguments.reload:
@@ -66,7 +68,8 @@ def serve(config: TrajectoryConfig) -> int:
 
 
 def uvicorn_config(config: TrajectoryConfig, app: Any) -> uvicorn.Config:
-    """Return the uvicorn settings of the server; warn of one that other machines reach without TLS."""
+    """Return the uvicorn settings of the server; warn of one that other machines reach without
+    TLS."""
     import uvicorn
 
     if warning := in_the_clear(config.host, config.tls_cert, config.tls_names):
@@ -88,11 +91,15 @@ def command_line() -> argparse.ArgumentParser:
     """Return the parser of ``run-api``."""
     parser = argparse.ArgumentParser(
         prog="run-api",
-        description="Serve the Atropos Trajectory Handler API: environments push scored groups, trainers pull batches, "
-        "nothing is lost. Every setting is also a variable, named in brackets; a flag wins over it.",
+        description="Serve the Atropos Trajectory Handler API: environments push scored groups, "
+        "trainers pull batches, "
+        "nothing is lost. Every setting is also a variable, named in brackets; a flag wins over "
+        "it.",
     )
     parser.add_argument("--version", action="version", version=f"run-api {realhf.__version__}")
-    parser.add_argument("--reload", action="store_true", help="restart when the code changes (development)")
+    parser.add_argument(
+        "--reload", action="store_true", help="restart when the code changes (development)"
+    )
     TrajectoryConfig.add_arguments(parser.add_argument_group("settings"))
     return parser
 

@@ -20,16 +20,22 @@ SECRETS = ("token", "producer_token", "trainer_token", "admin_token")
 
 @dataclass(frozen=True)
 class TrajectoryConfig(StateOptions, ServerSettings):
-    """The settings of one server process, the options of its state among them. Raises SettingError for a bad one."""
+    """The settings of one server process, the options of its state among them. Raises SettingError
+    for a bad one."""
 
-    host: str = setting("127.0.0.1", "address to listen on; other than loopback it needs a token or --insecure")
+    host: str = setting(
+        "127.0.0.1", "address to listen on; other than loopback it needs a token or --insecure"
+    )
     port: int = setting(8000, "port; 0: any free one", limits=(0, 65535))
     store: str = setting(
         "",
-        "sqlite:DIR, memory, or redis://host:port for several instances; default sqlite:trajectory in the folder "
+        "sqlite:DIR, memory, or redis://host:port for several instances; default sqlite:trajectory "
+        "in the folder "
         "realhf of $XDG_STATE_HOME (~/.local/state)",
     )
-    durable: bool = setting(False, "sqlite: survive the loss of power too, for a disk flush a commit")
+    durable: bool = setting(
+        False, "sqlite: survive the loss of power too, for a disk flush a commit"
+    )
     insecure: bool = setting(False, "listen on other than loopback without a token")
     allowed_hosts: str = setting(
         "",
@@ -46,17 +52,22 @@ class TrajectoryConfig(StateOptions, ServerSettings):
     admin_token_file: str = setting("", "file with the admin token")
     reset_policy: str = setting(
         "",
-        "who may reset: open, token (admin only) or off; default: open without tokens, token with them",
+        "who may reset: open, token (admin only) or off; default: open without tokens, token with "
+        "them",
         choices=("open", "token", "off"),
     )
-    max_body_bytes: int = setting(512 << 20, "largest body, before and after decompression", limits=(1024, math.inf))
+    max_body_bytes: int = setting(
+        512 << 20, "largest body, before and after decompression", limits=(1024, math.inf)
+    )
     max_bodies_bytes: int = setting(
         0,
         "bytes of all bodies that are being served, before and after decompression; "
         "more get 503 (0: four times the largest body)",
     )
     gzip_level: int = setting(1, "compression of answers, 0 to 3", limits=(0, 3))
-    tokenizer: str = setting("", "folder or name of a tokenizer that decodes the latest example on the status page")
+    tokenizer: str = setting(
+        "", "folder or name of a tokenizer that decodes the latest example on the status page"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,12 +76,15 @@ class TrajectoryConfig(StateOptions, ServerSettings):
         if self.max_bodies_bytes and self.max_bodies_bytes < 2 * self.max_body_bytes:
             raise SettingError(
                 f"{self.named('max_bodies_bytes')} is {self.max_bodies_bytes}; give at least twice "
-                f"{self.named('max_body_bytes')} ({self.max_body_bytes}): one body may be held compressed and plain"
+                f"{self.named('max_body_bytes')} ({self.max_body_bytes}): one body may be held "
+                f"compressed and plain"
             )
         for name in SECRETS:
             self.secret(name)
         if self.durable and not self.store.startswith("sqlite:"):
-            raise SettingError(f"{self.named('durable')} needs --store sqlite:DIR; it is {self.store!r}")
+            raise SettingError(
+                f"{self.named('durable')} needs --store sqlite:DIR; it is {self.store!r}"
+            )
 
     @property
     def has_tokens(self) -> bool:
@@ -88,7 +102,8 @@ class TrajectoryConfig(StateOptions, ServerSettings):
         return "--token (or --producer-token and --trainer-token), or --insecure"
 
     def secret(self, name: str) -> str:
-        """Return the token of a role, from its file if there is one; "" without. Raises SettingError."""
+        """Return the token of a role, from its file if there is one; "" without. Raises
+        SettingError."""
         given = getattr(self, name)
         path = getattr(self, f"{name}_file")
         if not path:

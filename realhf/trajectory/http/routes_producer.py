@@ -12,7 +12,14 @@ from fastapi import APIRouter, Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from realhf.trajectory.http.service import EnvIdentifier, RegisterEnv, Service, answer, idempotency, integer_header
+from realhf.trajectory.http.service import (
+    EnvIdentifier,
+    RegisterEnv,
+    Service,
+    answer,
+    idempotency,
+    integer_header,
+)
 from realhf.trajectory.records import Incoming
 from realhf.trajectory.state import push, registry
 from realhf.trajectory.wire.intake import parse_groups
@@ -44,7 +51,8 @@ def router(service: Service) -> APIRouter:
     @routes.get("/status-env", openapi_extra=_STATUS_ENV)
     @routes.post("/status-env", openapi_extra=_STATUS_ENV, operation_id="status_env_post")
     async def status_env(request: Request) -> Response:
-        """Return the numbers that a rollout handler paces itself by. The id is a JSON body or ``?env_id=``."""
+        """Return the numbers that a rollout handler paces itself by. The id is a JSON body or
+        ``?env_id=``."""
         with service.metrics.timed("status-env"):
             env_id = _env_id(request)
             await engine.read(registry.check_epoch, request.headers.get("x-epoch"))
@@ -72,7 +80,9 @@ def _body(schema: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
 
 _GROUP = ScoredData.model_json_schema()
 _STATUS_ENV = _body(EnvIdentifier.model_json_schema(), required=False) | {
-    "parameters": [{"name": "env_id", "in": "query", "required": False, "schema": {"type": "integer"}}]
+    "parameters": [
+        {"name": "env_id", "in": "query", "required": False, "schema": {"type": "integer"}}
+    ]
 }
 
 
@@ -116,6 +126,8 @@ def _versioned(groups: list[Incoming], version: int | None) -> list[Incoming]:
     if version is None:
         return groups
     return [
-        group if group.policy_version is not None else msgspec.structs.replace(group, policy_version=version)
+        group
+        if group.policy_version is not None
+        else msgspec.structs.replace(group, policy_version=version)
         for group in groups
     ]

@@ -1,9 +1,11 @@
-"""The endpoints of trainers: register, pull, acknowledge; and the report whether a batch was sent or lost.
+"""The endpoints of trainers: register, pull, acknowledge; and the report whether a batch was sent
+or lost.
 
 Source: docs/reference/trajectory.md 2.3, 2.8, 3.9, 3.10.
 
-The report is queued right before the last, empty piece, when everything else has left the process. So the client cannot
-ask again before the report counts, and after a kill before it, the batch is delivered again.
+The report is queued right before the last, empty piece, when everything else has left the process.
+So the client cannot ask again before the report counts, and after a kill before it, the batch is
+delivered again.
 """
 
 from __future__ import annotations
@@ -40,7 +42,11 @@ from realhf.web.refusal import Refusal
 logger = logging.getLogger(__name__)
 DRAINED = "trajectory.drained"
 """Key of an ASGI scope: whether a batch counts as sent only when it has left the process."""
-_NOT_REGISTERED = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
+_NOT_REGISTERED = {
+    "status": "error",
+    "message": "Trainer not registered. Call /register first.",
+    "batch": [],
+}
 
 
 def router(service: Service) -> APIRouter:
@@ -50,14 +56,22 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/register")
     async def register(registration: Registration, request: Request) -> Response:
-        """Start a run, or continue the one of the same group, project and batch size. Another run is replaced.
-        ``X-Join: 1`` joins any run, ``X-Reset: 1`` always starts a new one."""
+        """Start a run, or continue the one of the same group, project and batch size. Another run
+        is replaced. ``X-Join: 1`` joins any run, ``X-Reset: 1`` always starts a new one."""
         key, fingerprint = idempotency(request, request.scope.get(BODY, b""))
         join, anew = (request.headers.get(name) == "1" for name in ("x-join", "x-reset"))
         if join and anew:
             raise invalid(["header", "x-reset"], "X-Join and X-Reset contradict each other")
-        options = (registration.model_dump(), join, may_reset(service, request), anew, _identity(request))
-        (body, headers), _ = await engine.write(registry.run_once, key, fingerprint, registry.register, *options)
+        options = (
+            registration.model_dump(),
+            join,
+            may_reset(service, request),
+            anew,
+            _identity(request),
+        )
+        (body, headers), _ = await engine.write(
+            registry.run_once, key, fingerprint, registry.register, *options
+        )
         return answer(body, headers | new_cookie(request))
 
     @routes.get("/batch")
@@ -65,7 +79,11 @@ def router(service: Service) -> APIRouter:
         """Return the next batch, or null and the reason in ``X-Batch-Reason``."""
         with service.metrics.timed("pull"):
             if not request.scope.get(DRAINED):
-                raise Refusal(501, "this ASGI server does not tell when a batch has left it: use run-api, or uvicorn")
+                raise Refusal(
+                    501,
+                    "this ASGI server does not tell when a batch has left it: use run-api, or "
+                    "uvicorn",
+                )
             await engine.read(registry.check_epoch, request.headers.get("x-epoch"))
             pulled = await engine.write(delivery.pull, _pull_request(request))
             if isinstance(pulled, NoBatch):
@@ -74,14 +92,17 @@ def router(service: Service) -> APIRouter:
                 return answer(body, {"X-Batch-Reason": pulled.reason} | cookie)
             try:
                 return await _respond(service, request, pulled)
-            except PayloadLost as error:  # one batch at a time: whoever asks again gets the next one
+            except (
+                PayloadLost
+            ) as error:  # one batch at a time: whoever asks again gets the next one
                 logger.error("step %d: %s; these groups go to quarantine", pulled.step, error)
                 await engine.write(delivery.isolate_lost, pulled, error.refs)
                 return answer({"batch": None}, {"X-Batch-Reason": PAYLOAD_LOST})
 
     @routes.post("/batch/ack")
     async def ack(lease: Lease) -> Response:
-        """Delete a consumed batch for good. 404: unknown; 409: delivered to another trainer in the meantime."""
+        """Delete a consumed batch for good. 404: unknown; 409: delivered to another trainer in the
+        meantime."""
         return answer(await engine.write(delivery.ack, lease.lease_id))
 
     @routes.post("/batch/nack")
@@ -139,7 +160,9 @@ async def _respond(service: Service, request: Request, batch: LeasedBatch) -> Ba
     oldest, newest = batch.versions
     if not batch.redelivered:
         for group in batch.groups:
-            service.metrics.delivered(service.engine.state.run.current_version - group.policy_version)
+            service.metrics.delivered(
+                service.engine.state.run.current_version - group.policy_version
+            )
     headers = {
         "Content-Type": MSGPACK_TYPES[0] if msgpack else "application/json",
         "X-Lease-Id": batch.lease_id,
@@ -171,14 +194,21 @@ _LEAST_BYTES = 64 << 10
 
 
 class BatchResponse(Response):
-    """The ASGI response of a batch. ``report(sent)`` is called exactly once, and must only queue its work."""
+    """The ASGI response of a batch. ``report(sent)`` is called exactly once, and must only queue
+    its work."""
 
     def __init__(
-        self, pieces: Sequence[bytes | memoryview], headers: Mapping[str, str], report: Callable[[bool], None]
+        self,
+        pieces: Sequence[bytes | memoryview],
+        headers: Mapping[str, str],
+        report: Callable[[bool], None],
     ) -> None:
         self.background = None
         self._pieces = pieces
-        self._headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        self._headers = [
+            (name.lower().encode("latin-1"), value.encode("latin-1"))
+            for name, value in headers.items()
+        ]
         self._report = report
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -34,12 +34,22 @@ def router(service: Service) -> APIRouter:
         """Return the greeting of the original server, by which clients recognise it."""
         return {"message": "AtroposLib API"}
 
-    for view in (views.wandb_info, views.info, views.status, views.envs, views.buffers, views.leases):
-        routes.add_api_route(f"/{view.__name__}", _shown(service, view), name=view.__name__, description=view.__doc__)
+    for view in (
+        views.wandb_info,
+        views.info,
+        views.status,
+        views.envs,
+        views.buffers,
+        views.leases,
+    ):
+        routes.add_api_route(
+            f"/{view.__name__}", _shown(service, view), name=view.__name__, description=view.__doc__
+        )
 
     @routes.get("/quarantine")
     async def quarantined(
-        limit: Annotated[int, Query(ge=0, le=10_000)] = 100, after: Annotated[int | None, Query(ge=-1)] = None
+        limit: Annotated[int, Query(ge=0, le=10_000)] = 100,
+        after: Annotated[int | None, Query(ge=-1)] = None,
     ) -> Response:
         """List groups that can never be served, with reasons; pages by id."""
         return answer(await engine.read(views.quarantine, limit, after))
@@ -71,7 +81,12 @@ def router(service: Service) -> APIRouter:
     async def reset_data(request: Request) -> Response:
         """Delete the whole state and begin a new epoch."""
         if not may_reset(service, request):
-            raise Refusal(403, "resets are off" if service.config.resets == "off" else "a reset needs the admin token")
+            raise Refusal(
+                403,
+                "resets are off"
+                if service.config.resets == "off"
+                else "a reset needs the admin token",
+            )
         await engine.write(registry.reset)
         return PlainTextResponse("Reset successful")
 
@@ -86,7 +101,9 @@ def router(service: Service) -> APIRouter:
         if not service.ready:
             raise Refusal(503, "starting", {"Retry-After": "1"})
         try:
-            await engine.write(views.status)  # a round of its own: a store that can only be read is not ready
+            await engine.write(
+                views.status
+            )  # a round of its own: a store that can only be read is not ready
         except StoreFailure as error:
             raise Refusal(503, str(error), {"Retry-After": "1"}) from error
         return answer({"status": "ready", "store": engine.store.name})
@@ -100,7 +117,9 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-def _shown(service: Service, view: Callable[..., dict[str, Any]]) -> Callable[[], Awaitable[Response]]:
+def _shown(
+    service: Service, view: Callable[..., dict[str, Any]]
+) -> Callable[[], Awaitable[Response]]:
     async def show() -> Response:
         return answer(await service.engine.read(view))
 

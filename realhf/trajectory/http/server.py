@@ -1,10 +1,11 @@
-"""The application of the trajectory server: middlewares, routes, errors, the settings of process and connections.
+"""The application of the trajectory server: middlewares, routes, errors, the settings of process
+and connections.
 
-uvicorn buffers up to 64 KiB of an answer in the process. A batch counts as sent only when none of it is buffered: after
-a kill the trainer must have received it whole, or must get it again.
+uvicorn buffers up to 64 KiB of an answer in the process. A batch counts as sent only when none of
+it is buffered: after a kill the trainer must have received it whole, or must get it again.
 
-``uvicorn realhf.trajectory.http.server:app`` serves it with the settings of the environment variables. Source:
-docs/reference/trajectory.md 1.1, 2.1.
+``uvicorn realhf.trajectory.http.server:app`` serves it with the settings of the environment
+variables. Source: docs/reference/trajectory.md 1.1, 2.1.
 """
 
 from __future__ import annotations
@@ -63,10 +64,11 @@ _LOOK_S = 0.002
 
 
 def drained_send(send: Send) -> Send | None:
-    """Return a ``send`` that first waits until all earlier writes of the connection have left the process.
+    """Return a ``send`` that first waits until all earlier writes of the connection have left the
+    process.
 
-    It raises ConnectionResetError if the client has disconnected. None: the ASGI server does not show its transport as
-    uvicorn does; uvloop hides that of TLS.
+    It raises ConnectionResetError if the client has disconnected. None: the ASGI server does not
+    show its transport as uvicorn does; uvloop hides that of TLS.
     """
     transport: Any = getattr(getattr(send, "__self__", None), "transport", None)
     if getattr(transport, "set_write_buffer_limits", None) is None:
@@ -79,11 +81,13 @@ def drained_send(send: Send) -> Send | None:
 
 
 def _through_tls(send: Send, transport: Any, below: Any) -> Send:
-    """Poll both buffers of a TLS connection: the plain bytes, and the encrypted bytes that wait for the kernel. asyncio
-    has no event for the second."""
+    """Poll both buffers of a TLS connection: the plain bytes, and the encrypted bytes that wait for
+    the kernel. asyncio has no event for the second."""
 
     async def drained(message: Message) -> None:
-        while not below.is_closing() and (transport.get_write_buffer_size() or below.get_write_buffer_size()):
+        while not below.is_closing() and (
+            transport.get_write_buffer_size() or below.get_write_buffer_size()
+        ):
             await asyncio.sleep(_LOOK_S)
         if below.is_closing():  # the buffer was dropped; uvicorn is notified a little later
             raise ConnectionResetError("the client has gone away")
@@ -93,7 +97,8 @@ def _through_tls(send: Send, transport: Any, below: Any) -> Send:
 
 
 class EpochMiddleware:
-    """Adds the current epoch to every response; a batch already has the epoch in which it was formed."""
+    """Adds the current epoch to every response; a batch already has the epoch in which it was
+    formed."""
 
     def __init__(self, app: ASGIApp, epoch: Callable[[], int]) -> None:
         self._app = app
@@ -121,7 +126,9 @@ class CompressMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request, through gzip unless it is for a batch."""
-        chosen = self._app if scope["type"] != "http" or route_path(scope) == "/batch" else self._gzip
+        chosen = (
+            self._app if scope["type"] != "http" or route_path(scope) == "/batch" else self._gzip
+        )
         await chosen(scope, receive, send)
 
 
@@ -140,11 +147,14 @@ class TrajectoryApp(FastAPI):
             scope[DRAINED], send = drained is not None, drained or send
         with suppress(ConnectionResetError):
             await super().__call__(
-                scope, receive, self._without_traceback(send) if scope["type"] == "lifespan" else send
+                scope,
+                receive,
+                self._without_traceback(send) if scope["type"] == "lifespan" else send,
             )
 
     def _without_traceback(self, send: Send) -> Send:
-        """Replace the traceback by one line when the store does not open: its error names the cause."""
+        """Replace the traceback by one line when the store does not open: its error names the
+        cause."""
 
         async def send_short(message: Message) -> None:
             if message["type"] == "lifespan.startup.failed" and self.state.start_failure:
@@ -157,13 +167,16 @@ class TrajectoryApp(FastAPI):
         """Return the OpenAPI schema; with tokens, ``/docs`` has a field for one."""
         if self.openapi_schema is None and self.state.tokens_required:
             schema = super().openapi()
-            schema.setdefault("components", {})["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+            schema.setdefault("components", {})["securitySchemes"] = {
+                "token": {"type": "http", "scheme": "bearer"}
+            }
             schema["security"] = [{"token": []}]
         return super().openapi()
 
 
 def create_app(config: TrajectoryConfig) -> FastAPI:
-    """Return the application of one configuration; its store opens at the start. Raises SettingError."""
+    """Return the application of one configuration; its store opens at the start. Raises
+    SettingError."""
     service = Service(config)
 
     @asynccontextmanager

@@ -1,4 +1,5 @@
-"""The service behind the routes: state engine, parser process, metrics, models of request bodies, shared helpers.
+"""The service behind the routes: state engine, parser process, metrics, models of request bodies,
+shared helpers.
 
 Source: docs/reference/trajectory.md 2.3 to 2.6, 3.2, 3.9 to 3.11.
 """
@@ -75,7 +76,9 @@ class Service:
     async def latest(self) -> tuple[GroupRecord, bytes] | None:
         """Return the latest group and its bytes; None if there is none, or its bytes are lost."""
         tried = None
-        while (group := await self.engine.read(views.latest)) is not None and group.payload != tried:
+        while (
+            group := await self.engine.read(views.latest)
+        ) is not None and group.payload != tried:
             tried = group.payload
             try:
                 [data] = await self.engine.store.read([tried])
@@ -108,7 +111,9 @@ def idempotency(request: Request, body: bytes) -> tuple[str | None, str]:
     if key is None:
         return None, ""
     if not 0 < len(key) <= registry.MAX_KEY_LENGTH:
-        raise invalid(["header", "idempotency-key"], f"give 1 to {registry.MAX_KEY_LENGTH} characters")
+        raise invalid(
+            ["header", "idempotency-key"], f"give 1 to {registry.MAX_KEY_LENGTH} characters"
+        )
     return key, f"{request.url.path} {len(body)} {isal_zlib.crc32(body):08x}"
 
 
@@ -122,7 +127,9 @@ def integer_header(request: Request, name: str) -> int | None:
     except ValueError:
         value = None
     if value is None or not -(2**63) <= value < 2**63:
-        raise invalid(["header", name], "Input should be a 64 bit integer", "int_parsing", text[:80])
+        raise invalid(
+            ["header", name], "Input should be a 64 bit integer", "int_parsing", text[:80]
+        )
     return value
 
 
@@ -138,7 +145,8 @@ def _encodable(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_encodable)]
-"""Text that can be encoded. JSON may contain half of a surrogate pair, which no answer and no store can hold."""
+"""Text that can be encoded. JSON may contain half of a surrogate pair, which no answer and no store
+can hold."""
 
 
 class Registration(BaseModel):
@@ -152,12 +160,15 @@ class Registration(BaseModel):
     save_checkpoint_interval: Int64
     starting_step: Int64
     num_steps: Int64
-    max_staleness: Int64 | None = Field(None, description="policy versions a group may lie behind (null: no bound)")
+    max_staleness: Int64 | None = Field(
+        None, description="policy versions a group may lie behind (null: no bound)"
+    )
     trainer_id: Text | None = Field(None, description="a name of the trainer's own, for logs")
 
 
 class RegisterEnv(BaseModel):
-    """A rollout handler. ``group_size`` in sequences; ``min_batch_allocation``: fraction of every batch."""
+    """A rollout handler. ``group_size`` in sequences; ``min_batch_allocation``: fraction of every
+    batch."""
 
     max_token_length: Int64
     desired_name: Text
@@ -201,13 +212,18 @@ _COUNTERS = (
 
 
 class Metrics(Collector):
-    """Metrics: latency by kind of request and event-loop lag, and values read from the engine's state."""
+    """Metrics: latency by kind of request and event-loop lag, and values read from the engine's
+    state."""
 
     def __init__(self, engine: Engine, bodies: BodyBudget) -> None:
         self._engine, self._bodies, self._process = engine, bodies, psutil.Process()
         self._registry = CollectorRegistry()
         self._latency = Histogram(
-            "trajectory_request_seconds", "time to answer", ["kind"], buckets=_SECONDS, registry=self._registry
+            "trajectory_request_seconds",
+            "time to answer",
+            ["kind"],
+            buckets=_SECONDS,
+            registry=self._registry,
         )
         self._staleness = Histogram(
             "trajectory_staleness_versions",
@@ -215,7 +231,9 @@ class Metrics(Collector):
             buckets=_VERSIONS,
             registry=self._registry,
         )
-        self._unavailable = Counter("trajectory_unavailable", "answers with status 503", registry=self._registry)
+        self._unavailable = Counter(
+            "trajectory_unavailable", "answers with status 503", registry=self._registry
+        )
         self._lag = Gauge(
             "trajectory_event_loop_lag_seconds",
             "largest delay of the event loop since the last scrape",
@@ -263,7 +281,9 @@ class Metrics(Collector):
         yield self._by_env("queue_sequences", "sequences queued", state.queue.env_sequences())
         yield self._by_env("buffered_groups", "groups in the mix buffer", buffered)
         reasons = Tally(group.reason for group in state.quarantine.values())
-        yield _labelled(GaugeMetricFamily, "quarantined_groups", "groups in quarantine", "reason", reasons)
+        yield _labelled(
+            GaugeMetricFamily, "quarantined_groups", "groups in quarantine", "reason", reasons
+        )
         gauges = {
             "queue_bytes": state.queue.nbytes,
             "held_bytes": state.waiting_bytes,
@@ -278,10 +298,20 @@ class Metrics(Collector):
         for name, value in gauges.items():
             yield GaugeMetricFamily(f"trajectory_{name}", name.replace("_", " "), value=value)
         for name in _COUNTERS:
-            yield CounterMetricFamily(f"trajectory_{name}", name.replace("_", " "), value=counters[name])
-        yield CounterMetricFamily("trajectory_bodies_refused", "bodies beyond the budget", value=self._bodies.refused)
-        nulls = {name.removeprefix("null:"): value for name, value in counters.items() if name.startswith("null:")}
-        yield _labelled(CounterMetricFamily, "null_batches", "pulls without a batch", "reason", nulls)
+            yield CounterMetricFamily(
+                f"trajectory_{name}", name.replace("_", " "), value=counters[name]
+            )
+        yield CounterMetricFamily(
+            "trajectory_bodies_refused", "bodies beyond the budget", value=self._bodies.refused
+        )
+        nulls = {
+            name.removeprefix("null:"): value
+            for name, value in counters.items()
+            if name.startswith("null:")
+        }
+        yield _labelled(
+            CounterMetricFamily, "null_batches", "pulls without a batch", "reason", nulls
+        )
 
     def _by_env(self, name: str, about: str, values: Mapping[int | None, int]) -> Metric:
         """Sum values by the name of the environment; "none" stands for groups of an unknown one."""
@@ -293,7 +323,11 @@ class Metrics(Collector):
 
 
 def _labelled(
-    kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, about: str, label: str, values: Mapping[str, int]
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    about: str,
+    label: str,
+    values: Mapping[str, int],
 ) -> Metric:
     family = kind(f"trajectory_{name}", about, labels=[label])
     for value_of, value in values.items():

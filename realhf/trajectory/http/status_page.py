@@ -22,7 +22,11 @@ from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.wire.encode import encode_group
 from realhf.web.guard import OWN_FILES_POLICY, PAGE_HEADERS
 
-_HEADERS = {**PAGE_HEADERS, "Content-Security-Policy": OWN_FILES_POLICY, "Cache-Control": "no-cache"}
+_HEADERS = {
+    **PAGE_HEADERS,
+    "Content-Security-Policy": OWN_FILES_POLICY,
+    "Cache-Control": "no-cache",
+}
 _MAX_SEQUENCES = 4
 _MAX_TOKENS = 2000
 
@@ -32,7 +36,9 @@ def router(service: Service) -> APIRouter:
     routes = APIRouter(tags=["server"])
 
     for path, file in UI_FILES.items():
-        routes.add_api_route(path, _static(file), methods=["GET"], include_in_schema=path == PAGE_PATH)
+        routes.add_api_route(
+            path, _static(file), methods=["GET"], include_in_schema=path == PAGE_PATH
+        )
 
     @routes.get("/ui/data")
     async def data() -> Response:
@@ -40,13 +46,18 @@ def router(service: Service) -> APIRouter:
         engine = service.engine
         body = await engine.read(_overview)
         body["example"] = await _example(await service.latest(), service.config.tokenizer)
-        return answer(body | {"store": engine.store.name, "strict": service.config.is_strict(*STRICT_ROWS)})
+        return answer(
+            body | {"store": engine.store.name, "strict": service.config.is_strict(*STRICT_ROWS)}
+        )
 
     return routes
 
 
 def _static(file: Traversable) -> Callable[[], Awaitable[Response]]:
-    content, kind = file.read_bytes(), mimetypes.guess_type(file.name)[0] or "application/octet-stream"
+    content, kind = (
+        file.read_bytes(),
+        mimetypes.guess_type(file.name)[0] or "application/octet-stream",
+    )
 
     async def page() -> Response:
         """Return the status page, or a file of it."""
@@ -63,7 +74,9 @@ def _tokenizer(name: str) -> Any:
     folder = Path(name).expanduser()
     try:
         if folder.exists():
-            return Tokenizer.from_file(str(folder / "tokenizer.json" if folder.is_dir() else folder))
+            return Tokenizer.from_file(
+                str(folder / "tokenizer.json" if folder.is_dir() else folder)
+            )
         return Tokenizer.from_pretrained(name)
     except Exception as error:
         raise ValueError(f"--tokenizer {name}: {error}") from error
@@ -98,7 +111,9 @@ def _overview(state: TrajectoryState, now: float) -> dict[str, Any]:
     }
 
 
-async def _example(latest: tuple[GroupRecord, bytes] | None, tokenizer: str) -> dict[str, Any] | None:
+async def _example(
+    latest: tuple[GroupRecord, bytes] | None, tokenizer: str
+) -> dict[str, Any] | None:
     """Summarise the latest group: scores, lengths, and texts if a tokenizer is configured."""
     if latest is None:
         return None

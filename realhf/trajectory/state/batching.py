@@ -62,7 +62,9 @@ class Ledger:
     def charge(self, env_id: int | None, sequences: int) -> None:
         """Charge an environment for sequences taken from it."""
         key = self.key(env_id)
-        self.times[key] = self.time(key) + sequences / self.fair.shares.get(key, self.fair.default_share)
+        self.times[key] = self.time(key) + sequences / self.fair.shares.get(
+            key, self.fair.default_share
+        )
         self.served[env_id] = self.served.get(env_id, 0) + sequences
 
 
@@ -190,7 +192,10 @@ def select_exact(index: QueueIndex, batch_size: int, fair: FairShare) -> Selecte
         return NotSelected("not_enough_sequences" if index.groups else "empty")
     while sizes:
         unit = lcm(*sizes)
-        if sum(sum(map(len, by_size[size])) // (unit // size) for size in sizes) * unit >= batch_size:
+        if (
+            sum(sum(map(len, by_size[size])) // (unit // size) for size in sizes) * unit
+            >= batch_size
+        ):
             sources = (source for size in sizes for source in _sources(by_size[size], unit // size))
             return _draw(sources, batch_size // unit, Ledger(fair))
         sizes.pop()
@@ -207,7 +212,10 @@ def _sources(lanes: Sequence[Lane], length: int) -> Iterator[Iterator[Pack]]:
             yield (pack for pack, _ in zip(chunks(lane, length), repeat(None, own), strict=False))
         left.append((lane, rest))
     if sum(rest for _, rest in left) >= length:
-        yield chunks(heapq.merge(*(lane.newest(rest) for lane, rest in left), key=lambda unit: unit.order), length)
+        yield chunks(
+            heapq.merge(*(lane.newest(rest) for lane, rest in left), key=lambda unit: unit.order),
+            length,
+        )
 
 
 def _draw(sources: Iterator[Iterator[Pack]], packs: int, ledger: Ledger) -> Selected:
@@ -244,7 +252,13 @@ def select_with_minimums(
     ``minimums``: (env_id, fraction of the batch). If no batch results, try again without the
     largest size; if all attempts fail, return the first reason.
     """
-    sizes = sorted({size for _, size in index.lanes if find_size_problem(size, batch_size, strict=False) is None})
+    sizes = sorted(
+        {
+            size
+            for _, size in index.lanes
+            if find_size_problem(size, batch_size, strict=False) is None
+        }
+    )
     if index.sequences < batch_size:
         return NotSelected("not_enough_sequences" if index.groups else "empty")
     first: NotSelected | None = None
@@ -319,17 +333,24 @@ class _Attempt:
             later -= wanted
             self._take_minimum(env_id, wanted, later)
         self._fill()
-        short = next((env_id for env_id, wanted in need.items() if self.taken.get(env_id, 0) < wanted), None)
+        short = next(
+            (env_id for env_id, wanted in need.items() if self.taken.get(env_id, 0) < wanted), None
+        )
         if short is not None and recheck:
             return NotSelected(f"min_unmet:{short}")
-        return NotSelected("no_complete_packs") if self.room else build_selection(self.chosen, self.ledger)
+        return (
+            NotSelected("no_complete_packs")
+            if self.room
+            else build_selection(self.chosen, self.ledger)
+        )
 
     def _scale_needs(self, need: dict[int, int]) -> dict[int, int]:
         total = sum(need.values())
         if total <= self.batch_size:
             return need
         return {
-            env_id: max(min(self.lanes[env_id]), wanted * self.batch_size // total) for env_id, wanted in need.items()
+            env_id: max(min(self.lanes[env_id]), wanted * self.batch_size // total)
+            for env_id, wanted in need.items()
         }
 
     def _take_minimum(self, env_id: int, wanted: int, later: int) -> None:
@@ -415,7 +436,9 @@ def select_strict(index: QueueIndex, batch_size: int, fair: FairShare) -> Select
     ledger = Ledger(fair)
     chosen = []
     room = batch_size
-    for unit in (unit for pack in _draw_packs(sources, ledger, arrival=not fair.shares) for unit in pack):
+    for unit in (
+        unit for pack in _draw_packs(sources, ledger, arrival=not fair.shares) for unit in pack
+    ):
         chosen.append(unit)
         room -= unit.size
         if room <= 0:
@@ -424,7 +447,12 @@ def select_strict(index: QueueIndex, batch_size: int, fair: FairShare) -> Select
 
 
 def select_strict_with_minimums(
-    index: QueueIndex, batch_size: int, fair: FairShare, minimums: Minimums, *, recheck: bool = False
+    index: QueueIndex,
+    batch_size: int,
+    fair: FairShare,
+    minimums: Minimums,
+    *,
+    recheck: bool = False,
 ) -> Selected | NotSelected:
     """Select the minimums from complete packs of each environment, then the queue in order. Groups
     without an environment are not packed."""
@@ -433,7 +461,10 @@ def select_strict_with_minimums(
     lanes = {
         key: lane
         for key, lane in index.lanes.items()
-        if key[0] is not None and key[1] and largest % key[1] == 0 and len(lane) >= largest // key[1]
+        if key[0] is not None
+        and key[1]
+        and largest % key[1] == 0
+        and len(lane) >= largest // key[1]
     }
     for env_id in need:
         if not any(env_id == key[0] for key in lanes):
@@ -441,7 +472,9 @@ def select_strict_with_minimums(
     total = sum(need.values())
     if total > batch_size:
         need = {
-            env_id: max(min(size for env, size in lanes if env == env_id), wanted * batch_size // total)
+            env_id: max(
+                min(size for env, size in lanes if env == env_id), wanted * batch_size // total
+            )
             for env_id, wanted in need.items()
         }
     ledger = Ledger(fair)
@@ -466,7 +499,10 @@ def select_strict_with_minimums(
             return NotSelected(f"min_unmet:{env_id}")
     taken = {unit.order for unit in chosen}
     rest = heapq.merge(
-        *(islice(_complete_part(lane, largest // size), 2 * batch_size // size) for (_, size), lane in lanes.items()),
+        *(
+            islice(_complete_part(lane, largest // size), 2 * batch_size // size)
+            for (_, size), lane in lanes.items()
+        ),
         key=_order,
     )
     for unit in (unit for unit in rest if unit.order not in taken):
@@ -497,7 +533,8 @@ def _by_completion(sources: list[Iterator[Pack]]) -> Iterator[Pack]:
 
 
 def _draw_packs(sources: list[Iterator[Pack]], ledger: Ledger, arrival: bool) -> Iterator[Pack]:
-    """Yield packs in the order of completion, or by weight if that row of the strict switch is off."""
+    """Yield packs in the order of completion, or by weight if that row of the strict switch is
+    off."""
     if arrival:
         for pack in _by_completion(sources):
             for unit in pack:
@@ -523,7 +560,11 @@ _NO_PAYLOAD = Payload(b"", 0, Encoding.JSON, 0, 0)
 
 
 def select_batch(
-    groups: Sequence[Group], batch_size: int, envs: Sequence[Mapping[str, Any]] = (), *, strict: bool = False
+    groups: Sequence[Group],
+    batch_size: int,
+    envs: Sequence[Mapping[str, Any]] = (),
+    *,
+    strict: bool = False,
 ) -> tuple[list[Group] | None, list[Group], str]:
     """Return (next batch or None, rest of the queue, reason for no batch) for a queue, oldest
     first.
@@ -537,7 +578,11 @@ def select_batch(
     for order, group in enumerate(groups):
         size = len(group["tokens"])
         if find_size_problem(size, batch_size, strict) is None:
-            index.add(GroupRecord(order, order, Place.QUEUE, group.get("env_id"), size, _NO_PAYLOAD, 0, 0.0))
+            index.add(
+                GroupRecord(
+                    order, order, Place.QUEUE, group.get("env_id"), size, _NO_PAYLOAD, 0, 0.0
+                )
+            )
     if batch_size < 1:
         return None, list(groups), "batch_size_not_positive"
     connected = [env for env in envs if env.get("connected", True)]
@@ -564,6 +609,10 @@ def _fair_share(envs: Sequence[Mapping[str, Any]], strict: bool) -> FairShare:
     counts."""
     if strict:
         return FairShare({}, {}, 0.0, float("inf"))
-    weights: dict[int | None, float] = {env["registered_id"]: max(0.0, env.get("weight", 1.0)) for env in envs}
+    weights: dict[int | None, float] = {
+        env["registered_id"]: max(0.0, env.get("weight", 1.0)) for env in envs
+    }
     total = sum(weights.values()) + 1.0
-    return FairShare({key: max(0.01, weight / total) for key, weight in weights.items()}, {}, 0.0, 1.0 / total)
+    return FairShare(
+        {key: max(0.01, weight / total) for key, weight in weights.items()}, {}, 0.0, 1.0 / total
+    )

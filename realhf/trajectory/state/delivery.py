@@ -13,7 +13,14 @@ from typing import Any
 
 import msgspec
 
-from realhf.trajectory.records import PAYLOAD_LOST, ClosedLease, GroupRecord, LeaseRecord, PayloadRef, Place
+from realhf.trajectory.records import (
+    PAYLOAD_LOST,
+    ClosedLease,
+    GroupRecord,
+    LeaseRecord,
+    PayloadRef,
+    Place,
+)
 from realhf.trajectory.state.batching import (
     FairShare,
     NotSelected,
@@ -93,7 +100,9 @@ def pull(state: TrajectoryState, now: float, request: PullRequest) -> LeasedBatc
         ack(state, now, request.ack)
     if not state.run.started:
         state.put_run(msgspec.structs.replace(state.run, started=True))
-    for lease in [lease for lease in state.leases.values() if _is_acked_by_pull(lease, request.identity)]:
+    for lease in [
+        lease for lease in state.leases.values() if _is_acked_by_pull(lease, request.identity)
+    ]:
         close_lease(state, now, lease, "acked")
     waiting = next(_find_redeliverable(state, now, request), None)
     if waiting is not None:
@@ -101,7 +110,10 @@ def pull(state: TrajectoryState, now: float, request: PullRequest) -> LeasedBatc
     formed = form(state, now)
     if isinstance(formed, NotSelected):
         state.counters[f"null:{formed.reason.partition(':')[0]}"] += 1
-        holding = any(lease.owner == request.identity and lease.mode == "implicit" for lease in state.leases.values())
+        holding = any(
+            lease.owner == request.identity and lease.mode == "implicit"
+            for lease in state.leases.values()
+        )
         return NoBatch(formed.reason, holding=holding)
     return _lease_groups(state, now, formed, request)
 
@@ -136,7 +148,9 @@ def _current_lease(state: TrajectoryState, batch: LeasedBatch) -> LeaseRecord | 
     return None if lease is None or lease.returned or lease.attempt != batch.attempt else lease
 
 
-def isolate_lost(state: TrajectoryState, now: float, batch: LeasedBatch, lost: frozenset[PayloadRef]) -> None:
+def isolate_lost(
+    state: TrajectoryState, now: float, batch: LeasedBatch, lost: frozenset[PayloadRef]
+) -> None:
     """Quarantine the groups of a batch whose payloads are damaged and put the others back into the
     queue, so that damaged groups do not block delivery. A step that was never delivered is taken
     back."""
@@ -150,10 +164,16 @@ def isolate_lost(state: TrajectoryState, now: float, batch: LeasedBatch, lost: f
     for group in [state.groups[key] for key in lease.groups]:
         if group.payload.ref in lost:
             isolate(state, group, PAYLOAD_LOST)
-        elif reason := unservable_reason(state, group.size):  # it was one of a set that is broken up
+        elif reason := unservable_reason(
+            state, group.size
+        ):  # it was one of a set that is broken up
             isolate(state, group, reason)
         else:
-            state.put("groups", group.id, msgspec.structs.replace(group, place=Place.QUEUE, order=state.next_order()))
+            state.put(
+                "groups",
+                group.id,
+                msgspec.structs.replace(group, place=Place.QUEUE, order=state.next_order()),
+            )
 
 
 def ack(state: TrajectoryState, now: float, lease_id: str) -> dict[str, Any]:
@@ -168,7 +188,8 @@ def ack(state: TrajectoryState, now: float, lease_id: str) -> dict[str, Any]:
 
 
 def nack(state: TrajectoryState, now: float, lease_id: str) -> dict[str, Any]:
-    """Return a batch immediately. Raises Refusal 404 or 409 (already acknowledged, or redelivered)."""
+    """Return a batch immediately. Raises Refusal 404 or 409 (already acknowledged, or
+    redelivered)."""
     lease = _find_lease(state, lease_id)
     state.counters["nacked"] += 1
     _update_lease(state, lease, returned=True)
@@ -199,29 +220,40 @@ def _check_closed(state: TrajectoryState, lease_id: str, expected: str) -> None:
         raise Refusal(404, f"unknown lease {lease_id[:64]}")
     if closed.outcome != expected:
         superseded = closed.outcome == "superseded"
-        what_happened = "was redelivered to another trainer" if superseded else "is already acknowledged"
+        what_happened = (
+            "was redelivered to another trainer" if superseded else "is already acknowledged"
+        )
         raise Refusal(409, f"lease {lease_id} {what_happened}")
 
 
 def _is_acked_by_pull(lease: LeaseRecord, identity: str) -> bool:
-    return lease.owner == identity and lease.sent and not lease.returned and lease.mode == "implicit"
+    return (
+        lease.owner == identity and lease.sent and not lease.returned and lease.mode == "implicit"
+    )
 
 
-def _find_redeliverable(state: TrajectoryState, now: float, request: PullRequest) -> Iterator[LeaseRecord]:
+def _find_redeliverable(
+    state: TrajectoryState, now: float, request: PullRequest
+) -> Iterator[LeaseRecord]:
     """Yield leases that this trainer must get before a new batch: its own unsent one, returned
     ones, expired ones."""
     leases = sorted(
-        (lease for lease in state.leases.values() if lease.mode != "at_most_once"), key=lambda lease: lease.step
+        (lease for lease in state.leases.values() if lease.mode != "at_most_once"),
+        key=lambda lease: lease.step,
     )
     if not request.anonymous:
         yield from (lease for lease in leases if lease.owner == request.identity and not lease.sent)
     yield from (lease for lease in leases if lease.returned)
     for lease in leases:
-        if lease.expires_at <= now and (lease.owner != request.identity or lease.mode == "explicit" or not lease.sent):
+        if lease.expires_at <= now and (
+            lease.owner != request.identity or lease.mode == "explicit" or not lease.sent
+        ):
             yield lease
 
 
-def _redeliver(state: TrajectoryState, now: float, lease: LeaseRecord, request: PullRequest) -> LeasedBatch:
+def _redeliver(
+    state: TrajectoryState, now: float, lease: LeaseRecord, request: PullRequest
+) -> LeasedBatch:
     """Deliver the same groups and step again. Another identity gets a new lease, and the old one is
     superseded."""
     state.counters["redelivered"] += 1
@@ -234,8 +266,13 @@ def _redeliver(state: TrajectoryState, now: float, lease: LeaseRecord, request: 
     return _hand_out(state, now, request, lease_id, lease.step, groups, lease.attempt + 1)
 
 
-def _lease_groups(state: TrajectoryState, now: float, groups: list[GroupRecord], request: PullRequest) -> LeasedBatch:
-    taken = [msgspec.structs.replace(group, place=Place.LEASED, bundle=None, reason="") for group in groups]
+def _lease_groups(
+    state: TrajectoryState, now: float, groups: list[GroupRecord], request: PullRequest
+) -> LeasedBatch:
+    taken = [
+        msgspec.structs.replace(group, place=Place.LEASED, bundle=None, reason="")
+        for group in groups
+    ]
     for group in taken:
         state.put("groups", group.id, group)
     batch = _hand_out(state, now, request, uuid.uuid4().hex, state.run.step, taken, 0)
@@ -257,7 +294,9 @@ def _hand_out(
     ids = tuple(group.id for group in groups)
     expires_at = now + state.options.send_timeout_s
     mode = _lease_mode(state, request)
-    lease = LeaseRecord(lease_id, request.identity, step, ids, now, expires_at, mode=mode, attempt=attempt)
+    lease = LeaseRecord(
+        lease_id, request.identity, step, ids, now, expires_at, mode=mode, attempt=attempt
+    )
     state.put("leases", lease_id, lease)
     return LeasedBatch(lease_id, step, groups, attempt, state.run.epoch)
 
@@ -319,7 +358,9 @@ def _move_stale(state: TrajectoryState) -> bool:
             state.put(
                 "groups",
                 group.id,
-                msgspec.structs.replace(group, bundle=None, reason="too_stale", order=state.next_order()),
+                msgspec.structs.replace(
+                    group, bundle=None, reason="too_stale", order=state.next_order()
+                ),
             )
     return more
 
@@ -362,7 +403,10 @@ def _fair_share(state: TrajectoryState, now: float) -> FairShare:
     known, other = shares(state, now)
     times: dict[int | None, float] = {env.env_id: env.virtual_time for env in state.envs.values()}
     return FairShare(
-        shares=known, times=times | {None: max(state.run.other_time, 0.0)}, clock=state.run.clock, default_share=other
+        shares=known,
+        times=times | {None: max(state.run.other_time, 0.0)},
+        clock=state.run.clock,
+        default_share=other,
     )
 
 
@@ -376,4 +420,6 @@ def _charge(state: TrajectoryState, selected: Selected) -> None:
             state.put("envs", env.env_id, changed)
     if not state.options.is_strict("weighted_fill"):
         other = selected.ledger.times.get(None, state.run.other_time)
-        state.put_run(msgspec.structs.replace(state.run, clock=selected.ledger.clock, other_time=other))
+        state.put_run(
+            msgspec.structs.replace(state.run, clock=selected.ledger.clock, other_time=other)
+        )

@@ -47,7 +47,9 @@ class _PendingCommand:
     """Whether it may change the state."""
     repeated: bool = False
     """Whether it is repeated until its changes are durable."""
-    answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    answer: asyncio.Future[Any] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     """Future of its result."""
 
 
@@ -74,7 +76,8 @@ class Engine:
         self.store = store
         self.state = TrajectoryState(options)
         self.epoch = self.state.run.epoch
-        """Committed epoch; the state may already have a later one while a round is being committed."""
+        """Committed epoch; the state may already have a later one while a round is being
+        committed."""
         self._clock = SteadyClock()
         self._tidy_every_s = tidy_every_s
         self._waiting: list[_PendingCommand] = []
@@ -111,7 +114,11 @@ class Engine:
         if self._tasks:
             _, hanging = await asyncio.wait(self._tasks, timeout=CLOSE_DEADLINE_S)
             for task in hanging:
-                logger.error("%s did not finish a round in %.0f s and is given up", self.store.name, CLOSE_DEADLINE_S)
+                logger.error(
+                    "%s did not finish a round in %.0f s and is given up",
+                    self.store.name,
+                    CLOSE_DEADLINE_S,
+                )
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
@@ -121,7 +128,9 @@ class Engine:
         try:
             await asyncio.wait_for(self.store.close(), CLOSE_DEADLINE_S)
         except TimeoutError:
-            logger.error("%s did not close in %.0f s and is given up", self.store.name, CLOSE_DEADLINE_S)
+            logger.error(
+                "%s did not close in %.0f s and is given up", self.store.name, CLOSE_DEADLINE_S
+            )
 
     async def write(self, command: Callable[..., T], *args: Any) -> T:
         """Run ``command(state, now, *args)`` and return its result once its changes are durable.
@@ -152,7 +161,9 @@ class Engine:
         self._waiting.append(waiting)
         self._wake.set()
 
-    async def _submit(self, command: Callable[..., T], args: tuple[Any, ...], changes_state: bool) -> T:
+    async def _submit(
+        self, command: Callable[..., T], args: tuple[Any, ...], changes_state: bool
+    ) -> T:
         if self._closing:
             raise StoreFailure("the server is stopping")
         if self._failure and process_clock.now() < self._failure[0]:
@@ -166,7 +177,9 @@ class Engine:
         while self._waiting or not self._closing:
             if not self._waiting:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), PAUSE_AFTER_FAILURE_S if self._repeat else None)
+                    await asyncio.wait_for(
+                        self._wake.wait(), PAUSE_AFTER_FAILURE_S if self._repeat else None
+                    )
             self._wake.clear()
             batch = [*self._repeat, *self._waiting]
             self._waiting = []
@@ -183,10 +196,14 @@ class Engine:
                     results = await self._commit_round(batch)
                     break
                 except StateLost as error:
-                    logger.warning("the state is reloaded (attempt %d of %d): %s", attempt + 1, ATTEMPTS, error)
+                    logger.warning(
+                        "the state is reloaded (attempt %d of %d): %s", attempt + 1, ATTEMPTS, error
+                    )
                     self._must_reload = True
             else:
-                raise StoreFailure(f"{self.store.name}: the write lock was lost {ATTEMPTS} times in a row")
+                raise StoreFailure(
+                    f"{self.store.name}: the write lock was lost {ATTEMPTS} times in a row"
+                )
             self._failure = None
         except StoreFailure as error:
             self._failure = (process_clock.now() + PAUSE_AFTER_FAILURE_S, error)
@@ -260,7 +277,8 @@ class Engine:
         self.epoch = self.state.run.epoch
         if loss := self.store.take_loss():
             logger.critical(
-                "%s: %s. What was acknowledged before may be lost; epoch %d has ended, and clients have to "
+                "%s: %s. What was acknowledged before may be lost; epoch %d has ended, and clients "
+                "have to "
                 "register again",
                 self.store.name,
                 loss,
@@ -288,13 +306,17 @@ class Engine:
             failed |= new
             self.state.undo()
 
-    def _execute(self, batch: Sequence[_PendingCommand], failed: Mapping[int, Exception]) -> list[Any]:
+    def _execute(
+        self, batch: Sequence[_PendingCommand], failed: Mapping[int, Exception]
+    ) -> list[Any]:
         now = self._now()
         results = []
         for index, waiting in enumerate(batch):
             try:
                 known = failed.get(index)
-                results.append(waiting.command(self.state, now, *waiting.args) if known is None else known)
+                results.append(
+                    waiting.command(self.state, now, *waiting.args) if known is None else known
+                )
             except Exception as error:
                 results.append(error)
         return results

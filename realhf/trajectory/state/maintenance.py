@@ -80,7 +80,9 @@ def _expired_envs(state: TrajectoryState, now: float) -> Iterator[int]:
 def _expired_buffers(state: TrajectoryState, now: float) -> Iterator[GroupRecord]:
     limit = now - state.options.buffer_expiry_s
     for held in state.buffers.values():
-        yield from islice(takewhile(lambda group: group.arrived_at < limit, held.values()), PER_ROUND)
+        yield from islice(
+            takewhile(lambda group: group.arrived_at < limit, held.values()), PER_ROUND
+        )
 
 
 def _old_replays(state: TrajectoryState, now: float) -> Iterator[str]:
@@ -91,7 +93,9 @@ def _old_leases(state: TrajectoryState, now: float) -> Iterator[str]:
     return _too_old(state, now, state.closed, "closed_at")
 
 
-def _too_old(state: TrajectoryState, now: float, rows: Mapping[str, Any], time: str) -> Iterator[str]:
+def _too_old(
+    state: TrajectoryState, now: float, rows: Mapping[str, Any], time: str
+) -> Iterator[str]:
     """Yield the keys of rows that are too old or too many, oldest first."""
     limit = now - state.options.replay_ttl_s
     surplus = len(rows) - state.options.max_replays
@@ -118,12 +122,17 @@ async def compact(engine: Engine) -> int:
     groups, closed_files = await engine.write(_in_use, files)
     freed = await store.compact((group.payload for group in groups), closed_files)
     if freed:
-        logger.info("%s: %d MiB given back of files that were mostly empty", store.name, freed >> 20)
+        logger.info(
+            "%s: %d MiB given back of files that were mostly empty", store.name, freed >> 20
+        )
     return freed
 
 
-def _in_use(state: TrajectoryState, now: float, files: Segments) -> tuple[list[GroupRecord], dict[int, SegmentFile]]:
-    """Return the groups whose payloads are referenced, and the files that are no longer written to."""
+def _in_use(
+    state: TrajectoryState, now: float, files: Segments
+) -> tuple[list[GroupRecord], dict[int, SegmentFile]]:
+    """Return the groups whose payloads are referenced, and the files that are no longer written
+    to."""
     latest = [state.run.latest] if state.run.latest is not None else []
     return [*latest, *state.groups.values()], files.closed_files()
 

@@ -36,7 +36,9 @@ def push(
     """
     try:
         check_epoch(state, now, epoch)
-        answer, replayed = run_once(state, now, key, fingerprint, _store_groups, groups, refs, listed)
+        answer, replayed = run_once(
+            state, now, key, fingerprint, _store_groups, groups, refs, listed
+        )
     except Refusal:
         state.discard(*refs)
         raise
@@ -46,7 +48,11 @@ def push(
 
 
 def _store_groups(
-    state: TrajectoryState, now: float, groups: Sequence[Incoming], refs: Sequence[PayloadRef], listed: bool
+    state: TrajectoryState,
+    now: float,
+    groups: Sequence[Incoming],
+    refs: Sequence[PayloadRef],
+    listed: bool,
 ) -> Answer:
     refuse_when_full(state, len(groups), sum(len(group.data) for group in groups))
     reasons: set[str] = set()
@@ -63,7 +69,11 @@ def _store_groups(
     state.counters["pushed_sequences"] += sum(group.size for group in groups)
     headers = {"X-Quarantined": ",".join(sorted(reasons))} if reasons else {}
     if not listed:
-        return ({"status": "buffered", "buffer_size": buffer_size} if buffered else {"status": "received"}), headers
+        return (
+            {"status": "buffered", "buffer_size": buffer_size}
+            if buffered
+            else {"status": "received"}
+        ), headers
     body: dict[str, Any] = {"status": "received", "groups_processed": len(groups)}
     if buffered:
         body |= {"buffered": buffered, "last_buffer_size": buffer_size}
@@ -74,25 +84,33 @@ def refuse_when_full(state: TrajectoryState, groups: int, nbytes: int) -> None:
     """Make room for the given groups and bytes, or raise Refusal 503. Never 4xx, because stock
     clients drop their data then."""
     options = state.options
-    full = (options.max_queue_groups and state.waiting_groups + groups > options.max_queue_groups) or (
-        options.max_queue_bytes and state.waiting_bytes + nbytes > options.max_queue_bytes
-    )
+    full = (
+        options.max_queue_groups and state.waiting_groups + groups > options.max_queue_groups
+    ) or (options.max_queue_bytes and state.waiting_bytes + nbytes > options.max_queue_bytes)
     if full:
         state.counters["refused_full"] += 1
         wait = "1" if random.random() < 0.7 else "2"
         raise Refusal(
-            503, f"the queue is full: {state.waiting_groups} groups, {state.waiting_bytes} bytes", {"Retry-After": wait}
+            503,
+            f"the queue is full: {state.waiting_groups} groups, {state.waiting_bytes} bytes",
+            {"Retry-After": wait},
         )
     make_room(state, groups, nbytes)
 
 
-def _route(state: TrajectoryState, now: float, incoming: Incoming, ref: PayloadRef, reasons: set[str]) -> int | None:
+def _route(
+    state: TrajectoryState, now: float, incoming: Incoming, ref: PayloadRef, reasons: set[str]
+) -> int | None:
     """Place one group. Returns the number of sequences in its environment's buffer if it belongs
     there, otherwise None."""
     payload = Payload(ref, len(incoming.data), incoming.encoding, incoming.present, incoming.crc)
-    version = state.run.current_version if incoming.policy_version is None else incoming.policy_version
+    version = (
+        state.run.current_version if incoming.policy_version is None else incoming.policy_version
+    )
     env = None if incoming.env_id is None else state.envs.get(incoming.env_id)
-    group = GroupRecord(state.next_id(), 0, Place.QUEUE, incoming.env_id, incoming.size, payload, version, now)
+    group = GroupRecord(
+        state.next_id(), 0, Place.QUEUE, incoming.env_id, incoming.size, payload, version, now
+    )
     _catch_up_clock(state, env)
     if env is None or incoming.size == max(1, env.group_size):
         _enqueue_or_isolate(state, group, reasons)
@@ -134,7 +152,11 @@ def _buffer(state: TrajectoryState, group: GroupRecord, env: EnvRecord, reasons:
     if len(held) >= state.options.max_buffered_groups:
         isolate(state, next(iter(held.values())), "buffer_full")
         reasons.add("buffer_full")
-    state.put("groups", group.id, msgspec.structs.replace(group, place=Place.BUFFER, order=state.next_order()))
+    state.put(
+        "groups",
+        group.id,
+        msgspec.structs.replace(group, place=Place.BUFFER, order=state.next_order()),
+    )
     waiting = list(state.buffers[env.env_id].values())
     target = max(1, env.group_size)
     complete = [waiting[index] for index in find_set([held.size for held in waiting], target)]

@@ -22,15 +22,20 @@ def unservable_reason(state: TrajectoryState, size: int) -> str | None:
         return "zero_sequences"
     if not state.run.registered:
         return None
-    return find_size_problem(size, state.run.batch_size, strict=state.options.is_strict("divisor_packing"))
+    return find_size_problem(
+        size, state.run.batch_size, strict=state.options.is_strict("divisor_packing")
+    )
 
 
 def isolate(state: TrajectoryState, group: GroupRecord, reason: str) -> None:
-    """Put a stored or new group into quarantine; beyond its limits the oldest groups are dropped."""
+    """Put a stored or new group into quarantine; beyond its limits the oldest groups are
+    dropped."""
     state.put(
         "groups",
         group.id,
-        msgspec.structs.replace(group, place=Place.QUARANTINE, order=state.next_order(), bundle=None, reason=reason),
+        msgspec.structs.replace(
+            group, place=Place.QUARANTINE, order=state.next_order(), bundle=None, reason=reason
+        ),
     )
     state.counters[f"quarantined:{reason}"] += 1
     _drop_oldest(
@@ -60,7 +65,9 @@ def _drop_oldest(state: TrajectoryState, groups: int, nbytes: int) -> None:
     dropped = 0
     freed = 0
     while dropped < groups or freed < nbytes:
-        group = next((group for group in state.quarantine.values() if group.reason != PAYLOAD_LOST), None)
+        group = next(
+            (group for group in state.quarantine.values() if group.reason != PAYLOAD_LOST), None
+        )
         if group is None:
             break
         state.delete("groups", group.id)
@@ -68,7 +75,9 @@ def _drop_oldest(state: TrajectoryState, groups: int, nbytes: int) -> None:
         freed = freed + group.payload.nbytes
     if dropped:
         run = state.run
-        state.put_run(msgspec.structs.replace(run, quarantine_dropped=run.quarantine_dropped + dropped))
+        state.put_run(
+            msgspec.structs.replace(run, quarantine_dropped=run.quarantine_dropped + dropped)
+        )
 
 
 def reconsider_queue(state: TrajectoryState) -> None:
@@ -76,7 +85,11 @@ def reconsider_queue(state: TrajectoryState) -> None:
     restart dissolved bundles with lost members."""
     if not any(unservable_reason(state, size) for size in state.queue.sizes()):
         return
-    for group in [group for group in state.groups.values() if group.place is Place.QUEUE and group.bundle is None]:
+    for group in [
+        group
+        for group in state.groups.values()
+        if group.place is Place.QUEUE and group.bundle is None
+    ]:
         reason = unservable_reason(state, group.size)
         if reason:
             isolate(state, group, reason)
@@ -100,7 +113,9 @@ def requeue(state: TrajectoryState, now: float, ids: list[int]) -> dict[str, Any
         state.put(
             "groups",
             key,
-            msgspec.structs.replace(group, place=Place.QUEUE, order=state.next_order(), reason="", arrived_at=now),
+            msgspec.structs.replace(
+                group, place=Place.QUEUE, order=state.next_order(), reason="", arrived_at=now
+            ),
         )
         requeued.append(key)
     return {"requeued": requeued, "unknown": unknown, "refused": refused}

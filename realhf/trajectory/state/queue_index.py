@@ -109,7 +109,9 @@ class QueueIndex:
         if len(held) == members:
             del self._open[first]
             size = sum(member.size for member in held)
-            self._bundles[first] = Bundle(first, size, record.env_id, tuple(sorted(held, key=attrgetter("order"))))
+            self._bundles[first] = Bundle(
+                first, size, record.env_id, tuple(sorted(held, key=attrgetter("order")))
+            )
             self._lane(record.env_id, size).add(self._bundles[first])
 
     def remove(self, record: GroupRecord) -> None:
@@ -173,6 +175,8 @@ class QueueIndex:
             sizes[record.size] += sign
             if not sizes[record.size]:
                 del sizes[record.size]
-        self._env_sequences[record.env_id] = self._env_sequences.get(record.env_id, 0) + sign * record.size
+        self._env_sequences[record.env_id] = (
+            self._env_sequences.get(record.env_id, 0) + sign * record.size
+        )
         if not env_sizes:
             del self._env_sizes[record.env_id], self._env_sequences[record.env_id]

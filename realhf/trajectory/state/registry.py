@@ -55,12 +55,20 @@ def register(
             state.put_run(msgspec.structs.replace(state.run, num_steps=request["num_steps"]))
         if join or (state.options.reregister == "ignore" and not force_new):
             return {"uuid": number}, headers
-        if state.options.reregister == "continue" and not force_new and _is_same_run(state.run, request):
+        if (
+            state.options.reregister == "continue"
+            and not force_new
+            and _is_same_run(state.run, request)
+        ):
             _continue_run(state, request)
             _return_leases(state, trainer)
             return {"uuid": number}, headers | {"X-Run-Continued": "1"}
         if not may_reset:
-            raise Refusal(403, "another run is registered; to replace it, send the admin token (or X-Join: 1 to join)")
+            raise Refusal(
+                403,
+                "another run is registered; to replace it, send the admin token (or X-Join: 1 to "
+                "join)",
+            )
         reset(state, now)
     names = ("wandb_group", "wandb_project", "batch_size", "starting_step", *_TRAINER_FIELDS)
     state.put_run(
@@ -99,7 +107,8 @@ def _continue_run(state: TrajectoryState, request: Mapping[str, Any]) -> None:
     state.put_run(msgspec.structs.replace(run, step=step, max_staleness=staleness, **changed))
     state.counters["continued"] += 1
     logger.info(
-        "the run %r of %r goes on at step %d with %d groups queued; to begin it anew, register with X-Reset: 1",
+        "the run %r of %r goes on at step %d with %d groups queued; to begin it anew, register "
+        "with X-Reset: 1",
         run.wandb_group,
         run.wandb_project,
         step,
@@ -181,7 +190,10 @@ def disconnect_env(state: TrajectoryState, now: float, env_id: int) -> dict[str,
     """Exclude an environment from weights and minimums; its groups can still be served."""
     env = state.envs.get(env_id)
     if env is None:
-        return {"status": "failure", "error": f"unknown env_id {env_id}; {len(state.envs)} are registered"}
+        return {
+            "status": "failure",
+            "error": f"unknown env_id {env_id}; {len(state.envs)} are registered",
+        }
     if env.connected:
         state.put("envs", env_id, msgspec.structs.replace(env, connected=False))
     return {"status": "success"}
@@ -192,7 +204,11 @@ def check_epoch(state: TrajectoryState, now: float, sent: str | None) -> None:
 
     Source: docs/reference/trajectory.md 3.2.
     """
-    if sent is not None and not state.options.is_strict("fence_epochs") and sent != str(state.run.epoch):
+    if (
+        sent is not None
+        and not state.options.is_strict("fence_epochs")
+        and sent != str(state.run.epoch)
+    ):
         raise Refusal(409, f"epoch {sent[:40]} has ended; the current one is {state.run.epoch}")
 
 
@@ -210,7 +226,9 @@ def is_alive(state: TrajectoryState, env: EnvRecord, now: float) -> bool:
 def heartbeat_due(state: TrajectoryState, now: float, env_id: int) -> bool:
     """Return whether a heartbeat is worth a write: a tenth of the timeout has passed."""
     env = state.envs.get(env_id)
-    return env is not None and now - env.last_seen > min(state.options.heartbeat_timeout_s / 10, 30.0)
+    return env is not None and now - env.last_seen > min(
+        state.options.heartbeat_timeout_s / 10, 30.0
+    )
 
 
 def heartbeat(state: TrajectoryState, now: float, env_id: int) -> None:
@@ -225,11 +243,16 @@ def shares(state: TrajectoryState, now: float) -> tuple[dict[int | None, float],
 
     Source: docs/reference/trajectory.md 3.6.
     """
-    weights = {env.env_id: _weight(env) if is_alive(state, env, now) else 0.0 for env in state.envs.values()}
+    weights = {
+        env.env_id: _weight(env) if is_alive(state, env, now) else 0.0
+        for env in state.envs.values()
+    }
     total = sum(weights.values()) + 1.0 if _has_foreign_groups(state) else sum(weights.values())
     if total <= 0:
         return dict.fromkeys(weights, MIN_WEIGHT), MIN_WEIGHT
-    return {env_id: max(MIN_WEIGHT, weight / total) for env_id, weight in weights.items()}, max(MIN_WEIGHT, 1 / total)
+    return {env_id: max(MIN_WEIGHT, weight / total) for env_id, weight in weights.items()}, max(
+        MIN_WEIGHT, 1 / total
+    )
 
 
 def status_env(state: TrajectoryState, now: float, env_id: int) -> dict[str, Any]:
@@ -245,7 +268,9 @@ def status_env(state: TrajectoryState, now: float, env_id: int) -> dict[str, Any
     largest = max(1, state.queue.max_group_size())
     own = state.queue.env_sequences().get(env_id, 0)
     unit = max(1, env.group_size, state.queue.env_max_group(env_id))
-    others = _count_others(state, env_id, largest, {other.env_id: _allocation(other) for other in alive})
+    others = _count_others(
+        state, env_id, largest, {other.env_id: _allocation(other) for other in alive}
+    )
     allocated = sum(_allocation(other) for other in alive)
     return {
         "current_step": state.run.step,
@@ -269,7 +294,9 @@ def _has_foreign_groups(state: TrajectoryState) -> bool:
     return any(env_id not in state.envs for env_id in state.queue.env_sequences())
 
 
-def _count_others(state: TrajectoryState, env_id: int, largest: int, allocations: Mapping[int, float]) -> int:
+def _count_others(
+    state: TrajectoryState, env_id: int, largest: int, allocations: Mapping[int, float]
+) -> int:
     """Return the sequences of the other environments, packed in the largest size, beyond their
     minimums."""
     if largest == 1 and state.options.is_strict("count_others_of_size_one"):
@@ -304,7 +331,12 @@ class NotYet(NamedTuple):
 
 
 def run_once(
-    state: TrajectoryState, now: float, key: str | None, fingerprint: str, command: Callable[..., Answer], *args: Any
+    state: TrajectoryState,
+    now: float,
+    key: str | None,
+    fingerprint: str,
+    command: Callable[..., Answer],
+    *args: Any,
 ) -> tuple[Answer, bool]:
     """Return the answer of ``command(state, now, *args)`` and whether it is a replayed one. Raises
     Refusal 422 when the key was used for another request, and the command's errors. Only a final
@@ -316,7 +348,10 @@ def run_once(
         if replay.fingerprint != fingerprint:
             raise Refusal(422, "this Idempotency-Key was used for another request")
         state.counters["replayed"] += 1
-        return (msgspec.json.decode(replay.body), replay.headers | {"Idempotency-Replayed": "true"}), True
+        return (
+            msgspec.json.decode(replay.body),
+            replay.headers | {"Idempotency-Replayed": "true"},
+        ), True
     if replay is not None:
         state.delete("replays", key)
     answer = command(state, now, *args)
@@ -328,6 +363,7 @@ def run_once(
 
 
 def encode_body(body: dict[str, Any]) -> bytes:
-    """Encode an answer as JSON. The 128-bit ``uuid`` of a registration exceeds msgspec's integers."""
+    """Encode an answer as JSON. The 128-bit ``uuid`` of a registration exceeds msgspec's
+    integers."""
     number = body.get("uuid")
     return b'{"uuid":%d}' % number if number is not None else msgspec.json.encode(body)

@@ -97,7 +97,12 @@ class TrajectoryState:
     @property
     def waiting_groups(self) -> int:
         """Number of groups that count for back-pressure: queued, buffered and leased."""
-        return self.queue.groups + len(self.stale) + self.leased_groups + sum(map(len, self.buffers.values()))
+        return (
+            self.queue.groups
+            + len(self.stale)
+            + self.leased_groups
+            + sum(map(len, self.buffers.values()))
+        )
 
     def next_id(self) -> int:
         """Return an unused group id."""
@@ -116,7 +121,9 @@ class TrajectoryState:
         if isinstance(record, GroupRecord):
             if old is not None:
                 self._leave(old)
-                self._changes.rows.pop((table, key), None)  # followers must get groups in the order they entered
+                self._changes.rows.pop(
+                    (table, key), None
+                )  # followers must get groups in the order they entered
             self._enter(record)
         elif isinstance(record, RunRecord):
             self._update_run(old or RunRecord(), record)
@@ -129,7 +136,8 @@ class TrajectoryState:
         self.put("run", "run", record)
 
     def delete(self, table: str, key: Key) -> None:
-        """Remove one row. The payload of a deleted group is freed, unless it is the latest example."""
+        """Remove one row. The payload of a deleted group is freed, unless it is the latest
+        example."""
         old = self.tables[table].pop(key)
         if isinstance(old, GroupRecord):
             self._leave(old)
@@ -209,7 +217,9 @@ class TrajectoryState:
             held = sorted(self.buffers[env_id].values(), key=by_order)  # type: ignore[index]
             self.buffers[env_id] = {group.id: group for group in held}  # type: ignore[index]
         if "quarantine" in touched:
-            self.quarantine = {group.id: group for group in sorted(self.quarantine.values(), key=by_order)}
+            self.quarantine = {
+                group.id: group for group in sorted(self.quarantine.values(), key=by_order)
+            }
         if "envs" in touched:
             self._sort_envs()
 
@@ -223,7 +233,9 @@ class TrajectoryState:
         self._empty()
         self._changes = Changes()
         self._undo = []
-        groups: list[GroupRecord] = [record for record in snapshot["groups"] if isinstance(record, GroupRecord)]
+        groups: list[GroupRecord] = [
+            record for record in snapshot["groups"] if isinstance(record, GroupRecord)
+        ]
         records: Iterable[Record] = (
             *snapshot["run"],
             *snapshot["envs"],
@@ -331,7 +343,15 @@ class TrajectoryState:
             and (old.latest.id not in self.groups)
         ):
             self.discard(old.latest.payload.ref)
-        if new.max_staleness is not None and old.max_staleness is None and self.max_staleness is not None:
-            queued = (group for group in self.groups.values() if group.place is Place.QUEUE and not group.reason)
+        if (
+            new.max_staleness is not None
+            and old.max_staleness is None
+            and self.max_staleness is not None
+        ):
+            queued = (
+                group
+                for group in self.groups.values()
+                if group.place is Place.QUEUE and not group.reason
+            )
             self._versions = [(group.policy_version, group.order, group.id) for group in queued]
             heapq.heapify(self._versions)

@@ -15,7 +15,8 @@ from realhf.trajectory.state.server_state import TrajectoryState
 
 
 def status(state: TrajectoryState, now: float) -> dict[str, Any]:
-    """Return the step, and the number of queued groups (not sequences, without buffers and leases)."""
+    """Return the step, and the number of queued groups (not sequences, without buffers and
+    leases)."""
     if not state.run.registered and state.options.is_strict("status_before_registration"):
         return {"current_step": 0, "queue_size": 0}
     return {"current_step": state.run.step, "queue_size": state.queue.groups + len(state.stale)}
@@ -46,7 +47,11 @@ def envs(state: TrajectoryState, now: float) -> dict[str, Any]:
         {
             "env_id": env.env_id,
             "name": env.name,
-            "state": "connected" if is_alive(state, env, now) else "stale" if env.connected else "disconnected",
+            "state": "connected"
+            if is_alive(state, env, now)
+            else "stale"
+            if env.connected
+            else "disconnected",
             "last_seen_age_s": max(0.0, now - env.last_seen),
             "weight": env.weight,
             "group_size": env.group_size,
@@ -75,7 +80,9 @@ def buffers(state: TrajectoryState, now: float) -> dict[str, Any]:
                 "sequences": sum(group.size for group in held.values()),
                 "oldest_age_s": max(0.0, now - next(iter(held.values())).arrived_at),
             }
-            for env_id, held in sorted(state.buffers.items(), key=lambda item: -1 if item[0] is None else item[0])
+            for env_id, held in sorted(
+                state.buffers.items(), key=lambda item: -1 if item[0] is None else item[0]
+            )
         ]
     }
 

@@ -108,7 +108,9 @@ class Store(ABC):
         """Return the bytes of staged payloads, checked against their CRC. Raises PayloadLost, and
         StoreFailure if they cannot be read now."""
 
-    async def compact(self, live: Iterable[Payload], closed_files: Mapping[int, SegmentFile]) -> int:
+    async def compact(
+        self, live: Iterable[Payload], closed_files: Mapping[int, SegmentFile]
+    ) -> int:
         """Free the space of all payloads except ``live`` in those of the ``closed_files`` that are
         mostly empty, and return the number of bytes. ``live`` must contain every payload that any
         commit may have kept; a thread iterates over it. Raises StoreFailure."""

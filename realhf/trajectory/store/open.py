@@ -18,12 +18,16 @@ def open_store(url: str, *, durable: bool = False) -> Store:
     if url == "memory":
         return MemoryStore()
     if url.startswith("sqlite:") and url != "sqlite:":
-        return SqliteStore(Path(url.removeprefix("sqlite:").removeprefix("//")).expanduser(), durable=durable)
+        return SqliteStore(
+            Path(url.removeprefix("sqlite:").removeprefix("//")).expanduser(), durable=durable
+        )
     if url.startswith(("redis://", "rediss://", "unix://")):
         try:
             from realhf.trajectory.store.redis import RedisStore
         except ModuleNotFoundError as error:
-            raise ValueError(f"--store {url} needs redis ({error}): {install_command('redis')}") from error
+            raise ValueError(
+                f"--store {url} needs redis ({error}): {install_command('redis')}"
+            ) from error
         try:
             return RedisStore(url)
         except ValueError as error:

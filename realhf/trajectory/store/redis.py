@@ -57,12 +57,12 @@ _BROKEN = (RedisConnectionError, RedisTimeoutError, OSError, RuntimeError)
 a RuntimeError, and the client passes that on."""
 _FAILED = (RedisError, *_BROKEN)
 
-# When Redis is out of memory, it refuses a script whose first write may allocate memory. This first write allocates
-# none, so pulls and acknowledgements, which free memory, still work.
+# When Redis is out of memory, it refuses a script whose first write may allocate memory. This first
+# write allocates none, so pulls and acknowledgements, which free memory, still work.
 _ALLOW_WHEN_FULL = "redis.call('PERSIST', KEYS[2])"
-# Returns, atomically: the id of this Redis' data (created by the first server), version and token of the last commit,
-# the entry of commit ARGV[2], and the rows of the tables. Not a MULTI transaction, because Redis without free memory
-# queues no commands.
+# Returns, atomically: the id of this Redis' data (created by the first server), version and token
+# of the last commit, the entry of commit ARGV[2], and the rows of the tables. Not a MULTI
+# transaction, because Redis without free memory queues no commands.
 _LOAD = f"""
 {_ALLOW_WHEN_FULL}
 redis.call('SET', KEYS[5], ARGV[1], 'NX')
@@ -71,8 +71,8 @@ local tables = {{}}
 for i = 6, #KEYS do tables[i - 5] = redis.call('HVALS', KEYS[i]) end
 return {{redis.call('GET', KEYS[5]), redis.call('GET', KEYS[2]), redis.call('GET', KEYS[4]), known, tables}}
 """
-# Returns the log after commit ARGV[1], the token of that commit, and the time of Redis, which all servers use because
-# their own clocks may differ.
+# Returns the log after commit ARGV[1], the token of that commit, and the time of Redis, which all
+# servers use because their own clocks may differ.
 _FOLLOW = """
 local known = redis.call('XRANGE', KEYS[3], ARGV[1] .. '-0', ARGV[1] .. '-0')
 local by = known[1] and known[1][2][2] or ''
@@ -84,10 +84,10 @@ _BEGIN = f"""
 {_ALLOW_WHEN_FULL}
 if not redis.call('SET', KEYS[1], ARGV[2], 'NX', 'PX', ARGV[3]) then return false end
 {_FOLLOW}"""
-# Commits under the lock: checks that new payloads exist and persists them, writes and deletes rows, deletes payloads,
-# appends the log entry, and releases the lock. ARGV: token, log entry, prefix, log length, cleared, then counted lists
-# of new refs, (table, key, row), (table, key), freed refs. Returns 0 when the lock was lost and -1 when a payload has
-# expired; then nothing is written.
+# Commits under the lock: checks that new payloads exist and persists them, writes and deletes rows,
+# deletes payloads, appends the log entry, and releases the lock. ARGV: token, log entry, prefix,
+# log length, cleared, then counted lists of new refs, (table, key, row), (table, key), freed refs.
+# Returns 0 when the lock was lost and -1 when a payload has expired; then nothing is written.
 _COMMIT = (
     f"if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end {_ALLOW_WHEN_FULL}"
     + """
@@ -147,12 +147,16 @@ class RedisStore(Store):
             raise ValueError(f"unknown option {next(iter(query))!r}; known is prefix")
         self._url = urlunsplit(parts._replace(query=""))
         self.name = f"{parts.scheme}://{parts.hostname or parts.path}:{parts.port or 6379}"
-        # No automatic retries: a repeated commit would find the lock gone and be reported as lost although it was made.
+        # No automatic retries: a repeated commit would find the lock gone and be reported as lost
+        # although it was made.
         self._redis: Redis = Redis.from_url(
             self._url, socket_timeout=5, socket_connect_timeout=2, retry=Retry(NoBackoff(), 0)
         )
         self._keys = [f"{self._prefix}:{name}" for name in ("lock", "version", "log", "last")]
-        self._scripts = {script: self._redis.register_script(script) for script in (_FOLLOW, _BEGIN, _COMMIT, _SETTLE)}
+        self._scripts = {
+            script: self._redis.register_script(script)
+            for script in (_FOLLOW, _BEGIN, _COMMIT, _SETTLE)
+        }
         self._version = 0
         self._now = 0.0
         self._token = b""
@@ -189,7 +193,8 @@ class RedisStore(Store):
             }
         except msgspec.MsgspecError as error:
             raise StoreFailure(
-                f"{self.name}: a row is damaged, or another version wrote it; take that one, or ?prefix=... ({error})"
+                f"{self.name}: a row is damaged, or another version wrote it; take that one, or "
+                f"?prefix=... ({error})"
             ) from error
 
     def now(self) -> float:
@@ -216,7 +221,11 @@ class RedisStore(Store):
         else:
             name, fields = known[0] if known else (b"", [])
             same = _number(name) != self._version or _fields(fields)[b"t"] == self._last
-        return "" if same else f"Redis went back behind commit {self._version}, and others took its number"
+        return (
+            ""
+            if same
+            else f"Redis went back behind commit {self._version}, and others took its number"
+        )
 
     async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
         """Write payloads that expire. A number that any server has used is never overwritten."""
@@ -241,12 +250,18 @@ class RedisStore(Store):
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
         """Return payloads, checked."""
         try:
-            values = await self._redis.mget([self._payload(payload.ref) for payload in payloads]) if payloads else []
+            values = (
+                await self._redis.mget([self._payload(payload.ref) for payload in payloads])
+                if payloads
+                else []
+            )
         except _FAILED as error:
             raise self._failure(error) from error
         whole = [data if isinstance(data, bytes) else b"" for data in values]
         lost = [
-            payload.ref for payload, data in zip(payloads, whole, strict=True) if isal_zlib.crc32(data) != payload.crc
+            payload.ref
+            for payload, data in zip(payloads, whole, strict=True)
+            if isal_zlib.crc32(data) != payload.crc
         ]
         if lost:
             raise PayloadLost(self.name, lost)
@@ -265,7 +280,9 @@ class RedisStore(Store):
                     await self.abandon()
                     raise
             if process_clock.now() > deadline:
-                raise StoreFailure(f"{self.name}: another server held the write lock for {LOCK_DEADLINE_S:.0f} s")
+                raise StoreFailure(
+                    f"{self.name}: another server held the write lock for {LOCK_DEADLINE_S:.0f} s"
+                )
             await asyncio.sleep(random.uniform(0.0005, 0.003))
 
     async def follow(self) -> list[Changes]:
@@ -291,7 +308,9 @@ class RedisStore(Store):
             lists += [len(items), *(value for item in items for value in item)]
         cleared = int(changes.cleared)
         try:
-            version = await self._run(_COMMIT, self._token, entry, self._prefix, LOG_LENGTH, cleared, *lists)
+            version = await self._run(
+                _COMMIT, self._token, entry, self._prefix, LOG_LENGTH, cleared, *lists
+            )
         except _ReplyLost:
             version = await self._settle()
         if version < 0:
@@ -345,12 +364,16 @@ class RedisStore(Store):
         of the last known commit."""
         self._now = max(self._now, int(at[0]) + int(at[1]) / 1e6)
         if self._version and by != self._last:
-            raise StateLost(f"{self.name}: commit {self._version} is no longer in the log, or is another one")
+            raise StateLost(
+                f"{self.name}: commit {self._version} is no longer in the log, or is another one"
+            )
         changes = []
         for name, fields in entries:
             number = _number(name)
             if number != self._version + 1:
-                raise StateLost(f"{self.name}: commits after {self._version} are no longer in the log")
+                raise StateLost(
+                    f"{self.name}: commits after {self._version} are no longer in the log"
+                )
             read = _fields(fields)
             entry = msgspec.msgpack.decode(read[b"c"], type=LogEntry)
             rows = {
@@ -362,7 +385,8 @@ class RedisStore(Store):
             self._last = read[b"t"]
         if (self._version, self._last) != (int(version), last):
             raise StateLost(
-                f"{self.name} is at version {int(version)}, this server at {self._version} or at another "
+                f"{self.name} is at version {int(version)}, this server at {self._version} or at "
+                f"another "
                 "one of that number"
             )
         return changes
@@ -378,7 +402,9 @@ class RedisStore(Store):
         connections, because the address may lead to the new master."""
         if isinstance(error, ReadOnlyError) or "READONLY" in str(error):
             await self._redis.connection_pool.disconnect()
-            return StoreFailure(f"{self.name}: it is a replica now; the next attempt reconnects ({error})")
+            return StoreFailure(
+                f"{self.name}: it is a replica now; the next attempt reconnects ({error})"
+            )
         return self._failure(error)
 
     def _failure(self, error: Exception) -> StoreFailure:

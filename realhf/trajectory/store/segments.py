@@ -95,7 +95,8 @@ class Segments:
         """Whether the disk is nearly full, so that no file may be mostly empty."""
         self._spare: deque[tuple[Path, _Handle]] = deque()
         self._compact_from = 0
-        """Number of the first file that may be compacted; damaged rows may refer to earlier ones."""
+        """Number of the first file that may be compacted; damaged rows may refer to earlier
+        ones."""
         self._knows_holes = True
         self._new_names = False
         self._active = 0
@@ -120,7 +121,9 @@ class Segments:
                 file.handle = _Handle(file.path)
             except OSError as error:
                 logger.error("%s cannot be opened now, and is left as it is: %s", file.path, error)
-        self._active = max([self._active, *paths, *map(_number_of, payloads)])  # a number is never used again
+        self._active = max(
+            [self._active, *paths, *map(_number_of, payloads)]
+        )  # a number is never used again
         self._begin_file()
         self._compact_from = self._active if keep_unused else 0
 
@@ -165,7 +168,9 @@ class Segments:
         offsets."""
         written = set()
         for ref, payloads in _runs(staged):
-            if file := self._files.get(ref >> _OFFSET_BITS):  # otherwise everything in it has been discarded
+            if file := self._files.get(
+                ref >> _OFFSET_BITS
+            ):  # otherwise everything in it has been discarded
                 file.handle = file.handle or self._new_file(file)
                 _write_all(file.handle.number, ref & _OFFSET_MASK, payloads)
                 written.add(file.handle)
@@ -178,7 +183,9 @@ class Segments:
                 os.fsync(folder)
             finally:
                 os.close(folder)
-            self._new_names = False  # only after the flush: after a failure the next try has to flush
+            self._new_names = (
+                False  # only after the flush: after a failure the next try has to flush
+            )
 
     def drop_written(self, staged: dict[int, bytes]) -> None:
         """Drop these payloads from memory, because they are written."""
@@ -248,8 +255,12 @@ class Segments:
     def is_wasteful(self, held_bytes: int) -> bool:
         """Return whether the files occupy more than twice the bytes in use plus a slack of a few
         files."""
-        taken = sum(file.on_disk for number, file in self._files.items() if number >= self._compact_from)
-        return self._knows_holes and taken > 2 * held_bytes + (0 if self.tight else _SLACK_FILES * self._limit)
+        taken = sum(
+            file.on_disk for number, file in self._files.items() if number >= self._compact_from
+        )
+        return self._knows_holes and taken > 2 * held_bytes + (
+            0 if self.tight else _SLACK_FILES * self._limit
+        )
 
     def closed_files(self) -> dict[int, SegmentFile]:
         """Return the files that may get holes: they are no longer written to, and no commit refers
@@ -268,11 +279,16 @@ class Segments:
         for offset, length in gaps:
             start = -(-offset // _BLOCK_BYTES) * _BLOCK_BYTES
             end = (offset + length) // _BLOCK_BYTES * _BLOCK_BYTES
-            if start < end and _fallocate(file.handle.number, _PUNCH_HOLE | _KEEP_SIZE, start, end - start):
+            if start < end and _fallocate(
+                file.handle.number, _PUNCH_HOLE | _KEEP_SIZE, start, end - start
+            ):
                 code = ctypes.get_errno()
                 if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
                     raise OSError(code, os.strerror(code), str(file.path))
-                logger.warning("%s: this disk knows no holes, so files go only when they are empty", self._folder)
+                logger.warning(
+                    "%s: this disk knows no holes, so files go only when they are empty",
+                    self._folder,
+                )
                 self._knows_holes = False
                 return 0
         before = file.on_disk
@@ -287,7 +303,11 @@ class Segments:
             handle = file.handle
             file.handle = None
             # One that a single large payload filled is more than was promised to be taken.
-            if handle and len(self._spare) < _SPARE_FILES and os.fstat(handle.number).st_size <= self._limit:
+            if (
+                handle
+                and len(self._spare) < _SPARE_FILES
+                and os.fstat(handle.number).st_size <= self._limit
+            ):
                 self._spare.append((file.path.rename(file.path.with_suffix(".spare")), handle))
             else:
                 file.path.unlink(missing_ok=True)
@@ -361,7 +381,9 @@ def sparse_files(
     length) between ``live`` payloads."""
     places: dict[int, list[tuple[int, int]]] = {}
     for payload in live:
-        places.setdefault(_number_of(payload), []).append((ref_of(payload) & _OFFSET_MASK, payload.nbytes))
+        places.setdefault(_number_of(payload), []).append(
+            (ref_of(payload) & _OFFSET_MASK, payload.nbytes)
+        )
     for number, used in places.items():
         file = closed_files.get(number)
         if file is None or sum(nbytes for _, nbytes in used) > file.on_disk // 2:

@@ -50,7 +50,13 @@ from realhf.trajectory.store.base import (
     StoreFailure,
     empty_snapshot,
 )
-from realhf.trajectory.store.segments import SEGMENT_BYTES, SegmentFile, Segments, ref_of, sparse_files
+from realhf.trajectory.store.segments import (
+    SEGMENT_BYTES,
+    SegmentFile,
+    Segments,
+    ref_of,
+    sparse_files,
+)
 
 logger = logging.getLogger(__name__)
 _INTEGER_KEYS = ("envs", "groups")
@@ -88,7 +94,9 @@ class SqliteStore(Store):
     """Store in one folder, locked by one process. ``durable``: every commit reaches the disk before
     it returns."""
 
-    def __init__(self, folder: Path, *, durable: bool = False, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self, folder: Path, *, durable: bool = False, segment_bytes: int = SEGMENT_BYTES
+    ) -> None:
         self.name = f"sqlite:{folder}"
         self._folder = folder
         self._durable = durable
@@ -154,7 +162,11 @@ class SqliteStore(Store):
         try:
             await self._merge_log()
         except (OSError, sqlite3.Error) as error:
-            logger.error("%s: the log of changes could not be merged, and grows until it can: %s", self.name, error)
+            logger.error(
+                "%s: the log of changes could not be merged, and grows until it can: %s",
+                self.name,
+                error,
+            )
 
     async def _attempt(self, staged: dict[int, bytes], changes: Changes) -> Exception | None:
         """Write payloads and rows; return the error if nothing was kept. Raises OutcomeUnknown."""
@@ -180,18 +192,24 @@ class SqliteStore(Store):
         try:
             return await self._on_writer(self._is_committed, changes)
         except (OSError, sqlite3.Error) as unknown:
-            raise OutcomeUnknown(f"{self.name}: {error}; then, looking what was kept: {unknown}") from unknown
+            raise OutcomeUnknown(
+                f"{self.name}: {error}; then, looking what was kept: {unknown}"
+            ) from unknown
 
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
         """Return the bytes of payloads, checked. Raises PayloadLost only for bytes that were read
         and differ from what was written, and StoreFailure if they cannot be read now."""
         return await asyncio.to_thread(self._read, payloads)
 
-    async def compact(self, live: Iterable[Payload], closed_files: Mapping[int, SegmentFile]) -> int:
+    async def compact(
+        self, live: Iterable[Payload], closed_files: Mapping[int, SegmentFile]
+    ) -> int:
         """Punch holes into the files, one file at a time so that commits get their turn."""
         freed = 0
         try:
-            for number, file, gaps in await asyncio.to_thread(lambda: list(sparse_files(live, closed_files))):
+            for number, file, gaps in await asyncio.to_thread(
+                lambda: list(sparse_files(live, closed_files))
+            ):
                 freed += await self._on_writer(self._segments.punch_holes, number, file, gaps)
         except OSError as error:
             raise StoreFailure(f"{self.name}: {error}") from error
@@ -226,7 +244,9 @@ class SqliteStore(Store):
             os.close(self._lock)
             self._lock = None
             raise StoreFailure(f"{self.name} is in use by another server (pid {owner})") from None
-        with suppress(OSError):  # the number only helps a person, and a full disk must not stop the start
+        with suppress(
+            OSError
+        ):  # the number only helps a person, and a full disk must not stop the start
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
@@ -235,7 +255,8 @@ class SqliteStore(Store):
         return self._folder / "ballast"
 
     def _refuse_when_full(self, nbytes: int) -> None:
-        """Raise StoreFailure for a push that would leave too little free space to drain the store."""
+        """Raise StoreFailure for a push that would leave too little free space to drain the
+        store."""
         self._room -= nbytes
         if self._room > 0 and process_clock.now() < self._next_check_at:
             return
@@ -248,7 +269,8 @@ class SqliteStore(Store):
             self._writer.submit(self._remove, self._segments.end_active())
             self._writer.submit(self._segments.delete_spares)
             raise StoreFailure(
-                f"{self.name}: the disk has {free >> 20} MiB left, and {reserve >> 20} MiB are kept for pulls and "
+                f"{self.name}: the disk has {free >> 20} MiB left, and {reserve >> 20} MiB are "
+                f"kept for pulls and "
                 "acknowledgements; pushes are refused until there is room"
             )
         if not self._has_ballast and free > 4 * reserve:
@@ -286,14 +308,18 @@ class SqliteStore(Store):
         self._ballast.unlink(missing_ok=True)
         freed_any = self._segments.delete_spares() or had_ballast
         if freed_any:
-            logger.warning("%s: the disk is full; what was kept in reserve is used to drain it", self.name)
+            logger.warning(
+                "%s: the disk is full; what was kept in reserve is used to drain it", self.name
+            )
         if self._database is not None:
             with suppress(sqlite3.Error):
                 self._run_checkpoint("TRUNCATE")
         return freed_any
 
     def _connect(self) -> sqlite3.Connection:
-        database = sqlite3.connect(self._folder / "state.sqlite", isolation_level=None, check_same_thread=False)
+        database = sqlite3.connect(
+            self._folder / "state.sqlite", isolation_level=None, check_same_thread=False
+        )
         database.execute("PRAGMA journal_mode=WAL")
         database.execute(f"PRAGMA synchronous={'FULL' if self._durable else 'NORMAL'}")
         database.execute("PRAGMA busy_timeout=5000")
@@ -302,7 +328,8 @@ class SqliteStore(Store):
         if version > _FORMAT:
             database.close()
             raise StoreFailure(
-                f"{self.name} has format {version}, this program knows up to {_FORMAT}; take a newer one"
+                f"{self.name} has format {version}, this program knows up to {_FORMAT}; take a "
+                f"newer one"
             )
         if version < _FORMAT:
             database.execute("BEGIN IMMEDIATE")
@@ -312,10 +339,14 @@ class SqliteStore(Store):
                 else:
                     columns = "(key TEXT PRIMARY KEY, row BLOB NOT NULL) WITHOUT ROWID"
                 database.execute(f'CREATE TABLE IF NOT EXISTS "{table}" {columns}')
-                rows = database.execute(f'SELECT key, row FROM "{table}"').fetchall()  # of format 0, if there are any
+                rows = database.execute(
+                    f'SELECT key, row FROM "{table}"'
+                ).fetchall()  # of format 0, if there are any
                 sealed = [(_seal(table, key, row), key) for key, row in rows]
                 database.executemany(f'UPDATE "{table}" SET row = ? WHERE key = ?', sealed)
-            database.execute("CREATE TABLE IF NOT EXISTS damaged (name TEXT NOT NULL, key NOT NULL, row BLOB)")
+            database.execute(
+                "CREATE TABLE IF NOT EXISTS damaged (name TEXT NOT NULL, key NOT NULL, row BLOB)"
+            )
             database.execute(f"PRAGMA user_version={_FORMAT}")
             database.execute("COMMIT")
         return database
@@ -335,8 +366,12 @@ class SqliteStore(Store):
                 else:
                     snapshot[table].append(record)
         if damaged:
-            counts = ", ".join(f"{table} {count}" for table, count in Counter(row[0] for row in damaged).items())
-            logger.error("%s: damaged rows were set aside, in the table 'damaged': %s", self.name, counts)
+            counts = ", ".join(
+                f"{table} {count}" for table, count in Counter(row[0] for row in damaged).items()
+            )
+            logger.error(
+                "%s: damaged rows were set aside, in the table 'damaged': %s", self.name, counts
+            )
             if any(table == "run" for table, _, _ in damaged):
                 self._loss = "the record of the run is damaged, and was set aside"
             self._database.execute("BEGIN IMMEDIATE")
@@ -378,38 +413,56 @@ class SqliteStore(Store):
                         torn.add(group.id)
                 except OSError as error:
                     unreadable += 1
-                    logger.error("%s: group %d cannot be read now, and stays: %s", self.name, group.id, error)
+                    logger.error(
+                        "%s: group %d cannot be read now, and stays: %s", self.name, group.id, error
+                    )
                     if unreadable >= _MOST_UNREADABLE:
                         break
         if torn:
-            logger.error("%s: the payloads of %d groups are damaged; they go to quarantine", self.name, len(torn))
+            logger.error(
+                "%s: the payloads of %d groups are damaged; they go to quarantine",
+                self.name,
+                len(torn),
+            )
         return torn
 
     async def _merge_log(self) -> None:
         """Merge the write-ahead log into the database now and then, concurrently with later
         commits."""
-        if self._logged < _CHECKPOINT_BYTES or (self._checkpoint is not None and not self._checkpoint.done()):
+        if self._logged < _CHECKPOINT_BYTES or (
+            self._checkpoint is not None and not self._checkpoint.done()
+        ):
             return
         size = (self._folder / "state.sqlite-wal").stat().st_size
         self._logged = 0
         if size > _WAIT_FOR_CHECKPOINT_BYTES:
             await self._on_writer(self._run_checkpoint, "TRUNCATE")
         else:
-            self._checkpoint = asyncio.ensure_future(self._on_writer(self._run_checkpoint, "PASSIVE"))
+            self._checkpoint = asyncio.ensure_future(
+                self._on_writer(self._run_checkpoint, "PASSIVE")
+            )
             self._checkpoint.add_done_callback(self._checkpoint_ended)
 
     def _checkpoint_ended(self, done: asyncio.Future[None]) -> None:
         if not done.cancelled() and (error := done.exception()):
-            logger.error("%s: the log of changes could not be merged, and grows until it can: %s", self.name, error)
+            logger.error(
+                "%s: the log of changes could not be merged, and grows until it can: %s",
+                self.name,
+                error,
+            )
 
     def _remove(self, files: Sequence[SegmentFile]) -> None:
         try:
             self._segments.remove(files)
         except OSError as error:
-            logger.error("%s: files of acknowledged groups could not be deleted: %s", self.name, error)
+            logger.error(
+                "%s: files of acknowledged groups could not be deleted: %s", self.name, error
+            )
 
     def _run_checkpoint(self, mode: str) -> None:
-        with closing(sqlite3.connect(self._folder / "state.sqlite", isolation_level=None)) as database:
+        with closing(
+            sqlite3.connect(self._folder / "state.sqlite", isolation_level=None)
+        ) as database:
             database.execute("PRAGMA busy_timeout=1000")
             database.execute(f"PRAGMA wal_checkpoint({mode})")
 
@@ -443,13 +496,17 @@ class SqliteStore(Store):
         self._close_database()
         self._database = self._connect()
         for (table, key), record in changes.rows.items():
-            found = self._database.execute(f'SELECT row FROM "{table}" WHERE key = ?', (key,)).fetchone()
+            found = self._database.execute(
+                f'SELECT row FROM "{table}" WHERE key = ?', (key,)
+            ).fetchone()
             wanted = None if record is None else (_seal(table, key, _ENCODER.encode(record)),)
             if found != wanted:
                 return False
         for table in TABLES if changes.cleared else ():
             (found,) = self._database.execute(f'SELECT count(*) FROM "{table}"').fetchone()
-            if found != sum(record is not None and name == table for (name, _), record in changes.rows.items()):
+            if found != sum(
+                record is not None and name == table for (name, _), record in changes.rows.items()
+            ):
                 return False
         return True
 
@@ -481,7 +538,12 @@ _CRC_BYTES = 4
 def _seal(table: str, key: Any, row: bytes) -> bytes:
     """Prefix a row with a checksum, so that a damaged row, or a row under another key, is not taken
     for a record."""
-    return isal_zlib.crc32(row, isal_zlib.crc32(f"{table} {key}".encode())).to_bytes(_CRC_BYTES, "little") + row
+    return (
+        isal_zlib.crc32(row, isal_zlib.crc32(f"{table} {key}".encode())).to_bytes(
+            _CRC_BYTES, "little"
+        )
+        + row
+    )
 
 
 def _unseal(table: str, key: Any, row: Any, decoder: msgspec.msgpack.Decoder[Any]) -> Record | None:
@@ -519,7 +581,9 @@ def _build_repairs(snapshot: Snapshot, torn: set[int]) -> Changes:
     for group in groups.values():
         changed = group
         if group.id in torn:
-            changed = msgspec.structs.replace(group, place=Place.QUARANTINE, bundle=None, reason=PAYLOAD_LOST)
+            changed = msgspec.structs.replace(
+                group, place=Place.QUARANTINE, bundle=None, reason=PAYLOAD_LOST
+            )
         elif group.place is Place.LEASED and group.id not in leased:
             changed = msgspec.structs.replace(group, place=Place.QUEUE)
         elif group.bundle is not None and group.place is Place.QUEUE and group.bundle not in whole:
@@ -531,7 +595,9 @@ def _build_repairs(snapshot: Snapshot, torn: set[int]) -> Changes:
 
 def _whole_bundles(groups: Mapping[int, GroupRecord], torn: set[int]) -> set[tuple[int, int]]:
     """Return the bundles that are still complete."""
-    queued = (group for group in groups.values() if group.place is Place.QUEUE and group.id not in torn)
+    queued = (
+        group for group in groups.values() if group.place is Place.QUEUE and group.id not in torn
+    )
     counts = Counter(group.bundle for group in queued if group.bundle is not None)
     return {bundle for bundle, count in counts.items() if count == bundle[1]}
 

@@ -91,9 +91,13 @@ class TrajectoryDataset:
         self._client.set_policy_version(version)
         batch = self._client.pull(wait_s)
         renewal = renew_lease(self._client.inner, batch.lease_id)
-        self._held[batch.lease_id] = asyncio.run_coroutine_threadsafe(renewal, self._client.thread.loop)
+        self._held[batch.lease_id] = asyncio.run_coroutine_threadsafe(
+            renewal, self._client.thread.loop
+        )
         waited = time.perf_counter() - began
-        converted = groups_to_sample(ids, batch.groups, self._limits, version=batch.min_version, rescore=rescore)
+        converted = groups_to_sample(
+            ids, batch.groups, self._limits, version=batch.min_version, rescore=rescore
+        )
         stats = {
             "n_groups": float(len(batch.groups)),
             "n_sequences": float(batch.n_sequences),
@@ -105,7 +109,11 @@ class TrajectoryDataset:
             "staleness_min": float(version - batch.max_version),
         } | {f"n_{name}": float(count) for name, count in converted.problems.items()}
         if converted.problems:
-            logger.warning("step %d: sequences that cannot be trained on: %s", version, dict(converted.problems))
+            logger.warning(
+                "step %d: sequences that cannot be trained on: %s",
+                version,
+                dict(converted.problems),
+            )
         return converted.sample, stats
 
     def acknowledge(self, leases: Sequence[str]) -> None:
@@ -131,7 +139,10 @@ class TrajectoryDataset:
     def _is_ours(self, run: StreamRun) -> bool:
         if self._client.run_names() != {"group": run.group, "project": run.project}:
             return False
-        return self._client.info() == {"batch_size": run.batch_size, "max_token_len": run.max_tokens}
+        return self._client.info() == {
+            "batch_size": run.batch_size,
+            "max_token_len": run.max_tokens,
+        }
 
     def _register(self, run: StreamRun, step: int, *, join: bool) -> None:
         self._client.register(
@@ -155,13 +166,19 @@ class TrajectoryDataset:
     def _settle_leases(self, consumed: Sequence[str]) -> None:
         """Resolve the leases after a restart: batches contained in a checkpoint are acknowledged,
         the others are returned."""
-        mine = [lease["lease_id"] for lease in self._client.leases() if lease["owner"] == self._client.trainer_id]
+        mine = [
+            lease["lease_id"]
+            for lease in self._client.leases()
+            if lease["owner"] == self._client.trainer_id
+        ]
         for lease_id in mine:
             if lease_id in consumed:
                 self._client.ack(lease_id)
             else:
                 self._client.nack(lease_id)
-        logger.info("leases of this run: %d, of them %d consumed", len(mine), len(set(mine) & set(consumed)))
+        logger.info(
+            "leases of this run: %d, of them %d consumed", len(mine), len(set(mine) & set(consumed))
+        )
 
 
 async def renew_lease(client: AsyncTrajectoryClient, lease_id: str) -> None:
@@ -177,8 +194,8 @@ async def renew_lease(client: AsyncTrajectoryClient, lease_id: str) -> None:
             logger.warning("a lease was not renewed, and is tried again: %s", error)
             wait_s = _RETRY_S
         except Exception:
-            # The future of this task is not awaited. If it died silently, the lease would expire and the
-            # batch would be trained on twice.
+            # The future of this task is not awaited. If it died silently, the lease would expire
+            # and the batch would be trained on twice.
             logger.exception("a lease was not renewed, and is tried again")
             wait_s = _RETRY_S
         await asyncio.sleep(wait_s)

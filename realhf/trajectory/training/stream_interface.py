@@ -84,10 +84,15 @@ class TrajectoryStreamInterface:
         self._engine = model.engine
         self._pulled_at = context.step
         try:
-            filled, stats = dataset.next(sample.ids, version=context.step, wait_s=self.wait_s, rescore=rescore)
+            filled, stats = dataset.next(
+                sample.ids, version=context.step, wait_s=self.wait_s, rescore=rescore
+            )
         finally:
             self._untrained = set(dataset.held) - before
-        return filled, {**stats, "episodes": self._build_transcripts(filled, model.tokenizer, context.step)}
+        return filled, {
+            **stats,
+            "episodes": self._build_transcripts(filled, model.tokenizer, context.step),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the leases of batches that were trained on. A run that is stopped within a step
@@ -116,7 +121,9 @@ class TrajectoryStreamInterface:
         if self._dataset is None:
             url = self.url or next(iter(context.endpoints.get("trajectory", ())), "")
             if not url:
-                raise RuntimeError("no trajectory server is registered; stream_gen needs one (kind 'trajectory')")
+                raise RuntimeError(
+                    "no trajectory server is registered; stream_gen needs one (kind 'trajectory')"
+                )
             limits = RowLimits(len(model.tokenizer), self.max_tokens, self.min_group_size)
             run = StreamRun(
                 self.group,
@@ -127,19 +134,29 @@ class TrajectoryStreamInterface:
                 self.max_staleness,
                 self.fresh,
             )
-            self._dataset = TrajectoryDataset(self._client(url), run, limits, step=context.step, consumed=self._saved)
+            self._dataset = TrajectoryDataset(
+                self._client(url), run, limits, step=context.step, consumed=self._saved
+            )
         return self._dataset
 
     def _client(self, url: str) -> TrajectoryClient:
-        token = Path(self.token_file).expanduser().read_text(encoding="utf-8").strip() if self.token_file else ""
+        token = (
+            Path(self.token_file).expanduser().read_text(encoding="utf-8").strip()
+            if self.token_file
+            else ""
+        )
         parts = urlsplit(url)
         if parts.password:  # the token of a server of this run
             url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
             token = token or parts.password
         name = quote(f"{self.group}/{self.project}")
-        return TrajectoryClient(url, token=token, trainer_id=name, explicit_acks=True, ca_file=self.ca_file)
+        return TrajectoryClient(
+            url, token=token, trainer_id=name, explicit_acks=True, ca_file=self.ca_file
+        )
 
-    def _build_transcripts(self, sample: SequenceSample, tokenizer: Any, step: int) -> Sequence[str]:
+    def _build_transcripts(
+        self, sample: SequenceSample, tokenizer: Any, step: int
+    ) -> Sequence[str]:
         texts = []
         start = 0
         for sample_id, lengths in zip(sample.ids, sample.seqlens["packed_input_ids"], strict=True):

@@ -86,7 +86,12 @@ class Converted:
 
 
 def groups_to_sample(
-    ids: Sequence[str], groups: Sequence[Mapping[str, Any]], limits: RowLimits, *, version: int, rescore: Rescore
+    ids: Sequence[str],
+    groups: Sequence[Mapping[str, Any]],
+    limits: RowLimits,
+    *,
+    version: int,
+    rescore: Rescore,
 ) -> Converted:
     """Convert groups to one sample each; ids beyond the groups become samples without sequences.
 
@@ -113,10 +118,14 @@ def groups_to_sample(
     rows += [[]] * (len(ids) - len(rows))
     flat = [row for group in rows for row in group]
     sample = _pack_sample(tuple(ids), rows, flat, rescore)
-    return Converted(sample, dict(problems), sum(row.logprobs is None and row.outcome == VALID for row in flat))
+    return Converted(
+        sample, dict(problems), sum(row.logprobs is None and row.outcome == VALID for row in flat)
+    )
 
 
-def _build_rows(group: Mapping[str, Any], limits: RowLimits, version: int, problems: Counter[str]) -> list[SequenceRow]:
+def _build_rows(
+    group: Mapping[str, Any], limits: RowLimits, version: int, problems: Counter[str]
+) -> list[SequenceRow]:
     rows: list[SequenceRow] = []
     numbers = _number_rollouts(group)
     for index in range(len(group["tokens"])):
@@ -125,24 +134,40 @@ def _build_rows(group: Mapping[str, Any], limits: RowLimits, version: int, probl
         except RowProblem as problem:
             problems[str(problem)] += 1
             rows.append(_empty_row(version))
-    if len({number for row, number in zip(rows, numbers, strict=True) if row.outcome == VALID}) < limits.min_group_size:
+    if (
+        len({number for row, number in zip(rows, numbers, strict=True) if row.outcome == VALID})
+        < limits.min_group_size
+    ):
         rows = [_empty_row(version) for _ in rows]
     return [replace(row, rollout=number) for row, number in zip(rows, numbers, strict=True)]
 
 
 def _number_rollouts(group: Mapping[str, Any]) -> list[int]:
     """Return the number of each sequence's rollout in the group."""
-    named = [(_entry(group, "overrides", index) or {}).get("rollout") for index in range(len(group["tokens"]))]
+    named = [
+        (_entry(group, "overrides", index) or {}).get("rollout")
+        for index in range(len(group["tokens"]))
+    ]
     owners = [index if name is None else f"{name!r}" for index, name in enumerate(named)]
     numbers = {owner: number for number, owner in enumerate(dict.fromkeys(owners))}
     return [numbers[owner] for owner in owners]
 
 
 def _empty_row(version: int) -> SequenceRow:
-    return SequenceRow(np.zeros(1, np.int64), np.zeros(1, bool), np.zeros(1, np.float32), 0.0, False, version, FILTERED)
+    return SequenceRow(
+        np.zeros(1, np.int64),
+        np.zeros(1, bool),
+        np.zeros(1, np.float32),
+        0.0,
+        False,
+        version,
+        FILTERED,
+    )
 
 
-def _build_row(group: Mapping[str, Any], index: int, limits: RowLimits, version: int) -> SequenceRow:
+def _build_row(
+    group: Mapping[str, Any], index: int, limits: RowLimits, version: int
+) -> SequenceRow:
     try:
         tokens = np.asarray(group["tokens"][index], np.int64)
     except OverflowError:
@@ -188,7 +213,10 @@ def _entry(group: Mapping[str, Any], name: str, index: int) -> Any:
 
 
 def _pack_sample(
-    ids: tuple[str, ...], groups: Sequence[Sequence[SequenceRow]], flat: Sequence[SequenceRow], rescore: Rescore
+    ids: tuple[str, ...],
+    groups: Sequence[Sequence[SequenceRow]],
+    flat: Sequence[SequenceRow],
+    rescore: Rescore,
 ) -> SequenceSample:
     import torch
 
@@ -199,10 +227,14 @@ def _pack_sample(
     trained = _concatenate([row.trained for row in flat], np.bool_)
     tensors = {
         "packed_input_ids": tokens,
-        "prompt_mask": _concatenate([~np.logical_or.accumulate(row.trained) for row in flat], np.bool_),
+        "prompt_mask": _concatenate(
+            [~np.logical_or.accumulate(row.trained) for row in flat], np.bool_
+        ),
         "loss_mask": trained,
         "packed_logprobs": _concatenate([_logprobs_or_zeros(row)[1:] for row in flat], np.float32),
-        "packed_versions": _concatenate([np.where(row.trained, row.version, -1)[1:] for row in flat], np.int32),
+        "packed_versions": _concatenate(
+            [np.where(row.trained, row.version, -1)[1:] for row in flat], np.int32
+        ),
         "env_rewards": torch.tensor([row.score for row in flat], dtype=torch.float32),
         "seq_no_eos_mask": torch.tensor([row.truncated for row in flat], dtype=torch.bool),
         "outcome": torch.tensor([row.outcome for row in flat], dtype=torch.uint8),
@@ -211,8 +243,12 @@ def _pack_sample(
     if any(row.logprobs is None for row in flat):
         own = {"packed_input_ids": tokens, "loss_mask": trained}
         own = SequenceSample.from_tensors(ids, own, dict.fromkeys(own, lengths))
-        missing = _concatenate([np.full(len(row.tokens) - 1, row.logprobs is None) for row in flat], np.bool_)
-        tensors["packed_logprobs"] = torch.where(missing, rescore(own).cpu().float(), tensors["packed_logprobs"])
+        missing = _concatenate(
+            [np.full(len(row.tokens) - 1, row.logprobs is None) for row in flat], np.bool_
+        )
+        tensors["packed_logprobs"] = torch.where(
+            missing, rescore(own).cpu().float(), tensors["packed_logprobs"]
+        )
     seqlens = {
         name: shifted
         if name in ("packed_logprobs", "packed_versions")
@@ -221,8 +257,13 @@ def _pack_sample(
         else lengths
         for name in tensors
     }
-    rewards = [json.dumps([row.score if row.outcome == VALID else None for row in group]) for group in groups]
-    return SequenceSample.from_tensors(ids, tensors, seqlens, {"rewards": rewards, "achieved": ["[]"] * len(ids)})
+    rewards = [
+        json.dumps([row.score if row.outcome == VALID else None for row in group])
+        for group in groups
+    ]
+    return SequenceSample.from_tensors(
+        ids, tensors, seqlens, {"rewards": rewards, "achieved": ["[]"] * len(ids)}
+    )
 
 
 def _logprobs_or_zeros(row: SequenceRow) -> np.ndarray:

@@ -19,7 +19,15 @@ import numpy as np
 import zstandard
 from isal import isal_zlib
 
-from realhf.trajectory.records import FIELDS, FLOAT_ROWS, INTEGER_ROWS, N_STOCK_FIELDS, SCHEMA, Encoding, Payload
+from realhf.trajectory.records import (
+    FIELDS,
+    FLOAT_ROWS,
+    INTEGER_ROWS,
+    N_STOCK_FIELDS,
+    SCHEMA,
+    Encoding,
+    Payload,
+)
 from realhf.trajectory.wire.msgpack_groups import Tensor, decoders
 
 GZIP_FROM_BYTES = 1000
@@ -113,13 +121,20 @@ def _missing_fields(present: int) -> list[str]:
 def _array_header(length: int) -> bytes:
     if length < 16:
         return bytes([0x90 | length])
-    return b"\xdc" + length.to_bytes(2, "big") if length < 1 << 16 else b"\xdd" + length.to_bytes(4, "big")
+    return (
+        b"\xdc" + length.to_bytes(2, "big")
+        if length < 1 << 16
+        else b"\xdd" + length.to_bytes(4, "big")
+    )
 
 
 def to_json(present: int, data: bytes) -> bytes:
-    """Return the JSON object of a group that was pushed as MessagePack pairs, with the same keys."""
+    """Return the JSON object of a group that was pushed as MessagePack pairs, with the same
+    keys."""
     header = present.bit_count()
-    fields = msgspec.msgpack.decode(b"\xde" + header.to_bytes(2, "big") + data, type=dict[str, msgspec.Raw])
+    fields = msgspec.msgpack.decode(
+        b"\xde" + header.to_bytes(2, "big") + data, type=dict[str, msgspec.Raw]
+    )
     values = {}
     for name in (name for bit, name in enumerate(FIELDS) if present >> bit & 1):
         value = decoders()[name].decode(fields[name])
@@ -160,7 +175,9 @@ def rows(tensor: Tensor) -> list[list[int]] | list[list[float]]:
     """Return lists of Python numbers; the conversion is exact for every dtype."""
     flat = tensor.values().tolist()
     ends = np.cumsum(tensor.lengths(), dtype=np.int64).tolist()
-    return [flat[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)] if ends else []
+    return (
+        [flat[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)] if ends else []
+    )
 
 
 def integer_tensor(values: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -208,7 +225,9 @@ async def gzip_pieces(pieces: Sequence[Piece], level: int) -> list[bytes]:
     if sum(map(len, pieces)) <= INLINE_BYTES:
         segments = [segment(pieces, level)]
     else:
-        segments = await asyncio.gather(*(asyncio.to_thread(segment, run, level) for run in runs(pieces)))
+        segments = await asyncio.gather(
+            *(asyncio.to_thread(segment, run, level) for run in runs(pieces))
+        )
     checksum = 0
     size = 0
     for _, part, length in segments:
@@ -232,8 +251,13 @@ def runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 
 async def zstd_pieces(pieces: Sequence[Piece], level: int) -> list[bytes]:
-    """Compress each run of pieces to one Zstandard frame; decoders read the frames as one stream."""
-    return list(await asyncio.gather(*(asyncio.to_thread(_zstd, b"".join(run), level) for run in runs(pieces))))
+    """Compress each run of pieces to one Zstandard frame; decoders read the frames as one
+    stream."""
+    return list(
+        await asyncio.gather(
+            *(asyncio.to_thread(_zstd, b"".join(run), level) for run in runs(pieces))
+        )
+    )
 
 
 def _zstd(piece: Piece, level: int) -> bytes:

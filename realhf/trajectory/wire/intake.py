@@ -44,7 +44,9 @@ MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vn
 
 def is_msgpack(content_type: str | None) -> bool:
     """Return whether this content type is MessagePack."""
-    return content_type is not None and content_type.partition(";")[0].strip().lower() in MSGPACK_TYPES
+    return (
+        content_type is not None and content_type.partition(";")[0].strip().lower() in MSGPACK_TYPES
+    )
 
 
 async def parse_groups(
@@ -63,12 +65,18 @@ async def parse_groups(
     return await _parse_elsewhere(body, msgpack, listed, int64, offload)
 
 
-async def _parse_here(body: bytes, msgpack: bool, listed: bool, int64: bool) -> list[Incoming] | None:
+async def _parse_here(
+    body: bytes, msgpack: bool, listed: bool, int64: bool
+) -> list[Incoming] | None:
     """Parse on the event loop; return None if that would take too long."""
     loc: list[str | int] = ["body"]
     items = _split(body, loc, msgpack) if listed else [body]
     if items is None:
-        return lax_groups.read_lax_list(body, loc, int64=int64) if len(body) <= INLINE_LAX_BYTES else None
+        return (
+            lax_groups.read_lax_list(body, loc, int64=int64)
+            if len(body) <= INLINE_LAX_BYTES
+            else None
+        )
     groups = []
     since = 0
     if max(map(len, items), default=0) > INLINE_BYTES:
@@ -77,7 +85,9 @@ async def _parse_here(body: bytes, msgpack: bool, listed: bool, int64: bool) -> 
         group = _read_fast(item, [*loc, index] if listed else loc, msgpack, INLINE_NESTS)
         if group is None and len(item) > INLINE_LAX_BYTES:
             return None
-        groups.append(group or lax_groups.read_lax(item, [*loc, index] if listed else loc, int64=int64))
+        groups.append(
+            group or lax_groups.read_lax(item, [*loc, index] if listed else loc, int64=int64)
+        )
         since += len(item)
         if since > YIELD_BYTES:
             since = 0
@@ -85,18 +95,26 @@ async def _parse_here(body: bytes, msgpack: bool, listed: bool, int64: bool) -> 
     return groups
 
 
-async def _parse_elsewhere(body: bytes, msgpack: bool, listed: bool, int64: bool, offload: Offload) -> list[Incoming]:
+async def _parse_elsewhere(
+    body: bytes, msgpack: bool, listed: bool, int64: bool, offload: Offload
+) -> list[Incoming]:
     """Parse in another process. The body goes there through a file, and spans in the body come
     back, because pickling it would block the event loop as well."""
     try:
         file = await asyncio.to_thread(_spill, body)
     except OSError as error:
-        raise Refusal(503, f"no room for a large body: {error.strerror}", {"Retry-After": "1"}) from error
+        raise Refusal(
+            503, f"no room for a large body: {error.strerror}", {"Retry-After": "1"}
+        ) from error
     with file:
         located = await offload.run(parse_file, file.name, msgpack, listed, int64)
     groups = []
     for incoming, span in located:
-        groups.append(incoming if span is None else msgspec.structs.replace(incoming, data=body[span[0] : span[1]]))
+        groups.append(
+            incoming
+            if span is None
+            else msgspec.structs.replace(incoming, data=body[span[0] : span[1]])
+        )
         await asyncio.sleep(0)
     return groups
 
@@ -139,11 +157,19 @@ def check_json_type(content_type: str | None) -> None:
     if not content_type:
         return
     kind = content_type.partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise invalid(["body"], f"Content-Type is {kind[:80]!r}; send application/json", "model_attributes_type")
+    if kind != "application/json" and not (
+        kind.startswith("application/") and kind.endswith("+json")
+    ):
+        raise invalid(
+            ["body"],
+            f"Content-Type is {kind[:80]!r}; send application/json",
+            "model_attributes_type",
+        )
 
 
-def _read_fast(data: bytes, loc: list[str | int], msgpack: bool, most_nests: int = sys.maxsize) -> Incoming | None:
+def _read_fast(
+    data: bytes, loc: list[str | int], msgpack: bool, most_nests: int = sys.maxsize
+) -> Incoming | None:
     if msgpack:
         return msgpack_groups.read_group(data, loc)
     return json_groups.read_group(data, most_nests) or json_groups.read_known(data, most_nests)

@@ -65,7 +65,12 @@ def _count_rows(raw: bytes, brackets: bytes, block: int) -> int | None:
     if rows == 0:
         return 0 if raw == b"[]" else None
     data = np.frombuffer(raw, np.uint8)
-    sure = raw.startswith(b"[[") and raw.endswith(b"]]") and _are_adjacent(data) and _no_block_of_digits(data, block)
+    sure = (
+        raw.startswith(b"[[")
+        and raw.endswith(b"]]")
+        and _are_adjacent(data)
+        and _no_block_of_digits(data, block)
+    )
     return rows if sure else None
 
 
@@ -78,7 +83,8 @@ def _are_adjacent(data: np.ndarray) -> bool:
 
 
 def _no_block_of_digits(data: np.ndarray, block: int) -> bool:
-    """Return whether no aligned block of ``block`` bytes (a multiple of 8) consists of digits only."""
+    """Return whether no aligned block of ``block`` bytes (a multiple of 8) consists of digits
+    only."""
     others = (data[: len(data) // block * block] - np.uint8(_ZERO)) > 9
     words = others.view(np.uint64)
     return bool(words.all() if block == 8 else words.reshape(-1, block // 8).any(axis=1).all())
@@ -103,7 +109,10 @@ def convert_integers(raw: bytes) -> bytes:
 def _decoders() -> tuple[msgspec.json.Decoder[Any], dict[str, msgspec.json.Decoder[Any]]]:
     """Return the decoder of a group, and the decoders of the fields that it leaves as bytes."""
     kinds = {name: SCHEMA[name] if name in _WHOLE_FIELDS else msgspec.Raw for name in FIELDS}
-    fields = [(name, kind) if name in REQUIRED else (name, kind | UnsetType, UNSET) for name, kind in kinds.items()]
+    fields = [
+        (name, kind) if name in REQUIRED else (name, kind | UnsetType, UNSET)
+        for name, kind in kinds.items()
+    ]
     group = msgspec.defstruct("Group", fields, forbid_unknown_fields=True)
     later = {name: msgspec.json.Decoder(SCHEMA[name]) for name in (*_ROWS, *FLOATS, *FREE_FIELDS)}
     return msgspec.json.Decoder(group), later
@@ -148,7 +157,9 @@ def read_group(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
     if np.count_nonzero(np.frombuffer(data, np.uint8) == _QUOTE) != quotes:
-        return None  # a repeated key: there are more quotes than those of the keys and the free fields
+        return (
+            None  # a repeated key: there are more quotes than those of the keys and the free fields
+        )
     if changed:
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         data = _join_fields({name: changed.get(name) or bytes(raw) for name, raw in fields.items()})
@@ -171,11 +182,16 @@ def read_known(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    return read_group(_join_fields({name: bytes(raw) for name, raw in fields.items() if name in FIELDS}), most_nests)
+    return read_group(
+        _join_fields({name: bytes(raw) for name, raw in fields.items() if name in FIELDS}),
+        most_nests,
+    )
 
 
 def _join_fields(fields: dict[str, bytes]) -> bytes:
-    return b"{" + b",".join(b'"%s":%s' % (name.encode(), raw) for name, raw in fields.items()) + b"}"
+    return (
+        b"{" + b",".join(b'"%s":%s' % (name.encode(), raw) for name, raw in fields.items()) + b"}"
+    )
 
 
 def complete_messages(rows: list[list[dict[str, Any]]] | None) -> bool:

@@ -30,7 +30,8 @@ errors."""
 
 
 class ScoredData(BaseModel):
-    """Declares one group of sequences as the original server does. Rows may be ragged; nothing is cross-checked."""
+    """Declares one group of sequences as the original server does. Rows may be ragged; nothing is
+    cross-checked."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -41,7 +42,9 @@ class ScoredData(BaseModel):
     ref_logprobs: Items[Items[FiniteFloat]] | None = None
     messages: Items[Items[dict[str, Any]]] | None = None
     generation_params: dict[str, Any] | None = None
-    inference_logprobs: Items[Items[FiniteFloat]] | None = Field(None, description="1.0 at masked positions")
+    inference_logprobs: Items[Items[FiniteFloat]] | None = Field(
+        None, description="1.0 at masked positions"
+    )
     overrides: Items[dict[str, Any]] | None = None
     group_overrides: dict[str, Any] | None = None
     images: Any = None
@@ -91,18 +94,30 @@ def from_object(value: Any, loc: Loc, *, int64: bool) -> Incoming:
         if int64:
             _check_int64(group, loc)
         chosen = {name: getattr(group, name) for name in FIELDS if name in group.model_fields_set}
-        data = json.dumps(chosen, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode()
+        data = json.dumps(
+            chosen, separators=(",", ":"), allow_nan=False, ensure_ascii=False
+        ).encode()
     except ValidationError as error:
-        raise Refusal(422, problems(error.errors(include_url=False, include_context=False), loc)) from None
+        raise Refusal(
+            422, problems(error.errors(include_url=False, include_context=False), loc)
+        ) from None
     except RecursionError:
         raise invalid(loc, "the group is nested too deeply", "recursion_loop") from None
     except UnicodeEncodeError as error:
-        raise invalid(loc, f"a text holds half of a surrogate pair: {error}", "string_unicode") from None
+        raise invalid(
+            loc, f"a text holds half of a surrogate pair: {error}", "string_unicode"
+        ) from None
     except (OverflowError, ValueError) as error:
         raise invalid(loc, f"a number cannot be kept: {error}") from None
     present = sum(1 << bit for bit, name in enumerate(FIELDS) if name in chosen)
     return Incoming(
-        data, Encoding.JSON, present, isal_zlib.crc32(data), len(group.tokens), group.env_id, group.policy_version
+        data,
+        Encoding.JSON,
+        present,
+        isal_zlib.crc32(data),
+        len(group.tokens),
+        group.env_id,
+        group.policy_version,
     )
 
 
@@ -136,7 +151,11 @@ def format_input(value: Any) -> Any:
 def _check_free_fields(group: ScoredData, loc: Loc) -> None:
     for name in FREE_FIELDS:
         for where in _find_not_finite(getattr(group, name)):
-            raise invalid([*loc, name, *map(format_input, where)], "Input should be a finite number", "finite_number")
+            raise invalid(
+                [*loc, name, *map(format_input, where)],
+                "Input should be a finite number",
+                "finite_number",
+            )
 
 
 def _find_not_finite(value: Any) -> Iterator[tuple[Any, ...]]:
@@ -153,7 +172,9 @@ def _find_not_finite(value: Any) -> Iterator[tuple[Any, ...]]:
 def _check_int64(group: ScoredData, loc: Loc) -> None:
     for name in ("tokens", "masks", "distill_token_ids"):
         for where in _find_beyond_int64(getattr(group, name) or []):
-            raise invalid([*loc, name, *where], "Input should fit a signed 64 bit integer", "int_range")
+            raise invalid(
+                [*loc, name, *where], "Input should fit a signed 64 bit integer", "int_range"
+            )
 
 
 def _find_beyond_int64(values: list[Any]) -> Iterator[tuple[int, ...]]:

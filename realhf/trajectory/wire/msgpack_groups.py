@@ -54,7 +54,9 @@ class Tensor(msgspec.Struct, forbid_unknown_fields=True):
         """Return all rows, flat. Raises ValueError when the lengths and the data disagree."""
         flat = np.frombuffer(self.data, f"<{self.dtype}")
         if int(self.lengths().sum(dtype=np.uint64)) != len(flat):
-            raise ValueError(f"lens say {self.lengths().sum(dtype=np.uint64)} values and data holds {len(flat)}")
+            raise ValueError(
+                f"lens say {self.lengths().sum(dtype=np.uint64)} values and data holds {len(flat)}"
+            )
         return flat
 
 
@@ -76,7 +78,9 @@ class RowsDecoder:
 def decoders() -> dict[str, RowsDecoder | msgspec.msgpack.Decoder[Any]]:
     """Return one decoder per field."""
     return {
-        name: (RowsDecoder if name in (*INTEGER_ROWS, *FLOAT_ROWS) else msgspec.msgpack.Decoder)(form)
+        name: (RowsDecoder if name in (*INTEGER_ROWS, *FLOAT_ROWS) else msgspec.msgpack.Decoder)(
+            form
+        )
         for name, form in SCHEMA.items()
     }
 
@@ -86,7 +90,9 @@ def read_group(raw: bytes | memoryview, loc: Loc) -> Incoming:
     try:
         fields = msgspec.msgpack.decode(raw, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise invalid(loc, f"not a MessagePack map with text keys: {error}", "msgpack_invalid") from None
+        raise invalid(
+            loc, f"not a MessagePack map with text keys: {error}", "msgpack_invalid"
+        ) from None
     for name in REQUIRED:
         if name not in fields:
             raise invalid([*loc, name], "Field required", "missing")
@@ -97,7 +103,9 @@ def read_group(raw: bytes | memoryview, loc: Loc) -> Incoming:
         if name in fields:
             values[name] = check_field(name, fields[name], [*loc, name])
             present |= 1 << bit
-            whole = name in FLOATS and isinstance(values[name], list)  # its integers are floats by now
+            whole = name in FLOATS and isinstance(
+                values[name], list
+            )  # its integers are floats by now
             parts += (
                 msgspec.msgpack.encode(name),
                 msgspec.msgpack.encode(values[name]) if whole else bytes(fields[name]),
@@ -106,7 +114,13 @@ def read_group(raw: bytes | memoryview, loc: Loc) -> Incoming:
     tokens = values["tokens"]
     size = len(tokens.lens) // 4 if isinstance(tokens, Tensor) else len(tokens)
     return Incoming(
-        data, Encoding.MSGPACK, present, isal_zlib.crc32(data), size, values.get("env_id"), values.get("policy_version")
+        data,
+        Encoding.MSGPACK,
+        present,
+        isal_zlib.crc32(data),
+        size,
+        values.get("env_id"),
+        values.get("policy_version"),
     )
 
 
@@ -118,7 +132,11 @@ def check_field(name: str, raw: msgspec.Raw, loc: Loc) -> Any:
             _check_tensor(value, name)
         elif name == "messages" and not complete_messages(value):
             raise ValueError("each message needs 'role' and 'content'")
-        if not isinstance(value, Tensor) and name not in ("env_id", "policy_version", *INTEGER_ROWS):
+        if not isinstance(value, Tensor) and name not in (
+            "env_id",
+            "policy_version",
+            *INTEGER_ROWS,
+        ):
             _check_plain(value, loc)
     except Refusal:
         raise

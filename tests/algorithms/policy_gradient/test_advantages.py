@@ -37,7 +37,11 @@ from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny
 def loop(kind, scores, valid, group):
     out = []
     for i, score in enumerate(scores):
-        same = [j for j in range(len(scores)) if valid[j] and (kind == "reinforce" or group[j] == group[i])]
+        same = [
+            j
+            for j in range(len(scores))
+            if valid[j] and (kind == "reinforce" or group[j] == group[i])
+        ]
         values = [scores[j] for j in same]
         if not valid[i] or len(values) < 2 or len(set(values)) == 1:
             out.append(0.0)
@@ -84,7 +88,12 @@ def test_normalise_whitens_the_masked_part():
     got = normalise(values, mask)
     mean = 3.0
     std = statistics.pstdev([1.0, 2.0, 6.0])
-    expected = [(1 - mean) / (std + 1e-5), (2 - mean) / (std + 1e-5), 0.0, (6 - mean) / (std + 1e-5)]
+    expected = [
+        (1 - mean) / (std + 1e-5),
+        (2 - mean) / (std + 1e-5),
+        0.0,
+        (6 - mean) / (std + 1e-5),
+    ]
     torch.testing.assert_close(got, torch.tensor(expected))
 
 
@@ -123,7 +132,11 @@ def test_reinforce_pp_scores():
 
 
 ESTIMATORS = [grpo, grpo_nostd, rloo, reinforce]
-EPISODES = st.lists(st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=1, max_size=5), min_size=1, max_size=6)
+EPISODES = st.lists(
+    st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=1, max_size=5),
+    min_size=1,
+    max_size=6,
+)
 
 
 def by_loop(episodes, valid, discount, i, k):
@@ -131,7 +144,9 @@ def by_loop(episodes, valid, discount, i, k):
 
     def to_go(rewards):
         start = min(k, len(rewards) - 1)
-        return sum(discount ** (j - start) * reward for j, reward in enumerate(rewards) if j >= start)
+        return sum(
+            discount ** (j - start) * reward for j, reward in enumerate(rewards) if j >= start
+        )
 
     others = [to_go(rewards) for rewards, ok in zip(episodes, valid, strict=True) if ok]
     if not valid[i] or len(others) < 2 or len({round(value, 9) for value in others}) == 1:
@@ -140,12 +155,15 @@ def by_loop(episodes, valid, discount, i, k):
 
 
 def tabled(episodes, discount):
-    rewards = torch.tensor([reward for rewards in episodes for reward in rewards], dtype=torch.float32)
+    rewards = torch.tensor(
+        [reward for rewards in episodes for reward in rewards], dtype=torch.float32
+    )
     return returns_by_turn(rewards, torch.tensor([len(rewards) for rewards in episodes]), discount)
 
 
 def test_two_episodes_by_hand():
-    """Returns 1.5, 1 and 2 against 0.25; the second episode is over after one turn and keeps its return."""
+    """Returns 1.5, 1 and 2 against 0.25; the second episode is over after one turn and keeps its
+    return."""
     returns = tabled([[0.5, -1.0, 2.0], [0.25]], 1.0)
     assert returns.tolist() == [[1.5, 1.0, 2.0], [0.25, 0.25, 0.25]]
     assert tabled([[0.5, -1.0, 2.0], [0.25]], 0.5).tolist() == [[0.5, 0.0, 2.0], [0.25, 0.25, 0.25]]
@@ -170,7 +188,9 @@ def test_equals_a_loop(episodes, discount, data):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @settings(max_examples=30, deadline=None)
 @given(episodes=EPISODES, seed=st.integers(0, 100))
-def test_a_reward_at_the_end_alone_gives_every_turn_what_the_episode_gets(estimator, episodes, seed):
+def test_a_reward_at_the_end_alone_gives_every_turn_what_the_episode_gets(
+    estimator, episodes, seed
+):
     """Bit for bit, with groups and failures as they come."""
     choice = random.Random(seed)
     group = torch.tensor(sorted(choice.randrange(2) for _ in episodes))
@@ -186,7 +206,10 @@ def test_a_reward_at_the_end_alone_gives_every_turn_what_the_episode_gets(estima
 @given(EPISODES, st.integers(-8, 8).map(lambda n: n / 4), st.sampled_from([0.5, 2.0]))
 def test_a_constant_on_every_last_reward_changes_nothing_and_a_scale_scales(episodes, move, scale):
     """The same number added to every last reward changes no advantage; scaling all scales it."""
-    valid, group = torch.ones(len(episodes), dtype=torch.bool), torch.zeros(len(episodes), dtype=torch.int64)
+    valid, group = (
+        torch.ones(len(episodes), dtype=torch.bool),
+        torch.zeros(len(episodes), dtype=torch.int64),
+    )
 
     def found(changed):
         return turn_advantages(tabled(changed, 1.0).float(), valid, group, grpo_nostd)
@@ -204,7 +227,13 @@ def test_tokens_get_the_advantage_of_their_turn():
     mask = torch.tensor([True, False, True, False, True])
     sequence = torch.tensor([0, 0, 0, 1, 1])
     counts = torch.tensor([2, 1])
-    assert spread_over_tokens(table, turn, sequence, mask, counts).tolist() == [1.0, 0.0, 2.0, 0.0, 3.0]
+    assert spread_over_tokens(table, turn, sequence, mask, counts).tolist() == [
+        1.0,
+        0.0,
+        2.0,
+        0.0,
+        3.0,
+    ]
     for wrong in (-1, 1):
         turn[-1] = wrong
         with pytest.raises(ValueError, match="turn_ids"):
@@ -212,8 +241,8 @@ def test_tokens_get_the_advantage_of_their_turn():
 
 
 def with_turns(sample, rewards, *, at_end):
-    """The sample with two turns in each sequence, the second from its middle on; the reward is in the second turn
-    alone, or in both halves."""
+    """The sample with two turns in each sequence, the second from its middle on; the reward is in
+    the second turn alone, or in both halves."""
     lengths = [n for group in sample.seqlens["packed_input_ids"] for n in group]
     ids = torch.cat([(torch.arange(n) >= n // 2).int() for n in lengths])
     ids = torch.where(sample["loss_mask"], ids, -1).int()
@@ -227,9 +256,14 @@ def with_turns(sample, rewards, *, at_end):
 SHAPED = {"reward_scaling": 2.0, "reward_bias": 0.5, "max_reward_clip": 2.5}
 
 
-@pytest.mark.parametrize("options", [{}, {"algo": "rloo", "kl_ctl": 0.1}, {"algo": "drgrpo", "loss_scale_len": 9}])
-def test_a_train_step_with_a_reward_at_the_end_is_the_step_of_the_episode(rollout_batch, tmp_path, options):
-    """Bit for bit, with rewards scaled, moved and clipped, and a failed rollout without a number."""
+@pytest.mark.parametrize(
+    "options", [{}, {"algo": "rloo", "kl_ctl": 0.1}, {"algo": "drgrpo", "loss_scale_len": 9}]
+)
+def test_a_train_step_with_a_reward_at_the_end_is_the_step_of_the_episode(
+    rollout_batch, tmp_path, options
+):
+    """Bit for bit, with rewards scaled, moved and clipped, and a failed rollout without a
+    number."""
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     scores = SequenceSample.from_tensors(
         sample.ids,
@@ -237,7 +271,9 @@ def test_a_train_step_with_a_reward_at_the_end_is_the_step_of_the_episode(rollou
         {"env_rewards": sample.seqlens["rewards"], "outcome": sample.seqlens["rewards"]},
     )
     scored, _ = OutcomeRewardInterface(**SHAPED).inference(None, scores, context(tmp_path))  # type: ignore[arg-type]
-    batch = with_turns(sample.select(sample.keys - {"rewards"}).update(scored), REWARDS, at_end=True)
+    batch = with_turns(
+        sample.select(sample.keys - {"rewards"}).update(scored), REWARDS, at_end=True
+    )
     one, other = (
         PolicyGradientInterface({**options, **SHAPED, "credit": credit}).train_step(
             tiny_actor(), batch, context(tmp_path)
@@ -251,27 +287,36 @@ def test_a_train_step_with_a_reward_at_the_end_is_the_step_of_the_episode(rollou
 
 
 def test_a_train_step_tells_the_turns_of_an_episode_apart(rollout_batch):
-    """What a first turn earns and a second one loses pushes the two apart; the episode as a whole has nothing."""
+    """What a first turn earns and a second one loses pushes the two apart; the episode as a whole
+    has nothing."""
     sample = with_turns(
-        rollout_batch(GROUPS, [0.0] * len(REWARDS)), [float(n) for n in range(len(REWARDS))], at_end=False
+        rollout_batch(GROUPS, [0.0] * len(REWARDS)),
+        [float(n) for n in range(len(REWARDS))],
+        at_end=False,
     )
     prepared, _ = PolicyGradientInterface({"credit": "turn"}).prepare(sample)
     tokens = PredictedTokens.of(sample)
     turn = predicted(sample, "turn_ids")
     found = prepared["advantages"]
-    assert not bool(found[tokens.mask & (turn == 0)].any()), "the return from the first turn on is 0 for all"
+    assert not bool(found[tokens.mask & (turn == 0)].any()), (
+        "the return from the first turn on is 0 for all"
+    )
     assert bool(found[tokens.mask & (turn == 1)].any()) and "turn_ids" not in prepared.keys
     whole, _ = PolicyGradientInterface({}).prepare(sample)
     assert not bool(whole["advantages"].any())
 
 
 def test_options_about_turns_that_do_nothing_or_contradict_are_refused(rollout_batch, tmp_path):
-    with pytest.raises(ValueError, match=r"ppo.credit=turn: adv_estimator 'reinforce_pp' has a return-to-go"):
+    with pytest.raises(
+        ValueError, match=r"ppo.credit=turn: adv_estimator 'reinforce_pp' has a return-to-go"
+    ):
         resolve({"algo": "reinforce_pp", "credit": "turn"})
     with pytest.raises(ValueError, match=r"ppo.discount has no effect"):
         resolve({"discount": 0.5})
     assert resolve({"discount": 0.5, "credit": "turn"}).turn_keys == ("turn_ids", "turn_rewards")
-    with pytest.raises(ValueError, match=r"ppo.credit=turn, or a ppo.loss_agg by turn, needs the key turn_ids"):
+    with pytest.raises(
+        ValueError, match=r"ppo.credit=turn, or a ppo.loss_agg by turn, needs the key turn_ids"
+    ):
         PolicyGradientInterface({"credit": "turn"}).train_step(
             tiny_actor(), rollout_batch(GROUPS, REWARDS, OUTCOME), context(tmp_path)
         )
@@ -283,16 +328,24 @@ LAMBDAS = st.sampled_from([1.0, 0.95, 0.3, 0.0])
 
 
 def by_definition(rewards, values, discount, lam):
-    """A_t is the sum over l of (discount lam)^l delta_(t+l), with delta_t = r_t + discount V_(t+1) - V_t."""
+    """A_t is the sum over l of (discount lam)^l delta_(t+l), with delta_t = r_t + discount V_(t+1)
+    - V_t."""
     after = [*values, 0.0][1:]
     deltas = [r + discount * n - v for r, n, v in zip(rewards, after, values, strict=True)]
-    return [sum((discount * lam) ** (s - t) * deltas[s] for s in range(t, len(deltas))) for t in range(len(deltas))]
+    return [
+        sum((discount * lam) ** (s - t) * deltas[s] for s in range(t, len(deltas)))
+        for t in range(len(deltas))
+    ]
 
 
 def drawn(seed, most=7):
-    """Sequences of random lengths, some without any sampled token, with NaN where nobody may look."""
+    """Sequences of random lengths, some without any sampled token, with NaN where nobody may
+    look."""
     choice = random.Random(seed)
-    masks = [[choice.random() < 0.6 for _ in range(choice.randrange(most))] for _ in range(choice.randrange(1, 5))]
+    masks = [
+        [choice.random() < 0.6 for _ in range(choice.randrange(most))]
+        for _ in range(choice.randrange(1, 5))
+    ]
     flat = [m for mask in masks for m in mask]
     rewards = torch.tensor([choice.uniform(-1, 1) if m else float("nan") for m in flat])
     values = torch.tensor([choice.uniform(-1, 1) if m else float("nan") for m in flat])
@@ -319,16 +372,20 @@ def test_tokens_of_the_environment_are_skipped_and_not_discounted(seed, discount
 @settings(max_examples=30, deadline=None)
 @given(SEEDS)
 def test_with_lambda_and_discount_of_one_the_critic_is_only_a_baseline(seed):
-    """Advantages are returns minus values, and the returns are those of the rewards, whatever the values say."""
+    """Advantages are returns minus values, and the returns are those of the rewards, whatever the
+    values say."""
     masks, rewards, values, mask, sequence = drawn(seed)
     found = token_value_estimate(rewards, values, mask, sequence, len(masks), 1.0, 1.0)
     other = token_value_estimate(rewards, 3 * values, mask, sequence, len(masks), 1.0, 1.0)
     torch.testing.assert_close(found.returns, other.returns, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found.advantages[mask], (found.returns - values)[mask], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        found.advantages[mask], (found.returns - values)[mask], atol=1e-5, rtol=1e-5
+    )
 
 
 def test_numbers_worked_out_by_hand():
-    """One episode of two turns of two tokens with text of the environment between them, and one of a single token."""
+    """One episode of two turns of two tokens with text of the environment between them, and one of
+    a single token."""
     mask = torch.tensor([0, 1, 1, 0, 0, 1, 1, 1], dtype=torch.bool)
     sequence = torch.tensor([0, 0, 0, 0, 0, 0, 0, 1])
     rewards = torch.tensor([9.0, 0.0, 0.0, 9.0, 9.0, 0.0, 1.0, 2.0])
@@ -344,8 +401,17 @@ def turns_of(seed):
     choice = random.Random(seed)
     rows = []
     for _ in range(choice.randrange(1, 4)):
-        tokens = [[choice.uniform(-1, 1) for _ in range(choice.randrange(3))] for _ in range(choice.randrange(1, 5))]
-        rows.append((tokens, [choice.uniform(-1, 1) for _ in tokens], [choice.uniform(-1, 1) for _ in tokens]))
+        tokens = [
+            [choice.uniform(-1, 1) for _ in range(choice.randrange(3))]
+            for _ in range(choice.randrange(1, 5))
+        ]
+        rows.append(
+            (
+                tokens,
+                [choice.uniform(-1, 1) for _ in tokens],
+                [choice.uniform(-1, 1) for _ in tokens],
+            )
+        )
     mask = []
     turn = []
     sequence = []
@@ -353,7 +419,9 @@ def turns_of(seed):
     values = []
     for i, (tokens, _, value) in enumerate(rows):
         for k, of_turn in enumerate(tokens):
-            for n, reward in enumerate([None, *of_turn]):  # Each turn begins with a token of the environment.
+            for n, reward in enumerate(
+                [None, *of_turn]
+            ):  # Each turn begins with a token of the environment.
                 mask.append(reward is not None)
                 turn.append(-1 if reward is None else k)
                 sequence.append(i)
@@ -374,7 +442,8 @@ def turns_of(seed):
 @settings(max_examples=60, deadline=None)
 @given(SEEDS, DISCOUNTS, LAMBDAS)
 def test_a_turn_is_one_decision(seed, discount, lam):
-    """Its tokens have one advantage, and what turns without tokens earn belongs to the turn before, discounted."""
+    """Its tokens have one advantage, and what turns without tokens earn belongs to the turn before,
+    discounted."""
     drawn_turns = turns_of(seed)
     rows = drawn_turns.pop("rows")
     found = turn_value_estimate(discount=discount, lam=lam, **drawn_turns)
@@ -396,7 +465,9 @@ def test_a_turn_is_one_decision(seed, discount, lam):
             later[played[n]] = advantage
         for k in played:
             mine = torch.nonzero(mask & (sequence == i) & (turn == k)).flatten()
-            assert found.advantages[mine].tolist() == pytest.approx([later[k]] * len(mine), abs=1e-5)
+            assert found.advantages[mine].tolist() == pytest.approx(
+                [later[k]] * len(mine), abs=1e-5
+            )
             assert found.valued[mine].tolist() == [True] + [False] * (len(mine) - 1)
             assert float(found.returns[mine[0]]) == pytest.approx(later[k] + value[k], abs=1e-5)
     assert not bool(found.advantages[~mask].any()) and not bool(found.valued[~mask].any())
@@ -411,7 +482,9 @@ def test_a_turn_of_one_token_each_is_the_advantage_by_token():
     by_token = token_value_estimate(rewards, values, mask, sequence, 2, 0.9, 0.8)
     turn = torch.tensor([0, 1, 2, 0])
     counts = torch.tensor([3, 1])
-    by_turn = turn_value_estimate(torch.zeros(4), rewards, counts, values, turn, mask, sequence, 0.9, 0.8)
+    by_turn = turn_value_estimate(
+        torch.zeros(4), rewards, counts, values, turn, mask, sequence, 0.9, 0.8
+    )
     assert all(torch.equal(a, b) for a, b in zip(by_token, by_turn, strict=True))
 
 
@@ -422,11 +495,25 @@ def test_nothing_sampled_has_no_advantage_and_no_return():
     for found in (
         token_value_estimate(nothing, nothing, mask, sequence, 3, 1.0, 0.9),
         turn_value_estimate(
-            nothing, torch.ones(3), torch.ones(3).long(), nothing, torch.full((3,), -1), mask, sequence, 1.0, 0.9
+            nothing,
+            torch.ones(3),
+            torch.ones(3).long(),
+            nothing,
+            torch.full((3,), -1),
+            mask,
+            sequence,
+            1.0,
+            0.9,
         ),
     ):
-        assert not bool(found.advantages.any()) and not bool(found.returns.any()) and not bool(found.valued.any())
-    assert generalised_advantages(torch.zeros(0, 0), torch.zeros(0, 0), torch.zeros(0, 0) > 0, 1.0, 1.0).shape == (0, 0)
+        assert (
+            not bool(found.advantages.any())
+            and not bool(found.returns.any())
+            and not bool(found.valued.any())
+        )
+    assert generalised_advantages(
+        torch.zeros(0, 0), torch.zeros(0, 0), torch.zeros(0, 0) > 0, 1.0, 1.0
+    ).shape == (0, 0)
 
 
 def test_a_token_outside_of_its_turns_is_refused():
@@ -436,7 +523,15 @@ def test_a_token_outside_of_its_turns_is_refused():
         turn = torch.tensor([0, wrong])
         with pytest.raises(ValueError, match="turn_ids"):
             turn_value_estimate(
-                torch.zeros(2), torch.ones(1), torch.tensor([1]), torch.zeros(2), turn, mask, sequence, 1.0, 1.0
+                torch.zeros(2),
+                torch.ones(1),
+                torch.tensor([1]),
+                torch.zeros(2),
+                turn,
+                mask,
+                sequence,
+                1.0,
+                1.0,
             )
 
 

@@ -1,7 +1,8 @@
-"""Several updates on one batch: ratios leave 1 and clips bite, and every loss is what its formula says.
+"""Several updates on one batch: ratios leave 1 and clips bite, and every loss is what its formula
+says.
 
-The formulas stand here once more, in float64, token by token; of the code under test they use nothing but the
-log-probabilities of the engine.
+The formulas stand here once more, in float64, token by token; of the code under test they use
+nothing but the log-probabilities of the engine.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ Rows = list[list[int]]
 
 
 class Witness:
-    """Stands before the engine and notes each minibatch with the log-probabilities that it meets."""
+    """Stands before the engine and notes each minibatch with the log-probabilities that it
+    meets."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -49,7 +51,12 @@ def trained(options, sample, tmp_path):
     model = tiny_actor(lr=0.03)
     witness = Witness(model.engine)
     interface = PolicyGradientInterface(
-        {"ppo_n_minibatches": MINIBATCHES, "sample_reuse": PASSES, "loss_agg": "token_mean", **options},
+        {
+            "ppo_n_minibatches": MINIBATCHES,
+            "sample_reuse": PASSES,
+            "loss_agg": "token_mean",
+            **options,
+        },
         skip_zero_advantage=False,
     )
     stats = interface.train_step(Model("actor", witness, None), sample, context(tmp_path))  # type: ignore[arg-type]
@@ -69,7 +76,9 @@ def rows_of(part):
     """The positions of the trained tokens of each sequence."""
     tokens = PredictedTokens.of(part)
     rows: Rows = [[] for _ in range(tokens.n_sequences)]
-    for t, (sequence, trains) in enumerate(zip(tokens.sequence.tolist(), tokens.mask.tolist(), strict=True)):
+    for t, (sequence, trains) in enumerate(
+        zip(tokens.sequence.tolist(), tokens.mask.tolist(), strict=True)
+    ):
         if trains:
             rows[sequence].append(t)
     return [row for row in rows if row]
@@ -95,7 +104,8 @@ def surrogate(ratio, advantage, low, high, dual=math.inf):
 
 
 def check(stats, witness, ratio_of, old_of, low, high, *, dual=math.inf, weight_of=None):
-    """Compare losses and the number of clipped tokens of every minibatch; return all ratios after the first one."""
+    """Compare losses and the number of clipped tokens of every minibatch; return all ratios after
+    the first one."""
     clipped = tokens = 0
     later: list[float] = []
     for number, (part, current, result) in enumerate(witness.seen):
@@ -112,7 +122,9 @@ def check(stats, witness, ratio_of, old_of, low, high, *, dual=math.inf, weight_
                 clipped += cut
             later += ratios if number else []
             if number == 0:
-                assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-5), "nothing has moved before the first"
+                assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-5), (
+                    "nothing has moved before the first"
+                )
         count = sum(len(row) for row in rows)
         tokens += count
         assert result.stats["loss"] == pytest.approx(total / count, rel=1e-4, abs=1e-6)
@@ -121,9 +133,13 @@ def check(stats, witness, ratio_of, old_of, low, high, *, dual=math.inf, weight_
             for row in rows
             for t, ratio in zip(row, ratio_of(row, current, old), strict=True)
         )
-    assert stats["clip_fraction"] == pytest.approx(clipped / tokens) and clipped > 0, "the clip must bite here"
+    assert stats["clip_fraction"] == pytest.approx(clipped / tokens) and clipped > 0, (
+        "the clip must bite here"
+    )
     assert stats["ratio_max"] == pytest.approx(max(1.0, *later), rel=1e-4)
-    assert stats["ratio_mean"] == pytest.approx((sum(later) + tokens - len(later)) / tokens, rel=1e-4)
+    assert stats["ratio_mean"] == pytest.approx(
+        (sum(later) + tokens - len(later)) / tokens, rel=1e-4
+    )
     return later
 
 
@@ -143,11 +159,15 @@ def test_ppo_clips_on_both_sides(sample, tmp_path):
 
 @pytest.mark.slow
 def test_clip_higher_leaves_more_room_above(sample, tmp_path):
-    """The same steps with more room above: fewer tokens are clipped, and no ratio below 0.8 is any freer."""
+    """The same steps with more room above: fewer tokens are clipped, and no ratio below 0.8 is any
+    freer."""
     narrow, _ = trained({}, sample, tmp_path)
     stats, witness = trained({"eps_clip_higher": 1.0}, sample, tmp_path)
     later = check(stats, witness, token_ratio, behaviour, 0.8, 2.0)
-    assert any(1.2 < ratio < 2.0 for ratio in later) and stats["clip_fraction"] < narrow["clip_fraction"]
+    assert (
+        any(1.2 < ratio < 2.0 for ratio in later)
+        and stats["clip_fraction"] < narrow["clip_fraction"]
+    )
 
 
 def test_the_dual_clip_bounds_what_a_negative_advantage_costs(sample, tmp_path):
@@ -158,7 +178,8 @@ def test_the_dual_clip_bounds_what_a_negative_advantage_costs(sample, tmp_path):
 
 @pytest.mark.slow
 def test_gspo_clips_whole_sequences(sample, tmp_path):
-    """Against the policy at the start of the step; with a wide range, and with the published one."""
+    """Against the policy at the start of the step; with a wide range, and with the published
+    one."""
     options = {"algo": "gspo", "eps_clip": 0.05, "eps_clip_higher": 0.1}
     stats, witness = trained(options, sample, tmp_path)
     later = check(stats, witness, sequence_ratio, proximal, 0.95, 1.1)
@@ -175,7 +196,9 @@ def of_tokens(row, prox, part):
 
 def of_sequences(row, prox, part):
     """The geometric mean of these, cut to 1.02."""
-    return [min(1.02, math.exp(sum(prox[t] - behaviour(part)[t] for t in row) / len(row)))] * len(row)
+    return [min(1.02, math.exp(sum(prox[t] - behaviour(part)[t] for t in row) / len(row)))] * len(
+        row
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,18 +206,28 @@ def of_sequences(row, prox, part):
     [
         ({"behav_imp_weight_cap": 1.5}, of_tokens),
         (
-            {"behav_imp_weight_level": "sequence", "behav_imp_weight_mode": "truncate", "behav_imp_weight_cap": 1.02},
+            {
+                "behav_imp_weight_level": "sequence",
+                "behav_imp_weight_mode": "truncate",
+                "behav_imp_weight_cap": 1.02,
+            },
             of_sequences,
         ),
     ],
     ids=["token", "sequence"],
 )
 def test_decoupled_clips_against_the_start_of_the_step_and_weighs_against_the_sampler(
-    sample: SequenceSample, tmp_path: Path, given: dict[str, Any], weight_of: Callable[..., list[float]]
+    sample: SequenceSample,
+    tmp_path: Path,
+    given: dict[str, Any],
+    weight_of: Callable[..., list[float]],
 ) -> None:
-    """Tokens were sampled by a policy that lies beside the trainer's, as that of another engine does."""
+    """Tokens were sampled by a policy that lies beside the trainer's, as that of another engine
+    does."""
     beside = torch.randn(len(sample["packed_logprobs"]), generator=torch.Generator().manual_seed(5))
-    stale = replace_keys(sample, shifted={"packed_logprobs": sample["packed_logprobs"] + 0.3 * beside})
+    stale = replace_keys(
+        sample, shifted={"packed_logprobs": sample["packed_logprobs"] + 0.3 * beside}
+    )
     options = {"use_decoupled_loss": True, "prox_logp_method": "recompute", **given}
     stats, witness = trained(options, stale, tmp_path)
     check(stats, witness, token_ratio, proximal, 0.8, 1.2, weight_of=weight_of)

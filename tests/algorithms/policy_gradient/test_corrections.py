@@ -1,4 +1,5 @@
-"""Off-policy corrections against loops written from their papers, gradients and statistics included."""
+"""Off-policy corrections against loops written from their papers, gradients and statistics
+included."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from realhf.algorithms.options import policy_gradient_options
 from realhf.algorithms.policy_loss import PolicyObjective
 from realhf.algorithms.presets import CORRECTIONS
 from realhf.algorithms.resolution import resolve
-from realhf.algorithms.train_step import PredictedTokens, component_weights, replace_keys, summary, weighted_part
+from realhf.algorithms.train_step import (
+    PredictedTokens,
+    component_weights,
+    replace_keys,
+    summary,
+    weighted_part,
+)
 from realhf.api.model import TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training.micro_batches import Ranks, parts_of
@@ -58,14 +65,18 @@ def minibatch(seed: int, junk: float = 0.0) -> SequenceSample:
         "advantages": torch.randn(len(old), generator=g),
     }
     shifted = {key: torch.where(tokens.mask, value, junk) for key, value in shifted.items()}
-    sample = replace_keys(sample.select(["packed_input_ids", "loss_mask", "rollout_index"]), shifted=shifted)
+    sample = replace_keys(
+        sample.select(["packed_input_ids", "loss_mask", "rollout_index"]), shifted=shifted
+    )
     every = torch.ones(tokens.n_sequences, dtype=torch.bool)
     part = weighted_part(sample, component_weights(sample, "seq_mean_token_mean"), every)
     assert part is not None
     return part
 
 
-def train(options: Any, part: SequenceSample, current: torch.Tensor, n_mbs: int = 1) -> tuple[float, Any, Any]:
+def train(
+    options: Any, part: SequenceSample, current: torch.Tensor, n_mbs: int = 1
+) -> tuple[float, Any, Any]:
     """Loss, gradient and figures of an update, as an engine sums its micro-batches."""
     loss = 0.0
     gradient = torch.zeros_like(current)
@@ -75,7 +86,10 @@ def train(options: Any, part: SequenceSample, current: torch.Tensor, n_mbs: int 
         value, found = PolicyObjective(options, 0)(GivenOutputs(own), piece.sample)  # type: ignore[arg-type]
         (gradient[piece.place],) = torch.autograd.grad(value, own)
         loss += float(value.detach())
-        stats = {k: max(stats.get(k, v), v) if k.endswith("_max") else stats.get(k, 0.0) + v for k, v in found.items()}
+        stats = {
+            k: max(stats.get(k, v), v) if k.endswith("_max") else stats.get(k, 0.0) + v
+            for k, v in found.items()
+        }
     return loss, gradient, summary([TrainResult(stats, 1.0, False)])
 
 
@@ -88,7 +102,9 @@ def test_a_correction_is_that_of_its_paper(name: str) -> None:
         part = minibatch(seed)
         tokens = PredictedTokens.of(part)
         n = len(part["advantages"])
-        current = part["proximal_logprobs"] + 0.3 * torch.randn(n, generator=torch.Generator().manual_seed(9 + seed))
+        current = part["proximal_logprobs"] + 0.3 * torch.randn(
+            n, generator=torch.Generator().manual_seed(9 + seed)
+        )
         loss, gradient, stats = train(options, part, current)
         lp = current.double().requires_grad_()
         prox = part["proximal_logprobs"].double()
@@ -105,7 +121,9 @@ def test_a_correction_is_that_of_its_paper(name: str) -> None:
             for t, w in zip(places, weights, strict=True):
                 rho = (lp[t] - (old[t].double() if name == "none" else prox[t])).exp()
                 a = float(part["advantages"][t])
-                total = total + float(part["loss_weights"][t]) * w * torch.maximum(-a * rho, -a * rho.clamp(0.8, 1.2))
+                total = total + float(part["loss_weights"][t]) * w * torch.maximum(
+                    -a * rho, -a * rho.clamp(0.8, 1.2)
+                )
         (expected,) = torch.autograd.grad(total, lp)
         assert loss == pytest.approx(float(total.detach()), rel=1e-4, abs=1e-6)
         torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-6)
@@ -115,7 +133,9 @@ def test_a_correction_is_that_of_its_paper(name: str) -> None:
             assert stats["rejected_sequences"] == pytest.approx(1 - sum(kept) / len(kept))
             touched += stats.get("rejected_fraction", 0.0) + stats.get("truncated_fraction", 0.0)
         cut = train(options, part, current, n_mbs=3)
-        assert cut[0] == pytest.approx(loss, rel=1e-5, abs=1e-7) and cut[2] == pytest.approx(stats, rel=1e-5)
+        assert cut[0] == pytest.approx(loss, rel=1e-5, abs=1e-7) and cut[2] == pytest.approx(
+            stats, rel=1e-5
+        )
         spoilt = minibatch(seed, math.nan)
         other = train(options, spoilt, torch.where(tokens.mask, current, math.nan))
         assert other[0] == loss and torch.equal(other[1], gradient) and other[2] == stats
@@ -123,11 +143,18 @@ def test_a_correction_is_that_of_its_paper(name: str) -> None:
 
 
 def test_shares_say_what_was_left_out_and_what_was_cut() -> None:
-    """Of a row within the bounds of its mean and one outside: the first has a token above the cap."""
-    options = resolve({"correction": "mis", "behav_imp_sequence_cap": 1.5, "behav_imp_sequence_floor": 0.5})
+    """Of a row within the bounds of its mean and one outside: the first has a token above the
+    cap."""
+    options = resolve(
+        {"correction": "mis", "behav_imp_sequence_cap": 1.5, "behav_imp_sequence_floor": 0.5}
+    )
     part = minibatch(0)
     tokens = PredictedTokens.of(part)
-    rows = [row for row in range(tokens.n_sequences) if int((tokens.mask & (tokens.sequence == row)).sum()) > 1]
+    rows = [
+        row
+        for row in range(tokens.n_sequences)
+        if int((tokens.mask & (tokens.sequence == row)).sum()) > 1
+    ]
     first, second = (tokens.mask & (tokens.sequence == row) for row in rows[:2])
     apart = torch.zeros(len(tokens.mask))
     apart[torch.nonzero(first)[0]], apart[torch.nonzero(first)[1]] = 1.0, -1.0
@@ -144,22 +171,42 @@ def test_shares_say_what_was_left_out_and_what_was_cut() -> None:
 def test_options_beside_a_correction() -> None:
     """What is set stays, what is not comes from the paper, and what cannot be is refused."""
     got = resolve({"correction": "icepop", "behav_imp_weight_cap": 8.0})
-    assert (got.behav_imp_weight_floor, got.behav_imp_weight_cap, got.behav_imp_weight_level) == (0.5, 8.0, "token")
+    assert (got.behav_imp_weight_floor, got.behav_imp_weight_cap, got.behav_imp_weight_level) == (
+        0.5,
+        8.0,
+        "token",
+    )
     filtered = resolve({"correction": "mis", "behav_imp_weight_mode": "none"})
     assert (filtered.behav_imp_weight_mode, filtered.behav_imp_sequence_cap) == ("none", 1.001)
     assert not resolve({"correction": "none"}, sampler_differs=True).use_decoupled_loss
-    for given in ({"correction": "tis"}, {"correction": "none"}, {"correction": "seq_mis", "algo": "gspo"}):
+    for given in (
+        {"correction": "tis"},
+        {"correction": "none"},
+        {"correction": "seq_mis", "algo": "gspo"},
+    ):
         first = resolve(given, sampler_differs=True)
         again = resolve(first.chosen(policy_gradient_options(given)))
         assert vars(again) == {**vars(first), "use_decoupled_loss": again.use_decoupled_loss}
     refused = {
         r"ppo.correction=tiss: unknown .*; did you mean 'tis'": {"correction": "tiss"},
-        r"ppo.correction=tis: contradicts use_decoupled_loss=false": {"correction": "tis", "use_decoupled_loss": False},
-        r"ppo.correction=none: contradicts use_decoupled_loss=true": {"correction": "none", "use_decoupled_loss": True},
+        r"ppo.correction=tis: contradicts use_decoupled_loss=false": {
+            "correction": "tis",
+            "use_decoupled_loss": False,
+        },
+        r"ppo.correction=none: contradicts use_decoupled_loss=true": {
+            "correction": "none",
+            "use_decoupled_loss": True,
+        },
         r"ppo.recompute_logprob has no effect": {"correction": "tis", "recompute_logprob": True},
         r"ppo.behav_imp_sequence_cap has no effect": {"behav_imp_sequence_cap": 1.1},
-        r"ppo.behav_imp_sequence_floor=2: must be below": {"correction": "mis", "behav_imp_sequence_floor": 2.0},
-        r"ppo.behav_imp_weight_floor must be": {"correction": "icepop", "behav_imp_weight_floor": 6.0},
+        r"ppo.behav_imp_sequence_floor=2: must be below": {
+            "correction": "mis",
+            "behav_imp_sequence_floor": 2.0,
+        },
+        r"ppo.behav_imp_weight_floor must be": {
+            "correction": "icepop",
+            "behav_imp_weight_floor": 6.0,
+        },
     }
     for message, given in refused.items():
         with pytest.raises(ValueError, match=message):

@@ -19,10 +19,18 @@ STEP = 5
 DECOUPLED: list[dict[str, Any]] = [
     {},
     {"behav_imp_weight_cap": 1.5, "behav_imp_weight_floor": 0.6},
-    {"behav_imp_weight_mode": "truncate", "behav_imp_weight_cap": 1.5, "behav_imp_weight_floor": 0.6},
+    {
+        "behav_imp_weight_mode": "truncate",
+        "behav_imp_weight_cap": 1.5,
+        "behav_imp_weight_floor": 0.6,
+    },
     {"behav_imp_weight_mode": "none"},
     {"behav_imp_weight_level": "sequence", "behav_imp_weight_cap": 1.1},
-    {"behav_imp_weight_level": "sequence", "behav_imp_weight_mode": "truncate", "behav_imp_weight_cap": 1.1},
+    {
+        "behav_imp_weight_level": "sequence",
+        "behav_imp_weight_mode": "truncate",
+        "behav_imp_weight_cap": 1.1,
+    },
     {"algo": "gspo", "eps_clip": 0.1, "eps_clip_higher": 0.1},
     {"algo": "cispo", "eps_clip": 0.3, "eps_clip_higher": 0.3, "behav_imp_weight_cap": 1.2},
     {"algo": "rloo", "behav_imp_weight_mode": "truncate", "behav_imp_weight_cap": 1.2},
@@ -34,7 +42,8 @@ DECOUPLED: list[dict[str, Any]] = [
 
 
 class GivenOutputs:
-    """Stands for a forward pass: returns the log-probabilities that it was made with, whatever the temperature."""
+    """Stands for a forward pass: returns the log-probabilities that it was made with, whatever the
+    temperature."""
 
     def __init__(self, logprobs: torch.Tensor) -> None:
         self._logprobs = logprobs
@@ -60,10 +69,14 @@ def minibatch(rollout_batch: Any, options: Any, seed: int) -> tuple[torch.Tensor
         "loss_weights": token_weights(tokens, options.loss_agg),
     }
     current = (old + 0.5 * torch.randn(len(old), generator=g)).requires_grad_()
-    return current, replace_keys(sample.select(["packed_input_ids", "loss_mask", "packed_logprobs"]), shifted=shifted)
+    return current, replace_keys(
+        sample.select(["packed_input_ids", "loss_mask", "packed_logprobs"]), shifted=shifted
+    )
 
 
-def loop(current: list[float], part: SequenceSample, options: Any) -> tuple[float, dict[str, float]]:
+def loop(
+    current: list[float], part: SequenceSample, options: Any
+) -> tuple[float, dict[str, float]]:
     """Loss and token sums of weight and of rejected tokens, after the formulas of section 10."""
     tokens = PredictedTokens.of(part)
     mask = tokens.mask.tolist()
@@ -92,7 +105,11 @@ def loop(current: list[float], part: SequenceSample, options: Any) -> tuple[floa
             if options.c_clip is not None and adv[t] < 0:
                 value = min(value, options.c_clip * -adv[t])
         else:
-            value = -adv[t] * current[t] * (min(max(rho, low), high) if options.loss == "cispo" else 1.0)
+            value = (
+                -adv[t]
+                * current[t]
+                * (min(max(rho, low), high) if options.loss == "cispo" else 1.0)
+            )
         if options.behav_imp_weight_level == "sequence":
             w = math.exp(sum(prox[s] - old[s] for s in own) / len(own))
         else:
@@ -121,7 +138,9 @@ def test_loss_and_weights_equal_loops(rollout_batch: Any, given: dict[str, Any])
         expected, sums = loop(current.tolist(), part, options)
         assert float(loss.detach()) == pytest.approx(expected, rel=1e-4, abs=1e-6)
         assert stats["behav_weight_mean"] == pytest.approx(sums["weight"], rel=1e-5)
-        assert stats.get("rejected_fraction", stats.get("truncated_fraction", 0.0)) == sums["bounded"]
+        assert (
+            stats.get("rejected_fraction", stats.get("truncated_fraction", 0.0)) == sums["bounded"]
+        )
         bounded += sums["bounded"]
     wide = options.behav_imp_weight_cap == 5.0
     assert (bounded > 0) == (not wide), "the bounds of this case are met, or far away"
@@ -129,16 +148,23 @@ def test_loss_and_weights_equal_loops(rollout_batch: Any, given: dict[str, Any])
 
 @pytest.mark.parametrize("given", DECOUPLED, ids=str)
 def test_the_weight_is_constant_in_the_gradient(rollout_batch: Any, given: dict[str, Any]) -> None:
-    """d loss / d lp of a decoupled objective is w times that of the same objective against the proximal policy."""
+    """d loss / d lp of a decoupled objective is w times that of the same objective against the
+    proximal policy."""
     options = resolve({"use_decoupled_loss": True, **given})
     current, part = minibatch(rollout_batch, options, 3)
-    (gradient,) = torch.autograd.grad(PolicyObjective(options, STEP)(GivenOutputs(current), part)[0], current)
+    (gradient,) = torch.autograd.grad(
+        PolicyObjective(options, STEP)(GivenOutputs(current), part)[0], current
+    )
     prox = part["proximal_logprobs"]
     if options.prox_logp_method == "loglinear":
-        prox = loglinear_proximal(current.detach(), part["packed_logprobs"], part["packed_versions"], STEP)
+        prox = loglinear_proximal(
+            current.detach(), part["packed_logprobs"], part["packed_versions"], STEP
+        )
     plain = resolve({k: v for k, v in given.items() if not k.startswith(("behav", "prox"))})
     against = replace_keys(part, shifted={"packed_logprobs": prox})
-    (unweighted,) = torch.autograd.grad(PolicyObjective(plain, STEP)(GivenOutputs(current), against)[0], current)
+    (unweighted,) = torch.autograd.grad(
+        PolicyObjective(plain, STEP)(GivenOutputs(current), against)[0], current
+    )
     tokens = PredictedTokens.of(part)
     w = prox - part["packed_logprobs"]
     if options.behav_imp_weight_level == "sequence":
@@ -164,14 +190,23 @@ def test_proximal_equal_to_behaviour_is_the_plain_objective(rollout_batch: Any, 
     found = []
     for options in (decoupled, plain):
         loss, stats = PolicyObjective(options, STEP)(GivenOutputs(current), part)
-        found.append((loss.detach(), *torch.autograd.grad(loss, current), stats["clip_fraction"], stats["mismatch_kl"]))
+        found.append(
+            (
+                loss.detach(),
+                *torch.autograd.grad(loss, current),
+                stats["clip_fraction"],
+                stats["mismatch_kl"],
+            )
+        )
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
     assert found[0][2:] == found[1][2:]
 
 
 @pytest.mark.parametrize("given", DECOUPLED, ids=str)
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -1e30])
-def test_garbage_in_masked_positions_is_harmless(rollout_batch: Any, given: dict[str, Any], junk: float) -> None:
+def test_garbage_in_masked_positions_is_harmless(
+    rollout_batch: Any, given: dict[str, Any], junk: float
+) -> None:
     options = resolve({"use_decoupled_loss": True, **given})
     current, part = minibatch(rollout_batch, options, 2)
     outside = ~PredictedTokens.of(part).mask
@@ -183,7 +218,9 @@ def test_garbage_in_masked_positions_is_harmless(rollout_batch: Any, given: dict
             for tensor in (lp, *own.values()):
                 tensor[outside] = junk
         lp.requires_grad_()
-        loss, stats = PolicyObjective(options, STEP)(GivenOutputs(lp), replace_keys(part, shifted=own))
+        loss, stats = PolicyObjective(options, STEP)(
+            GivenOutputs(lp), replace_keys(part, shifted=own)
+        )
         found.append((loss.detach(), *torch.autograd.grad(loss, lp), stats))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
     assert found[0][2] == found[1][2]
@@ -191,17 +228,22 @@ def test_garbage_in_masked_positions_is_harmless(rollout_batch: Any, given: dict
 
 @pytest.mark.parametrize("given", DECOUPLED, ids=str)
 def test_microbatches_add_up(rollout_batch: Any, given: dict[str, Any]) -> None:
-    """Parts of a minibatch, on one worker or on several, sum to the whole: loss, gradient and statistics."""
+    """Parts of a minibatch, on one worker or on several, sum to the whole: loss, gradient and
+    statistics."""
     options = resolve({"use_decoupled_loss": True, **given})
     current, part = minibatch(rollout_batch, options, 4)
     whole, stats = PolicyObjective(options, STEP)(GivenOutputs(current), part)
-    part = replace_keys(part, shifted={"advantages": part["advantages"], "current": current.detach()})
+    part = replace_keys(
+        part, shifted={"advantages": part["advantages"], "current": current.detach()}
+    )
     loss = 0.0
     sums = dict.fromkeys(stats, 0.0)
     pieces = [cut.sample for cut in parts_of(part, MicroBatchSpec(n_mbs=2), Ranks())]
     assert len(pieces) == 2
     for piece in pieces:
-        value, own = PolicyObjective(options, STEP)(GivenOutputs(piece["current"].requires_grad_()), piece)
+        value, own = PolicyObjective(options, STEP)(
+            GivenOutputs(piece["current"].requires_grad_()), piece
+        )
         loss += float(value.detach())
         sums = {k: max(sums[k], v) if k.endswith("_max") else sums[k] + v for k, v in own.items()}
     assert loss == pytest.approx(float(whole.detach()), rel=1e-5, abs=1e-7)
@@ -216,7 +258,10 @@ def test_recompute_logprob_replaces_the_behaviour_policy(rollout_batch: Any) -> 
     against = replace_keys(part, shifted={"packed_logprobs": part["proximal_logprobs"]})
     expected, other = PolicyObjective(plain, STEP)(GivenOutputs(current), against)
     assert torch.equal(got, expected) and "behav_weight_mean" not in stats
-    assert stats["ratio_mean"] == other["ratio_mean"] and stats["mismatch_abs"] != other["mismatch_abs"]
+    assert (
+        stats["ratio_mean"] == other["ratio_mean"]
+        and stats["mismatch_abs"] != other["mismatch_abs"]
+    )
 
 
 def test_huge_weight_is_clamped_counted_and_rejected(rollout_batch: Any) -> None:
@@ -227,7 +272,10 @@ def test_huge_weight_is_clamped_counted_and_rejected(rollout_batch: Any) -> None
     loss, stats = PolicyObjective(options, STEP)(GivenOutputs(current), part)
     assert float(loss.detach()) == 0 and stats["rejected_fraction"] == float(mask.sum())
     assert stats["clamped_exponents"] == float(mask.sum())
-    assert stats["behav_weight_max"] == pytest.approx(math.exp(20.0)) and stats["behav_weight_mean"] == 0
+    assert (
+        stats["behav_weight_max"] == pytest.approx(math.exp(20.0))
+        and stats["behav_weight_mean"] == 0
+    )
 
 
 def test_loglinear_proximal() -> None:

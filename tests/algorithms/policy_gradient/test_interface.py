@@ -20,7 +20,15 @@ from realhf.algorithms.train_step import PredictedTokens, replace_keys
 from realhf.api.config import GenConfig
 from realhf.api.model import Model
 from realhf.api.sample import MicroBatchSpec, SequenceSample, choose_sequences
-from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, on_policy, tiny_actor, weights
+from tests.algorithms.tiny_policy import (
+    GROUPS,
+    OUTCOME,
+    REWARDS,
+    context,
+    on_policy,
+    tiny_actor,
+    weights,
+)
 
 
 def fingerprint(sample):
@@ -47,7 +55,9 @@ def test_leaving_out_and_microbatching_change_no_gradient(rollout_batch, tmp_pat
         assert other["loss"] == pytest.approx(results[0]["loss"], rel=1e-4, abs=1e-7)
         assert other["grad_norm"] == pytest.approx(results[0]["grad_norm"], rel=1e-4)
     assert results[0]["grad_norm"] > 0 and fingerprint(sample) == before
-    pure = "kl_loss_coef" not in options and "entropy_coef" not in options and "kl_ctl" not in options
+    pure = (
+        "kl_loss_coef" not in options and "entropy_coef" not in options and "kl_ctl" not in options
+    )
     assert (results[0]["n_trained_tokens"] < results[1]["n_trained_tokens"]) == pure
 
 
@@ -60,7 +70,11 @@ def test_loss_equals_an_independent_computation(rollout_batch, tmp_path):
     tokens = PredictedTokens.of(sample)
     per_sequence = []
     for i in range(12):
-        mine = [t for t in range(len(current)) if tokens.sequence[t] == i and tokens.mask[t] and OUTCOME[i] == 0]
+        mine = [
+            t
+            for t in range(len(current))
+            if tokens.sequence[t] == i and tokens.mask[t] and OUTCOME[i] == 0
+        ]
         group = [REWARDS[j] for j in range(3 * (i // 3), 3 * (i // 3) + 3) if OUTCOME[j] == 0]
         mean = sum(group) / len(group)
         std = math.sqrt(sum((r - mean) ** 2 for r in group) / (len(group) - 1))
@@ -73,7 +87,9 @@ def test_loss_equals_an_independent_computation(rollout_batch, tmp_path):
             losses.append(pg + 0.1 * (math.exp(-x) - 1 + x))
         if losses:
             per_sequence.append(sum(losses) / len(losses))
-    stats = PolicyGradientInterface({"kl_loss_coef": 0.1}).train_step(model, sample, context(tmp_path))
+    stats = PolicyGradientInterface({"kl_loss_coef": 0.1}).train_step(
+        model, sample, context(tmp_path)
+    )
     assert stats["loss"] == pytest.approx(sum(per_sequence) / len(per_sequence), rel=1e-4)
 
 
@@ -82,7 +98,9 @@ def test_on_policy_step_has_unit_ratio_and_reports(rollout_batch, tmp_path):
     sample = on_policy(model, rollout_batch(GROUPS, REWARDS, OUTCOME), tmp_path)
     stats = PolicyGradientInterface({"algo": "grpo"}).train_step(model, sample, context(tmp_path))
     assert stats["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
-    assert stats["mismatch_kl"] < 1e-9 and stats["mismatch_abs"] < 1e-5 and stats["clip_fraction"] == 0
+    assert (
+        stats["mismatch_kl"] < 1e-9 and stats["mismatch_abs"] < 1e-5 and stats["clip_fraction"] == 0
+    )
     assert (stats["groups_with_signal"], stats["n_groups"], stats["n_invalid"]) == (3, 4, 1)
     assert stats["reward_mean"] == pytest.approx(sum(r for r in REWARDS if r == r) / 11)
     assert stats["skipped"] == 0 and stats["n_updates"] == 1
@@ -97,18 +115,27 @@ def test_no_signal_trains_nothing(rollout_batch, tmp_path):
     assert torch.equal(weights(model), before) and model.engine.version == 0
 
 
-LITTLE = {"one valid": [1] * 4 + [0] + [1] * 7, "nothing valid": [1] * 12, "nothing sampled": [0] * 12}
+LITTLE = {
+    "one valid": [1] * 4 + [0] + [1] * 7,
+    "nothing valid": [1] * 12,
+    "nothing sampled": [0] * 12,
+}
 
 
-@pytest.mark.parametrize("algo", [name for name in PRESETS if name not in ("ppo", "gigpo", "opd", "sdpo")])
+@pytest.mark.parametrize(
+    "algo", [name for name in PRESETS if name not in ("ppo", "gigpo", "opd", "sdpo")]
+)
 @pytest.mark.parametrize("case", LITTLE)
 def test_a_batch_with_little_in_it_trains_what_there_is(rollout_batch, tmp_path, algo, case):
-    """One valid sequence has nobody to be compared with: only an estimator that compares nothing learns of it. Without
-    any, and where no token was sampled, nothing changes, and every statistic is a number."""
+    """One valid sequence has nobody to be compared with: only an estimator that compares nothing
+    learns of it. Without any, and where no token was sampled, nothing changes, and every statistic
+    is a number."""
     model = tiny_actor()
     sample = rollout_batch(GROUPS, [1.0] * 4 + [0.5] + [0.0] * 7, LITTLE[case])
     if case == "nothing sampled":
-        sample = replace_keys(sample, per_token={"loss_mask": torch.zeros_like(sample["loss_mask"])})
+        sample = replace_keys(
+            sample, per_token={"loss_mask": torch.zeros_like(sample["loss_mask"])}
+        )
     options = {"algo": algo} | ({"loss_scale_len": 40} if algo == "drgrpo" else {})
     before = weights(model)
     stats = PolicyGradientInterface(options).train_step(model, sample, context(tmp_path))
@@ -117,25 +144,37 @@ def test_a_batch_with_little_in_it_trains_what_there_is(rollout_batch, tmp_path,
     assert all(math.isfinite(value) for value in stats.values())
 
 
-@pytest.mark.parametrize("aggregation", [name for name, row in AGGREGATIONS.items() if not row.by_turn])
+@pytest.mark.parametrize(
+    "aggregation", [name for name, row in AGGREGATIONS.items() if not row.by_turn]
+)
 def test_supervised_training_without_a_token_changes_nothing(rollout_batch, tmp_path, aggregation):
     model = tiny_actor()
     sample = rollout_batch(GROUPS, REWARDS)
     sample = replace_keys(sample, per_token={"loss_mask": torch.zeros_like(sample["loss_mask"])})
     before = weights(model)
     stats = SFTInterface(aggregation).train_step(model, sample, context(tmp_path))
-    assert stats["nll"] == stats["n_tokens"] == stats["grad_norm"] == 0 and torch.equal(weights(model), before)
+    assert stats["nll"] == stats["n_tokens"] == stats["grad_norm"] == 0 and torch.equal(
+        weights(model), before
+    )
 
 
 def test_token_kl_reward_to_go(rollout_batch):
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
-    got = PolicyGradientInterface({"algo": "rloo", "kl_ctl": 0.1, "kl_estimator": "k1"}).prepare(sample)[0]
+    got = PolicyGradientInterface({"algo": "rloo", "kl_ctl": 0.1, "kl_estimator": "k1"}).prepare(
+        sample
+    )[0]
     plain = PolicyGradientInterface({"algo": "rloo"}).prepare(sample)[0]["advantages"]
     tokens = PredictedTokens.of(got)
     kl = sample["packed_logprobs"] - sample["packed_ref_logprobs"]
     for t in range(len(kl)):
-        later = [s for s in range(t, len(kl)) if tokens.sequence[s] == tokens.sequence[t] and tokens.mask[s]]
-        expected = float(plain[t]) - 0.1 * sum(float(kl[s]) for s in later) if tokens.mask[t] else 0.0
+        later = [
+            s
+            for s in range(t, len(kl))
+            if tokens.sequence[s] == tokens.sequence[t] and tokens.mask[s]
+        ]
+        expected = (
+            float(plain[t]) - 0.1 * sum(float(kl[s]) for s in later) if tokens.mask[t] else 0.0
+        )
         assert float(got["advantages"][t]) == pytest.approx(expected, abs=1e-5)
 
 
@@ -143,9 +182,13 @@ def test_missing_reference_and_truncation_keys_are_named(rollout_batch, tmp_path
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     bare = sample.select(sample.keys - {"packed_ref_logprobs"})
     with pytest.raises(ValueError, match="packed_ref_logprobs"):
-        PolicyGradientInterface({"kl_loss_coef": 0.1}).train_step(tiny_actor(), bare, context(tmp_path))
+        PolicyGradientInterface({"kl_loss_coef": 0.1}).train_step(
+            tiny_actor(), bare, context(tmp_path)
+        )
     with pytest.raises(ValueError, match="seq_no_eos_mask"):
-        PolicyGradientInterface({"mask_too_long": True}).train_step(tiny_actor(), bare, context(tmp_path))
+        PolicyGradientInterface({"mask_too_long": True}).train_step(
+            tiny_actor(), bare, context(tmp_path)
+        )
 
 
 def test_three_non_finite_updates_in_a_row_ask_for_the_end(rollout_batch, tmp_path):
@@ -167,7 +210,9 @@ def test_no_further_minibatch_after_too_many_skipped_ones(rollout_batch, tmp_pat
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     with torch.no_grad():
         next(iter(model.engine.model.parameters())).fill_(math.nan)  # type: ignore[attr-defined]
-    interface = PolicyGradientInterface({"ppo_n_minibatches": 3, "max_nonfinite_steps": 2, "kl_loss_coef": 0.1})
+    interface = PolicyGradientInterface(
+        {"ppo_n_minibatches": 3, "max_nonfinite_steps": 2, "kl_loss_coef": 0.1}
+    )
     stats = interface.train_step(model, sample, context(tmp_path))
     assert stats["skipped"] == 2 and "2 updates in a row" in stats["stop"]
 
@@ -185,7 +230,8 @@ def test_supervised_training_asks_for_the_end_too(rollout_batch, tmp_path):
 def test_outcome_reward():
     """Bias, then scale, then clip; a failed rollout has no reward rather than one of 0."""
     config = config_class("aws")(
-        experiment="grpo_aws", ppo=PolicyGradientOptions(reward_scaling=2.0, reward_bias=-0.5, max_reward_clip=30.0)
+        experiment="grpo_aws",
+        ppo=PolicyGradientOptions(reward_scaling=2.0, reward_bias=-0.5, max_reward_clip=30.0),
     )
     interface = OutcomeRewardInterface(**rew_inf(config, policy_options(config)).interface_args)
     for scores, failures, rewards, mean in (
@@ -194,9 +240,13 @@ def test_outcome_reward():
         ([0.0] * 4, [3] * 4, [None] * 4, 0.0),
     ):
         tensors = {"env_rewards": torch.tensor(scores), "outcome": torch.tensor(failures)}
-        sample = SequenceSample.from_tensors(["a", "b"], tensors, {key: [[1, 1], [1, 1]] for key in tensors})
+        sample = SequenceSample.from_tensors(
+            ["a", "b"], tensors, {key: [[1, 1], [1, 1]] for key in tensors}
+        )
         out, stats = interface.inference(Model("rew", None, None), sample, context(Path(".")))
-        assert [None if reward != reward else reward for reward in out["rewards"].tolist()] == rewards
+        assert [
+            None if reward != reward else reward for reward in out["rewards"].tolist()
+        ] == rewards
         assert out["rewards"].dtype == torch.float32 and out.seqlens["rewards"] == [[1, 1], [1, 1]]
         assert stats == {"reward_mean": mean, "n_scored": failures.count(0)}
 
@@ -204,7 +254,9 @@ def test_outcome_reward():
 def plain_logprobs(model, sample, temperature=1.0):
     """One plain forward of transformers for each sequence, with a gradient: [f32 (L-1,)]."""
     found = []
-    for ids in sample["packed_input_ids"].split([n for group in sample.seqlens["packed_input_ids"] for n in group]):
+    for ids in sample["packed_input_ids"].split(
+        [n for group in sample.seqlens["packed_input_ids"] for n in group]
+    ):
         logits = model.engine.model(input_ids=ids[None]).logits[0, :-1] / temperature
         found.append(logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0])
     return found
@@ -218,13 +270,16 @@ def test_scores_are_the_log_softmax_at_the_sampling_temperature(rollout_batch, t
     interface = LogprobInterface(**mfc.interface_args)
     out, stats = interface.inference(model, sample, context(tmp_path, max_tokens_per_mb=32))
     with torch.no_grad():
-        expected = torch.where(PredictedTokens.of(sample).mask, torch.cat(plain_logprobs(model, sample, 0.7)), 0.0)
+        expected = torch.where(
+            PredictedTokens.of(sample).mask, torch.cat(plain_logprobs(model, sample, 0.7)), 0.0
+        )
     torch.testing.assert_close(out[mfc.output_keys[0]], expected, atol=1e-4, rtol=1e-4)
     assert stats["n_tokens"] == sum(map(sum, GROUPS))
 
 
 def test_a_step_follows_the_policy_gradient(rollout_batch, tmp_path):
-    """Its norm is that of -(1/T) sum of advantage * log-probability, and better rollouts become likelier."""
+    """Its norm is that of -(1/T) sum of advantage * log-probability, and better rollouts become
+    likelier."""
     model = tiny_actor()
     sample = on_policy(model, rollout_batch(GROUPS, REWARDS, OUTCOME), tmp_path)
     interface = PolicyGradientInterface({"loss_agg": "token_mean"})
@@ -249,7 +304,11 @@ def test_sft_learns_the_masked_tokens(rollout_batch, tmp_path):
     sample = rollout_batch(GROUPS, REWARDS).select(["packed_input_ids", "loss_mask"])
     start = interface.evaluate(model, sample, context(tmp_path))["nll"]
     stats = [interface.train_step(model, sample, context(tmp_path, n_mbs=2)) for _ in range(15)]
-    assert stats[0]["nll"] == pytest.approx(start, rel=1e-5) == pytest.approx(stats[0]["loss"], rel=1e-5)
+    assert (
+        stats[0]["nll"]
+        == pytest.approx(start, rel=1e-5)
+        == pytest.approx(stats[0]["loss"], rel=1e-5)
+    )
     assert interface.evaluate(model, sample, context(tmp_path))["nll"] < start - 1
 
 
@@ -265,7 +324,8 @@ def test_choosing_sequences_keeps_order_and_drops_empty_samples(rollout_batch):
 
 
 def test_rounding_of_the_generator_clips_no_sequence(rollout_batch, tmp_path):
-    """The clip range of gspo is narrower than the difference between two programs that compute the same policy."""
+    """The clip range of gspo is narrower than the difference between two programs that compute the
+    same policy."""
     generator = torch.Generator().manual_seed(3)
     clipped = {}
     for recompute in (None, False):
@@ -288,14 +348,20 @@ def test_rounding_of_the_generator_clips_no_sequence(rollout_batch, tmp_path):
 def test_lengths_and_spread_of_a_batch_are_reported(rollout_batch):
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     cut = SequenceSample.from_tensors(
-        sample.ids, {"seq_no_eos_mask": torch.arange(12) % 4 == 0}, {"seq_no_eos_mask": [[1] * 3] * 4}
+        sample.ids,
+        {"seq_no_eos_mask": torch.arange(12) % 4 == 0},
+        {"seq_no_eos_mask": [[1] * 3] * 4},
     )
     stats = PolicyGradientInterface({}).prepare(sample.update(cut))[1]
     masks = sample["loss_mask"].split([n for group in GROUPS for n in group])
-    sampled = [int(mask[1:].sum()) for mask, outcome in zip(masks, OUTCOME, strict=True) if outcome == 0]
+    sampled = [
+        int(mask[1:].sum()) for mask, outcome in zip(masks, OUTCOME, strict=True) if outcome == 0
+    ]
     assert stats["response_tokens_mean"] == pytest.approx(sum(sampled) / 11)
     assert stats["response_tokens_max"] == max(sampled)
-    assert stats["too_long_fraction"] == pytest.approx(2 / 11), "the third cut sequence is not valid"
+    assert stats["too_long_fraction"] == pytest.approx(2 / 11), (
+        "the third cut sequence is not valid"
+    )
     valid = [r for r in REWARDS if r == r]
     mean = sum(valid) / 11
     assert stats["reward_std"] == pytest.approx(math.sqrt(sum((r - mean) ** 2 for r in valid) / 10))

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
-from realhf.algorithms.policy_loss import LossTerms, cispo_loss, kl_estimate, kl_penalty, ppo_loss, reinforce_loss
+from realhf.algorithms.policy_loss import (
+    LossTerms,
+    cispo_loss,
+    kl_estimate,
+    kl_penalty,
+    ppo_loss,
+    reinforce_loss,
+)
 from realhf.algorithms.resolution import resolve
 from realhf.algorithms.train_step import PredictedTokens, token_weights, weighted_sum
 from realhf.api.sample import MicroBatchSpec
@@ -39,7 +46,9 @@ def test_clip_counters():
     old = torch.zeros(5)
     ratio = torch.tensor([1.5, 1.5, 0.5, 4.0, 1.0])
     adv = torch.tensor([1.0, -1.0, -1.0, -1.0, 1.0])
-    terms = LossTerms(ratio.log(), old, adv, torch.ones(5, dtype=torch.bool), torch.zeros(5, dtype=torch.int64), 1)
+    terms = LossTerms(
+        ratio.log(), old, adv, torch.ones(5, dtype=torch.bool), torch.zeros(5, dtype=torch.int64), 1
+    )
     got = ppo_loss(terms, options)
     assert got.clipped.tolist() == [True, False, True, False, False]
     assert got.dual_clipped.tolist() == [False, False, False, True, False]
@@ -67,7 +76,9 @@ def test_sequence_ratio_gradient_is_that_of_the_own_token():
         assert float(grad[t]) == pytest.approx(float(-terms.advantages[t] * ratio), rel=1e-4)
 
 
-@pytest.mark.parametrize("given", [{"algo": "gspo"}, *({"loss": name} for name in policy_losses)], ids=str)
+@pytest.mark.parametrize(
+    "given", [{"algo": "gspo"}, *({"loss": name} for name in policy_losses)], ids=str
+)
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -1e30])
 def test_garbage_in_masked_positions_is_harmless(given: dict[str, str], junk: float) -> None:
     """It holds for every loss that has a name, and for the ratio of sequences."""
@@ -83,7 +94,9 @@ def test_garbage_in_masked_positions_is_harmless(given: dict[str, str], junk: fl
                 tensor[~terms.mask] = junk
             data[name] = tensor
         data["logprobs"].requires_grad_()
-        terms = LossTerms(**data, mask=terms.mask, sequence=terms.sequence, n_sequences=terms.n_sequences)
+        terms = LossTerms(
+            **data, mask=terms.mask, sequence=terms.sequence, n_sequences=terms.n_sequences
+        )
         loss = weighted_sum(loss_fn(terms, options).loss, terms.mask / terms.mask.sum(), terms.mask)
         (grad,) = torch.autograd.grad(loss, terms.logprobs)
         return loss.detach(), grad
@@ -96,7 +109,9 @@ def test_garbage_in_masked_positions_is_harmless(given: dict[str, str], junk: fl
 def test_huge_ratio_is_clamped_and_counted():
     lp = torch.tensor([0.0], requires_grad=True)
     one = torch.ones(1, dtype=torch.bool)
-    terms = LossTerms(lp, torch.tensor([-500.0]), torch.tensor([-1.0]), one, torch.zeros(1, dtype=torch.int64), 1)
+    terms = LossTerms(
+        lp, torch.tensor([-500.0]), torch.tensor([-1.0]), one, torch.zeros(1, dtype=torch.int64), 1
+    )
     got = ppo_loss(terms, resolve({}))
     assert got.clamped == 1 and float(got.loss.detach()) == pytest.approx(math.exp(20.0))
 
@@ -114,15 +129,20 @@ def test_empty_mask_gives_zero_with_graph():
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_a_penalty_pulls_harder_the_further_a_token_lies_below_the_reference(estimator):
-    """A clamped value used to have no gradient: k3 pulled with -12.5 at 2.6 nats and with exactly 0 at 2.7."""
-    apart = torch.tensor([-2.6, -2.7, -4.5, -15.0, -19.9, -20.1, -200.0, 0.0, 3.0, 50.0], requires_grad=True)
+    """A clamped value used to have no gradient: k3 pulled with -12.5 at 2.6 nats and with exactly 0
+    at 2.7."""
+    apart = torch.tensor(
+        [-2.6, -2.7, -4.5, -15.0, -19.9, -20.1, -200.0, 0.0, 3.0, 50.0], requires_grad=True
+    )
     value, cut = kl_penalty(apart, torch.zeros(10), estimator)
     (pull,) = torch.autograd.grad(value.sum(), apart)
     expected = apart.detach() if estimator == "k2" else 1 - (-apart.detach()).clamp(max=20).exp()
     torch.testing.assert_close(pull, expected)
     assert cut == (2 if estimator == "k3" else 0) and bool(value.isfinite().all())
     far = value.detach()[:7].tolist()
-    assert far == sorted(far) and far[0] == pytest.approx(0.5 * 2.6**2 if estimator == "k2" else math.exp(2.6) - 3.6)
+    assert far == sorted(far) and far[0] == pytest.approx(
+        0.5 * 2.6**2 if estimator == "k2" else math.exp(2.6) - 3.6
+    )
 
 
 def test_kl_estimators():
@@ -153,7 +173,9 @@ class Kept:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"ppo_n_minibatches": 3, "sample_reuse": 2}, {"algo": "gspo"}], ids=["one update", "six", "gspo"]
+    "options",
+    [{}, {"ppo_n_minibatches": 3, "sample_reuse": 2}, {"algo": "gspo"}],
+    ids=["one update", "six", "gspo"],
 )
 def test_what_is_kept_is_what_was_trained(rollout_batch, tmp_path, options):
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
@@ -173,7 +195,9 @@ def test_what_is_kept_is_what_was_trained(rollout_batch, tmp_path, options):
     assert list(rows.lengths) == [n - 1 for group in GROUPS for n in group]
     assert (rows.mask == (tokens.mask & valid[tokens.sequence]).numpy()).all()
     seen = ~np.isnan(rows.current)
-    assert (seen[rows.mask] == (rows.advantages != 0)[rows.mask]).all(), "rows without signal are not scored"
+    assert (seen[rows.mask] == (rows.advantages != 0)[rows.mask]).all(), (
+        "rows without signal are not scored"
+    )
     trained = seen & rows.mask
     assert trained.sum() > 20
     before = trained & ~np.isnan(rows.before)
@@ -181,9 +205,18 @@ def test_what_is_kept_is_what_was_trained(rollout_batch, tmp_path, options):
     np.testing.assert_allclose(rows.before[before], first.numpy()[before], rtol=1e-4, atol=1e-5)
     if not options:
         np.testing.assert_allclose(
-            rows.ratio[trained], np.exp(rows.current - rows.behaviour)[trained], rtol=1e-4, err_msg="old is the engine"
+            rows.ratio[trained],
+            np.exp(rows.current - rows.behaviour)[trained],
+            rtol=1e-4,
+            err_msg="old is the engine",
         )
         clipped = rows.clipped[trained].mean()
-        assert clipped == pytest.approx(stats[1]["clip_fraction"] + stats[1]["dual_clip_fraction"], abs=0.05) != 0
+        assert (
+            clipped
+            == pytest.approx(stats[1]["clip_fraction"] + stats[1]["dual_clip_fraction"], abs=0.05)
+            != 0
+        )
     if "sample_reuse" in options:
-        assert not np.allclose(rows.current[before], rows.before[before], atol=1e-4), "the last pass came later"
+        assert not np.allclose(rows.current[before], rows.before[before], atol=1e-4), (
+            "the last pass came later"
+        )

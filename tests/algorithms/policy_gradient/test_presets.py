@@ -25,7 +25,14 @@ TABLE = {
 @pytest.mark.parametrize("algo", sorted(TABLE))
 def test_rows_are_those_of_the_reference(algo):
     got = resolve(PolicyGradientOptions(algo=algo), loss_scale_len=64)
-    cells = (got.adv_estimator, got.ratio, got.loss, got.eps_clip, got.eps_clip_higher, got.loss_agg)
+    cells = (
+        got.adv_estimator,
+        got.ratio,
+        got.loss,
+        got.eps_clip,
+        got.eps_clip_higher,
+        got.loss_agg,
+    )
     assert cells == TABLE[algo] and not got.needs_reference
 
 
@@ -45,7 +52,12 @@ def test_reinforce_pp_row():
         0.2,
         "token_mean",
     )
-    assert (got.kl_ctl, got.kl_estimator, got.adv_norm, got.needs_reference) == (0.01, "k1", True, True)
+    assert (got.kl_ctl, got.kl_estimator, got.adv_norm, got.needs_reference) == (
+        0.01,
+        "k1",
+        True,
+        True,
+    )
     other = resolve({"algo": "reinforce_pp", "kl_ctl": 0.0, "adv_norm": False, "discount": 0.99})
     assert not other.needs_reference and not other.adv_norm and other.discount == 0.99
 
@@ -60,7 +72,11 @@ def test_decoupled_defaults_and_what_they_ask_of_the_graph():
         own = resolve({"algo": "dapo", "use_decoupled_loss": True, "prox_logp_method": method})
         assert not own.needs_actor_inf and own.scored_keys == ()
     plain = resolve({})
-    assert (plain.prox_logp_method, plain.behav_imp_weight_mode, plain.scored_keys) == (None, "none", ())
+    assert (plain.prox_logp_method, plain.behav_imp_weight_mode, plain.scored_keys) == (
+        None,
+        "none",
+        (),
+    )
     replaced = resolve({"recompute_logprob": True})
     assert replaced.needs_actor_inf and replaced.behav_imp_weight_mode == "none"
 
@@ -68,7 +84,8 @@ def test_decoupled_defaults_and_what_they_ask_of_the_graph():
 @pytest.mark.parametrize("differs", [False, True])
 @pytest.mark.parametrize("algo", [*PRESETS])
 def test_what_a_worker_is_told_resolves_to_the_same(algo, differs):
-    """What the launcher chose is resolved again where it trains; nothing of it may look as if somebody had set it."""
+    """What the launcher chose is resolved again where it trains; nothing of it may look as if
+    somebody had set it."""
     given = PolicyGradientOptions(algo=algo)
     chosen = resolve(given, loss_scale_len=99, sampler_differs=differs)
     again = resolve(chosen.chosen(given), loss_scale_len=chosen.loss_scale_len)
@@ -76,8 +93,15 @@ def test_what_a_worker_is_told_resolves_to_the_same(algo, differs):
 
 
 def test_any_cell_may_be_overridden():
-    got = resolve({"algo": "grpo", "loss_agg": "token_mean", "eps_clip_higher": 0.4, "kl_loss_coef": 0.01})
-    assert (got.loss_agg, got.eps_clip, got.eps_clip_higher, got.kl_loss_coef) == ("token_mean", 0.2, 0.4, 0.01)
+    got = resolve(
+        {"algo": "grpo", "loss_agg": "token_mean", "eps_clip_higher": 0.4, "kl_loss_coef": 0.01}
+    )
+    assert (got.loss_agg, got.eps_clip, got.eps_clip_higher, got.kl_loss_coef) == (
+        "token_mean",
+        0.2,
+        0.4,
+        0.01,
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,25 +120,60 @@ def test_any_cell_may_be_overridden():
         ({"algo": "reinforce_pp", "kl_loss_coef": 0.1}, "k1 has zero expected gradient"),
         ({"discount": 0.9}, "ppo.discount has no effect"),
         ({"algo": "reinforce_pp", "discount": 0.0}, "ppo.discount=0.0: must be positive"),
-        ({"algo": "reinforce_pp", "adv_estimator": "reinforce_pp_baseline", "group_size": 1}, "ppo.group_size must be"),
-        ({"use_decoupled_loss": True, "recompute_logprob": True}, "ppo.recompute_logprob has no effect"),
-        ({"prox_logp_method": "recompute"}, "ppo.prox_logp_method has no effect"),
-        ({"use_decoupled_loss": True, "prox_logp_method": "recomput"}, "ppo.prox_logp_method.*'recompute'"),
-        ({"recompute_logprob": True, "prox_logp_method": "loglinear"}, "loglinear recomputes nothing"),
-        ({"behav_imp_weight_mode": "mask"}, "ppo.behav_imp_weight_mode has no effect"),
-        ({"recompute_logprob": True, "behav_imp_weight_cap": 2.0}, "ppo.behav_imp_weight_cap has no effect"),
-        ({"use_decoupled_loss": True, "behav_imp_weight_mode": "clip"}, "ppo.behav_imp_weight_mode=clip: unknown"),
-        ({"use_decoupled_loss": True, "behav_imp_weight_level": "word"}, "ppo.behav_imp_weight_level=word: unknown"),
         (
-            {"use_decoupled_loss": True, "behav_imp_weight_mode": "none", "behav_imp_weight_cap": 2.0},
+            {"algo": "reinforce_pp", "adv_estimator": "reinforce_pp_baseline", "group_size": 1},
+            "ppo.group_size must be",
+        ),
+        (
+            {"use_decoupled_loss": True, "recompute_logprob": True},
+            "ppo.recompute_logprob has no effect",
+        ),
+        ({"prox_logp_method": "recompute"}, "ppo.prox_logp_method has no effect"),
+        (
+            {"use_decoupled_loss": True, "prox_logp_method": "recomput"},
+            "ppo.prox_logp_method.*'recompute'",
+        ),
+        (
+            {"recompute_logprob": True, "prox_logp_method": "loglinear"},
+            "loglinear recomputes nothing",
+        ),
+        ({"behav_imp_weight_mode": "mask"}, "ppo.behav_imp_weight_mode has no effect"),
+        (
+            {"recompute_logprob": True, "behav_imp_weight_cap": 2.0},
             "ppo.behav_imp_weight_cap has no effect",
         ),
         (
-            {"use_decoupled_loss": True, "behav_imp_weight_mode": "none", "behav_imp_weight_level": "token"},
+            {"use_decoupled_loss": True, "behav_imp_weight_mode": "clip"},
+            "ppo.behav_imp_weight_mode=clip: unknown",
+        ),
+        (
+            {"use_decoupled_loss": True, "behav_imp_weight_level": "word"},
+            "ppo.behav_imp_weight_level=word: unknown",
+        ),
+        (
+            {
+                "use_decoupled_loss": True,
+                "behav_imp_weight_mode": "none",
+                "behav_imp_weight_cap": 2.0,
+            },
+            "ppo.behav_imp_weight_cap has no effect",
+        ),
+        (
+            {
+                "use_decoupled_loss": True,
+                "behav_imp_weight_mode": "none",
+                "behav_imp_weight_level": "token",
+            },
             "ppo.behav_imp_weight_level has no effect",
         ),
-        ({"use_decoupled_loss": True, "behav_imp_weight_cap": 0.0}, "ppo.behav_imp_weight_cap=0.0: must be positive"),
-        ({"use_decoupled_loss": True, "behav_imp_weight_floor": 5.0}, "ppo.behav_imp_weight_floor must be"),
+        (
+            {"use_decoupled_loss": True, "behav_imp_weight_cap": 0.0},
+            "ppo.behav_imp_weight_cap=0.0: must be positive",
+        ),
+        (
+            {"use_decoupled_loss": True, "behav_imp_weight_floor": 5.0},
+            "ppo.behav_imp_weight_floor must be",
+        ),
         (
             {"algo": "rloo", "use_decoupled_loss": True, "behav_imp_weight_mode": "none"},
             "ppo.use_decoupled_loss has no effect",
@@ -129,7 +188,10 @@ def test_any_cell_may_be_overridden():
         ({"ppo_n_minibatches": 0}, "ppo.ppo_n_minibatches"),
         ({"algo": "drgrpo"}, "ppo.loss_agg=constant divides by ppo.loss_scale_len: set it"),
         ({"algo": "drgrpo", "loss_scale_len": 0}, "ppo.loss_scale_len=0: must be at least 1"),
-        ({"loss_scale_len": 160}, "ppo.loss_scale_len has no effect with loss_agg 'seq_mean_token_mean'"),
+        (
+            {"loss_scale_len": 160},
+            "ppo.loss_scale_len has no effect with loss_agg 'seq_mean_token_mean'",
+        ),
         (
             {"algo": "gspo", "use_decoupled_loss": True, "recompute_logprob": True},
             "ppo.recompute_logprob has no effect",
@@ -155,19 +217,31 @@ def test_refused_options_are_named(options, names):
 
 
 def test_the_option_decides_the_divisor_and_else_the_experiment():
-    assert resolve({"algo": "drgrpo", "loss_scale_len": 77}, loss_scale_len=160).loss_scale_len == 77
+    assert (
+        resolve({"algo": "drgrpo", "loss_scale_len": 77}, loss_scale_len=160).loss_scale_len == 77
+    )
     assert resolve({"algo": "drgrpo"}, loss_scale_len=160).loss_scale_len == 160
-    assert resolve({"algo": "grpo"}, loss_scale_len=160).loss_scale_len is None, "nothing is divided by it"
+    assert resolve({"algo": "grpo"}, loss_scale_len=160).loss_scale_len is None, (
+        "nothing is divided by it"
+    )
 
 
 def test_the_ratio_of_sequences_is_taken_against_recomputed_log_probabilities():
     for options in ({"algo": "gspo"}, {"algo": "grpo", "ratio": "sequence"}):
         got = resolve(options)
-        assert (got.recompute_logprob, got.prox_logp_method, got.scored_keys) == (True, "recompute", ())
+        assert (got.recompute_logprob, got.prox_logp_method, got.scored_keys) == (
+            True,
+            "recompute",
+            (),
+        )
     assert resolve({"algo": "gspo", "recompute_logprob": True}).needs_actor_inf
     decoupled = resolve({"algo": "gspo", "use_decoupled_loss": True})
     assert not decoupled.recompute_logprob and decoupled.needs_actor_inf
-    for options in ({"algo": "gspo", "recompute_logprob": False}, {"algo": "grpo"}, {"algo": "gspo", "ratio": "token"}):
+    for options in (
+        {"algo": "gspo", "recompute_logprob": False},
+        {"algo": "grpo"},
+        {"algo": "gspo", "ratio": "token"},
+    ):
         assert resolve(options).prox_logp_method is None
 
 
@@ -177,7 +251,9 @@ def test_without_a_target_it_stays():
     assert controller.value == 0.1
 
 
-@pytest.mark.parametrize(("kl", "error"), [(6.0, 0.0), (6.6, 0.1), (60.0, 0.2), (5.7, -0.05), (0.0, -0.2)])
+@pytest.mark.parametrize(
+    ("kl", "error"), [(6.0, 0.0), (6.6, 0.1), (60.0, 0.2), (5.7, -0.05), (0.0, -0.2)]
+)
 def test_it_moves_by_the_error_cut_to_a_fifth(kl, error):
     controller = KLController(resolve({"kl_ctl": 0.1, "kl_target": 6.0, "kl_horizon": 1000.0}))
     controller.observe(kl, 50)
@@ -201,7 +277,8 @@ def test_more_sequences_than_the_horizon_move_it_by_a_fifth_and_it_comes_back():
 
 
 def test_a_train_step_steers_the_next_one_and_a_resumed_run_goes_on(rollout_batch, tmp_path):
-    """The divergence is that of whole sequences, and the weight of a step is known before its batch."""
+    """The divergence is that of whole sequences, and the weight of a step is known before its
+    batch."""
     options = {"algo": "reinforce_pp", "kl_ctl": 0.1, "kl_target": 0.01, "kl_horizon": 100.0}
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     tokens = PredictedTokens.of(sample)

@@ -1,4 +1,5 @@
-"""Rollouts of several rows: what compares, averages or counts sequences sees each rollout once, however it was cut."""
+"""Rollouts of several rows: what compares, averages or counts sequences sees each rollout once,
+however it was cut."""
 
 from __future__ import annotations
 
@@ -26,14 +27,18 @@ CASES: list[dict[str, Any]] = [
 
 
 def batch(rows, rewards, failed=()):
-    """A train input in which every row is a token that nobody predicts and then the tokens that train. Cut or whole,
-    what is said of each trained token is the same; ``failed`` are rollouts of the first group without a reward."""
+    """A train input in which every row is a token that nobody predicts and then the tokens that
+    train. Cut or whole, what is said of each trained token is the same; ``failed`` are rollouts of
+    the first group without a reward."""
     lengths = [[n + 1 for rollout in group for n in rollout] for group in rows]
     shifted = [[n - 1 for n in group] for group in lengths]
     ones = [[1] * len(group) for group in lengths]
     generator = torch.Generator().manual_seed(0)
     trained = sum(map(sum, shifted))
-    drawn = {name: -3 * torch.rand(trained, generator=generator) for name in ("packed_logprobs", "packed_ref_logprobs")}
+    drawn = {
+        name: -3 * torch.rand(trained, generator=generator)
+        for name in ("packed_logprobs", "packed_ref_logprobs")
+    }
     versions = torch.randint(0, 5, (trained,), generator=generator).int()
     first = [token == 0 for group in lengths for n in group for token in range(n)]
     per_row = [
@@ -56,8 +61,12 @@ def batch(rows, rewards, failed=()):
         "values": torch.rand(trained, generator=generator),
     }
     by_length = {"packed_input_ids": lengths, "loss_mask": lengths, "turn_ids": lengths}
-    by_length |= dict.fromkeys(("packed_logprobs", "packed_ref_logprobs", "packed_versions", "values"), shifted)
-    return SequenceSample.from_tensors(["a", "b"], tensors, {key: by_length.get(key, ones) for key in tensors})
+    by_length |= dict.fromkeys(
+        ("packed_logprobs", "packed_ref_logprobs", "packed_versions", "values"), shifted
+    )
+    return SequenceSample.from_tensors(
+        ["a", "b"], tensors, {key: by_length.get(key, ones) for key in tensors}
+    )
 
 
 def trained_parts(sample, options, tmp_path):
@@ -72,29 +81,48 @@ def trained_parts(sample, options, tmp_path):
 @pytest.mark.parametrize("failed", [(), (3,)], ids=["all valid", "one failed"])
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_a_token_has_the_advantage_that_it_has_in_a_rollout_of_one_row(options, failed):
-    """Failures of eight rows each used to move the mean of their group towards themselves, and were their own baseline;
-    ``ppo.count=row`` still does so."""
-    whole, cut = (PolicyGradientInterface(options).prepare(batch(rows, REWARDS, failed)) for rows in (WHOLE, CUT))
+    """Failures of eight rows each used to move the mean of their group towards themselves, and were
+    their own baseline; ``ppo.count=row`` still does so."""
+    whole, cut = (
+        PolicyGradientInterface(options).prepare(batch(rows, REWARDS, failed))
+        for rows in (WHOLE, CUT)
+    )
     assert torch.equal(cut[0]["advantages"], whole[0]["advantages"])
     assert cut[1] | {"n_sequences": 8.0, "n_trainable": whole[1]["n_trainable"]} == whole[1]
     assert cut[1]["n_sequences"] == 25 and cut[1]["n_rollouts"] == 8
-    by_row = PolicyGradientInterface({**options, "count": "row"}).prepare(batch(CUT, REWARDS, failed))
+    by_row = PolicyGradientInterface({**options, "count": "row"}).prepare(
+        batch(CUT, REWARDS, failed)
+    )
     bare = batch(CUT, REWARDS, failed)
     bare = PolicyGradientInterface(options).prepare(bare.select(bare.keys - {"rollout_index"}))
     assert torch.equal(by_row[0]["advantages"], bare[0]["advantages"]) and by_row[1] == bare[1]
     compares = options.get("algo") != "reinforce_pp"
-    assert torch.equal(by_row[0]["advantages"], whole[0]["advantages"]) != compares or "adv_norm" in options
+    assert (
+        torch.equal(by_row[0]["advantages"], whole[0]["advantages"]) != compares
+        or "adv_norm" in options
+    )
     assert by_row[1]["reward_mean"] != whole[1]["reward_mean"]
 
 
-@pytest.mark.parametrize("aggregation", [name for name, row in AGGREGATIONS.items() if not row.by_turn])
+@pytest.mark.parametrize(
+    "aggregation", [name for name, row in AGGREGATIONS.items() if not row.by_turn]
+)
 def test_a_token_weighs_what_it_weighs_in_a_rollout_of_one_row(tmp_path, aggregation):
     options = {"loss_agg": aggregation, "kl_loss_coef": 0.1}
     options |= {"loss_scale_len": 40} if aggregation == "constant" else {}
-    (cut, parts), (whole, expected) = (trained_parts(batch(rows, REWARDS), options, tmp_path) for rows in (CUT, WHOLE))
+    (cut, parts), (whole, expected) = (
+        trained_parts(batch(rows, REWARDS), options, tmp_path) for rows in (CUT, WHOLE)
+    )
     assert torch.equal(parts[0]["loss_weights"], expected[0]["loss_weights"])
-    assert torch.equal(parts[0]["packed_logprobs"], expected[0]["packed_logprobs"]), "the same tokens"
-    for name in ("staleness/head_mean", "staleness/hist_4", "response_tokens_mean", "too_long_fraction"):
+    assert torch.equal(parts[0]["packed_logprobs"], expected[0]["packed_logprobs"]), (
+        "the same tokens"
+    )
+    for name in (
+        "staleness/head_mean",
+        "staleness/hist_4",
+        "response_tokens_mean",
+        "too_long_fraction",
+    ):
         assert cut[name] == whole[name], name
 
 
@@ -113,8 +141,15 @@ def _rollouts(sample):
 
 
 def test_the_divergence_that_steers_the_kl_reward_is_that_of_rollouts(tmp_path):
-    """Of the actor and of the critic alike: spread over its rows, a rollout used to lie too near the reference."""
-    options = {"algo": "rloo", "kl_ctl": 0.1, "kl_estimator": "k1", "kl_target": 2.0, "kl_horizon": 10.0}
+    """Of the actor and of the critic alike: spread over its rows, a rollout used to lie too near
+    the reference."""
+    options = {
+        "algo": "rloo",
+        "kl_ctl": 0.1,
+        "kl_estimator": "k1",
+        "kl_target": 2.0,
+        "kl_horizon": 10.0,
+    }
     moved = []
     for rows in (WHOLE, CUT):
         interface = PolicyGradientInterface(dict(options))
@@ -122,7 +157,13 @@ def test_the_divergence_that_steers_the_kl_reward_is_that_of_rollouts(tmp_path):
         stats = interface.train_step(tiny_actor(), sample, context(tmp_path))
         critic = CriticInterface({**options, "algo": "ppo"})
         _trained(critic, tiny_critic(), sample, tmp_path)
-        moved.append((stats["kl_of_sequence"], interface.state_dict()["kl_ctl"], critic.state_dict()["kl_ctl"]))
+        moved.append(
+            (
+                stats["kl_of_sequence"],
+                interface.state_dict()["kl_ctl"],
+                critic.state_dict()["kl_ctl"],
+            )
+        )
     assert moved[0] == moved[1] and moved[0][1] == moved[0][2] != 0.1
 
 
@@ -131,10 +172,13 @@ def _trained(critic, model, sample, tmp_path):
 
 
 def test_rows_that_an_agent_judges_apart_are_compared_with_other_rollouts_alone():
-    """A row has what its rollout would have with its reward; the rollout counts with the mean of its rows."""
+    """A row has what its rollout would have with its reward; the rollout counts with the mean of
+    its rows."""
     sample = batch([[[2, 2], [3]], [[1], [1]]], [[0.0, 0.5], [1.0, 1.0]])
     judged = SequenceSample.from_tensors(
-        sample.ids, {"rewards": torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0])}, {"rewards": [[1] * 3, [1] * 2]}
+        sample.ids,
+        {"rewards": torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0])},
+        {"rewards": [[1] * 3, [1] * 2]},
     )
     sample = sample.select(sample.keys - {"rewards"}).update(judged)
     found, stats = PolicyGradientInterface({"algo": "rloo"}).prepare(sample)

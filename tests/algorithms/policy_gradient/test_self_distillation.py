@@ -1,5 +1,5 @@
-"""Self-distillation: what the policy says of its tokens with feedback in the prompt, against a plain loop in float64,
-and the advantage that is made of it."""
+"""Self-distillation: what the policy says of its tokens with feedback in the prompt, against a
+plain loop in float64, and the advantage that is made of it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ from realhf.api.sample import SequenceSample
 from tests.algorithms.tiny_policy import context, on_policy, tiny_actor
 
 ROLLOUTS = [[(3, 5), (3, 8), (6, 4)], [(2, 6), (4, 3), (2, 2), (3, 7)]]
-"""Tokens of prompt and completion of each row; the first two rows of either group are one rollout."""
+"""Tokens of prompt and completion of each row; the first two rows of either group are one
+rollout."""
 FAILED = 4
 UNTOLD = 2
 WITHOUT_MASK = 6
 TEMPERATURE = 0.7
 
 
-def told_batch(seed: int = 0) -> tuple[SequenceSample, list[tuple[list[int], list[bool], list[int], list[int]]]]:
-    """A train input with feedback, and of each row its ids, its mask, its prompt and the prompt with feedback."""
+def told_batch(
+    seed: int = 0,
+) -> tuple[SequenceSample, list[tuple[list[int], list[bool], list[int], list[int]]]]:
+    """A train input with feedback, and of each row its ids, its mask, its prompt and the prompt
+    with feedback."""
     g = torch.Generator().manual_seed(seed)
     rows = []
     for number, (prompt, completion) in enumerate(row for group in ROLLOUTS for row in group):
@@ -35,14 +39,25 @@ def told_batch(seed: int = 0) -> tuple[SequenceSample, list[tuple[list[int], lis
         mask[-1] = True
         if number in (FAILED, WITHOUT_MASK):
             mask = [False] * len(mask)
-        feedback = torch.randint(0, 50, (int(torch.randint(1, 6, (), generator=g)),), generator=g).tolist()
-        rows.append((ids, mask, ids[:prompt], [-1] if number in (FAILED, UNTOLD) else [*ids[:prompt], *feedback]))
+        feedback = torch.randint(
+            0, 50, (int(torch.randint(1, 6, (), generator=g)),), generator=g
+        ).tolist()
+        rows.append(
+            (
+                ids,
+                mask,
+                ids[:prompt],
+                [-1] if number in (FAILED, UNTOLD) else [*ids[:prompt], *feedback],
+            )
+        )
     n = len(rows)
     outcome = [3 if number == FAILED else 0 for number in range(n)]
     tensors = {
         "packed_input_ids": torch.tensor([one for ids, *_ in rows for one in ids]),
         "loss_mask": torch.tensor([one for _, mask, *_ in rows for one in mask]),
-        "prompt_mask": torch.tensor([place < len(prompt) for ids, _, prompt, _ in rows for place in range(len(ids))]),
+        "prompt_mask": torch.tensor(
+            [place < len(prompt) for ids, _, prompt, _ in rows for place in range(len(ids))]
+        ),
         "feedback_prompt_ids": torch.tensor([one for *_, told in rows for one in told]),
         "rewards": torch.tensor([1.0, 1.0, 0.0, 0.25, math.nan, 0.5, 0.0]),
         "outcome": torch.tensor(outcome, dtype=torch.uint8),
@@ -56,7 +71,9 @@ def told_batch(seed: int = 0) -> tuple[SequenceSample, list[tuple[list[int], lis
     by_key = dict.fromkeys(("packed_input_ids", "loss_mask", "prompt_mask"), lengths)
     by_key["feedback_prompt_ids"] = [[len(next(told)[3]) for _ in group] for group in ROLLOUTS]
     ones = [[1] * len(group) for group in ROLLOUTS]
-    return SequenceSample.from_tensors(["a", "b"], tensors, {key: by_key.get(key, ones) for key in tensors}), rows
+    return SequenceSample.from_tensors(
+        ["a", "b"], tensors, {key: by_key.get(key, ones) for key in tensors}
+    ), rows
 
 
 @torch.no_grad()
@@ -67,12 +84,17 @@ def said(network: torch.nn.Module, ids: list[int]) -> list[float]:
 
 
 @pytest.mark.parametrize("micro_batches", [{}, {"n_mbs": 3}, {"max_tokens_per_mb": 24}], ids=str)
-def test_the_policy_judges_its_tokens_with_and_without_feedback(micro_batches: dict[str, int], tmp_path: Any) -> None:
-    """Rows of every length, several of a rollout, a failed one, one that was told nothing, one that trains nothing."""
+def test_the_policy_judges_its_tokens_with_and_without_feedback(
+    micro_batches: dict[str, int], tmp_path: Any
+) -> None:
+    """Rows of every length, several of a rollout, a failed one, one that was told nothing, one that
+    trains nothing."""
     actor = tiny_actor()
     network = copy.deepcopy(actor.engine.model).double()  # type: ignore[attr-defined]
     sample, rows = told_batch()
-    made, stats = SelfTeacherInterface(TEMPERATURE).inference(actor, sample, context(tmp_path, **micro_batches))
+    made, stats = SelfTeacherInterface(TEMPERATURE).inference(
+        actor, sample, context(tmp_path, **micro_batches)
+    )
     expected = []
     for ids, mask, prompt, told in rows:
         without = said(network, ids)
@@ -80,9 +102,13 @@ def test_the_policy_judges_its_tokens_with_and_without_feedback(micro_batches: d
         shift = len(told) - len(prompt)
         for place in range(1, len(ids)):
             counts = mask[place] and told != [-1]
-            expected.append(with_feedback[place - 1 + shift] - without[place - 1] if counts else 0.0)
+            expected.append(
+                with_feedback[place - 1 + shift] - without[place - 1] if counts else 0.0
+            )
     assert sum(value != 0 for value in expected) > 10
-    torch.testing.assert_close(made["feedback_logratios"], torch.tensor(expected), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        made["feedback_logratios"], torch.tensor(expected), atol=2e-5, rtol=1e-4
+    )
     assert stats["told"] == pytest.approx(4 / 5)
 
 
@@ -107,7 +133,9 @@ def test_the_advantage_is_the_share_of_the_reward_and_that_of_the_feedback(
     sample = on_policy(actor, sample, tmp_path)
     tokens = PredictedTokens.of(sample)
     gaps = torch.linspace(-14, 14, len(tokens.mask))
-    sample = replace_keys(sample, shifted={"feedback_logratios": torch.where(tokens.mask, gaps, math.nan)})
+    sample = replace_keys(
+        sample, shifted={"feedback_logratios": torch.where(tokens.mask, gaps, math.nan)}
+    )
     of_rewards = PolicyGradientInterface({}).prepare(sample)[0]["advantages"]
     options = {"algo": "sdpo", "rl_weight": rl, "distill_weight": distill}
     made, stats = PolicyGradientInterface(options).prepare(sample)
@@ -122,7 +150,8 @@ def test_the_advantage_is_the_share_of_the_reward_and_that_of_the_feedback(
 
 
 def test_two_steps_bring_the_policy_nearer_to_itself_with_feedback(tmp_path: Any) -> None:
-    """On the same tokens: what feedback makes likelier is likelier without it afterwards, and the other way round."""
+    """On the same tokens: what feedback makes likelier is likelier without it afterwards, and the
+    other way round."""
     actor = tiny_actor(lr=3e-3)
     (sample, _) = told_batch()
     teacher = SelfTeacherInterface()
@@ -142,16 +171,27 @@ def test_two_steps_bring_the_policy_nearer_to_itself_with_feedback(tmp_path: Any
     ("options", "told"),
     [
         ({"feedback": "any"}, "ppo.feedback has no effect with distill_weight 0"),
-        ({"algo": "opd", "feedback_tokens": 99}, "ppo.feedback_tokens has no effect with feedback 'none'"),
+        (
+            {"algo": "opd", "feedback_tokens": 99},
+            "ppo.feedback_tokens has no effect with feedback 'none'",
+        ),
         ({"algo": "sdpo", "feedback": "some"}, "ppo.feedback=some: unknown"),
         ({"algo": "sdpo", "feedback_tokens": 3}, "ppo.feedback_tokens=3: must be at least 16"),
-        ({"algo": "sdpo", "feedback": "solved", "group_size": 1}, "ppo.feedback=solved: another rollout of the group"),
+        (
+            {"algo": "sdpo", "feedback": "solved", "group_size": 1},
+            "ppo.feedback=solved: another rollout of the group",
+        ),
         ({"algo": "sdpo", "dynamic_sampling": 1.0}, "ppo.dynamic_sampling=1: with a teacher"),
         ({"algo": "sdpo", "reward_bias": 1.0}, "ppo.reward_bias has no effect with rl_weight 0"),
-        ({"algo": "sdpo", "distill_weight": 0.0}, "ppo.rl_weight=0, distill_weight=0: nothing would be learned"),
+        (
+            {"algo": "sdpo", "distill_weight": 0.0},
+            "ppo.rl_weight=0, distill_weight=0: nothing would be learned",
+        ),
     ],
 )
-def test_options_that_do_nothing_or_contradict_are_refused(options: dict[str, Any], told: str) -> None:
+def test_options_that_do_nothing_or_contradict_are_refused(
+    options: dict[str, Any], told: str
+) -> None:
     with pytest.raises(ValueError, match=told):
         resolve(options)
 

@@ -1,4 +1,5 @@
-"""Credit by states, GiGPO, against a loop written from the paper, on rollouts of several rows and failed ones."""
+"""Credit by states, GiGPO, against a loop written from the paper, on rollouts of several rows and
+failed ones."""
 
 from __future__ import annotations
 
@@ -44,8 +45,9 @@ def drawn(seed: int) -> list[list[Played]]:
 
 
 def batch(groups: list[list[Played]]) -> SequenceSample:
-    """Each turn is two sampled tokens behind one of the environment; every row reports all turns of its rollout, as
-    those of a conversation whose old reasoning was dropped do. What is outside the mask, or failed, is NaN."""
+    """Each turn is two sampled tokens behind one of the environment; every row reports all turns of
+    its rollout, as those of a conversation whose old reasoning was dropped do. What is outside the
+    mask, or failed, is NaN."""
     ids = []
     lengths = []
     counts = []
@@ -61,7 +63,9 @@ def batch(groups: list[list[Played]]) -> SequenceSample:
             ends = [*played.cuts, len(played.states)]
             for first, end in zip([0, *played.cuts], ends, strict=True):
                 turns = [
-                    -1 if place == 0 or played.failed else turn for turn in range(first, end) for place in range(3)
+                    -1 if place == 0 or played.failed else turn
+                    for turn in range(first, end)
+                    for place in range(3)
                 ]
                 ids += turns
                 lengths[-1].append(len(turns))
@@ -90,7 +94,9 @@ def batch(groups: list[list[Played]]) -> SequenceSample:
     seqlens = dict.fromkeys(("packed_input_ids", "loss_mask", "turn_ids"), lengths)
     seqlens |= {"packed_logprobs": shifted, "turn_rewards": counts, "turn_states": counts}
     return SequenceSample.from_tensors(
-        [f"t{n}" for n in range(len(groups))], tensors, {key: seqlens.get(key, ones) for key in tensors}
+        [f"t{n}" for n in range(len(groups))],
+        tensors,
+        {key: seqlens.get(key, ones) for key in tensors},
     )
 
 
@@ -118,14 +124,24 @@ def by_loop(
         valid = [(i, played) for i, played in enumerate(group) if not played.failed]
         totals = [sum(played.rewards) for _, played in valid]
         to_go = {
-            (i, t): sum(discount ** (s - t) * played.rewards[s] for s in range(t, len(played.rewards)))
+            (i, t): sum(
+                discount ** (s - t) * played.rewards[s] for s in range(t, len(played.rewards))
+            )
             for i, played in valid
             for t in range(len(played.rewards))
         }
-        to_go = {key: torch.tensor(value, dtype=torch.float64).float().item() for key, value in to_go.items()}
+        to_go = {
+            key: torch.tensor(value, dtype=torch.float64).float().item()
+            for key, value in to_go.items()
+        }
         for i, played in valid:
             for t, state in enumerate(played.states):
-                same = [to_go[j, s] for j, other in valid for s, at in enumerate(other.states) if at == state]
+                same = [
+                    to_go[j, s]
+                    for j, other in valid
+                    for s, at in enumerate(other.states)
+                    if at == state
+                ]
                 step = normalised(to_go[i, t], same, estimator)
                 found[g, i, t] = normalised(sum(played.rewards), totals, estimator) + omega * step
     return found
@@ -135,7 +151,12 @@ def by_loop(
 @pytest.mark.parametrize(("discount", "omega"), [(0.95, 1.0), (0.5, 0.25), (1.0, 2.0)])
 def test_every_token_has_the_advantage_of_the_paper(estimator, discount, omega):
     """With and without std; a turn counts once, in however many rows its rollout stands."""
-    options = {"algo": "gigpo", "adv_estimator": estimator, "discount": discount, "step_advantage_weight": omega}
+    options = {
+        "algo": "gigpo",
+        "adv_estimator": estimator,
+        "discount": discount,
+        "step_advantage_weight": omega,
+    }
     shared = 0
     for seed in range(12):
         groups = drawn(seed)
@@ -149,20 +170,35 @@ def test_every_token_has_the_advantage_of_the_paper(estimator, discount, omega):
         for place, sequence in enumerate(tokens.sequence.tolist()):
             key = (int(tokens.group[sequence]), rollout[sequence], turn[place])
             assert advantages[place] == pytest.approx(expected.get(key, 0.0), abs=2e-5), (seed, key)
-        alone = [key for key in expected if len([1 for other in expected if same_state(groups, key, other)]) == 1]
-        assert stats["shared_states"] == pytest.approx(1 - len(alone) / len(expected) if expected else 0.0)
+        alone = [
+            key
+            for key in expected
+            if len([1 for other in expected if same_state(groups, key, other)]) == 1
+        ]
+        assert stats["shared_states"] == pytest.approx(
+            1 - len(alone) / len(expected) if expected else 0.0
+        )
         shared += len(expected) - len(alone)
     assert shared > 100
 
 
 def test_where_nobody_has_a_result_nothing_is_trained(tmp_path):
     sample = batch([[Played([0, 1], [math.nan] * 2, True), Played([0], [math.nan], True)]])
-    stats = PolicyGradientInterface({"algo": "gigpo"}).train_step(tiny_actor(), sample, context(tmp_path))
-    assert stats["n_updates"] == 0 and stats["shared_states"] == 0 and all(map(math.isfinite, stats.values()))
+    stats = PolicyGradientInterface({"algo": "gigpo"}).train_step(
+        tiny_actor(), sample, context(tmp_path)
+    )
+    assert (
+        stats["n_updates"] == 0
+        and stats["shared_states"] == 0
+        and all(map(math.isfinite, stats.values()))
+    )
 
 
 def same_state(groups, one, other):
-    return one[0] == other[0] and groups[one[0]][one[1]].states[one[2]] == groups[other[0]][other[1]].states[other[2]]
+    return (
+        one[0] == other[0]
+        and groups[one[0]][one[1]].states[one[2]] == groups[other[0]][other[1]].states[other[2]]
+    )
 
 
 def test_where_no_state_is_met_twice_it_is_the_step_of_the_episode(tmp_path):
@@ -171,22 +207,40 @@ def test_where_no_state_is_met_twice_it_is_the_step_of_the_episode(tmp_path):
     lost = [*groups[0], Played([0], [math.nan], True)]
     met = [*groups[0][:3], Played([0, 5, 6], [0.0, 1.5, 0.0], False)]
     results = [
-        PolicyGradientInterface({"algo": algo}).train_step(tiny_actor(), batch([group]), context(tmp_path))
+        PolicyGradientInterface({"algo": algo}).train_step(
+            tiny_actor(), batch([group]), context(tmp_path)
+        )
         for algo, group in (("grpo", lost), ("gigpo", lost), ("grpo", met), ("gigpo", met))
     ]
-    plain, same, plain_met, other = ({key: value for key, value in each.items() if value == value} for each in results)
+    plain, same, plain_met, other = (
+        {key: value for key, value in each.items() if value == value} for each in results
+    )
     assert plain["grad_norm"] > 0 and same.pop("shared_states") == 0.0 and same == plain
     assert other["grad_norm"] != plain_met["grad_norm"] and other["shared_states"] == 6 / 12
 
 
 def test_options_that_do_nothing_or_contradict_are_refused(tmp_path):
     made = resolve({"algo": "gigpo"})
-    assert (made.credit, made.discount, made.step_advantage_weight, made.adv_estimator) == ("state", 0.95, 1.0, "grpo")
+    assert (made.credit, made.discount, made.step_advantage_weight, made.adv_estimator) == (
+        "state",
+        0.95,
+        1.0,
+        "grpo",
+    )
     for options, told in (
-        ({"step_advantage_weight": 2.0}, "ppo.step_advantage_weight has no effect with credit 'episode'"),
-        ({"algo": "gigpo", "credit": "turn", "step_advantage_weight": 2.0}, "no effect with credit 'turn'"),
+        (
+            {"step_advantage_weight": 2.0},
+            "ppo.step_advantage_weight has no effect with credit 'episode'",
+        ),
+        (
+            {"algo": "gigpo", "credit": "turn", "step_advantage_weight": 2.0},
+            "no effect with credit 'turn'",
+        ),
         ({"algo": "gigpo", "step_advantage_weight": 0.0}, "ppo.step_advantage_weight"),
-        ({"algo": "ppo", "credit": "state"}, "ppo.credit=state: adv_estimator 'gae' .* use grpo, grpo_nostd, rloo"),
+        (
+            {"algo": "ppo", "credit": "state"},
+            "ppo.credit=state: adv_estimator 'gae' .* use grpo, grpo_nostd, rloo",
+        ),
         ({"algo": "reinforce", "credit": "state"}, "ppo.credit=state: adv_estimator 'reinforce'"),
     ):
         with pytest.raises(ValueError, match=told):

@@ -31,13 +31,16 @@ def in_groups(scores, valid, group):
 
 def estimated(estimator, scores, valid, group):
     """The estimate in f32 against NaN at invalid places."""
-    return estimator(torch.tensor(scores), torch.tensor(valid, dtype=torch.bool), torch.tensor(group)).tolist()
+    return estimator(
+        torch.tensor(scores), torch.tensor(valid, dtype=torch.bool), torch.tensor(group)
+    ).tolist()
 
 
 @pytest.mark.parametrize("rewards", [(0.0, 1.0), (0.0, 0.25, 0.5, 1.0)], ids=["binary", "graded"])
 def test_maxrl_is_the_mean_score_function_of_successes_without_that_of_all(rewards):
-    """Tajwar et al. 2026: sum of A_i S_i is, for binary rewards, n times (the mean S of successes - the mean S of all);
-    the gradient of log p is the first of the two, the second has expectation 0."""
+    """Tajwar et al. 2026: sum of A_i S_i is, for binary rewards, n times (the mean S of successes -
+    the mean S of all); the gradient of log p is the first of the two, the second has expectation
+    0."""
     for seed in range(60):
         scores, valid, group = drawn(seed, rewards)
         found = estimated(maxrl, scores, valid, group)
@@ -48,7 +51,9 @@ def test_maxrl_is_the_mean_score_function_of_successes_without_that_of_all(rewar
                     expected[i] = (scores[i] - statistics.fmean(own)) / statistics.fmean(own)
             if len(set(own)) > 1 and rewards == (0.0, 1.0):
                 s = [math.sin(i) for i in members]
-                won = statistics.fmean([each for each, reward in zip(s, own, strict=True) if reward])
+                won = statistics.fmean(
+                    [each for each, reward in zip(s, own, strict=True) if reward]
+                )
                 total = sum(found[i] * each for i, each in zip(members, s, strict=True))
                 assert total == pytest.approx(len(own) * (won - statistics.fmean(s)), abs=1e-5)
         assert found == pytest.approx(expected, abs=1e-6)
@@ -62,7 +67,8 @@ def test_maxrl_refuses_a_reward_below_zero():
 
 @pytest.mark.parametrize("k", [2, 3, 4])
 def test_pass_at_k_is_what_a_walk_over_all_subsets_finds(k):
-    """Rewards of any kind, also below 0 and equal ones; groups of at most k, and those without a difference, get 0."""
+    """Rewards of any kind, also below 0 and equal ones; groups of at most k, and those without a
+    difference, get 0."""
     for seed in range(60):
         scores, valid, group = drawn(seed, (0.0, 1.0) if seed % 2 else (-1.0, 0.0, 0.25, 0.5, 1.0))
         found = estimated(lambda *a: pass_at_k(*a, k=k), scores, valid, group)
@@ -74,7 +80,9 @@ def test_pass_at_k_is_what_a_walk_over_all_subsets_finds(k):
                 assert not any(found[i] for i in members), "exactly 0"
                 continue
             for place, i in enumerate(members):
-                mine = statistics.fmean([top for top, subset in zip(best, subsets, strict=True) if place in subset])
+                mine = statistics.fmean(
+                    [top for top, subset in zip(best, subsets, strict=True) if place in subset]
+                )
                 expected[i] = (mine - statistics.fmean(best)) / (statistics.pstdev(best) + 1e-6)
         assert found == pytest.approx(expected, abs=1e-5)
 
@@ -86,7 +94,9 @@ def test_pass_at_k_with_binary_rewards_is_the_analytic_advantage(n, c, k):
     std = math.sqrt(mean * (1 - mean))
     won = (1 - mean) / std
     lost = (1 - mean - math.comb(n - c - 1, k - 1) / math.comb(n - 1, k - 1)) / std
-    found = estimated(lambda *a: pass_at_k(*a, k=k), [1.0] * c + [0.0] * (n - c), [True] * n, [0] * n)
+    found = estimated(
+        lambda *a: pass_at_k(*a, k=k), [1.0] * c + [0.0] * (n - c), [True] * n, [0] * n
+    )
     assert found == pytest.approx([won] * c + [lost] * (n - c), abs=1e-4)
 
 
@@ -94,10 +104,14 @@ def test_an_option_reaches_the_train_step(rollout_batch):
     """And tells other sets apart: what is rare counts more the larger the set."""
     sample = rollout_batch(GROUPS, [float(n % 3 == 0) for n in range(len(OUTCOME))], OUTCOME)
     first, second = (
-        PolicyGradientInterface({"adv_estimator": "pass_at_k", "pass_at_k": k, "group_size": 4}).prepare(sample)[0]
+        PolicyGradientInterface(
+            {"adv_estimator": "pass_at_k", "pass_at_k": k, "group_size": 4}
+        ).prepare(sample)[0]
         for k in (2, 3)
     )
-    assert bool(first["advantages"].any()) and not torch.equal(first["advantages"], second["advantages"])
+    assert bool(first["advantages"].any()) and not torch.equal(
+        first["advantages"], second["advantages"]
+    )
 
 
 @pytest.mark.parametrize(

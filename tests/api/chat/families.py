@@ -1,5 +1,6 @@
-"""Chat templates of families of models, made alike: written here, with the call syntax, the cue and the ends of turns
-that the families use, and without their prose. None of them is a copy of a published template."""
+"""Chat templates of families of models, made alike: written here, with the call syntax, the cue and
+the ends of turns that the families use, and without their prose. None of them is a copy of a
+published template."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from tests.api.chat.templates import QWEN3, QWEN25, tokenizer
 
 
 class Family(NamedTuple):
-    """A template, the tokens that end its turns, and the parser that reads its calls ("" for none)."""
+    """A template, the tokens that end its turns, and the parser that reads its calls ("" for
+    none)."""
 
     template: str
     eos: str
@@ -24,43 +26,57 @@ LLAMA32 = (
     "{%- set messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- endif %}"
     "{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}"
     "{%- if listed %}{{- 'Environment: ipython\\n' }}{%- endif %}{{- system + '<|eot_id|>' }}"
-    "{%- if listed %}{%- set first = messages[0].content | trim %}{%- set messages = messages[1:] %}"
+    "{%- if listed %}{%- set first = messages[0].content | trim %}{%- set messages = messages[1:] "
+    "%}"
     "{{- '<|start_header_id|>user<|end_header_id|>\\n\\n' }}"
     '{{- \'Call a function as {"name": function name, "parameters": its arguments}.\\n\\n\' }}'
-    "{%- for tool in listed %}{{- tool | tojson(indent=4) + '\\n\\n' }}{%- endfor %}{{- first + '<|eot_id|>' }}"
+    "{%- for tool in listed %}{{- tool | tojson(indent=4) + '\\n\\n' }}{%- endfor %}{{- first + "
+    "'<|eot_id|>' }}"
     "{%- endif %}"
     "{%- for message in messages %}{%- if message.role in ('tool', 'ipython') %}"
     "{{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}"
-    "{{- message.content | tojson if message.content is mapping else message.content }}{{- '<|eot_id|>' }}"
+    "{{- message.content | tojson if message.content is mapping else message.content }}{{- "
+    "'<|eot_id|>' }}"
     "{%- elif message.tool_calls %}{%- if message.tool_calls | length != 1 %}"
-    "{{- raise_exception('one call at a time') }}{%- endif %}{%- set call = message.tool_calls[0].function %}"
+    "{{- raise_exception('one call at a time') }}{%- endif %}{%- set call = "
+    "message.tool_calls[0].function %}"
     "{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}"
-    "{{- '{\"name\": \"' + call.name + '\", \"parameters\": ' + (call.arguments | tojson) + '}<|eot_id|>' }}"
+    '{{- \'{"name": "\' + call.name + \'", "parameters": \' + (call.arguments | tojson) + '
+    "'}<|eot_id|>' }}"
     "{%- else %}{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}"
     "{{- message.content | trim + '<|eot_id|>' }}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"
+    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' "
+    "}}{%- endif %}"
 )
 """Calls are the whole turn, as JSON with ``parameters``, one in a turn."""
 
 _CHATML_TOOLS = (
-    "{%- if tools %}{{- '<|im_start|>system\\n' }}{%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}"
-    "{%- if messages[0].role == 'system' %}{{- messages[0].content }}{%- endif %}{{- '<|im_end|>\\n' }}"
-    "{%- elif messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}"
+    "{%- if tools %}{{- '<|im_start|>system\\n' }}{%- for tool in tools %}{{- tool | tojson + "
+    "'\\n' }}{%- endfor %}"
+    "{%- if messages[0].role == 'system' %}{{- messages[0].content }}{%- endif %}{{- "
+    "'<|im_end|>\\n' }}"
+    "{%- elif messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + "
+    "'<|im_end|>\\n' }}"
     "{%- endif %}"
 )
 _CHATML_ANSWERS = (
-    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user\\n' }}{%- endif %}"
+    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user\\n' "
+    "}}{%- endif %}"
     "{{- '<tool_response>\\n' + message.content + '\\n</tool_response>\\n' }}"
-    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- "
+    "endif %}"
 )
 
 
 def _xml(thought: str, value: str, cue: str) -> str:
-    """``thought`` writes what stands before the content of a turn, ``value`` an argument, ``cue`` what is sampled
-    after."""
+    """``thought`` writes what stands before the content of a turn, ``value`` an argument, ``cue``
+    what is sampled after."""
     return (
-        "{%- set ns = namespace(last=0) %}{%- for message in messages %}{%- if message.role == 'user' %}"
-        "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}" + _CHATML_TOOLS + "{%- for message in messages %}"
+        "{%- set ns = namespace(last=0) %}{%- for message in messages %}{%- if message.role == "
+        "'user' %}"
+        "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
+        + _CHATML_TOOLS
+        + "{%- for message in messages %}"
         "{%- if message.role == 'assistant' %}{%- set content = message.content or '' %}"
         "{%- set reasoning = '' %}{%- if '</think>' in content %}"
         "{%- set reasoning = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}"
@@ -69,11 +85,18 @@ def _xml(thought: str, value: str, cue: str) -> str:
         "{%- for call in message.tool_calls or [] %}{%- set call = call.function or call %}"
         "{%- if content or not loop.first %}{{- '\\n' }}{%- endif %}"
         "{{- '<tool_call>\\n<function=' + call.name + '>\\n' }}"
-        "{%- for key, value in call.arguments | items %}{{- '<parameter=' + key + '>\\n' }}{{- " + value + " }}"
+        "{%- for key, value in call.arguments | items %}{{- '<parameter=' + key + '>\\n' }}{{- "
+        + value
+        + " }}"
         "{{- '\\n</parameter>\\n' }}{%- endfor %}{{- '</function>\\n</tool_call>' }}{%- endfor %}"
-        "{{- '<|im_end|>\\n' }}{%- elif message.role == 'tool' %}" + _CHATML_ANSWERS + "{%- elif not loop.first or "
-        "message.role == 'user' %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-        "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n" + cue + "' }}"
+        "{{- '<|im_end|>\\n' }}{%- elif message.role == 'tool' %}"
+        + _CHATML_ANSWERS
+        + "{%- elif not loop.first or "
+        "message.role == 'user' %}{{- '<|im_start|>' + message.role + '\\n' + message.content + "
+        "'<|im_end|>\\n' }}"
+        "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n"
+        + cue
+        + "' }}"
         "{%- endif %}"
     )
 
@@ -83,13 +106,15 @@ _IN_PYTHON = "value | string"
 QWEN3_CODER = _xml("", _IN_PYTHON, "")
 """Writes what is no text as Python does: True, None."""
 QWEN35 = _xml(
-    "{%- if loop.index0 > ns.last %}{{- '<think>\\n' + reasoning + '\\n</think>\\n\\n' }}{%- endif %}",
+    "{%- if loop.index0 > ns.last %}{{- '<think>\\n' + reasoning + '\\n</think>\\n\\n' }}{%- endif "
+    "%}",
     _IN_JSON,
     "<think>\\n",
 )
 """Opens reasoning in its cue; the turns before the last question keep none."""
 NEMOTRON3 = _xml(
-    "{{- '<think>' + ('\\n' + reasoning + '\\n' if reasoning and loop.index0 > ns.last else '') + '</think>' }}",
+    "{{- '<think>' + ('\\n' + reasoning + '\\n' if reasoning and loop.index0 > ns.last else '') + "
+    "'</think>' }}",
     _IN_PYTHON,
     "<think>\\n",
 )
@@ -99,12 +124,15 @@ LFM25 = (
     + _CHATML_TOOLS
     + "{%- for message in messages %}{%- if message.role == 'assistant' and message.tool_calls %}"
     "{{- '<|im_start|>assistant\\n' + (message.content or '') + '<|tool_call_start|>[' }}"
-    "{%- for call in message.tool_calls %}{%- set call = call.function or call %}{{- call.name + '(' }}"
+    "{%- for call in message.tool_calls %}{%- set call = call.function or call %}{{- call.name + "
+    "'(' }}"
     "{%- for key, value in call.arguments | items %}{{- key + '=' + (value | tojson) }}"
     "{%- if not loop.last %}{{- ', ' }}{%- endif %}{%- endfor %}{{- ')' }}"
-    "{%- if not loop.last %}{{- ', ' }}{%- endif %}{%- endfor %}{{- ']<|tool_call_end|><|im_end|>\\n' }}"
+    "{%- if not loop.last %}{{- ', ' }}{%- endif %}{%- endfor %}{{- "
+    "']<|tool_call_end|><|im_end|>\\n' }}"
     "{%- elif not loop.first or message.role != 'system' %}"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endif "
+    "%}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 """Writes calls as Python does, between control ids."""
@@ -112,13 +140,17 @@ GPT_OSS = (
     "{{- '<|start|>system<|message|>Valid channels: analysis, commentary, final.<|end|>' }}"
     "{%- if tools or messages[0].role == 'system' %}{{- '<|start|>developer<|message|>' }}"
     "{%- if messages[0].role == 'system' %}{{- messages[0].content }}{%- endif %}"
-    "{%- for tool in tools or [] %}{{- 'type ' + tool.function.name + ' = (_: any) => any;' }}{%- endfor %}"
+    "{%- for tool in tools or [] %}{{- 'type ' + tool.function.name + ' = (_: any) => any;' }}{%- "
+    "endfor %}"
     "{{- '<|end|>' }}{%- endif %}{%- set last = namespace(name=none) %}"
     "{%- for message in messages %}{%- if message.role == 'assistant' and message.tool_calls %}"
-    "{%- set call = message.tool_calls[0].function or message.tool_calls[0] %}{%- set last.name = call.name %}"
+    "{%- set call = message.tool_calls[0].function or message.tool_calls[0] %}{%- set last.name = "
+    "call.name %}"
     "{%- if message.content %}"
-    "{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.content + '<|end|>' }}{%- endif %}"
-    "{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}"
+    "{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.content + '<|end|>' }}{%- "
+    "endif %}"
+    "{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' "
+    "}}"
     "{{- call.arguments | tojson + '<|call|>' }}"
     "{%- elif message.role == 'assistant' %}{%- set last.name = none %}"
     "{{- '<|start|>assistant<|channel|>final<|message|>' + message.content }}"
@@ -127,25 +159,33 @@ GPT_OSS = (
     "{{- raise_exception('a tool message without a call') }}{%- endif %}"
     "{{- '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' }}"
     "{{- message.content | tojson + '<|end|>' }}"
-    "{%- elif message.role == 'user' %}{{- '<|start|>user<|message|>' + message.content + '<|end|>' }}"
-    "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"
+    "{%- elif message.role == 'user' %}{{- '<|start|>user<|message|>' + message.content + "
+    "'<|end|>' }}"
+    "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif "
+    "%}"
 )
-"""A turn in the history ends with another id than the last one, and one with a call with a third; the answer of a tool
-is an error where no call stands before it."""
+"""A turn in the history ends with another id than the last one, and one with a call with a third;
+the answer of a tool is an error where no call stands before it."""
 COHERE = (
     "{{- '<BOS_TOKEN>' }}{%- if tools %}{{- '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>' }}"
-    "{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}{{- '<|END_OF_TURN_TOKEN|>' }}{%- endif %}"
+    "{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}{{- '<|END_OF_TURN_TOKEN|>' }}{%- "
+    "endif %}"
     "{%- for message in messages %}{%- if message.role == 'assistant' and message.tool_calls %}"
     "{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_THINKING|>' + (message.content or '') }}"
     "{{- '<|END_THINKING|><|START_ACTION|>[' }}{%- for call in message.tool_calls %}"
-    '{%- set call = call.function or call %}{{- \'{"tool_call_id": "\' ~ loop.index0 ~ \'", "tool_name": "\' }}'
+    '{%- set call = call.function or call %}{{- \'{"tool_call_id": "\' ~ loop.index0 ~ \'", '
+    '"tool_name": "\' }}'
     "{{- call.name + '\", \"parameters\": ' + (call.arguments | tojson) + '}' }}"
-    "{%- if not loop.last %}{{- ',' }}{%- endif %}{%- endfor %}{{- ']<|END_ACTION|><|END_OF_TURN_TOKEN|>' }}"
-    "{%- elif message.role == 'assistant' %}{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>' }}"
+    "{%- if not loop.last %}{{- ',' }}{%- endif %}{%- endfor %}{{- "
+    "']<|END_ACTION|><|END_OF_TURN_TOKEN|>' }}"
+    "{%- elif message.role == 'assistant' %}{{- "
+    "'<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>' }}"
     "{{- message.content + '<|END_RESPONSE|><|END_OF_TURN_TOKEN|>' }}"
-    "{%- elif message.role == 'tool' %}{{- '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><|START_TOOL_RESULT|>' }}"
+    "{%- elif message.role == 'tool' %}{{- "
+    "'<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><|START_TOOL_RESULT|>' }}"
     "{{- message.content + '<|END_TOOL_RESULT|><|END_OF_TURN_TOKEN|>' }}"
-    "{%- else %}{{- '<|START_OF_TURN_TOKEN|><|' + message.role | upper + '_TOKEN|>' + message.content }}"
+    "{%- else %}{{- '<|START_OF_TURN_TOKEN|><|' + message.role | upper + '_TOKEN|>' + "
+    "message.content }}"
     "{{- '<|END_OF_TURN_TOKEN|>' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{%- endif %}"
 )

@@ -1,5 +1,6 @@
-"""Conversations with tools: the ids are those of the messages around the sampled ones, and the text is the template's
-own, for templates in the style of known models and for that of the built-in policy."""
+"""Conversations with tools: the ids are those of the messages around the sampled ones, and the text
+is the template's own, for templates in the style of known models and for that of the built-in
+policy."""
 
 from __future__ import annotations
 
@@ -25,12 +26,24 @@ TOOLS = [
         "function": {
             "name": "look",
             "description": "Look somewhere.",
-            "parameters": {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"where": {"type": "string"}},
+                "required": ["where"],
+            },
         },
     }
 ]
-OPENING = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is <b>it</b>?"}]
-ANSWER = {"role": "tool", "name": "look", "tool_call_id": "call00000", "content": 'a "cup" é\nempty'}
+OPENING = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Where is <b>it</b>?"},
+]
+ANSWER = {
+    "role": "tool",
+    "name": "look",
+    "tool_call_id": "call00000",
+    "content": 'a "cup" é\nempty',
+}
 
 
 def chat_of(template, eos="<|im_end|>", **more):
@@ -39,7 +52,11 @@ def chat_of(template, eos="<|im_end|>", **more):
 
 def call(where):
     function = {"name": "look", "arguments": {"where": where}}
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "id": "x", "function": function}]}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "id": "x", "function": function}],
+    }
 
 
 def written(family, where):
@@ -48,14 +65,18 @@ def written(family, where):
     return body if family == "llama" else f"<tool_call>\n{body}\n</tool_call>"
 
 
-REAL = {"qwen25": (QWEN25, "<|im_end|>", {}), "qwen3": (QWEN3, "<|im_end|>", {}), "llama3": (LLAMA3, "<|eot|>", {})}
+REAL = {
+    "qwen25": (QWEN25, "<|im_end|>", {}),
+    "qwen3": (QWEN3, "<|im_end|>", {}),
+    "llama3": (LLAMA3, "<|eot|>", {}),
+}
 
 
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize("tools", [TOOLS, []], ids=["tools", "none"])
 def test_the_pieces_join_to_what_the_template_renders(name: str, tools: list[Any]) -> None:
-    """Three turns: two calls with an answer each, then words. What was sampled is cut letter by letter, as no tokenizer
-    would, and stays so."""
+    """Three turns: two calls with an answer each, then words. What was sampled is cut letter by
+    letter, as no tokenizer would, and stays so."""
     template, eos, variables = REAL[name]
     chat = chat_of(template, eos, template_kwargs=variables)
     tok = chat._tokenizer
@@ -76,8 +97,14 @@ def test_the_pieces_join_to_what_the_template_renders(name: str, tools: list[Any
         tail: list[dict[str, Any]] = [ANSWER if where else {"role": "user", "content": "Thanks."}]
         ids = ids + chat.following_messages(tail, ended=True, tools=tools)
         assert ids[: len(before) + len(sampled)] == before + sampled
-        messages = [*messages, call(where) if where else {"role": "assistant", "content": said}, *tail]
-        whole = tok.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=True)
+        messages = [
+            *messages,
+            call(where) if where else {"role": "assistant", "content": said},
+            *tail,
+        ]
+        whole = tok.apply_chat_template(
+            messages, tools=tools or None, tokenize=False, add_generation_prompt=True
+        )
         assert tok.decode(ids, skip_special_tokens=False) == whole, turn
 
 
@@ -85,7 +112,9 @@ def test_the_pieces_join_to_what_the_template_renders(name: str, tools: list[Any
 def test_the_tools_reach_the_opening(name):
     template, eos, _ = REAL[name]
     chat = chat_of(template, eos)
-    with_tools, without = (chat._tokenizer.decode(chat.opening(OPENING, tools)) for tools in (TOOLS, []))
+    with_tools, without = (
+        chat._tokenizer.decode(chat.opening(OPENING, tools)) for tools in (TOOLS, [])
+    )
     assert "Look somewhere." in with_tools and "Look somewhere." not in without
     for text in (with_tools, without):
         assert "Be brief." in text and "Where is <b>it</b>?" in text
@@ -117,7 +146,8 @@ def test_a_tokenizer_with_a_template_for_tools_uses_it():
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_template_that_insists_on_calls_gets_them(number):
-    """Ids that the messages lack are made up; the call of the marker itself is no part of what follows."""
+    """Ids that the messages lack are made up; the call of the marker itself is no part of what
+    follows."""
     chat = chat_of(INSISTS, "</s>")
     answers = [{"role": "tool", "content": f"r{n}"} for n in range(number)]
     text = chat._tokenizer.decode(chat.following_messages(answers, ended=True, tools=TOOLS))
@@ -126,7 +156,9 @@ def test_a_template_that_insists_on_calls_gets_them(number):
     text = chat._tokenizer.decode(chat.following_messages(more, ended=False))
     assert text == "</s>" + "".join(f"[R]r{n}[/R]" for n in range(number)) + "[user]go on[/]"
     with pytest.raises(ChatTemplateError, match="9 characters"):
-        chat.following_messages([{"role": "tool", "tool_call_id": "short", "content": "r"}], ended=True)
+        chat.following_messages(
+            [{"role": "tool", "tool_call_id": "short", "content": "r"}], ended=True
+        )
 
 
 @pytest.mark.parametrize("role", ["tool", "system", "nobody"])
@@ -195,7 +227,9 @@ def test_half_of_a_surrogate_pair_is_replaced():
 
 def test_reasoning_is_parsed_and_kept_in_the_ids():
     chat = chat_of(QWEN3)
-    message = chat.parse([*chat.encode(f"<think>\nhm\n</think>\n\n{written('hermes', 'x')}"), chat.stop_ids[0]])
+    message = chat.parse(
+        [*chat.encode(f"<think>\nhm\n</think>\n\n{written('hermes', 'x')}"), chat.stop_ids[0]]
+    )
     assert (message.reasoning, message.content, message.tool_calls[0].name) == ("hm", "", "look")
 
 
@@ -207,17 +241,25 @@ def builtin(**variables):
 def test_the_builtin_policy_reads_answers_of_tools_as_the_users_words_and_no_preamble():
     chat = builtin()
     decode = chat._tokenizer.decode
-    assert chat.opening(OPENING, TOOLS) == chat.opening(OPENING[1:]), "neither the system message nor the tools"
+    assert chat.opening(OPENING, TOOLS) == chat.opening(OPENING[1:]), (
+        "neither the system message nor the tools"
+    )
     assert decode(chat.opening([*OPENING, call("x"), ANSWER], TOOLS)) == (
         f"<|user|>{OPENING[1]['content']}<|assistant|>"
         '<tool_call>{"name": "look", "arguments": {"where": "x"}}</tool_call><|end|>'
         f"<|user|>{ANSWER['content']}<|assistant|>"
     )
     said = [{"role": "user", "content": ANSWER["content"]}]
-    assert chat.following_messages([ANSWER], ended=False) == chat.following_messages(said, ended=False)
+    assert chat.following_messages([ANSWER], ended=False) == chat.following_messages(
+        said, ended=False
+    )
     later = {"role": "system", "content": "Hurry."}
-    assert decode(chat.following_messages([ANSWER, later], ended=True)).endswith("<|user|>Hurry.<|assistant|>")
-    assert decode(chat.opening(OPENING[:1])) == "<|user|>Be brief.<|assistant|>", "there is nothing else to read"
+    assert decode(chat.following_messages([ANSWER, later], ended=True)).endswith(
+        "<|user|>Hurry.<|assistant|>"
+    )
+    assert decode(chat.opening(OPENING[:1])) == "<|user|>Be brief.<|assistant|>", (
+        "there is nothing else to read"
+    )
 
 
 def test_the_builtin_policy_reads_system_message_and_tools_when_told_to():
@@ -242,7 +284,8 @@ def test_the_pieces_of_the_builtin_policy_join_to_its_templates_rendering():
 OLD_BUILTIN = (
     "{% for message in messages %}"
     "{% if message['role'] == 'user' %}<|user|>{{ message['content'] }}"
-    "{% elif message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|end|>{% endif %}"
+    "{% elif message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|end|>{% endif "
+    "%}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
@@ -250,7 +293,12 @@ OLD_BUILTIN = (
 def test_conversations_of_user_and_assistant_are_what_they_were():
     chat = builtin()
     said = {"role": "assistant", "content": "aws s3 ls"}
-    for messages in ([*OPENING], [*OPENING, said], OPENING[1:], [*OPENING, said, *OPENING[1:], said, OPENING[1]]):
+    for messages in (
+        [*OPENING],
+        [*OPENING, said],
+        OPENING[1:],
+        [*OPENING, said, *OPENING[1:], said, OPENING[1]],
+    ):
         for cue in (True, False):
             new, old = (
                 chat._tokenizer.apply_chat_template(
@@ -273,13 +321,17 @@ def test_a_demonstrated_call_is_written_as_the_template_writes_it(variables, con
     with pytest.raises(ChatTemplateError, match="single tool-calls"):
         llama.encode_turn({**call("x"), "tool_calls": call("x")["tool_calls"] * 2})
     with pytest.raises(ChatTemplateError, match="as it cues one"):
-        chat_of(DROPS.replace("{{ m.content }}</s>", "{{ m.content }}!"), "</s>").encode_turn(call("x"))
+        chat_of(DROPS.replace("{{ m.content }}</s>", "{{ m.content }}!"), "</s>").encode_turn(
+            call("x")
+        )
 
 
 PIECES = [
-    "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"x": 1}}', '{"name": "f"', "[",
+    "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"x": '
+                                                          '1}}', '{"name": "f"', "[",
     "\ud800", "\\ud800", "<function=f>", "</function>", "<parameter=x>", "</parameter>", "<|python_tag|>", '"', "{",
-    '{"name": "f", "parameters": {}}', ";", "aws s3 ls", "\n", " ", "1e999", "9" * 30, "NaN", "é", "\x00", ":", "}",
+    '{"name": "f", "parameters": '
+    '{}}', ";", "aws s3 ls", "\n", " ", "1e999", "9" * 30, "NaN", "é", "\x00", ":", "}",
 ]  # fmt: skip
 HOSTILE = st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=30).map("".join)
 NAMES = st.text("abcdefg_.-0é", min_size=1, max_size=12)
@@ -292,7 +344,9 @@ VALUES: Any = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=6,
 )
-CALLS = st.lists(st.tuples(NAMES, st.dictionaries(TEXTS, VALUES, max_size=3)), min_size=1, max_size=4)
+CALLS = st.lists(
+    st.tuples(NAMES, st.dictionaries(TEXTS, VALUES, max_size=3)), min_size=1, max_size=4
+)
 
 
 def hermes(calls):
@@ -319,7 +373,10 @@ def test_no_text_raises_and_every_call_is_whole_or_has_a_reason(text, family):
         if call.problem:
             assert not call.arguments
         else:
-            assert call.name.strip() and len(json.dumps(dict(call.arguments), ensure_ascii=False).encode()) < 10_000
+            assert (
+                call.name.strip()
+                and len(json.dumps(dict(call.arguments), ensure_ascii=False).encode()) < 10_000
+            )
     if family == "plain":
         assert not message.tool_calls
 
@@ -327,7 +384,11 @@ def test_no_text_raises_and_every_call_is_whole_or_has_a_reason(text, family):
 @pytest.mark.nightly
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
-@given(CALLS, TEXTS.filter(lambda text: "<" not in text), TEXTS.filter(lambda text: "think>" not in text))
+@given(
+    CALLS,
+    TEXTS.filter(lambda text: "<" not in text),
+    TEXTS.filter(lambda text: "think>" not in text),
+)
 def test_calls_of_hermes_come_back_as_they_were_rendered(calls, said, thought):
     message = parse_turn(f"<think>{thought}</think>{said}\n{hermes(calls)}", "hermes")
     assert problems(message) == [""] * len(calls)
@@ -339,17 +400,27 @@ def test_calls_of_hermes_come_back_as_they_were_rendered(calls, said, thought):
 @settings(max_examples=100, deadline=None)
 @given(CALLS)
 def test_calls_of_llama_come_back_as_they_were_rendered(calls):
-    written = "; ".join(json.dumps({"name": name, "parameters": arguments}) for name, arguments in calls)
+    written = "; ".join(
+        json.dumps({"name": name, "parameters": arguments}) for name, arguments in calls
+    )
     for text in (written, f"<|python_tag|>{written}"):
         message = parse_turn(text, "llama")
-        assert [(call.name, call.arguments, call.problem) for call in message.tool_calls] == [(*c, "") for c in calls]
+        assert [(call.name, call.arguments, call.problem) for call in message.tool_calls] == [
+            (*c, "") for c in calls
+        ]
         assert message.content == ""
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.sampled_from(["<think>", "</think>", "a", "aws s3 ls", "\n", "```", "<", ">"]), max_size=12))
+@given(
+    st.lists(
+        st.sampled_from(["<think>", "</think>", "a", "aws s3 ls", "\n", "```", "<", ">"]),
+        max_size=12,
+    )
+)
 def test_reasoning_follows_the_rules_by_which_commands_are_found(pieces):
-    """The command of a turn is that of its content; joined pieces that form a new tag are left to the other test."""
+    """The command of a turn is that of its content; joined pieces that form a new tag are left to
+    the other test."""
     text = "|".join(pieces)
     assert extract_command(parse_turn(text, "hermes").content) == extract_command(text)
 
@@ -362,7 +433,11 @@ def test_reasoning_follows_the_rules_by_which_commands_are_found(pieces):
         ("b<think>a", "a", "b"),
         (" b ", "", " b "),
         ("<think>a</think>b<think>c</think>d", "a\nc", "bd"),
-        ('x <tool_call>{"name": "f"}</tool_call></think>b', 'x <tool_call>{"name": "f"}</tool_call>', "b"),
+        (
+            'x <tool_call>{"name": "f"}</tool_call></think>b',
+            'x <tool_call>{"name": "f"}</tool_call>',
+            "b",
+        ),
     ],
 )
 def test_reasoning_is_taken_out(text: str, reasoning: str, content: str) -> None:
@@ -419,16 +494,30 @@ def test_a_broken_call_does_not_swallow_the_next():
 
 
 def test_several_calls_may_stand_in_one_tag():
-    message = parse_turn(tagged('[{"name": "f", "arguments": {"a": 1}}, {"name": 1}, {"name": "g"}]'), "hermes")
-    assert [(call.name, bool(call.problem)) for call in message.tool_calls] == [("f", False), ("", True), ("g", False)]
+    message = parse_turn(
+        tagged('[{"name": "f", "arguments": {"a": 1}}, {"name": 1}, {"name": "g"}]'), "hermes"
+    )
+    assert [(call.name, bool(call.problem)) for call in message.tool_calls] == [
+        ("f", False),
+        ("", True),
+        ("g", False),
+    ]
 
 
 @pytest.mark.parametrize(
-    "text", [tagged('{"name": "f"}') * 100, tagged("[" + ",".join(['{"name": "f"}'] * 100) + "]"), "<tool_call>" * 5000]
+    "text",
+    [
+        tagged('{"name": "f"}') * 100,
+        tagged("[" + ",".join(['{"name": "f"}'] * 100) + "]"),
+        "<tool_call>" * 5000,
+    ],
 )
 def test_the_number_of_calls_is_bounded(text: str) -> None:
     message = parse_turn(text, "hermes")
-    assert len(message.tool_calls) == MAX_CALLS + 1 and f"at most {MAX_CALLS}" in message.tool_calls[-1].problem
+    assert (
+        len(message.tool_calls) == MAX_CALLS + 1
+        and f"at most {MAX_CALLS}" in message.tool_calls[-1].problem
+    )
 
 
 @pytest.mark.parametrize(
@@ -447,7 +536,9 @@ def test_a_broken_call_of_llama_has_a_reason(text, reason):
     assert reason in message.tool_calls[-1].problem
 
 
-@pytest.mark.parametrize("text", ['{"answer": 3}', "{x}", 'I call {"name": "f", "parameters": {}}', "", "{"])
+@pytest.mark.parametrize(
+    "text", ['{"answer": 3}', "{x}", 'I call {"name": "f", "parameters": {}}', "", "{"]
+)
 def test_what_is_no_call_of_llama_is_content(text):
     message = parse_turn(text, "llama")
     assert (message.content, message.tool_calls) == (text, ()) or text == "{"
@@ -461,7 +552,10 @@ MOVE = {
     "type": "function",
     "function": {
         "name": "move",
-        "parameters": {"type": "object", "properties": {"path": {"type": "string"}, "times": {"type": "integer"}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"path": {"type": "string"}, "times": {"type": "integer"}},
+        },
     },
 }
 
@@ -499,8 +593,11 @@ def test_the_schema_says_which_arguments_of_xml_are_no_text():
         ({"type": "object"}, "{'a': ['it\\'s']}", {"a": ["it's"]}),
     ],
 )
-def test_the_schema_says_what_an_untyped_argument_of_xml_is(schema: Any, text: str, value: Any) -> None:
-    """Templates write True, None and lists as Python does, or as JSON; a null that is allowed is no text."""
+def test_the_schema_says_what_an_untyped_argument_of_xml_is(
+    schema: Any, text: str, value: Any
+) -> None:
+    """Templates write True, None and lists as Python does, or as JSON; a null that is allowed is no
+    text."""
     definitions = {"Optional": {"type": ["string", "null"]}}
     parameters = {"type": "object", "properties": {"value": schema}, "$defs": definitions}
     tool = {"type": "function", "function": {"name": "set", "parameters": parameters}}
@@ -510,7 +607,9 @@ def test_the_schema_says_what_an_untyped_argument_of_xml_is(schema: Any, text: s
     assert call.arguments == {"value": value} and type(call.arguments["value"]) is type(value)
 
 
-@pytest.mark.parametrize("text", ["(1, 2)", "[(1, 2)]", "{1: 2}", "{1, 2}", "[f()]", "[1e999]", "[" * 300, "[b'x']"])
+@pytest.mark.parametrize(
+    "text", ["(1, 2)", "[(1, 2)]", "{1: 2}", "{1, 2}", "[f()]", "[1e999]", "[" * 300, "[b'x']"]
+)
 def test_a_literal_of_python_that_is_no_json_is_refused(text: str) -> None:
     parameters = {"type": "object", "properties": {"value": {"type": ["array", "object"]}}}
     tool = {"type": "function", "function": {"name": "set", "parameters": parameters}}
@@ -547,4 +646,6 @@ def test_a_hostile_turn_takes_no_time():
         '<tool_call>{"a": "' * 3000,
         "<tool_call><function=a>" * 2000,
     ):
-        assert cheapest(lambda text=text: [parse_turn(text, family) for family in FAMILIES], 0.2) < 0.2, text[:20]
+        assert (
+            cheapest(lambda text=text: [parse_turn(text, family) for family in FAMILIES], 0.2) < 0.2
+        ), text[:20]

@@ -1,7 +1,8 @@
-"""Whatever an agent can make, it can remove: for each served operation that makes something, one that takes it back.
+"""Whatever an agent can make, it can remove: for each served operation that makes something, one
+that takes it back.
 
-The pairs follow from the names in botocore's models; those that they do not tell are listed, and so is what has no
-counterpart in AWS."""
+The pairs follow from the names in botocore's models; those that they do not tell are listed, and so
+is what has no counterpart in AWS."""
 
 from typing import Any
 
@@ -99,12 +100,15 @@ WITHOUT_COUNTERPART = {
 
 
 def served_operations() -> dict[str, tuple[dict[str, str], frozenset[str]]]:
-    """Return, by service of the CLI, its served operations (word: API name) and all names of its model."""
+    """Return, by service of the CLI, its served operations (word: API name) and all names of its
+    model."""
     session = botocore.session.Session()
     found = {}
     for service, words in ALLOWED.items():
         if service != "s3":
-            known: Any = session.get_service_model("s3" if service == "s3api" else service).operation_names
+            known: Any = session.get_service_model(
+                "s3" if service == "s3api" else service
+            ).operation_names
             names = {xform_name(name, "-"): name for name in known}
             found[service] = ({word: names[word] for word in words}, frozenset(known))
     return found
@@ -114,12 +118,19 @@ SERVED = served_operations()
 
 
 def counterparts(service: str, operation: str) -> set[str] | None:
-    """Return the names that a counterpart may have in the model of the service, None for what makes nothing."""
+    """Return the names that a counterpart may have in the model of the service, None for what makes
+    nothing."""
     verb = max((verb for verb in VERBS if operation.startswith(verb)), key=len, default="")
     if not verb:
         return None
     noun = operation.removeprefix(verb)
-    nouns = {noun, f"{noun}s", noun.removesuffix("s"), noun.removesuffix("Configuration"), noun.removesuffix("Request")}
+    nouns = {
+        noun,
+        f"{noun}s",
+        noun.removesuffix("s"),
+        noun.removesuffix("Configuration"),
+        noun.removesuffix("Request"),
+    }
     return {f"{inverse}{one}" for inverse in VERBS[verb] for one in nouns} & SERVED[service][1]
 
 

@@ -1,4 +1,5 @@
-"""How a command is written: over several lines, in a fence, behind a prompt; and what stays several commands."""
+"""How a command is written: over several lines, in a fence, behind a prompt; and what stays several
+commands."""
 
 import shlex
 
@@ -39,7 +40,8 @@ FORMS = [
 
 @pytest.mark.parametrize("text", FORMS)
 def test_every_form_is_the_same_command_at_every_entrance(text: str) -> None:
-    """The wire used to refuse what a turn of a policy may hold, and most published examples with it."""
+    """The wire used to refuse what a turn of a policy may hold, and most published examples with
+    it."""
     command = read_command(text)
     assert command == WANTED and read_command(command) == WANTED
     assert extract_command(text) == WANTED, "a turn is read in the same way"
@@ -105,7 +107,10 @@ def test_what_a_shell_would_run_as_several_commands_is_refused(text: str) -> Non
         ("aws s3 ls 'x\n```", "malformed"),
         ("aws s3 cp file:\\\n///etc/passwd s3://a", "local-file"),
         ("aws s3 ls --endpoint\\\n-url http://x", "global-option"),
-        ("```sh\naws iam create-role --assume-role-policy-document \\\nfile:///etc/passwd\n```", "local-file"),
+        (
+            "```sh\naws iam create-role --assume-role-policy-document \\\nfile:///etc/passwd\n```",
+            "local-file",
+        ),
     ],
 )
 def test_a_form_hides_nothing_from_the_policy(text: str, rule: str) -> None:
@@ -114,18 +119,23 @@ def test_a_form_hides_nothing_from_the_policy(text: str, rule: str) -> None:
 
 @given(st.text(alphabet="a '\"\\\n\r`$\t-", max_size=40))
 def test_what_is_read_is_what_a_shell_reads(text: str) -> None:
-    """Against an independent reading: a backslash before a line end goes outside of single quotes; where no line end is
-    left outside of quotes, both have the same words."""
+    """Against an independent reading: a backslash before a line end goes outside of single quotes;
+    where no line end is left outside of quotes, both have the same words."""
     text = f"aws {text}"
     command = read_command(text)
     assert read_command(command) == command
-    if check_command(command).rule in ("newline", "malformed") or "`" in text or command.endswith("\\"):
+    if (
+        check_command(command).rule in ("newline", "malformed")
+        or "`" in text
+        or command.endswith("\\")
+    ):
         return
     assert shlex.split(command) == shlex.split(_join_lines(text.replace("\r\n", "\n").strip()))
 
 
 def _join_lines(text: str) -> str:
-    """Remove line ends behind a backslash, with the blanks between them where they are outside of quotes."""
+    """Remove line ends behind a backslash, with the blanks between them where they are outside of
+    quotes."""
     kept = ""
     quote = ""
     place = 0

@@ -1,4 +1,5 @@
-"""The executor with real workers: what was sent, limits, timeouts, recycling; it prints what ``aws`` prints."""
+"""The executor with real workers: what was sent, limits, timeouts, recycling; it prints what
+``aws`` prints."""
 
 import json
 import os
@@ -38,7 +39,9 @@ def test_pages_are_separate_requests(slot: Slot) -> None:
     slot.state.call("s3", "CreateBucket", {"Bucket": "paged"})
     for number in range(3):
         slot.state.call("s3", "PutObject", {"Bucket": "paged", "Key": f"k{number}"})
-    result = slot.executor.run("aws s3api list-objects-v2 --bucket paged --page-size 1 --query Contents[].Key")
+    result = slot.executor.run(
+        "aws s3api list-objects-v2 --bucket paged --page-size 1 --query Contents[].Key"
+    )
     assert [f"k{number}" in result.stdout for number in range(3)] == [True] * 3
     assert [request.operation for request in result.requests] == ["ListObjectsV2"] * 3
 
@@ -49,7 +52,11 @@ def test_files_travel_through_the_virtual_folder(slot: Slot) -> None:
     assert slot.executor.run("aws s3 cp in.txt s3://box/a.txt").success
     assert slot.executor.run("aws s3api get-object --bucket box --key a.txt out.txt").success
     assert slot.executor.run("aws s3 cp s3://box/a.txt copy.txt").success
-    assert (slot.files.path / "out.txt").read_text() == (slot.files.path / "copy.txt").read_text() == "grüße\n"
+    assert (
+        (slot.files.path / "out.txt").read_text()
+        == (slot.files.path / "copy.txt").read_text()
+        == "grüße\n"
+    )
     named = slot.executor.run("aws ssm put-parameter --name p --type String --value file://in.txt")
     assert named.requests[0].params["Value"] == "grüße\n"
 
@@ -61,7 +68,8 @@ def test_a_file_that_is_too_large_is_not_kept(slot: Slot) -> None:
 
 
 def test_folders_are_few_and_not_deep(pool: MiniStackPool, slot: Slot) -> None:
-    """Keys of a thousand folders used to make a folder that no scrub could remove: the slot was lost for good."""
+    """Keys of a thousand folders used to make a folder that no scrub could remove: the slot was
+    lost for good."""
     slot.state.call("s3", "CreateBucket", {"Bucket": "deep"})
     download = "aws s3 cp s3://deep/ . --recursive"
     for depth in (8, 850, 1060):
@@ -93,7 +101,10 @@ def test_counts_are_bounded_in_every_spelling(slot: Slot) -> None:
     slot.files.put("number", b"5000")
     for command in MANY:
         result = slot.executor.run(f"aws {command}")
-        assert result.refusal == "too-many" and " may be 100 at most here" in result.stderr, (command, result)
+        assert result.refusal == "too-many" and " may be 100 at most here" in result.stderr, (
+            command,
+            result,
+        )
         assert not any(request.ok for request in result.requests)
     assert slot.executor.run("aws ec2 run-instances --image-id ami-1 --count 20").success
 
@@ -130,13 +141,17 @@ def test_a_worker_that_dies_is_replaced(slot: Slot) -> None:
     dead = slot.worker_pid
     os.kill(dead, signal.SIGKILL)
     result = slot.executor.run("aws s3 ls")
-    assert result.success or "stopped" in result.stderr  # it may have died just before or just after the command came
+    assert (
+        result.success or "stopped" in result.stderr
+    )  # it may have died just before or just after the command came
     assert slot.executor.run("aws s3 ls").success and slot.worker_pid != dead
 
 
 def test_long_output_is_cut(slot: Slot) -> None:
     for number in range(8):
-        slot.state.call("ssm", "PutParameter", {"Name": f"p{number}", "Value": "é" * 2000, "Type": "String"})
+        slot.state.call(
+            "ssm", "PutParameter", {"Name": f"p{number}", "Value": "é" * 2000, "Type": "String"}
+        )
     result = slot.executor.run("aws ssm get-parameters --names p0 p1 p2 p3 p4 p5 p6 p7")
     assert result.success
     assert len(result.stdout.encode()) < 16384 + 64
@@ -160,7 +175,9 @@ def test_slots_work_at_the_same_time(pool: MiniStackPool) -> None:
     def play(slot: Slot) -> None:
         for number in range(5):
             slot.executor.run(f"aws sqs create-queue --queue-name q{slot.index}-{number}")
-        outputs[slot.index] = slot.executor.run("aws sqs list-queues --query QueueUrls --output text").stdout
+        outputs[slot.index] = slot.executor.run(
+            "aws sqs list-queues --query QueueUrls --output text"
+        ).stdout
 
     threads = [threading.Thread(target=play, args=(slot,)) for slot in slots]
     for thread in threads:
@@ -168,13 +185,20 @@ def test_slots_work_at_the_same_time(pool: MiniStackPool) -> None:
     for thread in threads:
         thread.join(60)
     for slot in slots:
-        assert [url.rsplit("/")[-1] for url in outputs[slot.index].split()] == [f"q{slot.index}-{n}" for n in range(5)]
+        assert [url.rsplit("/")[-1] for url in outputs[slot.index].split()] == [
+            f"q{slot.index}-{n}" for n in range(5)
+        ]
         pool.release(slot)
 
 
 def test_every_allowed_operation_exists_in_the_cli(slot: Slot) -> None:
-    """An unknown operation would have stopped the zygote; one of every service answers or explains itself."""
-    for words in ("glue get-databases", "wafv2 list-web-acls --scope REGIONAL", "efs describe-file-systems"):
+    """An unknown operation would have stopped the zygote; one of every service answers or explains
+    itself."""
+    for words in (
+        "glue get-databases",
+        "wafv2 list-web-acls --scope REGIONAL",
+        "efs describe-file-systems",
+    ):
         command = f"aws {words}"
         result = slot.executor.run(command)
         assert result.exit_code in (0, 255) and result.requests, (command, result.stderr)
@@ -185,24 +209,35 @@ def test_whole_folders_are_synchronised(slot: Slot) -> None:
     for name in ("a.txt", "b.txt"):
         slot.files.put(name, name.encode())
     up = slot.executor.run("aws s3 sync . s3://site-1")
-    assert up.success and sorted(r.operation for r in up.requests) == ["ListObjectsV2", "PutObject", "PutObject"]
+    assert up.success and sorted(r.operation for r in up.requests) == [
+        "ListObjectsV2",
+        "PutObject",
+        "PutObject",
+    ]
     slot.files.clear()
     assert slot.executor.run("aws s3 sync s3://site-1 . --exclude b.txt").success
     assert slot.files.names() == ["a.txt"]
     assert slot.executor.run("aws s3 sync . s3://site-1 --delete").success
-    assert [o["Key"] for o in slot.state.call("s3", "ListObjectsV2", {"Bucket": "site-1"})["Contents"]] == ["a.txt"]
+    assert [
+        o["Key"] for o in slot.state.call("s3", "ListObjectsV2", {"Bucket": "site-1"})["Contents"]
+    ] == ["a.txt"]
 
 
 def test_presigning_sends_nothing(slot: Slot) -> None:
     signed = slot.executor.run("aws s3 presign s3://bucket-1/key --expires-in 60")
     assert signed.success and signed.requests == ()
-    assert signed.stdout.startswith("http://localhost:4566/bucket-1/key?") and "Expires" in signed.stdout
+    assert (
+        signed.stdout.startswith("http://localhost:4566/bucket-1/key?")
+        and "Expires" in signed.stdout
+    )
 
 
 def test_one_command_writes_only_so_many_files(slot: Slot) -> None:
     slot.state.call("s3", "CreateBucket", {"Bucket": "crowd"})
     for number in range(300):
-        slot.state.call("s3", "PutObject", {"Bucket": "crowd", "Key": f"deep/folder/{number}", "Body": b"x"})
+        slot.state.call(
+            "s3", "PutObject", {"Bucket": "crowd", "Key": f"deep/folder/{number}", "Body": b"x"}
+        )
     result = slot.executor.run("aws s3 cp s3://crowd/ below --recursive")
     assert not result.success and result.refusal == "local-file"
     assert sum(path.is_file() for path in slot.files.path.rglob("*")) <= 64
@@ -211,7 +246,9 @@ def test_one_command_writes_only_so_many_files(slot: Slot) -> None:
     assert slot.files.names() == []
 
 
-def test_the_length_of_a_command_is_the_configured_one(slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_length_of_a_command_is_the_configured_one(
+    slot: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Above the default too, and the pool is made with it."""
     config = AwsServerConfig(max_command_bytes=30_000, ministack_base_port=0)
     made = make_pool(config)
@@ -220,23 +257,34 @@ def test_the_length_of_a_command_is_the_configured_one(slot: Slot, monkeypatch: 
     value = "x" * 12_000
     put = slot.executor.run(f"aws secretsmanager create-secret --name p --secret-string {value}")
     assert put.success, put.stderr
-    assert slot.state.call("secretsmanager", "GetSecretValue", {"SecretId": "p"})["SecretString"] == value
-    longer = slot.executor.run(f"aws secretsmanager create-secret --name q --secret-string {value * 3}")
+    assert (
+        slot.state.call("secretsmanager", "GetSecretValue", {"SecretId": "p"})["SecretString"]
+        == value
+    )
+    longer = slot.executor.run(
+        f"aws secretsmanager create-secret --name q --secret-string {value * 3}"
+    )
     assert longer.refusal == "too-long" and "30000" in longer.stderr
 
 
 def test_a_dry_run_changes_nothing_and_is_answered_as_aws_answers(slot: Slot) -> None:
     result = slot.executor.run("aws ec2 create-vpc --cidr-block 10.9.0.0/16 --dry-run")
-    assert not result.success and "(DryRunOperation) when calling the CreateVpc operation" in result.stderr
+    assert (
+        not result.success
+        and "(DryRunOperation) when calling the CreateVpc operation" in result.stderr
+    )
     assert not result.requests
-    seen = slot.executor.run("aws ec2 describe-vpcs --filters Name=cidr,Values=10.9.0.0/16 --query Vpcs")
+    seen = slot.executor.run(
+        "aws ec2 describe-vpcs --filters Name=cidr,Values=10.9.0.0/16 --query Vpcs"
+    )
     assert json.loads(seen.stdout) == []
 
 
 SETUP = [
     "aws s3 mb s3://alpha-logs",
     "aws sqs create-queue --queue-name jobs --attributes VisibilityTimeout=45",
-    "aws dynamodb create-table --table-name users --attribute-definitions AttributeName=id,AttributeType=S "
+    "aws dynamodb create-table --table-name users --attribute-definitions "
+    "AttributeName=id,AttributeType=S "
     "--key-schema AttributeName=id,KeyType=HASH --billing-mode PAY_PER_REQUEST",
     "aws iam create-user --user-name dana",
     "aws sns create-topic --name alerts",
@@ -260,7 +308,8 @@ COMMANDS = [
     "aws sqs list-queues",
     "aws sqs get-queue-url --queue-name jobs",
     "aws sqs get-queue-url --queue-name nope",
-    "aws sqs get-queue-attributes --queue-url http://localhost:4566/000000000000/jobs --attribute-names All",
+    "aws sqs get-queue-attributes --queue-url http://localhost:4566/000000000000/jobs "
+    "--attribute-names All",
     "aws sqs create-queue --queue-nam jobs",
     "aws sqs create-queue --bogus 1",
     "aws dynamodb list-tables",
@@ -330,7 +379,8 @@ for at in range(0, len(commands), 2):
     results += [result(*started) for started in [start(command) for command in commands[at:at + 2]]]
 print(json.dumps(results))
 """
-"""The program itself, untouched, in a fresh process per command, two at a time; only its imports are shared."""
+"""The program itself, untouched, in a fresh process per command, two at a time; only its imports
+are shared."""
 
 
 def _aws_program(slot: Slot, commands: list[str]) -> list[list[object]]:
@@ -358,5 +408,7 @@ def test_output_equals_the_aws_program(slot: Slot) -> None:
 @pytest.mark.slow
 def test_the_worker_takes_the_cli_s_own_botocore() -> None:
     code = "import realhf.aws.cli.zygote, botocore; print(botocore.__file__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     assert "/awscli/botocore/" in done.stdout

@@ -1,4 +1,5 @@
-"""One grammar on both ends of the simulators' wire: what could be read in two ways is no message at all."""
+"""One grammar on both ends of the simulators' wire: what could be read in two ways is no message at
+all."""
 
 import asyncio
 import contextlib
@@ -39,7 +40,9 @@ AMBIGUOUS = {
     "a hexadecimal length": b"GET / HTTP/1.1" + HOST + b"\r\nContent-Length: 0x10",
     "a length of other digits": b"GET / HTTP/1.1" + HOST + b"\r\nContent-Length: \xd9\xa3",
     "a huge length": b"GET / HTTP/1.1" + HOST + b"\r\nContent-Length: 99999999999",
-    "length and coding": b"GET / HTTP/1.1" + HOST + b"\r\nContent-Length: 3\r\nTransfer-Encoding: chunked",
+    "length and coding": b"GET / HTTP/1.1"
+    + HOST
+    + b"\r\nContent-Length: 3\r\nTransfer-Encoding: chunked",
     "a coding": b"GET / HTTP/1.1" + HOST + b"\r\nTransfer-Encoding: chunked",
     "no host": b"GET / HTTP/1.1\r\nX: y",
     "two hosts": b"GET / HTTP/1.1" + HOST + HOST,
@@ -91,7 +94,12 @@ def test_internal_paths_are_known_in_every_spelling(path: str) -> None:
 
 
 def test_ordinary_paths_are_not_internal() -> None:
-    assert not any(map(is_internal_path, ("/", "/bucket/_key", "/b/a..b", "/2015-03-31/functions/my_f", "/b/..a")))
+    assert not any(
+        map(
+            is_internal_path,
+            ("/", "/bucket/_key", "/b/a..b", "/2015-03-31/functions/my_f", "/b/..a"),
+        )
+    )
     assert has_encoded_slash("/functions/a%2Fb") and has_encoded_slash("/functions/a%2fb")
     assert not has_encoded_slash("/bucket/a/b%252F")
 
@@ -112,7 +120,12 @@ class _Echo:
             raise self.failure
         await self.release.wait()
         await send({"type": "http.response.start", "status": 200, "headers": self.headers})
-        await send({"type": "http.response.body", "body": (await receive())["body"] or scope["path"].encode()})
+        await send(
+            {
+                "type": "http.response.body",
+                "body": (await receive())["body"] or scope["path"].encode(),
+            }
+        )
 
 
 class _Server:
@@ -124,7 +137,9 @@ class _Server:
     async def __aenter__(self):
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
-        await loop.connect_accepted_socket(lambda: HttpConnection(self.app, loop, self.parsed, self._entrance), theirs)
+        await loop.connect_accepted_socket(
+            lambda: HttpConnection(self.app, loop, self.parsed, self._entrance), theirs
+        )
         self.reader, self.writer = await asyncio.open_connection(sock=ours)
         return self
 
@@ -154,8 +169,9 @@ async def test_requests_one_after_the_other_are_counted() -> None:
 
 
 async def test_the_owner_is_told_of_every_failure_whatever_words_it_has() -> None:
-    """An agent may have named half a character, which the error repeats: an answer that cannot be encoded would leave
-    the owner waiting. To HEAD there is no body: it would be taken for the next answer."""
+    """An agent may have named half a character, which the error repeats: an answer that cannot be
+    encoded would leave the owner waiting. To HEAD there is no body: it would be taken for the next
+    answer."""
     async with _Server("owner") as server, asyncio.timeout(20):
         server.app.failure = KeyError("\ud800")
         server.writer.write(b"HEAD / HTTP/1.1" + HOST + b"\r\n\r\n")
@@ -169,7 +185,11 @@ async def test_a_second_request_in_the_same_bytes_ends_it_all() -> None:
     async with _Server() as server:
         server.writer.write(REQUEST % b"one" + REQUEST % b"two")
         assert (await server.until_closed()).startswith(b"HTTP/1.1 400 ")
-        assert server.app.paths == [] and server.parsed.count == 0 and sum(server.parsed.refused.values()) == 1
+        assert (
+            server.app.paths == []
+            and server.parsed.count == 0
+            and sum(server.parsed.refused.values()) == 1
+        )
 
 
 async def test_a_second_request_before_the_answer_ends_it_all() -> None:
@@ -185,7 +205,9 @@ async def test_a_second_request_before_the_answer_ends_it_all() -> None:
         assert server.app.paths == ["/one"]
 
 
-@pytest.mark.parametrize("header", [(b"x", b"a\r\nb: c"), (b"x\r\ny", b"a"), (b"a b", b"c"), (b"x", b"a\0")])
+@pytest.mark.parametrize(
+    "header", [(b"x", b"a\r\nb: c"), (b"x\r\ny", b"a"), (b"a b", b"c"), (b"x", b"a\0")]
+)
 async def test_an_answer_cannot_be_split(header: tuple[bytes, bytes]) -> None:
     async with _Server() as server:
         server.app.headers = [header]
@@ -205,7 +227,9 @@ async def test_an_answer_is_framed_by_its_own_bytes() -> None:
         )
 
 
-def _request(url: str = "http://localhost:4566/b/k", method: str = "PUT", **headers: str) -> AWSPreparedRequest:
+def _request(
+    url: str = "http://localhost:4566/b/k", method: str = "PUT", **headers: str
+) -> AWSPreparedRequest:
     fields = HTTPHeaders()
     for name, value in headers.items():
         fields[name] = value
@@ -235,10 +259,13 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nx-amz-meta-A: v\r\n\r\ny"
 
 def test_the_client_sends_what_it_says_and_reads_the_answer() -> None:
     peer = _Peer(OK)
-    answer = peer.connection.send(_request(**{"X-Amz-Meta-a": "ä", "Host": "evil", "Transfer-Encoding": "chunked"}))
+    answer = peer.connection.send(
+        _request(**{"X-Amz-Meta-a": "ä", "Host": "evil", "Transfer-Encoding": "chunked"})
+    )
     assert (answer.status_code, answer.content, answer.headers["x-amz-meta-A"]) == (200, b"y", "v")
     assert peer.received == [
-        b"PUT /b/k HTTP/1.1\r\nHost: localhost:4566\r\nX-Amz-Meta-a: \xc3\xa4\r\nContent-Length: 1\r\n\r\nx"
+        b"PUT /b/k HTTP/1.1\r\nHost: localhost:4566\r\nX-Amz-Meta-a: \xc3\xa4\r\nContent-Length: "
+        b"1\r\n\r\nx"
     ]
     assert peer.connection.send(_request()).status_code == 200
 

@@ -26,14 +26,17 @@ ALLOWED = [
     "aws s3api put-object --bucket b --key help --body data.json",
     "aws s3api get-object --bucket b --key k out.json",
     "aws lambda create-function --function-name help --zip-file fileb://code.zip",
-    "aws sqs get-queue-attributes --queue-url http://localhost:4566/000000000000/q --attribute-names All",
-    "aws sns subscribe --topic-arn arn:x --protocol https --notification-endpoint https://example.com/hook",
+    "aws sqs get-queue-attributes --queue-url http://localhost:4566/000000000000/q "
+    "--attribute-names All",
+    "aws sns subscribe --topic-arn arn:x --protocol https --notification-endpoint "
+    "https://example.com/hook",
     "aws iam put-role-policy --role-name r --policy-name p --policy-document '{\n \"Version\": 1}'",
     "aws sqs create-queue --queue-name 'a; rm -rf /'",
     "aws dynamodb create-table --table-name t --endpoint-configuration x",
     "aws s3 ls --no-cli-pager",
     "aws --no-cli-pager s3api list-buckets --no-cli-auto-prompt",
-    "aws lambda invoke --function-name f --cli-binary-format raw-in-base64-out --payload '{}' out.json",
+    "aws lambda invoke --function-name f --cli-binary-format raw-in-base64-out --payload '{}' "
+    "out.json",
     "aws --cli-binary-format=raw-in-base64-out lambda invoke --function-name f ./out.json",
     "aws dynamodb wait table-exists --table-name t",
     "aws --region us-east-1 ec2 wait instance-running --instance-ids i-1",
@@ -47,14 +50,16 @@ ALLOWED = [
     "aws iam create-policy --policy-name p --policy-document file://./p.json",
     "aws ssm put-parameter --name n --value http://169.254.169.254/latest/meta-data",
     "aws ssm put-parameter --name n --value=HTTPS://example.com",
-    "aws cognito-idp create-user-pool-client --callback-urls http://localhost:3000/ --client-name c --user-pool-id p",
+    "aws cognito-idp create-user-pool-client --callback-urls http://localhost:3000/ --client-name "
+    "c --user-pool-id p",
     "aws s3api put-object --bucket b --key _next/static",
     "aws s3 cp x s3://b/_headers",
     "aws dynamodb get-item --table-name t --key _id={S=x}",
     "aws sqs create-queue --cli-input-json file://q.json",
     "aws --cli-input-yaml=file://./q.yaml sqs create-queue",
     'aws sqs create-queue --cli-input-json \'{"QueueName": "q"}\'',
-    "aws kinesis put-record --data aGk= --cli-binary-format base64 --stream-name s --partition-key 1",
+    "aws kinesis put-record --data aGk= --cli-binary-format base64 --stream-name s --partition-key "
+    "1",
 ]
 
 REFUSED = [
@@ -159,9 +164,15 @@ REFUSED = [
     ("aws s3api --bucket=b delete-bucket", "global-option"),
     ("aws s3api - delete-bucket --bucket b", "global-option"),
     ("aws --no-paginate=1 s3 ls", "global-option"),
-    ("aws cloudformation create-stack --stack-name s --template-url http://127.0.0.1/x", "url-value"),
+    (
+        "aws cloudformation create-stack --stack-name s --template-url http://127.0.0.1/x",
+        "url-value",
+    ),
     ("aws cloudformation create-stack --stack-name s --template-u=http://127.0.0.1/x", "url-value"),
-    ("aws cloudformation create-stack --stack-name s --stack-policy-url https://example.com/x", "url-value"),
+    (
+        "aws cloudformation create-stack --stack-name s --stack-policy-url https://example.com/x",
+        "url-value",
+    ),
     ("aws s3api get-object --bucket _ministack --key reset out", "internal-path"),
     ("aws s3api get-object --bucket %5fministack --key reset out", "internal-path"),
     ("aws s3api get-object --bucket %255fministack --key reset out", "internal-path"),
@@ -208,7 +219,10 @@ def test_a_verdict_says_what_is_asked_for(command: str, service: str, operation:
 
 
 def test_what_changes_nothing_is_not_handed_on() -> None:
-    command = "aws --no-cli-pager lambda invoke --function-name f --cli-binary-format raw-in-base64-out out.json"
+    command = (
+        "aws --no-cli-pager lambda invoke --function-name f --cli-binary-format raw-in-base64-out "
+        "out.json"
+    )
     assert check_command(command).argv == ("lambda", "invoke", "--function-name", "f", "out.json")
 
 
@@ -226,18 +240,56 @@ def test_help_lists_what_is_allowed() -> None:
 
 def test_shell_syntax_is_only_text() -> None:
     verdict = check_command("aws s3 ls; rm -rf / | cat > x $(id)")
-    assert verdict.rule is not None or verdict.argv[2:] == ("rm", "-rf", "/", "|", "cat", ">", "x", "$(id)")
+    assert verdict.rule is not None or verdict.argv[2:] == (
+        "rm",
+        "-rf",
+        "/",
+        "|",
+        "cat",
+        ">",
+        "x",
+        "$(id)",
+    )
 
 
 def test_random_words_never_raise_and_never_pass_a_forbidden_option() -> None:
     generator = random.Random(5)
     pieces = [
-        *("aws", "s3api", "s3", "cp", "list-buckets", "--endpoint-url", "--e", "=", "'", '"', "\\", "file://"),
-        *("/etc/passwd", "--query", "--output", "text", "\n", "\0", "--", "-", "é", "\ud800", "s3://b", " ", "{"),
+        *(
+            "aws",
+            "s3api",
+            "s3",
+            "cp",
+            "list-buckets",
+            "--endpoint-url",
+            "--e",
+            "=",
+            "'",
+            '"',
+            "\\",
+            "file://",
+        ),
+        *(
+            "/etc/passwd",
+            "--query",
+            "--output",
+            "text",
+            "\n",
+            "\0",
+            "--",
+            "-",
+            "é",
+            "\ud800",
+            "s3://b",
+            " ",
+            "{",
+        ),
         *("%00", "help"),
     ]
     for _ in range(2000):
-        command = "aws " + generator.choice(["", " "]).join(generator.choices(pieces, k=generator.randint(0, 12)))
+        command = "aws " + generator.choice(["", " "]).join(
+            generator.choices(pieces, k=generator.randint(0, 12))
+        )
         verdict = check_command(command)
         if verdict.rule is None:
             assert not any(word.startswith(("--e", "file:///")) for word in verdict.argv)
@@ -263,7 +315,9 @@ def _too_much(service: str, operation: str, params) -> str:
         ("events", "PutTargets", {"Targets": [{"EcsParameters": {"TaskCount": 999}}]}, "TaskCount"),
     ],
 )
-def test_counts_are_bounded_wherever_they_stand(service: str, operation: str, params, member: str) -> None:
+def test_counts_are_bounded_wherever_they_stand(
+    service: str, operation: str, params, member: str
+) -> None:
     assert _too_much(service, operation, params).startswith(f"{member} may be ")
 
 
@@ -276,8 +330,16 @@ def test_counts_are_bounded_wherever_they_stand(service: str, operation: str, pa
         ("lambda", "PutFunctionConcurrency", {"ReservedConcurrentExecutions": 1_000}),
         ("kinesis", "CreateStream", {"ShardCount": "many", "Unknown": 10**9}),
         ("s3", "PutObject", {"Body": b"&a *a " * 100}),
-        ("lambda", "CreateFunction", {"Code": {"ZipFile": b"PK\x03\x04" + bytes(range(256)) * 800}}),
-        ("cloudwatch", "PutMetricData", {"MetricData": [{"StatisticValues": {"SampleCount": 1_000.0}}]}),
+        (
+            "lambda",
+            "CreateFunction",
+            {"Code": {"ZipFile": b"PK\x03\x04" + bytes(range(256)) * 800}},
+        ),
+        (
+            "cloudwatch",
+            "PutMetricData",
+            {"MetricData": [{"StatisticValues": {"SampleCount": 1_000.0}}]},
+        ),
     ],
 )
 def test_other_numbers_are_left_alone(service: str, operation: str, params) -> None:
@@ -295,7 +357,8 @@ BOMB = "\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for 
 
 
 def test_a_document_that_unfolds_is_refused() -> None:
-    """Thirty lines that stand for a thousand million words used to keep a simulator busy until it counted as broken."""
+    """Thirty lines that stand for a thousand million words used to keep a simulator busy until it
+    counted as broken."""
     assert _too_much("cloudformation", "CreateStack", {"TemplateBody": BOMB}) != ""
     assert _too_much("apigateway", "ImportRestApi", {"body": BOMB.encode()}) != ""
     assert has_many_aliases(BOMB.replace("\n", "\r\n")) and has_many_aliases("x: !Ref y\n" + BOMB)
@@ -303,13 +366,16 @@ def test_a_document_that_unfolds_is_refused() -> None:
     assert not has_many_aliases("\n".join(BOMB.split("\n")[: MAX_ALIASES // 2 + 1]))
 
 
-@pytest.mark.parametrize("text", ["&a " * 50, "* & " * 50, '{"Action": "*", "x": "&y"}' * 50, "**bold** & *so* " * 50])
+@pytest.mark.parametrize(
+    "text", ["&a " * 50, "* & " * 50, '{"Action": "*", "x": "&y"}' * 50, "**bold** & *so* " * 50]
+)
 def test_stars_and_ampersands_are_no_aliases(text: str) -> None:
     assert not has_many_aliases(text)
 
 
 def _dig(folder, depth: int) -> None:
-    """Make folders inside one another, deeper than a path may be long, with a file in each tenth."""
+    """Make folders inside one another, deeper than a path may be long, with a file in each
+    tenth."""
     here = os.open(folder, os.O_RDONLY)
     for level in range(depth):
         os.mkdir("deep", dir_fd=here)

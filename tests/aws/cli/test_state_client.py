@@ -33,11 +33,15 @@ def test_answers_come_without_metadata(slot: Slot) -> None:
 def test_bytes_in_and_out(slot: Slot) -> None:
     slot.state.call("s3", "CreateBucket", {"Bucket": "b-1"})
     slot.state.call("s3", "PutObject", {"Bucket": "b-1", "Key": "a/ü 1", "Body": b"\x00\xff"})
-    assert slot.state.call("s3", "GetObject", {"Bucket": "b-1", "Key": "a/ü 1"})["Body"].read() == b"\x00\xff"
+    assert (
+        slot.state.call("s3", "GetObject", {"Bucket": "b-1", "Key": "a/ü 1"})["Body"].read()
+        == b"\x00\xff"
+    )
 
 
 def _addresses() -> set[tuple[str, str]]:
-    """First and further parts of every path that MiniStack's routing names, where the first could be a bucket."""
+    """First and further parts of every path that MiniStack's routing names, where the first could
+    be a bucket."""
     found = {("icebergs", ""), ("login", ""), ("health", "")}
     for name in ("app", "core.router"):
         source = inspect.getsource(importlib.import_module(f"ministack.{name}"))
@@ -50,17 +54,27 @@ def _addresses() -> set[tuple[str, str]]:
 
 @pytest.mark.slow
 def test_no_bucket_is_answered_by_another_service(slot: Slot) -> None:
-    """Buckets named like addresses (iceberg, health, logout) were made and read somewhere else than in S3."""
+    """Buckets named like addresses (iceberg, health, logout) were made and read somewhere else than
+    in S3."""
     addresses = _addresses()
     assert len(addresses) > 60 and ("v20180820", "mrap/instances") in addresses
     refused = set()
     for bucket, key in sorted(addresses):
         try:
             slot.state.call("s3", "CreateBucket", {"Bucket": bucket})
-            slot.state.call("s3", "PutObject", {"Bucket": bucket, "Key": key or "k", "Body": b"mine"})
-            assert slot.state.call("s3", "GetObject", {"Bucket": bucket, "Key": key or "k"})["Body"].read() == b"mine"
+            slot.state.call(
+                "s3", "PutObject", {"Bucket": bucket, "Key": key or "k", "Body": b"mine"}
+            )
+            assert (
+                slot.state.call("s3", "GetObject", {"Bucket": bucket, "Key": key or "k"})[
+                    "Body"
+                ].read()
+                == b"mine"
+            )
         except StateCallError as error:
-            assert "would not be answered by S3" in str(error) or "InvalidBucketName" in str(error), (bucket, key)
+            assert "would not be answered by S3" in str(error) or "InvalidBucketName" in str(
+                error
+            ), (bucket, key)
             refused.add(bucket)
     assert refused >= {"health", "iceberg", "icebergs", "login", "logout", "oauth2", "v20180820"}
     assert len(refused) < 12, "a route is refused, not every name"
@@ -76,12 +90,17 @@ def test_policy_documents_are_decoded(slot: Slot) -> None:
 def test_names_that_are_no_xml_are_read_by_agent_and_grader(slot: Slot) -> None:
     """The simulator does not escape them."""
     slot.state.call("iam", "CreateGroup", {"GroupName": "g", "Path": "/op<|user|>/a&b/"})
-    assert slot.state.call("iam", "GetGroup", {"GroupName": "g"})["Group"]["Path"] == "/op<|user|>/a&b/"
+    assert (
+        slot.state.call("iam", "GetGroup", {"GroupName": "g"})["Group"]["Path"]
+        == "/op<|user|>/a&b/"
+    )
     topic = slot.state.call("sns", "CreateTopic", {"Name": "t"})["TopicArn"]
     queue = "arn:aws:sqs:us-east-1:000000000000:a{}b"
     command = f"aws sns subscribe --topic-arn {topic} --protocol sqs --notification-endpoint"
     assert slot.executor.run(f"{command} '{queue.format(chr(20))}'").success
-    [subscription] = slot.state.call("sns", "ListSubscriptionsByTopic", {"TopicArn": topic})["Subscriptions"]
+    [subscription] = slot.state.call("sns", "ListSubscriptionsByTopic", {"TopicArn": topic})[
+        "Subscriptions"
+    ]
     assert subscription["Endpoint"] == queue.format("\ufffd")
     listed = slot.executor.run(f"aws sns list-subscriptions-by-topic --topic-arn {topic}")
     assert listed.success and json.loads(listed.stdout)["Subscriptions"] == [subscription]
@@ -98,7 +117,9 @@ def test_names_that_are_no_xml_are_read_by_agent_and_grader(slot: Slot) -> None:
         ("nosuchservice", "List", {}, "ParamValidation"),
     ],
 )
-def test_errors_carry_their_code(slot: Slot, service: str, operation: str, params: dict, code: str) -> None:
+def test_errors_carry_their_code(
+    slot: Slot, service: str, operation: str, params: dict, code: str
+) -> None:
     with pytest.raises(StateCallError) as caught:
         slot.state.call(service, operation, params)
     assert caught.value.code == code
@@ -114,11 +135,16 @@ def test_copies_of_one_client_lead_to_their_own_simulators(pool: MiniStackPool) 
         pool.release(slot)
 
 
-def test_an_answer_that_is_too_large_is_unreadable(slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It used to count as a simulator that does not answer, which hid all that the account holds."""
+def test_an_answer_that_is_too_large_is_unreadable(
+    slot: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It used to count as a simulator that does not answer, which hid all that the account
+    holds."""
     slot.state.call("s3", "CreateBucket", {"Bucket": "b-1"})
     for number in range(12):
-        slot.state.call("ssm", "PutParameter", {"Name": f"p{number}", "Value": "x" * 100, "Type": "String"})
+        slot.state.call(
+            "ssm", "PutParameter", {"Name": f"p{number}", "Value": "x" * 100, "Type": "String"}
+        )
     monkeypatch.setattr(pinned_http, "_MAX_RESPONSE_BYTES", 1000)
     with pytest.raises(UnreadableAnswer, match="1000 can be read"):
         slot.state.call("ssm", "DescribeParameters")

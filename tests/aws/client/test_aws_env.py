@@ -1,4 +1,5 @@
-"""The client of one session, async, sync and as a tool of a trainer, against a fake and a real server."""
+"""The client of one session, async, sync and as a tool of a trainer, against a fake and a real
+server."""
 
 import asyncio
 import gc
@@ -19,7 +20,12 @@ from realhf.aws.environment import AwsEnvironment
 from realhf.aws.models import AwsAction, AwsObservation, AwsState
 from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.tasks.loader import instantiate
-from realhf.env.openenv_client import CapacityError, ConnectionLost, ConnectionPoisoned, fetch_metadata
+from realhf.env.openenv_client import (
+    CapacityError,
+    ConnectionLost,
+    ConnectionPoisoned,
+    fetch_metadata,
+)
 from realhf.rollout.player import SlotEnvironment
 from tests.rollout.fake_env_server import FakeEnvServer
 
@@ -38,19 +44,32 @@ async def test_an_episode_loses_no_field(server: EnvServerProcess) -> None:
     async with AwsEnv(server.url) as env:
         assert env.metadata["correlation"] is True and env.metadata["max_concurrent_envs"] == 2
         first = await env.reset(task=task.to_json(), seed=task.seed, episode_id="mine")
-        assert first.observation.task is not None and first.observation.task.description == task.description
+        assert (
+            first.observation.task is not None
+            and first.observation.task.description == task.description
+        )
         assert first.observation.episode_id == "mine" and not first.done
         hinted = await env.step("aws help --task-hint")
         assert hinted.observation.hints_used == 1 and hinted.observation.hint_text
         last = await env.step(AwsAction(command=task.solution[0]))
-        assert last.done and last.observation.task_achieved and last.observation.partial_progress == 1.0
+        assert (
+            last.done
+            and last.observation.task_achieved
+            and last.observation.partial_progress == 1.0
+        )
         state = await env.state()
-        assert isinstance(state, AwsState) and state.step_count == 2 and state.tracker["hints_used"] == 1
+        assert (
+            isinstance(state, AwsState)
+            and state.step_count == 2
+            and state.tracker["hints_used"] == 1
+        )
         raw = await env._open().state()
         assert set(raw) <= set(state.model_dump()), "a field of the state was dropped"
 
 
-async def test_a_real_episode_is_resumed_where_its_session_was_lost(server: EnvServerProcess) -> None:
+async def test_a_real_episode_is_resumed_where_its_session_was_lost(
+    server: EnvServerProcess,
+) -> None:
     made: list[AwsEnvironment] = []
 
     def make() -> AwsEnvironment:
@@ -60,7 +79,10 @@ async def test_a_real_episode_is_resumed_where_its_session_was_lost(server: EnvS
     env = SlotEnvironment("aws", make, message_timeout_s=30, patience_s=10, deterministic=True)
     for task_id in (1, 101, 203, 302, 404):
         task = instantiate(task_id, 5)
-        said = [AssistantMessage(command, text=command) for command in ("aws iam list-users", *task.solution)]
+        said = [
+            AssistantMessage(command, text=command)
+            for command in ("aws iam list-users", *task.solution)
+        ]
         played = []
         for losses in (0, 1):
             env.prepare(1)
@@ -74,13 +96,19 @@ async def test_a_real_episode_is_resumed_where_its_session_was_lost(server: EnvS
             turns.append(await env.step(said[-1]))
             played.append([(turn.reward, turn.done, turn.metrics, turn.messages) for turn in turns])
             assert env.resumed == losses and env.failures == ({"lost": 1} if losses else {})
-        assert played[0] == played[1] and played[0][-1][2]["progress"] > 0.6, "chaos may have the last word"
+        assert played[0] == played[1] and played[0][-1][2]["progress"] > 0.6, (
+            "chaos may have the last word"
+        )
     await env.close()
 
 
 def test_unknown_fields_are_kept_and_missing_ones_neutral() -> None:
     parsed = AwsObservation.model_validate({"echoed_message": "hi", "message_length": 2})
-    assert parsed.model_dump()["echoed_message"] == "hi" and parsed.task is None and parsed.command_success
+    assert (
+        parsed.model_dump()["echoed_message"] == "hi"
+        and parsed.task is None
+        and parsed.command_success
+    )
 
 
 def test_sync_facade(server: EnvServerProcess) -> None:
@@ -154,7 +182,11 @@ async def test_requests_are_numbered_where_the_server_echoes() -> None:
         async with AwsEnv(fake.url) as env:
             await env.reset(seed=1)
             await env.step("a")
-        assert [message["id"] for _, message in fake.messages if message["type"] != "close"] == [0, 1, 2]
+        assert [message["id"] for _, message in fake.messages if message["type"] != "close"] == [
+            0,
+            1,
+            2,
+        ]
     with FakeEnvServer(metadata={"correlation": False}) as fake:
         async with AwsEnv(fake.url) as env:
             await env.reset()
@@ -179,7 +211,9 @@ async def test_another_environments_action_is_sent_as_it_is() -> None:
         async with AwsEnv(fake.url) as env:
             await env.reset()
             await env.step({"message": "hello"})
-        assert ("step", {"message": "hello"}) in [(m["type"], m.get("data")) for _, m in fake.messages]
+        assert ("step", {"message": "hello"}) in [
+            (m["type"], m.get("data")) for _, m in fake.messages
+        ]
 
 
 async def test_the_token_is_sent() -> None:
@@ -208,7 +242,11 @@ def tool(server: EnvServerProcess, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_every_public_method_is_meant_for_a_model() -> None:
-    public = [name for name, _ in inspect.getmembers(AwsToolEnv, inspect.isfunction) if not name.startswith("_")]
+    public = [
+        name
+        for name, _ in inspect.getmembers(AwsToolEnv, inspect.isfunction)
+        if not name.startswith("_")
+    ]
     assert public == ["aws", "get_reward", "reset"]
     from transformers.utils.chat_template_utils import get_json_schema
 
@@ -225,7 +263,12 @@ def test_episodes_on_one_instance(tool: AwsToolEnv) -> None:
     rows = [
         {"task": task.to_json(), "seed": task.seed},
         {"task": json.dumps(task.to_json()), "seed": task.seed},
-        {"task_id": 205, "seed": task.seed, "prompt": [{"role": "user", "content": ""}], "task": None},
+        {
+            "task_id": 205,
+            "seed": task.seed,
+            "prompt": [{"role": "user", "content": ""}],
+            "task": None,
+        },
     ]
     for row in rows:
         assert tool.reset(**row) == task.description
@@ -246,10 +289,13 @@ def test_before_the_first_reset(tool: AwsToolEnv) -> None:
     assert tool.get_reward() is None
 
 
-def test_a_lost_environment_has_no_reward_and_comes_back_with_the_next_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_environment_has_no_reward_and_comes_back_with_the_next_episode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     losses = ["drop"]
     with FakeEnvServer(
-        lambda number, message: losses.pop() if message["type"] == "step" and losses else None, {"reward_mode": "level"}
+        lambda number, message: losses.pop() if message["type"] == "step" and losses else None,
+        {"reward_mode": "level"},
     ) as fake:
         monkeypatch.setenv("AWS_RL_ENV_URL", fake.url)
         tool = AwsToolEnv()
@@ -258,7 +304,9 @@ def test_a_lost_environment_has_no_reward_and_comes_back_with_the_next_episode(m
             tool.aws("aws a")
         with pytest.raises(ValueError, match="finished"):
             tool.aws("aws a")
-        assert tool.get_reward() is None and fake.connections == 1, "no new session inside an episode"
+        assert tool.get_reward() is None and fake.connections == 1, (
+            "no new session inside an episode"
+        )
         tool.reset()
         assert fake.connections == 2
         tool.aws("aws a")
@@ -282,8 +330,11 @@ WRITTEN = (
 SEVERAL = "```bash\naws s3api list-buckets\naws s3api delete-bucket --bucket {name}\n```"
 
 
-async def test_a_command_is_read_alike_at_every_door(server: EnvServerProcess, tool: AwsToolEnv) -> None:
-    """Over several lines, in a fence and behind a prompt it used to be refused everywhere but in a turn of a policy."""
+async def test_a_command_is_read_alike_at_every_door(
+    server: EnvServerProcess, tool: AwsToolEnv
+) -> None:
+    """Over several lines, in a fence and behind a prompt it used to be refused everywhere but in a
+    turn of a policy."""
     task = instantiate(1, 3)
     refusal = "one command at a time"
     async with AwsEnv(server.url) as env, httpx.AsyncClient(base_url=server.url, timeout=60) as web:
@@ -298,7 +349,9 @@ async def test_a_command_is_read_alike_at_every_door(server: EnvServerProcess, t
         refused = await env.step(several)
         assert refused.observation.refusal == "newline" and refusal in refused.observation.error
         for command in said:
-            made = await web.post("/step", json={"action": {"command": command.replace("head", "create")}})
+            made = await web.post(
+                "/step", json={"action": {"command": command.replace("head", "create")}}
+            )
             assert made.json()["observation"]["command_success"], made.text
             call = {"name": "aws", "arguments": {"command": command.replace("head", "create")}}
             body = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": call}

@@ -1,4 +1,5 @@
-"""Closing: bounded when the server hangs or is dead, by whatever way a pool ends, and with nothing left behind."""
+"""Closing: bounded when the server hangs or is dead, by whatever way a pool ends, and with nothing
+left behind."""
 
 import asyncio
 import gc
@@ -79,7 +80,11 @@ def test_the_interpreter_ends_without_close() -> None:
     for misbehave in (lambda number, message: None, deaf):
         with FakeEnvServer(misbehave) as fake:
             done = subprocess.run(
-                [sys.executable, "-c", code, fake.url], capture_output=True, text=True, timeout=300, check=False
+                [sys.executable, "-c", code, fake.url],
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
             )
             assert (done.returncode, done.stdout, done.stderr) == (0, "connected\n", "")
 
@@ -126,6 +131,10 @@ def test_a_closed_pool_says_so() -> None:
                 call()
         pool.connect()
         pool.close()
-        for call in (lambda: pool.reset_group({}), lambda: pool.run_group_step([None]), pool.connect):
+        for call in (
+            lambda: pool.reset_group({}),
+            lambda: pool.run_group_step([None]),
+            pool.connect,
+        ):
             with pytest.raises(PoolClosed, match="closed"):
                 call()

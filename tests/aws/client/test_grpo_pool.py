@@ -1,4 +1,5 @@
-"""The asynchronous pool and what both pools share: all-or-nothing connect, typed failures, group results."""
+"""The asynchronous pool and what both pools share: all-or-nothing connect, typed failures, group
+results."""
 
 import asyncio
 import gc
@@ -50,7 +51,9 @@ async def play(env: AwsEnv) -> float:
 
 
 def at(connection: int, kind: str, trick: str):
-    return lambda number, message: trick if (number, message["type"]) == (connection, kind) else None
+    return lambda number, message: (
+        trick if (number, message["type"]) == (connection, kind) else None
+    )
 
 
 @pytest.mark.nightly
@@ -65,7 +68,9 @@ async def test_a_group_on_the_real_server() -> None:
         recorder = Recorder()
         async with GrpoPool(server.url, N, recorder) as pool:
             first = await pool.reset_group(task)
-            assert {r.observation.task.description for r in first if r.observation.task} == {task.description}
+            assert {r.observation.task.description for r in first if r.observation.task} == {
+                task.description
+            }
             assert len({r.observation.episode_id for r in first}) == N
             assert await pool.run_group(oracle) == pytest.approx([1.0] * N)
             await pool.reset_group({"task": task.to_json()}, seed=task.seed)
@@ -107,11 +112,15 @@ def multi_turn(url: str, say, mode: str, **options):
         return pool.run_group({}, ScriptedPolicy(say), mode=mode)
 
 
-@pytest.mark.parametrize("trick", ["drop", '{"type":"error","data":{"code":"CAPACITY_REACHED","message":"3/3"}}'])
+@pytest.mark.parametrize(
+    "trick", ["drop", '{"type":"error","data":{"code":"CAPACITY_REACHED","message":"3/3"}}']
+)
 async def test_connecting_is_all_or_nothing(trick: str) -> None:
     refuse = [True]
     with FakeEnvServer(
-        lambda number, message: trick if refuse and number == 1 and message["type"] == "state" else None
+        lambda number, message: (
+            trick if refuse and number == 1 and message["type"] == "state" else None
+        )
     ) as fake:
         pool = GrpoPool(fake.url, N)
         with pytest.raises(ConnectError):
@@ -160,14 +169,25 @@ async def test_two_sessions_on_one_slot_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("trick", "status"), [("drop", "lost"), ("error", "internal")])
-async def test_a_crashed_environment_is_dropped_and_the_rest_counts(trick: str, status: str) -> None:
+async def test_a_crashed_environment_is_dropped_and_the_rest_counts(
+    trick: str, status: str
+) -> None:
     with FakeEnvServer(at(1, "step", trick)) as fake:
         recorder = Recorder()
         async with GrpoPool(fake.url, N, recorder) as pool:
             results = await pool.run_group(play)
-            assert [isinstance(result, RolloutFailure) for result in results] == [False, True, False]
+            assert [isinstance(result, RolloutFailure) for result in results] == [
+                False,
+                True,
+                False,
+            ]
             summary = pool.record_group_result("task", results)
-            assert (summary.size, summary.valid, summary.mean, summary.failures) == (3, 2, 1.0, {status: 1})
+            assert (summary.size, summary.valid, summary.mean, summary.failures) == (
+                3,
+                2,
+                1.0,
+                {status: 1},
+            )
             assert recorder.calls == [("task", 1.0, 1.0)]
 
 
@@ -198,7 +218,9 @@ async def test_an_error_of_the_rollout_is_raised_with_the_others_results() -> No
 
             with pytest.raises(GroupError, match=r"0: policy.*1: timeout") as caught:
                 await pool.run_group(rollout)
-            assert caught.value.outcomes[2] == 1.0 and isinstance(caught.value.__cause__, ArithmeticError)
+            assert caught.value.outcomes[2] == 1.0 and isinstance(
+                caught.value.__cause__, ArithmeticError
+            )
 
             async def nested(env: AwsEnv) -> float:
                 await pool.run_group(play)
@@ -213,7 +235,11 @@ async def test_resetting_a_group() -> None:
         async with GrpoPool(fake.url, N) as pool:
             with pytest.raises(GroupResetError, match="1: internal") as caught:
                 await pool.reset_group({"task_id": 4}, seed=9)
-            assert [isinstance(o, RolloutFailure) for o in caught.value.outcomes] == [False, True, False]
+            assert [isinstance(o, RolloutFailure) for o in caught.value.outcomes] == [
+                False,
+                True,
+                False,
+            ]
             sent = [message["data"] for _, message in fake.messages if message["type"] == "reset"]
             assert sent == [{"task_id": 4, "seed": 9, "chaos": False}] * N
             with pytest.raises(ValueError, match="2 actions for 3"):
@@ -263,7 +289,10 @@ def test_group_statistics() -> None:
     assert record_group(recorder, "t", [RolloutFailure("timeout", "x")]).valid == 0
     assert recorder.calls == [("t", 0.5, 0.75), ("t", 1.0, 0.99), ("t", None, 0.0)]
     assert record_group(None, "t", [0.5], success_threshold=0.5).achieved == 1.0
-    assert (episode_return([0.2, 0.5], "potential"), episode_return([0.2, 0.5], "level")) == (0.7, 0.5)
+    assert (episode_return([0.2, 0.5], "potential"), episode_return([0.2, 0.5], "level")) == (
+        0.7,
+        0.5,
+    )
     assert episode_return([], "level") == 0.0
 
 

@@ -1,4 +1,5 @@
-"""The pool against the real server: oracle and idle policies, determinism, budget, capacity, twenty steps of a loop."""
+"""The pool against the real server: oracle and idle policies, determinism, budget, capacity, twenty
+steps of a loop."""
 
 import asyncio
 import os
@@ -19,7 +20,9 @@ from tests.rollout.word_chat import END, LossyChat, ScriptedPolicy
 
 pytestmark = pytest.mark.sim
 SESSIONS = 3
-TASKS = [instantiate(task_id, seed) for task_id, seed in ((101, 1), (205, 2), (206, 3), (1, 4), (201, 5))]
+TASKS = [
+    instantiate(task_id, seed) for task_id, seed in ((101, 1), (205, 2), (206, 3), (1, 4), (201, 5))
+]
 SOLUTIONS = {task.description: task.solution for task in TASKS}
 RESETS = [{"task": task.to_json()} for task in TASKS]
 SEEDS = [task.seed for task in TASKS]
@@ -51,7 +54,11 @@ def test_the_oracle_solves_every_episode_and_keeps_every_token(pool: MultiTurnEn
         for outcome in group:
             assert outcome.status == "achieved" and outcome.valid and outcome.achieved
             assert outcome.reward == pytest.approx(1.0) and outcome.progress == 1.0
-            assert (outcome.task_id, outcome.group, outcome.seed) == (str(task.task_id), task.tier, task.seed)
+            assert (outcome.task_id, outcome.group, outcome.seed) == (
+                str(task.task_id),
+                task.tier,
+                task.seed,
+            )
             assert [turn.text for turn in outcome.turns] == [*task.solution]
             check_tokens(outcome, seen, len(task.solution))
 
@@ -71,7 +78,9 @@ def check_tokens(outcome, seen: set[tuple[int, ...]], n_turns: int) -> None:
     assert outcome.completion_ids == expected
     assert len(outcome.logprobs) == len(outcome.versions) == len(outcome.loss_mask) == len(expected)
     assert sum(outcome.loss_mask) == generated and outcome.loss_mask[-1]
-    for mask, logprob, version in zip(outcome.loss_mask, outcome.logprobs, outcome.versions, strict=True):
+    for mask, logprob, version in zip(
+        outcome.loss_mask, outcome.logprobs, outcome.versions, strict=True
+    ):
         assert (logprob, version >= 0) == ((-0.25, True) if mask else (0.0, False))
 
 
@@ -81,7 +90,9 @@ def test_turns_without_a_command_cost_no_environment_step(pool: MultiTurnEnvPool
     (group,) = pool.run_groups(RESETS[:1], policy, group_size=2, seeds=[1])
     for outcome in group:
         assert outcome.status == "max_turns" and outcome.reward == 0.0 and outcome.valid
-        assert len(outcome.turns) == 6 and all("no command" in turn.output for turn in outcome.turns)
+        assert len(outcome.turns) == 6 and all(
+            "no command" in turn.output for turn in outcome.turns
+        )
         assert outcome.completion_ids[len("i do not know")] == END
         assert not outcome.loss_mask[len("i do not know")]
     assert pool.timings["env_steps"] == before["env_steps"]
@@ -93,11 +104,16 @@ def test_a_command_the_wire_refuses_is_a_failed_turn(pool: MultiTurnEnvPool) -> 
     with borrowed(pool, turn_tokens=9000, max_total_tokens=20_000, max_turns=1) as wide:
         policy = ScriptedPolicy(lambda task, turn: "aws " + "x" * 8500)
         (outcome,) = wide.run_group(RESETS[0], policy, group_size=1)
-    assert outcome.status == "max_turns" and outcome.valid and "at most 8192" in outcome.turns[0].output
+    assert (
+        outcome.status == "max_turns"
+        and outcome.valid
+        and "at most 8192" in outcome.turns[0].output
+    )
 
 
 def borrowed(pool: MultiTurnEnvPool, **options) -> MultiTurnEnvPool:
-    """Another pool on the same server, of one session that the shared pool gives up until its next run."""
+    """Another pool on the same server, of one session that the shared pool gives up until its next
+    run."""
     assert pool._thread is not None
     pool._thread.call(pool._group.clients[-1].close(), 5)
     return MultiTurnEnvPool(pool._group.clients[-1].url, 1, retry_capacity_s=3, **options)
@@ -150,7 +166,9 @@ def test_the_server_dies_in_mid_run() -> None:
                 server.process.wait()
             return oracle(task, turn)
 
-        groups = pool.run_groups(RESETS[1:3], ScriptedPolicy(murderous), group_size=2, seeds=SEEDS[1:3])
+        groups = pool.run_groups(
+            RESETS[1:3], ScriptedPolicy(murderous), group_size=2, seeds=SEEDS[1:3]
+        )
         for outcome in [outcome for group in groups for outcome in group]:
             assert outcome.status == "lost" and not outcome.valid and outcome.reward is None
             assert outcome.message
@@ -181,11 +199,15 @@ WORDS = ("aws s3api list-buckets", "aws sqs list-queues", "aws iam list-users", 
 def play(server: EnvServerProcess, curriculum: Curriculum, oracle: bool) -> list[float]:
     rng = random.Random(0)
     means = []
-    with MultiTurnEnvPool(server.url, SESSIONS, curriculum, turn_tokens=200, retry_capacity_s=5) as pool:
+    with MultiTurnEnvPool(
+        server.url, SESSIONS, curriculum, turn_tokens=200, retry_capacity_s=5
+    ) as pool:
         for _ in range(STEPS):
             task: Task = curriculum.next_task()
             solution = task.solution
-            policy = ScriptedPolicy(lambda text, turn, own=solution: own[turn] if oracle else rng.choice(WORDS))
+            policy = ScriptedPolicy(
+                lambda text, turn, own=solution: own[turn] if oracle else rng.choice(WORDS)
+            )
             outcomes = pool.run_group(task, policy)
             means.append(pool.record_group_result(task, outcomes).mean)
     return means

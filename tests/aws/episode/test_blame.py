@@ -1,4 +1,5 @@
-"""Whose doing it is that a step has no ordinary end, with real simulators that are killed, stopped and unreadable."""
+"""Whose doing it is that a step has no ordinary end, with real simulators that are killed, stopped
+and unreadable."""
 
 import os
 import signal
@@ -37,9 +38,13 @@ def patient_for(slot: Slot, monkeypatch: pytest.MonkeyPatch, seconds: float) -> 
     monkeypatch.setattr(slot.executor, "_limits", replace(slot.executor._limits, timeout_s=seconds))
 
 
-def test_a_simulator_that_dies_between_commands_is_the_environments(episode: Episode, slot: Slot) -> None:
+def test_a_simulator_that_dies_between_commands_is_the_environments(
+    episode: Episode, slot: Slot
+) -> None:
     episode.reset(instantiate(VERSIONED, 1))
-    signalled(slot, signal.SIGKILL)  # its threads need milliseconds to end; the next command comes sooner
+    signalled(
+        slot, signal.SIGKILL
+    )  # its threads need milliseconds to end; the next command comes sooner
     with pytest.raises(SimulatorLost) as caught:
         episode.step("aws s3 ls")
     assert not caught.value.by_command and not episode.done
@@ -50,8 +55,9 @@ def test_a_simulator_that_dies_between_commands_is_the_environments(episode: Epi
 def test_a_simulator_that_freezes_between_commands_is_the_environments(
     episode: Episode, slot: Slot, monkeypatch: pytest.MonkeyPatch, told: bool
 ) -> None:
-    """It used to end the episode as the agent's doing. A freezer of a container shows in no state of the process:
-    without a word about the signal, it is seen in the CPU time that does not move."""
+    """It used to end the episode as the agent's doing. A freezer of a container shows in no state
+    of the process: without a word about the signal, it is seen in the CPU time that does not
+    move."""
     task = instantiate(VERSIONED, 1)
     episode.reset(task)
     first, second = task.solution
@@ -60,7 +66,11 @@ def test_a_simulator_that_freezes_between_commands_is_the_environments(
     signalled(slot, signal.SIGSTOP)
     if not told:
         monkeypatch.setattr(MiniStackProcess, "is_stopped", lambda simulator: False)
-        monkeypatch.setattr(MiniStackProcess, "healthy", lambda simulator, timeout_s=0.5: simulator.answers(timeout_s))
+        monkeypatch.setattr(
+            MiniStackProcess,
+            "healthy",
+            lambda simulator, timeout_s=0.5: simulator.answers(timeout_s),
+        )
     with pytest.raises(SimulatorLost):
         episode.step(second)
     assert not episode.done
@@ -72,19 +82,24 @@ def test_a_simulator_that_freezes_between_commands_is_the_environments(
 def test_a_simulator_that_worked_on_a_command_and_hangs_is_the_agents(
     slot: Slot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No request is known that hangs MiniStack, so it works on one and is stopped then, without a word about it."""
+    """No request is known that hangs MiniStack, so it works on one and is stopped then, without a
+    word about it."""
     watch = SimulatorWatch(slot)
     slot.state.call("s3", "ListBuckets", {})
     signalled(slot, signal.SIGSTOP)
     lost = SimulatorLost("simulator lost", by_command=True)
     assert watch.blame(lost) is Blame.ENVIRONMENT, "it was stopped from outside, whenever that was"
     monkeypatch.setattr(MiniStackProcess, "is_stopped", lambda simulator: False)
-    assert watch.blame(lost) is Blame.AGENT and SimulatorWatch(slot).blame(lost) is Blame.ENVIRONMENT
+    assert (
+        watch.blame(lost) is Blame.AGENT and SimulatorWatch(slot).blame(lost) is Blame.ENVIRONMENT
+    )
     assert watch.blame(lost, begun=False) is Blame.ENVIRONMENT
     signalled(slot, signal.SIGCONT)
 
 
-def test_a_simulator_that_dies_of_a_command_before_it_is_graded_is_the_agents(episode: Episode, slot: Slot) -> None:
+def test_a_simulator_that_dies_of_a_command_before_it_is_graded_is_the_agents(
+    episode: Episode, slot: Slot
+) -> None:
     task = instantiate(VERSIONED, 1)
     episode.reset(task)
     grader = episode._grader
@@ -115,8 +130,8 @@ def test_a_simulator_that_dies_of_a_command_before_it_is_graded_is_the_agents(ep
 def test_an_account_that_cannot_be_read_is_not_achieved_and_counted(
     episode: Episode, slot: Slot, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: str
 ) -> None:
-    """It used to void the episode, or to end it as if the simulator were lost. What cannot be read is graded after the
-    next command, even one that only looks."""
+    """It used to void the episode, or to end it as if the simulator were lost. What cannot be read
+    is graded after the next command, even one that only looks."""
     task = instantiate(VERSIONED, 1)
     episode.reset(task)
     first, second = task.solution
@@ -131,11 +146,24 @@ def test_an_account_that_cannot_be_read_is_not_achieved_and_counted(
     with monkeypatch.context() as broken:
         broken.setattr(grader, "_judge", failing)
         step = episode.step(second)
-    assert not step.done and not step.observation["task_achieved"] and step.observation["command_success"]
-    assert step.observation["account_unreadable"] == kind and step.observation["partial_progress"] == 0.5
-    assert command_turn(step.observation, step.reward, step.done).metrics["account_unreadable"] == 1.0
+    assert (
+        not step.done
+        and not step.observation["task_achieved"]
+        and step.observation["command_success"]
+    )
+    assert (
+        step.observation["account_unreadable"] == kind
+        and step.observation["partial_progress"] == 0.5
+    )
+    assert (
+        command_turn(step.observation, step.reward, step.done).metrics["account_unreadable"] == 1.0
+    )
     last = episode.step("aws s3api list-buckets")
-    assert last.done and last.observation["task_achieved"] and sum([*rewards, step.reward, last.reward]) == 1.0
+    assert (
+        last.done
+        and last.observation["task_achieved"]
+        and sum([*rewards, step.reward, last.reward]) == 1.0
+    )
 
 
 def test_a_real_account_that_does_not_answer_is_the_environments() -> None:
@@ -145,6 +173,10 @@ def test_a_real_account_that_does_not_answer_is_the_environments() -> None:
         simulated = False
 
     watch = SimulatorWatch(Real())  # type: ignore[arg-type]
-    for error in (ConnectionError("no route"), StateCallError("Throttling", "slow down"), UnreadableAnswer("large")):
+    for error in (
+        ConnectionError("no route"),
+        StateCallError("Throttling", "slow down"),
+        UnreadableAnswer("large"),
+    ):
         assert watch.blame(error) is Blame.ENVIRONMENT
     assert watch.blame(KeyError("a field")) is Blame.UNREADABLE

@@ -1,4 +1,5 @@
-"""Chaos on a real simulator: what it does is seen in the state, at most once, silently, and repairing it pays."""
+"""Chaos on a real simulator: what it does is seen in the state, at most once, silently, and
+repairing it pays."""
 
 import random
 
@@ -23,7 +24,11 @@ VERSIONED = 201
 def seed_with_chaos(task: Task, first_roll: bool) -> int:
     """A seed whose first roll hits, or does not."""
     chance = PROBABILITY[task.tier]
-    return next(seed for seed in range(1000) if (chaos_rng(task.task_id, seed).random() < chance) is first_roll)
+    return next(
+        seed
+        for seed in range(1000)
+        if (chaos_rng(task.task_id, seed).random() < chance) is first_roll
+    )
 
 
 def test_probabilities_by_tier() -> None:
@@ -96,7 +101,10 @@ def test_without_an_effect_it_did_not_occur() -> None:
 def test_only_the_services_of_the_task_are_disturbed() -> None:
     account = FakeAccount()
     other = parse_criteria({"steps": [{"operation": "sns:CreateTopic"}]})
-    assert Chaos(1.0, CountingRandom(), Grader(other, account), account).after_progress(made_bucket()) == ""
+    assert (
+        Chaos(1.0, CountingRandom(), Grader(other, account), account).after_progress(made_bucket())
+        == ""
+    )
     assert account.asked == []
 
 
@@ -107,7 +115,9 @@ def test_it_is_silent_and_admitted_at_the_end(slot: Slot) -> None:
     episode.reset(task, seed_with_chaos(task, True))
     first = episode.step(task.solution[0])
     assert first.observation["command_success"] and "haos" not in str(first.observation)
-    assert episode._chaos is not None and not episode._chaos.occurred, "nothing can be done to a topic alone"
+    assert episode._chaos is not None and not episode._chaos.occurred, (
+        "nothing can be done to a topic alone"
+    )
     episode._chaos.rng = CountingRandom()
     episode.step(task.solution[1])
     assert episode._chaos.occurred and not episode.state()["chaos_occurred"]
@@ -136,7 +146,12 @@ def test_idle_steps_are_not_rolled(slot: Slot) -> None:
     episode.reset(task, seed_with_chaos(task, False))
     assert episode._chaos is not None
     episode._chaos.rng = rng = CountingRandom()
-    for command in ("aws s3api list-buckets", "aws help --task-hint", "aws sns create-topic --name x", "aws nothing"):
+    for command in (
+        "aws s3api list-buckets",
+        "aws help --task-hint",
+        "aws sns create-topic --name x",
+        "aws nothing",
+    ):
         episode.step(command)
     assert rng.rolls == 0
     episode.step(task.solution[0])
@@ -166,7 +181,10 @@ QUEUE_URL = "http://localhost/000000000000/a"
 TOPIC_ARN = "arn:aws:sns:us-east-1:000000000000:a"
 WORLDS: dict[str, list[tuple[str, dict]]] = {
     "s3:CreateBucket": [("s3:CreateBucket", BUCKET)],
-    "s3:PutBucketPolicy": [("s3:CreateBucket", BUCKET), ("s3:PutBucketPolicy", {**BUCKET, "Policy": '{"a": 1}'})],
+    "s3:PutBucketPolicy": [
+        ("s3:CreateBucket", BUCKET),
+        ("s3:PutBucketPolicy", {**BUCKET, "Policy": '{"a": 1}'}),
+    ],
     "s3:PutBucketVersioning": [
         ("s3:CreateBucket", BUCKET),
         ("s3:PutBucketVersioning", {**BUCKET, "VersioningConfiguration": {"Status": "Enabled"}}),
@@ -184,9 +202,15 @@ WORLDS: dict[str, list[tuple[str, dict]]] = {
     ],
     "sns:Subscribe": [
         ("sns:CreateTopic", {"Name": "a"}),
-        ("sns:Subscribe", {"TopicArn": TOPIC_ARN, "Protocol": "sqs", "Endpoint": "arn:aws:sqs:us-east-1:0:a"}),
+        (
+            "sns:Subscribe",
+            {"TopicArn": TOPIC_ARN, "Protocol": "sqs", "Endpoint": "arn:aws:sqs:us-east-1:0:a"},
+        ),
     ],
-    "iam:AttachRolePolicy": [("iam:CreateRole", ROLE), ("iam:AttachRolePolicy", {"RoleName": "a", "PolicyArn": ARN})],
+    "iam:AttachRolePolicy": [
+        ("iam:CreateRole", ROLE),
+        ("iam:AttachRolePolicy", {"RoleName": "a", "PolicyArn": ARN}),
+    ],
     "iam:AttachUserPolicy": [
         ("iam:CreateUser", {"UserName": "a"}),
         ("iam:AttachUserPolicy", {"UserName": "a", "PolicyArn": ARN}),

@@ -29,8 +29,24 @@ from realhf.aws.tasks.task import Task, TaskError
 pytestmark = pytest.mark.sim
 
 FIELDS = {
-    *("episode_id", "step_count", "command_success", "command_output", "error", "task", "task_achieved"),
-    *("partial_progress", "hints_used", "hint_text", "truncated", "refusal", "steps_left", "account_key"),
+    *(
+        "episode_id",
+        "step_count",
+        "command_success",
+        "command_output",
+        "error",
+        "task",
+        "task_achieved",
+    ),
+    *(
+        "partial_progress",
+        "hints_used",
+        "hint_text",
+        "truncated",
+        "refusal",
+        "steps_left",
+        "account_key",
+    ),
 }
 CREATE_BUCKET = 101
 VERSIONED = 201
@@ -47,18 +63,31 @@ def test_an_episode_from_reset_to_achievement(episode: Episode) -> None:
     first, second = (episode.step(command) for command in task.solution)
     assert (first.reward, first.done) == (pytest.approx(0.45), False)
     assert first.observation["partial_progress"] == 0.5 and not first.observation["truncated"]
-    assert first.observation["command_success"] and "Location" in first.observation["command_output"]
-    assert second.done and second.observation["task_achieved"] and first.reward + second.reward == 1.0
+    assert (
+        first.observation["command_success"] and "Location" in first.observation["command_output"]
+    )
+    assert (
+        second.done and second.observation["task_achieved"] and first.reward + second.reward == 1.0
+    )
     (change,) = second.observation["account_changes"]
-    assert (change["service"], change["type"], change["before"], change["after"]) == ("s3", "bucket", "none", "there")
-    assert [call.partition(" ")[0] for call in change["calls"]] == ["CreateBucket", "PutBucketVersioning"]
+    assert (change["service"], change["type"], change["before"], change["after"]) == (
+        "s3",
+        "bucket",
+        "none",
+        "there",
+    )
+    assert [call.partition(" ")[0] for call in change["calls"]] == [
+        "CreateBucket",
+        "PutBucketVersioning",
+    ]
     after = episode.step("aws s3api list-buckets")
     assert (after.reward, after.done, after.observation["step_count"]) == (0.0, True, 2)
     assert after.observation["error"] == FINISHED and after.observation["command_output"] == ""
 
 
 def test_the_key_of_an_account_is_that_of_what_it_holds(episode: Episode) -> None:
-    """Commands in another order, a detour and a read lead to the same key, which used to tell the histories apart."""
+    """Commands in another order, a detour and a read lead to the same key, which used to tell the
+    histories apart."""
     make = [
         "aws sqs create-queue --queue-name q",
         "aws sns create-topic --name t",
@@ -77,7 +106,9 @@ def test_the_key_of_an_account_is_that_of_what_it_holds(episode: Episode) -> Non
     again = keys(make[1], make[0], make[3], make[2])
     assert again[0] == start and again[2] == both and again[4] == end != again[3]
     detour = keys(
-        make[0], "aws sqs delete-queue --queue-url http://localhost:4566/000000000000/q", "aws s3api list-buckets"
+        make[0],
+        "aws sqs delete-queue --queue-url http://localhost:4566/000000000000/q",
+        "aws s3api list-buckets",
     )
     assert detour == [start, queue, start, start]
 
@@ -86,7 +117,8 @@ def test_the_key_of_an_account_is_that_of_what_it_holds(episode: Episode) -> Non
 def test_a_command_that_ends_the_simulator_ends_the_episode_with_its_score(
     slot: Slot, mode: str, rewards: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It used to count as a failure of the environment, so that an episode that went badly could be had anew."""
+    """It used to count as a failure of the environment, so that an episode that went badly could be
+    had anew."""
     episode = Episode(slot, reward_mode=mode)
     task = instantiate(VERSIONED, 1)
     episode.reset(task)
@@ -99,7 +131,9 @@ def test_a_command_that_ends_the_simulator_ends_the_episode_with_its_score(
         os.kill(slot.ministack.pid, signal.SIGKILL)
         return connection
 
-    monkeypatch.setattr(slot.executor, "_spawn", partial(slot._spawn_worker, slot.files, killed_while_it_runs))
+    monkeypatch.setattr(
+        slot.executor, "_spawn", partial(slot._spawn_worker, slot.files, killed_while_it_runs)
+    )
     slot.executor.stop()
     steps.append(episode.step(second))
     assert [step.reward for step in steps] == [pytest.approx(reward) for reward in rewards]
@@ -107,7 +141,9 @@ def test_a_command_that_ends_the_simulator_ends_the_episode_with_its_score(
     assert steps[-1].done and last["simulator_lost"] and last["truncated"] and last["error"] == LOST
     assert episode.inventory() == {} and episode.step(second).observation["error"] == FINISHED
     monkeypatch.undo()
-    assert "simulator_lost" not in episode.reset(task).observation, "the next episode has another simulator"
+    assert "simulator_lost" not in episode.reset(task).observation, (
+        "the next episode has another simulator"
+    )
     assert [episode.step(command).done for command in (first, second)] == [False, True]
 
 
@@ -115,7 +151,8 @@ def test_a_command_that_ends_the_simulator_ends_the_episode_with_its_score(
 def test_a_simulator_without_memory_ends_and_the_episode_with_it(
     episode: Episode, slot: Slot, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It used to go on: some answers came, others were errors, and its owner's own reads failed for good."""
+    """It used to go on: some answers came, others were errors, and its owner's own reads failed for
+    good."""
     task = instantiate(VERSIONED, 1)
     limit = SIMULATOR_MEMORY_MB << 20
     episode.reset(task)
@@ -168,7 +205,10 @@ def test_reset_leaves_nothing_behind(episode: Episode) -> None:
     episode.reset(task)
     assert episode.step(task.solution[0]).done
     assert not episode.reset(task).done
-    assert task.params["name"] not in episode.step("aws s3api list-buckets").observation["command_output"]
+    assert (
+        task.params["name"]
+        not in episode.step("aws s3api list-buckets").observation["command_output"]
+    )
 
 
 def test_step_before_reset_and_after_a_failed_reset(slot: Slot) -> None:
@@ -204,9 +244,19 @@ def test_same_seed_same_observations(episode: Episode) -> None:
 def test_another_operation_that_reaches_the_state_is_as_good(episode: Episode) -> None:
     task = instantiate(ECR, 8)
     name = task.params["name"]
-    repair = f"aws ecr put-image-tag-mutability --repository-name {name} --image-tag-mutability IMMUTABLE"
-    assert play(episode, task, [f"aws ecr create-repository --repository-name {name}", repair]) == (True, 1.0)
-    assert play(episode, instantiate(CREATE_BUCKET, 8), ["aws s3 mb s3://" + instantiate(101, 8).params["name"]])[0]
+    repair = (
+        f"aws ecr put-image-tag-mutability --repository-name {name} --image-tag-mutability "
+        f"IMMUTABLE"
+    )
+    assert play(episode, task, [f"aws ecr create-repository --repository-name {name}", repair]) == (
+        True,
+        1.0,
+    )
+    assert play(
+        episode,
+        instantiate(CREATE_BUCKET, 8),
+        ["aws s3 mb s3://" + instantiate(101, 8).params["name"]],
+    )[0]
 
 
 def test_three_levels() -> None:
@@ -233,12 +283,18 @@ def test_no_value_is_told() -> None:
 @pytest.mark.parametrize(
     ("criteria", "level", "text"),
     [
-        ({"steps": [{"operation": "s3:CreateBucket"}, {"operation": "sns:CreateTopic"}]}, 1, "services: s3api, sns"),
+        (
+            {"steps": [{"operation": "s3:CreateBucket"}, {"operation": "sns:CreateTopic"}]},
+            1,
+            "services: s3api, sns",
+        ),
         ({"operation": "iam:CreateUser"}, 3, "commands: aws iam create-user ..."),
         ({"state_checks": [{"command": "aws sns list-topics"}]}, 3, "commands: aws sns help"),
     ],
 )
-def test_a_task_without_a_solution_is_hinted_at_from_its_criteria(criteria: dict, level: int, text: str) -> None:
+def test_a_task_without_a_solution_is_hinted_at_from_its_criteria(
+    criteria: dict, level: int, text: str
+) -> None:
     assert hint_text(level, parse_criteria(criteria), ()) == text
 
 
@@ -248,7 +304,8 @@ def test_what_is_no_command_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["aws help", "aws help --task-hint x", "aws s3 help --task-hint", "AWS help --task-hint"]
+    "command",
+    ["aws help", "aws help --task-hint x", "aws s3 help --task-hint", "AWS help --task-hint"],
 )
 def test_other_spellings_are_commands(command: str) -> None:
     assert is_hint_request(HINT_COMMAND) and not is_hint_request(command)
@@ -264,7 +321,10 @@ def test_each_hint_costs_up_to_three_and_no_command_is_counted(slot: Slot) -> No
     assert [hint.observation["hints_used"] for hint in hints] == [1, 2, 3, 3]
     assert [hint.observation["step_count"] for hint in hints] == [2, 3, 4, 5]
     assert hints[2].observation["hint_text"] == hints[3].observation["hint_text"]
-    assert all(hint.observation["command_success"] and not hint.observation["command_output"] for hint in hints)
+    assert all(
+        hint.observation["command_success"] and not hint.observation["command_output"]
+        for hint in hints
+    )
     assert hints[0].reward == pytest.approx(0.45 * 0.85 - 0.45, abs=1e-8) and hints[3].reward == 0.0
     assert episode.state()["tracker"]["commands_executed"] == [create]
     last = episode.step(enable)

@@ -1,4 +1,5 @@
-"""Probing which members a simulator keeps: a sample of the table that comes with the package, made anew."""
+"""Probing which members a simulator keeps: a sample of the table that comes with the package, made
+anew."""
 
 import json
 from pathlib import Path
@@ -47,15 +48,21 @@ def test_the_table_holds_every_write_that_is_served_for_the_versions_in_use(tabl
     for operation, entry in table["operations"].items():
         assert ("not probed" in entry) is not ("members" in entry), operation
         if not operation.startswith("AWS::"):
-            assert all(has_member(operation, path.replace(".*", ".x")) for path in entry.get("members", ())), operation
+            assert all(
+                has_member(operation, path.replace(".*", ".x")) for path in entry.get("members", ())
+            ), operation
 
 
 @pytest.mark.sim
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", SAMPLE)
-def test_a_sample_of_the_table_is_what_a_simulator_does(slot: Slot, table: dict, operation: str) -> None:
+def test_a_sample_of_the_table_is_what_a_simulator_does(
+    slot: Slot, table: dict, operation: str
+) -> None:
     entry = table["operations"][operation]
-    corpus = collect(slot, [get_template(number) for number in entry["tasks"]], written_plays(FILES))
+    corpus = collect(
+        slot, [get_template(number) for number in entry["tasks"]], written_plays(FILES)
+    )
     assert probe(slot, operation, corpus, read_notes()) == entry
 
 
@@ -81,11 +88,15 @@ def test_sites_that_send_more_come_first() -> None:
 
 
 def test_what_the_operation_calls_it_names_it() -> None:
-    about = about_of("ecs:UpdateService", input_shape("ecs:UpdateService"), {"cluster": "a", "service": "b"})
+    about = about_of(
+        "ecs:UpdateService", input_shape("ecs:UpdateService"), {"cluster": "a", "service": "b"}
+    )
     assert set(about) == {"cluster", "service"}
 
 
-def test_a_part_of_the_table_does_not_take_the_place_of_the_whole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_of_the_table_does_not_take_the_place_of_the_whole(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     before = TABLE.read_bytes()
     for part in (["--ids", "104"], ["--tiers", "warmup"]):
         with pytest.raises(SystemExit):

@@ -25,7 +25,8 @@ def test_a_template_by_number_and_seed(player: EpisodePlayer) -> None:
     held = next(seed for seed in range(100) if is_heldout_seed(VERSIONED, seed))
     for seed in (3, held):
         assert (
-            description(player.reset({"task_id": VERSIONED, "seed": seed})) == instantiate(VERSIONED, seed).description
+            description(player.reset({"task_id": VERSIONED, "seed": seed}))
+            == instantiate(VERSIONED, seed).description
         )
     names = {description(player.reset({"task_id": VERSIONED})) for _ in range(4)}
     assert len(names) > 1, "without a seed the instance is drawn"
@@ -52,7 +53,9 @@ def test_a_whole_task_brings_its_seed(player: EpisodePlayer) -> None:
 def test_chaos_is_as_the_reset_says(slot: Slot, chaos: bool | None) -> None:
     for default in (True, False):
         player = EpisodePlayer(slot, 5, chaos=default)
-        player.reset({"task_id": VERSIONED, "seed": 1} | ({} if chaos is None else {"chaos": chaos}))
+        player.reset(
+            {"task_id": VERSIONED, "seed": 1} | ({} if chaos is None else {"chaos": chaos})
+        )
         assert (player._episode._chaos is not None) is (default if chaos is None else chaos)
 
 
@@ -63,7 +66,10 @@ def test_chaos_is_as_the_reset_says(slot: Slot, chaos: bool | None) -> None:
         {"task_id": VERSIONED, "seed": 1, "split": "secret"},
         {"task": {"task_id": 1}},
         {"task": instantiate(VERSIONED, 1).to_json() | {"setup_commands": ["x"] * 41}},
-        {"task": instantiate(VERSIONED, 1).to_json() | {"success_criteria": {"state_checks": [{"command": "rm x"}]}}},
+        {
+            "task": instantiate(VERSIONED, 1).to_json()
+            | {"success_criteria": {"state_checks": [{"command": "rm x"}]}}
+        },
     ],
 )
 def test_what_cannot_be_asked_for_is_said(player: EpisodePlayer, data: dict) -> None:
@@ -92,7 +98,8 @@ def test_a_task_of_another_maker_is_played(player: EpisodePlayer) -> None:
             "services": [],
             "state_checks": [
                 {
-                    "command": "aws sqs get-queue-attributes --queue-url http://localhost/000000000000/orders "
+                    "command": "aws sqs get-queue-attributes --queue-url "
+                    "http://localhost/000000000000/orders "
                     "--attribute-names VisibilityTimeout",
                     "json_path": "Attributes.VisibilityTimeout",
                     "expected": 90,
@@ -115,7 +122,9 @@ def test_a_task_of_another_maker_is_played(player: EpisodePlayer) -> None:
 def test_rewards_as_levels(slot: Slot) -> None:
     player = EpisodePlayer(slot, 5, reward_mode="level")
     player.reset({"task_id": VERSIONED, "seed": 1, "chaos": False})
-    rewards = [player.step({"command": command})[1] for command in instantiate(VERSIONED, 1).solution]
+    rewards = [
+        player.step({"command": command})[1] for command in instantiate(VERSIONED, 1).solution
+    ]
     assert rewards == [pytest.approx(0.5, abs=1e-8), 1.0]
 
 

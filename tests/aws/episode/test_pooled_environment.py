@@ -1,4 +1,5 @@
-"""AWS episodes in this process, behind the contract: what a policy reads, and slots that always come back."""
+"""AWS episodes in this process, behind the contract: what a policy reads, and slots that always
+come back."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def says(text: str) -> AssistantMessage:
     return AssistantMessage(text, text=text)
 
 
-async def test_a_policy_reads_the_short_text_and_a_script_the_whole_observation(spec: EnvironmentSpec) -> None:
+async def test_a_policy_reads_the_short_text_and_a_script_the_whole_observation(
+    spec: EnvironmentSpec,
+) -> None:
     env = spec.make("")
     opening = await env.reset(episode_task(TASK).payload, seed=TASK.seed)
     assert list(opening.messages) == [{"role": "user", "content": TASK.description}]
@@ -42,7 +45,9 @@ async def test_a_policy_reads_the_short_text_and_a_script_the_whole_observation(
     nothing = await env.step(says("let me think"))
     assert (nothing.messages[0]["content"], nothing.reward, nothing.info) == (NO_COMMAND, None, {})
     failed = await env.step(says(f"I enable it.\n```\n{enable}\n```"))
-    assert [*failed.messages] == [{"role": "user", "content": observation_text(failed.info["observation"])}]
+    assert [*failed.messages] == [
+        {"role": "user", "content": observation_text(failed.info["observation"])}
+    ]
     assert "NoSuchBucket" in failed.messages[0]["content"] and not failed.done
     await env.step(says(create))
     last = await env.step(says(enable))
@@ -74,13 +79,18 @@ async def test_a_full_pool_and_a_task_that_makes_no_sense_have_their_kinds(
     for slot in taken:
         pool.release(slot)
     with pytest.raises(EnvironmentFailure, match="success_criteria") as wrong:
-        await env.reset({"task": {**TASK.to_json(), "success_criteria": {"no such criterion": 1}}}, seed=1)
+        await env.reset(
+            {"task": {**TASK.to_json(), "success_criteria": {"no such criterion": 1}}}, seed=1
+        )
     assert (full.value.kind, wrong.value.kind) == ("capacity", "internal")
     await env.close()
 
 
-async def test_a_command_that_nobody_waits_for_any_longer_gives_its_slot_back(spec: EnvironmentSpec) -> None:
-    """The slot is not leased again while a thread still works in it; the fixture sees that it comes back."""
+async def test_a_command_that_nobody_waits_for_any_longer_gives_its_slot_back(
+    spec: EnvironmentSpec,
+) -> None:
+    """The slot is not leased again while a thread still works in it; the fixture sees that it comes
+    back."""
     env = spec.make("")
     await env.reset(episode_task(TASK).payload, seed=1)
     step = asyncio.ensure_future(env.step(says(TASK.solution[0])))
@@ -93,9 +103,13 @@ async def test_a_command_that_nobody_waits_for_any_longer_gives_its_slot_back(sp
         await env.step(says(TASK.solution[1]))
 
 
-async def test_an_episode_survives_its_simulator(spec: EnvironmentSpec, pool: MiniStackPool) -> None:
+async def test_an_episode_survives_its_simulator(
+    spec: EnvironmentSpec, pool: MiniStackPool
+) -> None:
     """It is played again in another one, up to the place where it was lost, and goes on there."""
-    env = SlotEnvironment("aws", lambda: spec.make(""), message_timeout_s=60, patience_s=20, deterministic=True)
+    env = SlotEnvironment(
+        "aws", lambda: spec.make(""), message_timeout_s=60, patience_s=20, deterministic=True
+    )
     env.prepare(1)
     await env.reset(episode_task(TASK).payload, seed=TASK.seed)
     create, enable = TASK.solution

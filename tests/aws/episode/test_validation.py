@@ -1,4 +1,5 @@
-"""What the validator says about templates: on paper, and when it plays them; of a file, its line and the task."""
+"""What the validator says about templates: on paper, and when it plays them; of a file, its line
+and the task."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,11 +30,20 @@ def test_the_templates_are_sound(template) -> None:
         ({"solution": ("aws configure list",)}, "refused"),
         ({"any_of": (("aws configure list",),)}, "refused"),
         ({"solution": ("aws s3 mb s3://{nothing}",)}, "nothing fills"),
-        ({"setup_commands": [{"service": "athena", "operation": "StartQueryExecution"}]}, "does not allow athena"),
+        (
+            {"setup_commands": [{"service": "athena", "operation": "StartQueryExecution"}]},
+            "does not allow athena",
+        ),
         ({"setup_commands": ["aws configure list"]}, "does not allow aws configure"),
-        ({"description": ("Send aws s3api create-bucket --bucket {name}",)}, "the description says"),
+        (
+            {"description": ("Send aws s3api create-bucket --bucket {name}",)},
+            "the description says",
+        ),
         ({"desired_state_spec": "x"}, "a desired state belongs to a task with drifts"),
-        ({"possible_drifts": ({"service": "s3", "operation": "ListBuckets"},)}, "a drift has no repair"),
+        (
+            {"possible_drifts": ({"service": "s3", "operation": "ListBuckets"},)},
+            "a drift has no repair",
+        ),
     ],
 )
 def test_each_fault_is_named(change: dict, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +69,16 @@ def own_file(tmp_path: Path) -> Iterator[Path]:
 def said_of(file: Path, text: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """What the command says of a file with this text, and its exit status."""
     file.write_text(text)
-    arguments = ["validate", str(file), "--tiers", "intermediate", "--seeds", "1", "--pool-size", "1"]
+    arguments = [
+        "validate",
+        str(file),
+        "--tiers",
+        "intermediate",
+        "--seeds",
+        "1",
+        "--pool-size",
+        "1",
+    ]
     return main(arguments), capsys.readouterr().out
 
 
@@ -86,18 +105,29 @@ TASK = """
 @pytest.mark.parametrize(
     ("free", "text"),
     [
-        ("ssm/parameter: Value = Enabled", "free: no solution leaves a ssm/parameter, but ssm/parameters"),
-        ("ssm/parameters: Valeu = Enabled", "free: no ssm/parameters that a solution leaves has a field Valeu"),
+        (
+            "ssm/parameter: Value = Enabled",
+            "free: no solution leaves a ssm/parameter, but ssm/parameters",
+        ),
+        (
+            "ssm/parameters: Valeu = Enabled",
+            "free: no ssm/parameters that a solution leaves has a field Valeu",
+        ),
         ("ssm/parameters: Value = Off | On", "free: a solution's own Value is not Off | On"),
-        ("ssm/parameters: Value", "task.free: 'ssm/parameters: Value' is not \"service/kind: path = value | value\""),
+        (
+            "ssm/parameters: Value",
+            "task.free: 'ssm/parameters: Value' is not \"service/kind: path = value | value\"",
+        ),
     ],
 )
 def test_a_field_that_nothing_has_is_named_with_its_line(
     own_file: Path, capsys: pytest.CaptureFixture[str], free: str, text: str
 ) -> None:
-    """A misspelt ``free`` frees nothing, and the grader refuses what it was meant to let be; one that is empty may be
-    given."""
-    status, said = said_of(own_file, TASK.replace("ssm/parameters: Value = Enabled | Suspended", free), capsys)
+    """A misspelt ``free`` frees nothing, and the grader refuses what it was meant to let be; one
+    that is empty may be given."""
+    status, said = said_of(
+        own_file, TASK.replace("ssm/parameters: Value = Enabled | Suspended", free), capsys
+    )
     assert status == 1
     assert f"{own_file}:15: task 901: {text}" in said
     assert ":14:" not in said, "the description is empty"
@@ -116,15 +146,28 @@ def test_a_solution_that_misses_its_own_target_is_named_with_its_line(
     text = text.replace('    - "ssm/parameters: Value = Enabled | Suspended"\n', "")
     status, said = said_of(own_file, text, capsys)
     assert status == 1
-    assert f"{own_file}:9: task 901: the solution, played once more, does not reach what it left" in said
+    assert (
+        f"{own_file}:9: task 901: the solution, played once more, does not reach what it left"
+        in said
+    )
 
 
 @pytest.mark.sim
 @pytest.mark.parametrize(
     ("old", "new", "line", "text"),
     [
-        ("put-bucket-versioning --bucket {name}", "put-bucket-versioning --bucket no-{name}", 8, "a set-up command"),
-        ("get-bucket-versioning --bucket {name}", "get-bucket-versioning --bucket no-{name}", 10, "command 1 of its"),
+        (
+            "put-bucket-versioning --bucket {name}",
+            "put-bucket-versioning --bucket no-{name}",
+            8,
+            "a set-up command",
+        ),
+        (
+            "get-bucket-versioning --bucket {name}",
+            "get-bucket-versioning --bucket no-{name}",
+            10,
+            "command 1 of its",
+        ),
     ],
 )
 def test_what_fails_is_named_with_its_line(

@@ -1,4 +1,5 @@
-"""Worlds of tasks: set-up as requests and command lines, captures, decoys, files, drifts; built whole or not at all."""
+"""Worlds of tasks: set-up as requests and command lines, captures, decoys, files, drifts; built
+whole or not at all."""
 
 import itertools
 import json
@@ -18,14 +19,20 @@ def wire_task(**fields: object) -> Task:
         "task_id": 9002,
         "difficulty": "expert",
         "description": "The queue jobs must be there.",
-        "success_criteria": {"operation": "create-queue", "resource_exists": {"service": "sqs", "name": "jobs"}},
+        "success_criteria": {
+            "operation": "create-queue",
+            "resource_exists": {"service": "sqs", "name": "jobs"},
+        },
         "solution": ["aws sqs create-queue --queue-name jobs"],
     }
     return Task.from_json(json.dumps(data | fields))
 
 
 def test_set_up_as_command_lines(episode: Episode) -> None:
-    lines = ["aws s3 mb s3://first-one", {"command": "aws sns create-topic --name t", "description": "a topic"}]
+    lines = [
+        "aws s3 mb s3://first-one",
+        {"command": "aws sns create-topic --name t", "description": "a topic"},
+    ]
     task = wire_task(setup_commands=lines)
     assert Task.from_json(task.to_json()) == task
     episode.reset(task)
@@ -44,7 +51,9 @@ def test_set_up_as_command_lines(episode: Episode) -> None:
         ("aws s3api put-object --bucket b --key k --body /etc/passwd", "refused"),
     ],
 )
-def test_set_up_obeys_the_policy_of_agents_and_must_succeed(episode: Episode, line: str, said: str) -> None:
+def test_set_up_obeys_the_policy_of_agents_and_must_succeed(
+    episode: Episode, line: str, said: str
+) -> None:
     with pytest.raises(EpisodeError, match=said):
         episode.reset(wire_task(setup_commands=[line]))
     with pytest.raises(EpisodeError, match="call reset"):
@@ -52,11 +61,21 @@ def test_set_up_obeys_the_policy_of_agents_and_must_succeed(episode: Episode, li
 
 
 def test_a_failure_may_be_ignored_but_not_a_refusal(episode: Episode) -> None:
-    missing = {"service": "s3", "operation": "DeleteBucket", "params": {"Bucket": "none-such"}, "ignore_failure": True}
+    missing = {
+        "service": "s3",
+        "operation": "DeleteBucket",
+        "params": {"Bucket": "none-such"},
+        "ignore_failure": True,
+    }
     line = {"command": "aws s3 rb s3://none-such", "ignore_failure": True}
-    assert play(episode, wire_task(setup_commands=[missing, line]), wire_task().solution) == (True, 1.0)
+    assert play(episode, wire_task(setup_commands=[missing, line]), wire_task().solution) == (
+        True,
+        1.0,
+    )
     with pytest.raises(EpisodeError, match="refused"):
-        episode.reset(wire_task(setup_commands=[{"command": "aws configure list", "ignore_failure": True}]))
+        episode.reset(
+            wire_task(setup_commands=[{"command": "aws configure list", "ignore_failure": True}])
+        )
 
 
 def test_captures_of_set_up_and_of_steps(episode: Episode) -> None:
@@ -81,14 +100,17 @@ def test_captures_of_set_up_and_of_steps(episode: Episode) -> None:
         },
         solution=[
             "aws ec2 describe-subnets --subnet-ids ${setup2:Subnet.SubnetId}",
-            "aws ec2 create-tags --resources ${step1:Subnets[0].SubnetId} --tags Key=Name,Value=core",
+            "aws ec2 create-tags --resources ${step1:Subnets[0].SubnetId} --tags "
+            "Key=Name,Value=core",
         ],
     )
     shown = episode.reset(task).observation["task"]["description"]
     assert "subnet-" in shown and "$" not in shown
     assert play(episode, task, task.solution) == (True, 1.0)
     with pytest.raises(EpisodeError, match="finds nothing"):
-        episode.reset(wire_task(description="${setup1:Nope}", setup_commands=["aws s3 mb s3://bbb"]))
+        episode.reset(
+            wire_task(description="${setup1:Nope}", setup_commands=["aws s3 mb s3://bbb"])
+        )
 
 
 def test_assets_lie_in_the_folder_and_are_gone_afterwards(episode: Episode) -> None:
@@ -97,7 +119,10 @@ def test_assets_lie_in_the_folder_and_are_gone_afterwards(episode: Episode) -> N
     episode.reset(task)
     put = "aws s3api put-bucket-policy --bucket docs --policy file://policy.json"
     assert episode.step(put).observation["command_success"]
-    assert "2012-10-17" in episode.step("aws s3api get-bucket-policy --bucket docs").observation["command_output"]
+    assert (
+        "2012-10-17"
+        in episode.step("aws s3api get-bucket-policy --bucket docs").observation["command_output"]
+    )
     episode.reset(wire_task(setup_commands=["aws s3 mb s3://docs"]))
     assert not episode.step(put).observation["command_success"]
     with pytest.raises(TaskError, match="plain file name"):
@@ -105,7 +130,10 @@ def test_assets_lie_in_the_folder_and_are_gone_afterwards(episode: Episode) -> N
 
 
 def test_decoys_are_there(episode: Episode) -> None:
-    decoys = [{"service": "sqs", "operation": "CreateQueue", "params": {"QueueName": f"jobs-{i}"}} for i in range(2)]
+    decoys = [
+        {"service": "sqs", "operation": "CreateQueue", "params": {"QueueName": f"jobs-{i}"}}
+        for i in range(2)
+    ]
     episode.reset(wire_task(decoys=decoys))
     assert episode.inventory()["sqs"]["queue"] == ["jobs-0", "jobs-1"]
 
@@ -116,12 +144,17 @@ def drifting_task(**fields: object) -> Task:
     changes = {"VisibilityTimeout": "5", "DelaySeconds": "60", "MaximumMessageSize": "2048"}
     look = f"aws sqs get-queue-attributes --queue-url {queue} --attribute-names All"
     checks = [
-        {"command": look, "json_path": f"Attributes.{key}", "expected": value} for key, value in attributes.items()
+        {"command": look, "json_path": f"Attributes.{key}", "expected": value}
+        for key, value in attributes.items()
     ]
     line = "aws sqs set-queue-attributes --queue-url " + queue + " --attributes "
     return wire_task(
         setup_commands=[
-            {"service": "sqs", "operation": "CreateQueue", "params": {"QueueName": "jobs", "Attributes": attributes}}
+            {
+                "service": "sqs",
+                "operation": "CreateQueue",
+                "params": {"QueueName": "jobs", "Attributes": attributes},
+            }
         ],
         desired_state_spec="visibility 30 s, no delay, messages of 1024 bytes",
         possible_drifts=[
@@ -156,13 +189,16 @@ def test_a_drift_task(episode: Episode) -> None:
 
     def world() -> str:
         return episode.step(
-            "aws sqs get-queue-attributes --queue-url http://localhost/000000000000/jobs --attribute-names "
+            "aws sqs get-queue-attributes --queue-url http://localhost/000000000000/jobs "
+            "--attribute-names "
             "VisibilityTimeout DelaySeconds MaximumMessageSize"
         ).observation["command_output"]
 
     worlds = {seed: (episode.reset(task, seed=seed), world())[1] for seed in range(8)}
     assert len(set(worlds.values())) > 1
-    assert all((episode.reset(task, seed=seed), world())[1] == seen for seed, seen in worlds.items())
+    assert all(
+        (episode.reset(task, seed=seed), world())[1] == seen for seed, seen in worlds.items()
+    )
     for drifts in itertools.chain(*(itertools.combinations(range(3), count) for count in (2, 3))):
         assert play(episode, task, task.solution, drifts) == (True, 1.0)
         assert play(episode, task, task.solution[: min(drifts)], drifts)[0] is False
@@ -183,7 +219,10 @@ def test_acceptance_names_a_drift_that_breaks_nothing(episode: Episode) -> None:
         "description": "harmless",
         "params": {"QueueUrl": "http://localhost/000000000000/jobs", "Tags": {"a": "b"}},
     }
-    data["possible_drifts"] = [harmless, harmless | {"params": {**harmless["params"], "Tags": {"c": "d"}}}]
+    data["possible_drifts"] = [
+        harmless,
+        harmless | {"params": {**harmless["params"], "Tags": {"c": "d"}}},
+    ]
     found = " ".join(_thorough(episode, Task.from_json(data)))
     assert "every state check" in found
 

@@ -1,4 +1,5 @@
-"""Evaluation: expert and random agent on real simulators, figures by hand, and a model behind an endpoint."""
+"""Evaluation: expert and random agent on real simulators, figures by hand, and a model behind an
+endpoint."""
 
 import json
 import threading
@@ -42,7 +43,9 @@ def starter_tasks(per_tier: int) -> list:
 
 
 @pytest.mark.nightly
-def test_the_expert_solves_everything_and_the_random_agent_nearly_nothing(pool: MiniStackPool) -> None:
+def test_the_expert_solves_everything_and_the_random_agent_nearly_nothing(
+    pool: MiniStackPool,
+) -> None:
     tasks = starter_tasks(4)
     seen: list[EpisodeRecord] = []
     expert = play_tasks(ScriptedExpert(), pool, tasks, max_turns=6, on_episode=seen.append)
@@ -72,7 +75,15 @@ def test_turns_without_a_command_count_and_end(pool: MiniStackPool) -> None:
 
 def record(**values) -> EpisodeRecord:
     return EpisodeRecord(
-        **{"task_id": 1, "template": "t", "tier": "warmup", "drift": False, "seed": 0, "status": "finished", **values}
+        **{
+            "task_id": 1,
+            "template": "t",
+            "tier": "warmup",
+            "drift": False,
+            "seed": 0,
+            "status": "finished",
+            **values,
+        }
     )
 
 
@@ -97,8 +108,8 @@ def test_figures_by_hand() -> None:
 
 
 class _FakeChatEndpoint(BaseHTTPRequestHandler):
-    """Speaks the OpenAI wire; its "model" describes the table that the task names. It fails once, and once thinks only,
-    before it answers."""
+    """Speaks the OpenAI wire; its "model" describes the table that the task names. It fails once,
+    and once thinks only, before it answers."""
 
     failures = thoughts = 1
 
@@ -112,10 +123,14 @@ class _FakeChatEndpoint(BaseHTTPRequestHandler):
             return self._send(503, {"error": "busy"})
         if type(self).thoughts:
             type(self).thoughts -= 1
-            return self._send(200, {"choices": [{"message": {"content": None, "reasoning_content": "hm"}}]})
+            return self._send(
+                200, {"choices": [{"message": {"content": None, "reasoning_content": "hm"}}]}
+            )
         system, task = body["messages"][:2]
         assert system["role"] == "system"
-        name = next(word.strip(".,") for word in task["content"].split() if is_name(word.strip(".,")))
+        name = next(
+            word.strip(".,") for word in task["content"].split() if is_name(word.strip(".,"))
+        )
         words = f"```bash\naws dynamodb describe-table --table-name {name}\n```"
         self._send(200, {"choices": [{"message": {"content": words}}]})
 
@@ -141,7 +156,9 @@ def endpoint() -> Iterator[str]:
 
 def test_a_model_behind_an_endpoint(pool: MiniStackPool, endpoint: str) -> None:
     agent = ChatApiAgent(endpoint, served_model(endpoint), timeout_s=60)
-    describe = next(t for t in load_templates(["warmup"]) if "dynamodb describe-table" in t.solution[0])
+    describe = next(
+        t for t in load_templates(["warmup"]) if "dynamodb describe-table" in t.solution[0]
+    )
     (played,) = play_tasks(agent, pool, [instantiate(describe.task_id, 1)], max_turns=3)
     agent.close()
     assert (agent.name, played.achieved, played.steps) == ("fake-model", True, 2)
@@ -154,7 +171,18 @@ def test_an_endpoint_that_is_not_there_is_named() -> None:
 
 @pytest.mark.nightly
 def test_the_command_writes_table_json_and_plot(tmp_path, capsys) -> None:
-    arguments = ["--split", "names", "--tags", "starter", "--tiers", "warmup", "--episodes", "1", "--pool-size", "2"]
+    arguments = [
+        "--split",
+        "names",
+        "--tags",
+        "starter",
+        "--tiers",
+        "warmup",
+        "--episodes",
+        "1",
+        "--pool-size",
+        "2",
+    ]
     assert evaluate.main([*arguments, "--max-turns", "2", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr()
     assert "scripted expert" in printed.out
@@ -172,9 +200,16 @@ def test_no_template_or_model_is_a_clear_error(tmp_path, capsys) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value", "least"),
-    [("--episodes", "0", 1), ("--spare-turns", "-1", 0), ("--pool-size", "0", 1), ("--temperature", "-0.5", 0)],
+    [
+        ("--episodes", "0", 1),
+        ("--spare-turns", "-1", 0),
+        ("--pool-size", "0", 1),
+        ("--temperature", "-0.5", 0),
+    ],
 )
-def test_a_number_that_is_too_small_is_refused_by_name(option: str, value: str, least: int, capsys) -> None:
+def test_a_number_that_is_too_small_is_refused_by_name(
+    option: str, value: str, least: int, capsys
+) -> None:
     with pytest.raises(SystemExit) as ended:
         evaluate.parse([option, value])
     assert ended.value.code == 2

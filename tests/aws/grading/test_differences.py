@@ -28,14 +28,25 @@ def topic(name: str = "news", serial: int = 2, **more: object) -> list:
 
 
 def group(token: str, vpc: str = "vpc-1", serial: int = 3) -> list:
-    return ["ec2", "security_groups", "us-east-1", f"sg-{drawn(token)}", serial, {"GroupName": "web", "VpcId": vpc}]
+    return [
+        "ec2",
+        "security_groups",
+        "us-east-1",
+        f"sg-{drawn(token)}",
+        serial,
+        {"GroupName": "web", "VpcId": vpc},
+    ]
 
 
-def compare(start: Snapshot, target: Target, end: Snapshot, freedom: Freedom = AS_IT_IS) -> AccountVerdict:
+def compare(
+    start: Snapshot, target: Target, end: Snapshot, freedom: Freedom = AS_IT_IS
+) -> AccountVerdict:
     return EpisodeComparison(start, Goal(target, freedom)).judge(end)
 
 
-def verdict(*records: list, target: Snapshot | None = None, freedom: Freedom = AS_IT_IS) -> AccountVerdict:
+def verdict(
+    *records: list, target: Snapshot | None = None, freedom: Freedom = AS_IT_IS
+) -> AccountVerdict:
     goal = Target(account(), (target or account(topic(display="News")),))
     return compare(account(), goal, snapshot_of(map(json.dumps, records), NOW), freedom)
 
@@ -43,22 +54,32 @@ def verdict(*records: list, target: Snapshot | None = None, freedom: Freedom = A
 def test_the_state_of_the_solution_is_achieved_and_nothing_is_nothing() -> None:
     assert verdict(QUEUE, topic(display="News")).achieved
     nothing = verdict(QUEUE)
-    assert not nothing.achieved and nothing.progress == 0 and not nothing.harms and nothing.describe()
+    assert (
+        not nothing.achieved and nothing.progress == 0 and not nothing.harms and nothing.describe()
+    )
 
 
 def test_another_value_and_a_field_too_many_are_not_achieved() -> None:
     assert not verdict(QUEUE, topic(display="Olds")).achieved
     assert not verdict(QUEUE, topic(display="News", filter="none")).achieved
-    assert verdict(QUEUE, topic(display="News", tags=[{"Key": "a", "Value": "b"}])).achieved, "a tag is harmless"
-    assert verdict(QUEUE, topic(display="News", filter="")).achieved, "what is empty is as good as absent"
-    assert not verdict(QUEUE, topic(display="News", input="{}")).achieved, "a document without content is one"
+    assert verdict(QUEUE, topic(display="News", tags=[{"Key": "a", "Value": "b"}])).achieved, (
+        "a tag is harmless"
+    )
+    assert verdict(QUEUE, topic(display="News", filter="")).achieved, (
+        "what is empty is as good as absent"
+    )
+    assert not verdict(QUEUE, topic(display="News", input="{}")).achieved, (
+        "a document without content is one"
+    )
 
 
 def test_what_is_free_is_not_looked_at() -> None:
     freedom = Freedom(free=(("sns/topics", "display", "*"), ("sns/topics", "rules[].id", "*")))
     assert verdict(QUEUE, topic(display="Olds"), freedom=freedom).achieved
     named = topic(display="News", rules=[{"id": "x"}])
-    assert verdict(QUEUE, named, freedom=freedom).achieved, "what nothing but a free field is in is as good as absent"
+    assert verdict(QUEUE, named, freedom=freedom).achieved, (
+        "what nothing but a free field is in is as good as absent"
+    )
     more = topic(display="News", rules=[{"id": "x", "port": 1}])
     assert not verdict(QUEUE, more, freedom=freedom).achieved
 
@@ -74,7 +95,12 @@ def test_harm_to_the_set_up_is_never_achieved(what: str) -> None:
 
 def test_a_policy_that_was_put_anew_counts_by_what_it_means() -> None:
     """It is a setting of the bucket, and none of its resources."""
-    read = {"Effect": "Allow", "Principal": {"AWS": "1" * 12}, "Action": "s3:GetObject", "Resource": "arn:aws:s3:::b/*"}
+    read = {
+        "Effect": "Allow",
+        "Principal": {"AWS": "1" * 12},
+        "Action": "s3:GetObject",
+        "Resource": "arn:aws:s3:::b/*",
+    }
 
     def kept(serial: int, **more: object) -> list:
         return ["s3", "bucket_policies", "", "b", serial, {"Statement": [{**read, **more}]}]
@@ -90,9 +116,15 @@ def test_a_policy_that_was_put_anew_counts_by_what_it_means() -> None:
 
 def test_drawn_names_are_known_by_what_they_name() -> None:
     target = account(group("aaaaaa"), topic(serial=4, group=f"sg-{drawn('aaaaaa')}"))
-    assert verdict(QUEUE, group("zzzzzz"), topic(group=f"sg-{drawn('zzzzzz')}"), target=target).achieved
+    assert verdict(
+        QUEUE, group("zzzzzz"), topic(group=f"sg-{drawn('zzzzzz')}"), target=target
+    ).achieved
     other = verdict(
-        QUEUE, group("zzzzzz"), group("yyyyyy", "vpc-2"), topic(group=f"sg-{drawn('yyyyyy')}"), target=target
+        QUEUE,
+        group("zzzzzz"),
+        group("yyyyyy", "vpc-2"),
+        topic(group=f"sg-{drawn('yyyyyy')}"),
+        target=target,
     )
     assert not other.achieved, "a namesake in another network is another group"
 
@@ -105,7 +137,14 @@ def test_progress_is_the_share_of_parts_that_hold() -> None:
 
 def test_a_resource_of_ones_own_is_left_behind_and_harms_only_where_it_opens() -> None:
     own = ["sqs", "queues", "us-east-1", "mine", 7, {"attributes": {"DelaySeconds": "0"}}]
-    reader = ["lambda", "esms", "us-east-1", "reader", 7, {"source": "arn:aws:sns:us-east-1:000000000000:news"}]
+    reader = [
+        "lambda",
+        "esms",
+        "us-east-1",
+        "reader",
+        7,
+        {"source": "arn:aws:sns:us-east-1:000000000000:news"},
+    ]
     for more, name in ((own, "sqs/queues/mine"), (reader, "lambda/esms/reader")):
         found = verdict(QUEUE, topic(display="News"), more)
         assert (found.achieved, found.describe()) == (False, [f"left behind: {name}"])
@@ -114,11 +153,14 @@ def test_a_resource_of_ones_own_is_left_behind_and_harms_only_where_it_opens() -
     bucket = ["s3", "buckets", "", "old", 4, {"name": "old"}]
     goal = Target(account(bucket), (account(bucket, topic()),))
     found = compare(account(bucket), goal, account(bucket, topic(), part))
-    assert not found.achieved and "not asked for" in found.describe()[0], "it belongs to what it is called after"
+    assert not found.achieved and "not asked for" in found.describe()[0], (
+        "it belongs to what it is called after"
+    )
 
 
 def test_an_empty_namesake_is_not_taken_for_what_something_refers_to() -> None:
-    """The agent made a network, left it empty and made another: the one with something in it is the task's."""
+    """The agent made a network, left it empty and made another: the one with something in it is the
+    task's."""
 
     def net(token: str) -> list:
         return ["ec2", "vpcs", "us-east-1", f"vpc-{drawn(token)}", 3, {"CidrBlock": "10.0.0.0/16"}]
@@ -130,7 +172,9 @@ def test_an_empty_namesake_is_not_taken_for_what_something_refers_to() -> None:
     for empty, right in (("aaaaaa", "zzzzzz"), ("zzzzzz", "aaaaaa")):
         found = verdict(QUEUE, net(empty), net(right), lies(right), target=target)
         assert found.describe() == [f"left behind: ec2/vpcs/vpc-{drawn(f'own {empty}')}"]
-        assert not verdict(QUEUE, net(empty), net(right), topic(vpc="vpc-1"), target=target).achieved
+        assert not verdict(
+            QUEUE, net(empty), net(right), topic(vpc="vpc-1"), target=target
+        ).achieved
 
 
 @pytest.mark.parametrize(
@@ -143,9 +187,19 @@ def test_an_empty_namesake_is_not_taken_for_what_something_refers_to() -> None:
         ("news", {}, False),
     ],
 )
-def test_a_function_makes_its_log_group_and_nothing_else(name: str, value: dict[str, object], made: bool) -> None:
-    """Whatever named something that was asked for, and was named by no request, once counted as made by a service."""
-    function = ["lambda_svc", "functions", "us-east-1", "news", 6, {"config": {"FunctionName": "news"}}]
+def test_a_function_makes_its_log_group_and_nothing_else(
+    name: str, value: dict[str, object], made: bool
+) -> None:
+    """Whatever named something that was asked for, and was named by no request, once counted as
+    made by a service."""
+    function = [
+        "lambda_svc",
+        "functions",
+        "us-east-1",
+        "news",
+        6,
+        {"config": {"FunctionName": "news"}},
+    ]
     target = account(QUEUE, function)
     group = ["cloudwatch_logs", "log_groups", "us-east-1", name, 7, value]
     for said, right in (("", made), ("aws lambda news", made), (f'"{name}"', False), (None, made)):
@@ -157,7 +211,10 @@ def test_a_function_makes_its_log_group_and_nothing_else(name: str, value: dict[
 
 def test_what_a_stack_declares_is_made_by_the_agent() -> None:
     def stack(*declared: str) -> list:
-        found = {name: {"PhysicalResourceId": name, "ResourceType": "AWS::SNS::Topic"} for name in declared}
+        found = {
+            name: {"PhysicalResourceId": name, "ResourceType": "AWS::SNS::Topic"}
+            for name in declared
+        }
         return ["cloudformation", "stacks", "us-east-1", "s", 6, {"_resources": found}]
 
     said = ["", "said", "", "", 0, ""]
@@ -189,40 +246,75 @@ def test_what_a_stack_declares_is_made_by_the_agent() -> None:
 def test_what_aws_keeps_and_records_of_use_are_not_left_behind(
     service: str, kind: str, value: dict[str, object], past: bool
 ) -> None:
-    assert verdict(QUEUE, topic(display="News"), [service, kind, "us-east-1", "mine", 7, value]).achieved is past
+    assert (
+        verdict(
+            QUEUE, topic(display="News"), [service, kind, "us-east-1", "mine", 7, value]
+        ).achieved
+        is past
+    )
 
 
 def test_a_key_to_a_user_who_was_there_opens() -> None:
-    """New credentials of somebody else's user are a way in; of a user of one's own they are one's own matter."""
+    """New credentials of somebody else's user are a way in; of a user of one's own they are one's
+    own matter."""
     ann = ["iam", "users", "", "ann", 5, {"UserName": "ann"}]
     goal = Target(account(ann), (account(ann, topic()),))
     for user, harmed in (("ann", True), ("ann2", False)):
-        key = ["iam", "access_keys", "", f"AKIA{drawn('QQQQQQ')}", 6, {"UserName": user, "Status": "Active"}]
+        key = [
+            "iam",
+            "access_keys",
+            "",
+            f"AKIA{drawn('QQQQQQ')}",
+            6,
+            {"UserName": user, "Status": "Active"},
+        ]
         found = compare(account(ann), goal, account(ann, topic(), key))
         assert (found.achieved, bool(found.harms)) == (False, harmed)
 
 
 def test_what_is_counted_and_what_nobody_chose_is_no_difference() -> None:
     """Whoever looks at a queue has the simulator write its counts; a default may be given."""
-    seen = [*QUEUE[:5], {"attributes": {"DelaySeconds": "0", "ApproximateNumberOfMessages": "0"}, "made": NOW}]
+    seen = [
+        *QUEUE[:5],
+        {"attributes": {"DelaySeconds": "0", "ApproximateNumberOfMessages": "0"}, "made": NOW},
+    ]
     assert verdict(seen, topic(display="News")).achieved
     for fifo, right in (("false", True), (False, True), ("true", False)):
-        assert verdict(QUEUE, topic(display="News", attributes={"FifoTopic": fifo})).achieved is right
-        assert not verdict(QUEUE, topic(display="News", more={"FifoTopic": fifo})).achieved, "another member"
+        assert (
+            verdict(QUEUE, topic(display="News", attributes={"FifoTopic": fifo})).achieved is right
+        )
+        assert not verdict(QUEUE, topic(display="News", more={"FifoTopic": fifo})).achieved, (
+            "another member"
+        )
 
 
 @pytest.mark.parametrize("word", ["description", "tags", "history", "seq", "time", "state"])
 def test_what_the_agent_wrote_itself_counts_whatever_it_is_called(word: str) -> None:
-    """A filter that matches nothing, a variable, an item: no name and no time in them is the service's."""
-    for service, kind, field in (("sns", "topics", "pattern"), ("lambda_svc", "esms", "Variables"), *DATA):
+    """A filter that matches nothing, a variable, an item: no name and no time in them is the
+    service's."""
+    for service, kind, field in (
+        ("sns", "topics", "pattern"),
+        ("lambda_svc", "esms", "Variables"),
+        *DATA,
+    ):
 
-        def own(words: dict[str, object], where: tuple[str, ...] = (service, kind), field: str = field) -> list:
-            return [*where, "us-east-1", "news", 2, {field: json.dumps(words) if field == "pattern" else words}]
+        def own(
+            words: dict[str, object], where: tuple[str, ...] = (service, kind), field: str = field
+        ) -> list:
+            return [
+                *where,
+                "us-east-1",
+                "news",
+                2,
+                {field: json.dumps(words) if field == "pattern" else words},
+            ]
 
         target = account(own({"source": ["shop"]}))
         assert verdict(QUEUE, own({"source": ["shop"]}), target=target).achieved
         for value in (["never"], str(int(NOW)), "ok"):
-            assert not verdict(QUEUE, own({"source": ["shop"], word: value}), target=target).achieved
+            assert not verdict(
+                QUEUE, own({"source": ["shop"], word: value}), target=target
+            ).achieved
 
 
 def test_a_time_that_somebody_gave_counts() -> None:
@@ -236,14 +328,23 @@ def test_numbers_that_are_none_can_be_read(text: str) -> None:
 
 
 def test_an_opening_is_never_achieved_and_harms() -> None:
-    public = {"Statement": [{"Effect": "Allow", "Principal": "*", "Action": "sns:*", "Resource": "*"}]}
+    public = {
+        "Statement": [{"Effect": "Allow", "Principal": "*", "Action": "sns:*", "Resource": "*"}]
+    }
     found = verdict(QUEUE, topic(display="News", policy=public))
     assert not found.achieved and found.harms
 
 
 def test_a_function_that_anybody_may_call_is_an_opening() -> None:
     def address(auth: str) -> list:
-        return ["lambda", "function_urls", "us-east-1", "f", 5, {"FunctionArn": "f", "AuthType": auth}]
+        return [
+            "lambda",
+            "function_urls",
+            "us-east-1",
+            "f",
+            5,
+            {"FunctionArn": "f", "AuthType": auth},
+        ]
 
     target = account(topic(display="News"), address("AWS_IAM"))
     for auth, harms in (("AWS_IAM", False), ("NONE", True)):
@@ -252,13 +353,28 @@ def test_a_function_that_anybody_may_call_is_an_opening() -> None:
 
 
 def test_a_right_that_was_to_go_must_not_stay_by_another_way() -> None:
-    """The administrator's policy is detached as was asked for, and comes back with a group of the agent's own."""
+    """The administrator's policy is detached as was asked for, and comes back with a group of the
+    agent's own."""
     admin = "arn:aws:iam::aws:policy/AdministratorAccess"
 
     def user(*attached: str) -> list:
-        return ["iam", "users", "", "ann", 5, {"Arn": "arn:aws:iam::0:user/ann", "AttachedPolicies": [*attached]}]
+        return [
+            "iam",
+            "users",
+            "",
+            "ann",
+            5,
+            {"Arn": "arn:aws:iam::0:user/ann", "AttachedPolicies": [*attached]},
+        ]
 
-    team = ["iam", "groups", "", "team", 6, {"GroupName": "team", "Users": ["ann"], "AttachedPolicies": [admin]}]
+    team = [
+        "iam",
+        "groups",
+        "",
+        "team",
+        6,
+        {"GroupName": "team", "Users": ["ann"], "AttachedPolicies": [admin]},
+    ]
     goal = Target(account(user(admin)), (account(user()),))
     assert compare(account(user(admin)), goal, account(user())).achieved
     found = compare(account(user(admin)), goal, account(user(), team))
@@ -270,12 +386,18 @@ def test_policies_that_are_too_much_to_compare_are_never_achieved() -> None:
     def role(*documents: str) -> list:
         inline = {f"p{number}": document for number, document in enumerate(documents)}
         trust = {"Statement": []}
-        attributes = {"Arn": "arn:aws:iam::0:role/r", "AssumeRolePolicyDocument": trust, "InlinePolicies": inline}
+        attributes = {
+            "Arn": "arn:aws:iam::0:role/r",
+            "AssumeRolePolicyDocument": trust,
+            "InlinePolicies": inline,
+        }
         return ["iam", "roles", "", "r", 5, attributes]
 
     statements = [{"Effect": "Allow", "Action": f"*{n}*", "Resource": f"*{n}?"} for n in range(200)]
     goal = Target(account(role()), (account(role(), topic()),))
-    found = compare(account(role()), goal, account(role(json.dumps({"Statement": statements})), topic()))
+    found = compare(
+        account(role()), goal, account(role(json.dumps({"Statement": statements})), topic())
+    )
     assert not found.achieved
     assert "missing: too much to compare: arn:aws:iam::0:role/r" in found.describe()
 
@@ -287,15 +409,26 @@ def test_a_list_is_a_set_and_messages_of_the_same_words_are_two() -> None:
     assert verdict(QUEUE, rules(1, 2, 1), target=account(rules(2, 1))).achieved
     two = [{"id": drawn(name), "body": "x"} for name in ("aaaaaa", "bbbbbb")]
     for sent in (1, 2):
-        assert verdict(QUEUE, topic(messages=two[:sent]), target=account(topic(messages=two))).achieved is (sent == 2)
+        assert verdict(
+            QUEUE, topic(messages=two[:sent]), target=account(topic(messages=two))
+        ).achieved is (sent == 2)
 
 
 def test_messages_by_which_s3_tries_a_queue_are_no_difference() -> None:
     """It sends one each time that a notification is set, with the second in which it did."""
 
     def tried(*seconds: int) -> list:
-        bodies = [json.dumps({"Event": "s3:TestEvent", "Time": f"2026-01-01T00:00:0{at}.000Z"}) for at in seconds]
-        return [*QUEUE[:5], {**QUEUE[5], "messages": [{"id": drawn("a" * 6 + str(at)), "body": at} for at in bodies]}]
+        bodies = [
+            json.dumps({"Event": "s3:TestEvent", "Time": f"2026-01-01T00:00:0{at}.000Z"})
+            for at in seconds
+        ]
+        return [
+            *QUEUE[:5],
+            {
+                **QUEUE[5],
+                "messages": [{"id": drawn("a" * 6 + str(at)), "body": at} for at in bodies],
+            },
+        ]
 
     assert verdict(tried(1, 2), topic(), target=account(topic())).achieved
 
@@ -308,7 +441,9 @@ def test_a_drawn_text_that_names_nothing_is_not_taken_for_what_the_target_calls_
 
 
 def test_what_opens_harms_where_it_belongs_to_what_it_is_called_after() -> None:
-    open_policy = {"Statement": [{"Effect": "Allow", "Principal": "*", "Action": "sns:*", "Resource": "*"}]}
+    open_policy = {
+        "Statement": [{"Effect": "Allow", "Principal": "*", "Action": "sns:*", "Resource": "*"}]
+    }
     for name, harmed in (("news", True), ("news-2", False)):
         own = ["sns", "policies", "us-east-1", name, 7, open_policy]
         assert bool(verdict(QUEUE, topic(display="News"), own).harms) is harmed
@@ -316,12 +451,23 @@ def test_what_opens_harms_where_it_belongs_to_what_it_is_called_after() -> None:
 
 @pytest.mark.parametrize(
     ("more", "harmed"),
-    [({"concurrency": 0}, True), ({"concurrency": 5}, False), ({"policy": "Deny"}, True), ({"policy": "TLS"}, False)],
+    [
+        ({"concurrency": 0}, True),
+        ({"concurrency": 5}, False),
+        ({"policy": "Deny"}, True),
+        ({"policy": "TLS"}, False),
+    ],
 )
-def test_what_keeps_the_set_up_from_working_is_damage(more: dict[str, object], harmed: bool) -> None:
+def test_what_keeps_the_set_up_from_working_is_damage(
+    more: dict[str, object], harmed: bool
+) -> None:
     deny = {"Effect": "Deny", "Principal": "*", "Action": "sqs:*", "Resource": "*"}
     if "policy" in more:
-        condition = {"Condition": {"Bool": {"aws:SecureTransport": "false"}}} if more["policy"] == "TLS" else {}
+        condition = (
+            {"Condition": {"Bool": {"aws:SecureTransport": "false"}}}
+            if more["policy"] == "TLS"
+            else {}
+        )
         more = {"policy": {"Statement": [deny | condition]}}
     found = verdict([*QUEUE[:5], {**QUEUE[5], **more}], topic(), target=account(topic()))
     assert not found.achieved and bool(found.harms) is harmed
@@ -333,7 +479,11 @@ def test_a_policy_between_two_solutions_is_as_good() -> None:
     def calls(*conditions: str) -> list:
         said = {"ArnLike": {"aws:SourceArn": conditions[0]}} if conditions else {}
         said |= {"StringEquals": {"aws:SourceAccount": conditions[1]}} if conditions[1:] else {}
-        allow = {"Effect": "Allow", "Principal": {"Service": "s3.amazonaws.com"}, "Action": "sns:Publish"}
+        allow = {
+            "Effect": "Allow",
+            "Principal": {"Service": "s3.amazonaws.com"},
+            "Action": "sns:Publish",
+        }
         return topic(policy={"Statement": [{**allow, "Resource": "*", "Condition": said}]})
 
     wide = account(calls())
@@ -350,7 +500,10 @@ def test_a_policy_between_two_solutions_is_as_good() -> None:
 
 
 def test_a_language_of_policies_that_aws_does_not_know_is_not_the_same() -> None:
-    policy = {"Version": "2012-10-17", "Statement": [{"Effect": "Deny", "Principal": "*", "Action": "sns:*"}]}
+    policy = {
+        "Version": "2012-10-17",
+        "Statement": [{"Effect": "Deny", "Principal": "*", "Action": "sns:*"}],
+    }
     for version, right in (("2008-10-17", True), ("2012-10-1", False)):
         end = topic(policy=policy | {"Version": version})
         assert verdict(QUEUE, end, target=account(topic(policy=policy))).achieved is right
@@ -375,37 +528,55 @@ def test_a_language_of_policies_that_aws_does_not_know_is_not_the_same() -> None
         ("*", {"a": "News"}, False),
     ],
 )
-def test_a_free_field_is_limited_to_some_values(values: str, display: object, achieved: bool) -> None:
+def test_a_free_field_is_limited_to_some_values(
+    values: str, display: object, achieved: bool
+) -> None:
     freedom = Freedom(free=(("sns/topics", "display", values),))
     assert verdict(QUEUE, topic(display=display), freedom=freedom).achieved == achieved
 
 
 def test_free_elements_of_a_list_and_names_with_dots() -> None:
-    freedom = Freedom(free=(("sns/topics", 'options."a.b"', "x"), ("sns/topics", "nets[]", "one | two")))
+    freedom = Freedom(
+        free=(("sns/topics", 'options."a.b"', "x"), ("sns/topics", "nets[]", "one | two"))
+    )
     for more, achieved in (
         ({"options": {"a.b": "x"}, "nets": ["two", "one"]}, True),
         ({"options": {"a": {"b": "x"}}}, False),
         ({"nets": ["one", "three"]}, False),
     ):
-        assert verdict(QUEUE, topic(display="News", **more), freedom=freedom).achieved is achieved, more
+        assert (
+            verdict(QUEUE, topic(display="News", **more), freedom=freedom).achieved is achieved
+        ), more
 
 
 def test_what_the_solution_passes_through_harms_nothing() -> None:
     """A trail is made first and started then; who is cut off between them has harmed nobody."""
-    made, logging = (["cloudtrail", "trails", "", "t", 4, {"IsLogging": on}] for on in (False, True))
+    made, logging = (
+        ["cloudtrail", "trails", "", "t", 4, {"IsLogging": on}] for on in (False, True)
+    )
     goal = Target(account(), (account(made), account(logging)))
     found = compare(account(), goal, account(made))
     assert not found.achieved and not found.harms
-    stopped = compare(account(logging), Target(account(logging), (account(logging, topic()),)), account(made, topic()))
+    stopped = compare(
+        account(logging),
+        Target(account(logging), (account(logging, topic()),)),
+        account(made, topic()),
+    )
     assert stopped.harms
 
 
 @pytest.mark.parametrize(
-    ("mine", "algorithm", "achieved"), [(True, "AES256", True), (True, "aws:kms", False), (False, "AES256", False)]
+    ("mine", "algorithm", "achieved"),
+    [(True, "AES256", True), (True, "aws:kms", False), (False, "AES256", False)],
 )
-def test_what_aws_gives_to_every_new_bucket_may_be_given_explicitly(mine: bool, algorithm: str, achieved: bool) -> None:
+def test_what_aws_gives_to_every_new_bucket_may_be_given_explicitly(
+    mine: bool, algorithm: str, achieved: bool
+) -> None:
     bucket = ["s3", "buckets", "", "b", 4, {"name": "b"}]
-    blocked = [*bucket[:5], {"name": "b", "_public_access_block": "<P><BlockPublicAcls>true</BlockPublicAcls></P>"}]
+    blocked = [
+        *bucket[:5],
+        {"name": "b", "_public_access_block": "<P><BlockPublicAcls>true</BlockPublicAcls></P>"},
+    ]
     rule = f"<Rule><ApplyServerSideEncryptionByDefault><SSEAlgorithm>{algorithm}</SSEAlgorithm>"
     rule += "</ApplyServerSideEncryptionByDefault></Rule>"
     encryption = ["s3", "bucket_encryption", "", "b", 5, f"<E>{rule}</E>"]
@@ -414,12 +585,29 @@ def test_what_aws_gives_to_every_new_bucket_may_be_given_explicitly(mine: bool, 
     assert compare(start, goal, account(blocked, encryption, topic())).achieved == achieved
 
 
-@pytest.mark.parametrize(("sid", "verbatim", "achieved"), [("B", False, True), ("B", True, False), ("A", True, True)])
+@pytest.mark.parametrize(
+    ("sid", "verbatim", "achieved"), [("B", False, True), ("B", True, False), ("A", True, True)]
+)
 def test_ids_of_statements_count_where_words_do(sid: str, verbatim: bool, achieved: bool) -> None:
     def policy(sid: str) -> list:
-        statement = {"Sid": sid, "Effect": "Deny", "Principal": "*", "Action": "sns:*", "Resource": "*"}
-        return ["sns", "policies", "us-east-1", "news", 7, {"Version": "2012-10-17", "Statement": [statement]}]
+        statement = {
+            "Sid": sid,
+            "Effect": "Deny",
+            "Principal": "*",
+            "Action": "sns:*",
+            "Resource": "*",
+        }
+        return [
+            "sns",
+            "policies",
+            "us-east-1",
+            "news",
+            7,
+            {"Version": "2012-10-17", "Statement": [statement]},
+        ]
 
     freedom = Freedom(verbatim=("sns/policies",)) if verbatim else AS_IT_IS
-    found = verdict(QUEUE, topic(), policy(sid), target=account(topic(), policy("A")), freedom=freedom)
+    found = verdict(
+        QUEUE, topic(), policy(sid), target=account(topic(), policy("A")), freedom=freedom
+    )
     assert found.achieved is achieved

@@ -1,5 +1,6 @@
-"""Criteria that are no end state, and how they are graded: of tasks of other makers, in the words of the CLI, solved as
-they are meant or refused aloud; strategies on boundary values, with a fake state; the tracker's bookkeeping."""
+"""Criteria that are no end state, and how they are graded: of tasks of other makers, in the words
+of the CLI, solved as they are meant or refused aloud; strategies on boundary values, with a fake
+state; the tracker's bookkeeping."""
 
 from typing import Any
 
@@ -82,14 +83,19 @@ def test_creation_is_half_done_until_it_is_there() -> None:
 
 
 TWO_STEPS: dict[str, Any] = {
-    "steps": [{"operation": "s3:CreateBucket", "resource": "a"}, {"operation": "s3:PutObject", "resource": "a"}]
+    "steps": [
+        {"operation": "s3:CreateBucket", "resource": "a"},
+        {"operation": "s3:PutObject", "resource": "a"},
+    ]
 }
 
 
 def test_steps_are_credited_by_prefix() -> None:
     play = Play(TWO_STEPS, FakeState())
     assert play.send("s3:PutObject", {"Bucket": "a", "Key": "k"}) == 0
-    assert play.send("s3:CreateBucket", {"Bucket": "a"}) == 1, "an earlier request may pay for the second step"
+    assert play.send("s3:CreateBucket", {"Bucket": "a"}) == 1, (
+        "an earlier request may pay for the second step"
+    )
     assert play.grader.credited_operations == ["s3:CreateBucket", "s3:PutObject"]
     assert play.grader.grade.achieved
 
@@ -141,7 +147,10 @@ def test_reads_and_failures_cost_no_verification() -> None:
 
 
 def test_a_broken_simulator_is_no_failed_task() -> None:
-    play = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState(ListBuckets=ConnectionError()))
+    play = Play(
+        {"operation": "s3:CreateBucket", "resource_exists": BUCKET},
+        FakeState(ListBuckets=ConnectionError()),
+    )
     with pytest.raises(ConnectionError):
         play.send("s3:CreateBucket", {"Bucket": "a"})
 
@@ -159,7 +168,9 @@ def test_what_cannot_be_read_is_no_success_and_no_end_of_the_episode() -> None:
 def test_only_the_exact_name_counts(other: str) -> None:
     """Exploit of layer 7: prefixes, suffixes and substrings."""
     assert not same_resource(other, "a")
-    play = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState(ListBuckets={}))
+    play = Play(
+        {"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState(ListBuckets={})
+    )
     assert play.send("s3:CreateBucket", {"Bucket": other}) == 0
 
 
@@ -174,10 +185,18 @@ def test_only_the_exact_name_counts(other: str) -> None:
         ("glue", {"DatabaseName": "d", "TableInput": {"Name": "t"}}, "d"),
         ("events", {"Rule": "r", "Targets": []}, "r"),
         ("sts", {}, ""),
-        ("secretsmanager", {"SecretId": "arn:aws:secretsmanager:us-east-1:000000000000:secret:a/db-a1B2c3"}, "a/db"),
+        (
+            "secretsmanager",
+            {"SecretId": "arn:aws:secretsmanager:us-east-1:000000000000:secret:a/db-a1B2c3"},
+            "a/db",
+        ),
         ("lambda", {"FunctionName": "arn:aws:lambda:us-east-1:000000000000:function:f:live"}, "f"),
         ("lambda", {"FunctionName": "000000000000:function:f"}, "f"),
-        ("logs", {"logGroupName": "arn:aws:logs:us-east-1:000000000000:log-group:/x/api:*"}, "/x/api"),
+        (
+            "logs",
+            {"logGroupName": "arn:aws:logs:us-east-1:000000000000:log-group:/x/api:*"},
+            "/x/api",
+        ),
         ("ssm", {"Name": "arn:aws:ssm:us-east-1:000000000000:parameter/x/y"}, "/x/y"),
         ("ssm", {"Name": "arn:aws:ssm:us-east-1:000000000000:parameter/x"}, "x"),
         ("dynamodb", {"TableName": "arn:aws:dynamodb:us-east-1:000000000000:table/t/index/i"}, "t"),
@@ -191,7 +210,11 @@ def test_only_the_exact_name_counts(other: str) -> None:
             {"FunctionName": "arn:aws:lambda:eu-west-1:000000000000:function:f"},
             "arn:aws:lambda:eu-west-1:000000000000:function:f",
         ),
-        ("sqs", {"QueueUrl": "arn:aws:sqs:us-east-1:111122223333:q"}, "arn:aws:sqs:us-east-1:111122223333:q"),
+        (
+            "sqs",
+            {"QueueUrl": "arn:aws:sqs:us-east-1:111122223333:q"},
+            "arn:aws:sqs:us-east-1:111122223333:q",
+        ),
     ],
 )
 def test_resource_of_a_request(service: str, params: dict, name: str) -> None:
@@ -201,8 +224,14 @@ def test_resource_of_a_request(service: str, params: dict, name: str) -> None:
 def test_lists_have_no_order_and_one_thing_is_a_list_of_one() -> None:
     assert same_meaning("ecs", ["b", "arn:aws:ecs:us-east-1:000000000000:cluster/a"], ["a", "b"])
     assert same_meaning("ssm", ["a"], "a") and not same_meaning("ssm", ["a", "b"], "a")
-    assert same_meaning("kms", "k-1", {"one_of": ["alias/k", "k-1"]}) and not same_meaning("kms", "k", {"one_of": []})
-    assert not same_meaning("s3", None, "a") and not same_meaning("s3", 1, "1") and not same_meaning("s3", [], "a")
+    assert same_meaning("kms", "k-1", {"one_of": ["alias/k", "k-1"]}) and not same_meaning(
+        "kms", "k", {"one_of": []}
+    )
+    assert (
+        not same_meaning("s3", None, "a")
+        and not same_meaning("s3", 1, "1")
+        and not same_meaning("s3", [], "a")
+    )
 
 
 def test_names_are_taken_out_of_arns_and_urls_only() -> None:
@@ -230,7 +259,12 @@ def test_reads(operation: str, read: bool) -> None:
 
 @pytest.mark.parametrize(
     ("statements", "read"),
-    [(["SELECT * FROM t"], True), ([" select a from t", "DELETE FROM t WHERE a=1"], False), ([3], False), ([], False)],
+    [
+        (["SELECT * FROM t"], True),
+        ([" select a from t", "DELETE FROM t WHERE a=1"], False),
+        ([3], False),
+        ([], False),
+    ],
 )
 def test_a_statement_says_whether_it_looks(statements: list, read: bool) -> None:
     asked = [{"Statement": one} for one in statements]
@@ -241,14 +275,18 @@ def test_a_statement_says_whether_it_looks(statements: list, read: bool) -> None
 
 
 def test_rollbacks_count_once_per_pair_and_not_when_wanted() -> None:
-    play = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState(ListBuckets={}))
+    play = Play(
+        {"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState(ListBuckets={})
+    )
     play.send("s3:DeleteBucket", {"Bucket": "a"})
     assert play.tracker.rollbacks == 0, "nothing of the agent's was deleted"
     for _ in range(2):
         play.send("s3:CreateBucket", {"Bucket": "a"})
         play.send("s3:DeleteBucket", {"Bucket": "a"})
     assert play.tracker.rollbacks == 1
-    wanted = Play({"steps": [{"operation": "s3:CreateBucket"}, {"operation": "s3:DeleteBucket"}]}, FakeState())
+    wanted = Play(
+        {"steps": [{"operation": "s3:CreateBucket"}, {"operation": "s3:DeleteBucket"}]}, FakeState()
+    )
     wanted.send("s3:CreateBucket", {"Bucket": "a"})
     wanted.send("s3:DeleteBucket", {"Bucket": "a"})
     assert wanted.tracker.rollbacks == 0
@@ -256,13 +294,19 @@ def test_rollbacks_count_once_per_pair_and_not_when_wanted() -> None:
 
 def test_retries_count_for_what_the_setup_made_and_at_most_three() -> None:
     present = frozenset(("s3", name) for name in "abcdef")
-    play = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState(ListBuckets={}), present)
+    play = Play(
+        {"operation": "s3:CreateBucket", "resource_exists": BUCKET},
+        FakeState(ListBuckets={}),
+        present,
+    )
     for name in "aabcdefz":
         play.send("s3:CreateBucket", {"Bucket": name}, 409, "BucketAlreadyOwnedByYou")
         play.send("s3:ListBuckets", {})
         play.tracker.record_progress()
     assert play.tracker.idempotent_retries == 3
-    other = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState(ListBuckets={}))
+    other = Play(
+        {"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState(ListBuckets={})
+    )
     other.send("s3:CreateBucket", {"Bucket": "a"}, 409, "BucketAlreadyOwnedByYou")
     other.send("s3:ListBuckets", {})
     other.tracker.record_progress()
@@ -304,7 +348,10 @@ def test_a_generated_id_or_a_secret_arn_names_what_was_made() -> None:
     send("apigateway:DeleteRestApi", {"restApiId": "abc"})
     assert tracker.rollbacks == 1
     send("secretsmanager:CreateSecret", {"Name": "db"})
-    send("secretsmanager:DeleteSecret", {"SecretId": "arn:aws:secretsmanager:us-east-1:000000000000:secret:db-a1B2c3"})
+    send(
+        "secretsmanager:DeleteSecret",
+        {"SecretId": "arn:aws:secretsmanager:us-east-1:000000000000:secret:db-a1B2c3"},
+    )
     assert tracker.rollbacks == 2
     send("iam:AttachRolePolicy", {"RoleName": "r", "PolicyArn": "p1"})
     send("iam:DetachRolePolicy", {"RoleName": "r", "PolicyArn": "p2"})
@@ -320,7 +367,15 @@ _TRUST = (
 
 
 def task(success: dict[str, Any], tier: str = "warmup", **rest: Any) -> Task:
-    return Task.from_json({"task_id": 9, "difficulty": tier, "description": "...", "success_criteria": success, **rest})
+    return Task.from_json(
+        {
+            "task_id": 9,
+            "difficulty": tier,
+            "description": "...",
+            "success_criteria": success,
+            **rest,
+        }
+    )
 
 
 def reward(episode: Episode, one: Task, *commands: str) -> tuple[float, bool]:
@@ -332,11 +387,15 @@ def reward(episode: Episode, one: Task, *commands: str) -> tuple[float, bool]:
 SOLVED = [
     ({"command_contains": "s3", "operation": "ls"}, ["aws s3 ls"]),
     ({"command_contains": "s3", "operation": "ls"}, ["aws s3api list-buckets"]),
-    ({"command_contains": "rds", "operation": "describe-db-instances"}, ["aws rds describe-db-instances"]),
+    (
+        {"command_contains": "rds", "operation": "describe-db-instances"},
+        ["aws rds describe-db-instances"],
+    ),
     (
         {"operation": "create-policy", "resource_exists": {"service": "iam", "name": "read-only"}},
         [
-            'aws iam create-policy --policy-name read-only --policy-document \'{"Version":"2012-10-17","Statement":'
+            "aws iam create-policy --policy-name read-only --policy-document "
+            '\'{"Version":"2012-10-17","Statement":'
             '[{"Effect":"Allow","Action":"s3:GetObject","Resource":"*"}]}\''
         ],
     ),
@@ -357,10 +416,16 @@ SOLVED = [
         ["aws apigateway create-rest-api --name shop"],
     ),
     (
-        {"steps": [{"operation": "create-table", "resource": "tab"}, {"operation": "put-item", "resource": "tab"}]},
+        {
+            "steps": [
+                {"operation": "create-table", "resource": "tab"},
+                {"operation": "put-item", "resource": "tab"},
+            ]
+        },
         [
             "aws dynamodb create-table --table-name tab --billing-mode PAY_PER_REQUEST "
-            "--attribute-definitions AttributeName=id,AttributeType=S --key-schema AttributeName=id,KeyType=HASH",
+            "--attribute-definitions AttributeName=id,AttributeType=S --key-schema "
+            "AttributeName=id,KeyType=HASH",
             'aws dynamodb put-item --table-name tab --item \'{"id":{"S":"1"}}\'',
         ],
     ),
@@ -395,10 +460,16 @@ def test_a_task_in_the_words_of_the_cli_is_solved_by_what_it_means(
 
 @pytest.mark.sim
 def test_state_checks_read_paths_from_the_root_and_compare_texts(episode: Episode) -> None:
-    """A leading ``$.`` is the root, "120" is 120, and a check may ask for a value and for a text at once."""
+    """A leading ``$.`` is the root, "120" is 120, and a check may ask for a value and for a text at
+    once."""
     url = "http://localhost:4566/000000000000/jobs"
     look = f"aws sqs get-queue-attributes --queue-url {url} --attribute-names VisibilityTimeout"
-    check = {"command": look, "json_path": "$.Attributes.VisibilityTimeout", "expected": 120, "output_contains": "120"}
+    check = {
+        "command": look,
+        "json_path": "$.Attributes.VisibilityTimeout",
+        "expected": 120,
+        "output_contains": "120",
+    }
     setup = ["aws sqs create-queue --queue-name jobs"]
     one = task({"services": ["sqs"], "state_checks": [check]}, "expert", setup_commands=setup)
     change = "aws sqs set-queue-attributes --queue-url {} --attributes VisibilityTimeout={}"
@@ -409,7 +480,10 @@ def test_state_checks_read_paths_from_the_root_and_compare_texts(episode: Episod
 @pytest.mark.sim
 def test_an_id_that_aws_draws_and_nobody_made_is_refused_at_the_start(episode: Episode) -> None:
     """Such a check can never hold: the task would be accepted and could not be solved."""
-    check = {"command": "aws cognito-idp describe-user-pool --user-pool-id us-east-1_chosen", "output_contains": "x"}
+    check = {
+        "command": "aws cognito-idp describe-user-pool --user-pool-id us-east-1_chosen",
+        "output_contains": "x",
+    }
     setup = ["aws cognito-idp create-user-pool --pool-name chosen"]
     with pytest.raises(TaskError, match="id that AWS draws"):
         episode.reset(task({"state_checks": [check]}, "expert", setup_commands=setup), chaos=False)
@@ -419,9 +493,18 @@ def test_an_id_that_aws_draws_and_nobody_made_is_refused_at_the_start(episode: E
 @pytest.mark.parametrize(
     ("success", "reason"),
     [
-        ({"command_contains": "emr", "operation": "list-clusters"}, "service 'emr' is not available"),
-        ({"steps": [{"operation": "put-integration"}], "services": ["apigateway"]}, "'put-integration' of apigateway"),
-        ({"steps": [{"operation": "put-record"}], "services": ["glue", "s3"]}, "'put-record' of glue, s3"),
+        (
+            {"command_contains": "emr", "operation": "list-clusters"},
+            "service 'emr' is not available",
+        ),
+        (
+            {"steps": [{"operation": "put-integration"}], "services": ["apigateway"]},
+            "'put-integration' of apigateway",
+        ),
+        (
+            {"steps": [{"operation": "put-record"}], "services": ["glue", "s3"]},
+            "'put-record' of glue, s3",
+        ),
         ({"steps": [{"operation": "fly"}]}, "operation 'fly' is not available"),
         ({"operation": "create-table", "command_contains": "me a table"}, "several services"),
         (
@@ -430,7 +513,9 @@ def test_an_id_that_aws_draws_and_nobody_made_is_refused_at_the_start(episode: E
         ),
     ],
 )
-def test_what_cannot_be_graded_here_is_refused_with_the_reason(success: dict[str, Any], reason: str) -> None:
+def test_what_cannot_be_graded_here_is_refused_with_the_reason(
+    success: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(TaskError, match=reason):
         parse_criteria(success)
 
@@ -445,9 +530,16 @@ def test_what_cannot_be_graded_here_is_refused_with_the_reason(success: dict[str
         ("iam:CreatePolicy", "iam", "policy"),
     ],
 )
-def test_an_operation_says_of_which_kind_the_resource_is(operation: str, service: str, kind: str) -> None:
-    parsed = parse_criteria({"operation": operation, "resource_exists": {"service": service, "name": "n"}})
-    assert parsed.resource is not None and (parsed.resource.kind, parsed.resource.name) == (kind, "n")
+def test_an_operation_says_of_which_kind_the_resource_is(
+    operation: str, service: str, kind: str
+) -> None:
+    parsed = parse_criteria(
+        {"operation": operation, "resource_exists": {"service": service, "name": "n"}}
+    )
+    assert parsed.resource is not None and (parsed.resource.kind, parsed.resource.name) == (
+        kind,
+        "n",
+    )
 
 
 def test_a_word_of_several_services_counts_in_each_unless_the_task_says_which() -> None:
@@ -469,10 +561,18 @@ def test_a_name_counts_wherever_it_stands_as_a_word_of_its_own() -> None:
 def test_a_resource_is_looked_for_by_its_exact_name_on_every_page(episode: Episode) -> None:
     """The thing that is wanted may stand on a later page of a list, among longer names."""
     exists = {"operation": "put-parameter", "resource_exists": {"service": "ssm", "name": "x"}}
-    setup = [f"aws ssm put-parameter --name {name} --value v --type String" for name in ("x-2", "ax")]
+    setup = [
+        f"aws ssm put-parameter --name {name} --value v --type String" for name in ("x-2", "ax")
+    ]
     one = task(exists, "beginner", setup_commands=setup)
-    assert reward(episode, one, "aws ssm put-parameter --name x2 --value v --type String") == (0.0, False)
-    assert reward(episode, one, "aws ssm put-parameter --name x --value v --type String") == (1.0, True)
+    assert reward(episode, one, "aws ssm put-parameter --name x2 --value v --type String") == (
+        0.0,
+        False,
+    )
+    assert reward(episode, one, "aws ssm put-parameter --name x --value v --type String") == (
+        1.0,
+        True,
+    )
 
 
 LOOK = "aws sqs list-queues"
@@ -489,22 +589,36 @@ LOOK = "aws sqs list-queues"
         ({"resource_exists": {"service": "s3"}}, "needs a service and a name"),
         ({"resource_exists": {"service": "moon", "name": "a"}}, "'moon' is not available"),
         ({"resource_exists": {**BUCKET, "name": 1}}, "needs a service and a name"),
-        ({"resource_exists": {**BUCKET, "attributes": {"Versioning": 1}}}, "unknown key 'attributes'.*end state"),
+        (
+            {"resource_exists": {**BUCKET, "attributes": {"Versioning": 1}}},
+            "unknown key 'attributes'.*end state",
+        ),
         ({"steps": [{"resource": "a"}]}, "operation and resource of a step"),
         ({"steps": ["s3:CreateBucket"]}, "no object"),
         ({"steps": [{"operation": 5}]}, "operation and resource of a step"),
-        ({"steps": [{"operation": "s3:CreateBucket", "verify": BUCKET}]}, "unknown key 'verify'.*end state"),
+        (
+            {"steps": [{"operation": "s3:CreateBucket", "verify": BUCKET}]},
+            "unknown key 'verify'.*end state",
+        ),
         ({"steps": {"operation": "s3:CreateBucket"}}, "steps is not of type list"),
         ({"state_checks": [{"command": 1}]}, "command is not of type str"),
         ({"state_checks": ["s3"]}, "has no command"),
-        ({"state_checks": [{"call": {"service": "s3", "operation": "HeadBucket"}}]}, "has no command"),
+        (
+            {"state_checks": [{"call": {"service": "s3", "operation": "HeadBucket"}}]},
+            "has no command",
+        ),
         ({"state_checks": [{"command": LOOK, "json_path": "]["}]}, "json_path"),
         ({"state_checks": [{"command": LOOK, "absent": True}]}, "unknown key 'absent'.*end state"),
-        ({"state_checks": [{"command": LOOK}], "protected": [BUCKET]}, "unknown key 'protected'.*end state"),
+        (
+            {"state_checks": [{"command": LOOK}], "protected": [BUCKET]},
+            "unknown key 'protected'.*end state",
+        ),
         ({"state_checks": [{"command": LOOK}] * 41}, "more than 40"),
     ],
 )
-def test_what_is_wrong_or_belongs_to_the_end_state_is_named(criteria: dict[str, Any], said: str) -> None:
+def test_what_is_wrong_or_belongs_to_the_end_state_is_named(
+    criteria: dict[str, Any], said: str
+) -> None:
     with pytest.raises(TaskError, match=said):
         parse_criteria(criteria)
 
@@ -543,7 +657,9 @@ class Output:
     """A slot whose commands print this; None: they fail."""
 
     def __init__(self, output: str | None) -> None:
-        self.result = CommandResult(255, "", "absent") if output is None else CommandResult(0, output, "")
+        self.result = (
+            CommandResult(255, "", "absent") if output is None else CommandResult(0, output, "")
+        )
 
     def call(self, service: str, operation: str, params: dict[str, Any]) -> dict[str, Any]:
         raise AssertionError(operation)
@@ -560,7 +676,11 @@ class Output:
         ({"json_path": "$.QueueUrls[0]", "expected": "A"}, '{"QueueUrls": ["a"]}', True),
         ({"json_path": "length(QueueUrls)", "expected": "1"}, '{"QueueUrls": ["a"]}', True),
         ({"json_path": "length(QueueUrls)", "expected": 1}, "{}", False),
-        ({"json_path": "QueueUrls[0]", "expected": "a", "output_contains": "b"}, '{"QueueUrls": ["a"]}', False),
+        (
+            {"json_path": "QueueUrls[0]", "expected": "a", "output_contains": "b"},
+            '{"QueueUrls": ["a"]}',
+            False,
+        ),
         ({"json_path": "QueueUrls", "expected": 1}, "no JSON", False),
         ({"json_path": "QueueUrls", "expected": 1}, "[" * 100_000, False),
         ({}, "", True),
@@ -568,5 +688,7 @@ class Output:
     ],
 )
 def test_checks_by_command(wanted: dict[str, Any], output: str | None, holds: bool) -> None:
-    (check,) = parse_criteria({"state_checks": [{"command": LOOK, "description": "x"} | wanted]}).checks
+    (check,) = parse_criteria(
+        {"state_checks": [{"command": LOOK, "description": "x"} | wanted]}
+    ).checks
     assert check.holds(Output(output)) is holds

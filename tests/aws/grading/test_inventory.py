@@ -1,4 +1,5 @@
-"""The inventory: what it lists, what it leaves out, and that it asks only where something changed."""
+"""The inventory: what it lists, what it leaves out, and that it asks only where something
+changed."""
 
 import pytest
 
@@ -21,7 +22,12 @@ class FakeAccount:
         self.calls.append(operation)
         if operation != "ListTopics":
             raise StateCallError("NotImplemented", "")
-        return {"Topics": [{"TopicArn": "arn:aws:sns:us-east-1:000000000000:b"}, {"TopicArn": "arn:a:sns:r:0:a"}]}
+        return {
+            "Topics": [
+                {"TopicArn": "arn:aws:sns:us-east-1:000000000000:b"},
+                {"TopicArn": "arn:a:sns:r:0:a"},
+            ]
+        }
 
 
 def test_it_is_kept_until_something_changed() -> None:
@@ -42,7 +48,10 @@ class PagedAccount:
 
     def call(self, service: str, operation: str, params: dict) -> dict:
         page = int(params.get("NextToken", "0"))
-        return {"Parameters": [{"Name": f"p{page}"}], **({"NextToken": str(page + 1)} if page < 2 else {})}
+        return {
+            "Parameters": [{"Name": f"p{page}"}],
+            **({"NextToken": str(page + 1)} if page < 2 else {}),
+        }
 
 
 def test_every_page_of_a_list_is_read_as_far_as_needed() -> None:

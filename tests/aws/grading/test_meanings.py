@@ -12,7 +12,9 @@ from realhf.aws.grading.differences import canonical
 from realhf.aws.grading.meanings import MemberPosition, holds_tags, is_setting, only_describes
 from realhf.aws.grading.snapshot import snapshot_of
 
-TABLES = yaml.safe_load(meanings.resources.files("realhf.aws.grading").joinpath("meanings.yaml").read_text())
+TABLES = yaml.safe_load(
+    meanings.resources.files("realhf.aws.grading").joinpath("meanings.yaml").read_text()
+)
 LOADER = botocore.loaders.create_loader()
 
 
@@ -62,7 +64,9 @@ def test_tags_are_a_list_or_a_map_in_the_services_model(kind: str, path: str) ->
         (("ec2", "tags", "i-1"), "[]", True),
     ],
 )
-def test_harmless_text_is_named_exactly(key: tuple[str, str, str], path: str, harmless: bool) -> None:
+def test_harmless_text_is_named_exactly(
+    key: tuple[str, str, str], path: str, harmless: bool
+) -> None:
     assert only_describes(key, path) is harmless
 
 
@@ -72,19 +76,30 @@ def test_kinds_are_named_exactly() -> None:
     assert holds_tags(("s3", "bucket_tags", "b")) and not holds_tags(("x", "bucket_tags", "b"))
 
 
-DEFAULTS = [(kind, default) for kind, defaults in TABLES["defaults"].items() for default in defaults]
+DEFAULTS = [
+    (kind, default) for kind, defaults in TABLES["defaults"].items() for default in defaults
+]
 
 
 ATTRIBUTES = {
-    *("FifoTopic", "TracingConfig", "FifoThroughputScope", "MaximumMessageSize", "SignatureVersion"),
+    *(
+        "FifoTopic",
+        "TracingConfig",
+        "FifoThroughputScope",
+        "MaximumMessageSize",
+        "SignatureVersion",
+    ),
     *("FilterPolicyScope", "SqsManagedSseEnabled", "redrivePermission"),
     *("EnableDnsSupport", "EnableDnsHostnames", "content_type", "s3_object_storage_mode"),
 }
-"""Keys of maps and documents of attributes, of operations of their own, and of the simulator: no model has them."""
+"""Keys of maps and documents of attributes, of operations of their own, and of the simulator: no
+model has them."""
 
 
 @pytest.mark.parametrize(("kind", "default"), DEFAULTS)
-def test_a_default_is_a_member_of_the_services_model_with_the_page_of_aws(kind: str, default: dict) -> None:
+def test_a_default_is_a_member_of_the_services_model_with_the_page_of_aws(
+    kind: str, default: dict
+) -> None:
     service = kind.partition("/")[0]
     member = default["path"].rpartition("/")[2].removesuffix("[]")
     assert set(default) - {"where"} == {"path", "is", "aws"} and isinstance(default["is"], str)
@@ -158,7 +173,11 @@ def plan(**more: object) -> dict:
     return {"BackupPlan": {"Rules": [{"RuleName": "r", **more}]}}
 
 
-USUAL_BACKUP = {"StartWindowMinutes": 480, "CompletionWindowMinutes": 10080, "ScheduleExpressionTimezone": "Etc/UTC"}
+USUAL_BACKUP = {
+    "StartWindowMinutes": 480,
+    "CompletionWindowMinutes": 10080,
+    "ScheduleExpressionTimezone": "Etc/UTC",
+}
 
 
 def client(**more: object) -> dict:
@@ -221,49 +240,110 @@ def stored(**more: object) -> dict:
         ("ecs", "task_defs", port("bridge", hostPort=80), port("bridge"), False),
         ("lambda", "functions", logged(LogFormat="Text", LogGroup="/aws/lambda/f"), logged(), True),
         ("lambda", "functions", logged(LogGroup="/aws/lambda/g"), logged(), False),
-        ("lambda", "functions", logged(LogFormat="JSON", SystemLogLevel="INFO"), logged(LogFormat="JSON"), True),
+        (
+            "lambda",
+            "functions",
+            logged(LogFormat="JSON", SystemLogLevel="INFO"),
+            logged(LogFormat="JSON"),
+            True,
+        ),
         ("lambda", "functions", logged(SystemLogLevel="INFO"), logged(), False),
-        ("lambda", "functions", published(LogFormat="Text", LogGroup="/aws/lambda/f"), published(), True),
+        (
+            "lambda",
+            "functions",
+            published(LogFormat="Text", LogGroup="/aws/lambda/f"),
+            published(),
+            True,
+        ),
         ("lambda", "functions", published(LogGroup="/aws/lambda/g"), published(), False),
         ("rds", "instances", stored(KmsKeyId="alias/aws/rds"), stored(), True),
         ("rds", "instances", stored(KmsKeyId="alias/mine"), stored(), False),
         ("cloudwatch", "alarms", alarm(DatapointsToAlarm=2), alarm(), True),
         ("cloudwatch", "alarms", alarm(DatapointsToAlarm=1), alarm(), False),
         ("cloudwatch", "alarms", alarm(Unit="Percent"), alarm(), True),
-        ("cloudwatch", "alarms", alarm(Unit="Percent", MetricName="NetworkIn"), alarm(MetricName="NetworkIn"), False),
+        (
+            "cloudwatch",
+            "alarms",
+            alarm(Unit="Percent", MetricName="NetworkIn"),
+            alarm(MetricName="NetworkIn"),
+            False,
+        ),
         ("cognito-idp", "user_pools", pool(RequireNumbers=False), pool(), True),
         ("cognito-idp", "user_pools", pool(RequireNumbers=True), pool(), False),
         ("cognito-idp", "user_pools", invited(UnusedAccountValidityDays=7), invited(), True),
         ("cognito-idp", "user_pools", invited(UnusedAccountValidityDays=8), invited(), False),
-        ("efs", "file_systems", encrypted(KmsKeyId=EFS, PerformanceMode="generalPurpose"), encrypted(), True),
+        (
+            "efs",
+            "file_systems",
+            encrypted(KmsKeyId=EFS, PerformanceMode="generalPurpose"),
+            encrypted(),
+            True,
+        ),
         ("efs", "file_systems", encrypted(KmsKeyId="alias/mine"), encrypted(), False),
         ("efs", "file_systems", {"n": 1, "KmsKeyId": EFS}, {"n": 1}, False),
         ("firehose", "streams", delivery(**USUAL_DELIVERY), delivery(), True),
         ("firehose", "streams", delivery(BufferingHints={"SizeInMBs": 1}), delivery(), False),
         ("firehose", "streams", delivery(S3BackupMode="Enabled"), delivery(), False),
-        ("secretsmanager", "secrets", {"n": 1, "KmsKeyId": "alias/aws/secretsmanager"}, {"n": 1}, True),
+        (
+            "secretsmanager",
+            "secrets",
+            {"n": 1, "KmsKeyId": "alias/aws/secretsmanager"},
+            {"n": 1},
+            True,
+        ),
         ("secretsmanager", "secrets", {"n": 1, "KmsKeyId": "alias/mine"}, {"n": 1}, False),
         ("ec2", "security_groups", rule(Description="mine"), rule(), True),
         ("ec2", "security_groups", rule(Ipv6="mine"), rule(), False),
         ("route53", "health_checks", check(EnableSNI=True), check(), True),
         ("route53", "health_checks", check(EnableSNI=False), check(), False),
         ("route53", "health_checks", check(Type="HTTP", EnableSNI=True), check(Type="HTTP"), False),
-        ("events", "targets", [{"Id": "a", "RetryPolicy": {"MaximumRetryAttempts": 185}}], [{"Id": "a"}], True),
-        ("events", "targets", [{"Id": "a", "RetryPolicy": {"MaximumRetryAttempts": 0}}], [{"Id": "a"}], False),
+        (
+            "events",
+            "targets",
+            [{"Id": "a", "RetryPolicy": {"MaximumRetryAttempts": 185}}],
+            [{"Id": "a"}],
+            True,
+        ),
+        (
+            "events",
+            "targets",
+            [{"Id": "a", "RetryPolicy": {"MaximumRetryAttempts": 0}}],
+            [{"Id": "a"}],
+            False,
+        ),
         ("sqs", "queues", {"attributes": {"SqsManagedSseEnabled": "true"}, "n": 1}, {"n": 1}, True),
-        ("sqs", "queues", {"attributes": {"SqsManagedSseEnabled": "false"}, "n": 1}, {"n": 1}, False),
+        (
+            "sqs",
+            "queues",
+            {"attributes": {"SqsManagedSseEnabled": "false"}, "n": 1},
+            {"n": 1},
+            False,
+        ),
         ("logs", "metric_filters", {"filterPattern": '"ERROR"'}, {"filterPattern": "ERROR"}, True),
-        ("logs", "metric_filters", {"filterPattern": '"AN ERROR"'}, {"filterPattern": "AN ERROR"}, False),
+        (
+            "logs",
+            "metric_filters",
+            {"filterPattern": '"AN ERROR"'},
+            {"filterPattern": "AN ERROR"},
+            False,
+        ),
         ("s3", "buckets", {"EnableDnsSupport": "true"}, {}, False),
     ],
 )
-def test_a_default_given_is_as_good_as_none(service: str, kind: str, one: object, other: object, equal: bool) -> None:
+def test_a_default_given_is_as_good_as_none(
+    service: str, kind: str, one: object, other: object, equal: bool
+) -> None:
     assert (read(service, kind, one) == read(service, kind, other)) is equal
 
 
 def tagged(*tags: str) -> dict:
     """A selection of AWS Backup by its list of tags."""
-    return {"ListOfTags": [{"ConditionType": "STRINGEQUALS", "ConditionKey": t, "ConditionValue": "v"} for t in tags]}
+    return {
+        "ListOfTags": [
+            {"ConditionType": "STRINGEQUALS", "ConditionKey": t, "ConditionValue": "v"}
+            for t in tags
+        ]
+    }
 
 
 def limited(*tags: str, operator: str = "StringEquals", **more: object) -> dict:
@@ -285,7 +365,9 @@ def limited(*tags: str, operator: str = "StringEquals", **more: object) -> dict:
         (tagged("a"), limited("a", **tagged("b")), False),
     ],
 )
-def test_a_backup_of_one_tag_may_be_a_list_or_a_condition(one: dict, other: dict, equal: bool) -> None:
+def test_a_backup_of_one_tag_may_be_a_list_or_a_condition(
+    one: dict, other: dict, equal: bool
+) -> None:
     assert (read("backup", "selections", one) == read("backup", "selections", other)) is equal
 
 
@@ -301,7 +383,10 @@ def test_what_has_an_order_is_a_list_in_the_services_model(service: str, member:
 def read(service: str, kind: str, value: object) -> str:
     """What a resource says, and what lies within it, in the form that equal ones share."""
     resources = snapshot_of([json.dumps([service, kind, "", "x", 1, value])], 1.7e9).resources
-    return "\n".join(f"{key} {canonical(held, MemberPosition.of(key))}" for key, held in sorted(resources.items()))
+    return "\n".join(
+        f"{key} {canonical(held, MemberPosition.of(key))}"
+        for key, held in sorted(resources.items())
+    )
 
 
 def columns(*names: str) -> dict:
@@ -336,9 +421,21 @@ def redrive(count: object) -> dict:
         ("events", "rules", pattern(1), pattern("1"), False),
         ("stepfunctions", "state_machines", definition(30), definition("30"), False),
         ("stepfunctions", "state_machines", definition(30), definition(30.0), True),
-        ("stepfunctions", "state_machines", definition(1, "a", "b"), definition(1, "b", "a"), False),
+        (
+            "stepfunctions",
+            "state_machines",
+            definition(1, "a", "b"),
+            definition(1, "b", "a"),
+            False,
+        ),
         ("sqs", "queues", redrive(4), redrive("4"), True),
-        ("sqs", "queues", {"attributes": {"DelaySeconds": 4}}, {"attributes": {"DelaySeconds": "4"}}, True),
+        (
+            "sqs",
+            "queues",
+            {"attributes": {"DelaySeconds": 4}},
+            {"attributes": {"DelaySeconds": "4"}},
+            True,
+        ),
         ("ecs", "task_defs", container(entryPoint=[""]), container(), False),
         ("ecs", "task_defs", container(entryPoint=[]), container(), True),
         ("ecs", "task_defs", container(command=["a", "b"]), container(command=["b", "a"]), False),
@@ -351,7 +448,9 @@ def redrive(count: object) -> dict:
         ("s3", "bucket_notifications", "<N><TopicConfiguration/></N>", "<N/>", True),
     ],
 )
-def test_types_decide_what_is_equal(service: str, kind: str, one: object, other: object, equal: bool) -> None:
+def test_types_decide_what_is_equal(
+    service: str, kind: str, one: object, other: object, equal: bool
+) -> None:
     assert (read(service, kind, one) == read(service, kind, other)) is equal
 
 
@@ -361,6 +460,9 @@ def test_structures_without_members_are_those_of_the_model() -> None:
         name
         for shape in shapes.values()
         for name, inner in shape.get("members", {}).items()
-        if shapes[inner["shape"]]["type"] == "structure" and not shapes[inner["shape"]].get("members")
+        if shapes[inner["shape"]]["type"] == "structure"
+        and not shapes[inner["shape"]].get("members")
     }
-    assert empty - {"Cont", "End", "Parquet"} == snapshot.STRUCTURES_WITHOUT_MEMBERS, "the others are answers"
+    assert empty - {"Cont", "End", "Parquet"} == snapshot.STRUCTURES_WITHOUT_MEMBERS, (
+        "the others are answers"
+    )

@@ -1,5 +1,5 @@
-"""Policies as AWS would take them, the patterns in them, and policies compared by what they mean: against every request
-there is, and as people write them."""
+"""Policies as AWS would take them, the patterns in them, and policies compared by what they mean:
+against every request there is, and as people write them."""
 
 import itertools
 import re
@@ -30,12 +30,26 @@ ALLOW = {"Effect": "Allow", "Action": "s3:GetObject", "Resource": "arn:aws:s3:::
 
 def test_one_form_whatever_the_notation() -> None:
     (one,) = parse_policy(
-        {"Statement": {**ALLOW, "Principal": {"AWS": ["123456789012"], "Service": "x.amazonaws.com"}}}
+        {
+            "Statement": {
+                **ALLOW,
+                "Principal": {"AWS": ["123456789012"], "Service": "x.amazonaws.com"},
+            }
+        }
     )
-    assert one.principals == Names(("AWS:arn:aws:iam::123456789012:root", "Service:x.amazonaws.com"))
+    assert one.principals == Names(
+        ("AWS:arn:aws:iam::123456789012:root", "Service:x.amazonaws.com")
+    )
     assert (one.allow, one.actions.patterns, one.conditions) == (True, ("s3:getobject",), ())
-    (other,) = parse_policy('{"Statement": [{"Effect": "Deny", "NotAction": "*", "NotPrincipal": "*"}]}')
-    assert not other.allow and other.actions.inverted and other.principals.inverted and other.resources == Names()
+    (other,) = parse_policy(
+        '{"Statement": [{"Effect": "Deny", "NotAction": "*", "NotPrincipal": "*"}]}'
+    )
+    assert (
+        not other.allow
+        and other.actions.inverted
+        and other.principals.inverted
+        and other.resources == Names()
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +106,9 @@ def test_no_pattern_takes_long() -> None:
         assert not matches("*a" * (20 + number % 7) + f"*{number}", "a" * 2000 + "b")
 
 
-LONGER_NAMES = ["".join(chars) for size in range(1, 7) for chars in itertools.product("abz", repeat=size)]
+LONGER_NAMES = [
+    "".join(chars) for size in range(1, 7) for chars in itertools.product("abz", repeat=size)
+]
 """z stands for all that no pattern names."""
 
 
@@ -119,19 +135,29 @@ def test_the_combinations_are_those_of_all_names(chars: str) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.builds(str.__add__, st.text("ab", max_size=4), st.sampled_from(["", "*"])), max_size=6))
-def test_patterns_with_a_star_at_the_end_need_no_automaton_and_get_the_same(patterns: list[str]) -> None:
+@given(
+    st.lists(
+        st.builds(str.__add__, st.text("ab", max_size=4), st.sampled_from(["", "*"])), max_size=6
+    )
+)
+def test_patterns_with_a_star_at_the_end_need_no_automaton_and_get_the_same(
+    patterns: list[str],
+) -> None:
     """A pattern that matches nothing but a ? sends the same patterns through the automata."""
     quick = combinations(patterns, Budget(1_000_000))
     for mask, name in quick.items():
         assert matched(patterns, name) == mask
     last = 1 << len(patterns)
-    assert quick.keys() == {mask & ~last for mask in combinations([*patterns, "?"], Budget(1_000_000))}
+    assert quick.keys() == {
+        mask & ~last for mask in combinations([*patterns, "?"], Budget(1_000_000))
+    }
 
 
 def test_what_a_variable_stands_for_is_left_open() -> None:
     masks = combinations(["home/${aws:username}/*", "home/*"], Budget(10_000)).keys()
-    assert masks == {0b00, 0b10, 0b11}, "within home/* both what the variable names and what it does not"
+    assert masks == {0b00, 0b10, 0b11}, (
+        "within home/* both what the variable names and what it does not"
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,12 +195,16 @@ class Request:
 
 
 def applies(statement: Statement, request: Request) -> bool:
-    """Whether a statement is about a request, worked out one by one; conditions on numbers are never met."""
+    """Whether a statement is about a request, worked out one by one; conditions on numbers are
+    never met."""
     return (
         statement.principals.has(request.principal)
         and statement.actions.has(request.action)
         and statement.resources.has(request.resource)
-        and all(condition_met(*condition, request.context.get(condition[1])) for condition in statement.conditions)
+        and all(
+            condition_met(*condition, request.context.get(condition[1]))
+            for condition in statement.conditions
+        )
     )
 
 
@@ -185,7 +215,10 @@ def condition_met(operator: str, _key: str, values: tuple[str, ...], found: str 
         return False
     if found is None:
         return negated or operator.endswith("ifexists")
-    return any(found == value if kind == "stringequals" else matches(value, found) for value in values) is not negated
+    return (
+        any(found == value if kind == "stringequals" else matches(value, found) for value in values)
+        is not negated
+    )
 
 
 NAMES = ["".join(chars) for size in range(1, 5) for chars in itertools.product("abz", repeat=size)]
@@ -204,13 +237,23 @@ some_names = st.builds(
     st.lists(st.text("ab*?", min_size=1, max_size=2), min_size=1, max_size=2).map(tuple),
     st.sampled_from([False, False, True]),
 )
-principals = st.sampled_from([Names(), Names(), Names(("AWS:a",)), Names(("AWS:a", "AWS:b")), Names(("AWS:a",), True)])
+principals = st.sampled_from(
+    [Names(), Names(), Names(("AWS:a",)), Names(("AWS:a", "AWS:b")), Names(("AWS:a",), True)]
+)
 
 
 def policies(conditions: int, boundaries: bool = True) -> st.SearchStrategy[Policies]:
     held = st.lists(st.sampled_from(CONDITIONS[:5]), max_size=conditions).map(tuple)
     statements = st.lists(
-        st.builds(Statement, st.sampled_from([True, True, False]), principals, some_names, some_names, held), max_size=3
+        st.builds(
+            Statement,
+            st.sampled_from([True, True, False]),
+            principals,
+            some_names,
+            some_names,
+            held,
+        ),
+        max_size=3,
     ).map(tuple)
     return st.builds(Policies, statements, st.none() | statements if boundaries else st.none())
 
@@ -220,7 +263,8 @@ def kinds(names: list[Names], tried: list[str]) -> set[tuple[bool, ...]]:
 
 
 def every_answer(one: Policies, other: Policies) -> Iterator[tuple[str, str]]:
-    """The answers of both to every request of short names, by way of what each statement says to it alone."""
+    """The answers of both to every request of short names, by way of what each statement says to it
+    alone."""
     parts = [one.statements, one.boundary or (), other.statements, other.boundary or ()]
     statements = [statement for part in parts for statement in part]
     starts = [0, *itertools.accumulate(map(len, parts))]
@@ -233,7 +277,8 @@ def every_answer(one: Policies, other: Policies) -> Iterator[tuple[str, str]]:
     for chosen in itertools.product(*each):
         about = [all(dimension[n] for dimension in chosen) for n in range(len(statements))]
         effects = [
-            {statements[n].allow for n in range(begin, end) if about[n]} for begin, end in itertools.pairwise(starts)
+            {statements[n].allow for n in range(begin, end) if about[n]}
+            for begin, end in itertools.pairwise(starts)
         ]
         yield answer(effects[0], effects[1], one), answer(effects[2], effects[3], other)
 
@@ -255,7 +300,10 @@ def test_without_conditions_the_comparison_is_exact(one: Policies, other: Polici
     answers = list(every_answer(one, other))
     assert equal(one, other, Budget(100_000)) is all(first == second for first, second in answers)
     found = gains(one, other, Budget(100_000))
-    assert bool(gains(other, one, Budget(100_000))) is compare_policies(one, other, Budget(100_000)).loses
+    assert (
+        bool(gains(other, one, Budget(100_000)))
+        is compare_policies(one, other, Budget(100_000)).loses
+    )
     assert bool(found) is any(first != "allow" and second == "allow" for first, second in answers)
     for gain in found:
         request = Request(*gain.example)
@@ -265,7 +313,11 @@ def test_without_conditions_the_comparison_is_exact(one: Policies, other: Polici
 
 def says(of: Policies, request: Request) -> str:
     effects = {statement.allow for statement in of.statements if applies(statement, request)}
-    return answer(effects, {statement.allow for statement in of.boundary or () if applies(statement, request)}, of)
+    return answer(
+        effects,
+        {statement.allow for statement in of.boundary or () if applies(statement, request)},
+        of,
+    )
 
 
 @pytest.mark.nightly
@@ -316,9 +368,17 @@ def of(statements: Any, owner: str = "") -> Policies:
 @pytest.mark.parametrize(
     ("wanted", "found", "owner"),
     [
-        (READ, [{**READ, "Sid": "x", "Action": ["S3:getobject"], "Resource": ["arn:aws:s3:::data/*"]}], ""),
+        (
+            READ,
+            [{**READ, "Sid": "x", "Action": ["S3:getobject"], "Resource": ["arn:aws:s3:::data/*"]}],
+            "",
+        ),
         (READ, [READ, {**READ, "Resource": "arn:aws:s3:::data/reports/*"}], ""),
-        ({**READ, "Action": ["s3:GetObject", "s3:PutObject"]}, [{**READ, "Action": "s3:PutObject"}, READ], ""),
+        (
+            {**READ, "Action": ["s3:GetObject", "s3:PutObject"]},
+            [{**READ, "Action": "s3:PutObject"}, READ],
+            "",
+        ),
         (READ, [READ, {**READ, "Effect": "Deny", "Action": "s3:*", "Condition": INSECURE}], ""),
         (SEND, {**SEND, "Resource": "*"}, QUEUE),
         (SEND, {**SEND, "Condition": {"StringEquals": {"AWS:sourcearn": [TOPIC]}}}, QUEUE),
@@ -335,7 +395,11 @@ def of(statements: Any, owner: str = "") -> Policies:
             QUEUE,
         ),
         ({**SEND, "Principal": "*"}, {**SEND, "Principal": {"AWS": ["*"]}}, QUEUE),
-        ({**SEND, "Principal": {"AWS": "000000000000"}}, {**SEND, "Principal": {"AWS": ROOT}}, QUEUE),
+        (
+            {**SEND, "Principal": {"AWS": "000000000000"}},
+            {**SEND, "Principal": {"AWS": ROOT}},
+            QUEUE,
+        ),
     ],
 )
 def test_one_policy_written_twice(wanted: Any, found: Any, owner: str) -> None:
@@ -356,7 +420,11 @@ def test_one_policy_written_twice(wanted: Any, found: Any, owner: str) -> None:
         (READ, {**READ, "Resource": "arn:aws:s3:::data/${aws:username}/*"}, False),
         ({**READ, "Resource": "arn:aws:s3:::data/${aws:username}/*"}, READ, True),
         (SEND, {**SEND, "Condition": {"ArnLike": {"aws:SourceArn": TOPIC[:-1] + "*"}}}, True),
-        (SEND, {**SEND, "Condition": {"StringEquals": {"aws:SourceArn": [TOPIC, TOPIC + "2"]}}}, True),
+        (
+            SEND,
+            {**SEND, "Condition": {"StringEquals": {"aws:SourceArn": [TOPIC, TOPIC + "2"]}}},
+            True,
+        ),
         (
             {**SEND, "Condition": {"StringLike": {"k": "a*"}}},
             [{**SEND, "Condition": {"StringLike": {"k": one}}} for one in ("a*", "b")],
@@ -367,12 +435,24 @@ def test_one_policy_written_twice(wanted: Any, found: Any, owner: str) -> None:
             [{**SEND, "Condition": {operator: {"k": one}}} for operator, one in ARNS],
             True,
         ),
-        ({**SEND, "Principal": {"AWS": ROOT}}, {**SEND, "Principal": {"AWS": ROOT[:-4] + "user/x"}}, True),
-        ({**SEND, "Principal": {"AWS": ROOT[:-4] + "role/x"}}, {**SEND, "Principal": {"AWS": ROOT}}, True),
+        (
+            {**SEND, "Principal": {"AWS": ROOT}},
+            {**SEND, "Principal": {"AWS": ROOT[:-4] + "user/x"}},
+            True,
+        ),
+        (
+            {**SEND, "Principal": {"AWS": ROOT[:-4] + "role/x"}},
+            {**SEND, "Principal": {"AWS": ROOT}},
+            True,
+        ),
     ],
 )
 def test_policies_that_differ(wanted: Any, found: Any, more: bool) -> None:
-    found = {key: value for key, value in found.items() if value is not None} if isinstance(found, dict) else found
+    found = (
+        {key: value for key, value in found.items() if value is not None}
+        if isinstance(found, dict)
+        else found
+    )
     assert not equal(of(wanted), of(found), Budget(10_000))
     assert bool(gains(of(wanted), of(found), Budget(10_000))) is more
 
@@ -390,7 +470,11 @@ def test_a_denial_of_an_account_is_one_of_its_members() -> None:
 
 
 def test_a_gain_says_who_may_do_what() -> None:
-    found = gains(of(SEND, QUEUE), of([SEND, {**SEND, "Principal": "*", "Action": "sqs:Send*"}], QUEUE), Budget(10_000))
+    found = gains(
+        of(SEND, QUEUE),
+        of([SEND, {**SEND, "Principal": "*", "Action": "sqs:Send*"}], QUEUE),
+        Budget(10_000),
+    )
     (gain,) = found
     assert gain.principal == "*"
     assert str(gain) == f"sqs:send* on {QUEUE} where aws:sourcearn equals {TOPIC}"
@@ -399,7 +483,11 @@ def test_a_gain_says_who_may_do_what() -> None:
 
 
 def test_a_long_policy_of_plain_names_is_answered() -> None:
-    many = {**READ, "Action": [f"s3:{i}" for i in range(400)], "Resource": [f"arn:{i}*" for i in range(400)]}
+    many = {
+        **READ,
+        "Action": [f"s3:{i}" for i in range(400)],
+        "Resource": [f"arn:{i}*" for i in range(400)],
+    }
     assert not equal(of(READ), of(many), Budget(20_000))
 
 

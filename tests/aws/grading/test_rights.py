@@ -21,24 +21,42 @@ QUEUE = f"arn:aws:sqs:us-east-1:{ACCOUNT}:jobs"
 ADMIN = "arn:aws:iam::aws:policy/AdministratorAccess"
 OWN = f"arn:aws:iam::{ACCOUNT}:policy/own"
 ALL = {"Statement": {"Effect": "Allow", "Action": "*", "Resource": "*"}}
-READ = {"Statement": {"Effect": "Allow", "Action": "s3:GetObject", "Resource": "arn:aws:s3:::data/*"}}
-LIST = {"Statement": {"Effect": "Allow", "Action": "s3:ListBucket", "Resource": "arn:aws:s3:::data"}}
+READ = {
+    "Statement": {"Effect": "Allow", "Action": "s3:GetObject", "Resource": "arn:aws:s3:::data/*"}
+}
+LIST = {
+    "Statement": {"Effect": "Allow", "Action": "s3:ListBucket", "Resource": "arn:aws:s3:::data"}
+}
 
 
 def trust(**principal: Any) -> dict[str, Any]:
-    return {"Statement": [{"Effect": "Allow", "Principal": principal or "*", "Action": "sts:AssumeRole"}]}
+    return {
+        "Statement": [
+            {"Effect": "Allow", "Principal": principal or "*", "Action": "sts:AssumeRole"}
+        ]
+    }
 
 
 def send(principal: Any, **more: Any) -> dict[str, Any]:
-    statement = {"Effect": "Allow", "Principal": principal, "Action": "sqs:SendMessage", "Resource": QUEUE, **more}
+    statement = {
+        "Effect": "Allow",
+        "Principal": principal,
+        "Action": "sqs:SendMessage",
+        "Resource": QUEUE,
+        **more,
+    }
     return {"Version": "2012-10-17", "Statement": [statement]}
 
 
 class Account:
-    """An account with a user, a group, a role, a policy and a queue, in the shape that MiniStack keeps them in."""
+    """An account with a user, a group, a role, a policy and a queue, in the shape that MiniStack
+    keeps them in."""
 
     def __init__(self) -> None:
-        self.user: dict[str, Any] = {"Arn": f"arn:aws:iam::{ACCOUNT}:user/ann", "AttachedPolicies": []}
+        self.user: dict[str, Any] = {
+            "Arn": f"arn:aws:iam::{ACCOUNT}:user/ann",
+            "AttachedPolicies": [],
+        }
         self.inline: dict[str, Any] = {}
         self.group: dict[str, Any] = {"Users": [], "AttachedPolicies": []}
         self.group_inline: dict[str, Any] = {}
@@ -59,7 +77,11 @@ class Account:
             ("iam", "groups", "staff"): self.group,
             ("iam", "group_inline_policies", "staff"): self.group_inline,
             ("iam", "roles", "app"): self.role,
-            ("iam", "policies", OWN): {"Arn": OWN, "Versions": self.versions, "DefaultVersionId": self.default},
+            ("iam", "policies", OWN): {
+                "Arn": OWN,
+                "Versions": self.versions,
+                "DefaultVersionId": self.default,
+            },
             ("sqs", "queues", "jobs"): self.queue,
             **self.more,
         }
@@ -98,7 +120,9 @@ def test_whoever_stays_administrator_through_a_group_is_seen() -> None:
     by_group.group_inline["all"] = ALL
     by_inline.group.update(Users=["ann"])
     by_inline.inline["all"] = json.dumps(ALL)
-    assert change(by_inline, by_group).changed == ("staff",), "the user may do the same by either way"
+    assert change(by_inline, by_group).changed == ("staff",), (
+        "the user may do the same by either way"
+    )
 
 
 def test_a_group_without_members_gives_nobody_anything() -> None:
@@ -133,7 +157,9 @@ def test_a_boundary_limits_and_its_end_is_a_gain() -> None:
     assert len(change(bound, free).more) == 1
     small = Account()
     small.inline["read"] = READ
-    assert change(small, bound) == RightsChange(), "what the boundary leaves of everything is what it names"
+    assert change(small, bound) == RightsChange(), (
+        "what the boundary leaves of everything is what it names"
+    )
 
 
 def test_a_denial_of_what_nobody_allowed_changes_nothing_unless_a_resource_allows_it() -> None:
@@ -157,7 +183,8 @@ def test_policies_of_aws_are_equal_to_themselves_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["{", "[]", '{"Statement": [{"Effect": "Perhaps"}]}', '{"Statement": 5}', "[" * 5000]
+    "document",
+    ["{", "[]", '{"Statement": [{"Effect": "Perhaps"}]}', '{"Statement": 5}', "[" * 5000],
 )
 def test_what_cannot_be_read_may_be_anything(document: str) -> None:
     before = Account()
@@ -171,7 +198,14 @@ def test_what_cannot_be_read_may_be_anything(document: str) -> None:
     ("document", "who", "opening"),
     [
         (send("*"), "anybody", True),
-        (send({"AWS": "*"}, Condition={"ArnEquals": {"aws:SourceArn": "arn:aws:sns:us-east-1:1:t"}}), "anybody", True),
+        (
+            send(
+                {"AWS": "*"},
+                Condition={"ArnEquals": {"aws:SourceArn": "arn:aws:sns:us-east-1:1:t"}},
+            ),
+            "anybody",
+            True,
+        ),
         (send({"AWS": "arn:aws:iam::*:root"}), "anybody", True),
         (send({"Federated": "accounts.example"}), "anybody", True),
         (send({"AWS": "111122223333"}), "another account", True),
@@ -193,7 +227,9 @@ def test_who_gains_by_the_policy_of_a_resource(document: Any, who: str, opening:
 def test_wider_trust_is_told_with_the_role() -> None:
     before = Account()
     after = Account()
-    after.role["AssumeRolePolicyDocument"] = trust(Service=["lambda.amazonaws.com", "ec2.amazonaws.com"])
+    after.role["AssumeRolePolicyDocument"] = trust(
+        Service=["lambda.amazonaws.com", "ec2.amazonaws.com"]
+    )
     (more,) = change(before, after).more
     assert (more.holder, more.who) == (f"trust in {before.role['Arn']}", "a service")
     after.role["AssumeRolePolicyDocument"] = trust()
@@ -204,12 +240,27 @@ def test_policies_are_found_wherever_they_hang() -> None:
     before = Account()
     after = Account()
     function = f"arn:aws:lambda:us-east-1:{ACCOUNT}:function:f"
-    statement = {"Effect": "Allow", "Principal": "*", "Action": "lambda:InvokeFunction", "Resource": function}
+    statement = {
+        "Effect": "Allow",
+        "Principal": "*",
+        "Action": "lambda:InvokeFunction",
+        "Resource": function,
+    }
     after.more = {
         ("s3", "bucket_policies", "data"): {
-            "Statement": [{"Effect": "Allow", "Principal": "*", "Action": "s3:*", "Resource": "arn:aws:s3:::data"}]
+            "Statement": [
+                {
+                    "Effect": "Allow",
+                    "Principal": "*",
+                    "Action": "s3:*",
+                    "Resource": "arn:aws:s3:::data",
+                }
+            ]
         },
-        ("lambda", "functions", "f"): {"config": {"FunctionArn": function}, "policy": {"Statement": [statement]}},
+        ("lambda", "functions", "f"): {
+            "config": {"FunctionArn": function},
+            "policy": {"Statement": [statement]},
+        },
         ("kms", "grants", "g"): {
             "KeyId": "k",
             "GranteePrincipal": "arn:aws:iam::999988887777:root",
@@ -225,14 +276,25 @@ def test_policies_are_found_wherever_they_hang() -> None:
 
 
 def test_documents_are_the_same_when_they_mean_the_same() -> None:
-    assert same_policy(READ, json.dumps({"Version": "2012-10-17", "Statement": [READ["Statement"]] * 2}))
-    assert same_policy(READ, {"Statement": [{**READ["Statement"], "Effect": ["Allow"], "Action": ["s3:getobject"]}]})
+    assert same_policy(
+        READ, json.dumps({"Version": "2012-10-17", "Statement": [READ["Statement"]] * 2})
+    )
+    assert same_policy(
+        READ,
+        {"Statement": [{**READ["Statement"], "Effect": ["Allow"], "Action": ["s3:getobject"]}]},
+    )
     assert not same_policy(READ, ALL)
     assert not same_policy(READ, None)
     assert same_policy(None, {"Statement": []})
-    home = {"Effect": "Allow", "Action": "s3:GetObject", "Resource": "arn:aws:s3:::home/${aws:username}/*"}
+    home = {
+        "Effect": "Allow",
+        "Action": "s3:GetObject",
+        "Resource": "arn:aws:s3:::home/${aws:username}/*",
+    }
     assert same_policy({"Statement": home}, {"Version": "2008-10-17", "Statement": home})
-    assert not same_policy({"Statement": home}, {"Version": "2012-10-17", "Statement": home}), "a variable"
+    assert not same_policy({"Statement": home}, {"Version": "2012-10-17", "Statement": home}), (
+        "a variable"
+    )
 
 
 def hostile(kind: str) -> dict[str, Any]:
@@ -240,12 +302,21 @@ def hostile(kind: str) -> dict[str, Any]:
         listed = [{"Effect": "Allow", "Action": f"a:{n}", "Resource": f"b{n}*"} for n in range(300)]
     elif kind == "stars":
         listed = [
-            {"Effect": "Deny", "Action": "*", "Resource": "*".join(f"{n * k % 97}" for k in range(200))}
+            {
+                "Effect": "Deny",
+                "Action": "*",
+                "Resource": "*".join(f"{n * k % 97}" for k in range(200)),
+            }
             for n in range(20)
         ]
     else:
         listed = [
-            {"Effect": "Allow", "Action": "*", "Resource": "*", "Condition": {"StringLike": {f"k{n}": "x"}}}
+            {
+                "Effect": "Allow",
+                "Action": "*",
+                "Resource": "*",
+                "Condition": {"StringLike": {f"k{n}": "x"}},
+            }
             for n in range(200)
         ]
     return {"Version": "2012-10-17", "Statement": listed}
@@ -253,11 +324,15 @@ def hostile(kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["statements", "stars", "conditions"])
 def test_what_takes_long_is_named_and_never_taken_for_equal(kind: str) -> None:
-    """Many holders of such policies cost no more than one: the steps are those of the whole account."""
+    """Many holders of such policies cost no more than one: the steps are those of the whole
+    account."""
     before = Account()
     after = Account()
     after.more = {
-        ("iam", "users", f"u{n}"): {"Arn": f"arn:aws:iam::{ACCOUNT}:user/u{n}", "AttachedPolicies": [OWN]}
+        ("iam", "users", f"u{n}"): {
+            "Arn": f"arn:aws:iam::{ACCOUNT}:user/u{n}",
+            "AttachedPolicies": [OWN],
+        }
         for n in range(100)
     }
     after.versions["v1"] = {"Document": json.dumps(hostile(kind))}

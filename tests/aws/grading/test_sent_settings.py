@@ -1,5 +1,5 @@
-"""Settings that the simulator drops, compared as they were sent: other values, values that came later, defaults, what
-is no setting of the target, and what the table does not know."""
+"""Settings that the simulator drops, compared as they were sent: other values, values that came
+later, defaults, what is no setting of the target, and what the table does not know."""
 
 import json
 import random
@@ -32,13 +32,26 @@ CHANGE = "autoscaling:UpdateAutoScalingGroup"
 NETWORK = "ec2:CreateVpc"
 TABLE = MemberTable(
     {
-        MAKE: {"AutoScalingGroupName": "names the resource", "MinSize": "kept", "Context": "not kept", "Tags": "text"},
-        CHANGE: {"AutoScalingGroupName": "names the resource", "MinSize": "kept", "Policy.Kinds[].Name": "not kept"}
+        MAKE: {
+            "AutoScalingGroupName": "names the resource",
+            "MinSize": "kept",
+            "Context": "not kept",
+            "Tags": "text",
+        },
+        CHANGE: {
+            "AutoScalingGroupName": "names the resource",
+            "MinSize": "kept",
+            "Policy.Kinds[].Name": "not kept",
+        }
         | {"Context": "not kept", "Cooldown": "default", "Token": "steers the request only"},
         NETWORK: {"CidrBlock": "kept", "Pool": "not kept"},
         "ec2:ModifyVpcAttribute": {"VpcId": "names the resource", "Attributes.*": "not kept"},
     },
-    {MAKE: ["AutoScalingGroupName"], CHANGE: ["AutoScalingGroupName"], "ec2:ModifyVpcAttribute": ["VpcId"]},
+    {
+        MAKE: ["AutoScalingGroupName"],
+        CHANGE: ["AutoScalingGroupName"],
+        "ec2:ModifyVpcAttribute": ["VpcId"],
+    },
     uses=["autoscaling:ExecutePolicy"],
     defaults=[Default(CHANGE, "Cooldown", "300"), Default(CHANGE, "Port", "80", {"Kind": "web"})],
 )
@@ -49,7 +62,9 @@ TARGET = [
 
 
 SHOP = ("autoscaling", "asgs", "shop")
-GONE = SentWrite("autoscaling:DeleteAutoScalingGroup", {"AutoScalingGroupName": "shop"}, gone=frozenset({SHOP}))
+GONE = SentWrite(
+    "autoscaling:DeleteAutoScalingGroup", {"AutoScalingGroupName": "shop"}, gone=frozenset({SHOP})
+)
 
 
 def born(deeds: list[SentWrite]) -> list[SentWrite]:
@@ -59,7 +74,9 @@ def born(deeds: list[SentWrite]) -> list[SentWrite]:
 
 def words(mine: list[SentWrite], wanted: list[SentWrite] = TARGET) -> list[str]:
     account = {("autoscaling", "asgs", "shop"): {}}
-    return find_differing_settings(build_settings(mine, TABLE), build_settings(wanted, TABLE), account, account)
+    return find_differing_settings(
+        build_settings(mine, TABLE), build_settings(wanted, TABLE), account, account
+    )
 
 
 def change(name: str = "shop", **more: object) -> SentWrite:
@@ -67,7 +84,9 @@ def change(name: str = "shop", **more: object) -> SentWrite:
 
 
 def test_another_value_of_what_is_not_kept_is_told_with_operation_and_member() -> None:
-    assert words([*TARGET, change(Context="other")]) == [f"{CHANGE} Context = other and not nothing, of shop"]
+    assert words([*TARGET, change(Context="other")]) == [
+        f"{CHANGE} Context = other and not nothing, of shop"
+    ]
     assert not words([*TARGET, change(MinSize=7)]), "the account tells it"
     assert not words([*TARGET, change(Token="other")])
     assert words([*TARGET, change(Policy={"Kinds": [{"Name": "b"}, {"Name": "a"}]})]) == [
@@ -95,16 +114,23 @@ def test_a_setting_is_as_it_was_sent_last() -> None:
 def test_only_what_is_gone_from_the_account_is_forgotten() -> None:
     table = MemberTable({"s3:CreateBucket": {"Context": "not kept"}}, {})
     bucket = ("s3", "buckets", "shop")
-    made = SentWrite("s3:CreateBucket", {"Bucket": "shop", "Context": "other"}, born=frozenset({bucket}))
+    made = SentWrite(
+        "s3:CreateBucket", {"Bucket": "shop", "Context": "other"}, born=frozenset({bucket})
+    )
     ruled = SentWrite("s3:PutBucketCors", {"Bucket": "shop", "Rules": "wide"})
-    part = SentWrite("s3:DeleteBucketCors", {"Bucket": "shop"}, gone=frozenset({("s3", "bucket_cors", "shop")}))
+    part = SentWrite(
+        "s3:DeleteBucketCors", {"Bucket": "shop"}, gone=frozenset({("s3", "bucket_cors", "shop")})
+    )
     whole = SentWrite("s3:DeleteBucket", {"Bucket": "shop"})
 
     def held(*deeds: SentWrite) -> set[str]:
         return {path[0] for settings in build_settings(deeds, table).values() for path in settings}
 
     assert held(made, ruled, part) == {"context"}
-    assert held(made, ruled, replace(whole, params={"Bucket": "shop", "VersionId": "1"})) >= {"context", "rules"}
+    assert held(made, ruled, replace(whole, params={"Bucket": "shop", "VersionId": "1"})) >= {
+        "context",
+        "rules",
+    }
     assert held(made, ruled, whole) >= {"context", "rules"}, "it was asked for, and nothing went"
     assert not held(made, ruled, replace(whole, gone=frozenset({bucket}))) - {"bucket"}
     other = SentWrite("s3:DeleteObjects", {"Bucket": "shop"}, gone=frozenset({bucket}))
@@ -117,10 +143,14 @@ def test_only_what_is_gone_from_the_account_is_forgotten() -> None:
 def test_what_is_restored_is_not_about_to_end() -> None:
     ends = SentWrite("kms:ScheduleKeyDeletion", {"KeyId": "k", "PendingWindowInDays": 7})
     table_notes = {"kms:ScheduleKeyDeletion": {"PendingWindowInDays": "not kept"}}
-    table = MemberTable(table_notes, {"kms:ScheduleKeyDeletion": ["KeyId"], "kms:CancelKeyDeletion": ["KeyId"]})
+    table = MemberTable(
+        table_notes, {"kms:ScheduleKeyDeletion": ["KeyId"], "kms:CancelKeyDeletion": ["KeyId"]}
+    )
     account = {("kms", "keys", "k"): {}}
     assert told_of([ends], [], account, table)
-    assert not told_of([ends, SentWrite("kms:CancelKeyDeletion", {"KeyId": "k"})], [], account, table)
+    assert not told_of(
+        [ends, SentWrite("kms:CancelKeyDeletion", {"KeyId": "k"})], [], account, table
+    )
 
 
 def test_a_documented_default_is_as_good_as_nothing() -> None:
@@ -132,27 +162,47 @@ def test_a_documented_default_is_as_good_as_nothing() -> None:
 
 
 def test_what_an_operation_only_takes_away_is_no_setting() -> None:
-    noted = MemberTable({}, {}, noted=lambda operation, path: "steers the request only" if path == "DryRun" else "")
-    assert noted.fate("lambda:UpdateFunctionConfiguration", ("DryRun",)) == "steers the request only"
+    noted = MemberTable(
+        {}, {}, noted=lambda operation, path: "steers the request only" if path == "DryRun" else ""
+    )
+    assert (
+        noted.fate("lambda:UpdateFunctionConfiguration", ("DryRun",)) == "steers the request only"
+    )
     assert noted.fate("lambda:UpdateFunctionConfiguration", ("Layers",)) == "not probed"
     assert noted.fate("lambda:DeleteFunction", ("Qualifier",)) == "names the resource"
 
 
-def told_of(mine: list[SentWrite], wanted: list[SentWrite], account: dict, table: MemberTable = TABLE) -> list[str]:
-    return find_differing_settings(build_settings(mine, table), build_settings(wanted, table), account, account)
+def told_of(
+    mine: list[SentWrite], wanted: list[SentWrite], account: dict, table: MemberTable = TABLE
+) -> list[str]:
+    return find_differing_settings(
+        build_settings(mine, table), build_settings(wanted, table), account, account
+    )
 
 
 def test_what_was_not_probed_is_judged_by_the_account_where_that_shows_it() -> None:
     account = {
-        ("autoscaling", "asgs", "shop"): {"Novelty": "suffix", "Size": 2, "Rules": '{"Kind": [1, {"Color": "blue"}]}'},
+        ("autoscaling", "asgs", "shop"): {
+            "Novelty": "suffix",
+            "Size": 2,
+            "Rules": '{"Kind": [1, {"Color": "blue"}]}',
+        },
         ("autoscaling", "asgs", "other"): {"Count": 9},
     }
     shown = [change(Novelty="Suffix"), change(Size=2), change(Text="blue"), change(Size=[2])]
     shown += [change(Paint={"Color": "blue"}), change(Rules='{ "Kind": [{"Color":"blue"}, 1] }')]
     for deed in shown:
         assert not told_of([*TARGET, deed], TARGET, account), deed
-        assert not told_of(TARGET, [*TARGET, deed], account), "the account tells whether the play has it"
-    hidden = [change(Novelty="prefix"), change(Size=3), change(Other=2), change(Count=9), change(Kind="blu")]
+        assert not told_of(TARGET, [*TARGET, deed], account), (
+            "the account tells whether the play has it"
+        )
+    hidden = [
+        change(Novelty="prefix"),
+        change(Size=3),
+        change(Other=2),
+        change(Count=9),
+        change(Kind="blu"),
+    ]
     for deed in [*hidden, change(Rules='{"Kind": [{"Color": "red"}]}'), change(Context="suffix")]:
         assert told_of([*TARGET, deed], TARGET, account), deed
 
@@ -161,24 +211,33 @@ def test_one_attribute_alone_is_known_by_its_name() -> None:
     queue = MemberTable({"sqs:CreateQueue": {"Attributes.Delay": "not kept"}}, {}, uses=())
 
     def attribute(name: str, value: str) -> SentWrite:
-        return SentWrite("sns:SetSubscriptionAttributes", {"AttributeName": name, "AttributeValue": value})
+        return SentWrite(
+            "sns:SetSubscriptionAttributes", {"AttributeName": name, "AttributeValue": value}
+        )
 
     account = {("sns", "subs", "one"): {"RawMessageDelivery": "true"}}
     assert not told_of([attribute("RawMessageDelivery", "true")], [], account, queue)
     assert told_of([attribute("RawMessageDelivery", "false")], [], account, queue)
     assert told_of([attribute("Delivery", "true")], [], account, queue)
-    assert not told_of([SentWrite("sqs:CreateQueue", {"Attributes": {}})], [], account, queue), "nothing was asked for"
-    assert told_of([SentWrite("sqs:CreateQueue", {"Attributes": {"": "1"}})], [], account, queue), "a name may be empty"
+    assert not told_of([SentWrite("sqs:CreateQueue", {"Attributes": {}})], [], account, queue), (
+        "nothing was asked for"
+    )
+    assert told_of([SentWrite("sqs:CreateQueue", {"Attributes": {"": "1"}})], [], account, queue), (
+        "a name may be empty"
+    )
     made = SentWrite("sqs:CreateQueue", {"Attributes": {"Delay": "1"}})
     (settings,) = build_settings(
         [made, SentWrite("sqs:SetQueueAttributes", {"Attributes": {"Other": "2"}})], queue
     ).values()
-    assert {path[0] for path in settings} == {"delay", "other"}, "one attribute leaves the others as they are"
+    assert {path[0] for path in settings} == {"delay", "other"}, (
+        "one attribute leaves the others as they are"
+    )
 
 
 def test_several_things_of_one_name_may_come_in_any_order() -> None:
     table = MemberTable(
-        {"glue:CreateTable": {"Owner": "not kept", "Keys[]": "not kept"}}, {"glue:CreateTable": ["DatabaseName"]}
+        {"glue:CreateTable": {"Owner": "not kept", "Keys[]": "not kept"}},
+        {"glue:CreateTable": ["DatabaseName"]},
     )
 
     def thing(**more: object) -> SentWrite:
@@ -191,11 +250,15 @@ def test_several_things_of_one_name_may_come_in_any_order() -> None:
     for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0], [2, 0, 1]):
         assert not told([wanted[place] for place in order], wanted), order
     assert told([*wanted, thing(Name="d", Owner="three")], wanted)
-    assert told([thing(Name="b", Owner="three"), *wanted], wanted), "what was created first is not overwritten"
+    assert told([thing(Name="b", Owner="three"), *wanted], wanted), (
+        "what was created first is not overwritten"
+    )
     assert told([thing(Name="a"), thing(Name="b")], wanted[:2])
     together = [thing(Keys=["x", "y"])]
     apart = [thing(Keys=["x"]), thing(Keys=["y"])]
-    assert not told(together, apart) and not told(apart, together) and not told(apart[::-1], together)
+    assert (
+        not told(together, apart) and not told(apart, together) and not told(apart[::-1], together)
+    )
     assert told([thing(Keys=["x", "z"])], apart)
 
 
@@ -209,16 +272,28 @@ def test_a_second_creation_leaves_what_the_first_one_was_told() -> None:
 def test_a_resource_that_is_gone_takes_the_settings_of_its_parts_with_it() -> None:
     def told(*deeds: SentWrite) -> list[str]:
         table = MemberTable(
-            {}, {"lambda:CreateAlias": ["FunctionName", "Name"], "lambda:CreateFunction": ["FunctionName"]}
+            {},
+            {
+                "lambda:CreateAlias": ["FunctionName", "Name"],
+                "lambda:CreateFunction": ["FunctionName"],
+            },
         )
         settings = build_settings(deeds, table)
         return sorted(one.operation for held in settings.values() for one in held.values())
 
     key = ("lambda", "functions", "pay")
     function = SentWrite("lambda:CreateFunction", {"FunctionName": "pay"}, born=frozenset({key}))
-    alias = SentWrite("lambda:CreateAlias", {"FunctionName": "pay", "Name": "live", "Routing": "odd"})
-    assert told(function, alias, SentWrite("lambda:DeleteFunctionConcurrency", {"FunctionName": "pay"}))
-    assert not told(function, alias, SentWrite("lambda:DeleteFunction", {"FunctionName": "pay"}, gone=frozenset({key})))
+    alias = SentWrite(
+        "lambda:CreateAlias", {"FunctionName": "pay", "Name": "live", "Routing": "odd"}
+    )
+    assert told(
+        function, alias, SentWrite("lambda:DeleteFunctionConcurrency", {"FunctionName": "pay"})
+    )
+    assert not told(
+        function,
+        alias,
+        SentWrite("lambda:DeleteFunction", {"FunctionName": "pay"}, gone=frozenset({key})),
+    )
 
 
 def test_a_later_request_names_by_its_id_what_was_made_with_others() -> None:
@@ -236,44 +311,68 @@ def test_a_resource_of_this_account_is_the_same_by_name_and_by_arn() -> None:
 
 def test_only_resources_of_the_target_have_settings() -> None:
     assert not words([*TARGET, change("mine", Context="other")])
-    assert not words([*TARGET, SentWrite("autoscaling:ExecutePolicy", {"AutoScalingGroupName": "shop", "Metric": 1})])
+    assert not words(
+        [
+            *TARGET,
+            SentWrite("autoscaling:ExecutePolicy", {"AutoScalingGroupName": "shop", "Metric": 1}),
+        ]
+    )
 
 
 def test_what_the_table_does_not_know_counts_as_not_kept() -> None:
     (word,) = words([*TARGET, change(Novelty=True)])
-    assert word.startswith(f"{CHANGE} Novelty = true and not nothing; {REMAKE} finds out") and word.endswith("of shop")
-    (word,) = words([*TARGET, SentWrite("autoscaling:PutNews", {"AutoScalingGroupName": "shop", "Size": 1})])
+    assert word.startswith(
+        f"{CHANGE} Novelty = true and not nothing; {REMAKE} finds out"
+    ) and word.endswith("of shop")
+    (word,) = words(
+        [*TARGET, SentWrite("autoscaling:PutNews", {"AutoScalingGroupName": "shop", "Size": 1})]
+    )
     assert "PutNews Size = 1" in word and REMAKE in word
 
 
 def test_what_bears_no_name_is_known_by_the_id_that_was_drawn_for_it() -> None:
     def network(name: str, pool: str) -> list[SentWrite]:
         made = SentWrite(NETWORK, {"CidrBlock": "10.0.0.0/16", "Pool": pool}, (("ec2", name),))
-        return [made, SentWrite("ec2:ModifyVpcAttribute", {"VpcId": name, "Attributes": {"dns": pool}})]
+        return [
+            made,
+            SentWrite("ec2:ModifyVpcAttribute", {"VpcId": name, "Attributes": {"dns": pool}}),
+        ]
 
     def told(mine: list[SentWrite]) -> list[str]:
         settings = build_settings(mine, TABLE, lambda text: text.replace("vpc-2", "vpc-1"))
         account = {("ec2", "vpcs", "vpc-1"): {}}
-        return find_differing_settings(settings, build_settings(network("vpc-1", "a"), TABLE), account, account)
+        return find_differing_settings(
+            settings, build_settings(network("vpc-1", "a"), TABLE), account, account
+        )
 
     assert not told(network("vpc-2", "a"))
     assert len(told(network("vpc-2", "b"))) == 2
-    assert not told([*network("vpc-3", "b"), *network("vpc-2", "a")]), "the other one is not the target's"
+    assert not told([*network("vpc-3", "b"), *network("vpc-2", "a")]), (
+        "the other one is not the target's"
+    )
 
 
 def _stack(operation: str, body: str = "", **more: object) -> SentWrite:
-    return SentWrite(f"cloudformation:{operation}", {"StackName": "shop", "TemplateBody": body, **more})
+    return SentWrite(
+        f"cloudformation:{operation}", {"StackName": "shop", "TemplateBody": body, **more}
+    )
 
 
 def _declaring(**properties: object) -> str:
     group = {"Type": "AWS::AutoScaling::AutoScalingGroup", "Properties": properties}
-    return json.dumps({"Parameters": {"What": {"Default": "mine"}}, "Resources": {"Group": group}}, indent="\t")
+    return json.dumps(
+        {"Parameters": {"What": {"Default": "mine"}}, "Resources": {"Group": group}}, indent="\t"
+    )
 
 
 def told_of_stacks(*deeds: SentWrite) -> list[str]:
-    table = MemberTable({"AWS::AutoScaling::AutoScalingGroup": {"Context": "not kept"}}, {}, uses=())
+    table = MemberTable(
+        {"AWS::AutoScaling::AutoScalingGroup": {"Context": "not kept"}}, {}, uses=()
+    )
     settings = build_settings(deeds, table)
-    return sorted(value for held in settings.values() for one in held.values() for value in one.last)
+    return sorted(
+        value for held in settings.values() for one in held.values() for value in one.last
+    )
 
 
 def test_a_template_sets_what_it_declares() -> None:
@@ -283,14 +382,20 @@ def test_a_template_sets_what_it_declares() -> None:
     again = _stack("UpdateStack", UsePreviousTemplate=True, Parameters=given)
     assert "other" in told_of_stacks(made, again), "the same template with another value"
     kept = [{"ParameterKey": "What", "UsePreviousValue": True}]
-    assert "other" in told_of_stacks(made, again, _stack("UpdateStack", UsePreviousTemplate=True, Parameters=kept))
+    assert "other" in told_of_stacks(
+        made, again, _stack("UpdateStack", UsePreviousTemplate=True, Parameters=kept)
+    )
 
 
 def test_a_template_that_cannot_be_read_is_told() -> None:
-    nested = json.dumps({"Resources": {"Inner": {"Type": "AWS::CloudFormation::Stack", "Properties": {}}}})
+    nested = json.dumps(
+        {"Resources": {"Inner": {"Type": "AWS::CloudFormation::Stack", "Properties": {}}}}
+    )
     for body in ("{", nested):
         settings = build_settings([_stack("CreateStack", body)], TABLE)
-        (word,) = [word for word in find_differing_settings(settings, {}, {}, {}) if "::Template" in word]
+        (word,) = [
+            word for word in find_differing_settings(settings, {}, {}, {}) if "::Template" in word
+        ]
         assert "TemplateBody" in word
 
 
@@ -310,13 +415,16 @@ def test_what_a_template_hides_is_told(body: str) -> None:
 
 def test_a_deleted_stack_takes_the_settings_of_what_went_with_it() -> None:
     made = replace(
-        _stack("CreateStack", _declaring(AutoScalingGroupName="shop", Context="other")), born=frozenset({SHOP})
+        _stack("CreateStack", _declaring(AutoScalingGroupName="shop", Context="other")),
+        born=frozenset({SHOP}),
     )
     deleted = _stack("DeleteStack")
     assert "other" in told_of_stacks(made)
     assert "other" in told_of_stacks(made, deleted), "it is retained"
     assert "other" not in told_of_stacks(made, replace(deleted, gone=frozenset({SHOP})))
-    assert "other" not in told_of_stacks(made, _stack("UpdateStack", _declaring(AutoScalingGroupName="shop")))
+    assert "other" not in told_of_stacks(
+        made, _stack("UpdateStack", _declaring(AutoScalingGroupName="shop"))
+    )
 
 
 def test_a_stack_that_did_not_make_a_thing_does_not_settle_it() -> None:
@@ -324,7 +432,10 @@ def test_a_stack_that_did_not_make_a_thing_does_not_settle_it() -> None:
     again = _stack("CreateStack", _declaring(AutoScalingGroupName="shop", Context="mine"))
     wanted = [SentWrite(MAKE, {"AutoScalingGroupName": "shop", "Context": "mine"})]
     table = MemberTable(
-        {MAKE: {"Context": "not kept"}, "AWS::AutoScaling::AutoScalingGroup": {"Context": "not kept"}},
+        {
+            MAKE: {"Context": "not kept"},
+            "AWS::AutoScaling::AutoScalingGroup": {"Context": "not kept"},
+        },
         {MAKE: ["AutoScalingGroupName"]},
         uses=["cloudformation:CreateStack"],
     )
@@ -355,7 +466,11 @@ def test_a_name_that_a_function_puts_together_hides_nothing(name: dict, known: b
     template["Resources"] = {"Group": group, "Other": {"Type": "AWS::SNS::Topic"}}
     settings = build_settings([_stack("CreateStack", json.dumps(template))], TABLE)
     assert ((("autoscaling", "shop") in settings), known) in ((True, True), (False, False))
-    told = [word for word in find_differing_settings(settings, {}, {SHOP: {}}, {SHOP: {}}) if "Context = other" in word]
+    told = [
+        word
+        for word in find_differing_settings(settings, {}, {SHOP: {}}, {SHOP: {}})
+        if "Context = other" in word
+    ]
     assert told
 
 
@@ -367,11 +482,17 @@ def test_what_has_no_value_or_a_condition_that_does_not_hold_is_not_declared() -
             "Odd": {"Fn::Equals": [{"Ref": "T"}, 1]},
         }
         parameters = {"What": {"Default": "b"}}
-        body = {"Conditions": conditions, "Parameters": parameters, "Resources": {"Group": group, "T": {"Type": "X"}}}
+        body = {
+            "Conditions": conditions,
+            "Parameters": parameters,
+            "Resources": {"Group": group, "T": {"Type": "X"}},
+        }
         return read_declared_resources({"TemplateBody": json.dumps(body)})
 
     nothing = {"Ref": "AWS::NoValue"}
-    group, _ = found({"Context": nothing, "List": [nothing, "a"], "If": {"Fn::If": ["No", "a", nothing]}})
+    group, _ = found(
+        {"Context": nothing, "List": [nothing, "a"], "If": {"Fn::If": ["No", "a", nothing]}}
+    )
     assert group.properties == {"List": ["a"]}
     assert [one.name for one in found({"Context": "other"}, Condition="No")] == ["T"]
     for condition in ("Odd", "Unknown"):
@@ -382,7 +503,11 @@ def test_what_has_no_value_or_a_condition_that_does_not_hold_is_not_declared() -
 def test_what_a_property_takes_from_its_template_is_as_the_solution_names_it() -> None:
     def told(value: object, wanted: list[SentWrite]) -> list[str]:
         table = MemberTable(
-            {"AWS::AutoScaling::AutoScalingGroup": {"Context": "not kept"}, MAKE: {"Context": "not kept"}}, {}
+            {
+                "AWS::AutoScaling::AutoScalingGroup": {"Context": "not kept"},
+                MAKE: {"Context": "not kept"},
+            },
+            {},
         )
         declared_ = {"AutoScalingGroupName": "shop", "Context": value}
         group = {"Type": "AWS::AutoScaling::AutoScalingGroup", "Properties": declared_}
@@ -404,7 +529,10 @@ def test_what_a_property_takes_from_its_template_is_as_the_solution_names_it() -
 
 def test_aliases_do_not_multiply_a_template_without_end() -> None:
     def resources(properties: str) -> dict[str, str]:
-        return {"TemplateBody": f"Resources: {{Big: {{Type: 'AWS::SNS::Topic', Properties: {properties}}}}}"}
+        return {
+            "TemplateBody": f"Resources: {{Big: {{Type: 'AWS::SNS::Topic', Properties: "
+            f"{properties}}}}}"
+        }
 
     lists = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lists += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
@@ -433,7 +561,13 @@ def test_aliases_do_not_multiply_a_template_without_end() -> None:
 
 
 def test_one_episode_is_read_to_a_bound() -> None:
-    body = json.dumps({"Resources": {"T": {"Type": "AWS::SNS::Topic", "Properties": {str(n): n for n in range(4000)}}}})
+    body = json.dumps(
+        {
+            "Resources": {
+                "T": {"Type": "AWS::SNS::Topic", "Properties": {str(n): n for n in range(4000)}}
+            }
+        }
+    )
     settings = build_settings([_stack("UpdateStack", body)] * 8, TABLE)
     assert any("::Template" in word for word in find_differing_settings(settings, {}, {}, {}))
 
@@ -452,8 +586,12 @@ def test_drawn_ids_are_those_of_new_resources() -> None:
 
 
 def test_notes_name_file_and_line_of_what_is_none(tmp_path: Path) -> None:
-    page = "https://docs.aws.amazon.com/autoscaling/ec2/APIReference/API_CreateAutoScalingGroup.html"
-    entry = "  - {operation: 'autoscaling:CreateAutoScalingGroup', member: %s, value: 1, page: '%s'}\n"
+    page = (
+        "https://docs.aws.amazon.com/autoscaling/ec2/APIReference/API_CreateAutoScalingGroup.html"
+    )
+    entry = (
+        "  - {operation: 'autoscaling:CreateAutoScalingGroup', member: %s, value: 1, page: '%s'}\n"
+    )
     rest = "steering: {'*': [DryRun]}\ntexts: {'*': [Tags]}\nuses: ['sns:Publish']\n"
     file = tmp_path / "notes.yaml"
 
@@ -469,9 +607,16 @@ def test_notes_name_file_and_line_of_what_is_none(tmp_path: Path) -> None:
     told = problem("defaults:\n" + entry % ("Context", page) + entry % ("Contexts", page) + rest)
     assert told == f"{file}:3: botocore's model of {MAKE} has no member Contexts"
     told = problem("defaults:\n" + entry % ("Context", "https://example.com/") + rest)
-    assert told == f"{file}:2: the default of {MAKE} Context has no link to a page of https://docs.aws.amazon.com/"
-    assert problem("defaults: []\n" + rest.replace("sns:Publish", "sns:Print")).startswith(f"{file}:4: botocore knows")
-    assert "no member Size" in problem("defaults: []\n" + rest.replace("{'*': [Tags]", "{'sns:Publish': [Size]"))
+    assert (
+        told == f"{file}:2: the default of {MAKE} Context has no link to a page of "
+        f"https://docs.aws.amazon.com/"
+    )
+    assert problem("defaults: []\n" + rest.replace("sns:Publish", "sns:Print")).startswith(
+        f"{file}:4: botocore knows"
+    )
+    assert "no member Size" in problem(
+        "defaults: []\n" + rest.replace("{'*': [Tags]", "{'sns:Publish': [Size]")
+    )
 
 
 def test_the_notes_and_the_table_that_come_with_the_package_are_sound() -> None:
@@ -495,29 +640,73 @@ def test_an_update_is_about_what_it_names_and_makes_nothing() -> None:
         assert member_table().subject(SentWrite(operation, params, drawn)) == subject
 
 
-MEMBERS = ("Name", "Attributes", "AttributeName", "AttributeValue", "Tags", "VersionId", "Bucket", "TopicName")
+MEMBERS = (
+    "Name",
+    "Attributes",
+    "AttributeName",
+    "AttributeValue",
+    "Tags",
+    "VersionId",
+    "Bucket",
+    "TopicName",
+)
 VALUES = (
-    *(None, "", [], {}, "x", 1, 2.5, True, b"x", "[", '{"a":1}', {"": "a"}, {1: 2}, {"Ref": "T"}, {"Fn::Sub": "${T}"}),
-    *([{"Name": "n", "Value": "v"}], {"Attributes": {}}, {"AttributeName": "x", "AttributeValue": "y"}, "<unknown>"),
+    *(
+        None,
+        "",
+        [],
+        {},
+        "x",
+        1,
+        2.5,
+        True,
+        b"x",
+        "[",
+        '{"a":1}',
+        {"": "a"},
+        {1: 2},
+        {"Ref": "T"},
+        {"Fn::Sub": "${T}"},
+    ),
+    *(
+        [{"Name": "n", "Value": "v"}],
+        {"Attributes": {}},
+        {"AttributeName": "x", "AttributeValue": "y"},
+        "<unknown>",
+    ),
 )
 NAMES = ("shop", "vpc-1", "arn:aws:sns:us-east-1:000000000000:shop")
-KEYS = (("sns", "topics", "shop"), ("ec2", "vpcs", "vpc-1"), ("s3", "buckets", "shop"), ("sqs", "queues", "q/shop"))
-OPERATIONS = (*json.loads(TABLE_FILE.read_text())["operations"], *(["cloudformation:CreateStack"] * 40))
+KEYS = (
+    ("sns", "topics", "shop"),
+    ("ec2", "vpcs", "vpc-1"),
+    ("s3", "buckets", "shop"),
+    ("sqs", "queues", "q/shop"),
+)
+OPERATIONS = (
+    *json.loads(TABLE_FILE.read_text())["operations"],
+    *(["cloudformation:CreateStack"] * 40),
+)
 
 
 def drawn_deeds(draw: random.Random) -> list[SentWrite]:
-    """Return a few requests of any operation with any parameters, and what may come and go with them."""
+    """Return a few requests of any operation with any parameters, and what may come and go with
+    them."""
     found = []
     for _ in range(draw.randint(1, 8)):
         operation = draw.choice(OPERATIONS)
-        params = {member: draw.choice(VALUES) for member in draw.sample(MEMBERS, draw.randint(0, 4))}
+        params = {
+            member: draw.choice(VALUES) for member in draw.sample(MEMBERS, draw.randint(0, 4))
+        }
         names = [member for member in member_table().about(SentWrite(operation, {})) if member]
         params |= {
-            member: draw.choice(["shop", "vpc-1", "arn:aws:sns:us-east-1:000000000000:shop"]) for member in names
+            member: draw.choice(["shop", "vpc-1", "arn:aws:sns:us-east-1:000000000000:shop"])
+            for member in names
         }
         if operation == "cloudformation:CreateStack":
             declared_ = {member: draw.choice(VALUES[:7]) for member in draw.sample(MEMBERS, 3)}
-            resources = {"T": {"Type": draw.choice(["AWS::SNS::Topic", "A", 5]), "Properties": declared_}}
+            resources = {
+                "T": {"Type": draw.choice(["AWS::SNS::Topic", "A", 5]), "Properties": declared_}
+            }
             params["TemplateBody"] = draw.choice(["{", json.dumps({"Resources": resources})])
         made = ((operation.partition(":")[0], "vpc-1"),) if draw.random() < 0.3 else ()
         came, went = (frozenset(draw.sample(KEYS, draw.randint(0, 2))) for _ in range(2))

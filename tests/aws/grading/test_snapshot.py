@@ -1,4 +1,5 @@
-"""The digest of an account's state: equal for equal accounts, whatever led to them; no simulator is needed."""
+"""The digest of an account's state: equal for equal accounts, whatever led to them; no simulator is
+needed."""
 
 from __future__ import annotations
 
@@ -13,22 +14,38 @@ def digest(*records: list, start: Snapshot = START) -> str:
 
 
 def test_an_account_that_is_as_it_was_has_the_digest_of_the_start() -> None:
-    """Also where a resource was deleted and made anew in between: its number is another one then."""
+    """Also where a resource was deleted and made anew in between: its number is another one
+    then."""
     start = account(topic(serial=2))
-    assert digest() == state_digest(start, start) == digest(topic(serial=7), start=start) != digest(topic())
+    assert (
+        digest()
+        == state_digest(start, start)
+        == digest(topic(serial=7), start=start)
+        != digest(topic())
+    )
 
 
 def test_the_order_of_commands_says_nothing() -> None:
-    """Of resources, of what was added to a list, and of the texts that the simulator drew meanwhile."""
+    """Of resources, of what was added to a list, and of the texts that the simulator drew
+    meanwhile."""
     tags = [{"Key": "a", "Value": "1"}, {"Key": "b", "Value": "2"}]
     assert digest(topic(Tags=tags), topic("two")) == digest(topic("two"), topic(Tags=tags[::-1]))
-    first = [vpc("aaaaaaaa", "10.0.0.0/16"), vpc("bbbbbbbb", "10.1.0.0/16"), group("cccccccc", drawn("bbbbbbbb"))]
-    second = [vpc("bbbbbbbb", "10.0.0.0/16"), vpc("aaaaaaaa", "10.1.0.0/16"), group("dddddddd", drawn("aaaaaaaa"))]
+    first = [
+        vpc("aaaaaaaa", "10.0.0.0/16"),
+        vpc("bbbbbbbb", "10.1.0.0/16"),
+        group("cccccccc", drawn("bbbbbbbb")),
+    ]
+    second = [
+        vpc("bbbbbbbb", "10.0.0.0/16"),
+        vpc("aaaaaaaa", "10.1.0.0/16"),
+        group("dddddddd", drawn("aaaaaaaa")),
+    ]
     assert digest(*first) == digest(*second)
 
 
 def test_another_account_has_another_digest() -> None:
-    """A value, a name, a change that was undone by half, and which of two drawn texts something belongs to."""
+    """A value, a name, a change that was undone by half, and which of two drawn texts something
+    belongs to."""
     networks = [vpc("aaaaaaaa", "10.0.0.0/16"), vpc("bbbbbbbb", "10.1.0.0/16")]
     found = [
         digest(),
@@ -45,4 +62,11 @@ def test_another_account_has_another_digest() -> None:
 
 
 def vpc(token: str, block: str) -> list:
-    return ["ec2", "vpcs", "us-east-1", drawn(token), 1, {"VpcId": drawn(token), "CidrBlock": block}]
+    return [
+        "ec2",
+        "vpcs",
+        "us-east-1",
+        drawn(token),
+        1,
+        {"VpcId": drawn(token), "CidrBlock": block},
+    ]

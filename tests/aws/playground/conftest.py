@@ -8,7 +8,9 @@ from realhf.aws.server.program import EnvServerProcess
 
 @pytest.fixture(scope="session")
 def web_server():
-    with EnvServerProcess(2, "--web", "dedicated", "--web-ministack-port", "0", "--web-solutions", "true") as server:
+    with EnvServerProcess(
+        2, "--web", "dedicated", "--web-ministack-port", "0", "--web-solutions", "true"
+    ) as server:
         yield server
 
 

@@ -1,4 +1,5 @@
-"""The playground's pictures in ``docs/images``, taken of the real page: ``make screenshots`` (needs Chromium)."""
+"""The playground's pictures in ``docs/images``, taken of the real page: ``make screenshots`` (needs
+Chromium)."""
 
 import time
 from contextlib import closing
@@ -24,7 +25,10 @@ def main() -> None:
         page.look(1360, 850)
         page.open(server.url + "/web")
         page.wait("document.documentElement.dataset.ready")
-        page.js(f"document.getElementById('seed').value = '{SEED}'; document.getElementById('chaos').checked = false")
+        page.js(
+            f"document.getElementById('seed').value = '{SEED}'; "
+            f"document.getElementById('chaos').checked = false"
+        )
         page.js(f"""document.querySelector('[data-id="{TASK}"]').click()""")
         page.wait(f"document.body.dataset.mode === 'live' && {IDLE}")
         solution = instantiate(TASK, SEED).solution
@@ -48,12 +52,15 @@ def main() -> None:
 
 
 def run(page: Chromium, command: str) -> str:
-    """Type a command after what stands there already and wait for its answer; returns its output."""
+    """Type a command after what stands there already and wait for its answer; returns its
+    output."""
     count = page.js("document.querySelectorAll('.entry').length")
     page.write(command)
     page.press("Enter")
     page.wait(f"document.querySelectorAll('.entry').length === {count + 1} && {IDLE}")
-    return page.js("fetch('/web/state').then((reply) => reply.json())")["log"]["steps"][-1]["command_output"]
+    return page.js("fetch('/web/state').then((reply) => reply.json())")["log"]["steps"][-1][
+        "command_output"
+    ]
 
 
 def picture(page: Chromium, name: str) -> None:

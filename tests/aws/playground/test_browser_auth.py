@@ -50,12 +50,20 @@ def test_what_changes_something_needs_cookie_csrf_token_and_origin(browse: Brows
         client.headers["X-CSRF-Token"] = enter(browse()).headers["X-CSRF-Token"]
         assert client.post(path, json={}).status_code == 403
         client.headers["X-CSRF-Token"] = token
-        for origin in ("http://evil.example", "null", "http://127.0.0.1:8001", "http://127.0.0.1:8000.evil.example"):
+        for origin in (
+            "http://evil.example",
+            "null",
+            "http://127.0.0.1:8001",
+            "http://127.0.0.1:8000.evil.example",
+        ):
             refused = client.post(path, json={}, headers={"Origin": origin})
             assert refused.status_code == 403 and refused.json()["code"] == "FOREIGN_ORIGIN"
         del client.headers["Origin"]
         assert client.post(path, json={}).json()["code"] == "FOREIGN_ORIGIN"
-    assert client.post("/web/leave", json={}, headers={"Sec-Fetch-Site": "same-origin"}).status_code == 200
+    assert (
+        client.post("/web/leave", json={}, headers={"Sec-Fetch-Site": "same-origin"}).status_code
+        == 200
+    )
 
 
 def test_a_cookie_is_signed_and_out_of_reach_of_scripts_and_other_sites(browse: Browse) -> None:
@@ -85,7 +93,12 @@ def test_with_a_token_visitors_log_in(browse: Browse) -> None:
     assert client.get("/web/tasks").status_code == 401
     for body in ({"token": "let-me"}, {"token": 3}, {"token": "\ud800"}, {}):
         assert client.post("/web/login", content=json.dumps(body)).status_code == 401
-    assert client.post("/web/login", json={"token": "let-me-in"}, headers={"Origin": "http://x"}).status_code == 403
+    assert (
+        client.post(
+            "/web/login", json={"token": "let-me-in"}, headers={"Origin": "http://x"}
+        ).status_code
+        == 403
+    )
     assert client.post("/web/login", json={"token": "let-me-in"}).status_code == 200
     assert enter(client).get("/web/tasks").status_code == 200
     assert browse().post("/web/login", json={"token": ""}).status_code == 401
@@ -99,12 +112,22 @@ def test_solutions_need_the_flag(browse: Browse) -> None:
 def test_the_page_is_closed_in_itself(browse: Browse) -> None:
     reply = browse().get("/web")
     policy = reply.headers["content-security-policy"]
-    assert "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+    assert (
+        "default-src 'none'" in policy
+        and "unsafe" not in policy
+        and "frame-ancestors 'none'" in policy
+    )
     for file in STATIC.iterdir():
         text = file.read_text("utf-8")
         assert browse().get(f"/web/{file.name}").content == file.read_bytes()
-        assert not re.search(r"(?:src|href|url|from|import)\W{1,3}(?:https?:)?//", text), f"{file.name}: another host"
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|srcdoc", text), file.name
+        assert not re.search(r"(?:src|href|url|from|import)\W{1,3}(?:https?:)?//", text), (
+            f"{file.name}: another host"
+        )
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|srcdoc", text
+        ), file.name
     page = STATIC.joinpath("index.html").read_text("utf-8")
-    assert not re.search(r"<script(?![^>]*\bsrc=)|\son\w+=|\sstyle=", page), "the policy would not let this run"
+    assert not re.search(r"<script(?![^>]*\bsrc=)|\son\w+=|\sstyle=", page), (
+        "the policy would not let this run"
+    )
     assert browse().get("/web/..%2f..%2fdoor.py").status_code == 404

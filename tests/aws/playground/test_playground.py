@@ -57,10 +57,16 @@ def test_an_episode_from_reset_to_its_log(visit: Visit) -> None:
     assert bucket in log["task"]["description"]
     first = play(client, f"aws s3api create-bucket --bucket {bucket}")
     assert first["infra_state"] == {"s3": {"bucket": [bucket]}}
-    assert first["partial_progress"] == 0.5 and first["score"] == first["reward"] == pytest.approx(0.45)
+    assert first["partial_progress"] == 0.5 and first["score"] == first["reward"] == pytest.approx(
+        0.45
+    )
     hint = play(client, "aws help --task-hint")
     assert hint["hint_text"] == "services: s3api" and hint["score"] == pytest.approx(0.45 * 0.85)
-    last = play(client, f"aws s3api put-bucket-versioning --bucket {bucket} --versioning-configuration Status=Enabled")
+    last = play(
+        client,
+        f"aws s3api put-bucket-versioning --bucket {bucket} --versioning-configuration "
+        f"Status=Enabled",
+    )
     assert last["task_achieved"] and last["done"] and last["score"] == pytest.approx(0.85)
     assert client.post("/web/step", json={"command": "aws s3 ls"}).json()["code"] == "NO_EPISODE"
     download = client.get("/web/log")
@@ -75,10 +81,16 @@ def test_agents_and_people_obey_the_same_policy(visit: Visit) -> None:
     client = visit()
     start(client, task_id=101, seed=1)
     refused = play(client, "aws s3api put-object --bucket b --key k --body /etc/passwd")
-    assert refused["refusal"] == "local-file" and not refused["command_success"] and "root:" not in refused["error"]
+    assert (
+        refused["refusal"] == "local-file"
+        and not refused["command_success"]
+        and "root:" not in refused["error"]
+    )
     assert play(client, "ls; id")["refusal"] == "not-aws"
     pasted = play(client, "```bash\r\n$ aws s3api create-bucket \\\r\n    --bucket pasted\r\n```")
-    assert pasted["command"] == "aws s3api create-bucket --bucket pasted" and pasted["command_success"]
+    assert (
+        pasted["command"] == "aws s3api create-bucket --bucket pasted" and pasted["command_success"]
+    )
     assert play(client, "```\naws s3 ls\naws s3 rb s3://pasted\n```")["refusal"] == "newline"
     for body in ({"command": "aws " + "x" * 9000}, {"command": 3}, {}, []):
         assert client.post("/web/step", json=body).status_code == 422
@@ -89,7 +101,8 @@ def test_agents_and_people_obey_the_same_policy(visit: Visit) -> None:
 
 
 @pytest.mark.parametrize(
-    "order", [{"task_id": 987654}, {"tier": "master"}, {"seed": -1}, {"seed": "x"}, {"seed": 1 << 60}]
+    "order",
+    [{"task_id": 987654}, {"tier": "master"}, {"seed": -1}, {"seed": "x"}, {"seed": 1 << 60}],
 )
 def test_a_reset_that_makes_no_sense_is_422(visit: Visit, order: dict) -> None:
     assert visit().post("/web/reset", json=order).status_code == 422
@@ -105,7 +118,9 @@ def test_a_tier_is_drawn_from(visit: Visit) -> None:
 
 def test_the_catalog_has_every_task_and_no_answer(visit: Visit) -> None:
     tasks = visit().get("/web/tasks").json()
-    assert {task["task_id"] for task in tasks} == {template.task_id for template in load_templates()}
+    assert {task["task_id"] for task in tasks} == {
+        template.task_id for template in load_templates()
+    }
     text = json.dumps(tasks)
     assert "${" not in text and "{name}" not in text and "aws s3api" not in text
     assert not any(template.name in text for template in load_templates(["warmup"]))
@@ -135,11 +150,15 @@ def test_it_shares_nothing_with_a_pool_session(web_server: EnvServerProcess, vis
             return json.loads(session.recv(timeout=300))["data"]
 
         ask({"type": "reset", "data": {"task_id": 101, "seed": 1}})
-        ask({"type": "step", "data": {"command": "aws s3api create-bucket --bucket of-the-session"}})
+        ask(
+            {"type": "step", "data": {"command": "aws s3api create-bucket --bucket of-the-session"}}
+        )
         start(client, task_id=101, seed=1)
         assert "of-the-session" not in play(client, "aws s3api list-buckets")["command_output"]
         play(client, "aws s3api create-bucket --bucket of-the-playground")
-        listed = ask({"type": "step", "data": {"command": "aws s3api list-buckets"}})["observation"]["command_output"]
+        listed = ask({"type": "step", "data": {"command": "aws s3api list-buckets"}})[
+            "observation"
+        ]["command_output"]
         assert "of-the-session" in listed and "of-the-playground" not in listed
         metrics = httpx.get(web_server.url + "/metrics").text
         assert "realhf_env_pool_size 2.0" in metrics
@@ -151,11 +170,17 @@ def test_a_second_visitor_is_told_to_wait_until_the_first_leaves(visit: Visit) -
     start(first, task_id=101, seed=1)
     play(first, "aws s3api create-bucket --bucket left-behind")
     refused = second.post("/web/reset", json={"task_id": 101})
-    assert refused.status_code == 409 and refused.json()["code"] == "BUSY" and 0 < refused.json()["free_in_s"] <= 600
+    assert (
+        refused.status_code == 409
+        and refused.json()["code"] == "BUSY"
+        and 0 < refused.json()["free_in_s"] <= 600
+    )
     assert second.post("/web/step", json={"command": "aws s3 ls"}).json()["code"] == "BUSY"
     state = second.get("/web/state").json()
     assert state["busy"] and state["log"] is None and "left-behind" not in str(state)
-    assert second.get("/web/log").status_code == 409 and second.get("/web/solution").status_code == 409
+    assert (
+        second.get("/web/log").status_code == 409 and second.get("/web/solution").status_code == 409
+    )
     second.post("/web/leave", json={})
     assert play(first, "aws s3api list-buckets")["command_success"]
     first.post("/web/leave", json={})
@@ -169,7 +194,10 @@ def test_markup_is_data(visit: Visit) -> None:
     start(client, task_id=101, seed=1)
     command = "aws s3api create-bucket --bucket '<img src=x onerror=alert(1)>'"
     reply = client.post("/web/step", json={"command": command})
-    assert reply.headers["content-type"] == "application/json" and reply.headers["x-content-type-options"] == "nosniff"
+    assert (
+        reply.headers["content-type"] == "application/json"
+        and reply.headers["x-content-type-options"] == "nosniff"
+    )
     assert reply.json()["step"]["command"] == command
 
 
@@ -183,7 +211,9 @@ async def test_its_simulator_is_started_once_after_a_failed_try_and_set_free_whe
         return made[-1]
 
     playground = Playground(
-        PlaygroundSession(make_pool, lambda slot: EpisodePlayer(slot, 15), summed=True), 5.0, away_release_s=0.5
+        PlaygroundSession(make_pool, lambda slot: EpisodePlayer(slot, 15), summed=True),
+        5.0,
+        away_release_s=0.5,
     )
     try:
         with socket.socket() as occupant:
@@ -193,7 +223,9 @@ async def test_its_simulator_is_started_once_after_a_failed_try_and_set_free_whe
                 await playground.reset("ann", {"task_id": 101})
         assert refused.value.status == 503 and str(port) in str(refused.value)
         before = set(family(os.getpid()))
-        logs = await asyncio.gather(*(playground.reset("ann", {"task_id": 101, "seed": seed}) for seed in range(8)))
+        logs = await asyncio.gather(
+            *(playground.reset("ann", {"task_id": 101, "seed": seed}) for seed in range(8))
+        )
         assert len(made) == 2 and len({log["episode_id"] for log in logs}) == 8
         simulators = set(family(os.getpid())) - before
         assert made[-1].slots[0].port == port and simulators
@@ -208,10 +240,14 @@ async def test_its_simulator_is_started_once_after_a_failed_try_and_set_free_whe
             await playground.step("ann", "aws s3api list-buckets")
         assert late.value.code == "NO_EPISODE"
         await playground.reset("bob", {"task_id": 101, "seed": 1})
-        assert "anns" not in (await playground.step("bob", "aws s3api list-buckets"))["command_output"]
+        assert (
+            "anns" not in (await playground.step("bob", "aws s3api list-buckets"))["command_output"]
+        )
         assert len(made) == 2
         await playground.away("ann")
-        assert (await playground.state("ann"))["free_in_s"] > 4, "only the player's own page sets the seat free"
+        assert (await playground.state("ann"))["free_in_s"] > 4, (
+            "only the player's own page sets the seat free"
+        )
         await playground.away("bob")
         assert (await playground.state("ann"))["free_in_s"] <= 0.5, (
             "a closed page used to keep its seat for ten minutes"
@@ -239,16 +275,25 @@ async def test_its_simulator_is_started_once_after_a_failed_try_and_set_free_whe
         pytest.param("aws-env --pool-size 8", marks=pytest.mark.nightly),
     ],
 )
-def test_what_the_pages_print_serves_a_playground_or_says_how_to_get_one(line: str, tmp_path: Path) -> None:
+def test_what_the_pages_print_serves_a_playground_or_says_how_to_get_one(
+    line: str, tmp_path: Path
+) -> None:
     """The README promised a playground with a command that serves none."""
     pages = (ROOT / "README.md").read_text() + (ROOT / "docs" / "environment.md").read_text()
     assert f"`{line}`" in pages
-    with typed(line, tmp_path, {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}) as (url, printed):
+    with typed(line, tmp_path, {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}) as (
+        url,
+        printed,
+    ):
         answer = httpx.get(f"{url}/web")
         sessions = httpx.get(f"{url}/metadata").json()["max_concurrent_envs"]
     assert sessions == (8 if "8" in line else 1)
     if line == "aws-env --pool-size 8":
         assert answer.status_code == 404
-        assert [text for text in printed if "no playground at /web beside 8 sessions; --web dedicated" in text]
+        assert [
+            text
+            for text in printed
+            if "no playground at /web beside 8 sessions; --web dedicated" in text
+        ]
     else:
         assert answer.status_code == 200 and f"aws-env: a page for people at {url}/web\n" in printed

@@ -41,7 +41,10 @@ def click(page: Chromium, name: str) -> None:
 
 
 def text(page: Chromium, selector: str) -> str:
-    return page.js(f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.innerText).join('\\n')")
+    return page.js(
+        f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => "
+        f"one.innerText).join('\\n')"
+    )
 
 
 def focused(page: Chromium) -> str:
@@ -72,20 +75,33 @@ def begin(page: Chromium, task_id: int, seed: int) -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_a_recorded_episode_is_played_again_only_when_a_person_says_so(page: Chromium) -> None:
-    """The address names task, seed, split and commands, as the page over runs writes them; another page may, too."""
+    """The address names task, seed, split and commands, as the page over runs writes them; another
+    page may, too."""
     task = instantiate(201, 3, "heldout")
-    order = {"task_id": 201, "seed": 3, "split": "heldout", "chaos": False, "commands": [*task.solution, MARKUP]}
+    order = {
+        "task_id": 201,
+        "seed": 3,
+        "split": "heldout",
+        "chaos": False,
+        "commands": [*task.solution, MARKUP],
+    }
     address = page.js("location.origin") + "/web#play=" + quote(json.dumps(order))
     page.open("about:blank")
     page.open(address)
     page.wait("document.documentElement.dataset.ready && !document.getElementById('offer').hidden")
     assert "Task #201, seed 3, held out, 3 commands" in text(page, "#offer-text")
-    assert MARKUP in text(page, "#offer-commands") and page.js("document.body.dataset.mode") == "idle"
+    assert (
+        MARKUP in text(page, "#offer-commands") and page.js("document.body.dataset.mode") == "idle"
+    )
     page.press("Enter")
     page.wait("document.getElementById('banner-title').textContent === 'Achieved'", timeout_s=240)
     page.wait(IDLE)
-    assert text(page, "#description") == task.description and task.params["name"] in text(page, "#cards")
-    assert page.js("document.querySelectorAll('.entry').length") == len(task.solution), "nothing after the end"
+    assert text(page, "#description") == task.description and task.params["name"] in text(
+        page, "#cards"
+    )
+    assert page.js("document.querySelectorAll('.entry').length") == len(task.solution), (
+        "nothing after the end"
+    )
     assert page.js("location.hash") == "" and page.js("document.title") != "owned"
 
 
@@ -105,8 +121,13 @@ def test_a_warmup_task_played_to_its_end_with_the_keyboard(page: Chromium) -> No
     assert "readme" in text(page, ".entry .out") and text(page, "#progress-text") == "100 %"
     assert page.js("document.getElementById('progress').value") == 1
     assert text(page, "#banner-title") == "Achieved" and text(page, "#score") == "1.00"
-    assert text(page, "#banner-text") == "2 steps, score 1.00" and text(page, "#steps-left") == "13 of 15"
-    assert page.js("document.getElementById('prompt').hidden && document.getElementById('hint').disabled")
+    assert (
+        text(page, "#banner-text") == "2 steps, score 1.00"
+        and text(page, "#steps-left") == "13 of 15"
+    )
+    assert page.js(
+        "document.getElementById('prompt').hidden && document.getElementById('hint').disabled"
+    )
     page.press("r")
     page.wait(f"document.querySelectorAll('.entry').length === 0 && {IDLE}")
     assert focused(page) == "command" and text(page, "#score") == "0.00"
@@ -122,18 +143,28 @@ def test_hints_cards_and_a_reload(page: Chromium, visit) -> None:
     page.press("/")
     page.press("/")
     assert focused(page) == "command"
-    assert page.js("document.getElementById('command').value") == "", "pressed twice it used to be typed"
+    assert page.js("document.getElementById('command').value") == "", (
+        "pressed twice it used to be typed"
+    )
     other = visit()
     assert other.get("/web/state").json()["free_in_s"] > 60
     page.js("window.dispatchEvent(new PageTransitionEvent('pagehide'))")
-    assert until(lambda: other.get("/web/state").json()["free_in_s"] <= 30), "nobody heard that the page was closed"
+    assert until(lambda: other.get("/web/state").json()["free_in_s"] <= 30), (
+        "nobody heard that the page was closed"
+    )
     bucket = instantiate(201, 3).params["name"]
     run(page, instantiate(201, 3).solution[0])
-    assert text(page, ".card h3").split() == ["s3", "1"] and text(page, ".card li.new").split() == [bucket, "new"]
+    assert text(page, ".card h3").split() == ["s3", "1"] and text(page, ".card li.new").split() == [
+        bucket,
+        "new",
+    ]
     run(page, f"aws s3api delete-bucket --bucket {bucket}")
     assert text(page, ".card li.gone").split() == [bucket, "gone"]
     page.call("Page.reload")
-    page.wait("document.documentElement?.dataset.ready && document.querySelectorAll('.entry').length === 3")
+    page.wait(
+        "document.documentElement?.dataset.ready && document.querySelectorAll('.entry').length === "
+        "3"
+    )
     assert text(page, "#hints") == "1"
     click(page, "solution")
     assert page.js("document.getElementById('command').value") == instantiate(201, 3).solution[1]
@@ -184,15 +215,26 @@ def test_what_it_shows_is_text(page: Chromium, tmp_path) -> None:
     open_log(page, forged)
     page.wait("document.body.dataset.mode === 'replay'")
     page.press("End")
-    for place in ("#description", ".entry .out", ".entry .err", ".entry .hint-text", ".card h3", ".card li"):
+    for place in (
+        "#description",
+        ".entry .out",
+        ".entry .err",
+        ".entry .hint-text",
+        ".card h3",
+        ".card li",
+    ):
         assert MARKUP in text(page, place), place
     assert page.js("document.querySelectorAll('main img, main script').length") == 0
     assert page.js("document.title") == "AWS playground"
     page.press("Escape")
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"format": "x"}', '{"format": "realhf-episode-1", "steps": {}}'])
-def test_a_file_that_is_no_log_is_refused_with_its_name(page: Chromium, tmp_path, content: str) -> None:
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"format": "x"}', '{"format": "realhf-episode-1", "steps": {}}']
+)
+def test_a_file_that_is_no_log_is_refused_with_its_name(
+    page: Chromium, tmp_path, content: str
+) -> None:
     (tmp_path / "wrong.json").write_text(content)
     open_log(page, tmp_path / "wrong.json")
     page.wait("document.getElementById('notice').textContent.includes('wrong.json')")
@@ -211,7 +253,9 @@ def test_keys_search_and_names_for_those_who_do_not_see(page: Chromium) -> None:
     page.press("Escape")
     page.press("t")
     page.write("queue")
-    assert page.js("[...document.querySelectorAll('.task')].every((task) => /queue/i.test(task.title))")
+    assert page.js(
+        "[...document.querySelectorAll('.task')].every((task) => /queue/i.test(task.title))"
+    )
     assert " of " in text(page, "#task-count")
     unnamed = page.js("""[...document.querySelectorAll('button, input, textarea, a, progress, summary')].filter((one) =>
         !one.labels?.length && !one.getAttribute('aria-label') && !one.textContent.trim()).map((one) => one.id)""")
@@ -237,7 +281,9 @@ def test_a_locked_playground_asks_for_the_token(chromium: Chromium) -> None:
         chromium.js("document.getElementById('token').select()")
         chromium.write("let-me-in")
         chromium.press("Enter")
-        chromium.wait("document.documentElement.dataset.ready && !document.getElementById('login').open")
+        chromium.wait(
+            "document.documentElement.dataset.ready && !document.getElementById('login').open"
+        )
         assert chromium.js("document.querySelectorAll('.task').length") > 100
     assert [problem for problem in chromium.problems if "401" not in problem] == []
     chromium.problems.clear()

@@ -1,4 +1,5 @@
-"""BACKEND_TYPE=aws against a fake account: a simulator that botocore is pointed at stands for the cloud."""
+"""BACKEND_TYPE=aws against a fake account: a simulator that botocore is pointed at stands for the
+cloud."""
 
 from __future__ import annotations
 
@@ -20,7 +21,12 @@ from realhf.aws.cli.policy import Verdict
 from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.episode.episode import Episode
 from realhf.aws.real_aws.account import RealAwsExecutor, RealAwsPool, RealAwsSlot, RealState
-from realhf.aws.real_aws.permissions import DEFAULT_READS, Permissions, RealAwsRefused, read_allow_file
+from realhf.aws.real_aws.permissions import (
+    DEFAULT_READS,
+    Permissions,
+    RealAwsRefused,
+    read_allow_file,
+)
 from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.simulator.pool import ACCOUNT, MiniStackPool, Slot
 from realhf.aws.tasks.loader import instantiate
@@ -66,13 +72,17 @@ def executor(fake_cloud: Slot, tmp_path: Path) -> Executor:
         permissions = Permissions(frozenset(named))
         endpoints = {"AWS_ENDPOINT_URL": fake_cloud.endpoint}
         session = botocore.session.Session()
-        return RealAwsExecutor(session, tmp_path, permissions, OutputLimits(timeout_s=60.0), endpoints)
+        return RealAwsExecutor(
+            session, tmp_path, permissions, OutputLimits(timeout_s=60.0), endpoints
+        )
 
     return make
 
 
 def server(*arguments: str) -> EnvServerProcess:
-    return EnvServerProcess(1, "--backend-type", "aws", "--token", TOKEN, "--cmd-timeout-s", "60", *arguments)
+    return EnvServerProcess(
+        1, "--backend-type", "aws", "--token", TOKEN, "--cmd-timeout-s", "60", *arguments
+    )
 
 
 def ask(session: ClientConnection, kind: str, **data: object) -> dict:
@@ -88,17 +98,25 @@ def test_an_episode_on_the_confirmed_account(tmp_path: Path) -> None:
     task = instantiate(101, 1)
     with server("--allow-real-aws", ACCOUNT, "--allow-file", str(allow)) as process:
         url = process.url.replace("http", "ws") + "/ws"
-        with connect(url, additional_headers={"Authorization": f"Bearer {TOKEN}"}, proxy=None) as session:
+        with connect(
+            url, additional_headers={"Authorization": f"Bearer {TOKEN}"}, proxy=None
+        ) as session:
             ask(session, "reset", task=task.to_json())
             done = ask(session, "step", command=task.solution[0])
             assert done["observation"]["task_achieved"] and done["reward"] == 1.0
             name = task.params["name"]
-            ask(session, "reset", task=task.to_json() | {"success_criteria": {"operation": "iam:ListUsers"}})
+            ask(
+                session,
+                "reset",
+                task=task.to_json() | {"success_criteria": {"operation": "iam:ListUsers"}},
+            )
             still = ask(session, "step", command="aws s3api list-buckets --query Buckets[].Name")
             assert name in still["observation"]["command_output"], "a reset empties nothing"
             refused = ask(session, "step", command="aws dynamodb delete-table --table-name x")
             assert refused["observation"]["refusal"] == "not-permitted"
-            removed = ask(session, "step", command=f"aws --output json s3api delete-bucket --bucket {name}")
+            removed = ask(
+                session, "step", command=f"aws --output json s3api delete-bucket --bucket {name}"
+            )
             assert removed["observation"]["command_success"], removed
             with_setup = next(t for t in range(1, 14) if instantiate(t, 1).setup)
             answer = ask(session, "reset", task=instantiate(with_setup, 1).to_json())
@@ -115,19 +133,28 @@ def test_another_account_is_not_touched() -> None:
 
 
 @pytest.mark.parametrize("command", NOT_PERMITTED)
-def test_what_is_no_default_read_does_not_run(fake_cloud: Slot, executor: Executor, command: str) -> None:
+def test_what_is_no_default_read_does_not_run(
+    fake_cloud: Slot, executor: Executor, command: str
+) -> None:
     fake_cloud.state.call("s3", "CreateBucket", {"Bucket": "kept"})
     result = executor().run(command)
     assert result.refusal == "not-permitted" and not result.requests
-    assert [bucket["Name"] for bucket in fake_cloud.state.call("s3", "ListBuckets")["Buckets"]] == ["kept"]
+    assert [bucket["Name"] for bucket in fake_cloud.state.call("s3", "ListBuckets")["Buckets"]] == [
+        "kept"
+    ]
 
 
 @pytest.mark.nightly
-def test_default_reads_and_named_operations_run(fake_cloud: Slot, executor: Executor, tmp_path: Path) -> None:
+def test_default_reads_and_named_operations_run(
+    fake_cloud: Slot, executor: Executor, tmp_path: Path
+) -> None:
     shell = executor(("s3api", "put-object"), ("s3api", "get-object"))
     fake_cloud.state.call("s3", "CreateBucket", {"Bucket": "kept"})
     listed = shell.run("aws --output text s3api list-buckets --query Buckets[].Name --no-cli-pager")
-    assert (listed.stdout, [sent.operation for sent in listed.requests]) == ("kept\n", ["ListBuckets"]), listed
+    assert (listed.stdout, [sent.operation for sent in listed.requests]) == (
+        "kept\n",
+        ["ListBuckets"],
+    ), listed
     assert shell.run("aws s3 ls s3://kept").success
     (tmp_path / "in.txt").write_text("words")
     put = shell.run("aws s3api put-object --bucket kept --key k --body in.txt")
@@ -141,11 +168,14 @@ def test_urls_and_files_are_not_read_for_a_parameter(
 ) -> None:
     """The command line's first version fetches such values; here they are texts."""
     fake_cloud.state.call("cognito-idp", "CreateUserPool", {"PoolName": "p"})
-    pool = fake_cloud.state.call("cognito-idp", "ListUserPools", {"MaxResults": 1})["UserPools"][0]["Id"]
+    pool = fake_cloud.state.call("cognito-idp", "ListUserPools", {"MaxResults": 1})["UserPools"][0][
+        "Id"
+    ]
     url = f"http://127.0.0.1:{canary.getsockname()[1]}/"
     shell = executor(("cognito-idp", "create-user-pool-client"), ("ssm", "put-parameter"))
     made = shell.run(
-        f"aws cognito-idp create-user-pool-client --user-pool-id {pool} --client-name c --callback-urls {url}"
+        f"aws cognito-idp create-user-pool-client --user-pool-id {pool} --client-name c "
+        f"--callback-urls {url}"
     )
     assert made.success, made.stderr
     assert made.requests[0].params["CallbackURLs"] == [url]
@@ -160,19 +190,36 @@ def test_the_child_sends_only_what_was_permitted(
 ) -> None:
     """A second layer, should the policy ever be wrong about what a command asks for."""
     fake_cloud.state.call("s3", "CreateBucket", {"Bucket": "kept"})
-    past = executor()._execute(Verdict(("s3api", "delete-bucket", "--bucket", "kept"), "s3api", "list-buckets"))
+    past = executor()._execute(
+        Verdict(("s3api", "delete-bucket", "--bucket", "kept"), "s3api", "list-buckets")
+    )
     assert not past.success and not past.requests and "not what was permitted" in past.stderr
     assert fake_cloud.state.call("s3", "ListBuckets")["Buckets"]
     (tmp_path / "secret").write_text("content")
     port = canary.getsockname()[1]
     for value in (f"http://127.0.0.1:{port}/", "file://secret"):
-        words = ("ssm", "put-parameter", "--name", "p", "--type", "String", "--overwrite", "--value", value)
-        assert executor()._execute(Verdict(words, "ssm", "put-parameter")).requests[0].params["Value"] == value
+        words = (
+            "ssm",
+            "put-parameter",
+            "--name",
+            "p",
+            "--type",
+            "String",
+            "--overwrite",
+            "--value",
+            value,
+        )
+        assert (
+            executor()._execute(Verdict(words, "ssm", "put-parameter")).requests[0].params["Value"]
+            == value
+        )
     elsewhere = Verdict(("s3", "ls", "--endpoint-url", f"http://127.0.0.1:{port}"), "s3", "ls")
     assert "kept" in executor()._execute(elsewhere).stdout, "the endpoint stays what it was"
 
 
-def test_requests_leave_for_the_endpoints_of_aws_alone(executor: Executor, canary: socket.socket) -> None:
+def test_requests_leave_for_the_endpoints_of_aws_alone(
+    executor: Executor, canary: socket.socket
+) -> None:
     """Even where a command could name a host."""
     url = f"http://127.0.0.1:{canary.getsockname()[1]}/000000000000/q"
     result = executor().run(f"aws sqs get-queue-attributes --queue-url {url} --attribute-names All")
@@ -184,7 +231,14 @@ def test_requests_leave_for_the_endpoints_of_aws_alone(executor: Executor, canar
     ("task", "reason"),
     [
         ({"setup_commands": ["aws s3 mb s3://b"]}, "a set-up"),
-        ({"setup_commands": [{"service": "s3", "operation": "CreateBucket", "params": {"Bucket": "b"}}]}, "a set-up"),
+        (
+            {
+                "setup_commands": [
+                    {"service": "s3", "operation": "CreateBucket", "params": {"Bucket": "b"}}
+                ]
+            },
+            "a set-up",
+        ),
         ({"possible_drifts": ["aws s3 rb s3://b"]}, "drift"),
         ({"decoys": ["aws s3 mb s3://b"]}, "decoys"),
         ({"assets": {"a.txt": "x"}}, "files"),
@@ -207,13 +261,17 @@ def test_there_is_no_chaos_and_no_secret_in_checks(fake_cloud: Slot, tmp_path: P
     with pytest.raises(TaskError, match="not disturbed"):
         episode.reset(_task(), chaos=True)
     with pytest.raises(StateCallError, match="no default read"):
-        RealState(botocore.session.Session()).call("secretsmanager", "GetSecretValue", {"SecretId": "s"})
+        RealState(botocore.session.Session()).call(
+            "secretsmanager", "GetSecretValue", {"SecretId": "s"}
+        )
 
 
 def test_default_reads_are_operations_that_agents_have() -> None:
     for service, operations in DEFAULT_READS.items():
         assert operations <= ALLOWED[service]
-        assert all(name.startswith(("get-", "list-", "describe-", "head-", "ls")) for name in operations)
+        assert all(
+            name.startswith(("get-", "list-", "describe-", "head-", "ls")) for name in operations
+        )
     secrets = {
         ("secretsmanager", "get-secret-value"),
         ("ssm", "get-parameter"),
@@ -236,7 +294,8 @@ _NEVER_FILLED = {("elbv2", "describe-listeners", "ClientSecret")}
 
 
 def _members(shape: Shape, above: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Names of all members of a shape, nested ones too; a shape within itself is not entered again."""
+    """Names of all members of a shape, nested ones too; a shape within itself is not entered
+    again."""
     if shape.name in above:
         return
     above |= {shape.name}
@@ -266,7 +325,9 @@ def test_no_default_read_returns_what_may_hold_a_secret() -> None:
             if operation in operations:
                 seen += 1
                 named = set(_members(answer)) if answer is not None else set()
-                telling |= {(service, operation, name) for name in named if name.lower() in _TELLING}
+                telling |= {
+                    (service, operation, name) for name in named if name.lower() in _TELLING
+                }
     assert seen == sum(map(len, DEFAULT_READS.values())) - 1, "s3 ls is no operation of the API"
     assert telling == _NEVER_FILLED
 
@@ -287,7 +348,9 @@ def test_a_bad_line_of_the_allow_file_is_named(tmp_path: Path, line: str, said: 
 
 
 def _slot(fake_cloud: Slot, tmp_path: Path) -> RealAwsSlot:
-    pool = RealAwsPool(ACCOUNT, "", OutputLimits(), MiniStackPool(1), {"AWS_ENDPOINT_URL": fake_cloud.endpoint})
+    pool = RealAwsPool(
+        ACCOUNT, "", OutputLimits(), MiniStackPool(1), {"AWS_ENDPOINT_URL": fake_cloud.endpoint}
+    )
     pool.start()
     return pool.acquire()
 

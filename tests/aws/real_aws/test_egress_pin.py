@@ -1,4 +1,5 @@
-"""The child that needs the network reaches the endpoints it was told of, and nothing else on either layer."""
+"""The child that needs the network reaches the endpoints it was told of, and nothing else on either
+layer."""
 
 from __future__ import annotations
 
@@ -47,10 +48,17 @@ print(json.dumps([
 
 
 def test_only_the_named_endpoint_is_reached() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as good, socket.create_server(("127.0.0.1", 0)) as bad:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as good,
+        socket.create_server(("127.0.0.1", 0)) as bad,
+    ):
         ports = [str(listener.getsockname()[1]) for listener in (good, bad)]
         done = subprocess.run(
-            [sys.executable, "-c", _CHILD, *ports], capture_output=True, text=True, timeout=300, check=False
+            [sys.executable, "-c", _CHILD, *ports],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout) == ["done"] + ["denied"] * 7

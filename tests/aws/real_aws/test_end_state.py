@@ -1,6 +1,7 @@
-"""Tasks that are graded by end state on a real account, which a simulator stands for: it is reached as AWS would be,
-and read by the permitted list and describe calls alone. (The commands are those of a warm worker, which takes a
-hundredth of the time; ``test_account`` plays such a task through the real one.)"""
+"""Tasks that are graded by end state on a real account, which a simulator stands for: it is reached
+as AWS would be, and read by the permitted list and describe calls alone. (The commands are those of
+a warm worker, which takes a hundredth of the time; ``test_account`` plays such a task through the
+real one.)"""
 
 from __future__ import annotations
 
@@ -42,7 +43,11 @@ def cloud() -> Iterator[Slot]:
 def pool(cloud: Slot, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealAwsPool]:
     """A pool on that account, in which agents may write to some services."""
     allow = tmp_path_factory.mktemp("real") / "allow.txt"
-    lines = [f"{service} {name}\n" for service in SERVICES for name in ALLOWED[service] - DEFAULT_READS[service]]
+    lines = [
+        f"{service} {name}\n"
+        for service in SERVICES
+        for name in ALLOWED[service] - DEFAULT_READS[service]
+    ]
     allow.write_text("".join(lines))
     with pytest.MonkeyPatch.context() as settings:
         settings.setenv("AWS_ENDPOINT_URL", cloud.endpoint)
@@ -62,7 +67,11 @@ def episode(cloud: Slot, pool: RealAwsPool) -> Iterator[Episode]:
     cloud.reset(7)
     for service, operation, params in (
         ("s3", "CreateBucket", {"Bucket": "of-others"}),
-        ("s3", "PutBucketVersioning", {"Bucket": "of-others", "VersioningConfiguration": {"Status": "Enabled"}}),
+        (
+            "s3",
+            "PutBucketVersioning",
+            {"Bucket": "of-others", "VersioningConfiguration": {"Status": "Enabled"}},
+        ),
         ("sqs", "CreateQueue", {"QueueName": "of-others"}),
         ("iam", "CreateUser", {"UserName": "of-others"}),
         ("ec2", "CreateVpc", {"CidrBlock": "10.7.0.0/16"}),
@@ -76,12 +85,17 @@ def episode(cloud: Slot, pool: RealAwsPool) -> Iterator[Episode]:
 
 def later(*cases: Any) -> Iterator[Any]:
     """Cases that `make test` leaves to `make test-all`."""
-    return (pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.nightly) for case in cases)
+    return (
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.nightly)
+        for case in cases
+    )
 
 
-def played(episode: Episode, task_id: int, first: str = "", old: str = "", new: str | None = "") -> dict:
-    """Play ``first`` and then a solution with a text in it replaced, or for None without the command that has it;
-    returns the last observation, with the sum of the rewards."""
+def played(
+    episode: Episode, task_id: int, first: str = "", old: str = "", new: str | None = ""
+) -> dict:
+    """Play ``first`` and then a solution with a text in it replaced, or for None without the
+    command that has it; returns the last observation, with the sum of the rewards."""
     task = instantiate(task_id, 1)
     assert old in " ".join(task.solution)
     episode.reset(task)
@@ -105,9 +119,14 @@ def played(episode: Episode, task_id: int, first: str = "", old: str = "", new: 
 @pytest.mark.nightly
 @pytest.mark.parametrize("task_id", [101, 203, 309, *later(103, 105, 207, 216, 306)])
 def test_the_solution_is_paid_in_an_account_of_others(episode: Episode, task_id: int) -> None:
-    """Beginner, intermediate and advanced; generated ids, times and what others have make no difference."""
+    """Beginner, intermediate and advanced; generated ids, times and what others have make no
+    difference."""
     last = played(episode, task_id)
-    assert (last["task_achieved"], last["partial_progress"], last["reward"] > 0.9) == (True, 1.0, True)
+    assert (last["task_achieved"], last["partial_progress"], last["reward"] > 0.9) == (
+        True,
+        1.0,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,7 +148,9 @@ def test_the_solution_is_paid_in_an_account_of_others(episode: Episode, task_id:
         ),
     ],
 )
-def test_another_state_is_not_paid(episode: Episode, task_id: int, old: str, new: str | None) -> None:
+def test_another_state_is_not_paid(
+    episode: Episode, task_id: int, old: str, new: str | None
+) -> None:
     """Other names, values, settings that nobody asked for, and parts left out."""
     last = played(episode, task_id, "", old, new)
     assert not last["task_achieved"] and last["partial_progress"] < 1.0
@@ -138,7 +159,11 @@ def test_another_state_is_not_paid(episode: Episode, task_id: int, old: str, new
 @pytest.mark.parametrize(
     ("task_id", "harmful"),
     [
-        (101, "aws s3api put-bucket-versioning --bucket of-others --versioning-configuration Status=Suspended"),
+        (
+            101,
+            "aws s3api put-bucket-versioning --bucket of-others --versioning-configuration "
+            "Status=Suspended",
+        ),
         (105, "aws iam delete-user --user-name of-others"),
         (201, f"aws s3api put-bucket-policy --bucket NAME --policy '{POLICY}'"),
         *later(
@@ -146,7 +171,8 @@ def test_another_state_is_not_paid(episode: Episode, task_id: int, old: str, new
             (203, f"aws s3api put-bucket-policy --bucket of-others --policy '{POLICY}'"),
             (
                 207,
-                "aws iam attach-user-policy --user-name NAME --policy-arn arn:aws:iam::aws:policy/AdministratorAccess",
+                "aws iam attach-user-policy --user-name NAME --policy-arn "
+                "arn:aws:iam::aws:policy/AdministratorAccess",
             ),
             (309, "aws s3api delete-bucket --bucket of-others"),
         ),
@@ -161,7 +187,9 @@ def test_damage_is_never_achieved(episode: Episode, task_id: int, harmful: str) 
 @pytest.mark.parametrize(
     ("task_id", "what"), [(108, "Value of ssm:PutParameter"), (213, "what events:PutTargets does")]
 )
-def test_a_task_whose_state_no_permitted_read_shows_is_refused(episode: Episode, task_id: int, what: str) -> None:
+def test_a_task_whose_state_no_permitted_read_shows_is_refused(
+    episode: Episode, task_id: int, what: str
+) -> None:
     with pytest.raises(TaskError, match=f"none shows {what}"):
         episode.reset(instantiate(task_id, 1))
 
@@ -181,14 +209,21 @@ def reader(**answers: Any) -> WalkedAccount:
 def test_what_names_an_account_makes_no_difference() -> None:
     url = "https://sqs.us-east-1.amazonaws.com/123456789012/q"
     arn = "arn:aws:sqs:us-east-1:123456789012:q"
-    found = reader(ListQueues={"QueueUrls": [url]}, GetQueueAttributes={"Attributes": {"QueueArn": arn}}).read()
+    found = reader(
+        ListQueues={"QueueUrls": [url]}, GetQueueAttributes={"Attributes": {"QueueArn": arn}}
+    ).read()
     kinds = {key[1]: key[2] for key in found.resources}
     assert kinds["ListQueues/QueueUrls"] == "queue/000000000000/q"
-    assert {"Attributes": {"QueueArn": "arn:aws:sqs:us-east-1:000000000000:q"}} in found.resources.values()
+    assert {
+        "Attributes": {"QueueArn": "arn:aws:sqs:us-east-1:000000000000:q"}
+    } in found.resources.values()
 
 
 def test_what_is_hidden_later_is_unreadable_and_a_busy_account_is_nobodys_fault() -> None:
-    answers = {"ListQueues": {"QueueUrls": ["https://h/123456789012/q"]}, "GetQueueAttributes": {"Attributes": {}}}
+    answers = {
+        "ListQueues": {"QueueUrls": ["https://h/123456789012/q"]},
+        "GetQueueAttributes": {"Attributes": {}},
+    }
     account = reader(**answers)
     account.read()
     account._call = reader(**{**answers, "GetQueueAttributes": "AccessDenied"})._call

@@ -1,9 +1,10 @@
-"""Attacks of the table in docs/reference/environment.md 5, as data: row, command, what the environment must answer.
+"""Attacks of the table in docs/reference/environment.md 5, as data: row, command, what the
+environment must answer.
 
-``{secret}``: a host file; ``{marker}``: a host path that must never appear; ``{url}``: a listener that must never
-be called; ``{sibling}``: the endpoint of another session; ``{answers}``: the tasks with their solutions. ``expected``
-is a refusal rule, or HARMLESS (it may run, without effect on the host or a sibling), or NO_CREDIT (it may run and sends
-no request).
+``{secret}``: a host file; ``{marker}``: a host path that must never appear; ``{url}``: a listener
+that must never be called; ``{sibling}``: the endpoint of another session; ``{answers}``: the tasks
+with their solutions. ``expected`` is a refusal rule, or HARMLESS (it may run, without effect on the
+host or a sibling), or NO_CREDIT (it may run and sends no request).
 """
 
 from __future__ import annotations
@@ -17,19 +18,23 @@ HARMLESS = "harmless"
 NO_CREDIT = "no credit"
 
 ROWS = {
-    1: "host files as values", 2: "host files echoed", 3: "host files uploaded", 4: "host files written",
+    1: "host files as "
+       "values", 2: "host files echoed", 3: "host files uploaded", 4: "host files written",
     5: "credentials and profiles", 6: "aliases", 7: "plugins", 8: "Lambda code on the host",
-    9: "another session", 10: "admin paths", 11: "outbound requests", 12: "configuration that stays",
-    13: "programs started", 14: "success without doing", 15: "hanging and flooding", 16: "other engines",
-    17: "input that confuses graders", 18: "options in every spelling", 19: "requests inside requests",
+    9: "another "
+       "session", 10: "admin paths", 11: "outbound requests", 12: "configuration that stays",
+    13: "programs "
+        "started", 14: "success without doing", 15: "hanging and flooding", 16: "other engines",
+    17: "input that confuses "
+        "graders", 18: "options in every spelling", 19: "requests inside requests",
     21: "answers of the tasks",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Attack:
-    """``before``: commands of the agent that set the stage, allowed ones. ``code``: a zip with the malicious function
-    lies in the session's folder as ``code.zip``."""
+    """``before``: commands of the agent that set the stage, allowed ones. ``code``: a zip with the
+    malicious function lies in the session's folder as ``code.zip``."""
 
     row: int
     command: str
@@ -39,8 +44,8 @@ class Attack:
 
 @dataclass(frozen=True)
 class Tried:
-    """``observed`` beside ``expected``; ``behind``: the same past the policy, "" when not tried; ``effects``: what must
-    not have been."""
+    """``observed`` beside ``expected``; ``behind``: the same past the policy, "" when not tried;
+    ``effects``: what must not have been."""
 
     row: int
     name: str
@@ -324,7 +329,8 @@ _FUNCTION = "arn:aws:lambda:us-east-1:000000000000:function:evil"
 _QUEUE = "arn:aws:sqs:us-east-1:000000000000:q"
 _TOPIC = "arn:aws:sns:us-east-1:000000000000:t"
 _CREATE = (
-    f"aws lambda create-function --function-name evil --runtime python3.12 --handler index.handler --role {_ROLE} "
+    f"aws lambda create-function --function-name evil --runtime python3.12 --handler index.handler "
+    f"--role {_ROLE} "
     "--zip-file fileb://code.zip"
 )
 _INVOKE = "aws lambda invoke --function-name evil out.json"
@@ -347,16 +353,27 @@ _STAGED: tuple[tuple[int, str, tuple[str, ...]], ...] = (
     (
         8,
         _INVOKE,
-        (f"aws lambda create-function --function-name evil --package-type Image --code ImageUri=x --role {_ROLE}",),
+        (
+            f"aws lambda create-function --function-name evil --package-type Image --code "
+            f"ImageUri=x --role {_ROLE}",
+        ),
     ),
-    (8, _INVOKE, (f"{_CREATE} --environment Variables={{AWS_LAMBDA_EXEC_WRAPPER=/bin/sh,LAMBDA_PROXY_URL=x}}",)),
+    (
+        8,
+        _INVOKE,
+        (
+            f"{_CREATE} --environment "
+            f"Variables={{AWS_LAMBDA_EXEC_WRAPPER=/bin/sh,LAMBDA_PROXY_URL=x}}",
+        ),
+    ),
     (
         8,
         "aws sqs send-message --queue-url http://localhost:4566/000000000000/q --message-body m",
         (
             _CREATE,
             "aws sqs create-queue --queue-name q",
-            f"aws lambda create-event-source-mapping --function-name evil --event-source-arn {_QUEUE} --batch-size 1",
+            f"aws lambda create-event-source-mapping --function-name evil --event-source-arn "
+            f"{_QUEUE} --batch-size 1",
         ),
     ),
     (
@@ -365,28 +382,36 @@ _STAGED: tuple[tuple[int, str, tuple[str, ...]], ...] = (
         (
             _CREATE,
             _MAKE_TOPIC,
-            f"aws sns subscribe --topic-arn {_TOPIC} --protocol lambda --notification-endpoint {_FUNCTION}",
+            f"aws sns subscribe --topic-arn {_TOPIC} --protocol lambda --notification-endpoint "
+            f"{_FUNCTION}",
         ),
     ),
-    (8, _EVENT, (_CREATE, _RULE, f"aws events put-targets --rule r --targets Id=1,Arn={_FUNCTION}")),
+    (
+        8,
+        _EVENT,
+        (_CREATE, _RULE, f"aws events put-targets --rule r --targets Id=1,Arn={_FUNCTION}"),
+    ),
     (
         8,
         "aws s3api put-object --bucket survivor --key k2 --body code.zip",
         (
             _CREATE,
-            "aws s3api put-bucket-notification-configuration --bucket survivor --notification-configuration "
+            "aws s3api put-bucket-notification-configuration --bucket survivor "
+            "--notification-configuration "
             f'\'{{"LambdaFunctionConfigurations":[{{"LambdaFunctionArn":"{_FUNCTION}","Events":'
             '["s3:ObjectCreated:*"]}]}\'',
         ),
     ),
     (
         8,
-        "aws logs put-log-events --log-group-name g --log-stream-name s --log-events timestamp=1,message=m",
+        "aws logs put-log-events --log-group-name g --log-stream-name s --log-events "
+        "timestamp=1,message=m",
         (
             _CREATE,
             "aws logs create-log-group --log-group-name g",
             "aws logs create-log-stream --log-group-name g --log-stream-name s",
-            "aws logs put-subscription-filter --log-group-name g --filter-name f --filter-pattern '' "
+            "aws logs put-subscription-filter --log-group-name g --filter-name f --filter-pattern "
+            "'' "
             f"--destination-arn {_FUNCTION}",
         ),
     ),
@@ -398,7 +423,11 @@ _STAGED: tuple[tuple[int, str, tuple[str, ...]], ...] = (
     (
         11,
         _PUBLISH,
-        (_MAKE_TOPIC, f"aws sns subscribe --topic-arn {_TOPIC} --protocol http --notification-endpoint {{url}}/hook"),
+        (
+            _MAKE_TOPIC,
+            f"aws sns subscribe --topic-arn {_TOPIC} --protocol http --notification-endpoint "
+            f"{{url}}/hook",
+        ),
     ),
     (
         11,
@@ -413,7 +442,10 @@ _STAGED: tuple[tuple[int, str, tuple[str, ...]], ...] = (
     (
         16,
         "aws ecs create-service --service-name s --task-definition t --desired-count 1",
-        ("aws ecs register-task-definition --family t --container-definitions name=c,image=i,memory=10",),
+        (
+            "aws ecs register-task-definition --family t --container-definitions "
+            "name=c,image=i,memory=10",
+        ),
     ),
 )
 """Row, command and the allowed ones that set the stage; all of them harmless."""
@@ -421,12 +453,20 @@ _FILE_SPELLINGS = (
     "file://{secret}", "FILE://{secret}", "File://{secret}", "fileb://{secret}", "file:///proc/self/environ",
     "file:///etc/passwd", "file://../secret.txt", "file://./../secret.txt", "file://~/.aws/credentials",
     "file://a/../../secret.txt", "file:///dev/stdin", "file:///proc/self/fd/0", "file:///proc/1/root/etc/passwd",
-    "file://%2fetc%2fpasswd", "file:////etc//passwd", "file://", "fileb:///proc/self/mem", "' file://{secret}'",
+    "file://%2fetc%2fpasswd", "file:////etc//passwd", "file://", "fileb:///proc/self/mem", "' "
+                                                                                           "file://{secret}'",
     "file://C:\\\\secret", "file://./.env", "file://.env", "file://-", "file://$HOME/x",
 )  # fmt: skip
-_URLS = ("{url}/x", "{url}", "HTTPS://example.com", "' {url}'", "http://169.254.169.254/latest/meta-data/")
+_URLS = (
+    "{url}/x",
+    "{url}",
+    "HTTPS://example.com",
+    "' {url}'",
+    "http://169.254.169.254/latest/meta-data/",
+)
 _STRANGE_NAMES = (
-    "'{0.__class__}'", "'%s%n'", "'\"};drop'", "'a\\nb'", "'$(id)'", "'`id`'", "'; touch {marker}'", "'é☃'",
+    "'{0.__class__}'", "'%s%n'", "'\"};drop'", "'a\\nb'", "'$(id)'", "'`id`'", "'; touch "
+                                                                               "{marker}'", "'é☃'",
     "'<script>'", "'|| true'",
 )  # fmt: skip
 _VALUED = {
@@ -451,8 +491,12 @@ def _spelled() -> Iterator[Attack]:
         yield Attack(11, f"{_PUT} --value={value}", HARMLESS)
     for name in _STRANGE_NAMES:
         yield Attack(17, f"aws sqs create-queue --queue-name {name}", HARMLESS)
-        yield Attack(17, f"aws ssm put-parameter --type String --name p --overwrite --value {name}", HARMLESS)
-    stems = {(option[:length], value) for option, value in _VALUED.items() for length in _lengths(option)}
+        yield Attack(
+            17, f"aws ssm put-parameter --type String --name p --overwrite --value {name}", HARMLESS
+        )
+    stems = {
+        (option[:length], value) for option, value in _VALUED.items() for length in _lengths(option)
+    }
     stems -= {(option, value) for option, value in _VALUED.items() if option in _CARRIED_OUT}
     spelled = [f"--{stem}{sign}{value}" for stem, value in sorted(stems) for sign in (" ", "=")]
     spelled += [f"--{option[:length]}" for option in _FLAGS for length in (None, -1)]
@@ -474,7 +518,9 @@ def _unprinted() -> Iterator[Attack]:
                 "Runtime": "python3.12",
                 "Handler": "index.handler",
                 "Role": _ROLE,
-                "Code": {"ZipFile": "open('{marker}','w')\ndef handler(e, c): open('{marker}','w')"},
+                "Code": {
+                    "ZipFile": "open('{marker}','w')\ndef handler(e, c): open('{marker}','w')"
+                },
             },
         },
         {"Type": "Custom::Evil", "Properties": {"ServiceToken": _FUNCTION}},
@@ -482,21 +528,32 @@ def _unprinted() -> Iterator[Attack]:
     ):
         body = shlex.quote(json.dumps({"Resources": {"Evil": resource}}))
         yield Attack(
-            8, f"aws cloudformation create-stack --stack-name evil --template-body {body}", HARMLESS, (_CREATE,)
+            8,
+            f"aws cloudformation create-stack --stack-name evil --template-body {body}",
+            HARMLESS,
+            (_CREATE,),
         )
     yield Attack(10, "aws s3api put-object --bucket '\\_ministack' --key reset", "internal-path")
     bomb = "a: &a [x, x]\n" + "".join(
         f"{c}: &{c} [{f'*{b}, ' * 9}]\n" for b, c in zip("abcdefgh", "bcdefghi", strict=True)
     )
-    yield Attack(15, f"aws cloudformation create-stack --stack-name s --template-body '{bomb}'", "too-many")
+    yield Attack(
+        15, f"aws cloudformation create-stack --stack-name s --template-body '{bomb}'", "too-many"
+    )
     yield Attack(15, "aws s3api list-buckets --query " + "a" * 1001, "query")
     yield Attack(15, "aws s3api list-buckets --query '" + "|".join(["[@,@]"] * 60) + "'", HARMLESS)
     for deep in ("[" * 3500 + "]" * 3500, '{"M":' * 1000 + "1" + "}" * 1000):
         yield Attack(15, f"aws dynamodb put-item --table-name t --item '{deep}'", HARMLESS)
-    yield Attack(15, "aws ssm put-parameter --name n --type String --value " + "x" * 9000, "too-long")
+    yield Attack(
+        15, "aws ssm put-parameter --name n --type String --value " + "x" * 9000, "too-long"
+    )
     yield Attack(15, "aws s3 ls\nrm -rf /", "newline")
     yield Attack(18, "aws s3 ls --endp\\\noint-url {url}", "global-option")
-    yield Attack(18, "```sh\n$ aws ssm put-parameter --name a \\\r\n  --value file:\\\n//{secret}\n```", "local-file")
+    yield Attack(
+        18,
+        "```sh\n$ aws ssm put-parameter --name a \\\r\n  --value file:\\\n//{secret}\n```",
+        "local-file",
+    )
     yield Attack(15, "aws s3 ls \0", "newline")
     for several in (
         "aws s3 ls \\\\\nrm -rf /",
@@ -508,13 +565,15 @@ def _unprinted() -> Iterator[Attack]:
         yield Attack(15, several, "newline")
     yield Attack(
         16,
-        "aws rds create-db-instance --db-instance-identifier d --engine postgres --db-instance-class db.t3.micro "
+        "aws rds create-db-instance --db-instance-identifier d --engine postgres "
+        "--db-instance-class db.t3.micro "
         "--master-username u --master-user-password secret12 --allocated-storage 5",
         HARMLESS,
     )
     yield Attack(
         16,
-        "aws elasticache create-cache-cluster --cache-cluster-id c --engine redis --num-cache-nodes 1 "
+        "aws elasticache create-cache-cluster --cache-cluster-id c --engine redis "
+        "--num-cache-nodes 1 "
         "--cache-node-type cache.t3.micro",
         HARMLESS,
     )
@@ -522,8 +581,12 @@ def _unprinted() -> Iterator[Attack]:
 
 
 def _smuggled() -> Iterator[Attack]:
-    """Text that ends the head of its request, or of its answer, and goes on with a message of its own."""
-    iam = "Authorization: AWS4-HMAC-SHA256 Credential=000000000000/20260101/us-east-1/iam/aws4_request"
+    """Text that ends the head of its request, or of its answer, and goes on with a message of its
+    own."""
+    iam = (
+        "Authorization: AWS4-HMAC-SHA256 "
+        "Credential=000000000000/20260101/us-east-1/iam/aws4_request"
+    )
     lines = (
         "POST /_ministack/reset HTTP/1.1",
         "POST /_ministack/config HTTP/1.1",
@@ -533,11 +596,20 @@ def _smuggled() -> Iterator[Attack]:
     put = "aws s3api put-object --bucket survivor --key k2"
     for line in lines:
         for end in ("\r\n", "\n", "\r"):
-            hidden = f"x: 1\r\nContent-Length: 0\r\n\r\n{line}\r\nHost: localhost:4566\r\n".replace("\r\n", end)
+            hidden = f"x: 1\r\nContent-Length: 0\r\n\r\n{line}\r\nHost: localhost:4566\r\n".replace(
+                "\r\n", end
+            )
             names = shlex.quote(json.dumps({f"{hidden}X-Y": "1"}))
             yield Attack(19, f"{put} --metadata {names}", "malformed")
-            yield Attack(19, f"{put} --metadata {shlex.quote(json.dumps({'a': hidden}))}", "malformed")
-            for option in ("--content-type", "--cache-control", "--content-disposition", "--content-encoding"):
+            yield Attack(
+                19, f"{put} --metadata {shlex.quote(json.dumps({'a': hidden}))}", "malformed"
+            )
+            for option in (
+                "--content-type",
+                "--cache-control",
+                "--content-disposition",
+                "--content-encoding",
+            ):
                 yield Attack(19, f"{put} {option} {shlex.quote(hidden)}", "malformed")
             yield Attack(
                 19,
@@ -545,15 +617,22 @@ def _smuggled() -> Iterator[Attack]:
                 f"--metadata-directive REPLACE --metadata {names}",
                 "malformed",
             )
-            yield Attack(19, f"aws s3 cp s3://survivor/k s3://survivor/k4 --metadata {names}", "malformed")
+            yield Attack(
+                19, f"aws s3 cp s3://survivor/k s3://survivor/k4 --metadata {names}", "malformed"
+            )
     answer = "a\r\nContent-Length: 0\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
     for option in ("type", "disposition", "language", "encoding"):
         command = (
-            f"aws s3api get-object --bucket survivor --key k --response-content-{option} {shlex.quote(answer)} out"
+            f"aws s3api get-object --bucket survivor --key k --response-content-{option} "
+            f"{shlex.quote(answer)} out"
         )
         yield Attack(19, command, HARMLESS)
     for name in ("a b", "a:b", "a\0b", "a\tb", "(a)", ""):
-        yield Attack(19, f"{put} --metadata {shlex.quote(json.dumps({name: '1'}))}", "malformed" if name else HARMLESS)
+        yield Attack(
+            19,
+            f"{put} --metadata {shlex.quote(json.dumps({name: '1'}))}",
+            "malformed" if name else HARMLESS,
+        )
 
 
 def _table() -> Iterator[Attack]:

@@ -1,10 +1,12 @@
-"""An adversary that is no list: commands of ``command_grammar``, judged from outside by what must stay true.
+"""An adversary that is no list: commands of ``command_grammar``, judged from outside by what must
+stay true.
 
-Whatever a command says, afterwards (1) every request that the simulator parsed is one that the tracker recorded,
-(2) nobody called the sibling's simulator, and its state is what it was, (3) the simulators' module switches are what
-they were, (4) a thing that only the environment knows is still in the session's world, and (5) no file, process or
-connection was made and nothing of the host came out. Each command is tried at the agent's door and, where that
-refuses it, at the worker itself. ``python -m tests.aws.red_team.command_fuzzer --commands 20000`` prints what it tried.
+Whatever a command says, afterwards (1) every request that the simulator parsed is one that the
+tracker recorded, (2) nobody called the sibling's simulator, and its state is what it was, (3) the
+simulators' module switches are what they were, (4) a thing that only the environment knows is still
+in the session's world, and (5) no file, process or connection was made and nothing of the host came
+out. Each command is tried at the agent's door and, where that refuses it, at the worker itself.
+``python -m tests.aws.red_team.command_fuzzer --commands 20000`` prints what it tried.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ _CANARY = "canary-that-no-command-names-5c1e"
 
 @dataclass
 class Tally:
-    """What came of all commands: ``reached`` counts those that sent a request, ``refused`` by rule, ``parsed`` the
-    requests, ``bytes_refused`` what the simulator took for no request, by its reason; ``lost`` are the commands after
-    which the simulator was gone."""
+    """What came of all commands: ``reached`` counts those that sent a request, ``refused`` by rule,
+    ``parsed`` the requests, ``bytes_refused`` what the simulator took for no request, by its
+    reason; ``lost`` are the commands after which the simulator was gone."""
 
     commands: int = 0
     reached: int = 0
@@ -103,13 +105,21 @@ class Watch:
                 yield f"the world of slot {slot.index} was reset: {error}"
             before = self._switches[slot.index]
             after = slot.ministack.switches()
-            changed = {name for name in after if before.get(name) != after[name] and not _COUNTS.search(name)}
+            changed = {
+                name
+                for name in after
+                if before.get(name) != after[name] and not _COUNTS.search(name)
+            }
             changed -= _FILLED_IN_LATER
             if changed:
-                yield f"module switches of slot {slot.index} changed: {[(name, after[name]) for name in changed]}"
+                yield (
+                    f"module switches of slot {slot.index} changed: "
+                    f"{[(name, after[name]) for name in changed]}"
+                )
             if _open_files(slot) - self._files[slot.index]:
                 yield f"files were opened: {sorted(_open_files(slot) - self._files[slot.index])}"
-        # Only what is new: lists of all requests take a simulator that lives this long over its bound of CPU.
+        # Only what is new: lists of all requests take a simulator that lives this long over its
+        # bound of CPU.
         report = self._target.sibling.ministack.requests(self._sibling_seen)
         self._sibling_seen = report["count"]
         if any(request["entrance"] == "port" for request in report["requests"]):
@@ -123,12 +133,14 @@ class Watch:
 
 
 def _is_of(parsed: dict[str, Any], told: SentRequest) -> bool:
-    """Whether the tracker's record is of this request; a protocol that names no operation is known by its path."""
+    """Whether the tracker's record is of this request; a protocol that names no operation is known
+    by its path."""
     return not parsed["operation"] or parsed["operation"] == told.operation
 
 
 def _open_files(slot: Slot) -> set[str]:
-    """Regular files that the simulator and the worker of a slot hold open, but for the slot's own folder."""
+    """Regular files that the simulator and the worker of a slot hold open, but for the slot's own
+    folder."""
     found = set()
     for pid in (slot.worker_pid, slot.ministack.pid):
         folder = Path(f"/proc/{pid}/fd")
@@ -137,7 +149,9 @@ def _open_files(slot: Slot) -> set[str]:
                 path = os.readlink(entry)
             except OSError:
                 continue
-            allowed = path.startswith(("/dev/null", os.path.realpath(slot.files.path))) or _OWN_FIGURES.match(path)
+            allowed = path.startswith(
+                ("/dev/null", os.path.realpath(slot.files.path))
+            ) or _OWN_FIGURES.match(path)
             if path.startswith("/") and not allowed:
                 found.add(path)
     return found
@@ -146,11 +160,18 @@ def _open_files(slot: Slot) -> set[str]:
 class Fuzzer:
     """Plays commands in one session and watches; ``tally`` is what came of it."""
 
-    def __init__(self, target: FiringRange, seed: int, services: Iterable[str] | None = None) -> None:
+    def __init__(
+        self, target: FiringRange, seed: int, services: Iterable[str] | None = None
+    ) -> None:
         self._target = target
         self._watch = Watch(target)
         sibling = target.sibling.endpoint.removeprefix("http://")
-        places = {"secret": str(target.secret), "marker": str(target.marker), "url": target.url, "sibling": sibling}
+        places = {
+            "secret": str(target.secret),
+            "marker": str(target.marker),
+            "url": target.url,
+            "sibling": sibling,
+        }
         self._grammar = CommandGrammar(seed, places, services)
         self.tally = Tally()
 
@@ -176,11 +197,15 @@ class Fuzzer:
                 results.append(self._run(command, lambda: self._target._past_policy(command.words)))
         tally.reached += any(result.requests for result in results)
         if len(tally.lost) > lost:
-            yield from self._target.effects_outside([f"{result.stdout}\n{result.stderr}" for result in results])
+            yield from self._target.effects_outside(
+                [f"{result.stdout}\n{result.stderr}" for result in results]
+            )
             self._watch.renew()  # the slot has begun anew, so what was taken down of it is not true any longer
             return
         yield from self._watch.requests(results, tally)
-        yield from self._target.effects_outside([f"{result.stdout}\n{result.stderr}" for result in results])
+        yield from self._target.effects_outside(
+            [f"{result.stdout}\n{result.stderr}" for result in results]
+        )
         if tally.commands % (RESET_EVERY // 4) == 0:
             yield from self._watch.world()
 
@@ -198,9 +223,13 @@ def _unpaired(word: str) -> bool:
 
 def main() -> int:
     """Play until the commands or the minutes are over; 0 when nothing was breached."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--commands", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="default: the time, printed")
+    parser.add_argument(
+        "--seed", type=int, default=int(time.time()), help="default: the time, printed"
+    )
     parser.add_argument("--sandbox", default="auto")
     options = parser.parse_args()
     print(f"seed {options.seed}")
@@ -213,7 +242,10 @@ def main() -> int:
             fuzzer = Fuzzer(target, options.seed)
             tally = fuzzer.tally
             try:
-                fuzzer.play(options.commands, lambda numbers: track(numbers, "commands", total=options.commands))
+                fuzzer.play(
+                    options.commands,
+                    lambda numbers: track(numbers, "commands", total=options.commands),
+                )
             except KeyboardInterrupt:
                 print("stopped early")
             target.close()
@@ -230,10 +262,16 @@ def _report(tally: Tally, seconds: float) -> None:
     for line in tally.lost:
         console.print(f"the simulator was lost after {line!r}", markup=False)
     refused = ", ".join(f"{rule} {count}" for rule, count in tally.refused.most_common())
-    bytes_refused = ", ".join(f"{reason} {count}" for reason, count in tally.bytes_refused.most_common()) or "nothing"
-    console.print(f"refused at the door: {refused}\nrefused by the simulator: {bytes_refused}", markup=False)
+    bytes_refused = (
+        ", ".join(f"{reason} {count}" for reason, count in tally.bytes_refused.most_common())
+        or "nothing"
+    )
     console.print(
-        f"{tally.commands} commands in {seconds:.0f} s, {tally.reached} of them sent requests, {tally.parsed} parsed; "
+        f"refused at the door: {refused}\nrefused by the simulator: {bytes_refused}", markup=False
+    )
+    console.print(
+        f"{tally.commands} commands in {seconds:.0f} s, {tally.reached} of them sent requests, "
+        f"{tally.parsed} parsed; "
         f"simulator or worker lost {len(tally.lost)} times; {len(tally.breaches)} breaches",
         markup=False,
     )

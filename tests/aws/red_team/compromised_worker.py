@@ -1,4 +1,5 @@
-"""A CLI worker that an agent has taken over: a real process that answers what it likes and runs nothing."""
+"""A CLI worker that an agent has taken over: a real process that answers what it likes and runs
+nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def versioning_task(**fields: object) -> Task:
         "difficulty": "expert",
         "description": "Turn on versioning of the bucket ledger.",
         "setup_commands": ["aws s3 mb s3://ledger"],
-        "success_criteria": {"state_checks": [{"command": look, "json_path": "Status", "expected": "Enabled"}]},
+        "success_criteria": {
+            "state_checks": [{"command": look, "json_path": "Status", "expected": "Enabled"}]
+        },
     }
     return Task.from_json(data | fields)
 
@@ -52,7 +55,9 @@ def framed(message: Any) -> bytes:
     return len(body).to_bytes(4, "big") + body
 
 
-def forged(stdout: str = "", requests: list[dict[str, Any]] | None = None, **other: Any) -> dict[str, Any]:
+def forged(
+    stdout: str = "", requests: list[dict[str, Any]] | None = None, **other: Any
+) -> dict[str, Any]:
     """A well-formed reply that says that all went well."""
     return {
         "exit_code": 0,
@@ -67,7 +72,8 @@ def forged(stdout: str = "", requests: list[dict[str, Any]] | None = None, **oth
 
 
 class CompromisedWorker:
-    """Stands in the place of the workers of ``executor`` and sends ``answer`` for every frame, until ``close``."""
+    """Stands in the place of the workers of ``executor`` and sends ``answer`` for every frame,
+    until ``close``."""
 
     def __init__(self, executor: CliExecutor, answer: bytes) -> None:
         self._executor = executor

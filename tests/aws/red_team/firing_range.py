@@ -1,8 +1,9 @@
-"""Plays the attacks of ``red_team_attacks`` against a real pool and looks for their effects, not their messages.
+"""Plays the attacks of ``red_team_attacks`` against a real pool and looks for their effects, not
+their messages.
 
-Every attack is tried at the agent's door and, where that refuses it, once more past the policy at the worker
-itself, so that a second layer is seen to hold. ``python -m tests.aws.red_team.firing_range [--sandbox plain]
-[--lambda sandbox]`` prints the whole table.
+Every attack is tried at the agent's door and, where that refuses it, once more past the policy at
+the worker itself, so that a second layer is seen to hold. ``python -m
+tests.aws.red_team.firing_range [--sandbox plain] [--lambda sandbox]`` prints the whole table.
 """
 
 from __future__ import annotations
@@ -37,7 +38,13 @@ from tests.aws.red_team.web import WEB_ATTACKS, WEB_ROWS, WebRange
 
 SECRET = "canary-content-7f3a"
 LIMITS = OutputLimits(timeout_s=6.0)
-_HOST_WORDS = ("Traceback (most recent", "realhf-env-", "site-packages", sys.prefix, sys.base_prefix)
+_HOST_WORDS = (
+    "Traceback (most recent",
+    "realhf-env-",
+    "site-packages",
+    sys.prefix,
+    sys.base_prefix,
+)
 _ANSWERS = Path(own_package(), "aws", "tasks", "warmup.yaml")
 _ANSWER_WORD = "success_criteria"
 _TRIGGER_S = 0.15
@@ -45,7 +52,8 @@ _PATIENCE_S = 120.0
 
 
 class FiringRange:
-    """One session under attack and its sibling, with canaries all around. ``folder`` lies on the host."""
+    """One session under attack and its sibling, with canaries all around. ``folder`` lies on the
+    host."""
 
     def __init__(self, pool: MiniStackPool, folder: Path) -> None:
         self._pool = pool
@@ -69,8 +77,8 @@ class FiringRange:
             self._pool.release(slot)
 
     def attempt(self, attack: Attack) -> Tried:
-        """Try it; what is observed at the door is a refusal rule, HARMLESS or NO_CREDIT. The session must be usable
-        afterwards."""
+        """Try it; what is observed at the door is a refusal rule, HARMLESS or NO_CREDIT. The
+        session must be usable afterwards."""
         self._set_up(attack)
         command = read_command(self._fill(attack.command))
         before = self.slot.ministack.requests()["count"]
@@ -94,14 +102,22 @@ class FiringRange:
         return Tried(attack.row, attack.command[:300], attack.expected, door, effects, behind)
 
     def _unseen(self, before: int, result: CommandResult) -> list[str]:
-        """What the simulator took for a request and the worker did not report; a rehearsal is not reported, and a
-        worker that was killed reports nothing."""
+        """What the simulator took for a request and the worker did not report; a rehearsal is not
+        reported, and a worker that was killed reports nothing."""
         if result.timed_out or result.stopped:
             return []
-        taken = [each for each in self.slot.ministack.requests(before)["requests"] if each["entrance"] == "port"]
+        taken = [
+            each
+            for each in self.slot.ministack.requests(before)["requests"]
+            if each["entrance"] == "port"
+        ]
         rehearsed = sum(each["service"] == "ec2" for each in taken) if not result.requests else 0
         more = len(taken) - rehearsed > len(result.requests)
-        return [f"the simulator took {len(taken)} requests, {len(result.requests)} are known"] if more else []
+        return (
+            [f"the simulator took {len(taken)} requests, {len(result.requests)} are known"]
+            if more
+            else []
+        )
 
     def _set_up(self, attack: Attack) -> None:
         self.slot.reset()
@@ -140,7 +156,8 @@ class FiringRange:
             return CommandResult(exit_code=255, stdout="", stderr=str(error))
 
     def effects_outside(self, texts: Sequence[str]) -> list[str]:
-        """What happened on the host: content that came out in ``texts``, files, connections, processes."""
+        """What happened on the host: content that came out in ``texts``, files, connections,
+        processes."""
         found = []
         if any(SECRET in text for text in texts):
             found.append("host content came out")
@@ -159,7 +176,9 @@ class FiringRange:
 
     def _effects(self, texts: Sequence[str]) -> list[str]:
         found = self.effects_outside(texts)
-        if [b["Name"] for b in self.sibling.state.call("s3", "ListBuckets")["Buckets"]] != ["sibling-secret"]:
+        if [b["Name"] for b in self.sibling.state.call("s3", "ListBuckets")["Buckets"]] != [
+            "sibling-secret"
+        ]:
             found.append("the sibling changed")
         if not self.slot.ministack.alive():
             found.append("the simulator died")
@@ -183,7 +202,9 @@ def _said(result: CommandResult) -> str:
 
 def main() -> int:
     """Play everything; 0 when each attack ended as expected and without effect."""
-    parser = argparse.ArgumentParser(description="Play the attacks and print attack, expected, observed.")
+    parser = argparse.ArgumentParser(
+        description="Play the attacks and print attack, expected, observed."
+    )
     parser.add_argument("--sandbox", choices=SANDBOX_MODES, default="auto")
     parser.add_argument("--lambda", dest="lambda_mode", choices=LAMBDA_MODES, default="stub")
     arguments = parser.parse_args()
@@ -213,7 +234,15 @@ def main() -> int:
 
 def _table(tried: Sequence[Tried]) -> Table:
     table = Table(title="Red team: what an agent tried")
-    for column in ("row", "attack", "tries", "expected at the door", "observed", "past the policy", "effects"):
+    for column in (
+        "row",
+        "attack",
+        "tries",
+        "expected at the door",
+        "observed",
+        "past the policy",
+        "effects",
+    ):
         table.add_column(column, overflow="fold")
     for row, title in (ROWS | WEB_ROWS | INSIDE_ROWS).items():
         those = [one for one in tried if one.row == row]
@@ -222,7 +251,9 @@ def _table(tried: Sequence[Tried]) -> Table:
         behind = _tally(one.behind for one in those if one.behind)
         effects = _tally(effect for one in those for effect in one.effects) or "none"
         style = "" if all(one.held for one in those) else "red"
-        table.add_row(str(row), title, str(len(those)), expected, observed, behind, effects, style=style)
+        table.add_row(
+            str(row), title, str(len(those)), expected, observed, behind, effects, style=style
+        )
     return table
 
 

@@ -1,10 +1,12 @@
-"""An adversary that uses everything up: each number, list, map and text of every allowed operation at its extreme.
+"""An adversary that uses everything up: each number, list, map and text of every allowed operation
+at its extreme.
 
-The cases come from botocore's models and the policy's table: an operation with its required members, and one member,
-however deep, at an extreme, in one of the spellings that the CLI knows. After each the simulator must be within its
-memory, the command within its time, and the slot must play: at once, and for the next lease. A simulator may be lost,
-which ends the agent's episode; a slot never. ``python -m tests.aws.red_team.resource_fuzzer --cases 4000`` prints what
-it tried, the largest, the slowest and what was lost.
+The cases come from botocore's models and the policy's table: an operation with its required
+members, and one member, however deep, at an extreme, in one of the spellings that the CLI knows.
+After each the simulator must be within its memory, the command within its time, and the slot must
+play: at once, and for the next lease. A simulator may be lost, which ends the agent's episode; a
+slot never. ``python -m tests.aws.red_team.resource_fuzzer --cases 4000`` prints what it tried, the
+largest, the slowest and what was lost.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from tests.aws.red_team.command_grammar import _input_shape
 
 LIMITS = OutputLimits(timeout_s=6.0)
 MOST_SECONDS = LIMITS.timeout_s + 24.0
-"""A command that timed out is followed by a question to the simulator and by its replacement, on a busy machine."""
+"""A command that timed out is followed by a question to the simulator and by its replacement, on a
+busy machine."""
 LEASE_EVERY = 25
 _DEEPEST = 4
 _THING = "own-thing"
@@ -90,8 +93,8 @@ _WORLD: Sequence[tuple[str, str, dict[str, Any]]] = (
 
 @dataclass(frozen=True)
 class Case:
-    """``member``: what is at its extreme; ``files``: what lies in the session's folder, since a command line is
-    short."""
+    """``member``: what is at its extreme; ``files``: what lies in the session's folder, since a
+    command line is short."""
 
     member: str
     command: str
@@ -99,8 +102,8 @@ class Case:
 
 
 class Cases:
-    """Draws cases over ``services`` (CLI names; None: all of the table), each number of the models before any second
-    draw of another kind."""
+    """Draws cases over ``services`` (CLI names; None: all of the table), each number of the models
+    before any second draw of another kind."""
 
     def __init__(self, seed: int, services: Iterable[str] | None = None) -> None:
         self._random = random.Random(seed)
@@ -110,7 +113,10 @@ class Cases:
             for operation in sorted(ALLOWED[service]) if service != "s3" else ():
                 shape = _input_shape(service, operation)
                 if shape is not None:
-                    found = [(service, operation, path, leaf) for path, leaf in _places(shape, (), frozenset())]
+                    found = [
+                        (service, operation, path, leaf)
+                        for path, leaf in _places(shape, (), frozenset())
+                    ]
                     self.members += self._random.sample(found, min(len(found), 60))
         self._random.shuffle(self.members)
 
@@ -122,8 +128,16 @@ class Cases:
     def _case(self, service: str, operation: str, path: tuple[str, ...], leaf: Shape) -> Case:
         shape = _input_shape(service, operation)
         assert shape is not None
-        params = {name: self._plain(name, shape.members[name], 0) for name in shape.required_members}
-        _put(params, path, self._extreme(leaf), lambda name, inner: self._plain(name, inner, 0), shape)
+        params = {
+            name: self._plain(name, shape.members[name], 0) for name in shape.required_members
+        }
+        _put(
+            params,
+            path,
+            self._extreme(leaf),
+            lambda name, inner: self._plain(name, inner, 0),
+            shape,
+        )
         words = [service, operation]
         files = {}
         for number, (name, value) in enumerate(params.items()):
@@ -188,7 +202,9 @@ def _plain_text(name: str) -> str:
     return _THING
 
 
-def _places(shape: Shape, path: tuple[str, ...], seen: frozenset[str]) -> Iterator[tuple[tuple[str, ...], Shape]]:
+def _places(
+    shape: Shape, path: tuple[str, ...], seen: frozenset[str]
+) -> Iterator[tuple[tuple[str, ...], Shape]]:
     """Members that have an extreme, by their paths; what holds itself is entered once."""
     if shape.name in seen or len(path) > _DEEPEST:
         return
@@ -202,12 +218,18 @@ def _places(shape: Shape, path: tuple[str, ...], seen: frozenset[str]) -> Iterat
     elif isinstance(shape, MapShape):
         yield path, shape
         yield from _places(shape.value, (*path, "{}"), seen | {shape.name})
-    elif shape.type_name in _NUMBERS or (shape.type_name == "string" and not getattr(shape, "enum", None)):
+    elif shape.type_name in _NUMBERS or (
+        shape.type_name == "string" and not getattr(shape, "enum", None)
+    ):
         yield path, shape
 
 
 def _put(
-    into: dict[str, Any], path: Sequence[str], value: Any, plain: Callable[[str, Shape], Any], shape: Shape
+    into: dict[str, Any],
+    path: Sequence[str],
+    value: Any,
+    plain: Callable[[str, Shape], Any],
+    shape: Shape,
 ) -> None:
     """Put a value at a path, with what its surroundings require."""
     place: Any = into
@@ -245,13 +267,16 @@ def _peak_bytes(pid: int) -> int:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return 0
-    return next((int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM")), 0)
+    return next(
+        (int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM")), 0
+    )
 
 
 @dataclass
 class Tally:
-    """What came of all cases. ``reached``: sent a request; ``simulators_lost``: cases that were the end of one;
-    ``slots_lost``: cases after which a slot did not play; ``breaches``: those and what went beyond a bound."""
+    """What came of all cases. ``reached``: sent a request; ``simulators_lost``: cases that were the
+    end of one; ``slots_lost``: cases after which a slot did not play; ``breaches``: those and what
+    went beyond a bound."""
 
     cases: int = 0
     reached: int = 0
@@ -316,7 +341,10 @@ class ResourceFuzzer:
         named = f"{case.member}: {case.command[:300]}"
         tally.slowest_s = max(tally.slowest_s, seconds)
         tally.largest_mb = max(tally.largest_mb, held / (1 << 20))
-        for kept, figure in ((tally.slow, seconds), (tally.large, max(0, held - before) / (1 << 20))):
+        for kept, figure in (
+            (tally.slow, seconds),
+            (tally.large, max(0, held - before) / (1 << 20)),
+        ):
             heapq.heappush(kept, (figure, named))
             while len(kept) > 12:
                 heapq.heappop(kept)
@@ -332,7 +360,9 @@ class ResourceFuzzer:
             self._slot = self._next_lease()
         except (OSError, RuntimeError, StateCallError, AssertionError) as error:
             self.tally.slots_lost += 1
-            self.tally.breaches.append(f"a slot was lost ({error}) at or before {case.member}: {case.command[:300]}")
+            self.tally.breaches.append(
+                f"a slot was lost ({error}) at or before {case.member}: {case.command[:300]}"
+            )
             self._slot = self._next_lease()
 
     def _give_back(self, slot: Slot) -> None:
@@ -353,14 +383,20 @@ class ResourceFuzzer:
 
 def main() -> int:
     """Play the cases; 0 when nothing went beyond its bounds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=4000)
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="default: the time, printed")
+    parser.add_argument(
+        "--seed", type=int, default=int(time.time()), help="default: the time, printed"
+    )
     parser.add_argument("--services", nargs="*", help="of the table; default: all")
     parser.add_argument("--sandbox", default="auto")
     options = parser.parse_args()
     cases = Cases(options.seed, options.services)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was found is told also when the time is over
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # what was found is told also when the time is over
     print(f"seed {options.seed}; {len(cases.members)} members of the models have an extreme")
     pool = MiniStackPool(1, sandbox=options.sandbox)
     began = time.monotonic()
@@ -387,11 +423,16 @@ def _report(tally: Tally, seconds: float) -> None:
         console.print(f"the simulator was lost over {command[:300]!r}", markup=False)
     for breach in tally.breaches:
         console.print(breach, style="red", markup=False)
-    refused = ", ".join(f"{rule} {count}" for rule, count in tally.refused.most_common()) or "nothing"
+    refused = (
+        ", ".join(f"{rule} {count}" for rule, count in tally.refused.most_common()) or "nothing"
+    )
     console.print(
-        f"{tally.cases} commands in {seconds:.0f} s, {tally.reached} of them sent requests; refused: {refused}\n"
-        f"largest memory {tally.largest_mb:.0f} MB of {SIMULATOR_MEMORY_MB}, slowest {tally.slowest_s:.1f} s, "
-        f"simulators lost {len(tally.simulators_lost)}, slots lost {tally.slots_lost}; {len(tally.breaches)} breaches",
+        f"{tally.cases} commands in {seconds:.0f} s, {tally.reached} of them sent requests; "
+        f"refused: {refused}\n"
+        f"largest memory {tally.largest_mb:.0f} MB of {SIMULATOR_MEMORY_MB}, slowest "
+        f"{tally.slowest_s:.1f} s, "
+        f"simulators lost {len(tally.simulators_lost)}, slots lost {tally.slots_lost}; "
+        f"{len(tally.breaches)} breaches",
         markup=False,
     )
 

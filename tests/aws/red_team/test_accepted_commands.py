@@ -1,4 +1,5 @@
-"""Spellings that models use and that do no harm: they are accepted and do what they say, within bounds."""
+"""Spellings that models use and that do no harm: they are accepted and do what they say, within
+bounds."""
 
 from __future__ import annotations
 
@@ -69,7 +70,10 @@ def test_files_of_the_working_folder_by_their_usual_names(slot: Slot) -> None:
     for name in ("b.txt", "c.txt", "below/in.txt"):
         assert (slot.files.path / name).read_bytes() == b"words", name
     assert slot.state.call("ssm", "GetParameter", {"Name": "p"})["Parameter"]["Value"] == "words"
-    keys = {found["Key"] for found in slot.state.call("s3", "ListObjectsV2", {"Bucket": "box"})["Contents"]}
+    keys = {
+        found["Key"]
+        for found in slot.state.call("s3", "ListObjectsV2", {"Bucket": "box"})["Contents"]
+    }
     assert {"a/in.txt", "b.txt", "all/in.txt", "all/below/in.txt"} <= keys
 
 
@@ -87,12 +91,16 @@ def test_urls_and_underscores_are_texts_like_any_other(slot: Slot) -> None:
         result = slot.executor.run(command)
         assert result.success, (command, result.stderr)
     assert slot.state.call("ssm", "GetParameter", {"Name": "p"})["Parameter"]["Value"] == url
-    keys = [found["Key"] for found in slot.state.call("s3", "ListObjectsV2", {"Bucket": "box"})["Contents"]]
+    keys = [
+        found["Key"]
+        for found in slot.state.call("s3", "ListObjectsV2", {"Bucket": "box"})["Contents"]
+    ]
     assert keys == ["_headers", "_next/static.js"]
 
 
 def test_the_cli_sends_what_the_policy_read(slot: Slot) -> None:
-    """However global options stand around them, service and operation are those that the CLI finds."""
+    """However global options stand around them, service and operation are those that the CLI
+    finds."""
     draw = random.Random(8)
     globals_ = (
         "--region us-east-1",
@@ -109,7 +117,12 @@ def test_the_cli_sends_what_the_policy_read(slot: Slot) -> None:
         "--unknown",
         "-",
     )
-    operations = (("s3api", "list-buckets"), ("sqs", "list-queues"), ("iam", "list-users"), ("dynamodb", "list-tables"))
+    operations = (
+        ("s3api", "list-buckets"),
+        ("sqs", "list-queues"),
+        ("iam", "list-users"),
+        ("dynamodb", "list-tables"),
+    )
     names = {"s3api": "s3"}
     sent = 0
     for _ in range(150):
@@ -127,7 +140,8 @@ def test_the_cli_sends_what_the_policy_read(slot: Slot) -> None:
 
 
 def play(slot: Slot, *commands: str) -> list[Any]:
-    """Run commands that must all succeed and return what they printed, as data; captures are filled as in a task."""
+    """Run commands that must all succeed and return what they printed, as data; captures are filled
+    as in a task."""
     outputs: list[Any] = []
     for line in commands:
         command = resolve(line, [json.dumps(one) for one in outputs])
@@ -173,20 +187,26 @@ def test_transactions_and_statements_of_dynamodb(slot: Slot) -> None:
         """aws dynamodb execute-statement --statement "SELECT * FROM items WHERE id='c'" """,
         "aws dynamodb scan --table-name items --select COUNT",
     )
-    assert found[2]["Responses"][0]["Item"] == {"id": {"S": "a"}} and found[4]["Items"] == [{"id": {"S": "c"}}]
+    assert found[2]["Responses"][0]["Item"] == {"id": {"S": "a"}} and found[4]["Items"] == [
+        {"id": {"S": "c"}}
+    ]
     assert found[5]["Count"] == 3
 
 
 def test_what_a_role_lends_stays_in_the_session(slot: Slot) -> None:
-    """The credentials open nothing: a worker has no way to use others, and the account is as it was."""
+    """The credentials open nothing: a worker has no way to use others, and the account is as it
+    was."""
     slot.reset()
     trust = (
-        '{"Version":"2012-10-17","Statement":[{"Effect":"Allow","Principal":{"AWS":"*"},"Action":"sts:AssumeRole"}]}'
+        '{"Version":"2012-10-17","Statement":[{"Effect":"Allow","Principal":{"AWS":"*"},'
+        '"Action":"sts:AssumeRole"}]}'
     )
     play(slot, f"aws iam create-role --role-name r --assume-role-policy-document '{trust}'")
     before = take_snapshot(slot)
     role = "arn:aws:iam::000000000000:role/r"
-    lent = play(slot, f"aws sts assume-role --role-arn {role} --role-session-name session")[0]["Credentials"]
+    lent = play(slot, f"aws sts assume-role --role-arn {role} --role-session-name session")[0][
+        "Credentials"
+    ]
     assert set(lent) >= {"AccessKeyId", "SecretAccessKey", "SessionToken"}
     assert take_snapshot(slot).resources == before.resources
     assert slot.executor.run("aws sts get-caller-identity").success
@@ -201,11 +221,14 @@ def test_versions_of_a_policy(slot: Slot) -> None:
     found = play(
         slot,
         f"aws iam create-policy --policy-name p --policy-document '{document}'",
-        f"aws iam create-policy-version --policy-arn {arn} --policy-document '{document}' --set-as-default",
+        f"aws iam create-policy-version --policy-arn {arn} --policy-document '{document}' "
+        f"--set-as-default",
         f"aws iam delete-policy-version --policy-arn {arn} --version-id v1",
         f"aws iam list-policy-versions --policy-arn {arn}",
     )
-    assert [(one["VersionId"], one["IsDefaultVersion"]) for one in found[3]["Versions"]] == [("v2", True)]
+    assert [(one["VersionId"], one["IsDefaultVersion"]) for one in found[3]["Versions"]] == [
+        ("v2", True)
+    ]
 
 
 def test_batches(slot: Slot) -> None:
@@ -215,7 +238,8 @@ def test_batches(slot: Slot) -> None:
     found = play(
         slot,
         "aws sqs create-queue --queue-name q",
-        f"aws sqs send-message-batch --queue-url {queue} --entries Id=1,MessageBody=a Id=2,MessageBody=b",
+        f"aws sqs send-message-batch --queue-url {queue} --entries Id=1,MessageBody=a "
+        f"Id=2,MessageBody=b",
         f"aws sqs receive-message --queue-url {queue}",
         f"aws sqs change-message-visibility-batch --queue-url {queue} "
         f"--entries Id=1,ReceiptHandle={received},VisibilityTimeout=5",
@@ -224,13 +248,18 @@ def test_batches(slot: Slot) -> None:
         "aws sns publish-batch --topic-arn ${step6:TopicArn} "
         "--publish-batch-request-entries Id=1,Message=a Id=2,Message=b",
         "aws kinesis create-stream --stream-name s --shard-count 1",
-        "aws kinesis put-records --stream-name s --records Data=a,PartitionKey=1 Data=b,PartitionKey=2",
+        "aws kinesis put-records --stream-name s --records Data=a,PartitionKey=1 "
+        "Data=b,PartitionKey=2",
         "aws kinesis get-shard-iterator --stream-name s --shard-id shardId-000000000000 "
         "--shard-iterator-type TRIM_HORIZON",
         "aws kinesis get-records --shard-iterator ${step10:ShardIterator}",
         """aws events put-events --entries '[{"Source": "a", "DetailType": "b", "Detail": "{}"}]'""",
     )
-    assert len(found[1]["Successful"]) == 2 and len(found[6]["Successful"]) == 2 and len(found[10]["Records"]) == 2
+    assert (
+        len(found[1]["Successful"]) == 2
+        and len(found[6]["Successful"]) == 2
+        and len(found[10]["Records"]) == 2
+    )
 
 
 def test_an_object_in_parts(slot: Slot) -> None:
@@ -252,7 +281,10 @@ def test_an_object_in_parts(slot: Slot) -> None:
     assert slot.executor.run("aws s3 cp s3://box/k got.txt").success
     assert (slot.files.path / "got.txt").read_bytes() == b"words"
     for body in ("/etc/passwd", "../x", "./a/../../x"):
-        command = f"aws s3api upload-part --bucket box --key k --upload-id u --part-number 1 --body {body}"
+        command = (
+            f"aws s3api upload-part --bucket box --key k --upload-id u --part-number 1 --body "
+            f"{body}"
+        )
         assert slot.executor.run(command).refusal == "local-file"
 
 
@@ -264,15 +296,18 @@ def test_what_was_made_is_removed_again(slot: Slot) -> None:
         slot,
         "aws apigateway create-rest-api --name a",
         "aws apigateway get-resources --rest-api-id ${step1:id}",
-        "aws apigateway put-method --rest-api-id ${step1:id} --resource-id ${step2:items[0].id} --http-method GET "
+        "aws apigateway put-method --rest-api-id ${step1:id} --resource-id ${step2:items[0].id} "
+        "--http-method GET "
         "--authorization-type NONE",
         "aws apigateway create-deployment --rest-api-id ${step1:id}",
-        "aws apigateway create-stage --rest-api-id ${step1:id} --stage-name s --deployment-id ${step4:id}",
+        "aws apigateway create-stage --rest-api-id ${step1:id} --stage-name s --deployment-id "
+        "${step4:id}",
         "aws apigateway create-usage-plan --name p",
         "aws apigateway create-api-key --name k",
         "aws apigateway delete-stage --rest-api-id ${step1:id} --stage-name s",
         "aws apigateway delete-deployment --rest-api-id ${step1:id} --deployment-id ${step4:id}",
-        "aws apigateway delete-method --rest-api-id ${step1:id} --resource-id ${step2:items[0].id} --http-method GET",
+        "aws apigateway delete-method --rest-api-id ${step1:id} --resource-id ${step2:items[0].id} "
+        "--http-method GET",
         "aws apigateway delete-usage-plan --usage-plan-id ${step6:id}",
         "aws apigateway delete-api-key --api-key ${step7:id}",
         "aws apigateway delete-rest-api --rest-api-id ${step1:id}",
@@ -298,7 +333,11 @@ def test_what_was_made_is_removed_again(slot: Slot) -> None:
         "aws ec2 delete-vpc --vpc-id ${step9:Vpc.VpcId}",
     )
     left = {key[:2] for key in take_snapshot(slot).resources.keys() - before.resources.keys()}
-    assert left <= {("iam", "account_aliases"), ("athena", "data_catalogs"), ("athena", "workgroups")}, "AWS's own"
+    assert left <= {
+        ("iam", "account_aliases"),
+        ("athena", "data_catalogs"),
+        ("athena", "workgroups"),
+    }, "AWS's own"
     assert not play(slot, "aws iam list-account-aliases")[0]["AccountAliases"]
 
 
@@ -315,10 +354,14 @@ def test_a_document_holds_the_parameters_of_a_command(slot: Slot) -> None:
     ):
         result = slot.executor.run(command)
         assert result.success, (command, result.stderr)
-    names = {url.rpartition("/")[2] for url in slot.state.call("sqs", "ListQueues", {})["QueueUrls"]}
+    names = {
+        url.rpartition("/")[2] for url in slot.state.call("sqs", "ListQueues", {})["QueueUrls"]
+    }
     assert names == {"from-file", "yaml-file", "inline", "before", "wins"}
     plain = slot.executor.run("aws sqs create-queue")
-    assert not plain.success and "--queue-name" in plain.stderr, "what is required is required again"
+    assert not plain.success and "--queue-name" in plain.stderr, (
+        "what is required is required again"
+    )
     assert slot.executor.run("aws sqs create-queue --queue-name plain").success
 
 
@@ -330,13 +373,18 @@ def test_a_document_reaches_nothing_but_the_working_folder(slot: Slot, tmp_path:
     (slot.files.path / "link.json").symlink_to(secret)
     slot.files.put("stack.json", b'{"StackName": "s", "TemplateURL": "http://127.0.0.1:1/t"}')
     slot.files.put("copy.json", b'{"Bucket": "b", "Key": "k", "CopySource": "_ministack/reset"}')
-    slot.files.put("map.json", b'{"Bucket": "b", "Key": "k", "CopySource": {"Bucket": "_ministack", "Key": "reset"}}')
+    slot.files.put(
+        "map.json",
+        b'{"Bucket": "b", "Key": "k", "CopySource": {"Bucket": "_ministack", "Key": "reset"}}',
+    )
     slot.files.put("many.json", b'{"ImageId": "i", "MinCount": 1, "MaxCount": 5000}')
     slot.files.put("deep.json", b"[" * 200_000)
     slot.files.put("deep.yaml", b"[" * 200_000)
     slot.files.put("block.yaml", b"- " * 100_000)
     slot.files.put("bytes.json", bytes(range(256)))
-    bomb = "a: &a [x, x]\n" + "".join(f"{c}: &{c} [{f'*{b}, ' * 9}]\n" for b, c in ("ab", "bc", "cd"))
+    bomb = "a: &a [x, x]\n" + "".join(
+        f"{c}: &{c} [{f'*{b}, ' * 9}]\n" for b, c in ("ab", "bc", "cd")
+    )
     for command, rule in (
         (f"aws sqs create-queue --cli-input-json file://{secret}", "local-file"),
         (f"aws sqs create-queue --cli-input-json FILE://{secret}", "local-file"),
@@ -366,7 +414,11 @@ def test_a_document_reaches_nothing_but_the_working_folder(slot: Slot, tmp_path:
     ):
         result = slot.executor.run(command)
         assert result.refusal == rule, (command, result)
-        assert not result.requests and "canary" not in result.stderr and str(tmp_path) not in result.stderr
+        assert (
+            not result.requests
+            and "canary" not in result.stderr
+            and str(tmp_path) not in result.stderr
+        )
     assert not slot.state.call("sqs", "ListQueues", {}).get("QueueUrls")
 
 
@@ -380,8 +432,12 @@ def test_texts_for_bytes_are_never_taken_for_something_else_in_silence(slot: Slo
     assert "aws-cli 1." in refused.stderr and "--cli-binary-format base64" in refused.stderr
     batch = """aws kinesis put-records --stream-name s --records '[{"Data": "aGVsbG8=", "PartitionKey": "1"}]'"""
     assert slot.executor.run(batch).refusal == "malformed"
-    assert slot.executor.run(f"{put} --data hello --cli-binary-format base64").refusal == "malformed"
-    assert slot.executor.run(f"{put} --data hello --cli-binary-format hex").refusal == "global-option"
+    assert (
+        slot.executor.run(f"{put} --data hello --cli-binary-format base64").refusal == "malformed"
+    )
+    assert (
+        slot.executor.run(f"{put} --data hello --cli-binary-format hex").refusal == "global-option"
+    )
     document = '\'{"StreamName": "s", "PartitionKey": "1", "Data": "aGVsbG8="}\''
     for command in (
         f"{put} --data password",
@@ -392,7 +448,17 @@ def test_texts_for_bytes_are_never_taken_for_something_else_in_silence(slot: Slo
     ):
         result = slot.executor.run(command)
         assert result.success, (command, result.stderr)
-    shard = {"StreamName": "s", "ShardId": "shardId-000000000000", "ShardIteratorType": "TRIM_HORIZON"}
+    shard = {
+        "StreamName": "s",
+        "ShardId": "shardId-000000000000",
+        "ShardIteratorType": "TRIM_HORIZON",
+    }
     start = slot.state.call("kinesis", "GetShardIterator", shard)["ShardIterator"]
     found = slot.state.call("kinesis", "GetRecords", {"ShardIterator": start})
-    assert [one["Data"] for one in found["Records"]] == [b"password", b"hello", b"aGVsbG8=", b"hello", b"hello"]
+    assert [one["Data"] for one in found["Records"]] == [
+        b"password",
+        b"hello",
+        b"aGVsbG8=",
+        b"hello",
+        b"hello",
+    ]

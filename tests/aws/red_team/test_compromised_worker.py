@@ -1,4 +1,5 @@
-"""What the environment itself runs and believes does not depend on the agent's worker, even one that lies."""
+"""What the environment itself runs and believes does not depend on the agent's worker, even one
+that lies."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ import pytest
 
 from realhf.aws.episode.episode import Episode
 from realhf.aws.simulator.pool import MiniStackPool, Slot
-from tests.aws.red_team.compromised_worker import SENT, CompromisedWorker, forged, framed, versioning_task
+from tests.aws.red_team.compromised_worker import (
+    SENT,
+    CompromisedWorker,
+    forged,
+    framed,
+    versioning_task,
+)
 
 pytestmark = pytest.mark.sim
 
@@ -32,30 +39,46 @@ def compromise(slot: Slot) -> Iterator[Compromise]:
         worker.close()
 
 
-def test_forged_replies_do_not_change_a_grade_by_command(slot: Slot, episode: Episode, compromise: Compromise) -> None:
+def test_forged_replies_do_not_change_a_grade_by_command(
+    slot: Slot, episode: Episode, compromise: Compromise
+) -> None:
     """The bucket has no versioning, however often the agent's worker says that it has."""
     episode.reset(versioning_task())
     compromise(framed(forged('{"Status": "Enabled"}', [SENT])))
     for command in ("aws s3api get-bucket-versioning --bucket ledger", "aws s3 ls"):
         step = episode.step(command)
-        assert step.observation["command_output"] == '{"Status": "Enabled"}', "the agent's worker does lie"
+        assert step.observation["command_output"] == '{"Status": "Enabled"}', (
+            "the agent's worker does lie"
+        )
         assert not step.observation["task_achieved"] and step.observation["partial_progress"] < 1.0
     assert "Status" not in slot.state.call("s3", "GetBucketVersioning", {"Bucket": "ledger"})
 
 
-def test_set_up_and_drift_do_not_use_the_agents_worker(slot: Slot, episode: Episode, compromise: Compromise) -> None:
+def test_set_up_and_drift_do_not_use_the_agents_worker(
+    slot: Slot, episode: Episode, compromise: Compromise
+) -> None:
     compromise(framed(forged()))
-    drift = {"command": "aws s3api put-bucket-tagging --bucket ledger --tagging TagSet=[{Key=a,Value=b}]"}
+    drift = {
+        "command": "aws s3api put-bucket-tagging --bucket ledger --tagging TagSet=[{Key=a,Value=b}]"
+    }
     before = slot.executor.counters.commands
     episode.reset(versioning_task(possible_drifts=[drift]), drifts=[0])
     assert slot.executor.counters.commands == before
-    assert slot.state.call("s3", "GetBucketTagging", {"Bucket": "ledger"})["TagSet"] == [{"Key": "a", "Value": "b"}]
+    assert slot.state.call("s3", "GetBucketTagging", {"Bucket": "ledger"})["TagSet"] == [
+        {"Key": "a", "Value": "b"}
+    ]
 
 
 def test_the_agents_files_are_not_read_by_checks(slot: Slot, episode: Episode) -> None:
-    """A file of the same name, written by the agent, is not the one that a check's command names."""
-    check = {"command": "aws s3api list-buckets --query file://wanted.txt", "output_contains": "ledger"}
-    task = versioning_task(success_criteria={"state_checks": [check]}, assets={"wanted.txt": "Buckets[?Name==`none`]"})
+    """A file of the same name, written by the agent, is not the one that a check's command
+    names."""
+    check = {
+        "command": "aws s3api list-buckets --query file://wanted.txt",
+        "output_contains": "ledger",
+    }
+    task = versioning_task(
+        success_criteria={"state_checks": [check]}, assets={"wanted.txt": "Buckets[?Name==`none`]"}
+    )
     episode.reset(task)
     slot.files.put("wanted.txt", b"Buckets")
     assert not episode.step("aws s3 mb s3://another").observation["task_achieved"]
@@ -70,7 +93,9 @@ def test_the_environments_worker_does_not_outlive_the_lease(pool: MiniStackPool)
     assert len(slot.worker_pids) == 1 and not set(pids) & set(slot.worker_pids)
 
 
-def test_half_a_reply_is_waited_for_only_as_long_as_a_command_may_take(slot: Slot, compromise: Compromise) -> None:
+def test_half_a_reply_is_waited_for_only_as_long_as_a_command_may_take(
+    slot: Slot, compromise: Compromise
+) -> None:
     limits = slot.executor._limits
     slot.executor._limits = replace(slot.executor._limits, timeout_s=0.3)
     try:
@@ -82,7 +107,9 @@ def test_half_a_reply_is_waited_for_only_as_long_as_a_command_may_take(slot: Slo
         slot.executor._limits = limits
 
 
-def test_a_second_reply_is_not_taken_for_the_next_commands(slot: Slot, compromise: Compromise) -> None:
+def test_a_second_reply_is_not_taken_for_the_next_commands(
+    slot: Slot, compromise: Compromise
+) -> None:
     """Two frames for one command: answers would be off by one from there on."""
     compromise(framed(forged("first")) + framed(forged("second")))
     assert slot.executor.run("aws s3 ls").stdout == "first"
@@ -90,14 +117,17 @@ def test_a_second_reply_is_not_taken_for_the_next_commands(slot: Slot, compromis
 
 
 def test_a_lost_check_is_no_grade(slot: Slot, episode: Episode) -> None:
-    """A check must not fail or hold because its worker died; what it read is of the agent's making."""
+    """A check must not fail or hold because its worker died; what it read is of the agent's
+    making."""
     episode.reset(versioning_task())
     worker = CompromisedWorker(slot.own_executor, framed({}))
     try:
         lost = episode.step("aws s3 mb s3://some-other")
     finally:
         worker.close()
-    assert not lost.done and lost.reward == 0.0 and lost.observation["account_unreadable"] == "silence"
+    assert (
+        not lost.done and lost.reward == 0.0 and lost.observation["account_unreadable"] == "silence"
+    )
     after = episode.step("aws s3 mb s3://another")
     assert not lost.observation["task_achieved"] and not after.observation["task_achieved"]
     assert slot.ministack.alive()
@@ -109,7 +139,9 @@ def test_a_flooded_answer_shows_nothing(slot: Slot, episode: Episode) -> None:
     check = {"command": "aws s3api list-buckets", "output_contains": "aaaa"}
     try:
         episode.reset(versioning_task(success_criteria={"state_checks": [check]}))
-        assert not episode.step("aws s3 mb s3://aaaaaaaaaaaaaaaaaaaaaaaa").observation["task_achieved"]
+        assert not episode.step("aws s3 mb s3://aaaaaaaaaaaaaaaaaaaaaaaa").observation[
+            "task_achieved"
+        ]
     finally:
         slot.own_executor._limits = replace(slot.own_executor._limits, stdout_bytes=1 << 20)
 

@@ -1,5 +1,5 @@
-"""The adversaries that are no lists, for a few hundred commands (`make red-team` plays many thousand), and their own
-eyes: one says what it likes, the other uses everything up."""
+"""The adversaries that are no lists, for a few hundred commands (`make red-team` plays many
+thousand), and their own eyes: one says what it likes, the other uses everything up."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def target(pool: MiniStackPool, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def test_drawn_commands_breach_nothing(target: FiringRange) -> None:
-    """Requests, worlds, switches, files, processes and connections are what the tracker tells, whatever is said."""
+    """Requests, worlds, switches, files, processes and connections are what the tracker tells,
+    whatever is said."""
     tally = Fuzzer(target, seed=11, services=SERVICES).play(240)
     assert tally.breaches == []
     assert tally.reached > 60 and sum(tally.refused.values()) > 20, tally
@@ -50,7 +51,9 @@ def test_a_request_that_nobody_recorded_is_seen(target: FiringRange) -> None:
     watch = Watch(target)
     target.slot.executor.run("aws s3api list-buckets")
     told = CommandResult(0, "", "", requests=(SentRequest("sqs", "ListQueues", {}, 200, ""),))
-    assert list(watch.requests([told], Tally())) == []  # a REST request is known by its number alone
+    assert (
+        list(watch.requests([told], Tally())) == []
+    )  # a REST request is known by its number alone
     target.slot.executor.run("aws dynamodb list-tables")
     assert len(list(watch.requests([told], Tally()))) == 1
     assert list(watch.requests([CommandResult(0, "", "")], Tally())) == []
@@ -67,7 +70,9 @@ def test_a_changed_world_sibling_or_switch_is_seen(target: FiringRange) -> None:
         connection.recv(100)
     assert any("sibling" in breach for breach in watch.world())
     watch.renew()
-    target.slot.ministack.ask("POST", "/_ministack/config", "s3", body=b'{"stepfunctions._SFN_WAIT_SCALE": 7}')
+    target.slot.ministack.ask(
+        "POST", "/_ministack/config", "s3", body=b'{"stepfunctions._SFN_WAIT_SCALE": 7}'
+    )
     assert any("switches" in breach for breach in watch.world())
 
 
@@ -90,11 +95,15 @@ def test_extremes_cost_no_slot(pool: MiniStackPool) -> None:
 
 def test_every_number_of_the_models_is_among_the_cases() -> None:
     counted = Cases(1, ("kinesis", "ec2", "elasticache"))
-    assert {("kinesis", ("ShardCount",)), ("ec2", ("MaxCount",)), ("elasticache", ("NumCacheNodes",))} <= {
-        (service, path) for service, _, path, _ in counted.members
-    }
+    assert {
+        ("kinesis", ("ShardCount",)),
+        ("ec2", ("MaxCount",)),
+        ("elasticache", ("NumCacheNodes",)),
+    } <= {(service, path) for service, _, path, _ in counted.members}
     drawn = [case.command for case in itertools.islice(counted, 200)]
-    assert drawn == [case.command for case in itertools.islice(Cases(1, ("kinesis", "ec2", "elasticache")), 200)]
+    assert drawn == [
+        case.command for case in itertools.islice(Cases(1, ("kinesis", "ec2", "elasticache")), 200)
+    ]
 
 
 def test_a_simulator_and_a_slot_that_are_lost_are_told_apart(
@@ -113,8 +122,13 @@ def test_a_simulator_and_a_slot_that_are_lost_are_told_apart(
     monkeypatch.undo()
     assert fuzzer.tally.simulators_lost == ["aws s3 ls"] and fuzzer.tally.slots_lost == 0
     assert fuzzer.tally.breaches == []
-    monkeypatch.setattr(fuzzer, "_next_lease", lambda: (_ for _ in ()).throw(AssertionError("does not play")))
+    monkeypatch.setattr(
+        fuzzer, "_next_lease", lambda: (_ for _ in ()).throw(AssertionError("does not play"))
+    )
     with pytest.raises(AssertionError):
         fuzzer.play([Case("m", "aws s3 ls")] * 30)
     monkeypatch.undo()
-    assert fuzzer.tally.slots_lost == 1 and "a slot was lost (does not play)" in fuzzer.tally.breaches[0]
+    assert (
+        fuzzer.tally.slots_lost == 1
+        and "a slot was lost (does not play)" in fuzzer.tally.breaches[0]
+    )

@@ -1,5 +1,6 @@
-"""Text of an agent cannot become a second request: no header, path, query or answer carries one, the simulator takes
-none from the port that the worker did not send, and nothing of a lease lives on in the next one."""
+"""Text of an agent cannot become a second request: no header, path, query or answer carries one,
+the simulator takes none from the port that the worker did not send, and nothing of a lease lives on
+in the next one."""
 
 from __future__ import annotations
 
@@ -16,15 +17,27 @@ pytestmark = pytest.mark.sim
 
 def _hidden(method: str, path: str, headers: str = "", body: str = "") -> str:
     """A metadata name that ends the head of its request and begins another one."""
-    head = f"x: 1\r\nContent-Length: 0\r\n\r\n{method} {path} HTTP/1.1\r\nHost: localhost:4566\r\n{headers}"
-    return json.dumps({f"{head}Content-Length: {len(body)}\r\n\r\n{body}" if body else f"{head}X-Y": "1"})
+    head = (
+        f"x: 1\r\nContent-Length: 0\r\n\r\n{method} {path} HTTP/1.1\r\nHost: "
+        f"localhost:4566\r\n{headers}"
+    )
+    return json.dumps(
+        {f"{head}Content-Length: {len(body)}\r\n\r\n{body}" if body else f"{head}X-Y": "1"}
+    )
 
 
-_IAM = "Authorization: AWS4-HMAC-SHA256 Credential=000000000000/20260101/us-east-1/iam/aws4_request\r\n"
+_IAM = (
+    "Authorization: AWS4-HMAC-SHA256 "
+    "Credential=000000000000/20260101/us-east-1/iam/aws4_request\r\n"
+)
 SMUGGLED = {
     "a reset of the world": _hidden("POST", "/_ministack/reset"),
-    "a call of another service": _hidden("POST", "/?Action=CreateUser&UserName=ghost&Version=2010-05-08", _IAM),
-    "a switch of a module": _hidden("POST", "/_ministack/config", body='{"cloudtrail._recording_enabled":"1"}'),
+    "a call of another service": _hidden(
+        "POST", "/?Action=CreateUser&UserName=ghost&Version=2010-05-08", _IAM
+    ),
+    "a switch of a module": _hidden(
+        "POST", "/_ministack/config", body='{"cloudtrail._recording_enabled":"1"}'
+    ),
 }
 
 
@@ -36,15 +49,21 @@ def _stage(slot: Slot) -> None:
 
 @pytest.mark.parametrize("metadata", SMUGGLED.values(), ids=SMUGGLED)
 def test_a_metadata_name_is_not_a_request(slot: Slot, metadata: str) -> None:
-    """Refused before a byte leaves: the world stands, nobody is created, and the next answers are their own."""
+    """Refused before a byte leaves: the world stands, nobody is created, and the next answers are
+    their own."""
     _stage(slot)
-    result = slot.executor.run(f"aws s3api put-object --bucket own --key k --metadata {shlex.quote(metadata)}")
+    result = slot.executor.run(
+        f"aws s3api put-object --bucket own --key k --metadata {shlex.quote(metadata)}"
+    )
     assert (result.refusal, result.requests) == ("malformed", ()), result
     assert [bucket["Name"] for bucket in slot.state.call("s3", "ListBuckets")["Buckets"]] == ["own"]
     assert slot.state.call("iam", "ListUsers")["Users"] == []
     missing = slot.executor.run("aws s3api head-bucket --bucket none")
     assert [sent.status for sent in missing.requests] == [404]
-    assert slot.executor.run("aws s3api list-buckets --query Buckets[].Name --output text").stdout == "own\n"
+    assert (
+        slot.executor.run("aws s3api list-buckets --query Buckets[].Name --output text").stdout
+        == "own\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["a b", "a:b", "a\nb", "a\rb", "a\0b", "a\tb", "ä", "(a)", "a,b"])
@@ -57,7 +76,9 @@ def test_a_metadata_name_is_a_token(slot: Slot, name: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["a\nb", "a\rb", "a\0b", "a\x7fb", "a\x1bb"])
-@pytest.mark.parametrize("option", ["--content-type", "--cache-control", "--content-disposition", "--tagging"])
+@pytest.mark.parametrize(
+    "option", ["--content-type", "--cache-control", "--content-disposition", "--tagging"]
+)
 def test_a_header_value_has_no_control_characters(slot: Slot, option: str, value: str) -> None:
     _stage(slot)
     before = _parsed(slot)
@@ -78,11 +99,14 @@ def test_a_header_value_has_no_control_characters(slot: Slot, option: str, value
     ],
 )
 def test_an_answer_is_not_split(slot: Slot, option: str) -> None:
-    """What a query asks to be answered with comes back as a header, and must not become an answer of its own."""
+    """What a query asks to be answered with comes back as a header, and must not become an answer
+    of its own."""
     _stage(slot)
     slot.state.call("s3", "PutObject", {"Bucket": "own", "Key": "k", "Body": b"x"})
     forged = "a\r\nContent-Length: 0\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
-    result = slot.executor.run(f"aws s3api get-object --bucket own --key k {option} {shlex.quote(forged)} out")
+    result = slot.executor.run(
+        f"aws s3api get-object --bucket own --key k {option} {shlex.quote(forged)} out"
+    )
     assert not result.success and [sent.status for sent in result.requests] in ([], [500])
     missing = slot.executor.run("aws s3api head-bucket --bucket none")
     assert [sent.status for sent in missing.requests] == [404]
@@ -93,7 +117,8 @@ def test_an_answer_is_not_split(slot: Slot, option: str) -> None:
     [
         "aws lambda delete-function --function-name f/concurrency",
         "aws lambda get-function --function-name f/policy",
-        "aws lambda delete-function --function-name arn:aws:lambda:us-east-1:000000000000:function:f/concurrency",
+        "aws lambda delete-function --function-name "
+        "arn:aws:lambda:us-east-1:000000000000:function:f/concurrency",
         "aws apigateway get-stages --rest-api-id a/../b",
     ],
 )
@@ -120,10 +145,17 @@ def test_every_request_that_is_parsed_was_recorded(slot: Slot) -> None:
         (slot.files.path / "f").write_bytes(b"x")
         before = slot.ministack.requests()["count"]
         result = slot.executor.run(line)
-        seen = [each for each in slot.ministack.requests(before)["requests"] if each["entrance"] == "port"]
+        seen = [
+            each
+            for each in slot.ministack.requests(before)["requests"]
+            if each["entrance"] == "port"
+        ]
         assert len(seen) == len(result.requests) > 0, line
         assert [each["service"] for each in seen] == [sent.service for sent in result.requests]
-        named = [(each["operation"], sent.operation) for each, sent in zip(seen, result.requests, strict=True)]
+        named = [
+            (each["operation"], sent.operation)
+            for each, sent in zip(seen, result.requests, strict=True)
+        ]
         assert all(parsed in ("", recorded) for parsed, recorded in named)
 
 
@@ -153,10 +185,14 @@ def test_what_left_before_a_refusal_is_recorded(slot: Slot) -> None:
     ],
 )
 def test_control_paths_are_the_owners(slot: Slot, path: str) -> None:
-    """Over the connection that an agent's worker has, they do not exist, whatever the worker sends."""
+    """Over the connection that an agent's worker has, they do not exist, whatever the worker
+    sends."""
     _stage(slot)
     switches = slot.ministack.switches()
-    answer = _raw(slot, f"POST {path} HTTP/1.1\r\nHost: localhost:4566\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+    answer = _raw(
+        slot,
+        f"POST {path} HTTP/1.1\r\nHost: localhost:4566\r\nContent-Length: 2\r\n\r\n{{}}".encode(),
+    )
     assert answer.startswith(b"HTTP/1.1 403 ")
     assert [bucket["Name"] for bucket in slot.state.call("s3", "ListBuckets")["Buckets"]] == ["own"]
     assert slot.ministack.switches() == switches
@@ -173,7 +209,8 @@ def test_the_simulator_takes_no_second_request_before_its_answer(slot: Slot) -> 
 
 
 def test_a_reset_restores_the_switches_of_modules(slot: Slot) -> None:
-    """MiniStack's own reset does not: neither switches nor the counter behind the sequence numbers of Kinesis."""
+    """MiniStack's own reset does not: neither switches nor the counter behind the sequence numbers
+    of Kinesis."""
     slot.reset()
     before = slot.ministack.switches()
     config = json.dumps(
@@ -197,7 +234,8 @@ def test_a_reset_restores_the_switches_of_modules(slot: Slot) -> None:
 
 
 def test_a_lease_leaves_no_process_behind(slot: Slot) -> None:
-    """The next one has a simulator and a worker of its own: whatever a process could hold is gone with it."""
+    """The next one has a simulator and a worker of its own: whatever a process could hold is gone
+    with it."""
     slot.executor.run("aws s3 ls")
     simulator = slot.ministack.pid
     worker = slot.worker_pid
@@ -206,9 +244,12 @@ def test_a_lease_leaves_no_process_behind(slot: Slot) -> None:
     assert _parsed(slot) == []
 
 
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nHost: localhost:4566\r\n\r\n", b"no request\r\n\r\n"])
+@pytest.mark.parametrize(
+    "data", [b"GET / HTTP/1.1\r\nHost: localhost:4566\r\n\r\n", b"no request\r\n\r\n"]
+)
 def test_what_came_by_the_port_ends_with_the_lease(slot: Slot, data: bytes) -> None:
-    """Also from somebody else, and also what was refused; a simulator that took none of it is only emptied."""
+    """Also from somebody else, and also what was refused; a simulator that took none of it is only
+    emptied."""
     slot.scrub()
     unused = slot.ministack.pid
     slot.state.call("s3", "CreateBucket", {"Bucket": "of-the-environment"})
@@ -220,7 +261,11 @@ def test_what_came_by_the_port_ends_with_the_lease(slot: Slot, data: bytes) -> N
 
 
 def _parsed(slot: Slot) -> list[str]:
-    return [each["target"] for each in slot.ministack.requests()["requests"] if each["entrance"] == "port"]
+    return [
+        each["target"]
+        for each in slot.ministack.requests()["requests"]
+        if each["entrance"] == "port"
+    ]
 
 
 def _raw(slot: Slot, data: bytes) -> bytes:

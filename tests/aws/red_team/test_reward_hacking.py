@@ -45,7 +45,9 @@ def two_subscriptions(name: str) -> Task:
 def open_bucket(name: str) -> Task:
     """A wire task with state checks: versioning on, and the policy no longer for everybody."""
     bucket = {"Bucket": name}
-    policy = json.dumps({"Statement": [{"Effect": "Allow", "Principal": "*", "Action": "s3:*", "Resource": "*"}]})
+    policy = json.dumps(
+        {"Statement": [{"Effect": "Allow", "Principal": "*", "Action": "s3:*", "Resource": "*"}]}
+    )
     look = f"aws s3api get-bucket-versioning --bucket {name}"
     checks = [
         {"command": look, "json_path": "$.Status", "expected": "Enabled"},
@@ -55,10 +57,15 @@ def open_bucket(name: str) -> Task:
         {
             "task_id": 9001,
             "difficulty": "expert",
-            "description": f"Bucket {name} is open to the world and keeps no old versions. Repair both.",
+            "description": f"Bucket {name} is open to the world and keeps no old versions. Repair "
+            f"both.",
             "setup_commands": [
                 {"service": "s3", "operation": "CreateBucket", "params": bucket},
-                {"service": "s3", "operation": "PutBucketPolicy", "params": bucket | {"Policy": policy}},
+                {
+                    "service": "s3",
+                    "operation": "PutBucketPolicy",
+                    "params": bucket | {"Policy": policy},
+                },
             ],
             "success_criteria": {"state_checks": checks},
             "hints": None,
@@ -74,7 +81,8 @@ def test_layer_1_printed_or_unsent_success_is_no_success(episode: Episode) -> No
         f"aws s3api create-bucket --bucket {name} --generate-cli-skeleton",
         "aws s3api create-bucket help",
         f"aws s3api create-bucket --bucket {name} --endpoint-url http://127.0.0.1:1",
-        f"aws ec2 create-volume --availability-zone us-east-1a --size 1 --dry-run --query \"'{name}'\"",
+        f"aws ec2 create-volume --availability-zone us-east-1a --size 1 --dry-run --query "
+        f"\"'{name}'\"",
     ]
     assert play(episode, task, fakes) == (False, 0.0)
     assert not verified(ListedResource("s3", "bucket", name), SlotState(episode._slot))
@@ -100,7 +108,12 @@ def test_layer_3_nothing_shown_holds_criteria_seed_or_solution(episode: Episode)
     told = []
     for task in (instantiate(RETENTION, 3), open_bucket("assets-of-all"), instantiate(FAN_OUT, 3)):
         shown.append(episode.reset(task).observation)
-        commands = ["aws logs put-retention-policy", "aws help", *[HINT_COMMAND] * 4, *task.solution]
+        commands = [
+            "aws logs put-retention-policy",
+            "aws help",
+            *[HINT_COMMAND] * 4,
+            *task.solution,
+        ]
         shown += [episode.step(command).observation for command in commands]
         shown.append(episode.state())
         told += [change for answer in shown for change in answer.pop("account_changes", [])]
@@ -126,19 +139,33 @@ def test_layer_3_nothing_shown_holds_criteria_seed_or_solution(episode: Episode)
 def test_layer_4_no_shell(episode: Episode) -> None:
     task = instantiate(CREATE_BUCKET, 4)
     line = task.solution[0]
-    hidden = [f"echo; {line}", f"true && {line}", f"sh -c '{line}'", f"AWS_PROFILE=x {line}", f"aws sts x\n{line}"]
+    hidden = [
+        f"echo; {line}",
+        f"true && {line}",
+        f"sh -c '{line}'",
+        f"AWS_PROFILE=x {line}",
+        f"aws sts x\n{line}",
+    ]
     assert all(check_command(command).rule for command in hidden)
     assert play(episode, task, hidden) == (False, 0.0)
 
 
 def test_layer_5_looking_is_not_doing(episode: Episode) -> None:
     name = instantiate(ECR, 5).params["name"]
-    looks = [f"aws ecr describe-repositories --repository-names {name}", "aws ecr describe-repositories"]
+    looks = [
+        f"aws ecr describe-repositories --repository-names {name}",
+        "aws ecr describe-repositories",
+    ]
     assert play(episode, instantiate(ECR, 5), looks) == (False, 0.0)
-    checks = ["aws s3api get-bucket-policy --bucket open", "aws s3api get-bucket-versioning --bucket open"]
+    checks = [
+        "aws s3api get-bucket-policy --bucket open",
+        "aws s3api get-bucket-versioning --bucket open",
+    ]
     task = open_bucket("open")
     assert play(episode, task, checks) == (False, 0.0), "all state checks by hand"
-    assert not earns_credit(Evidence(0, "s3:GetBucketPolicy", {}, "open", True, ""), parse_criteria(task.success))
+    assert not earns_credit(
+        Evidence(0, "s3:GetBucketPolicy", {}, "open", True, ""), parse_criteria(task.success)
+    )
 
 
 def test_layer_6_create_and_delete_loops_do_not_pay(episode: Episode) -> None:
@@ -157,7 +184,10 @@ def test_layer_7_only_the_exact_name(episode: Episode, change: str) -> None:
     other = change.format(name)
     assert not same_resource(other, name)
     assert play(episode, task, [f"aws s3api create-bucket --bucket {other}"])[0] is False
-    assert play(episode, task, [f"aws s3api create-bucket --bucket {name} --region eu-west-1"]) == (False, 0.0)
+    assert play(episode, task, [f"aws s3api create-bucket --bucket {name} --region eu-west-1"]) == (
+        False,
+        0.0,
+    )
     assert play(episode, task, [f"aws s3api create-bucket --bucket {name[:-1]}"]) == (False, 0.0)
 
 
@@ -175,9 +205,14 @@ def test_layer_8_what_was_undone_does_not_count(episode: Episode) -> None:
 
 
 def test_layer_8_good_added_and_bad_left_is_half_a_repair(episode: Episode) -> None:
-    enable = "aws s3api put-bucket-versioning --bucket ajar --versioning-configuration Status=Enabled"
+    enable = (
+        "aws s3api put-bucket-versioning --bucket ajar --versioning-configuration Status=Enabled"
+    )
     refusal = {"Effect": "Deny", "Principal": "*", "Action": "s3:*", "Resource": "*"}
-    close = f"aws s3api put-bucket-policy --bucket ajar --policy '{json.dumps({'Statement': [refusal]})}'"
+    close = (
+        f"aws s3api put-bucket-policy --bucket ajar --policy "
+        f"'{json.dumps({'Statement': [refusal]})}'"
+    )
     task = open_bucket("ajar")
     assert play(episode, task, [enable]) == (False, pytest.approx(0.45))
     assert play(episode, task, [enable, close]) == (True, 1.0)
@@ -185,8 +220,17 @@ def test_layer_8_good_added_and_bad_left_is_half_a_repair(episode: Episode) -> N
     assert play(episode, task, gone)[0] is False, "to tear it down is no repair"
 
 
-TASKS = [template.task_id for template in load_templates(tags=["starter"]) if template.tier != "warmup"]
-JUNK = ["aws", "aws s3api list-buckets", "aws nothing", "rm -rf /", "aws iam list-users --query '['", HINT_COMMAND]
+TASKS = [
+    template.task_id for template in load_templates(tags=["starter"]) if template.tier != "warmup"
+]
+JUNK = [
+    "aws",
+    "aws s3api list-buckets",
+    "aws nothing",
+    "rm -rf /",
+    "aws iam list-users --query '['",
+    HINT_COMMAND,
+]
 
 
 def _actions(rng: random.Random, task: Task) -> list[str]:
@@ -198,7 +242,9 @@ def _actions(rng: random.Random, task: Task) -> list[str]:
 
 
 @pytest.mark.parametrize("episodes", [100, pytest.param(500, marks=pytest.mark.nightly)])
-def test_rewards_of_random_episodes_add_up_to_their_final_scores(pool: MiniStackPool, episodes: int) -> None:
+def test_rewards_of_random_episodes_add_up_to_their_final_scores(
+    pool: MiniStackPool, episodes: int
+) -> None:
     slots = [pool.acquire() for _ in range(pool.free_count)]
     rngs = [random.Random(f"lane {lane}") for lane in range(len(slots))]
 

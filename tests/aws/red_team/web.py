@@ -1,7 +1,9 @@
-"""What a web page in a browser on the server's machine can do, as data, and a range that plays it on a real server.
+"""What a web page in a browser on the server's machine can do, as data, and a range that plays it
+on a real server.
 
-A page sends what it likes to any port, as far as forms and scripts can without asking for leave; a name of its own
-that resolves to the loopback makes its requests same-origin. ``expected`` is the HTTP status.
+A page sends what it likes to any port, as far as forms and scripts can without asking for leave; a
+name of its own that resolves to the loopback makes its requests same-origin. ``expected`` is the
+HTTP status.
 """
 
 from __future__ import annotations
@@ -37,12 +39,18 @@ _PAGES = (
     {"Host": "evil.example"}, {"Host": "localhost.evil.example"}, {"Sec-Fetch-Site": "cross-site"},
     {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "no-cors"},
 )  # fmt: skip
-_KINDS = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "application/json")
+_KINDS = (
+    "text/plain",
+    "application/x-www-form-urlencoded",
+    "multipart/form-data; boundary=x",
+    "application/json",
+)
 
 
 @dataclass(frozen=True)
 class WebAttack:
-    """``to``: the environment ``server`` or the port of a ``simulator``; ``opens``: as a WebSocket's handshake."""
+    """``to``: the environment ``server`` or the port of a ``simulator``; ``opens``: as a
+    WebSocket's handshake."""
 
     row: int
     to: str
@@ -62,7 +70,9 @@ def _attacks() -> Iterator[WebAttack]:
             yield WebAttack(20, "server", "GET", path, headers, "", 403)
         for kind in _KINDS:
             for path, body in (("/mcp", _CALL), ("/reset", "{}"), ("/step", _STEP)):
-                yield WebAttack(20, "server", "POST", path, (*headers, ("Content-Type", kind)), body, 403)
+                yield WebAttack(
+                    20, "server", "POST", path, (*headers, ("Content-Type", kind)), body, 403
+                )
         for path in ("/", "/_ministack/reset", "/_ministack/config", "/survivor"):
             form = ("Content-Type", "application/x-www-form-urlencoded")
             yield WebAttack(20, "simulator", "POST", path, (*headers, form), _FORM, 403)
@@ -70,7 +80,12 @@ def _attacks() -> Iterator[WebAttack]:
         yield WebAttack(20, "server", "POST", "/mcp", (("Content-Type", kind),), _CALL, 415)
     long = json.dumps({"episode_id": "x" * 900_000})
     yield WebAttack(20, "server", "POST", "/reset", (("Content-Type", _KINDS[3]),), long, 422)
-    for path in ("/_ministack/reset", "/_realhf/reset", "/%5fministack/config", "//_ministack/reset"):
+    for path in (
+        "/_ministack/reset",
+        "/_realhf/reset",
+        "/%5fministack/config",
+        "//_ministack/reset",
+    ):
         yield WebAttack(20, "simulator", "POST", path, (), "{}", 403)
 
 
@@ -87,7 +102,9 @@ class WebRange:
         self._slot.state.call("s3", "CreateBucket", {"Bucket": "survivor"})
         config = AwsServerConfig(port=0, pool_size=1, web="off")
         self._listener = listen("127.0.0.1", 0)
-        self._server = EnvServer(AwsServed(config, pool, lambda slot: EpisodePlayer(slot, 5)), config, self._listener)
+        self._server = EnvServer(
+            AwsServed(config, pool, lambda slot: EpisodePlayer(slot, 5)), config, self._listener
+        )
         self._server.start()
         self._leases = pool.metrics()["acquired"]
 
@@ -99,12 +116,16 @@ class WebRange:
 
     def attempt(self, attack: WebAttack) -> Tried:
         """Send it; the status is what is observed."""
-        port = int(self._server.url.rpartition(":")[2]) if attack.to == "server" else self._slot.port
+        port = (
+            int(self._server.url.rpartition(":")[2]) if attack.to == "server" else self._slot.port
+        )
         status = _send(port, attack)
         effects = []
         if self._pool.metrics()["acquired"] != self._leases:
             effects.append("a slot was leased")
-        if [bucket["Name"] for bucket in self._call("s3", "ListBuckets")["Buckets"]] != ["survivor"]:
+        if [bucket["Name"] for bucket in self._call("s3", "ListBuckets")["Buckets"]] != [
+            "survivor"
+        ]:
             effects.append("a simulator's world changed")
         if self._call("iam", "ListUsers")["Users"]:
             effects.append("a user was made")
@@ -116,7 +137,11 @@ class WebRange:
 
 
 def _send(port: int, attack: WebAttack) -> int:
-    headers = {"Host": f"127.0.0.1:{port}", "Connection": "close", "Content-Length": str(len(attack.body))}
+    headers = {
+        "Host": f"127.0.0.1:{port}",
+        "Connection": "close",
+        "Content-Length": str(len(attack.body)),
+    }
     if attack.opens:
         key = base64.b64encode(b"0123456789abcdef").decode()
         headers |= {

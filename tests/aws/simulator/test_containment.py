@@ -1,4 +1,5 @@
-"""What holds the processes of a pool: bubblewrap, the system call filter, the self-test, the Lambda sandbox."""
+"""What holds the processes of a pool: bubblewrap, the system call filter, the self-test, the Lambda
+sandbox."""
 
 import base64
 import io
@@ -21,12 +22,18 @@ from realhf.env.containment.probe import Containment
 
 pytestmark = pytest.mark.sim
 BWRAP = sandbox.find_bubblewrap()
-needs_bubblewrap = pytest.mark.skipif(BWRAP is None, reason="bubblewrap is not installed or not permitted here")
+needs_bubblewrap = pytest.mark.skipif(
+    BWRAP is None, reason="bubblewrap is not installed or not permitted here"
+)
 
 
 @pytest.mark.parametrize(
     ("mode", "lambda_mode", "name"),
-    [("bwrap", "stub", "SANDBOX=bwrap"), ("auto", "sandbox", "LAMBDA=sandbox"), ("plain", "sandbox", "LAMBDA=sandbox")],
+    [
+        ("bwrap", "stub", "SANDBOX=bwrap"),
+        ("auto", "sandbox", "LAMBDA=sandbox"),
+        ("plain", "sandbox", "LAMBDA=sandbox"),
+    ],
 )
 def test_what_needs_bubblewrap_does_not_start_without(
     monkeypatch: pytest.MonkeyPatch, mode: str, lambda_mode: str, name: str
@@ -39,7 +46,10 @@ def test_what_needs_bubblewrap_does_not_start_without(
 def test_auto_says_what_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "find_bubblewrap", lambda: None)
     statement = Containment.decide("auto", "stub").statement()
-    assert "bubblewrap: off" in statement and "LAMBDA=sandbox and hosts beyond loopback are off" in statement
+    assert (
+        "bubblewrap: off" in statement
+        and "LAMBDA=sandbox and hosts beyond loopback are off" in statement
+    )
 
 
 @pytest.mark.parametrize("words", [{"sandbox": "docker"}, {"lambda_mode": "yes"}])
@@ -54,10 +64,18 @@ def test_processes_live_in_namespaces_of_their_own(pool: MiniStackPool, slot: Sl
         for kind in ("pid", "net", "ipc", "mnt", "user"):
             assert os.readlink(f"/proc/{pid}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}")
         root = Path(f"/proc/{pid}/root")
-        assert not (root / "home").exists() and not (root / "var").exists() and not (root / "etc/passwd").exists()
+        assert (
+            not (root / "home").exists()
+            and not (root / "var").exists()
+            and not (root / "etc/passwd").exists()
+        )
         assert (root / str(slot.files.path)[1:]).exists() is visible
         status = Path(f"/proc/{pid}/status").read_text()
-        assert "CapEff:\t0000000000000000" in status and "NoNewPrivs:\t1" in status and "Seccomp:\t2" in status
+        assert (
+            "CapEff:\t0000000000000000" in status
+            and "NoNewPrivs:\t1" in status
+            and "Seccomp:\t2" in status
+        )
     assert "bubblewrap: on" in pool.containment() and "no marker" in pool.containment()
 
 
@@ -83,7 +101,9 @@ thread.start()
 thread.join()
 assert done == [1]
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -106,7 +126,9 @@ raise SystemExit("a file was planted among the modules")
 """
     words = [*sandbox.sandboxed(BWRAP, CONTAINED_PARTS), sys.executable, "-P", "-B", "-c", script]
     environment = {"PYTHONPATH": str(Path(sandbox.own_package()).parent)}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        words, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -119,7 +141,8 @@ def test_the_package_is_hidden_from_lambda_code_wherever_it_is_installed() -> No
 
 
 def test_a_simulator_that_is_slow_at_start_is_waited_for(slot: Slot, tmp_path: Path) -> None:
-    """A loaded machine stops nobody: here the simulator sleeps for longer than a reset usually may take."""
+    """A loaded machine stops nobody: here the simulator sleeps for longer than a reset usually may
+    take."""
     pid = slot.ministack.pid
     os.kill(pid, signal.SIGSTOP)
     waking = threading.Timer(2.3, os.kill, (pid, signal.SIGCONT))
@@ -130,7 +153,9 @@ def test_a_simulator_that_is_slow_at_start_is_waited_for(slot: Slot, tmp_path: P
         waking.join()
 
 
-def test_a_simulator_that_never_answers_is_named(slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_simulator_that_never_answers_is_named(
+    slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(self_test, "_ANSWER_S", 0.2)
     os.kill(slot.ministack.pid, signal.SIGSTOP)
     try:
@@ -142,7 +167,8 @@ def test_a_simulator_that_never_answers_is_named(slot: Slot, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(
-    ("effect", "message"), [("marker", "wrote"), ("connect", "connected out"), ("answer", "should answer")]
+    ("effect", "message"),
+    [("marker", "wrote"), ("connect", "connected out"), ("answer", "should answer")],
 )
 def test_an_effect_stops_the_start(
     slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effect: str, message: str
@@ -178,11 +204,14 @@ def _invoke(slot: Slot, source: str) -> object:
     slot.reset()
     slot.files.put("code.zip", _archive(source))
     created = slot.executor.run(
-        "aws lambda create-function --function-name f --runtime python3.12 --handler index.handler --timeout 5 "
+        "aws lambda create-function --function-name f --runtime python3.12 --handler index.handler "
+        "--timeout 5 "
         "--role arn:aws:iam::000000000000:role/r --zip-file fileb://code.zip"
     )
     assert created.success, created.stderr
-    invoked = slot.executor.run("aws lambda invoke --function-name f --payload '{\"n\": 20}' out.json")
+    invoked = slot.executor.run(
+        "aws lambda invoke --function-name f --payload '{\"n\": 20}' out.json"
+    )
     assert invoked.success, invoked.stderr
     return json.loads((slot.files.path / "out.json").read_text())
 
@@ -193,7 +222,10 @@ def _invoke(slot: Slot, source: str) -> object:
     ("body", "expected"),
     [
         ("return event['n'] + 1", 21),
-        ("import os; return sorted(set(os.environ) - {'LC_CTYPE'})", ["LANG", "LD_LIBRARY_PATH", "PWD"]),
+        (
+            "import os; return sorted(set(os.environ) - {'LC_CTYPE'})",
+            ["LANG", "LD_LIBRARY_PATH", "PWD"],
+        ),
         ("import os; os.fork()", "PermissionError"),
         ("import socket; socket.create_connection(('127.0.0.1', 22))", "PermissionError"),
         ("open('/usr/lib/x', 'w')", "OSError"),
@@ -208,11 +240,24 @@ def test_lambda_code_runs_in_a_sandbox(lambda_slot: Slot, body: str, expected: o
 
 
 @needs_bubblewrap
-def test_lambda_code_that_computes_forever_is_ended_by_its_share_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked of the broker itself, with a clock that leaves a busy machine the time to give it its two seconds."""
+def test_lambda_code_that_computes_forever_is_ended_by_its_share_of_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Asked of the broker itself, with a clock that leaves a busy machine the time to give it its
+    two seconds."""
     monkeypatch.setattr(lambda_broker, "MAX_WALL_S", 150.0)
-    code = base64.b64encode(_archive("def handler(event, context):\n    while True: pass\n")).decode()
-    function = {"name": "f", "runtime": "python3.12", "handler": "index.handler", "variables": {}, "timeout_s": 150}
+    code = base64.b64encode(
+        _archive("def handler(event, context):\n    while True: pass\n")
+    ).decode()
+    function = {
+        "name": "f",
+        "runtime": "python3.12",
+        "handler": "index.handler",
+        "variables": {},
+        "timeout_s": 150,
+    }
     assert BWRAP is not None
-    answer = lambda_broker.invoke(lambda_broker.sandbox_command(BWRAP), {**function, "code": code, "event": {}})
+    answer = lambda_broker.invoke(
+        lambda_broker.sandbox_command(BWRAP), {**function, "code": code, "event": {}}
+    )
     assert answer["error"] and answer["body"]["errorType"] == "Sandbox.CpuExceeded", answer

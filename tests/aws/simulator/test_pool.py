@@ -1,4 +1,5 @@
-"""The pool with real processes: leases, isolation, replacement of what died, and nothing left behind."""
+"""The pool with real processes: leases, isolation, replacement of what died, and nothing left
+behind."""
 
 import os
 import re
@@ -15,7 +16,11 @@ from realhf.aws.cli import virtual_folder
 from realhf.aws.cli.executor import OutputLimits, SimulatorLost
 from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.simulator import pool as pool_module
-from realhf.aws.simulator.ministack_process import SIMULATOR_CPU_S, SIMULATOR_MEMORY_MB, MiniStackProcess
+from realhf.aws.simulator.ministack_process import (
+    SIMULATOR_CPU_S,
+    SIMULATOR_MEMORY_MB,
+    MiniStackProcess,
+)
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from tests.process_family import freeze, gone, lives, until
 
@@ -46,14 +51,14 @@ def slot(small_pool: MiniStackPool) -> Slot:
 
 
 def _zygotes() -> set[int]:
-    """This process's own living children. What they forked may change at any moment: the tests' shared pool forks a
-    used simulator again in the background."""
+    """This process's own living children. What they forked may change at any moment: the tests'
+    shared pool forks a used simulator again in the background."""
     return {child.pid for child in psutil.Process().children() if lives(child)}
 
 
 def _nothing_left(before: set[int], pool: MiniStackPool) -> bool:
-    """Whether all children end that were not there before. Those of ``pool`` do not count: a test that killed some lets
-    it start them again in the background."""
+    """Whether all children end that were not there before. Those of ``pool`` do not count: a test
+    that killed some lets it start them again in the background."""
     return until(lambda: not _zygotes() - before - {zygote.pid for zygote in pool._zygotes}, 5.0)
 
 
@@ -205,7 +210,8 @@ def test_memory_is_bounded_and_a_simulator_that_grew_is_replaced(slot: Slot) -> 
 
 
 def test_a_service_that_the_simulator_lacks_costs_nothing(slot: Slot) -> None:
-    """It used to read all of botocore's models to find out, 400 MB and five seconds, again after every reset."""
+    """It used to read all of botocore's models to find out, 400 MB and five seconds, again after
+    every reset."""
     with pytest.raises(OSError, match="Unsupported service: polly"):
         slot.ministack.ask("POST", "/v1/speech", "polly", timeout_s=60.0, body=b"{}")
     assert not slot.ministack.is_worn_out()
@@ -224,22 +230,32 @@ def test_the_cpu_of_a_simulator_is_bounded_and_one_that_took_much_of_it_is_repla
     pid = slot.ministack.pid
     (resident, _) = slot.ministack.usage()
     limits = Path(f"/proc/{pid}/limits").read_text()
-    assert re.search(rf"^Max cpu time +{SIMULATOR_CPU_S} +{SIMULATOR_CPU_S} ", limits, re.MULTILINE), limits
-    assert f"{SIMULATOR_MEMORY_MB} MiB of memory and {SIMULATOR_CPU_S} s of CPU" in small_pool.containment()
+    assert re.search(
+        rf"^Max cpu time +{SIMULATOR_CPU_S} +{SIMULATOR_CPU_S} ", limits, re.MULTILINE
+    ), limits
+    assert (
+        f"{SIMULATOR_MEMORY_MB} MiB of memory and {SIMULATOR_CPU_S} s of CPU"
+        in small_pool.containment()
+    )
     assert "1.0 GiB for all 2" in small_pool.containment()
-    monkeypatch.setattr(MiniStackProcess, "usage", lambda simulator: (resident, SIMULATOR_CPU_S / 2))
+    monkeypatch.setattr(
+        MiniStackProcess, "usage", lambda simulator: (resident, SIMULATOR_CPU_S / 2)
+    )
     slot.reset()
     assert slot.ministack.pid != pid
 
 
 def test_a_port_that_is_taken_meanwhile_costs_no_slot(slot: Slot) -> None:
-    """Whoever has it, the next simulator of the slot listens elsewhere; every respawn used to fail."""
+    """Whoever has it, the next simulator of the slot listens elsewhere; every respawn used to
+    fail."""
     port = slot.port
     slot.ministack.stop()
     with socket.create_server(("127.0.0.1", port)):
         slot.reset()
     assert slot.port != port and str(slot.port) in slot.endpoint
-    assert slot.executor.run("aws s3 mb s3://elsewhere").success and _bucket_names(slot) == ["elsewhere"]
+    assert slot.executor.run("aws s3 mb s3://elsewhere").success and _bucket_names(slot) == [
+        "elsewhere"
+    ]
 
 
 def test_a_folder_that_cannot_be_emptied_costs_no_slot(
@@ -255,7 +271,9 @@ def test_a_folder_that_cannot_be_emptied_costs_no_slot(
     assert slot.files.names() == []
     assert slot.executor.run("aws s3 mb s3://box").success
     (slot.files.path / "new.txt").write_text("new")
-    assert slot.executor.run("aws s3 cp new.txt s3://box/").success, "the worker is in the new folder"
+    assert slot.executor.run("aws s3 cp new.txt s3://box/").success, (
+        "the worker is in the new folder"
+    )
     small_pool.release(slot)
     monkeypatch.undo()
     assert small_pool.free_count == 2
@@ -275,7 +293,9 @@ def test_a_simulator_that_does_not_come_up_shows_its_log(
     monkeypatch.setattr(pool_module, "zygote_environment", environment)
     before = _zygotes()
     with pytest.raises(RuntimeError, match="broken installation"):
-        MiniStackPool(1, sandbox="plain").start()  # bubblewrap would not even show it the broken package
+        MiniStackPool(
+            1, sandbox="plain"
+        ).start()  # bubblewrap would not even show it the broken package
     assert _nothing_left(before, small_pool)
 
 
@@ -319,7 +339,9 @@ def test_nothing_survives(how: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_health_loop_replaces_free_simulators(small_pool: MiniStackPool, how: signal.Signals) -> None:
+def test_the_health_loop_replaces_free_simulators(
+    small_pool: MiniStackPool, how: signal.Signals
+) -> None:
     victim = small_pool.slots[0].ministack.pid
     os.kill(victim, how)
     health = small_pool._health
@@ -339,14 +361,18 @@ def test_a_stopped_child_is_never_handed_out(small_pool: MiniStackPool, victim: 
     assert until(lambda: small_pool.free_count == 2)
 
 
-def test_a_dirty_slot_is_never_handed_out(small_pool: MiniStackPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dirty_slot_is_never_handed_out(
+    small_pool: MiniStackPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slot = small_pool.acquire()
     dirty = slot.ministack.pid
     monkeypatch.setattr(slot.ministack, "leftovers", lambda: "a-bucket")
     small_pool.release(slot)
     monkeypatch.undo()
     assert until(lambda: small_pool.free_count == 2)
-    assert dirty not in [slot.ministack.pid for slot in small_pool.slots] and not psutil.pid_exists(dirty)
+    assert dirty not in [slot.ministack.pid for slot in small_pool.slots] and not psutil.pid_exists(
+        dirty
+    )
 
 
 def test_an_old_lease_gives_nothing_back(small_pool: MiniStackPool) -> None:
@@ -377,19 +403,28 @@ def test_metrics_know_every_state(small_pool: MiniStackPool, slot: Slot) -> None
     assert [figures[state] for state in states] == [0, 1, 1, 0, 0, 0]
     before = figures["scrubs"]
     small_pool.release(slot)
-    assert small_pool.metrics()["scrubs"] == before + 1 and small_pool.metrics()["scrub_seconds"] > 0
+    assert (
+        small_pool.metrics()["scrubs"] == before + 1 and small_pool.metrics()["scrub_seconds"] > 0
+    )
 
 
 def test_a_record_is_the_same_however_its_name_is_spelt(slot: Slot) -> None:
-    """As with AWS: an agent that spells a name otherwise changes the record and makes no second one."""
-    zone = slot.state.call("route53", "CreateHostedZone", {"Name": "Shop.example", "CallerReference": "1"})[
-        "HostedZone"
-    ]
+    """As with AWS: an agent that spells a name otherwise changes the record and makes no second
+    one."""
+    zone = slot.state.call(
+        "route53", "CreateHostedZone", {"Name": "Shop.example", "CallerReference": "1"}
+    )["HostedZone"]
     assert zone["Name"] == "shop.example."
     for name, address in (("www.shop.example", "192.0.2.1"), ("WWW.Shop.example", "192.0.2.2")):
         record = {"Name": name, "Type": "A", "TTL": 60, "ResourceRecords": [{"Value": address}]}
         changes = {"Changes": [{"Action": "UPSERT", "ResourceRecordSet": record}]}
-        slot.state.call("route53", "ChangeResourceRecordSets", {"HostedZoneId": zone["Id"], "ChangeBatch": changes})
-    records = slot.state.call("route53", "ListResourceRecordSets", {"HostedZoneId": zone["Id"]})["ResourceRecordSets"]
+        slot.state.call(
+            "route53",
+            "ChangeResourceRecordSets",
+            {"HostedZoneId": zone["Id"], "ChangeBatch": changes},
+        )
+    records = slot.state.call("route53", "ListResourceRecordSets", {"HostedZoneId": zone["Id"]})[
+        "ResourceRecordSets"
+    ]
     found = [(one["Name"], one["ResourceRecords"]) for one in records if one["Type"] == "A"]
     assert found == [("www.shop.example.", [{"Value": "192.0.2.2"}])]

@@ -1,4 +1,5 @@
-"""Reference slots with real processes: a play runs once for all who wait, whatever happens to the simulator."""
+"""Reference slots with real processes: a play runs once for all who wait, whatever happens to the
+simulator."""
 
 import os
 import signal
@@ -30,8 +31,11 @@ def _kill(slot: Slot) -> None:
     assert until(lambda: not slot.ministack.alive())
 
 
-def test_a_play_whose_simulator_dies_in_the_middle_is_played_again(reference_slots: ReferenceSlots) -> None:
-    """All sessions of a group wait for the same play: none of their episodes is lost with the simulator."""
+def test_a_play_whose_simulator_dies_in_the_middle_is_played_again(
+    reference_slots: ReferenceSlots,
+) -> None:
+    """All sessions of a group wait for the same play: none of their episodes is lost with the
+    simulator."""
     lives: list[int] = []
 
     def play(slot: Slot) -> int:
@@ -45,7 +49,9 @@ def test_a_play_whose_simulator_dies_in_the_middle_is_played_again(reference_slo
     assert {one.result(30) for one in waiting} == {lives[1]} != {lives[0]}
 
 
-def test_a_play_that_fails_in_a_simulator_that_works_is_not_played_again(reference_slots: ReferenceSlots) -> None:
+def test_a_play_that_fails_in_a_simulator_that_works_is_not_played_again(
+    reference_slots: ReferenceSlots,
+) -> None:
     plays: list[int] = []
 
     def play(slot: Slot) -> None:
@@ -57,7 +63,9 @@ def test_a_play_that_fails_in_a_simulator_that_works_is_not_played_again(referen
     assert len(plays) == 1
 
 
-def test_a_play_that_ends_its_simulator_each_time_is_given_up(reference_slots: ReferenceSlots) -> None:
+def test_a_play_that_ends_its_simulator_each_time_is_given_up(
+    reference_slots: ReferenceSlots,
+) -> None:
     plays: list[int] = []
 
     def play(slot: Slot) -> None:
@@ -92,16 +100,21 @@ def test_reference_slots_that_do_not_start_report_it_and_start_again_for_the_nex
 def test_thirty_instances_asked_for_at_once_all_get_their_targets(
     slot: Slot, reference_slots: ReferenceSlots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long the queue is: each waits as long as it moves, and no longer where it stands still."""
+    """However long the queue is: each waits as long as it moves, and no longer where it stands
+    still."""
     monkeypatch.setattr(world, "WAIT_S", 1.5)
     for number in range(4):
         reference_slots.begin(f"ahead {number}", lambda own: time.sleep(0.6))
     tasks = [instantiate(101, seed) for seed in range(_UNUSED_SEED, _UNUSED_SEED + 30)]
     waits = [world.begin_targets(slot, task, task.seed) for task in tasks]
     with ThreadPoolExecutor(30) as threads:
-        ends = [list(found[0].target.end.resources) for found in threads.map(lambda wait: wait(), waits)]
+        ends = [
+            list(found[0].target.end.resources) for found in threads.map(lambda wait: wait(), waits)
+        ]
     assert len({("s3", "buckets", task.params["name"]) for task in tasks}) > 20
-    assert all(("s3", "buckets", task.params["name"]) in end for task, end in zip(tasks, ends, strict=True))
+    assert all(
+        ("s3", "buckets", task.params["name"]) in end for task, end in zip(tasks, ends, strict=True)
+    )
     reference_slots.begin("stands still", lambda own: time.sleep(2))
     stuck = world.begin_targets(slot, instantiate(101, _UNUSED_SEED + 31), _UNUSED_SEED + 31)
     monkeypatch.setattr(world, "WAIT_S", 0.2)
@@ -109,7 +122,9 @@ def test_thirty_instances_asked_for_at_once_all_get_their_targets(
         stuck()
 
 
-@pytest.mark.parametrize("error", [ValueError("a fault of the grader"), RuntimeError("no thread"), TimeoutError()])
+@pytest.mark.parametrize(
+    "error", [ValueError("a fault of the grader"), RuntimeError("no thread"), TimeoutError()]
+)
 def test_whatever_keeps_a_target_from_being_made_ends_the_episode_as_no_episode(
     slot: Slot, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:

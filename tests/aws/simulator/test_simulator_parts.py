@@ -1,4 +1,5 @@
-"""The book of leases, the health loop, what was drawn, the switches and the repair of XML: no process is started."""
+"""The book of leases, the health loop, what was drawn, the switches and the repair of XML: no
+process is started."""
 
 import inspect
 import sys
@@ -139,7 +140,9 @@ def test_a_slot_that_cannot_be_respawned_is_tried_again_later() -> None:
     loop = HealthLoop(book, slots, interval_s=1000.0)  # pyright: ignore[reportArgumentType]
     loop.sweep()
     loop.sweep()
-    assert slots[0].attempts == 1 and book.in_state(SlotPhase.UNHEALTHY) == [0], "the second has to wait"
+    assert slots[0].attempts == 1 and book.in_state(SlotPhase.UNHEALTHY) == [0], (
+        "the second has to wait"
+    )
     loop.start()
     assert until(lambda: book.in_state(SlotPhase.FREE))
     loop.stop()
@@ -181,7 +184,8 @@ def test_a_full_pool_says_so_before_a_client_gives_up() -> None:
 
 
 def test_a_free_slot_that_hangs_is_replaced_before_a_client_gives_up() -> None:
-    """First its simulator and then its worker may be waited for; the rest is for new forks of them."""
+    """First its simulator and then its worker may be waited for; the rest is for new forks of
+    them."""
     assert client_patience_s() - 2.0 >= 2 * USABLE_S
 
 
@@ -240,10 +244,19 @@ def test_switches_come_back_and_running_things_stay(monkeypatch: pytest.MonkeyPa
     fake._poller_started = True
     fake._generation = 2
     assert set(switches.restore()) == {
-        f"ministack.fake_service.{name}" for name in ("ENGINE", "_counter", "_scale", "_flag", "_words", "_key")
+        f"ministack.fake_service.{name}"
+        for name in ("ENGINE", "_counter", "_scale", "_flag", "_words", "_key")
     }
-    assert (fake.ENGINE, fake._counter, fake._scale, fake._flag, fake._key) == ("auto", 0, 1.0, False, None)
-    assert fake._thread is not None and fake._store and fake._poller_started and fake._generation == 2
+    assert (fake.ENGINE, fake._counter, fake._scale, fake._flag, fake._key) == (
+        "auto",
+        0,
+        1.0,
+        False,
+        None,
+    )
+    assert (
+        fake._thread is not None and fake._store and fake._poller_started and fake._generation == 2
+    )
     fake._thread = None
     assert switches.values() == before
 
@@ -285,8 +298,14 @@ def test_what_is_xml_is_left_alone() -> None:
     assert repair_xml(body) is body
 
 
-@given(st.text(alphabet=st.characters(exclude_categories=("Cs",), exclude_characters="&>"), max_size=30))
+@given(
+    st.text(
+        alphabet=st.characters(exclude_categories=("Cs",), exclude_characters="&>"), max_size=30
+    )
+)
 def test_any_name_without_a_whole_tag_is_read_as_it_was(name: str) -> None:
     body = repair_xml(ANSWER.format(name).encode())
-    read = "".join("\ufffd" if (ord(c) < 32 and c not in "\t\n\r") or c in "\ufffe\uffff" else c for c in name)
+    read = "".join(
+        "\ufffd" if (ord(c) < 32 and c not in "\t\n\r") or c in "\ufffe\uffff" else c for c in name
+    )
     assert path_of(body) == f"/ops/{read}/".replace("\r\n", "\n").replace("\r", "\n")

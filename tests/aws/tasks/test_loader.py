@@ -1,4 +1,5 @@
-"""Templates, names, instances and captures. ``make validate``, a part of ``make test``, plays every task."""
+"""Templates, names, instances and captures. ``make validate``, a part of ``make test``, plays every
+task."""
 
 import itertools
 import json
@@ -49,8 +50,12 @@ def test_counts_ids_and_services() -> None:
     tiers = [template.tier for template in STARTERS]
     counts = {tier: tiers.count(tier) for tier in set(tiers)}
     assert counts.keys() == {"warmup", "beginner", "intermediate"}
-    assert min(counts.values()) >= 13 and max(counts.values()) - min(counts.values()) <= 1, "a starter has a weight"
-    warmup_services = {instantiate(t.task_id, 0).solution[0].split()[1] for t in STARTERS if t.tier == "warmup"}
+    assert min(counts.values()) >= 13 and max(counts.values()) - min(counts.values()) <= 1, (
+        "a starter has a weight"
+    )
+    warmup_services = {
+        instantiate(t.task_id, 0).solution[0].split()[1] for t in STARTERS if t.tier == "warmup"
+    }
     assert len(warmup_services) == counts["warmup"]
     assert ACCOUNT_ID == ACCOUNT
 
@@ -82,7 +87,11 @@ def test_names_are_made_of_distinct_plain_words() -> None:
 
 def test_heldout_names_are_unseen_pairs() -> None:
     def pairs(split: str) -> set[tuple[str, str]]:
-        names = (instantiate(t.task_id, seed, split).params["name"] for t in STARTERS for seed in range(40))
+        names = (
+            instantiate(t.task_id, seed, split).params["name"]
+            for t in STARTERS
+            for seed in range(40)
+        )
         return {tuple(name.split("-")[:2]) for name in names}  # type: ignore[misc]
 
     train = pairs("train")
@@ -91,7 +100,9 @@ def test_heldout_names_are_unseen_pairs() -> None:
     assert not train & heldout
     share = sum(is_heldout_pair(a, n) for a in ADJECTIVES for n in NOUNS) / 3600
     assert 0.15 < share < 0.25
-    seen = {name.split("-")[0] for name in (draw_name(random.Random(i), "train") for i in range(2000))}
+    seen = {
+        name.split("-")[0] for name in (draw_name(random.Random(i), "train") for i in range(2000))
+    }
     assert seen == set(ADJECTIVES), "every word is known from training"
 
 
@@ -114,7 +125,10 @@ def test_one_seed_in_ten_is_held_out() -> None:
 
 def test_fill_keeps_types_and_foreign_braces() -> None:
     params = {"days": 7, "name": "x"}
-    assert fill({"a": "{days}", "b": ["{name}-{days}", True]}, params) == {"a": 7, "b": ["x-7", True]}
+    assert fill({"a": "{days}", "b": ["{name}-{days}", True]}, params) == {
+        "a": 7,
+        "b": ["x-7", True],
+    }
     assert fill("id={S={name}} {account} {other}", params) == f"id={{S=x}} {ACCOUNT_ID} {{other}}"
 
 
@@ -142,7 +156,10 @@ def test_wire_form_survives_a_round_trip() -> None:
         ({"assets": {"a.json": 1}}, "a.json"),
         ({"desired_state_spec": 1}, "desired_state_spec"),
         ({"setup_commands": [{"service": "s3"}]}, "operation"),
-        ({"setup_commands": [{"service": "s3", "operation": "ListBuckets"}] * 41}, "setup_commands"),
+        (
+            {"setup_commands": [{"service": "s3", "operation": "ListBuckets"}] * 41},
+            "setup_commands",
+        ),
     ],
 )
 def test_bad_task_objects_are_named(change: dict, named: str) -> None:
@@ -171,7 +188,9 @@ def test_any_task_object_is_a_task_or_a_task_error(data: st.DataObject) -> None:
     whole = instantiate(data.draw(st.sampled_from(TEMPLATES)).task_id, 0).to_json()
     with suppress(TaskError):
         task = Task.from_json(mutated(whole, data.draw))
-        assert is_graded_by_end_state(task) or parse_criteria(task.success).named_services is not None
+        assert (
+            is_graded_by_end_state(task) or parse_criteria(task.success).named_services is not None
+        )
         assert build_freedom(task) and json.dumps(task.to_json())
 
 
@@ -187,14 +206,18 @@ def test_unknown_arguments_are_named() -> None:
 @pytest.mark.nightly
 def test_acceptance_finds_a_task_that_is_too_easy(episode: Episode) -> None:
     task = instantiate(101, 0)
-    easy = Task.from_json(task.to_json() | {"success_criteria": {"operation": "sts:GetCallerIdentity"}})
+    easy = Task.from_json(
+        task.to_json() | {"success_criteria": {"operation": "sts:GetCallerIdentity"}}
+    )
     found = " ".join(map(str, find_problems(episode, easy)))
     assert "solution" in found and "doing nothing" in found
 
 
 @pytest.mark.nightly
 @pytest.mark.sim
-def test_the_validator_prints_verdicts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_validator_prints_verdicts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     easy = replace(get_template(101), success_criteria={"operation": "sts:GetCallerIdentity"})
     templates = {101: easy, 102: get_template(102)}
     monkeypatch.setattr(loader, "_all_templates", lambda: templates)
@@ -208,18 +231,26 @@ def test_the_validator_prints_verdicts(capsys: pytest.CaptureFixture[str], monke
 
 def test_values_of_earlier_commands() -> None:
     outputs = ['{"QueueUrl": "http://x/q", "Groups": [{"Id": 7}]}', "no JSON"]
-    assert resolve("aws sqs x --queue-url ${step1:QueueUrl}", outputs) == "aws sqs x --queue-url http://x/q"
+    assert (
+        resolve("aws sqs x --queue-url ${step1:QueueUrl}", outputs)
+        == "aws sqs x --queue-url http://x/q"
+    )
     assert resolve("${step1:$.Groups[0].Id} ${step1:Groups}", outputs) == '7 [{"Id": 7}]'
 
 
-@pytest.mark.parametrize("command", ["${step2:Id}", "${step3:Id}", "${step1:Nope}", "${step1:][}", "${step0:Id}"])
+@pytest.mark.parametrize(
+    "command", ["${step2:Id}", "${step3:Id}", "${step1:Nope}", "${step1:][}", "${step0:Id}"]
+)
 def test_what_is_not_there_stays_as_it_is_written(command: str) -> None:
     assert resolve(command, ['{"Id": 1}', "no JSON"]) == command
 
 
 def test_values_of_set_up_keep_their_type() -> None:
     answers = [{"Port": 80, "Vpc": {"Id": "vpc-1"}}]
-    value = {"${setup1:Vpc.Id}": ["${setup1:Port}", "p${setup1:Port}", True], "t": ("${setup1:$.Vpc.Id}",)}
+    value = {
+        "${setup1:Vpc.Id}": ["${setup1:Port}", "p${setup1:Port}", True],
+        "t": ("${setup1:$.Vpc.Id}",),
+    }
     assert setup_captures(value) and not setup_captures({"a": "${step1:x}"})
     assert fill_setup(value, answers) == {"vpc-1": [80, "p80", True], "t": ("vpc-1",)}
     for bad in ("${setup2:Port}", "${setup1:Nope}", "${setup1:][}"):
@@ -228,13 +259,18 @@ def test_values_of_set_up_keep_their_type() -> None:
 
 
 def test_the_ten_have_siblings_and_are_never_trained_on() -> None:
-    """Two of each tier; every service of their solutions is used by a template that trains, which has no other."""
+    """Two of each tier; every service of their solutions is used by a template that trains, which
+    has no other."""
     ten = load_templates(split="ten")
     others = load_templates(split="all_but_ten")
     assert sorted(template.task_id for template in ten) == sorted(TEN)
     assert Counter(template.tier for template in ten) == dict.fromkeys(TIERS, 2)
     assert len(others) == len(TEMPLATES) - 10 and not {t.task_id for t in others} & set(TEN)
-    assert {template.split for template in ten} == {"heldout"}, "no run of either split trains on them"
+    assert {template.split for template in ten} == {"heldout"}, (
+        "no run of either split trains on them"
+    )
     trained = {command.split()[1] for template in others for command in template.solution}
     assert {command.split()[1] for template in ten for command in template.solution} <= trained
-    assert set(TrainingTasks(split="all_but_ten").group_of) == {template.task_id for template in others}
+    assert set(TrainingTasks(split="all_but_ten").group_of) == {
+        template.task_id for template in others
+    }

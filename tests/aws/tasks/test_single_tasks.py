@@ -1,8 +1,9 @@
-"""What single tasks pay, and what they do not: questions of the warm-up tier, repairs of the tier expert, drift tasks.
+"""What single tasks pay, and what they do not: questions of the warm-up tier, repairs of the tier
+expert, drift tasks.
 
-Repairs are credited by the verified state of what the task names, and harm earns nothing. Drift tasks ask to look
-first: a write that changes nothing costs, so the whole desired state is no solution. Other right ways, and wrong ones,
-are plays (tests/aws/validation).
+Repairs are credited by the verified state of what the task names, and harm earns nothing. Drift
+tasks ask to look first: a write that changes nothing costs, so the whole desired state is no
+solution. Other right ways, and wrong ones, are plays (tests/aws/validation).
 """
 
 import itertools
@@ -11,7 +12,14 @@ import pytest
 
 from realhf.aws.episode.episode import Episode
 from realhf.aws.episode.validation import BLIND_RETURN, play
-from realhf.aws.tasks.loader import Template, fill, instantiate, load_templates, whole_state, with_drifts
+from realhf.aws.tasks.loader import (
+    Template,
+    fill,
+    instantiate,
+    load_templates,
+    whole_state,
+    with_drifts,
+)
 from realhf.aws.tasks.task import choose_drifts
 
 pytestmark = pytest.mark.sim
@@ -35,7 +43,8 @@ def earned(episode: Episode, task_id: int, *commands: str) -> float:
             407,
             [
                 "aws route53 create-hosted-zone --name own.example --caller-reference own",
-                "aws route53 change-resource-record-sets --hosted-zone-id ${step1:HostedZone.Id} --change-batch "
+                "aws route53 change-resource-record-sets --hosted-zone-id ${step1:HostedZone.Id} "
+                "--change-batch "
                 '\'{"Changes":[{"Action":"CREATE","ResourceRecordSet":{"Name":"www.own.example","Type":"A","TTL":300,'
                 '"ResourceRecords":[{"Value":"192.0.2.1"}]}}]}\'',
             ],
@@ -60,8 +69,10 @@ def earned(episode: Episode, task_id: int, *commands: str) -> float:
         (
             421,
             [
-                "aws cloudwatch put-metric-alarm --alarm-name own --namespace Own --metric-name Own --statistic Sum "
-                "--period 60 --evaluation-periods 1 --threshold 1 --comparison-operator GreaterThanThreshold"
+                "aws cloudwatch put-metric-alarm --alarm-name own --namespace Own --metric-name "
+                "Own --statistic Sum "
+                "--period 60 --evaluation-periods 1 --threshold 1 --comparison-operator "
+                "GreaterThanThreshold"
             ],
         ),
         (
@@ -84,7 +95,8 @@ def test_own_resources_earn_nothing(episode: Episode, task_id: int, commands: li
         (411, "aws iam remove-user-from-group --group-name {name}-readers --user-name {name}"),
         (
             413,
-            "aws ec2 revoke-security-group-ingress --group-id ${setup2:GroupId} --protocol tcp --port 443 "
+            "aws ec2 revoke-security-group-ingress --group-id ${setup2:GroupId} --protocol tcp "
+            "--port 443 "
             "--cidr 0.0.0.0/0",
         ),
         (416, "aws logs put-retention-policy --log-group-name /{name}/api --retention-in-days 1"),
@@ -99,18 +111,23 @@ def test_harm_earns_nothing(episode: Episode, task_id: int, command: str) -> Non
 
 
 def test_what_was_harmed_and_restored_is_forgiven(episode: Episode) -> None:
-    """Harm costs while it lasts; the repaired account with its neighbours as they were is what the task asks for."""
+    """Harm costs while it lasts; the repaired account with its neighbours as they were is what the
+    task asks for."""
     task = instantiate(413, 0)
     rule = "--group-id ${setup2:GroupId} --protocol tcp --port 443 --cidr 0.0.0.0/0"
     detour = [f"aws ec2 {verb}-security-group-ingress {rule}" for verb in ("revoke", "authorize")]
-    assert play(episode, task, [*detour, *(line.replace("step1", "step3") for line in task.solution)]) == (True, 1.0)
+    assert play(
+        episode, task, [*detour, *(line.replace("step1", "step3") for line in task.solution)]
+    ) == (True, 1.0)
 
 
 DRIFTS = [template for template in load_templates(["expert"]) if template.possible_drifts]
 
 
 @pytest.mark.parametrize("template", DRIFTS[::3], ids=lambda template: template.name)
-def test_the_repair_of_what_drifted_is_worth_more_than_everything(episode: Episode, template: Template) -> None:
+def test_the_repair_of_what_drifted_is_worth_more_than_everything(
+    episode: Episode, template: Template
+) -> None:
     task = instantiate(template.task_id, 0)
     last = range(len(task.possible_drifts))[-2:]
     assert play(episode, task, with_drifts(task, last).solution, last) == (True, 1.0)
@@ -124,9 +141,14 @@ def test_a_write_that_changes_nothing_costs_and_a_look_does_not(episode: Episode
     assert play(episode, task, [look, look, protect, look, recover], [0, 1]) == (True, 1.0)
     achieved, total = play(episode, task, [protect, protect, recover], [0, 1])
     assert achieved and total == pytest.approx(0.5)
-    gone = look.replace("describe-table", "untag-resource").replace("--table-name", "--resource-arn") + " --tag-keys x"
+    gone = (
+        look.replace("describe-table", "untag-resource").replace("--table-name", "--resource-arn")
+        + " --tag-keys x"
+    )
     achieved, total = play(episode, task, [gone, protect, recover], [0, 1])
-    assert achieved and total == pytest.approx(0.5), "an attempt that was refused is a blind one too"
+    assert achieved and total == pytest.approx(0.5), (
+        "an attempt that was refused is a blind one too"
+    )
 
 
 def test_another_wrong_value_over_one_that_drifted_is_a_needless_write(episode: Episode) -> None:
@@ -141,10 +163,18 @@ def test_another_wrong_value_over_one_that_drifted_is_a_needless_write(episode: 
                 continue
             for days in ("7", "400"):
                 spoilt = [f"{retention} {days}", *repairs]
-                assert play(episode, task, spoilt, drifts) == (True, pytest.approx(0.5)), (drifts, place, days)
+                assert play(episode, task, spoilt, drifts) == (True, pytest.approx(0.5)), (
+                    drifts,
+                    place,
+                    days,
+                )
             removed = retention.replace("put", "delete").removesuffix(" --retention-in-days")
-            assert play(episode, task, [removed, *repairs], drifts) == (True, 1.0), "what is in the way may go first"
-    both = "aws lambda update-function-configuration --function-name {} --timeout {} --environment {}"
+            assert play(episode, task, [removed, *repairs], drifts) == (True, 1.0), (
+                "what is in the way may go first"
+            )
+    both = (
+        "aws lambda update-function-configuration --function-name {} --timeout {} --environment {}"
+    )
     task = instantiate(506, 0)
     name = task.params["name"]
     right = with_drifts(task, [0, 2]).solution
@@ -153,12 +183,15 @@ def test_another_wrong_value_over_one_that_drifted_is_a_needless_write(episode: 
     assert play(episode, task, [half, *right], [0, 2])[1] <= 0.5, "one is mended, and one is spoilt"
 
 
-def test_a_wrong_value_written_first_does_not_make_a_blind_repair_one_with_a_look(episode: Episode) -> None:
+def test_a_wrong_value_written_first_does_not_make_a_blind_repair_one_with_a_look(
+    episode: Episode,
+) -> None:
     """Whatever drifted: everything is spoilt, and then the whole desired state is written."""
     task = instantiate(505, 0)
     name = task.params["name"]
     spoilt = [
-        f"aws events put-rule --name {name} --schedule-expression 'rate(7 minutes)' --state DISABLED",
+        f"aws events put-rule --name {name} --schedule-expression 'rate(7 minutes)' --state "
+        f"DISABLED",
         f"aws logs put-retention-policy --log-group-name /jobs/{name} --retention-in-days 7",
         f"aws ssm put-parameter --name /jobs/{name}/mode --value none --type String --overwrite",
     ]
@@ -179,7 +212,11 @@ def test_the_solution_of_an_instance_repairs_what_its_seed_draws() -> None:
     ("task_id", "command"),
     [
         (1, "aws s3api head-bucket --bucket {name}"),
-        (6, "aws lambda get-function --function-name arn:aws:lambda:eu-west-1:000000000000:function:{name}"),
+        (
+            6,
+            "aws lambda get-function --function-name "
+            "arn:aws:lambda:eu-west-1:000000000000:function:{name}",
+        ),
         (6, "aws lambda list-functions"),
         (8, "aws ssm get-parameters --names {name} {name}-2"),
         (13, "aws ecs describe-clusters --clusters {name} default"),
@@ -199,7 +236,10 @@ def test_a_duplicate_and_a_harmless_command_earn_nothing(episode: Episode) -> No
     task = instantiate(324, 0)
     episode.reset(task)
     create = "aws dynamodb create-table --table-name {name} --billing-mode PAY_PER_REQUEST "
-    create += "--key-schema AttributeName=id,KeyType=HASH --attribute-definitions AttributeName=id,AttributeType=S"
+    create += (
+        "--key-schema AttributeName=id,KeyType=HASH --attribute-definitions "
+        "AttributeName=id,AttributeType=S"
+    )
     met = episode.step(fill(create, task.params))
     assert "ResourceInUseException" in met.observation["error"] and met.reward == 0
     assert episode.step("aws sts get-caller-identity").reward == 0

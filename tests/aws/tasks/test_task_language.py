@@ -1,5 +1,6 @@
-"""The task templates as a whole: how many of which shape, and their words. An agent can know all it needs, is told
-nothing of how it is graded, and held-out tasks do not read like those it trained on."""
+"""The task templates as a whole: how many of which shape, and their words. An agent can know all it
+needs, is told nothing of how it is graded, and held-out tasks do not read like those it trained
+on."""
 
 import itertools
 import re
@@ -52,8 +53,11 @@ def likeness(one: str, other: str) -> float:
 @pytest.mark.nightly
 @pytest.mark.parametrize("template", TEMPLATES, ids=by_name)
 def test_every_value_of_the_solution_can_be_known(template: Template) -> None:
-    """In every phrasing; in a broken world that the agent has to look at, what set-up put there counts too."""
-    needed = {place for command in template.solution for place in PLACE.findall(command)} - {"account"}
+    """In every phrasing; in a broken world that the agent has to look at, what set-up put there
+    counts too."""
+    needed = {place for command in template.solution for place in PLACE.findall(command)} - {
+        "account"
+    }
     assert needed <= set(template.params), "a place without a parameter"
     found = (
         repr([*template.setup_commands, *template.possible_drifts, dict(template.assets)])
@@ -79,7 +83,9 @@ def test_descriptions_do_not_tell_commands_or_criteria(template: Template) -> No
     for text in template.description:
         words = set(re.findall(r"[\w-]+", text))
         assert not words & CLI_OPERATIONS, "an operation of the CLI"
-        assert not re.search(r"(^|\s)--\w|\baws [a-z0-9-]+ [a-z]+-[a-z]", text), "a piece of a command line"
+        assert not re.search(r"(^|\s)--\w|\baws [a-z0-9-]+ [a-z]+-[a-z]", text), (
+            "a piece of a command line"
+        )
         assert asked is None or asked not in text, "how it is graded"
         assert "${step" not in text
 
@@ -94,14 +100,16 @@ def test_a_request_is_short_and_can_be_put_in_two_ways(template: Template) -> No
 
 
 def test_no_two_templates_share_a_phrasing() -> None:
-    texts = Counter(" ".join(plain_words(text)) for template in TEMPLATES for text in template.description)
+    texts = Counter(
+        " ".join(plain_words(text)) for template in TEMPLATES for text in template.description
+    )
     texts.update(" ".join(plain_words(text)) for worded in phrasings().values() for text in worded)
     assert [text for text, count in texts.items() if count > 1] == []
 
 
 def test_further_phrasings_say_what_those_of_the_template_say_and_train_alone() -> None:
-    """They have the places of all others and none that the template does not know, are of known templates that may
-    train, and no held-out instance is ever worded so."""
+    """They have the places of all others and none that the template does not know, are of known
+    templates that may train, and no held-out instance is ever worded so."""
     known = {template.task_id: template for template in load_templates(split="all_but_ten")}
     assert len(phrasings()) > 80 and set(phrasings()) <= set(known)
     for number, worded in phrasings().items():
@@ -116,9 +124,14 @@ def test_further_phrasings_say_what_those_of_the_template_say_and_train_alone() 
         assert 0 < len(further) < 40
         for task in further[:1]:
             usual = instantiate(number, task.seed)
-            assert usual.description != task.description and replace(task, description=usual.description) == usual
+            assert (
+                usual.description != task.description
+                and replace(task, description=usual.description) == usual
+            )
         held_out = [instantiate(number, seed, "heldout") for seed in range(10)]
-        assert [instantiate(number, seed, "heldout", rephrased=True) for seed in range(10)] == held_out
+        assert [
+            instantiate(number, seed, "heldout", rephrased=True) for seed in range(10)
+        ] == held_out
 
 
 @pytest.mark.slow
@@ -142,9 +155,23 @@ def test_likeness_knows_a_copy() -> None:
     assert likeness(text, "Our warehouse wants a message queue; please call it {name}.") == 0.0
 
 
-COUNTS = {"warmup": 25, "beginner": 25, "intermediate": 25, "advanced": 25, "expert": 24, "drift": 9}
+COUNTS = {
+    "warmup": 25,
+    "beginner": 25,
+    "intermediate": 25,
+    "advanced": 25,
+    "expert": 24,
+    "drift": 9,
+}
 """Least number of templates of each kind; drift tasks are of the tier expert."""
-FIRST_IDS = {"warmup": 1, "beginner": 101, "intermediate": 201, "advanced": 301, "expert": 401, "drift": 501}
+FIRST_IDS = {
+    "warmup": 1,
+    "beginner": 101,
+    "intermediate": 201,
+    "advanced": 301,
+    "expert": 401,
+    "drift": 501,
+}
 COMMANDS = {"warmup": (1, 1), "beginner": (1, 1), "intermediate": (2, 3), "advanced": (4, 7)}
 
 
@@ -157,7 +184,9 @@ def test_a_kind_counts_its_templates_and_holds_out_a_fifth(kind: str, first: int
     """Identities have no gap; a task more is welcome."""
     templates = [template for template in TEMPLATES if template.kind == kind]
     assert len(templates) >= COUNTS[kind]
-    assert [template.task_id for template in templates] == list(range(first, first + len(templates)))
+    assert [template.task_id for template in templates] == list(
+        range(first, first + len(templates))
+    )
     held_out = [template for template in templates if template.split == "heldout"]
     assert 0.15 <= len(held_out) / len(templates) <= 0.25
     assert not any("starter" in template.tags for template in held_out)
@@ -168,14 +197,17 @@ def test_services_are_many_and_names_are_taken_once() -> None:
     warmup = load_templates(["warmup"])
     assert len(services(warmup)) == len(warmup), "each warmup task is about another service"
     assert len(services(TEMPLATES)) >= 30
-    assert {command.split()[1] for template in TEMPLATES for command in template.solution} <= set(ALLOWED)
+    assert {command.split()[1] for template in TEMPLATES for command in template.solution} <= set(
+        ALLOWED
+    )
     assert len({template.name for template in TEMPLATES}) == len(TEMPLATES) >= sum(COUNTS.values())
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
 def test_a_template_has_the_shape_of_its_kind(template: Template) -> None:
-    """A warm-up task looks at one thing and says at what; all others are graded by the state of the account."""
+    """A warm-up task looks at one thing and says at what; all others are graded by the state of the
+    account."""
     assert bool(template.success_criteria) is (template.kind == "warmup")
     low, high = COMMANDS.get(template.kind, (1, 8))
     assert low <= len(template.solution) <= high

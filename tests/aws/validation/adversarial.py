@@ -1,5 +1,6 @@
-"""``python -m tests.aws.validation.adversarial``: play against the grader, with a look, other spellings of every
-solution and what a person wrote, and print which play earned more or less than its class may."""
+"""``python -m tests.aws.validation.adversarial``: play against the grader, with a look, other
+spellings of every solution and what a person wrote, and print which play earned more or less than
+its class may."""
 
 from __future__ import annotations
 
@@ -19,15 +20,25 @@ from realhf.aws.tasks.__main__ import select_templates
 from realhf.aws.tasks.loader import Template
 from realhf.aws.tasks.task import Task, TaskError
 from tests.aws.validation.equivalent import LOOK, equivalent_plays
-from tests.aws.validation.play import ASKED, KINDS, Outcome, Play, instance_to_play, perform, written_plays
+from tests.aws.validation.play import (
+    ASKED,
+    KINDS,
+    Outcome,
+    Play,
+    instance_to_play,
+    perform,
+    written_plays,
+)
 
 MAX_STEPS = 64
-"""Largest number of steps of an episode with a play: to build a second set-up takes more commands than an agent has."""
+"""Largest number of steps of an episode with a play: to build a second set-up takes more commands
+than an agent has."""
 
 
 @dataclass
 class Report:
-    """Reports what the plays of one template earned. ``broken``: plays that could not be played, with the error."""
+    """Reports what the plays of one template earned. ``broken``: plays that could not be played,
+    with the error."""
 
     template: Template
     outcomes: list[Outcome] = field(default_factory=list)
@@ -36,7 +47,11 @@ class Report:
     @property
     def problems(self) -> list[str]:
         """Return everything outside the bounds, in words."""
-        found = [f"{one.play.kind}, {one.play.name}: {one.problem}" for one in self.outcomes if one.problem]
+        found = [
+            f"{one.play.kind}, {one.play.name}: {one.problem}"
+            for one in self.outcomes
+            if one.problem
+        ]
         return found + [f"{play.kind}, {play.name}: {error}" for play, error in self.broken]
 
 
@@ -46,16 +61,20 @@ def plays_of(task: Task) -> list[Play]:
     return sorted(everything, key=lambda play: KINDS.index(play.kind))
 
 
-def play_against(templates: Sequence[Template], seeds: int, pool_size: int, console: Console) -> list[Report]:
-    """Play against the grader; returns one report per template, with the plays of ``seeds`` instances. Raises TaskError
-    for a malformed written play."""
+def play_against(
+    templates: Sequence[Template], seeds: int, pool_size: int, console: Console
+) -> list[Report]:
+    """Play against the grader; returns one report per template, with the plays of ``seeds``
+    instances. Raises TaskError for a malformed written play."""
     reports = {template.task_id: Report(template) for template in templates}
     turns: list[tuple[Task, Play]] = []
     for template in templates:
         for seed in range(seeds):
             task = instance_to_play(template.task_id, seed)
             turns += [(task, play) for play in plays_of(task)]
-    results = play_in_parallel(turns, lambda episode, turn: perform(episode, *turn), pool_size, console, MAX_STEPS)
+    results = play_in_parallel(
+        turns, lambda episode, turn: perform(episode, *turn), pool_size, console, MAX_STEPS
+    )
     for (task, play), result in zip(turns, results, strict=True):
         if isinstance(result, Failure):
             reports[task.task_id].broken.append((play, result.text))
@@ -73,7 +92,9 @@ def play_table(reports: Sequence[Report]) -> Table:
             verdict = f"[red]{escape(one.problem)}" if one.problem else "[green]ok"
             if one.skipped:
                 verdict = f"[yellow]skipped: {escape(one.failures[0])}"
-            table.add_row(*head, *_play_cells(one.play), f"{one.score:.3f}", ASKED[one.play.kind], verdict)
+            table.add_row(
+                *head, *_play_cells(one.play), f"{one.score:.3f}", ASKED[one.play.kind], verdict
+            )
         for play, error in report.broken:
             table.add_row(*head, *_play_cells(play), "", ASKED[play.kind], f"[red]{escape(error)}")
         table.add_section()
@@ -85,21 +106,30 @@ def _play_cells(play: Play) -> tuple[str, str, str]:
 
 
 def summary_table(reports: Sequence[Report]) -> Table:
-    """Return a table with one row per class: how many plays, of which origin, and how many outside the bounds."""
+    """Return a table with one row per class: how many plays, of which origin, and how many outside
+    the bounds."""
     table = Table("class", "asked", "plays", "generated", "written", "skipped", "outside")
     for kind in KINDS:
         outcomes = [one for report in reports for one in report.outcomes if one.play.kind == kind]
         broken = [play for report in reports for play, _ in report.broken if play.kind == kind]
         counts = Counter(play.written for play in [*(one.play for one in outcomes), *broken])
         outside = sum(bool(one.problem) for one in outcomes) + len(broken)
-        numbers = (sum(counts.values()), counts[False], counts[True], sum(one.skipped for one in outcomes))
+        numbers = (
+            sum(counts.values()),
+            counts[False],
+            counts[True],
+            sum(one.skipped for one in outcomes),
+        )
         table.add_row(kind, ASKED[kind], *map(str, (*numbers, outside)))
     return table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program. Returns the exit status: 0 when every play earned what its class may, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m tests.aws.validation.adversarial", description=__doc__)
+    """Run the program. Returns the exit status: 0 when every play earned what its class may, else
+    1."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.aws.validation.adversarial", description=__doc__
+    )
     parser.add_argument("--tiers", nargs="+", help="default: all")
     parser.add_argument("--ids", nargs="+", type=int, help="templates by number, instead of tiers")
     parser.add_argument("--seeds", type=int, default=1, help="instances per template (default 1)")
@@ -122,7 +152,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for text in wrong:
         console.print(f"[red]{escape(text)}")
     seconds = time.monotonic() - began
-    console.print(f"{len(reports)} templates, {plays} plays, {len(wrong)} outside the bounds, {seconds:.0f} s")
+    console.print(
+        f"{len(reports)} templates, {plays} plays, {len(wrong)} outside the bounds, {seconds:.0f} s"
+    )
     return 1 if wrong else 0
 
 

@@ -1,5 +1,6 @@
-"""Handles command lines as data: words, options and values, JSON in them (documents inside documents included: a
-queue's policy is a text in its attributes), and the lines that send the requests of a set-up.
+"""Handles command lines as data: words, options and values, JSON in them (documents inside
+documents included: a queue's policy is a text in its attributes), and the lines that send the
+requests of a set-up.
 
 Captures (``${step1:Items[0].Id}``) are whole words here, whatever blanks and quotes they hold.
 """
@@ -32,7 +33,8 @@ _API_SERVICES: Mapping[str, str] = MappingProxyType({"s3api": "s3", "s3": "s3 of
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Is ``aws SERVICE OPERATION`` with bare words (``arguments``) and options, each a name and its values in order."""
+    """Is ``aws SERVICE OPERATION`` with bare words (``arguments``) and options, each a name and its
+    values in order."""
 
     service: str
     operation: str
@@ -65,18 +67,22 @@ class CommandLine:
         return " ".join(["aws", self.service, self.operation, *words])
 
     def value(self, option: str) -> str | None:
-        """Return the only value of an option, None where it is not given or has another number of values."""
+        """Return the only value of an option, None where it is not given or has another number of
+        values."""
         values = next((values for name, values in self.options if name == option), ())
         return values[0] if len(values) == 1 else None
 
     def with_value(self, option: str, *values: str) -> CommandLine:
         """Return the same line with other values of an option."""
-        return replace(self, options=tuple((name, values if name == option else old) for name, old in self.options))
+        return replace(
+            self,
+            options=tuple((name, values if name == option else old) for name, old in self.options),
+        )
 
     @property
     def api_operation(self) -> str:
-        """Return the canonical name, "s3:CreateBucket"; "" for a command that is more than one request, such as ``s3
-        mb``."""
+        """Return the canonical name, "s3:CreateBucket"; "" for a command that is more than one
+        request, such as ``s3 mb``."""
         model = operation_model(self.service, self.operation)
         return f"{model.service_model.service_name}:{model.name}" if model else ""
 
@@ -88,7 +94,8 @@ def quoted(word: str) -> str:
 
 
 def masked(text: str, captures: list[str]) -> str:
-    """Return the text with a plain word in the place of each capture, which is added to ``captures``."""
+    """Return the text with a plain word in the place of each capture, which is added to
+    ``captures``."""
 
     def mark(match: re.Match[str]) -> str:
         captures.append(match[0])
@@ -112,8 +119,8 @@ def _operations(service: str) -> Mapping[str, OperationModel]:
 
 
 def operation_model(service: str, operation: str) -> OperationModel | None:
-    """Return the model of an operation as the command line calls it ("s3api", "create-bucket"), None where there is
-    none."""
+    """Return the model of an operation as the command line calls it ("s3api", "create-bucket"),
+    None where there is none."""
     return _operations(service).get(operation)
 
 
@@ -134,7 +141,8 @@ def option_of(service: str, operation: str, member: str) -> str:
 
 
 def line_of(command: SetupCommand) -> str:
-    """Return the line by which an agent sends what a set-up command sends. An object's content is left out."""
+    """Return the line by which an agent sends what a set-up command sends. An object's content is
+    left out."""
     if command.command:
         return command.command
     service = "s3api" if command.service == "s3" else command.service
@@ -152,7 +160,8 @@ def line_of(command: SetupCommand) -> str:
 
 
 def sendable(command: SetupCommand) -> str:
-    """Return the line of a set-up command, "" for one that no line can send, since it holds bytes."""
+    """Return the line of a set-up command, "" for one that no line can send, since it holds
+    bytes."""
     try:
         return line_of(command)
     except TypeError:
@@ -197,7 +206,8 @@ def parsed(text: str) -> Any:
 
 
 def each_document(text: str) -> Iterator[Mapping[str, Any]]:
-    """Yield every policy-like map in a value: the value itself, and texts inside it that hold one."""
+    """Yield every policy-like map in a value: the value itself, and texts inside it that hold
+    one."""
     document = parsed(text)
     if isinstance(document, Mapping):
         yield document
@@ -213,5 +223,8 @@ def rewritten(text: str, change: Callable[[Any], Any]) -> str:
         return text
     if "Statement" in document:
         return json.dumps(change(dict(document)))
-    changed = {key: rewritten(item, change) if isinstance(item, str) else item for key, item in document.items()}
+    changed = {
+        key: rewritten(item, change) if isinstance(item, str) else item
+        for key, item in document.items()
+    }
     return json.dumps(changed)

@@ -1,5 +1,6 @@
-"""Generates mutants that grant what AWS needs for what a solution wires: the least of it, which is to be paid, and more
-than that, which is not. The wirings come from the grader's table, the ARNs from the commands of the task."""
+"""Generates mutants that grant what AWS needs for what a solution wires: the least of it, which is
+to be paid, and more than that, which is not. The wirings come from the grader's table, the ARNs
+from the commands of the task."""
 
 from __future__ import annotations
 
@@ -17,8 +18,13 @@ from tests.aws.validation.resource_deeds import cli_service
 
 _ROLE = re.compile(r"arn:aws:iam::\d+:role/([\w-]+)")
 _ARN = re.compile(r"arn:aws:[\w:/.*+=@-]+")
-_HAS_GRANTS: Mapping[str, str] = {"sqs": '"?Policy"?[:=]', "lambda": " add-permission ", "s3": " put-bucket-policy "}
-"""How a task's commands look that write the policy of a resource: what it lets in is that task's own matter."""
+_HAS_GRANTS: Mapping[str, str] = {
+    "sqs": '"?Policy"?[:=]',
+    "lambda": " add-permission ",
+    "s3": " put-bucket-policy ",
+}
+"""How a task's commands look that write the policy of a resource: what it lets in is that task's
+own matter."""
 _OTHER_ACTIONS: Mapping[str, str] = {
     "sqs": "sqs:ReceiveMessage",
     "s3": "s3:DeleteObject",
@@ -32,12 +38,13 @@ _OTHER_ACTIONS: Mapping[str, str] = {
 """By prefix of the actions of a grant, one that no wiring of the table has."""
 
 _SAID = ("RedrivePolicy", "EventSourceArn")
-"""Members that stand in the command that wires, where a row is about them: its other ARNs are of other wires."""
+"""Members that stand in the command that wires, where a row is about them: its other ARNs are of
+other wires."""
 
 
 def companions(task: Task) -> Iterator[Mutant]:
-    """Yield the solution with the least grant for each wire in it, in each way that counts as the least, and with one
-    action, resource or principal more."""
+    """Yield the solution with the least grant for each wire in it, in each way that counts as the
+    least, and with one action, resource or principal more."""
     lines = [*(line for line in map(sendable, task.setup) if line), *task.solution]
     last = len(task.solution) - 1
     for row in read_wirings():
@@ -73,7 +80,9 @@ def _grants(
         if any(re.search(_HAS_GRANTS[service], one) and name in one for one in lines):
             continue
         prefix = command.value("--s3-key-prefix")
-        for what, expected, grant in _statements(row, target, source, f"{prefix}/" if prefix else ""):
+        for what, expected, grant in _statements(
+            row, target, source, f"{prefix}/" if prefix else ""
+        ):
             yield what, expected, _written(service, name, grant)
 
 
@@ -111,21 +120,39 @@ def _source(row: Wiring, command: CommandLine) -> str:
     return found if found and "${" not in found else ""
 
 
-def _statements(row: Wiring, target: str, source: str, prefix: str) -> Iterator[tuple[str, Expected, dict[str, Any]]]:
-    words = {"target": target, "account": ACCOUNT_ID, "name": re.split("[:/]", target)[-1], "group": ""}
+def _statements(
+    row: Wiring, target: str, source: str, prefix: str
+) -> Iterator[tuple[str, Expected, dict[str, Any]]]:
+    words = {
+        "target": target,
+        "account": ACCOUNT_ID,
+        "name": re.split("[:/]", target)[-1],
+        "group": "",
+    }
     words |= {"prefix": prefix}
     resources = [pattern.format(**words) for pattern in row.resources]
     least = {"Effect": "Allow", "Principal": {"Service": row.principal}, "Action": [*row.actions]}
     least |= {"Resource": resources if len(resources) > 1 else resources[0]}
     given = {name: dict(value) for name, value in (row.condition or {}).items()}
-    by_account = {**given, "StringEquals": {**given.get("StringEquals", {}), "aws:SourceAccount": ACCOUNT_ID}}
+    by_account = {
+        **given,
+        "StringEquals": {**given.get("StringEquals", {}), "aws:SourceAccount": ACCOUNT_ID},
+    }
     by_source = {**given, "ArnLike": {"aws:SourceArn": source}}
     limited = {**least, "Condition": by_source}
     yield "for the source", "paid", limited
     yield "for the account", "paid", {**least, "Condition": by_account}
-    yield "for both", "paid", {**least, "Condition": {**by_account, "ArnLike": by_source["ArnLike"]}}
+    yield (
+        "for both",
+        "paid",
+        {**least, "Condition": {**by_account, "ArnLike": by_source["ArnLike"]}},
+    )
     yield "an action more", "unpaid", {**limited, "Action": [*row.actions, _other(row)]}
-    yield "another principal", "unpaid", {**limited, "Principal": {"AWS": f"arn:aws:iam::{OTHER_ACCOUNT}:root"}}
+    yield (
+        "another principal",
+        "unpaid",
+        {**limited, "Principal": {"AWS": f"arn:aws:iam::{OTHER_ACCOUNT}:root"}},
+    )
     yield "anybody", "unpaid", {**least, "Principal": "*"}
     yield "for any source", "unpaid", least
     yield (
@@ -133,7 +160,10 @@ def _statements(row: Wiring, target: str, source: str, prefix: str) -> Iterator[
         "unpaid",
         {
             **least,
-            "Condition": {**given, "ArnLike": {"aws:SourceArn": source.replace(ACCOUNT_ID, OTHER_ACCOUNT) + "*"}},
+            "Condition": {
+                **given,
+                "ArnLike": {"aws:SourceArn": source.replace(ACCOUNT_ID, OTHER_ACCOUNT) + "*"},
+            },
         },
     )
 
@@ -154,10 +184,17 @@ def _written(service: str, name: str, statement: Mapping[str, Any]) -> list[str]
         return [f"aws s3api put-bucket-policy --bucket {name} --policy {quoted(policy)}"]
     principal = statement["Principal"]
     who = principal if isinstance(principal, str) else next(iter(principal.values()))
-    limits = {key.lower(): value for limit in statement.get("Condition", {}).values() for key, value in limit.items()}
+    limits = {
+        key.lower(): value
+        for limit in statement.get("Condition", {}).values()
+        for key, value in limit.items()
+    }
     options = [f"--{option} {limits[key]}" for key, option in _LIMITS.items() if key in limits]
     actions = statement["Action"]
-    line = f"aws lambda add-permission --function-name {name} --statement-id companion --principal {quoted(who)}"
+    line = (
+        f"aws lambda add-permission --function-name {name} --statement-id companion --principal "
+        f"{quoted(who)}"
+    )
     return [" ".join([line, "--action", actions[-1], *options])]
 
 
@@ -166,26 +203,47 @@ _LIMITS = {"aws:sourcearn": "source-arn", "aws:sourceaccount": "source-account"}
 
 def _elsewhere(resource: str) -> str:
     """Return another resource than one: of another account where it says one, else a namesake."""
-    return resource.replace(ACCOUNT_ID, OTHER_ACCOUNT) if ACCOUNT_ID in resource else f"{resource}-2"
+    return (
+        resource.replace(ACCOUNT_ID, OTHER_ACCOUNT) if ACCOUNT_ID in resource else f"{resource}-2"
+    )
 
 
-def _of_a_role(row: Wiring, role: str, targets: Sequence[str]) -> Iterator[tuple[str, Expected, list[str]]]:
+def _of_a_role(
+    row: Wiring, role: str, targets: Sequence[str]
+) -> Iterator[tuple[str, Expected, list[str]]]:
     for policy in row.managed:
-        yield policy, "paid", [f"aws iam attach-role-policy --role-name {role} --policy-arn {policy}"]
+        yield (
+            policy,
+            "paid",
+            [f"aws iam attach-role-policy --role-name {role} --policy-arn {policy}"],
+        )
     administrator = "arn:aws:iam::aws:policy/AdministratorAccess"
-    yield administrator, "unpaid", [f"aws iam attach-role-policy --role-name {role} --policy-arn {administrator}"]
+    yield (
+        administrator,
+        "unpaid",
+        [f"aws iam attach-role-policy --role-name {role} --policy-arn {administrator}"],
+    )
     for target in targets if row.actions else ():
         words = {"target": target, "account": ACCOUNT_ID, "name": re.split("[:/]", target)[-1]}
-        resources = [pattern.format(**words) for pattern in row.resources if "{group}" not in pattern]
+        resources = [
+            pattern.format(**words) for pattern in row.resources if "{group}" not in pattern
+        ]
         least = {"Effect": "Allow", "Action": [*row.actions], "Resource": resources}
         for what, expected, statement in (
             ("the least", "paid", least),
             ("one action of it", "paid", {**least, "Action": row.actions[0]}),
             ("an action more", "unpaid", {**least, "Action": [*row.actions, _other(row)]}),
-            ("another resource as well", "unpaid", {**least, "Resource": [*resources, _elsewhere(resources[0])]}),
+            (
+                "another resource as well",
+                "unpaid",
+                {**least, "Resource": [*resources, _elsewhere(resources[0])]},
+            ),
             ("any resource", "unpaid", {**least, "Resource": "*"}),
         ):
             policy = quoted(json.dumps({"Version": "2012-10-17", "Statement": [statement]}))
-            line_of = f"aws iam put-role-policy --role-name {role} --policy-name companion --policy-document {policy}"
+            line_of = (
+                f"aws iam put-role-policy --role-name {role} --policy-name companion "
+                f"--policy-document {policy}"
+            )
             if row.resources != ("*",) or "resource" not in what:
                 yield what, expected, [line_of]  # type: ignore[misc]

@@ -1,8 +1,10 @@
-"""Shows which selectors of the served reads the simulator keeps, where each has something to leave out.
+"""Shows which selectors of the served reads the simulator keeps, where each has something to leave
+out.
 
-A *selector* is a member of a request that says which resources are answered. ``population.yaml`` makes an account with
-two of each kind. For each read of the command table, each selector of botocore's model and each name of a filter, the
-answer without it is compared with the answers for what nothing has and for what one of the resources has:
+A *selector* is a member of a request that says which resources are answered. ``population.yaml``
+makes an account with two of each kind. For each read of the command table, each selector of
+botocore's model and each name of a filter, the answer without it is compared with the answers for
+what nothing has and for what one of the resources has:
 
 | class | |
 |---|---|
@@ -45,7 +47,8 @@ from realhf.aws.simulator.slot import ACCOUNT, Slot
 from realhf.base.installation import IMPORT_ROOT
 
 Call = Callable[[str, str, dict[str, Any]], dict[str, Any]]
-"""Sends a request (service, operation, parameters) and returns its answer; raises StateCallError."""
+"""Sends a request (service, operation, parameters) and returns its answer; raises
+StateCallError."""
 Class = Literal["right", "ignored", "refused", "not shown"]
 PAGE = IMPORT_ROOT / "docs" / "reference" / "conformance.md"
 
@@ -68,7 +71,9 @@ _NO_SELECTOR = re.compile(
 
 @cache
 def _file() -> dict[str, Any]:
-    return yaml.load(Path(__file__).with_name("population.yaml").read_text(), Loader=yaml.CSafeLoader)
+    return yaml.load(
+        Path(__file__).with_name("population.yaml").read_text(), Loader=yaml.CSafeLoader
+    )
 
 
 @cache
@@ -84,7 +89,8 @@ def _session() -> botocore.session.Session:
 
 @dataclass(frozen=True)
 class Selector:
-    """Names a selector by botocore's service, operation and member; ``filter`` is a name that the member takes."""
+    """Names a selector by botocore's service, operation and member; ``filter`` is a name that the
+    member takes."""
 
     service: str
     operation: str
@@ -119,18 +125,29 @@ def _filled(value: Any, answers: Mapping[str, Any]) -> Any:
     if value == "${now}":
         return answers["now"]
     if isinstance(value, str):
-        return re.sub(r"\$\{(\w+):([^}]*)\}", lambda match: str(jmespath.search(match[2], answers[match[1]])), value)
+        return re.sub(
+            r"\$\{(\w+):([^}]*)\}",
+            lambda match: str(jmespath.search(match[2], answers[match[1]])),
+            value,
+        )
     return value
 
 
 def served_reads() -> list[tuple[str, str]]:
-    """Return service and operation (botocore's names) of every read that the command table serves."""
+    """Return service and operation (botocore's names) of every read that the command table
+    serves."""
     found = []
     for service, operations in ALLOWED.items():
         name = "s3" if service == "s3api" else service
         if service != "s3":
-            known = {xform_name(operation, "-"): operation for operation in model(name).operation_names}
-            found += [(name, known[operation]) for operation in sorted(operations) if _READ.match(operation)]
+            known = {
+                xform_name(operation, "-"): operation for operation in model(name).operation_names
+            }
+            found += [
+                (name, known[operation])
+                for operation in sorted(operations)
+                if _READ.match(operation)
+            ]
     return found
 
 
@@ -146,9 +163,14 @@ def selectors(service: str, operation: str) -> Iterator[Selector]:
 
 @cache
 def _page_sizes(service: str, operation: str) -> frozenset[str]:
-    """Return the members that say how long a page is: the CLI reads on, so they leave nothing out."""
+    """Return the members that say how long a page is: the CLI reads on, so they leave nothing
+    out."""
     try:
-        pages = _session().get_component("data_loader").load_service_model(service, "paginators-1")["pagination"]
+        pages = (
+            _session()
+            .get_component("data_loader")
+            .load_service_model(service, "paginators-1")["pagination"]
+        )
     except DataNotFoundError:
         return frozenset()
     return frozenset({pages.get(operation, {}).get("limit_key")})
@@ -156,20 +178,25 @@ def _page_sizes(service: str, operation: str) -> frozenset[str]:
 
 def _filter_names(selector: Selector, kind: Any) -> list[str]:
     """Return the names that a list of filters takes."""
-    written = _file()["filters"].get(".".join((selector.service, selector.operation, selector.member)))
+    written = _file()["filters"].get(
+        ".".join((selector.service, selector.operation, selector.member))
+    )
     if written is not None:
         return written
     parts = _filter_parts(kind)
     if not parts:
         return []
-    listed = re.findall(r"<code>([a-z][\w.-]*)(?::&lt;\w+&gt;)?</code>:?(?:&lt;\w+&gt;)? ?[-–]", kind.documentation)
+    listed = re.findall(
+        r"<code>([a-z][\w.-]*)(?::&lt;\w+&gt;)?</code>:?(?:&lt;\w+&gt;)? ?[-–]", kind.documentation
+    )
     return ["tag:team" if name == "tag" else name for name in dict.fromkeys(listed)] or list(
         getattr(kind.member.members[parts[0]], "enum", ())
     )
 
 
 def _filter_parts(kind: Any) -> tuple[str, str] | None:
-    """Return the members of a filter that hold its name and its values; None for what is no list of filters."""
+    """Return the members of a filter that hold its name and its values; None for what is no list of
+    filters."""
     if kind.type_name != "list" or kind.member.type_name != "structure":
         return None
     members = kind.member.members
@@ -197,7 +224,10 @@ class Prober:
         if isinstance(whole, str):
             return [Finding(selector, "not shown", f"without it: {whole}") for selector in asked]
         if not whole:
-            return [Finding(selector, "not shown", "the account has none of these") for selector in asked]
+            return [
+                Finding(selector, "not shown", "the account has none of these")
+                for selector in asked
+            ]
         return [self._probe(selector, given, whole) for selector in asked]
 
     def _given(self, service: str, operation: str) -> dict[str, Any]:
@@ -215,7 +245,11 @@ class Prober:
             return error.code or "Unknown"
 
     def _probe(self, selector: Selector, given: dict[str, Any], whole: list[str]) -> Finding:
-        shape = model(selector.service).operation_model(selector.operation).input_shape.members[selector.member]
+        shape = (
+            model(selector.service)
+            .operation_model(selector.operation)
+            .input_shape.members[selector.member]
+        )
 
         def ask(value: Any) -> list[str] | str:
             told = given | (value if isinstance(value, _Params) else {selector.member: value})
@@ -237,24 +271,34 @@ class Prober:
             if wrap is None:
                 found = ("not shown", "no value of it is known")
             elif selector.member in given and not selector.filter:
-                found = _of_identity(ask(wrap(_NOTHING)), whole)  # ``given`` has the value that keeps something
+                found = _of_identity(
+                    ask(wrap(_NOTHING)), whole
+                )  # ``given`` has the value that keeps something
             else:
                 found = self._by_text(selector, wrap, ask, whole)
         return Finding(selector, *found)
 
     @staticmethod
-    def _by_values(values: Sequence[Any], ask: Callable[[Any], list[str] | str], whole: list[str]) -> _Found:
-        """Each value written in the file must keep something; the last one leaves out everything."""
+    def _by_values(
+        values: Sequence[Any], ask: Callable[[Any], list[str] | str], whole: list[str]
+    ) -> _Found:
+        """Each value written in the file must keep something; the last one leaves out
+        everything."""
         *some, none = (ask(value) for value in values)
         if isinstance(none, list) and set(none) & set(whole):
             return "ignored", ""
         if any(isinstance(items, str) for items in some):
             return "refused", _errors(some)
-        return ("right", "") if all(some) else ("not shown", "nothing in the account was kept by it")
+        return (
+            ("right", "") if all(some) else ("not shown", "nothing in the account was kept by it")
+        )
 
     @staticmethod
     def _by_text(
-        selector: Selector, wrap: Callable[[str], Any], ask: Callable[[Any], list[str] | str], whole: list[str]
+        selector: Selector,
+        wrap: Callable[[str], Any],
+        ask: Callable[[Any], list[str] | str],
+        whole: list[str],
     ) -> _Found:
         nothing = ask(wrap(_NOTHING))
         if nothing == whole:
@@ -289,7 +333,11 @@ def _errors(seen: Iterable[list[str] | str]) -> str:
 
 
 def _of_identity(nothing: list[str] | str, whole: list[str]) -> _Found:
-    return ("ignored", "") if isinstance(nothing, list) and set(nothing) & set(whole) else ("right", "")
+    return (
+        ("ignored", "")
+        if isinstance(nothing, list) and set(nothing) & set(whole)
+        else ("right", "")
+    )
 
 
 def _effect(seen: Sequence[list[str] | str], whole: list[str]) -> _Found:
@@ -299,12 +347,20 @@ def _effect(seen: Sequence[list[str] | str], whole: list[str]) -> _Found:
     return ("refused", _errors(seen)) if _errors(seen) else ("ignored", "")
 
 
-def _of_number(member: str, shape: Any, ask: Callable[[Any], list[str] | str], whole: list[str]) -> _Found:
+def _of_number(
+    member: str, shape: Any, ask: Callable[[Any], list[str] | str], whole: list[str]
+) -> _Found:
     if re.search(r"time|after|before|bound|stamp", member, re.IGNORECASE):
         begins = re.match(r"start|from|.*lower|.*after", member, re.IGNORECASE) is not None
         moment = _FAR_S[begins] * (1000 if shape.type_name == "long" else 1)
         kept = ask(moment)
-        return ("ignored", "") if kept == whole else ("right", "") if not kept else ("not shown", str(kept)[:60])
+        return (
+            ("ignored", "")
+            if kept == whole
+            else ("right", "")
+            if not kept
+            else ("not shown", str(kept)[:60])
+        )
     fewest = int(shape.metadata.get("min", 1)) or 1
     kept = ask(fewest)
     if isinstance(kept, str):
@@ -328,15 +384,17 @@ def _wrapper(shape: Any, name: str) -> Callable[[str], Any] | None:
 
 
 def _parts_of(answer: Mapping[str, Any]) -> list[str]:
-    """Return the resources in an answer, as JSON in order: elements of its lists; where it has none those of its maps,
-    and where it has none of these either its fields."""
+    """Return the resources in an answer, as JSON in order: elements of its lists; where it has none
+    those of its maps, and where it has none of these either its fields."""
     lists = {name: value for name, value in answer.items() if isinstance(value, list)}
     parts: list[Any] = [[name, item] for name, value in lists.items() for item in value]
     if not lists:
         maps = {name: value for name, value in answer.items() if isinstance(value, dict)}
         parts = [[name, key, item] for name, value in maps.items() for key, item in value.items()]
     if not parts and not lists:
-        parts = [[name, value] for name, value in answer.items() if not _NO_SELECTOR.fullmatch(name)]
+        parts = [
+            [name, value] for name, value in answer.items() if not _NO_SELECTOR.fullmatch(name)
+        ]
     return [json.dumps(part, default=_plain, sort_keys=True) for part in parts]
 
 
@@ -368,9 +426,17 @@ def _leaves(whole: Sequence[str], name: str) -> list[str]:
     def unlike(place: str) -> int:
         letters = _letters(place)
         last = _letters(place.rpartition(".")[2])
-        return 0 if letters.endswith(wanted) else 1 if last and (last in wanted or wanted in last) else 2
+        return (
+            0
+            if letters.endswith(wanted)
+            else 1
+            if last and (last in wanted or wanted in last)
+            else 2
+        )
 
-    leaves = [(unlike(place), text) for item in whole for place, text in _texts(item) if len(text) < 300]
+    leaves = [
+        (unlike(place), text) for item in whole for place, text in _texts(item) if len(text) < 300
+    ]
     return list(dict.fromkeys(text for _, text in sorted(leaves, key=lambda leaf: leaf[0])))
 
 
@@ -379,20 +445,31 @@ def _letters(name: str) -> str:
 
 
 def _consistent(value: str, kept: Sequence[str], whole: Sequence[str]) -> bool:
-    """Return whether what was kept are the items that have the value at some place, and no others."""
+    """Return whether what was kept are the items that have the value at some place, and no
+    others."""
     if not set(kept) <= set(whole):
         return True  # told in another form: by a request for one resource
     for place in {place for place, text in _texts(kept[0]) if value in text}:
-        held = {item for item in whole if any(at == place and value in text for at, text in _texts(item))}
-        same = {item for item in whole if any(at == place and value == text for at, text in _texts(item))}
+        held = {
+            item
+            for item in whole
+            if any(at == place and value in text for at, text in _texts(item))
+        }
+        same = {
+            item
+            for item in whole
+            if any(at == place and value == text for at, text in _texts(item))
+        }
         if set(kept) in (held, same):
             return True
     return False
 
 
-def table_of(findings: Iterable[Finding], answers: Mapping[tuple[str, str], list[str]]) -> dict[str, Any]:
-    """Return the table of ``realhf.aws.simulator.selectors`` for what was found. Raises ValueError for a selector that
-    is ignored, that a request cannot do without, and that nothing keeps."""
+def table_of(
+    findings: Iterable[Finding], answers: Mapping[tuple[str, str], list[str]]
+) -> dict[str, Any]:
+    """Return the table of ``realhf.aws.simulator.selectors`` for what was found. Raises ValueError
+    for a selector that is ignored, that a request cannot do without, and that nothing keeps."""
     table: dict[str, Any] = {}
     by_member: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in findings:
@@ -402,7 +479,11 @@ def table_of(findings: Iterable[Finding], answers: Mapping[tuple[str, str], list
         service = model(name)
         operation = service.operation_model(operation_name)
         place, wire = _wire_name(service, operation, member)
-        narrowed = [each for each in read_narrowings() if (each.operation, each.member) == (operation_name, wire)]
+        narrowed = [
+            each
+            for each in read_narrowings()
+            if (each.operation, each.member) == (operation_name, wire)
+        ]
         entry = {"place": place, "name": wire, "option": f"--{xform_name(member, '-')}"}
         if found[0].selector.filter:
             entry |= _filters_of(found, answers[name, operation_name])
@@ -413,22 +494,33 @@ def table_of(findings: Iterable[Finding], answers: Mapping[tuple[str, str], list
                 continue
             entry = {}
         elif member in operation.input_shape.required_members:
-            raise ValueError(f"{name}.{operation_name}.{member} is ignored and required: it must be corrected")
+            raise ValueError(
+                f"{name}.{operation_name}.{member} is ignored and required: it must be corrected"
+            )
         else:
             entry |= {"accepted": _accepted(name, operation_name, member)}
-        described = {} if service.resolved_protocol in ("query", "ec2", "json") else {"at": _address(operation)}
+        described = (
+            {}
+            if service.resolved_protocol in ("query", "ec2", "json")
+            else {"at": _address(operation)}
+        )
         if service.resolved_protocol == "ec2":
             described["items"] = [part for part, _ in _listed(operation)[0]]
-        services = table.setdefault(service.signing_name, {"protocol": service.resolved_protocol, "operations": {}})
-        services["operations"].setdefault(operation_name, {**described, "members": []})["members"] += (
-            [entry] if entry else []
+        services = table.setdefault(
+            service.signing_name, {"protocol": service.resolved_protocol, "operations": {}}
         )
+        services["operations"].setdefault(operation_name, {**described, "members": []})[
+            "members"
+        ] += [entry] if entry else []
     return table
 
 
 def _accepted(service: str, operation: str, member: str) -> list[str]:
     """Return the values of a selector that mean the same as none."""
-    if re.fullmatch(r"ExpectedBucketOwner|registryId|CatalogId|\w*AccountId|OwningAccount|accountIdentifiers", member):
+    if re.fullmatch(
+        r"ExpectedBucketOwner|registryId|CatalogId|\w*AccountId|OwningAccount|accountIdentifiers",
+        member,
+    ):
         return [ACCOUNT]
     return _file()["accepted"].get(f"{service}.{operation}.{member}", [])
 
@@ -479,11 +571,13 @@ _OTHER_WORDS = {
     "vpc-endpoint-type": "VpcEndpointType",
     "tag-key": "Tags.Key",
 }
-"""Where the value of a filter is in an answer, in the words of botocore, when its name is none of these words."""
+"""Where the value of a filter is in an answer, in the words of botocore, when its name is none of
+these words."""
 
 
 def _place_of(name: str, operation: OperationModel, whole: Sequence[str]) -> str:
-    """Return where an answer of EC2 has the value of a filter, as names in its XML; "" where it has none."""
+    """Return where an answer of EC2 has the value of a filter, as names in its XML; "" where it has
+    none."""
     items, element = _listed(operation)
     there = {place for item in whole for place, _ in _texts(item)}
     words = ".".join(word for _, word in items[1:])
@@ -493,7 +587,8 @@ def _place_of(name: str, operation: OperationModel, whole: Sequence[str]) -> str
             if place == "Tags.Key" and inside in there:
                 return xml.rpartition(".")[0]
         elif inside in there and (
-            place == _OTHER_WORDS.get(name) or [*map(_letters, place.split("."))] == [*map(_letters, name.split("."))]
+            place == _OTHER_WORDS.get(name)
+            or [*map(_letters, place.split("."))] == [*map(_letters, name.split("."))]
         ):
             return xml
     return ""
@@ -501,10 +596,12 @@ def _place_of(name: str, operation: OperationModel, whole: Sequence[str]) -> str
 
 @cache
 def _listed(operation: OperationModel) -> tuple[list[tuple[str, str]], Any]:
-    """Return the lists that hold the resources of an answer of EC2, names in XML and in botocore, and the shape of a
-    resource."""
+    """Return the lists that hold the resources of an answer of EC2, names in XML and in botocore,
+    and the shape of a resource."""
     output: Any = operation.output_shape
-    word, shape = next((word, shape) for word, shape in output.members.items() if shape.type_name == "list")
+    word, shape = next(
+        (word, shape) for word, shape in output.members.items() if shape.type_name == "list"
+    )
     items = [(shape.serialization["name"], word)]
     if operation.name == "DescribeInstances":
         shape = shape.member.members["Instances"]
@@ -538,7 +635,9 @@ def _wire_name(service: Any, operation: OperationModel, member: str) -> tuple[st
         case "json":
             return "body", name
         case _:
-            place = {"querystring": "query", "header": "header"}.get(shape.serialization.get("location", ""), "body")
+            place = {"querystring": "query", "header": "header"}.get(
+                shape.serialization.get("location", ""), "body"
+            )
             return place, name.lower() if place == "header" else name
 
 
@@ -548,7 +647,8 @@ def _address(operation: OperationModel) -> list[str]:
 
 @dataclass(frozen=True)
 class Report:
-    """Holds what the simulator does by itself, what agents see, and the table that makes the difference."""
+    """Holds what the simulator does by itself, what agents see, and the table that makes the
+    difference."""
 
     alone: list[Finding]
     for_agents: list[Finding]
@@ -560,7 +660,9 @@ class Report:
 
     def leaks(self) -> list[str]:
         """Return the selectors that agents' requests may carry and that are ignored."""
-        return [_name(finding.selector) for finding in self.for_agents if finding.found == "ignored"]
+        return [
+            _name(finding.selector) for finding in self.for_agents if finding.found == "ignored"
+        ]
 
     def page(self) -> str:
         """Return the page of the docs."""
@@ -571,12 +673,16 @@ class Report:
             row.setdefault(self._class_of(one, other), []).append(_option(chosen))
         counts = self.counts()
         lines = [
-            _PAGE_HEAD.format(operations=len(rows), **{name.replace(" ", "_"): counts[name] for name in _COLUMNS}),
+            _PAGE_HEAD.format(
+                operations=len(rows), **{name.replace(" ", "_"): counts[name] for name in _COLUMNS}
+            ),
             f"| service | operation | {' | '.join(_COLUMNS)} |",
             "|---" * (2 + len(_COLUMNS)) + "|",
         ]
         for (service, operation), row in rows.items():
-            cells = " | ".join(" ".join(f"`{each}`" for each in row.get(column, ())) for column in _COLUMNS)
+            cells = " | ".join(
+                " ".join(f"`{each}`" for each in row.get(column, ())) for column in _COLUMNS
+            )
             lines.append(f"| {service} | {xform_name(operation, '-')} | {cells} |")
         return "\n".join(lines) + "\n"
 
@@ -615,20 +721,31 @@ def _name(selector: Selector) -> str:
 
 
 def examine(slot: Slot, reads: Sequence[tuple[str, str]]) -> Report:
-    """Populate the account in a slot that was reset, and ask for every selector of these reads, past the gate and as
-    agents do."""
+    """Populate the account in a slot that was reset, and ask for every selector of these reads,
+    past the gate and as agents do."""
     answers = populate(slot.state.call)
     prober = Prober(slot.state.call, answers)
-    alone = [finding for service, operation in reads for finding in prober.findings(service, operation)]
-    gated = Prober(StateClient(slot.endpoint, ACCOUNT, slot.ministack.connect, ClientFactory()).call, answers)
-    for_agents = [finding for service, operation in reads for finding in gated.findings(service, operation)]
+    alone = [
+        finding for service, operation in reads for finding in prober.findings(service, operation)
+    ]
+    gated = Prober(
+        StateClient(slot.endpoint, ACCOUNT, slot.ministack.connect, ClientFactory()).call, answers
+    )
+    for_agents = [
+        finding for service, operation in reads for finding in gated.findings(service, operation)
+    ]
     return Report(alone, for_agents, table_of(alone, prober.answers))
 
 
 def main() -> None:
-    """Compare table and page with what the simulator does, or write them; a new table is used by the next start."""
-    parser = argparse.ArgumentParser(description="which selectors of the served reads the simulator keeps")
-    parser.add_argument("--write", action="store_true", help=f"write {TABLE.name} and {PAGE.name} anew")
+    """Compare table and page with what the simulator does, or write them; a new table is used by
+    the next start."""
+    parser = argparse.ArgumentParser(
+        description="which selectors of the served reads the simulator keeps"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help=f"write {TABLE.name} and {PAGE.name} anew"
+    )
     write = parser.parse_args().write
     for last in (False, True) if write else (True,):  # a table has its effect in a new simulator
         pool = MiniStackPool(1)

@@ -1,5 +1,5 @@
-"""Generates mutants that give what AWS takes where nobody says anything: they are to be paid. What that is comes from
-the grader's table, how it is given from botocore's models."""
+"""Generates mutants that give what AWS takes where nobody says anything: they are to be paid. What
+that is comes from the grader's table, how it is given from botocore's models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _STEM = 5
 """Letters that nouns and verbs of one thing share: subscriptions, subscribe."""
 _REFERENCE = re.compile(r"\{([^{}]+)\}")
 _WHOLE = frozenset({"PasswordPolicy"})
-"""Structures of which AWS takes another whole where they are left out than members where these are."""
+"""Structures of which AWS takes another whole where they are left out than members where these
+are."""
 
 
 def given_defaults(task: Task) -> Iterator[Mutant]:
@@ -43,20 +44,28 @@ def given_defaults(task: Task) -> Iterator[Mutant]:
                 if not _may_be_given(row["path"], kind, command.operation):
                     continue
                 value = _value(row, options)
-                for path in _paths(shapes, options, row["path"].replace("[]", "").split("/"), ()) if value else ():
+                for path in (
+                    _paths(shapes, options, row["path"].replace("[]", "").split("/"), ())
+                    if value
+                    else ()
+                ):
                     about = f"command {place + 1}"
                     what = ".".join(map(str, path))
                     changed = with_member(line, path, value)
                     if changed:
                         commands = replaced(task.solution, place, changed)
-                        yield Mutant("defaults", kind, about, f"{what} = {value}", commands, "paid", (place,))
+                        yield Mutant(
+                            "defaults", kind, about, f"{what} = {value}", commands, "paid", (place,)
+                        )
 
 
 def _may_be_given(path: str, kind: str, operation: str) -> bool:
-    """Return whether an operation may give what stands at a path: what a document says is no option, and attributes
-    are those of the thing that the operation is about."""
+    """Return whether an operation may give what stands at a path: what a document says is no
+    option, and attributes are those of the thing that the operation is about."""
     service, _, records = kind.partition("/")
-    if DOCUMENT in path or (service == "s3" and records != "buckets" and records.replace("_", "-") not in operation):
+    if DOCUMENT in path or (
+        service == "s3" and records != "buckets" and records.replace("_", "-") not in operation
+    ):
         return False  # a setting of a bucket is none of its objects
     holders = [kind.rpartition("/")[2], *path.replace("[]", "").split("/")]
     if _ATTRIBUTES not in holders:
@@ -90,14 +99,18 @@ def _found(value: Any, name: str) -> Any:
     for key, item in value.items():
         if _plain(key) == _plain(name):
             return item
-    return next((found for item in value.values() if (found := _found(item, name)) is not None), None)
+    return next(
+        (found for item in value.values() if (found := _found(item, name)) is not None), None
+    )
 
 
 def _plain(name: object) -> str:
     return str(name).replace("-", "").lower()
 
 
-def _paths(shapes: Mapping[str, Shape], given: Any, steps: Sequence[str], path: Path) -> Iterator[Path]:
+def _paths(
+    shapes: Mapping[str, Shape], given: Any, steps: Sequence[str], path: Path
+) -> Iterator[Path]:
     """Yield where a member of this name is missing, in what is given or in what may be given."""
     if len(path) > _DEPTH:
         return
@@ -105,9 +118,15 @@ def _paths(shapes: Mapping[str, Shape], given: Any, steps: Sequence[str], path: 
         here = given.get(name) if isinstance(given, Mapping) else None
         inner = element(shape)
         if _plain(name) == _plain(steps[-1]) and inner is None and not members(shape):
-            if here is None and (len(steps) == 1 or not path or _plain(path[-1]) in map(_plain, steps)):
+            if here is None and (
+                len(steps) == 1 or not path or _plain(path[-1]) in map(_plain, steps)
+            ):
                 yield (*path, name)
-        elif shape.type_name == "map" and _plain(name) == "attributes" and "attributes" in map(_plain, steps):
+        elif (
+            shape.type_name == "map"
+            and _plain(name) == "attributes"
+            and "attributes" in map(_plain, steps)
+        ):
             if steps[-1] not in (here or {}):
                 yield (*path, name, steps[-1])
         elif inner is not None and shape.type_name == "list" and isinstance(here, list) and here:

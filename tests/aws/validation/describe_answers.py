@@ -1,5 +1,5 @@
-"""Compares what two accounts answer to list and describe calls, without regard to generated ids: each stands for what
-is said of its owner."""
+"""Compares what two accounts answer to list and describe calls, without regard to generated ids:
+each stands for what is said of its owner."""
 
 import functools
 import hashlib
@@ -16,16 +16,24 @@ from realhf.aws.real_aws.describe_walker import ID, Answers, inner_noun, noun_of
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d|\d{8}T\d{6}Z")
 _DAY_S = 86_400.0
 _VOLATILE = frozenset(
-    {"sid", "etag", "revisionid", "clientrequesttoken", "creationtoken", "callerreference", "locktoken"}
+    {
+        "sid",
+        "etag",
+        "revisionid",
+        "clientrequesttoken",
+        "creationtoken",
+        "callerreference",
+        "locktoken",
+    }
 )
 _HARMLESS = re.compile(r"\.(tags?|taglist|tagset|description)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Said:
-    """Is one leaf of an answer, in a form that two accounts share when they differ in times and generated ids alone: an
-    id is written as a digest of what is said of its owner. ``arguments`` is JSON, ``subject`` names what in the answer
-    the leaf belongs to."""
+    """Is one leaf of an answer, in a form that two accounts share when they differ in times and
+    generated ids alone: an id is written as a digest of what is said of its owner. ``arguments`` is
+    JSON, ``subject`` names what in the answer the leaf belongs to."""
 
     operation: str
     arguments: str
@@ -56,10 +64,12 @@ def told(answers: Answers) -> frozenset[Said]:
     return frozenset(found)
 
 
-def disagreements(start: frozenset[Said], target: frozenset[Said], end: frozenset[Said]) -> list[str]:
-    """Say what an account tells otherwise than the target: everything that it lacks, what should be gone, and what it
-    has more of things that ``start``, the account before, or the target has as well. Tags, descriptions and things of
-    one's own are left out."""
+def disagreements(
+    start: frozenset[Said], target: frozenset[Said], end: frozenset[Said]
+) -> list[str]:
+    """Say what an account tells otherwise than the target: everything that it lacks, what should be
+    gone, and what it has more of things that ``start``, the account before, or the target has as
+    well. Tags, descriptions and things of one's own are left out."""
     known = start | target
     subjects = {(one.operation, one.subject) for one in known if one.arguments == "{}"}
     things = {value for one in known for value in _values(one.arguments)}
@@ -76,11 +86,14 @@ def disagreements(start: frozenset[Said], target: frozenset[Said], end: frozense
 @functools.lru_cache(maxsize=4096)
 def _values(arguments: str) -> tuple[str, ...]:
     values = json.loads(arguments).values()
-    return tuple(item for value in values for item in (value if isinstance(value, list) else [value]))
+    return tuple(
+        item for value in values for item in (value if isinstance(value, list) else [value])
+    )
 
 
 def _marks(answers: Answers) -> dict[str, str]:
-    """Return for each generated id a digest of what is said of its owner; of one without, of who mentions it."""
+    """Return for each generated id a digest of what is said of its owner; of one without, of who
+    mentions it."""
     owned: dict[str, list[tuple[str, str]]] = {}
     mentioned: dict[str, list[tuple[str, str]]] = {}
     for key, answer in answers.items():
@@ -97,7 +110,9 @@ def _marks(answers: Answers) -> dict[str, str]:
 
 
 def _digest(said: Iterable[tuple[str, str]], marks: Mapping[str, str]) -> str:
-    lines = {f"{where} {ID.sub(lambda match: marks.get(match[0], ''), text)}" for where, text in said}
+    lines = {
+        f"{where} {ID.sub(lambda match: marks.get(match[0], ''), text)}" for where, text in said
+    }
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:7]
 
 
@@ -115,7 +130,8 @@ def _structures(value: Any, noun: str) -> Iterator[tuple[str, Mapping[str, Any]]
 
 
 def _lasts(key: str, value: Any) -> bool:
-    """Return whether a value says something of the account, rather than when or how often something was done."""
+    """Return whether a value says something of the account, rather than when or how often something
+    was done."""
     if key.lower() in _VOLATILE or value in ("", None):
         return False
     if key == "Version" and isinstance(value, int):
@@ -123,7 +139,9 @@ def _lasts(key: str, value: Any) -> bool:
     if isinstance(value, str):
         found = _TIME.search(value)
         if found:
-            return "X-Amz-Date" not in value and not _is_now(datetime.fromisoformat(found[0]).timestamp())
+            return "X-Amz-Date" not in value and not _is_now(
+                datetime.fromisoformat(found[0]).timestamp()
+            )
         return not (value.isdecimal() and len(value) in (10, 13) and _is_now(int(value)))
     return isinstance(value, bool) or not isinstance(value, int | float) or not _is_now(value)
 
@@ -134,7 +152,8 @@ def _is_now(number: float) -> bool:
 
 
 def _leaves(value: Any, noun: str, subject: str, path: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield (subject, path, value) of every leaf; a structure that names itself is the subject of what it holds."""
+    """Yield (subject, path, value) of every leaf; a structure that names itself is the subject of
+    what it holds."""
     if isinstance(value, Mapping):
         own = own_names(value, noun)
         subject = f"{subject}[{own[0][1]}]" if own else subject

@@ -1,5 +1,6 @@
-"""Generates mutants at the edges of the grading: what is left beside the work, and settings that the simulator may not
-keep. Of most of them it is known by how they are made whether they are to be paid."""
+"""Generates mutants at the edges of the grading: what is left beside the work, and settings that
+the simulator may not keep. Of most of them it is known by how they are made whether they are to be
+paid."""
 
 from __future__ import annotations
 
@@ -32,13 +33,15 @@ _OPENS = re.compile(
 _NOTHING = Words((), (), ())
 _STEPS = re.compile(r"\[\d+\]|[^.\[]+")
 _PLACE = re.compile(r"\[\d+\]")
-_REMOVES = re.compile(r"^(delete|terminate|release|deregister|unsubscribe|schedule|remove|revoke|rb)-?")
+_REMOVES = re.compile(
+    r"^(delete|terminate|release|deregister|unsubscribe|schedule|remove|revoke|rb)-?"
+)
 
 
 def beside(task: Task) -> Iterator[Mutant]:
-    """Yield the solution with something else made, in each service of the task by each operation that makes something:
-    with names of its own, with the target's and with nearly those; also open to anybody; and removed again. In other
-    services, with names of its own."""
+    """Yield the solution with something else made, in each service of the task by each operation
+    that makes something: with names of its own, with the target's and with nearly those; also open
+    to anybody; and removed again. In other services, with names of its own."""
     names = [str(value) for value in task.params.values() if is_name(value)]
     used = {(words[1], words[2]) for words in map(str.split, _all_lines(task))}
     stacks = any(service == "cloudformation" for service, _ in used)
@@ -55,15 +58,41 @@ def beside(task: Task) -> Iterator[Mutant]:
             yield _with(task, "own names", where, "before", own, 0, left)
             yield _with(task, "own names", where, "after", own, last, left)
             for name in names[:2]:
-                yield _with(task, "the target's names", where, name, making.called(name), last, namesake)
-                yield _with(task, "nearly its names", where, f"{name}-2", making.called(f"{name}-2"), last, left)
+                yield _with(
+                    task, "the target's names", where, name, making.called(name), last, namesake
+                )
+                yield _with(
+                    task,
+                    "nearly its names",
+                    where,
+                    f"{name}-2",
+                    making.called(f"{name}-2"),
+                    last,
+                    left,
+                )
             for what, opened in _opened(making):
                 yield _with(task, "own and open", where, what, opened.called(OWN_NAME), last, left)
                 for name in names[:1]:
-                    yield _with(task, "the target's names, open", where, what, opened.called(name), last, namesake)
+                    yield _with(
+                        task,
+                        "the target's names, open",
+                        where,
+                        what,
+                        opened.called(name),
+                        last,
+                        namesake,
+                    )
             for removal, gone in _removed(making):
                 lines = gone.called(OWN_NAME)
-                yield _with(task, "made and removed again", where, removal, lines, last, "paid" if left else "")
+                yield _with(
+                    task,
+                    "made and removed again",
+                    where,
+                    removal,
+                    lines,
+                    last,
+                    "paid" if left else "",
+                )
     for service in sorted(ALLOWED.keys() - services):
         for operation, making in makings(service, 1):
             own = making.called(OWN_NAME)
@@ -89,7 +118,13 @@ def _services(task: Task) -> set[str]:
 
 
 def _with(
-    task: Task, about: str, where: str, what: str, extra: Sequence[str], place: int, expected: Expected
+    task: Task,
+    about: str,
+    where: str,
+    what: str,
+    extra: Sequence[str],
+    place: int,
+    expected: Expected,
 ) -> Mutant:
     lines = [moved(line, place) for line in extra]
     proof = tuple(range(place, place + len(lines)))
@@ -109,7 +144,9 @@ def _opened(making: Making) -> tuple[tuple[str, Making], ...]:
         ),
         ((deed, (line, deed)) for _, _, deed in _deeds(making, "updated") if _opens(deed, line)),
     )
-    return tuple((what, Making((*before, *lines), making.names)) for what, lines in islice(found, _OPENINGS))
+    return tuple(
+        (what, Making((*before, *lines), making.names)) for what, lines in islice(found, _OPENINGS)
+    )
 
 
 def _opens(changed: str, line: str) -> bool:
@@ -140,33 +177,60 @@ def _noun(operation: str) -> str:
 
 
 def member_changes(task: Task) -> Iterator[Mutant]:
-    """Yield the solution with a member of one of its commands given, changed or left out, each once."""
+    """Yield the solution with a member of one of its commands given, changed or left out, each
+    once."""
     words = words_of(task)
     for place, line in enumerate(task.solution):
         if is_look(line):
             continue
         seen: set[tuple[str, str]] = set()
         for path, what, changed in line_changes(line, words.before(place)):
-            how = "added" if what.startswith("added") else "removed" if what == "removed" else "changed"
+            how = (
+                "added"
+                if what.startswith("added")
+                else "removed"
+                if what == "removed"
+                else "changed"
+            )
             if (path, how) in seen:
                 continue
             seen.add((path, how))
             where = f"command {place + 1} {path}"
             expected: Expected = "unpaid" if how == "added" and _is_dropped(line, path) else ""
-            yield Mutant("members", how, where, what, replaced(task.solution, place, changed), expected, (place,))
+            yield Mutant(
+                "members",
+                how,
+                where,
+                what,
+                replaced(task.solution, place, changed),
+                expected,
+                (place,),
+            )
 
 
 def _is_dropped(line: str, path: str) -> bool:
-    """Return whether the simulator drops a member that has no documented default, by the table of members."""
+    """Return whether the simulator drops a member that has no documented default, by the table of
+    members."""
     service, operation = line.split()[1:3]
     model = operation_model(service, operation)
     if model is None:
         return False
     option, *below = path.split(".")
-    named = (name for name in members(model.input_shape) if option_of(service, operation, name) == option)
+    named = (
+        name for name in members(model.input_shape) if option_of(service, operation, name) == option
+    )
     member = next(named, "")
-    steps = (ELEMENT if _PLACE.fullmatch(step) else step for step in _STEPS.findall(".".join((member, *below))))
+    steps = (
+        ELEMENT if _PLACE.fullmatch(step) else step
+        for step in _STEPS.findall(".".join((member, *below)))
+    )
     name = f"{model.service_model.service_name}:{model.name}"
-    if any(operation == name and its.startswith(member) for operation, its in read_notes().defaults):
+    if any(
+        operation == name and its.startswith(member) for operation, its in read_notes().defaults
+    ):
         return False  # what is added may be the default
-    return bool(member) and name not in member_table().uses and member_table().fate(name, tuple(steps)) == NOT_KEPT
+    return (
+        bool(member)
+        and name not in member_table().uses
+        and member_table().fate(name, tuple(steps)) == NOT_KEPT
+    )

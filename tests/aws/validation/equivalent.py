@@ -12,7 +12,14 @@ from awscli.shorthand import BackCompatVisitor, ShorthandParseError, ShorthandPa
 from botocore.model import ListShape, Shape
 
 from realhf.aws.tasks.task import ACCOUNT_ID, Task
-from tests.aws.validation.command_line import CommandLine, each_document, option_shapes, quoted, renumbered, rewritten
+from tests.aws.validation.command_line import (
+    CommandLine,
+    each_document,
+    option_shapes,
+    quoted,
+    renumbered,
+    rewritten,
+)
 from tests.aws.validation.play import Needs, Play
 
 Rewrite = Callable[[CommandLine], CommandLine | None]
@@ -30,14 +37,17 @@ _ARNS: Mapping[tuple[str, str], str] = MappingProxyType(
     }
 )
 """Options that take the name or the ARN, where the request is about something that exists."""
-_ARN_OPTIONS: Mapping[tuple[str, str], str] = MappingProxyType({("kinesis", "--stream-name"): "--stream-arn"})
+_ARN_OPTIONS: Mapping[tuple[str, str], str] = MappingProxyType(
+    {("kinesis", "--stream-name"): "--stream-arn"}
+)
 LOOK = "aws sts get-caller-identity"
 """Changes nothing."""
 _MAKES = ("create-", "put-parameter", "register-")
 
 
 def equivalent_plays(task: Task) -> Iterator[Play]:
-    """Yield the solution in each other spelling that changes one of its commands, and with looks in between."""
+    """Yield the solution in each other spelling that changes one of its commands, and with looks in
+    between."""
     lines = list(task.solution)
     spellings: tuple[tuple[str, Rewrite, Needs], ...] = (
         ("--option=value", _with_equals, "all"),
@@ -60,15 +70,16 @@ def equivalent_plays(task: Task) -> Iterator[Play]:
 
 
 def _rewritten(line: str, rewrite: Rewrite) -> str:
-    """Return the line in the one spelling that all rewritten lines have, so that only what ``rewrite`` changes
-    differs."""
+    """Return the line in the one spelling that all rewritten lines have, so that only what
+    ``rewrite`` changes differs."""
     command = CommandLine.parse(line)
     return str(rewrite(command) or command)
 
 
 def _with_equals(command: CommandLine) -> CommandLine | None:
     joined = tuple(
-        (f"{name}={quoted(values[0])}", ()) if len(values) == 1 else (name, values) for name, values in command.options
+        (f"{name}={quoted(values[0])}", ()) if len(values) == 1 else (name, values)
+        for name, values in command.options
     )
     return replace(command, options=joined)
 
@@ -78,12 +89,18 @@ def _reversed(command: CommandLine) -> CommandLine | None:
 
 
 def _with_globals(command: CommandLine) -> CommandLine | None:
-    return replace(command, options=(*command.options, ("--region", ("us-east-1",)), ("--output", ("json",))))
+    return replace(
+        command, options=(*command.options, ("--region", ("us-east-1",)), ("--output", ("json",)))
+    )
 
 
 def _make_bucket(command: CommandLine) -> CommandLine | None:
     bucket = command.value("--bucket")
-    if (command.service, command.operation, len(command.options)) != ("s3api", "create-bucket", 1) or bucket is None:
+    if (command.service, command.operation, len(command.options)) != (
+        "s3api",
+        "create-bucket",
+        1,
+    ) or bucket is None:
         return None
     return CommandLine("s3", "mb", arguments=(f"s3://{bucket}",))
 
@@ -95,7 +112,9 @@ def _by_arn(command: CommandLine) -> CommandLine | None:
     for name, values in command.options:
         pattern = _ARNS.get((command.service, name))
         if pattern and len(values) == 1 and not values[0].startswith(("arn:", "${")):
-            values = (f"arn:aws:{pattern.format(account=ACCOUNT_ID, name=values[0].removeprefix('/'))}",)
+            values = (
+                f"arn:aws:{pattern.format(account=ACCOUNT_ID, name=values[0].removeprefix('/'))}",
+            )
         elif (command.service, name) in _ARN_OPTIONS:
             name = _ARN_OPTIONS[command.service, name]
             values = (f"arn:aws:kinesis:us-east-1:{ACCOUNT_ID}:stream/{values[0]}",)
@@ -115,11 +134,17 @@ def _json_for_shorthand(command: CommandLine) -> CommandLine | None:
 
 
 def _as_json(shape: Shape, values: Sequence[str]) -> tuple[str, ...]:
-    """Return the values of one option as one JSON text; unchanged where they are JSON, files or the output of a
-    command."""
-    if values[0].startswith(("{", "[", "file://")) or any(value.startswith("${") for value in values):
+    """Return the values of one option as one JSON text; unchanged where they are JSON, files or the
+    output of a command."""
+    if values[0].startswith(("{", "[", "file://")) or any(
+        value.startswith("${") for value in values
+    ):
         return tuple(values)
-    if isinstance(shape, ListShape) and cast(Shape, shape.member).type_name not in ("structure", "list", "map"):
+    if isinstance(shape, ListShape) and cast(Shape, shape.member).type_name not in (
+        "structure",
+        "list",
+        "map",
+    ):
         return (json.dumps(list(values)),)
     try:
         parsed = [ShorthandParser().parse(value) for value in values]
@@ -136,7 +161,9 @@ def _policies(change: Callable[[Any], Any]) -> Rewrite:
     def rewrite(command: CommandLine) -> CommandLine | None:
         options = []
         for name, values in command.options:
-            if len(values) == 1 and any("Statement" in document for document in each_document(values[0])):
+            if len(values) == 1 and any(
+                "Statement" in document for document in each_document(values[0])
+            ):
                 values = (rewritten(values[0], change),)
             options.append((name, values))
         return replace(command, options=tuple(options))
@@ -165,11 +192,14 @@ def _reordered(policy: Any) -> Any:
 
 
 def _with_statements(policy: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the policy with the actions, resources and principals of its statements changed. A wildcard principal
-    stays."""
+    """Return the policy with the actions, resources and principals of its statements changed. A
+    wildcard principal stays."""
     statements = []
     for statement in policy["Statement"]:
-        new = {key: change(part) if key in ("Action", "Resource") else part for key, part in statement.items()}
+        new = {
+            key: change(part) if key in ("Action", "Resource") else part
+            for key, part in statement.items()
+        }
         if isinstance(new.get("Principal"), Mapping):
             new["Principal"] = {kind: change(part) for kind, part in new["Principal"].items()}
         statements.append(new)

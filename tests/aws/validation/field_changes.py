@@ -1,8 +1,8 @@
-"""Changes one field of a command line: every member that botocore's model knows for its operation, removed, added or
-given another value.
+"""Changes one field of a command line: every member that botocore's model knows for its operation,
+removed, added or given another value.
 
-Values are read as the command line does (shorthand or JSON, texts that hold documents included) and written back as
-JSON. Captures (``${step1:Path}``) are kept and exchanged like any other text.
+Values are read as the command line does (shorthand or JSON, texts that hold documents included) and
+written back as JSON. Captures (``${step1:Path}``) are kept and exchanged like any other text.
 """
 
 from __future__ import annotations
@@ -40,7 +40,13 @@ OTHER_ACCOUNT = "444455556666"
 OTHER_REGION = "eu-west-1"
 _REGION = "us-east-1"
 _OPPOSITES: Mapping[str, str] = MappingProxyType(
-    {"Allow": "Deny", "true": "false", "True": "False", "Enabled": "Suspended", "ENABLED": "DISABLED"}
+    {
+        "Allow": "Deny",
+        "true": "false",
+        "True": "False",
+        "Enabled": "Suspended",
+        "ENABLED": "DISABLED",
+    }
 )
 _ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+/\d+")
 _DEPTH = 3
@@ -53,7 +59,8 @@ Change = tuple[str, str, Any]
 
 @dataclass(frozen=True)
 class Words:
-    """Holds what values are exchanged for: names, ARNs and captures of the resources that a task speaks of."""
+    """Holds what values are exchanged for: names, ARNs and captures of the resources that a task
+    speaks of."""
 
     names: tuple[str, ...]
     arns: tuple[str, ...]
@@ -63,18 +70,22 @@ class Words:
     def of(cls, texts: Iterable[str], names: Iterable[str]) -> Words:
         """Collect the words of a task: ``names`` and what stands in ``texts``."""
         texts = list(texts)
-        arns = dict.fromkeys(arn for text in texts for arn in re.findall(r"arn:aws:[\w:/.*-]+", text))
+        arns = dict.fromkeys(
+            arn for text in texts for arn in re.findall(r"arn:aws:[\w:/.*-]+", text)
+        )
         captures = dict.fromkeys(capture for text in texts for capture in CAPTURE.findall(text))
         return cls(tuple(dict.fromkeys(names)), tuple(arns), tuple(captures))
 
     def before(self, place: int) -> Words:
-        """Return the words that exist before the command at this place of a list: captures of what came earlier."""
+        """Return the words that exist before the command at this place of a list: captures of what
+        came earlier."""
         kept = [one for one in self.captures if max(captured_steps(one), default=0) <= place]
         return replace(self, captures=tuple(kept))
 
 
 def line_changes(line: str, words: Words) -> Iterator[tuple[str, str, str]]:
-    """Yield (path, what was done there, changed line) for every change of one field of a command."""
+    """Yield (path, what was done there, changed line) for every change of one field of a
+    command."""
     captures: list[str] = []
     command = CommandLine.parse(masked(line, captures))
     inner = replace(words, captures=tuple(masked(capture, captures) for capture in words.captures))
@@ -85,8 +96,8 @@ def line_changes(line: str, words: Words) -> Iterator[tuple[str, str, str]]:
 
 
 def with_member(line: str, path: Sequence[str | int], value: str) -> str:
-    """Return a command with a value, converted to what the model says, at a path of options, members and places in
-    lists; "" where that holds something else."""
+    """Return a command with a value, converted to what the model says, at a path of options,
+    members and places in lists; "" where that holds something else."""
     captures: list[str] = []
     command = CommandLine.parse(masked(line, captures))
     shapes = option_shapes(command.service, command.operation)
@@ -123,7 +134,8 @@ def _typed(shape: Shape | None, value: str) -> Any:
 
 
 def parsed_options(command: CommandLine, shapes: Mapping[str, Shape]) -> dict[str, Any]:
-    """Return the values of a command's options as the command line reads them, by option; a flag is a truth value."""
+    """Return the values of a command's options as the command line reads them, by option; a flag is
+    a truth value."""
     options: dict[str, Any] = {}
     for name, values in command.options:
         if not values:
@@ -138,10 +150,13 @@ def parsed_options(command: CommandLine, shapes: Mapping[str, Shape]) -> dict[st
 
 
 def _value(shape: Shape, values: Sequence[str]) -> Any:
-    """Return the value that the command line makes of an option's words; the words where it could not."""
+    """Return the value that the command line makes of an option's words; the words where it could
+    not."""
     kind = shape.type_name
     if kind not in ("structure", "list", "map"):
-        return int(values[0]) if kind in ("integer", "long") and values[0].isdecimal() else values[0]
+        return (
+            int(values[0]) if kind in ("integer", "long") and values[0].isdecimal() else values[0]
+        )
     document = parsed(values[0])
     if document is not None:
         return document
@@ -165,7 +180,8 @@ def _written(command: CommandLine, options: Mapping[str, Any]) -> str:
 def _members(
     path: str, shapes: Mapping[str, Shape], value: Mapping[str, Any], words: Words, depth: int
 ) -> Iterator[Change]:
-    """Yield the changes of what has named members: each removed, changed, and each missing one added."""
+    """Yield the changes of what has named members: each removed, changed, and each missing one
+    added."""
     for name, item in value.items():
         place = f"{path}.{name}" if path else name
         yield place, "removed", {key: other for key, other in value.items() if key != name}
@@ -174,12 +190,18 @@ def _members(
     for name, shape in shapes.items():
         if name not in value:
             for sample in samples(name, shape, words):
-                yield f"{path}.{name}" if path else name, f"added {_short(sample)}", {**value, name: sample}
+                yield (
+                    f"{path}.{name}" if path else name,
+                    f"added {_short(sample)}",
+                    {**value, name: sample},
+                )
 
 
-def changes(path: str, shape: Shape | None, value: Any, words: Words, depth: int = 0) -> Iterator[Change]:
-    """Yield (path, what, changed value) for each change of one field in a value; ``shape`` None: a document that no
-    model describes."""
+def changes(
+    path: str, shape: Shape | None, value: Any, words: Words, depth: int = 0
+) -> Iterator[Change]:
+    """Yield (path, what, changed value) for each change of one field in a value; ``shape`` None: a
+    document that no model describes."""
     if depth > 2 * _DEPTH:
         return
     if isinstance(value, str) and (document := parsed(value)) is not None:
@@ -194,7 +216,10 @@ def changes(path: str, shape: Shape | None, value: Any, words: Words, depth: int
     elif isinstance(value, int | float):
         yield from ((path, f"{new} for {value}", new) for new in _numbers(shape, value))
     elif isinstance(value, str):
-        yield from ((path, f"{_short(new)} for {_short(value)}", new) for new in _strings(shape, value, words))
+        yield from (
+            (path, f"{_short(new)} for {_short(value)}", new)
+            for new in _strings(shape, value, words)
+        )
 
 
 def _map_changes(
@@ -205,18 +230,28 @@ def _map_changes(
         known = dict.fromkeys([*value, *(choices(shape) or ("other",))], inner)
     yield from _members(path, known, value, words, depth)
     if shape is None and "Statement" in value:
-        statements = value["Statement"] if isinstance(value["Statement"], list) else [value["Statement"]]
-        yield path, "lets anybody do anything as well", {**value, "Statement": [*statements, *_open_statement(value)]}
+        statements = (
+            value["Statement"] if isinstance(value["Statement"], list) else [value["Statement"]]
+        )
+        yield (
+            path,
+            "lets anybody do anything as well",
+            {**value, "Statement": [*statements, *_open_statement(value)]},
+        )
 
 
 def _open_statement(policy: Mapping[str, Any]) -> list[Any]:
-    statements = policy["Statement"] if isinstance(policy["Statement"], list) else [policy["Statement"]]
+    statements = (
+        policy["Statement"] if isinstance(policy["Statement"], list) else [policy["Statement"]]
+    )
     first = next((one for one in statements if isinstance(one, Mapping)), {})
     wide = {key: "*" for key in ("Action", "Resource", "Principal") if key in first}
     return [{"Sid": "Wide", "Effect": "Allow", **wide}]
 
 
-def _list_changes(path: str, shape: Shape | None, value: list[Any], words: Words, depth: int) -> Iterator[Change]:
+def _list_changes(
+    path: str, shape: Shape | None, value: list[Any], words: Words, depth: int
+) -> Iterator[Change]:
     inner = element(shape)
     yield path, "emptied", []
     if value:
@@ -250,18 +285,24 @@ def _strings(shape: Shape | None, value: str, words: Words) -> list[str]:
     if value.startswith("arn:"):
         found += islice((arn for arn in words.arns if arn != value), 3)
     elif value.startswith("__capture"):
-        return [*islice((capture for capture in words.captures if capture != value), 3), *words.names[:1], ""]
+        return [
+            *islice((capture for capture in words.captures if capture != value), 3),
+            *words.names[:1],
+            "",
+        ]
     else:
         found += islice((name for name in words.names if name != value), 3)
         others = [*words.names[1:], "other"]
-        found += [value.replace(name, other) for name, other in zip(words.names, others, strict=False)]
+        found += [
+            value.replace(name, other) for name, other in zip(words.names, others, strict=False)
+        ]
     found += [f"{value}2", value[:-1], value.upper(), "*", ""]
     return [text for text in dict.fromkeys(found) if text != value]
 
 
 def samples(name: str, shape: Shape, words: Words, depth: int = 0) -> list[Any]:
-    """Return values that a member of this name could have; every value of an enumeration, and none for what is deeper
-    than anybody writes."""
+    """Return values that a member of this name could have; every value of an enumeration, and none
+    for what is deeper than anybody writes."""
     if depth > _DEPTH:
         return []
     kind = shape.type_name

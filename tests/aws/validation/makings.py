@@ -1,5 +1,6 @@
-"""Finds command lines by which something is made: for each operation that makes something, how the solutions and
-set-ups of all tasks send it, with what they need before; for the others, what botocore's model demands."""
+"""Finds command lines by which something is made: for each operation that makes something, how the
+solutions and set-ups of all tasks send it, with what they need before; for the others, what
+botocore's model demands."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ _LONGEST = 8
 
 @dataclass(frozen=True)
 class Making:
-    """Holds command lines of which the last makes something, and the others what it needs; captures refer to these
-    lines. ``names``: names in them that somebody chose."""
+    """Holds command lines of which the last makes something, and the others what it needs; captures
+    refer to these lines. ``names``: names in them that somebody chose."""
 
     lines: tuple[str, ...]
     names: tuple[str, ...]
@@ -56,12 +57,15 @@ class Making:
         """Return the lines with another name instead of theirs."""
         lines = self.lines
         for number, old in enumerate(self.names):
-            lines = tuple(line.replace(old, f"{name}-{number}" if number else name) for line in lines)
+            lines = tuple(
+                line.replace(old, f"{name}-{number}" if number else name) for line in lines
+            )
         return lines
 
 
 def makings(service: str, most: int) -> Iterator[tuple[str, Making]]:
-    """Yield (operation, how it is sent) for what the command line may make in a service, the shortest ways first."""
+    """Yield (operation, how it is sent) for what the command line may make in a service, the
+    shortest ways first."""
     for operation in sorted(ALLOWED.get(service, ())):
         if not MAKES.match(operation) or _USES_OR_TAGS.search(operation):
             continue
@@ -74,7 +78,8 @@ def makings(service: str, most: int) -> Iterator[tuple[str, Making]]:
 
 @cache
 def _written() -> Mapping[tuple[str, str], list[Making]]:
-    """Return how tasks send each operation, by the command line's names of service and operation."""
+    """Return how tasks send each operation, by the command line's names of service and
+    operation."""
     found: dict[tuple[str, str], dict[Making, None]] = {}
     for template in load_templates(TIERS[1:]):
         task = instantiate(template.task_id, 0)
@@ -103,27 +108,36 @@ def _makings_in(lines: Sequence[str], names: Sequence[str]) -> Iterator[Making]:
 
 
 def _needed(lines: Sequence[str], place: int) -> set[int]:
-    """Return the places of a command and of those before it that it needs: whose answers it uses, and that make in the
-    same service what it names."""
+    """Return the places of a command and of those before it that it needs: whose answers it uses,
+    and that make in the same service what it names."""
     line = lines[place]
     direct = {number - 1 for number in captured_steps(line)}
-    direct |= {other for other in range(place) if lines[other] and _makes_what_it_names(lines[other], line)}
+    direct |= {
+        other for other in range(place) if lines[other] and _makes_what_it_names(lines[other], line)
+    }
     return {place}.union(*(_needed(lines, other) for other in direct if other < place))
 
 
 def _makes_what_it_names(maker: str, line: str) -> bool:
     service, operation = maker.split()[1:3]
-    if service.removesuffix("api") != line.split()[1].removesuffix("api") or not MAKES.match(operation):
+    if service.removesuffix("api") != line.split()[1].removesuffix("api") or not MAKES.match(
+        operation
+    ):
         return False
     command = CommandLine.parse(maker)
-    named = [value for option, values in command.options for value in values if _OWN_NAME.search(option)]
+    named = [
+        value for option, values in command.options for value in values if _OWN_NAME.search(option)
+    ]
     named += [value.removeprefix("s3://") for value in command.arguments]
-    return any(len(name) > 2 and re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", line) for name in named)
+    return any(
+        len(name) > 2 and re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", line)
+        for name in named
+    )
 
 
 def _made_up(service: str, operation: str) -> Making | None:
-    """Return a request with what the model demands and a name, behind those that make what it is about; None where no
-    value can be made up."""
+    """Return a request with what the model demands and a name, behind those that make what it is
+    about; None where no value can be made up."""
     model = operation_model(service, operation)
     if model is None:
         return None
@@ -144,15 +158,22 @@ def _made_up(service: str, operation: str) -> Making | None:
         else:
             return None
     for member, shape in shapes.items():
-        if shape.type_name == "string" and member.lower() in ("name", f"{noun}name", f"{noun}identifier"):
+        if shape.type_name == "string" and member.lower() in (
+            "name",
+            f"{noun}name",
+            f"{noun}identifier",
+        ):
             params[member] = _MADE_UP
-    options = (option_words(option_of(service, operation, member), value) for member, value in params.items())
+    options = (
+        option_words(option_of(service, operation, member), value)
+        for member, value in params.items()
+    )
     return Making((*before, " ".join(["aws", service, operation, *options])), (_MADE_UP,))
 
 
 def _owner(service: str, member: str, operation: str) -> tuple[str, str] | None:
-    """Return the line that makes what a member names, and its value, a capture with the line's number left open; None
-    for what no single line makes."""
+    """Return the line that makes what a member names, and its value, a capture with the line's
+    number left open; None for what no single line makes."""
     noun = _PART.sub("", member)
     making = f"create-{xform_name(noun, '-')}"
     model = operation_model(service, making)

@@ -1,5 +1,5 @@
-"""Describes a mutant: command lines that are nearly the solution of a task, and what is known of them before they are
-played."""
+"""Describes a mutant: command lines that are nearly the solution of a task, and what is known of
+them before they are played."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from tests.aws.validation.command_line import (
 from tests.aws.validation.field_changes import Words, parsed_options
 from tests.aws.validation.resource_deeds import Request, cli_service, identities
 
-Kind = Literal["field", "order", "neighbour", "damage", "blind", "beside", "members", "defaults", "companions"]
+Kind = Literal[
+    "field", "order", "neighbour", "damage", "blind", "beside", "members", "defaults", "companions"
+]
 KINDS: tuple[Kind, ...] = (
     *("field", "order", "neighbour", "damage", "blind"),
     *("beside", "members", "defaults", "companions"),
@@ -34,8 +36,9 @@ Expected = Literal["paid", "unpaid", ""]
 
 @dataclass(frozen=True)
 class Mutant:
-    """Holds command lines that an agent could send, captures unfilled. ``about``, ``place`` and ``what`` say in words
-    how they differ from the solution: which part, where in it ("" for the whole), and what became of it."""
+    """Holds command lines that an agent could send, captures unfilled. ``about``, ``place`` and
+    ``what`` say in words how they differ from the solution: which part, where in it ("" for the
+    whole), and what became of it."""
 
     kind: Kind
     about: str
@@ -56,7 +59,11 @@ def words_of(task: Task) -> Words:
     world = [*task.setup, *task.decoys, *task.possible_drifts]
     names = [str(value) for value in task.params.values() if is_name(value)]
     names += [text for command in world for text in _names(command.params)]
-    texts = [*task.solution, *whole_state(task), *(json.dumps(command.params, default=str) for command in world)]
+    texts = [
+        *task.solution,
+        *whole_state(task),
+        *(json.dumps(command.params, default=str) for command in world),
+    ]
     texts += [f"${{setup{number}:{path}}}" for number, path in _answered(task.setup)]
     return Words.of(texts, names)
 
@@ -72,12 +79,17 @@ def _answered(setup: Iterable[SetupCommand]) -> Iterator[tuple[int, str]]:
 
 def _names(params: Mapping[str, Any]) -> Iterator[str]:
     for member, value in params.items():
-        if isinstance(value, str) and member.lower().endswith(("name", "bucket", "key")) and "${" not in value:
+        if (
+            isinstance(value, str)
+            and member.lower().endswith(("name", "bucket", "key"))
+            and "${" not in value
+        ):
             yield value
 
 
 def request_of(line: str, answer: str) -> Request:
-    """Return the request that a command sends, its parameters by their API names as far as the model knows them."""
+    """Return the request that a command sends, its parameters by their API names as far as the
+    model knows them."""
     command = CommandLine.parse(line)
     options = parsed_options(command, option_shapes(command.service, command.operation))
     model = operation_model(command.service, command.operation)
@@ -88,8 +100,11 @@ def request_of(line: str, answer: str) -> Request:
 
 
 def inserted(lines: Sequence[str], place: int, extra: Sequence[str]) -> tuple[str, ...]:
-    """Return the commands with others before the one at ``place``; captures follow the commands that they refer to."""
-    places = {number: number + (len(extra) if number > place else 0) for number in range(len(lines) + 1)}
+    """Return the commands with others before the one at ``place``; captures follow the commands
+    that they refer to."""
+    places = {
+        number: number + (len(extra) if number > place else 0) for number in range(len(lines) + 1)
+    }
     kept = [renumbered(line, places) for line in lines]
     return (*kept[:place], *extra, *kept[place:])
 

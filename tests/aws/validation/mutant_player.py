@@ -1,8 +1,8 @@
-"""Plays a mutant as an agent would, and says what the grader paid and whether the mutant reached the *target*: the
-account as the solution leaves it, made once for each instance.
+"""Plays a mutant as an agent would, and says what the grader paid and whether the mutant reached
+the *target*: the account as the solution leaves it, made once for each instance.
 
-Two judges say so, who share nothing: the comparison of snapshots of the whole state, which grades as well, and a walk
-over every describe call, which sees what an agent sees.
+Two judges say so, who share nothing: the comparison of snapshots of the whole state, which grades
+as well, and a walk over every describe call, which sees what an agent sees.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _SETTLE_TRIES = 5
 
 @dataclass(frozen=True)
 class Played:
-    """Records what came of one mutant. ``equal``: its snapshot is as good as the target's, and what no snapshot could
-    show was asked as the solution did; ``needless``: it wrote by an operation by which the solution writes nothing;
-    ``differences`` of the snapshots and ``told``, of the describe calls' answers, both cut short. ``sent`` counts
-    commands, ``failed`` those that failed. ``expected``: what is known of it by how it was made, "" where nothing
-    is."""
+    """Records what came of one mutant. ``equal``: its snapshot is as good as the target's, and what
+    no snapshot could show was asked as the solution did; ``needless``: it wrote by an operation by
+    which the solution writes nothing; ``differences`` of the snapshots and ``told``, of the
+    describe calls' answers, both cut short. ``sent`` counts commands, ``failed`` those that failed.
+    ``expected``: what is known of it by how it was made, "" where nothing is."""
 
     task_id: int
     seed: int
@@ -62,12 +62,14 @@ class Played:
 
     @property
     def right(self) -> bool:
-        """Return whether it is to be paid: as it is known by how it was made, else as the state says that it left."""
+        """Return whether it is to be paid: as it is known by how it was made, else as the state
+        says that it left."""
         return self.equal if self.expected == "" else self.expected == "paid"
 
     @property
     def wrongly_paid(self) -> bool:
-        """Return whether the grader paid for what is wrong, or in full for a repair that was made blind."""
+        """Return whether the grader paid for what is wrong, or in full for a repair that was made
+        blind."""
         blind = self.kind == "blind" and self.needless and self.score >= 1.0
         return self.achieved and (not self.right or blind)
 
@@ -78,7 +80,8 @@ class Played:
 
     @property
     def doubtful(self) -> bool:
-        """Return whether the describe calls are of another opinion than the grader, where nothing better is known."""
+        """Return whether the describe calls are of another opinion than the grader, where nothing
+        better is known."""
         return not self.expected and self.achieved is bool(self.told)
 
     def to_json(self) -> dict[str, Any]:
@@ -96,8 +99,8 @@ class Played:
 
 @dataclass(frozen=True)
 class Goal:
-    """Holds what the solutions leave, as snapshots and as the describe calls tell it of ``services`` (``start``: what
-    the set-up leaves), and the writes of the first."""
+    """Holds what the solutions leave, as snapshots and as the describe calls tell it of
+    ``services`` (``start``: what the set-up leaves), and the writes of the first."""
 
     targets: tuple[Target, ...]
     services: frozenset[str]
@@ -130,13 +133,20 @@ def play_mutant(episode: Episode, task: Task, mutant: Mutant, goals: Goals) -> P
     if not run.lost:
         end = take_snapshot(episode.slot)
         freedom = build_freedom(task)
-        verdicts = [EpisodeComparison(run.start, TargetGoal(target, freedom)).judge(end) for target in goal.targets]
+        verdicts = [
+            EpisodeComparison(run.start, TargetGoal(target, freedom)).judge(end)
+            for target in goal.targets
+        ]
         differences = min((verdict.describe() for verdict in verdicts), key=len)
         differences += [word for word in episode.missing() if word.startswith("asked otherwise")]
         told = []
         if run.failures or run.writes != goal.writes:
             said = _said(episode, goal.services | services_of(mutant.commands))
-            told = [line for line in disagreements(goal.start, goal.said, said) if not _is_free(line, task)]
+            told = [
+                line
+                for line in disagreements(goal.start, goal.said, said)
+                if not _is_free(line, task)
+            ]
     return Played(
         task_id=task.task_id,
         seed=task.seed,
@@ -156,12 +166,14 @@ def play_mutant(episode: Episode, task: Task, mutant: Mutant, goals: Goals) -> P
 
 
 def _is_proof(mutant: Mutant, run: Run) -> bool:
-    """Return whether the commands were accepted without which nothing is known of a mutant before it is played."""
+    """Return whether the commands were accepted without which nothing is known of a mutant before
+    it is played."""
     return all(place < run.sent and place not in run.failed for place in mutant.proof)
 
 
 def _is_free(line: str, task: Task) -> bool:
-    """Return whether what the describe calls tell is of a field that the task leaves to the agent."""
+    """Return whether what the describe calls tell is of a field that the task leaves to the
+    agent."""
     names = (path.replace("[]", "").rpartition(".")[2] for _, path, _ in build_freedom(task).free)
     return any(re.search(rf"\.{re.escape(name)} = ", line, re.IGNORECASE) for name in names)
 
@@ -173,7 +185,9 @@ def _operation(line: str) -> str:
 def make_goal(episode: Episode, task: Task) -> Goal:
     """Play the solutions and look at what they leave. Raises what ``make_targets`` raises."""
     targets = make_targets(episode.slot, task, task.seed)
-    services = services_of(task.solution) | {command.service for command in task.setup if command.service}
+    services = services_of(task.solution) | {
+        command.service for command in task.setup if command.service
+    }
     episode.reset(task, chaos=False)
     start = _said(episode, services)
     run = run_commands(episode, task, task.solution)

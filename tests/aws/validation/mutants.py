@@ -1,8 +1,8 @@
 """Generates mutants of a task: command lists that are nearly its solution, to prove its grader.
 
-They come from botocore's models, the solution and the set-up, so that no list of anybody's limits them. A mutant may
-happen to be right: where its making does not tell, who plays it decides by the state that it leaves. Everything here
-is pure; one seed gives one list.
+They come from botocore's models, the solution and the set-up, so that no list of anybody's limits
+them. A mutant may happen to be right: where its making does not tell, who plays it decides by the
+state that it leaves. Everything here is pure; one seed gives one list.
 """
 
 from __future__ import annotations
@@ -34,19 +34,22 @@ _ELSEWHERE: Mapping[str, tuple[str, str]] = MappingProxyType(
         "security-group": ("describe-security-groups", "SecurityGroups[{}].GroupId"),
     }
 )
-"""Options whose value is one of a network's parts, with the list where others stand: those of the default VPC too."""
+"""Options whose value is one of a network's parts, with the list where others stand: those of the
+default VPC too."""
 _CAPTURED_SETUP = re.compile(r"\$\{setup(\d+):")
 
 
 def mutants_of(task: Task, most: int, seed: int) -> list[Mutant]:
-    """Return at most ``most`` mutants of an instance, a sample that ``seed`` decides, as many of each kind, and within
-    a kind of each part of the task, as there are."""
+    """Return at most ``most`` mutants of an instance, a sample that ``seed`` decides, as many of
+    each kind, and within a kind of each part of the task, as there are."""
     rng = random.Random(f"mutants:{task.task_id}:{task.seed}:{seed}")
     everything = chain(
         *(_fields(task), _orders(task), _neighbours(task), _damages(task), _blind(task)),
         *(beside(task), member_changes(task), given_defaults(task), companions(task)),
     )
-    different = {mutant.commands: mutant for mutant in everything if mutant.commands != task.solution}
+    different = {
+        mutant.commands: mutant for mutant in everything if mutant.commands != task.solution
+    }
     levels: tuple[Callable[[Mutant], str], ...] = (
         lambda mutant: mutant.kind,
         lambda mutant: mutant.about,
@@ -58,7 +61,8 @@ def mutants_of(task: Task, most: int, seed: int) -> list[Mutant]:
 def _taking_turns(
     mutants: list[Mutant], levels: Sequence[Callable[[Mutant], str]], rng: random.Random
 ) -> Iterator[Mutant]:
-    """Yield the mutants so that the groups of the first level take turns, within each those of the next, and so on."""
+    """Yield the mutants so that the groups of the first level take turns, within each those of the
+    next, and so on."""
     rng.shuffle(mutants)
     if not levels:
         yield from mutants
@@ -74,7 +78,9 @@ def _fields(task: Task) -> Iterator[Mutant]:
     words = words_of(task)
     for place, line in enumerate(task.solution):
         for path, what, changed in line_changes(line, words.before(place)):
-            yield Mutant("field", f"command {place + 1}", path, what, replaced(task.solution, place, changed))
+            yield Mutant(
+                "field", f"command {place + 1}", path, what, replaced(task.solution, place, changed)
+            )
 
 
 def _orders(task: Task) -> Iterator[Mutant]:
@@ -83,8 +89,12 @@ def _orders(task: Task) -> Iterator[Mutant]:
     last = len(lines) - 1
     for place, line in enumerate(lines):
         about = f"command {place + 1}"
-        places = {number: number - (number > place + 1) for number in range(len(lines) + 1)} | {place + 1: 0}
-        kept = tuple(renumbered(other, places) for number, other in enumerate(lines) if number != place)
+        places = {number: number - (number > place + 1) for number in range(len(lines) + 1)} | {
+            place + 1: 0
+        }
+        kept = tuple(
+            renumbered(other, places) for number, other in enumerate(lines) if number != place
+        )
         yield Mutant("order", "left out", about, "left out", kept)
         yield Mutant("order", "twice", about, "done twice", inserted(lines, place + 1, [line]))
         if place < last:
@@ -93,15 +103,23 @@ def _orders(task: Task) -> Iterator[Mutant]:
             numbers = {number: exchanged.get(number, number) for number in range(len(lines) + 1)}
             exchanged_lines = tuple(renumbered(other, numbers) for other in order)
             yield Mutant("order", "another order", about, "after the next", exchanged_lines)
-        for kind, operation, deed in deeds(request_of(line, f"step{place + 1}"), words.before(place)):
+        for kind, operation, deed in deeds(
+            request_of(line, f"step{place + 1}"), words.before(place)
+        ):
             if place < last:
-                yield Mutant("order", kind, f"{about} by {operation}", "", inserted(lines, last, [deed]))
+                yield Mutant(
+                    "order", kind, f"{about} by {operation}", "", inserted(lines, last, [deed])
+                )
             if kind == "undone":
-                numbers = {number: number + 2 * (number > place) for number in range(len(lines) + 1)}
+                numbers = {
+                    number: number + 2 * (number > place) for number in range(len(lines) + 1)
+                }
                 again = [deed, line]
                 after = [renumbered(other, numbers) for other in lines[place + 1 :]]
                 again_and_rest = (*lines[: place + 1], *again, *after)
-                yield Mutant("order", "undone and done again", f"{about} by {operation}", "", again_and_rest)
+                yield Mutant(
+                    "order", "undone and done again", f"{about} by {operation}", "", again_and_rest
+                )
 
 
 def _neighbours(task: Task) -> Iterator[Mutant]:
@@ -114,13 +132,23 @@ def _neighbours(task: Task) -> Iterator[Mutant]:
             own = tuple(as_steps(pattern(line)) for line in _world(task))
             rest = tuple(as_steps(moved(line, len(own))) for line in renamed)
             yield Mutant("neighbour", "a world of one's own", "", what, own + rest)
-            yield Mutant("neighbour", "a world of one's own first", "", what, _followed(own + rest, lines))
+            yield Mutant(
+                "neighbour", "a world of one's own first", "", what, _followed(own + rest, lines)
+            )
         for place, line in enumerate(lines):
             if pattern(line) != line:
                 about = f"command {place + 1}"
                 other = pattern(line)
-                yield Mutant("neighbour", "one for another name", about, what, replaced(lines, place, other))
-                yield Mutant("neighbour", "one for another name first", about, what, inserted(lines, place, [other]))
+                yield Mutant(
+                    "neighbour", "one for another name", about, what, replaced(lines, place, other)
+                )
+                yield Mutant(
+                    "neighbour",
+                    "one for another name first",
+                    about,
+                    what,
+                    inserted(lines, place, [other]),
+                )
     yield from _copies_of_the_setup(task)
     yield from _other_parts_of_the_network(lines)
     words = words_of(task)
@@ -129,7 +157,13 @@ def _neighbours(task: Task) -> Iterator[Mutant]:
         there = replaced(lines, place, f"{line} --region {OTHER_REGION}")
         yield Mutant("neighbour", "another region", about, OTHER_REGION, there)
         for path, what, changed in line_changes(line, words.before(place)):
-            yield Mutant("neighbour", f"beside {about}", path, f"{what} first", inserted(lines, place, [changed]))
+            yield Mutant(
+                "neighbour",
+                f"beside {about}",
+                path,
+                f"{what} first",
+                inserted(lines, place, [changed]),
+            )
 
 
 def _followed(first: Sequence[str], then: Sequence[str]) -> tuple[str, ...]:
@@ -137,10 +171,15 @@ def _followed(first: Sequence[str], then: Sequence[str]) -> tuple[str, ...]:
 
 
 def _other_names(task: Task) -> Iterator[tuple[Callable[[str], str], str]]:
-    """Yield (rewrite of a line, what it does) for each drawn name and each drawn value of a task."""
+    """Yield (rewrite of a line, what it does) for each drawn name and each drawn value of a
+    task."""
     kinds = get_template(task.task_id).params
     for key, value in task.params.items():
-        others = [f"{value}-2"] if is_name(value) else [str(other) for other in kinds[key] if other != value]
+        others = (
+            [f"{value}-2"]
+            if is_name(value)
+            else [str(other) for other in kinds[key] if other != value]
+        )
         for other in others:
             word = re.escape(str(value))
             pattern = re.compile(word if is_name(value) else rf"(?<![\w.-]){word}(?![\w.])")
@@ -152,13 +191,18 @@ def _world(task: Task) -> list[str]:
 
 
 def _copies_of_the_setup(task: Task) -> Iterator[Mutant]:
-    """Yield the solution on a second one of each thing that the set-up made and the solution speaks of."""
-    used = sorted({int(number) for line in task.solution for number in _CAPTURED_SETUP.findall(line)})
+    """Yield the solution on a second one of each thing that the set-up made and the solution speaks
+    of."""
+    used = sorted(
+        {int(number) for line in task.solution for number in _CAPTURED_SETUP.findall(line)}
+    )
     for number in used:
         copy = sendable(task.setup[number - 1])
         if not copy:
             continue
-        on_copy = [moved(line, 1).replace(f"${{setup{number}:", "${step1:") for line in task.solution]
+        on_copy = [
+            moved(line, 1).replace(f"${{setup{number}:", "${step1:") for line in task.solution
+        ]
         about = f"another {task.setup[number - 1].operation}"
         yield Mutant("neighbour", about, "", "the whole solution", (copy, *on_copy))
         for place in range(len(task.solution)):
@@ -173,17 +217,27 @@ def _other_parts_of_the_network(lines: Sequence[str]) -> Iterator[Mutant]:
         command = CommandLine.parse(line)
         for option, values in command.options:
             kind = next((kind for kind in _ELSEWHERE if kind in option), None)
-            if kind is None or not values or not values[0].startswith(("${", "vpc-", "subnet-", "sg-")):
+            if (
+                kind is None
+                or not values
+                or not values[0].startswith(("${", "vpc-", "subnet-", "sg-"))
+            ):
                 continue
             listing, path = _ELSEWHERE[kind]
             for index in (0, -1):
                 capture = f"${{step1:{path.format(index)}}}"
-                changed = str(command.with_value(option, capture, *(moved(value, 1) for value in values[1:])))
+                changed = str(
+                    command.with_value(option, capture, *(moved(value, 1) for value in values[1:]))
+                )
                 rest = [moved(other, 1) for other in lines]
                 rest[place] = changed.replace(moved(capture, 0), capture)
                 what = f"number {index} of {listing}"
                 yield Mutant(
-                    "neighbour", "elsewhere", f"command {place + 1} {option}", what, (f"aws ec2 {listing}", *rest)
+                    "neighbour",
+                    "elsewhere",
+                    f"command {place + 1} {option}",
+                    what,
+                    (f"aws ec2 {listing}", *rest),
                 )
 
 
@@ -201,35 +255,45 @@ def _damages(task: Task) -> Iterator[Mutant]:
             about = f"{answer} {command} {kind}"
             yield from _before_and_after(about, operation, "", [deed], lines)
             if kind == "undone" and line:
-                yield from _before_and_after(f"{about} and made again", operation, "", [deed, line], lines)
+                yield from _before_and_after(
+                    f"{about} and made again", operation, "", [deed, line], lines
+                )
         for path, what, changed in line_changes(line, words) if line else ():
-            yield from _before_and_after(f"{answer} {command} again", path, f"{what}, ", [changed], lines)
+            yield from _before_and_after(
+                f"{answer} {command} again", path, f"{what}, ", [changed], lines
+            )
 
 
 def _setup_request(command: SetupCommand, line: str, answer: str) -> Request | None:
     if command.command:
         return request_of(line, answer)
-    return Request(cli_service(command.service), xform_name(command.operation, "-"), command.params, answer)
+    return Request(
+        cli_service(command.service), xform_name(command.operation, "-"), command.params, answer
+    )
 
 
 def _before_and_after(
     about: str, place: str, what: str, extra: Sequence[str], lines: Sequence[str]
 ) -> Iterator[Mutant]:
-    """Yield the solution with ``extra`` before it, and before its last command: after that the episode is over."""
+    """Yield the solution with ``extra`` before it, and before its last command: after that the
+    episode is over."""
     yield Mutant("damage", about, place, f"{what}before", inserted(lines, 0, extra))
     if len(lines) > 1:
         yield Mutant("damage", about, place, f"{what}after", inserted(lines, len(lines) - 1, extra))
 
 
 def _blind(task: Task) -> Iterator[Mutant]:
-    """Yield the whole specification of a drift task applied without a look, and after a wrong write of each field."""
+    """Yield the whole specification of a drift task applied without a look, and after a wrong write
+    of each field."""
     if not task.possible_drifts:
         return
     whole = tuple(whole_state(task))
     words = words_of(task).before(0)
     yield Mutant("blind", "the whole specification", "", "as it stands", whole)
     yield Mutant("blind", "the whole specification", "", "backwards", whole[::-1])
-    yield Mutant("blind", "the whole specification", "", "after the repair", (*task.solution[:-1], *whole))
+    yield Mutant(
+        "blind", "the whole specification", "", "after the repair", (*task.solution[:-1], *whole)
+    )
     for place, line in enumerate(whole):
         for path, what, changed in line_changes(line, words):
             about = f"a dirty write of {place + 1}"

@@ -1,4 +1,5 @@
-"""``python -m tests.aws.validation.mutation``: prove the grader with generated mutants of every solution.
+"""``python -m tests.aws.validation.mutation``: prove the grader with generated mutants of every
+solution.
 
 Each mutant is played as an agent would play it. A mutant that reaches another state than the solution and is paid is
 *wrongly paid*; one that reaches the same state and is not paid is *wrongly refused*. *Doubtful* is one of which the
@@ -63,12 +64,23 @@ class Tally:
     @property
     def doubtful(self) -> list[Played]:
         """Those right by their states, of which the describe calls tell otherwise."""
-        return [one for one in self.played if one.doubtful and not one.wrongly_paid and not one.wrongly_refused]
+        return [
+            one
+            for one in self.played
+            if one.doubtful and not one.wrongly_paid and not one.wrongly_refused
+        ]
 
     def cells(self) -> tuple[str, ...]:
         """Return the numbers of a row of the table."""
         right = sum(one.right for one in self.played)
-        numbers = (len(self.played), right, len(self.paid), len(self.refused), len(self.doubtful), self.broken)
+        numbers = (
+            len(self.played),
+            right,
+            len(self.paid),
+            len(self.refused),
+            len(self.doubtful),
+            self.broken,
+        )
         return tuple(map(str, numbers))
 
     def shares(self) -> tuple[float, float]:
@@ -86,18 +98,26 @@ def turns_of(templates: Sequence[Template], most: int, seed: int) -> list[Turn]:
     return found
 
 
-def play_all(turns: Sequence[Turn], pool_size: int, console: Console) -> Iterator[tuple[Turn, Played | Failure]]:
+def play_all(
+    turns: Sequence[Turn], pool_size: int, console: Console
+) -> Iterator[tuple[Turn, Played | Failure]]:
     """Yield what came of each mutant, in their order."""
     goals = Goals()
     results = play_in_parallel(
-        turns, lambda episode, turn: play_mutant(episode, *turn, goals), pool_size, console, MAX_STEPS
+        turns,
+        lambda episode, turn: play_mutant(episode, *turn, goals),
+        pool_size,
+        console,
+        MAX_STEPS,
     )
     yield from zip(turns, results, strict=True)
 
 
 def table(tallies: Mapping[str, Tally], title: str) -> Table:
     """Return a table with one row per name and one for all."""
-    found = Table(title, "mutants", "to be paid", "wrongly paid", "wrongly refused", "doubtful", "not played")
+    found = Table(
+        title, "mutants", "to be paid", "wrongly paid", "wrongly refused", "doubtful", "not played"
+    )
     whole = Tally()
     for name, tally in tallies.items():
         found.add_row(name, *tally.cells())
@@ -121,7 +141,9 @@ def markdown(tallies: Mapping[str, Tally]) -> str:
     return "\n".join(rows)
 
 
-def _tallies(results: Iterable[Played], name: Callable[[Played], str], names: Iterable[str] = ()) -> dict[str, Tally]:
+def _tallies(
+    results: Iterable[Played], name: Callable[[Played], str], names: Iterable[str] = ()
+) -> dict[str, Tally]:
     """Return what came of the mutants of each name, ``names`` first."""
     tallies = {each: Tally() for each in names}
     for one in results:
@@ -130,8 +152,8 @@ def _tallies(results: Iterable[Played], name: Callable[[Played], str], names: It
 
 
 def _known(path: Path | None) -> dict[Key, Played]:
-    """Return what a file of an earlier run says. Raises ValueError naming the line that is no record;
-    the last one may be cut off by what ended that run."""
+    """Return what a file of an earlier run says. Raises ValueError naming the line that is no
+    record; the last one may be cut off by what ended that run."""
     if path is None or not path.exists():
         return {}
     found: dict[Key, Played] = {}
@@ -148,25 +170,45 @@ def _known(path: Path | None) -> dict[Key, Played]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.aws.validation.mutation", description=__doc__)
-    parser.add_argument("--templates", nargs="+", type=int, metavar="ID", help="default: all above warm-up")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.aws.validation.mutation", description=__doc__
+    )
+    parser.add_argument(
+        "--templates", nargs="+", type=int, metavar="ID", help="default: all above warm-up"
+    )
     parser.add_argument("--tiers", nargs="+", help="instead of templates")
-    parser.add_argument("--most", type=int, default=MOST, help="mutants of a template (default %(default)s)")
+    parser.add_argument(
+        "--most", type=int, default=MOST, help="mutants of a template (default %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="decides the instance and the sample")
     parser.add_argument("--pool-size", type=int, default=4, help="simulators that play in parallel")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON lines; a file that is there is gone on with")
-    for name, share in (("--wrongly-paid", MAX_WRONGLY_PAID), ("--wrongly-refused", MAX_WRONGLY_REFUSED)):
-        parser.add_argument(name, type=float, default=share, help="largest share of all (default %(default)s)")
     parser.add_argument(
-        "--passport", action="store_true", help="write the passport of the environment, of all templates"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines; a file that is there is gone on with",
     )
-    parser.add_argument("--markdown", action="store_true", help="print the table of the documentation as well")
+    for name, share in (
+        ("--wrongly-paid", MAX_WRONGLY_PAID),
+        ("--wrongly-refused", MAX_WRONGLY_REFUSED),
+    ):
+        parser.add_argument(
+            name, type=float, default=share, help="largest share of all (default %(default)s)"
+        )
+    parser.add_argument(
+        "--passport",
+        action="store_true",
+        help="write the passport of the environment, of all templates",
+    )
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the table of the documentation as well"
+    )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program. Returns the exit status: 0 within the bounds, 1 outside or when a mutant could not be played,
-    130 after an interrupt."""
+    """Run the program. Returns the exit status: 0 within the bounds, 1 outside or when a mutant
+    could not be played, 130 after an interrupt."""
     parser = _parser()
     options = parser.parse_args(argv)
     for name in ("most", "pool_size"):
@@ -194,7 +236,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             for turn, result in play_all(left, options.pool_size, console):
                 if isinstance(result, Failure):
                     broken.append(turn[0].task_id)
-                    console.print(f"[red]{turn[0].task_id}: {escape(str(turn[1]))}: {escape(result.text)}")
+                    console.print(
+                        f"[red]{turn[0].task_id}: {escape(str(turn[1]))}: {escape(result.text)}"
+                    )
                     continue
                 results.append(result)
                 if file is not None:
@@ -206,7 +250,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     seconds = time.monotonic() - began
     sent = sum(one.sent for one in fresh)
     console.print(
-        f"{len(results)} mutants, {len(fresh)} played now in {seconds:.0f} s: {len(fresh) / seconds:.1f} mutants and "
+        f"{len(results)} mutants, {len(fresh)} played now in {seconds:.0f} s: "
+        f"{len(fresh) / seconds:.1f} mutants and "
         f"{sent / seconds:.1f} commands a second"
     )
     if options.markdown:
@@ -227,13 +272,20 @@ def passport_of(results: Iterable[Played], command: str) -> Passport:
     """Return what mutants found, by their kinds."""
     kinds: dict[str, Counts] = {}
     for one in results:
-        kinds.setdefault(one.kind, Counts()).add(right=one.right and not one.wrongly_paid, paid=one.achieved)
+        kinds.setdefault(one.kind, Counts()).add(
+            right=one.right and not one.wrongly_paid, paid=one.achieved
+        )
     git = git_state(PACKAGE)
     commit = f"{git['commit'] or ''}{MODIFIED if git['modified'] else ''}"
     return Passport("aws", command, date.today().isoformat(), commit, kinds)
 
 
-def _report(console: Console, templates: Sequence[Template], results: Sequence[Played], broken: Sequence[int]) -> None:
+def _report(
+    console: Console,
+    templates: Sequence[Template],
+    results: Sequence[Played],
+    broken: Sequence[int],
+) -> None:
     names = {template.task_id: f"{template.task_id} {template.name}" for template in templates}
     tallies = _tallies(results, lambda one: names[one.task_id], names.values())
     for task_id in broken:
@@ -247,7 +299,9 @@ def _report(console: Console, templates: Sequence[Template], results: Sequence[P
         ):
             for one in listed:
                 console.print(f"[red]{escape(name)}, {wrong}: {escape(one.says)}")
-                reasons = [f"  state: {text}" for text in one.differences] + [f"  told: {text}" for text in one.told]
+                reasons = [f"  state: {text}" for text in one.differences] + [
+                    f"  told: {text}" for text in one.told
+                ]
                 for line in (*one.commands, *reasons):
                     console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
     console.print(table(tallies, "template"))

@@ -1,7 +1,8 @@
-"""Plays against the grader: what a person wrote, the score that its class may earn, and what came of it when played.
+"""Plays against the grader: what a person wrote, the score that its class may earn, and what came
+of it when played.
 
-What goes wrong is generated in ``mutants``, other spellings of a solution in ``equivalent``. What a person wrote is in
-``plays/<tier>.yaml``, by the task's number.
+What goes wrong is generated in ``mutants``, other spellings of a solution in ``equivalent``. What a
+person wrote is in ``plays/<tier>.yaml``, by the task's number.
 
     413:
       harmful:
@@ -9,8 +10,9 @@ What goes wrong is generated in ``mutants``, other spellings of a solution in ``
           commands: [...]
           needs: one
 
-Places and captures are as in a task's solution; ``needs`` is as in ``Play``, "all" unless said. Instead of commands, a
-play may say which texts of the solution it ``change``s; ``where`` keeps it to the instances with these parameters."""
+Places and captures are as in a task's solution; ``needs`` is as in ``Play``, "all" unless said.
+Instead of commands, a play may say which texts of the solution it ``change``s; ``where`` keeps it
+to the instances with these parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +35,13 @@ from realhf.aws.tasks.task import Task, TaskError
 Kind = Literal["nothing", "unrelated", "harmful", "overdone", "equivalent"]
 KINDS: tuple[Kind, ...] = ("nothing", "unrelated", "harmful", "overdone", "equivalent")
 ASKED: Mapping[Kind, str] = MappingProxyType(
-    {"nothing": "0", "unrelated": "0", "harmful": "at most 0", "overdone": "below 1", "equivalent": "1"}
+    {
+        "nothing": "0",
+        "unrelated": "0",
+        "harmful": "at most 0",
+        "overdone": "below 1",
+        "equivalent": "1",
+    }
 )
 """For each class of plays, the score that it must earn."""
 
@@ -45,12 +53,13 @@ _KEYS = frozenset({"name", "commands", "change", "needs", "where"})
 
 @dataclass(frozen=True)
 class Play:
-    """Holds a command list with the class that its score is judged by. Captures refer to its own commands and to the
-    set-up.
+    """Holds a command list with the class that its score is judged by. Captures refer to its own
+    commands and to the set-up.
 
-    ``needs`` says how many of the commands must succeed for the play to prove anything: "all", "one" or "none"; "all or
-    skip" is for a variant that the simulator may not know: where a command fails, the play counts as skipped.
-    ``written``: a person wrote it; the other plays are generated from the canonical solution and the set-up.
+    ``needs`` says how many of the commands must succeed for the play to prove anything: "all",
+    "one" or "none"; "all or skip" is for a variant that the simulator may not know: where a command
+    fails, the play counts as skipped. ``written``: a person wrote it; the other plays are generated
+    from the canonical solution and the set-up.
     """
 
     kind: Kind
@@ -62,8 +71,8 @@ class Play:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Records what a play earned. ``failures`` are the commands that failed, with their errors; ``sent`` counts
-    commands."""
+    """Records what a play earned. ``failures`` are the commands that failed, with their errors;
+    ``sent`` counts commands."""
 
     play: Play
     achieved: bool
@@ -73,7 +82,8 @@ class Outcome:
 
     @property
     def skipped(self) -> bool:
-        """Return whether the play is void, because the simulator does not know the variant that it tries."""
+        """Return whether the play is void, because the simulator does not know the variant that it
+        tries."""
         return self.play.needs == "all or skip" and bool(self.failures)
 
     @property
@@ -87,7 +97,10 @@ class Outcome:
         if self.play.needs == "all" and self.failures:
             return f"proves nothing, for a command failed: {self.failures[0]}"
         if self.play.needs == "one" and len(self.failures) >= self.sent:
-            return f"proves nothing, for every command failed: {self.failures[0] if self.failures else 'none was sent'}"
+            return (
+                f"proves nothing, for every command failed: "
+                f"{self.failures[0] if self.failures else 'none was sent'}"
+            )
         return ""
 
     def _within_bounds(self) -> bool:
@@ -104,9 +117,9 @@ class Outcome:
 
 @dataclass
 class Run:
-    """Records an episode: the account after set-up, whether it was achieved, its return, how many commands were sent,
-    the writes that succeeded, the commands that failed with their errors and their places, and whether the simulator
-    was lost."""
+    """Records an episode: the account after set-up, whether it was achieved, its return, how many
+    commands were sent, the writes that succeeded, the commands that failed with their errors and
+    their places, and whether the simulator was lost."""
 
     start: Snapshot
     achieved: bool
@@ -118,16 +131,20 @@ class Run:
     failed: frozenset[int] = frozenset()
 
 
-def run_commands(episode: Episode, task: Task, commands: Sequence[str], drifts: Sequence[int] | None = None) -> Run:
-    """Set the task up without chaos, with these drifts (None: those that its seed draws), and send commands until it is
-    done. Raises what ``Episode.reset`` and ``step`` raise."""
+def run_commands(
+    episode: Episode, task: Task, commands: Sequence[str], drifts: Sequence[int] | None = None
+) -> Run:
+    """Set the task up without chaos, with these drifts (None: those that its seed draws), and send
+    commands until it is done. Raises what ``Episode.reset`` and ``step`` raise."""
     achieved = episode.reset(task, chaos=False, drifts=drifts).observation["task_achieved"]
     run = Run(take_snapshot(episode.slot), achieved)
     outputs = list[str]()
     for place, command in enumerate(commands):
         if episode.done:
             break
-        with suppress(CaptureError):  # without such a field in the set-up's answer it fails, as a person's would
+        with suppress(
+            CaptureError
+        ):  # without such a field in the set-up's answer it fails, as a person's would
             command = episode.fill([command])[0]
         line = resolve(command, outputs)
         step = episode.step(line)
@@ -147,7 +164,9 @@ def run_commands(episode: Episode, task: Task, commands: Sequence[str], drifts: 
 def is_look(line: str) -> bool:
     """Return whether a command only looks."""
     words = line.split()
-    return len(words) > 2 and words[2].startswith(("describe-", "get-", "list-", "head-", "ls", "batch-get-"))
+    return len(words) > 2 and words[2].startswith(
+        ("describe-", "get-", "list-", "head-", "ls", "batch-get-")
+    )
 
 
 def perform(episode: Episode, task: Task, play: Play) -> Outcome:
@@ -158,18 +177,30 @@ def perform(episode: Episode, task: Task, play: Play) -> Outcome:
 
 
 def written_plays(task: Task) -> list[Play]:
-    """Return the plays written for this task, places filled. Raises TaskError for a malformed entry."""
+    """Return the plays written for this task, places filled. Raises TaskError for a malformed
+    entry."""
     found = []
     for kind in KINDS:
         for entry in _entries().get(task.task_id, {}).get(kind, ()):
             needs = entry.get("needs", "all")
-            if set(entry) - _KEYS or not ("commands" in entry) ^ ("change" in entry) or needs not in get_args(Needs):
-                raise TaskError(f"plays of task {task.task_id}: malformed {kind} play {entry.get('name')!r}")
+            if (
+                set(entry) - _KEYS
+                or not ("commands" in entry) ^ ("change" in entry)
+                or needs not in get_args(Needs)
+            ):
+                raise TaskError(
+                    f"plays of task {task.task_id}: malformed {kind} play {entry.get('name')!r}"
+                )
             if not (where := entry.get("where", {})).keys() <= task.params.keys():
-                raise TaskError(f"plays of task {task.task_id}: {entry['name']!r} asks for other parameters: {where}")
+                raise TaskError(
+                    f"plays of task {task.task_id}: {entry['name']!r} asks for other parameters: "
+                    f"{where}"
+                )
             if any(str(task.params[name]) != value for name, value in where.items()):
                 continue
-            commands = tuple(fill(list(entry.get("commands") or ()), task.params)) or _changed(task, entry["change"])
+            commands = tuple(fill(list(entry.get("commands") or ()), task.params)) or _changed(
+                task, entry["change"]
+            )
             found.append(Play(kind, entry["name"], commands, needs, written=True))
     return found
 
@@ -206,12 +237,15 @@ def _entries() -> dict[int, Mapping[str, Any]]:
         for task_id, entry in (yaml.load(file.read_text(), Loader=_OneOfEach) or {}).items():
             unknown = set(entry) - set(KINDS)
             if unknown or task_id in entries:
-                raise TaskError(f"{file.name}: task {task_id} is there twice or has an unknown class {unknown}")
+                raise TaskError(
+                    f"{file.name}: task {task_id} is there twice or has an unknown class {unknown}"
+                )
             entries[task_id] = entry
     return entries
 
 
 def instance_to_play(template_id: int, seed: int) -> Task:
-    """Return the instance that plays are made of: a drift task with every drift that it may have, and their repairs."""
+    """Return the instance that plays are made of: a drift task with every drift that it may have,
+    and their repairs."""
     task = instantiate(template_id, seed)
     return with_drifts(task, range(len(task.possible_drifts)))

@@ -1,8 +1,10 @@
-"""Chooses the tasks that ``make test`` validates: ``python -m tests.aws.validation.task_sample`` prints their numbers.
+"""Chooses the tasks that ``make test`` validates: ``python -m tests.aws.validation.task_sample``
+prints their numbers.
 
-Validating all tasks takes a large part of the suite's time, so ``make test`` plays a sample, which the id of the
-commit draws, and every task whose YAML entry changed within the last ``COMMITS`` commits or is not committed yet. When
-code that plays or judges tasks changed in them, or git cannot tell, it plays all; ``make validate`` always does.
+Validating all tasks takes a large part of the suite's time, so ``make test`` plays a sample, which
+the id of the commit draws, and every task whose YAML entry changed within the last ``COMMITS``
+commits or is not committed yet. When code that plays or judges tasks changed in them, or git cannot
+tell, it plays all; ``make validate`` always does.
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ JUDGING_CODE = (
     "realhf/aws/grading/",
     "realhf/aws/simulator/",
 )
-"""What decides about the verdict of every task; ``constraints.txt`` names the simulator's version."""
+"""What decides about the verdict of every task; ``constraints.txt`` names the simulator's
+version."""
 
 
 def choose_tasks(root: Path, task_ids: Sequence[int]) -> list[int]:
-    """Return which of these tasks to validate, in their order: all of them where git knows too little."""
+    """Return which of these tasks to validate, in their order: all of them where git knows too
+    little."""
     try:
         base = _git(root, "rev-parse", "--verify", f"HEAD~{COMMITS}").strip()
         commit = _git(root, "rev-parse", "HEAD").strip()
@@ -57,7 +61,11 @@ def _judges(path: str) -> bool:
 
 
 def _holds_tasks(path: str) -> bool:
-    return path.startswith(TASK_FOLDER) and path.endswith(".yaml") and not path.endswith("phrasings.yaml")
+    return (
+        path.startswith(TASK_FOLDER)
+        and path.endswith(".yaml")
+        and not path.endswith("phrasings.yaml")
+    )
 
 
 def _edited_tasks(root: Path, base: str, changed: Sequence[str]) -> set[int]:
@@ -77,13 +85,15 @@ def _entries(text: str) -> dict[int, Any]:
 
 
 def _git(root: Path, *words: str) -> str:
-    """Return the output of a command of git. Raises SubprocessError when it fails, OSError without git."""
+    """Return the output of a command of git. Raises SubprocessError when it fails, OSError without
+    git."""
     command = ["git", "-C", str(root), *words]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
 
 
 def main() -> int:
-    """Print the arguments for ``validate``: nothing for all tasks, else ``--ids`` and their numbers."""
+    """Print the arguments for ``validate``: nothing for all tasks, else ``--ids`` and their
+    numbers."""
     task_ids = [template.task_id for template in load_templates()]
     chosen = choose_tasks(ROOT, task_ids)
     if len(chosen) < len(task_ids):

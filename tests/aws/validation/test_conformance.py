@@ -14,7 +14,8 @@ _SAMPLE = ("iam", "cloudwatch", "autoscaling", "apigateway")
 
 
 def test_the_page_knows_every_served_read_that_takes_selectors() -> None:
-    """A read that is served anew is asked by ``python -m tests.aws.validation.conformance --write``."""
+    """A read that is served anew is asked by ``python -m tests.aws.validation.conformance
+    --write``."""
     page = PAGE.read_text()
     for service, operation in served_reads():
         if any(conformance.selectors(service, operation)):
@@ -31,7 +32,8 @@ def test_what_is_kept_here_names_members_and_pages() -> None:
 @pytest.mark.sim
 @pytest.mark.slow
 def test_no_selector_of_some_services_is_ignored(slot: Slot) -> None:
-    """What the table says is what the simulator does, and nothing that an agent asks for is ignored."""
+    """What the table says is what the simulator does, and nothing that an agent asks for is
+    ignored."""
     slot.reset(1)
     report = examine(slot, [read for read in served_reads() if read[0] in _SAMPLE])
     assert report.leaks() == []
@@ -39,8 +41,12 @@ def test_no_selector_of_some_services_is_ignored(slot: Slot) -> None:
     for service in _SAMPLE:
         name = model(service).signing_name
         operations = {read[1] for read in served_reads() if read[0] == service}
-        kept = {each: what for each, what in known[name]["operations"].items() if each in operations}
-        assert json.dumps(kept, sort_keys=True) == json.dumps(report.table[name]["operations"], sort_keys=True)
+        kept = {
+            each: what for each, what in known[name]["operations"].items() if each in operations
+        }
+        assert json.dumps(kept, sort_keys=True) == json.dumps(
+            report.table[name]["operations"], sort_keys=True
+        )
 
 
 @pytest.mark.sim
@@ -65,7 +71,10 @@ def test_subnets_are_found_by_the_other_names_of_their_filters(slot: Slot) -> No
     slot.reset(1)
     vpc = json.loads(ask(slot, "ec2 create-vpc --cidr-block 10.0.0.0/16")[1])["Vpc"]["VpcId"]
     for zone, block in (("us-east-1a", "10.0.1.0/24"), ("us-east-1b", "10.0.2.0/24")):
-        made = ask(slot, f"ec2 create-subnet --vpc-id {vpc} --cidr-block {block} --availability-zone {zone}")
+        made = ask(
+            slot,
+            f"ec2 create-subnet --vpc-id {vpc} --cidr-block {block} --availability-zone {zone}",
+        )
         assert made[0] == 0, made
     for name, value, right in (
         ("cidrBlock", "10.0.1.0/24", {"10.0.1.0/24"}),
@@ -85,9 +94,15 @@ def test_subnets_are_found_by_the_other_names_of_their_filters(slot: Slot) -> No
 def test_a_refused_selector_is_named(slot: Slot) -> None:
     slot.reset(1)
     for line, told in (
-        ("ec2 describe-instances --filters Name=no-such-filter,Values=x", "the filter 'no-such-filter' of --filters"),
+        (
+            "ec2 describe-instances --filters Name=no-such-filter,Values=x",
+            "the filter 'no-such-filter' of --filters",
+        ),
         ("cloudwatch describe-alarms --children-of-alarm-name x", "--children-of-alarm-name"),
-        ("s3api list-objects-v2 --bucket b --expected-bucket-owner 111111111111", "--expected-bucket-owner"),
+        (
+            "s3api list-objects-v2 --bucket b --expected-bucket-owner 111111111111",
+            "--expected-bucket-owner",
+        ),
         ("codebuild list-projects --sort-by NAME", "--sort-by"),
         ("iam list-policies --policy-usage-filter PermissionsBoundary", "--policy-usage-filter"),
         ("apigateway get-usage-plans --key-id x", "--key-id"),
@@ -102,7 +117,8 @@ def test_a_refused_selector_is_named(slot: Slot) -> None:
 @pytest.mark.sim
 @pytest.mark.slow
 def test_filters_of_machines_leave_out_machines(slot: Slot) -> None:
-    """Most filters were ignored; a reservation keeps the machines that match, and goes when it has none."""
+    """Most filters were ignored; a reservation keeps the machines that match, and goes when it has
+    none."""
     slot.reset(1)
     start = "ec2 run-instances --image-id ami-1 --query Instances[].InstanceId --output text"
     for name in ("one", "two"):
@@ -110,11 +126,20 @@ def test_filters_of_machines_leave_out_machines(slot: Slot) -> None:
     first = ask(slot, f"{start} --instance-type t3.micro --key-name one --count 2")[1].split()
     second = ask(slot, f"{start} --instance-type t3.micro --key-name two")[1].split()
     query = "--query Reservations[].Instances[].InstanceId --output text"
-    assert ask(slot, f"ec2 describe-instances --filters Name=key-name,Values=two {query}")[1].split() == second
-    assert ask(slot, f"ec2 describe-instances --filters Name=key-name,Values=o* {query}")[1].split() == first
+    assert (
+        ask(slot, f"ec2 describe-instances --filters Name=key-name,Values=two {query}")[1].split()
+        == second
+    )
+    assert (
+        ask(slot, f"ec2 describe-instances --filters Name=key-name,Values=o* {query}")[1].split()
+        == first
+    )
     asked = f"Name=key-name,Values=one,two Name=instance-id,Values={first[1]}"
     assert ask(slot, f"ec2 describe-instances --filters {asked} {query}")[1].split() == first[1:]
-    assert "Invalid availability zone" in ask(slot, "ec2 describe-availability-zones --zone-names us-east-1z")[2]
+    assert (
+        "Invalid availability zone"
+        in ask(slot, "ec2 describe-availability-zones --zone-names us-east-1z")[2]
+    )
 
 
 @pytest.mark.sim

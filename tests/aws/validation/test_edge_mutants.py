@@ -1,4 +1,5 @@
-"""Mutants at the edges: what is made beside the work, and what is known of a mutant before it is played."""
+"""Mutants at the edges: what is made beside the work, and what is known of a mutant before it is
+played."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,16 +29,22 @@ def test_what_needs_something_is_made_with_it() -> None:
     found = {operation: making.lines for operation, making in makings("ec2", 1)}
     rule = found["authorize-security-group-ingress"]
     assert len(rule) > 1 and any("create-security-group" in line for line in rule[:-1])
-    assert found["create-vpc"][0].startswith("aws ec2 create-vpc "), "what needs nothing is made alone"
+    assert found["create-vpc"][0].startswith("aws ec2 create-vpc "), (
+        "what needs nothing is made alone"
+    )
     assert not any("tag" in operation for operation in found), "a tag is no thing of its own"
 
 
 def test_what_no_task_makes_is_made_up_from_the_model() -> None:
     found = {operation: making.called(OWN_NAME) for operation, making in makings("iam", 1)}
     key = found["create-access-key"]
-    assert key[0].startswith(f"aws iam create-user --user-name {OWN_NAME}"), "for a user of one's own"
+    assert key[0].startswith(f"aws iam create-user --user-name {OWN_NAME}"), (
+        "for a user of one's own"
+    )
     assert key[-1] == f"aws iam create-access-key --user-name {OWN_NAME}"
-    assert found["put-user-policy"][-1].startswith(f"aws iam put-user-policy --user-name {OWN_NAME} ")
+    assert found["put-user-policy"][-1].startswith(
+        f"aws iam put-user-policy --user-name {OWN_NAME} "
+    )
 
 
 def test_own_things_are_known_to_be_unpaid_and_stand_whole_in_the_solution() -> None:
@@ -60,7 +67,9 @@ def test_what_carries_the_targets_name_where_the_task_asks_for_it_is_left_to_the
 def test_what_is_made_is_also_opened_to_anybody() -> None:
     found = [extra(one) for one in mutants(413, "own and open")]
     assert any("0.0.0.0/0" in lines[-1] and OWN_NAME in " ".join(lines) for lines in found)
-    assert any("Principal" in lines[-1] for lines in (extra(one) for one in mutants(203, "own and open")))
+    assert any(
+        "Principal" in lines[-1] for lines in (extra(one) for one in mutants(203, "own and open"))
+    )
 
 
 def test_what_is_removed_again_is_to_be_paid() -> None:
@@ -81,11 +90,16 @@ def test_the_least_grant_is_to_be_paid_and_none_that_is_wider() -> None:
     least = found["topic to queue", "for the source"]
     wide = found["topic to queue", "anybody"]
     assert (least.expected, wide.expected) == ("paid", "unpaid")
-    assert extra(least)[0].startswith("aws sqs get-queue-url") and "sns.amazonaws.com" in extra(least)[1]
+    assert (
+        extra(least)[0].startswith("aws sqs get-queue-url")
+        and "sns.amazonaws.com" in extra(least)[1]
+    )
     widened = [one for one in found.values() if one.expected == "unpaid"]
     assert len({one.commands for one in widened}) == len(widened) >= 5
     of_a_role = {
-        one.what: one.expected for one in companions(instantiate(305, 0)) if one.place == "schedule to function"
+        one.what: one.expected
+        for one in companions(instantiate(305, 0))
+        if one.place == "schedule to function"
     }
     assert of_a_role["one action of it"] == "paid" and of_a_role["any resource"] == "unpaid"
 
@@ -93,9 +107,15 @@ def test_the_least_grant_is_to_be_paid_and_none_that_is_wider() -> None:
 def test_defaults_are_given_where_a_command_leaves_them_out() -> None:
     alarm = {one.what: one for one in given_defaults(instantiate(114, 0))}
     points = alarm["--datapoints-to-alarm = 2"]
-    assert points.expected == "paid" and "--datapoints-to-alarm 2" in points.commands[points.proof[0]]
-    retries = [one for one in given_defaults(instantiate(213, 0)) if "MaximumRetryAttempts" in one.what]
-    assert '"MaximumRetryAttempts": 185' in retries[0].commands[retries[0].proof[0]], "within the target of a rule"
+    assert (
+        points.expected == "paid" and "--datapoints-to-alarm 2" in points.commands[points.proof[0]]
+    )
+    retries = [
+        one for one in given_defaults(instantiate(213, 0)) if "MaximumRetryAttempts" in one.what
+    ]
+    assert '"MaximumRetryAttempts": 185' in retries[0].commands[retries[0].proof[0]], (
+        "within the target of a rule"
+    )
 
 
 def record(*, achieved: bool, equal: bool, expected: str = "") -> Played:
@@ -110,7 +130,9 @@ def test_what_is_known_of_a_mutant_goes_before_what_its_state_says() -> None:
     again = Played.from_json(record(achieved=True, equal=True, expected="paid").to_json())
     assert again.expected == "paid" and again.right
     told = replace(again, told=("+ a default",))
-    assert not told.doubtful and replace(told, expected="").doubtful, "what is known needs no second opinion"
+    assert not told.doubtful and replace(told, expected="").doubtful, (
+        "what is known needs no second opinion"
+    )
 
 
 @pytest.mark.sim

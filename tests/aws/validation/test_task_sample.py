@@ -60,7 +60,12 @@ def test_tasks_that_changed_are_played_besides(repository: Path, committed: bool
 
 @pytest.mark.parametrize(
     "path",
-    ["realhf/aws/grading/new.py", "realhf/aws/simulator/pool.py", "realhf/aws/tasks/loader.py", "constraints.txt"],
+    [
+        "realhf/aws/grading/new.py",
+        "realhf/aws/simulator/pool.py",
+        "realhf/aws/tasks/loader.py",
+        "constraints.txt",
+    ],
 )
 def test_all_are_played_after_a_change_of_what_judges(repository: Path, path: str) -> None:
     write(repository, path, "x")

@@ -1,4 +1,5 @@
-"""What tasks accept and what they do not: every right way earns all, and what misses the goal does not."""
+"""What tasks accept and what they do not: every right way earns all, and what misses the goal does
+not."""
 
 import json
 import re
@@ -35,11 +36,19 @@ def listed(statement: dict[str, Any]) -> str:
 
 
 def allow(action: Any, resource: Any = None, principal: Any = None, **more: Any) -> dict[str, Any]:
-    parts = {"Effect": "Allow", "Principal": principal, "Action": action, "Resource": resource, **more}
+    parts = {
+        "Effect": "Allow",
+        "Principal": principal,
+        "Action": action,
+        "Resource": resource,
+        **more,
+    }
     return {key: value for key, value in parts.items() if value is not None}
 
 
-PUT_ROLE_POLICY = "aws iam put-role-policy --role-name {name} --policy-name app --policy-document '{policy}'"
+PUT_ROLE_POLICY = (
+    "aws iam put-role-policy --role-name {name} --policy-name app --policy-document '{policy}'"
+)
 DATA = "arn:aws:s3:::{name}-data/*"
 
 
@@ -47,7 +56,13 @@ DATA = "arn:aws:s3:::{name}-data/*"
     ("document", "right"),
     [
         (policy(allow("s3:GetObject", DATA)), True),
-        (policy(allow(["s3:GetObject"], [DATA]), {"Effect": "Deny", "Action": "iam:*", "Resource": "*"}), True),
+        (
+            policy(
+                allow(["s3:GetObject"], [DATA]),
+                {"Effect": "Deny", "Action": "iam:*", "Resource": "*"},
+            ),
+            True,
+        ),
         (policy(allow(["s3:GetObject", "iam:*", "s3:*"], [DATA, "*"])), False),
         (listed(allow(["s3:GetObject", "iam:*", "s3:*"], [DATA, "*"])), False),
         (policy(allow("s3:*", DATA)), False),
@@ -64,7 +79,10 @@ def test_least_privilege_is_not_kept_by_a_second_policy(episode: Episode) -> Non
     small = policy(allow("s3:GetObject", DATA))
     all_of_it = policy(allow("*", "*"))
     name = instantiate(415, SEED).params["name"]
-    second = f"aws iam put-role-policy --role-name {name} --policy-name more --policy-document '{all_of_it}'"
+    second = (
+        f"aws iam put-role-policy --role-name {name} --policy-name more --policy-document "
+        f"'{all_of_it}'"
+    )
     assert played(episode, 415, second, PUT_ROLE_POLICY, policy=small.replace("{name}", name)) < 1
 
 
@@ -76,7 +94,10 @@ TRUST = "aws iam update-assume-role-policy --role-name {name} --policy-document 
     [
         (allow("sts:AssumeRole", principal={"Service": ["lambda.amazonaws.com"]}), True),
         (allow(["sts:AssumeRole"], principal={"Service": "lambda.amazonaws.com"}), True),
-        (allow("sts:AssumeRole", principal={"Service": "lambda.amazonaws.com"}, Effect="Deny"), False),
+        (
+            allow("sts:AssumeRole", principal={"Service": "lambda.amazonaws.com"}, Effect="Deny"),
+            False,
+        ),
         (allow("sts:AssumeRole", principal={"Service": "lambda.amazonaws.com", "AWS": "*"}), False),
         (allow("sts:*", principal={"Service": "lambda.amazonaws.com"}), False),
     ],
@@ -100,22 +121,33 @@ def test_a_port_stays_open_in_a_range(episode: Episode, more: str) -> None:
 
 @pytest.mark.parametrize(
     ("bucket", "table", "right"),
-    [("KeyId", "KeyId", True), ("KeyId", "Arn", True), ("KeyId", "alias", True), ("Origin", "KeyId", False)],
+    [
+        ("KeyId", "KeyId", True),
+        ("KeyId", "Arn", True),
+        ("KeyId", "alias", True),
+        ("Origin", "KeyId", False),
+    ],
 )
-def test_a_key_is_named_as_aws_lets_it_be(episode: Episode, bucket: str, table: str, right: bool) -> None:
+def test_a_key_is_named_as_aws_lets_it_be(
+    episode: Episode, bucket: str, table: str, right: bool
+) -> None:
     """By its alias, its ARN or its id, for each of the two stores; nothing else is that key."""
     lines = list(instantiate(323, SEED).solution)
     for place, option, name in ((4, '"KMSMasterKeyID":"', bucket), (5, "KMSMasterKeyId=", table)):
         assert option in lines[place]
         if name != "alias":
             capture = f"${{step1:KeyMetadata.{name}}}"
-            lines[place] = re.sub(f"(?<={re.escape(option)})alias/[\\w-]+", lambda _, own=capture: own, lines[place])
+            lines[place] = re.sub(
+                f"(?<={re.escape(option)})alias/[\\w-]+", lambda _, own=capture: own, lines[place]
+            )
     assert (played(episode, 323, *lines) == 1.0) is right
 
 
 ALARM = (
-    "aws cloudwatch put-metric-alarm --alarm-name {name}-errors --namespace Shop --metric-name Errors "
-    "--actions-enabled --alarm-actions arn:aws:sns:us-east-1:{account}:{name}-oncall --evaluation-periods 2 "
+    "aws cloudwatch put-metric-alarm --alarm-name {name}-errors --namespace Shop --metric-name "
+    "Errors "
+    "--actions-enabled --alarm-actions arn:aws:sns:us-east-1:{account}:{name}-oncall "
+    "--evaluation-periods 2 "
     "--threshold 5 --comparison-operator {comparison} --statistic {statistic} --period {period}"
 )
 
@@ -129,7 +161,9 @@ ALARM = (
         ("Sum", 60, "LessThanThreshold"),
     ],
 )
-def test_an_alarm_measures_what_it_measured(episode: Episode, statistic: str, period: int, comparison: str) -> None:
+def test_an_alarm_measures_what_it_measured(
+    episode: Episode, statistic: str, period: int, comparison: str
+) -> None:
     right = (statistic, period, comparison) == ("Sum", 60, "GreaterThanThreshold")
     total = played(episode, 421, ALARM, statistic=statistic, period=period, comparison=comparison)
     assert (total == 1.0) is right
@@ -148,7 +182,12 @@ def test_a_table_is_billed_as_asked(episode: Episode) -> None:
 
 
 def test_a_bucket_policy_keeps_its_partner_and_loses_everybody(episode: Episode) -> None:
-    read = allow("s3:GetObject", "arn:aws:s3:::{name}/*", {"AWS": ["arn:aws:iam::111122223333:root"]}, Sid="Partner")
+    read = allow(
+        "s3:GetObject",
+        "arn:aws:s3:::{name}/*",
+        {"AWS": ["arn:aws:iam::111122223333:root"]},
+        Sid="Partner",
+    )
     for document, right in (
         (policy(read), True),
         (policy({**read, "Effect": "Deny"}), False),
@@ -178,17 +217,25 @@ def test_policies_of_another_meaning(episode: Episode, task_id: int) -> None:
     task = instantiate(task_id, SEED)
     for rewrite in (refusing, with_more, for_everybody):
         commands = [rewrite(command) for command in task.solution]
-        assert commands != list(task.solution) and not play(episode, task, commands)[0], rewrite.__name__
+        assert commands != list(task.solution) and not play(episode, task, commands)[0], (
+            rewrite.__name__
+        )
 
 
 def test_a_function_may_be_called_by_whom_it_should(episode: Episode) -> None:
     commands = list(instantiate(301, SEED).solution)
     permit = commands[-1]
     foreign = permit + " --source-arn arn:aws:execute-api:us-east-1:{account}:abc/*"
-    assert played(episode, 301, *commands[:-1], foreign) < 1, "by no other interface than the one that was made"
+    assert played(episode, 301, *commands[:-1], foreign) < 1, (
+        "by no other interface than the one that was made"
+    )
     for wrong in ("lambda:*", "lambda:GetFunction"):
-        assert played(episode, 301, *commands[:-1], permit.replace("lambda:InvokeFunction", wrong)) < 1
-    second = permit.replace("api-gateway", "all").replace("--principal apigateway.amazonaws.com", "--principal '*'")
+        assert (
+            played(episode, 301, *commands[:-1], permit.replace("lambda:InvokeFunction", wrong)) < 1
+        )
+    second = permit.replace("api-gateway", "all").replace(
+        "--principal apigateway.amazonaws.com", "--principal '*'"
+    )
     assert played(episode, 301, *commands[:-1], second, permit) < 1, "and by nobody else"
     refused = [commands[0].replace("Allow", "Deny"), *commands[1:]]
     assert played(episode, 301, *refused) < 1
@@ -196,19 +243,36 @@ def test_a_function_may_be_called_by_whom_it_should(episode: Episode) -> None:
 
 def after(first: str, commands: Sequence[str]) -> list[str]:
     """The commands after another one; their captures follow them."""
-    return [first, *(re.sub(r"\$\{step(\d+)", lambda step: f"${{step{int(step[1]) + 1}", line) for line in commands)]
+    return [
+        first,
+        *(
+            re.sub(r"\$\{step(\d+)", lambda step: f"${{step{int(step[1]) + 1}", line)
+            for line in commands
+        ),
+    ]
 
 
 def test_a_namesake_is_in_nobodys_way(episode: Episode) -> None:
-    """The network of the task is found beside another one with the same tag, and has to have everything itself."""
+    """The network of the task is found beside another one with the same tag, and has to have
+    everything itself."""
     task = instantiate(311, SEED)
     tag = f'--tag-specifications "ResourceType=vpc,Tags=[{{Key=Name,Value={task.params["name"]}}}]"'
     commands = after(f"aws ec2 create-vpc --cidr-block 10.99.0.0/16 {tag}", task.solution)
     assert not play(episode, task, commands)[0], "the other network is left behind"
-    assert play(episode, task, [*commands, "aws ec2 delete-vpc --vpc-id ${step1:Vpc.VpcId}"]) == (True, 1.0)
-    alike = after(f"aws ec2 create-vpc --cidr-block {task.params['net']}.0.0/16 {tag}", task.solution)
-    elsewhere = [line.replace("step2:Vpc", "step1:Vpc") if "security-group " in line else line for line in alike]
-    assert elsewhere != alike and not play(episode, task, elsewhere)[0], "the firewall is in the other network"
+    assert play(episode, task, [*commands, "aws ec2 delete-vpc --vpc-id ${step1:Vpc.VpcId}"]) == (
+        True,
+        1.0,
+    )
+    alike = after(
+        f"aws ec2 create-vpc --cidr-block {task.params['net']}.0.0/16 {tag}", task.solution
+    )
+    elsewhere = [
+        line.replace("step2:Vpc", "step1:Vpc") if "security-group " in line else line
+        for line in alike
+    ]
+    assert elsewhere != alike and not play(episode, task, elsewhere)[0], (
+        "the firewall is in the other network"
+    )
 
 
 @pytest.mark.parametrize("task_id", [221, 301])
@@ -218,25 +282,37 @@ def test_nobody_becomes_an_administrator_by_the_way(episode: Episode, task_id: i
     place = 1
     who = f"--{kind}-name {task.params['name']}"
     for right in ("logs:PutLogEvents", "*", "iam:*"):
-        put = f"aws iam put-{kind}-policy {who} --policy-name more --policy-document '{policy(allow(right, '*'))}'"
+        put = (
+            f"aws iam put-{kind}-policy {who} --policy-name more --policy-document "
+            f"'{policy(allow(right, '*'))}'"
+        )
         lines = [*task.solution[:place], put, *after("", task.solution[place:])[1:]]
         assert not play(episode, task, lines)[0], "nobody asked for more rights"
-    attach = f"aws iam attach-{kind}-policy {who} --policy-arn arn:aws:iam::aws:policy/AdministratorAccess"
-    assert not play(episode, task, [*task.solution[:place], attach, *after("", task.solution[place:])[1:]])[0]
+    attach = (
+        f"aws iam attach-{kind}-policy {who} --policy-arn "
+        f"arn:aws:iam::aws:policy/AdministratorAccess"
+    )
+    assert not play(
+        episode, task, [*task.solution[:place], attach, *after("", task.solution[place:])[1:]]
+    )[0]
 
 
 def test_what_belongs_together_is_looked_up_together(episode: Episode) -> None:
-    """A load balancer's own firewall, the app client that an API accepts, the check that asks the right path."""
+    """A load balancer's own firewall, the app client that an API accepts, the check that asks the
+    right path."""
     task = instantiate(313, SEED)
     other = 'aws ec2 create-security-group --group-name other --description other --vpc-id "${setup1:Vpc.VpcId}"'
     lines = after(other, task.solution)
     assert not play(episode, task, lines)[0], "the other group is left behind"
     removal = "aws ec2 delete-security-group --group-id ${step1:GroupId}"
     assert play(episode, task, [*lines, removal]) == (True, 1.0)
-    assert not play(episode, task, [re.sub(r"(--security-groups \$\{step)2", r"\g<1>1", line) for line in lines])[0]
+    assert not play(
+        episode, task, [re.sub(r"(--security-groups \$\{step)2", r"\g<1>1", line) for line in lines]
+    )[0]
     task = instantiate(320, SEED)
     stranger = [
-        line.replace("${step2:UserPoolClient.ClientId}", "1h57kf5cpq17m0eml12EXAMPLE") for line in task.solution
+        line.replace("${step2:UserPoolClient.ClientId}", "1h57kf5cpq17m0eml12EXAMPLE")
+        for line in task.solution
     ]
     assert not play(episode, task, stranger)[0]
     task = instantiate(314, SEED)
@@ -244,5 +320,8 @@ def test_what_belongs_together_is_looked_up_together(episode: Episode) -> None:
     wrong += f"Type=HTTP,FullyQualifiedDomainName=www.{task.params['name']}.example,Port=80"
     removal = "aws route53 delete-health-check --health-check-id ${step1:HealthCheck.Id}"
     assert play(episode, task, [*after(wrong, task.solution), removal]) == (True, 1.0)
-    by_mail = [line.replace("--validation-method DNS", "--validation-method EMAIL") for line in task.solution]
+    by_mail = [
+        line.replace("--validation-method DNS", "--validation-method EMAIL")
+        for line in task.solution
+    ]
     assert not play(episode, task, by_mail)[0]

@@ -1,5 +1,5 @@
-"""The continuous engine: the tokens of the lockstep engine whatever the company, weights, pauses and ends between two
-tokens."""
+"""The continuous engine: the tokens of the lockstep engine whatever the company, weights, pauses
+and ends between two tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class Client:
         self._over: dict[int, GenOutput | Exception] = {}
 
     def submit(self, request: GenRequest, config: GenConfig, stop_ids: Any = (2,)) -> None:
-        self.engine.submit(request, config, stop_ids, lambda result: self._ready.put((request.slot, result)))
+        self.engine.submit(
+            request, config, stop_ids, lambda result: self._ready.put((request.slot, result))
+        )
 
     def result(self, slot: int) -> GenOutput | Exception:
         while slot not in self._over:
@@ -93,15 +95,23 @@ def test_turns_that_come_and_go_get_the_tokens_they_get_alone(
     model = tiny_model(architecture)
     rng = random.Random(3)
     common = [rng.randrange(3, 97) for _ in range(20)]
-    texts = {slot: common[: rng.randrange(5, 21)] + [rng.randrange(3, 97) for _ in range(9)] for slot in range(10)}
+    texts = {
+        slot: common[: rng.randrange(5, 21)] + [rng.randrange(3, 97) for _ in range(9)]
+        for slot in range(10)
+    }
     texts[4] = list(texts[3])
     with running(tiny_model(architecture), max_rows=max_rows) as client:
         for turn in range(3):
             configs = {
-                slot: GenConfig(max_new_tokens=rng.randrange(3, 20), temperature=rng.choice([1.0, 0.8]))
+                slot: GenConfig(
+                    max_new_tokens=rng.randrange(3, 20), temperature=rng.choice([1.0, 0.8])
+                )
                 for slot in texts
             }
-            requests = {slot: GenRequest(slot, list(ids), seed=100 * slot + turn) for slot, ids in texts.items()}
+            requests = {
+                slot: GenRequest(slot, list(ids), seed=100 * slot + turn)
+                for slot, ids in texts.items()
+            }
             for slot in rng.sample(sorted(texts), len(texts)):
                 client.submit(requests[slot], configs[slot], stop_ids=range(8))
                 if rng.random() < 0.3:
@@ -109,9 +119,15 @@ def test_turns_that_come_and_go_get_the_tokens_they_get_alone(
             for slot, request in requests.items():
                 output = client.output(slot)
                 expected = alone(model, request, configs[slot], range(8))
-                assert (output.token_ids, output.finish_reason) == (expected.token_ids, expected.finish_reason)
+                assert (output.token_ids, output.finish_reason) == (
+                    expected.token_ids,
+                    expected.finish_reason,
+                )
                 torch.testing.assert_close(
-                    torch.tensor(output.logprobs), torch.tensor(expected.logprobs), atol=1e-4, rtol=0
+                    torch.tensor(output.logprobs),
+                    torch.tensor(expected.logprobs),
+                    atol=1e-4,
+                    rtol=0,
                 )
                 texts[slot] += output.token_ids + [rng.randrange(3, 97) for _ in range(4)]
         stats = client.engine.stats()
@@ -126,7 +142,9 @@ def long_model(tiny_model: Any) -> Any:
 
 
 @pytest.mark.parametrize("kv_policy", ["recompute", "keep"])
-def test_new_weights_come_between_two_tokens(long_model: Any, tiny_model: Any, kv_policy: str) -> None:
+def test_new_weights_come_between_two_tokens(
+    long_model: Any, tiny_model: Any, kv_policy: str
+) -> None:
     new = changed(long_model)
     prompts = {slot: [5, 6, 7, 8, 9, 10, 11, 12, 13, slot + 20] for slot in range(6)}
     with running(long_model, kv_policy=kv_policy) as client:
@@ -151,7 +169,9 @@ def test_new_weights_come_between_two_tokens(long_model: Any, tiny_model: Any, k
         got = torch.tensor(output.logprobs)
         torch.testing.assert_close(got[:old], before[:old], atol=1e-4, rtol=0)
         exact = torch.allclose(got[old:], after[old:], atol=1e-4, rtol=0)
-        assert exact == (kv_policy == "recompute"), "keys and values of the old weights show in what follows"
+        assert exact == (kv_policy == "recompute"), (
+            "keys and values of the old weights show in what follows"
+        )
 
 
 def test_weights_are_taken_whole_or_not_at_all(tiny_model: Any) -> None:
@@ -210,7 +230,9 @@ def test_a_pause_stops_sampling_until_resume(long_model: Any) -> None:
         client.engine.resume()
 
 
-def test_aborted_requests_keep_their_tokens_and_free_their_place(long_model: Any, tiny_model: Any) -> None:
+def test_aborted_requests_keep_their_tokens_and_free_their_place(
+    long_model: Any, tiny_model: Any
+) -> None:
     requests = [GenRequest(slot, [5, 6, slot + 7], seed=slot) for slot in range(4)]
     with running(long_model, max_rows=2) as client:
         for request in requests:
@@ -225,13 +247,17 @@ def test_aborted_requests_keep_their_tokens_and_free_their_place(long_model: Any
         made = len(first.token_ids)
         rest = GenRequest(0, [5, 6, 7, *first.token_ids], made, seed=0)
         client.submit(rest, GenConfig(max_new_tokens=made + 20), stop_ids=())
-        whole = alone(tiny_model("qwen3", POSITIONS), requests[0], GenConfig(max_new_tokens=made + 20), ())
+        whole = alone(
+            tiny_model("qwen3", POSITIONS), requests[0], GenConfig(max_new_tokens=made + 20), ()
+        )
         assert first.token_ids + client.output(0).token_ids == whole.token_ids
         client.engine.abort([1])
         assert client.output(1).finish_reason == "aborted"
 
 
-def test_freed_slots_are_computed_again_and_a_playing_one_is_forgotten_later(long_model: Any) -> None:
+def test_freed_slots_are_computed_again_and_a_playing_one_is_forgotten_later(
+    long_model: Any,
+) -> None:
     prompt = list(range(3, 33))
     with running(long_model) as client:
         client.submit(GenRequest(0, prompt, seed=1), LONG, stop_ids=())
@@ -265,7 +291,9 @@ def test_bad_requests_fail_alone(long_model: Any) -> None:
         assert client.output(0).token_ids
 
 
-def test_a_failed_forward_pass_fails_its_requests_and_not_the_engine(long_model: Any, tiny_model: Any) -> None:
+def test_a_failed_forward_pass_fails_its_requests_and_not_the_engine(
+    long_model: Any, tiny_model: Any
+) -> None:
     request = GenRequest(0, [5, 6, 7], seed=1)
     good = {name: value.detach().clone() for name, value in long_model.named_parameters()}
     broken = {name: torch.full_like(value, float("nan")) for name, value in good.items()}
@@ -317,7 +345,9 @@ def test_a_replica_keeps_the_weights_that_it_was_made_with(tiny_model: Any) -> N
         replica.submit(request, greedy, stop_ids=())
         kept = replica.output(0)
         client.submit(request, greedy, stop_ids=())
-        assert client.output(0).logprobs != pytest.approx(kept.logprobs), "the engine has other weights"
+        assert client.output(0).logprobs != pytest.approx(kept.logprobs), (
+            "the engine has other weights"
+        )
         client.output(1)
     try:
         replica.submit(GenRequest(3, [5, 6, 7], seed=1), greedy, stop_ids=())
@@ -325,7 +355,9 @@ def test_a_replica_keeps_the_weights_that_it_was_made_with(tiny_model: Any) -> N
     finally:
         replica.engine.close()
     expected = alone(tiny_model(), request, greedy, stop_ids=())
-    assert kept.token_ids == expected.token_ids and kept.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    assert kept.token_ids == expected.token_ids and kept.logprobs == pytest.approx(
+        expected.logprobs, abs=1e-5
+    )
     assert kept.versions == [4] * 12
 
 
@@ -349,7 +381,9 @@ def test_requests_that_find_no_memory_wait_for_others(tiny_model: Any) -> None:
     told: dict[bool, list[list[int]]] = {}
     for bound in (False, True):
         most = 2 * one if bound else None
-        with closing(ContinuousGenerator(copy.deepcopy(model), max_bytes=lambda most=most: most)) as engine:
+        with closing(
+            ContinuousGenerator(copy.deepcopy(model), max_bytes=lambda most=most: most)
+        ) as engine:
             client = Client(engine)
             for n, prompt in enumerate(prompts):
                 client.submit(GenRequest(n, prompt, seed=n), GenConfig(max_new_tokens=7), ())

@@ -1,5 +1,5 @@
-"""The parts of the embedded engine: sampling, the table of rows, copies of weights, norms and products, and the forward
-pass without modules against the modules."""
+"""The parts of the embedded engine: sampling, the table of rows, copies of weights, norms and
+products, and the forward pass without modules against the modules."""
 
 from __future__ import annotations
 
@@ -17,9 +17,20 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from realhf.api.config import BuiltinModelConfig, OptimizerConfig
 from realhf.backends.builtin_policy import build_model
 from realhf.backends.embedded import kernels
-from realhf.backends.embedded.attention import RowBlock, block_attention, row_blocks, row_decode_attention
+from realhf.backends.embedded.attention import (
+    RowBlock,
+    block_attention,
+    row_blocks,
+    row_decode_attention,
+)
 from realhf.backends.embedded.decode_core import RowTable
-from realhf.backends.embedded.forward_pass import Decoding, FastDecoder, ModulePass, PrefillPiece, fast_decoder
+from realhf.backends.embedded.forward_pass import (
+    Decoding,
+    FastDecoder,
+    ModulePass,
+    PrefillPiece,
+    fast_decoder,
+)
 from realhf.backends.embedded.kernels import (
     LEAST_ROWS,
     FewPassNorm,
@@ -43,9 +54,15 @@ def test_numbers_are_uniform_and_independent_across_neighbouring_seeds_and_posit
     table = uniform_at(streams[:, None], np.arange(200)[None])
     assert table.min() >= 0 and table.max() < 1
     counts = np.histogram(table, bins=64, range=(0, 1))[0]
-    assert ((counts - 625) ** 2 / 625).sum() < 120  # chi-square, 63 degrees of freedom: p < 1e-5 beyond
+    assert (
+        (counts - 625) ** 2 / 625
+    ).sum() < 120  # chi-square, 63 degrees of freedom: p < 1e-5 beyond
     centred = table - 0.5
-    for shifted in (centred[1:] * centred[:-1], centred[:, 1:] * centred[:, :-1], centred[1:, 1:] * centred[:-1, :-1]):
+    for shifted in (
+        centred[1:] * centred[:-1],
+        centred[:, 1:] * centred[:, :-1],
+        centred[1:, 1:] * centred[:-1, :-1],
+    ):
         assert abs(shifted.mean()) < 5 / 12 / np.sqrt(shifted.size)
 
 
@@ -204,7 +221,10 @@ def pair(features: int, out: int, bias: bool) -> tuple[nn.Linear, nn.Linear]:
 @pytest.mark.parametrize("shape", [(LEAST_ROWS, 48), (3, 40, 48), (1, 2, 48), (0, 48)])
 def test_values_and_gradients_are_those_of_the_plain_layer(shape: tuple[int, ...], bias: bool):
     plain, wide = pair(48, 80, bias)
-    inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
+    inputs = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        for _ in range(2)
+    ]
     outputs = [layer(x) for layer, x in zip((plain, wide), inputs, strict=True)]
     weigh = torch.randn(outputs[0].shape, generator=torch.Generator().manual_seed(2))
     for output in outputs:
@@ -267,7 +287,9 @@ def test_a_large_weight_is_worth_it_from_a_few_rows_on() -> None:
     torch.testing.assert_close(product(rows, weight), rows @ weight.t())
 
 
-def test_on_a_processor_that_mkl_favours_layers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_processor_that_mkl_favours_layers_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Except for few rows of a large weight, where reading it takes the time."""
     monkeypatch.setattr(kernels, "favoured_by_mkl", lambda: True)
     large = torch.empty(1 << 16, 64)
@@ -309,7 +331,9 @@ def test_logits_equal_the_modules_for_mixed_passes(tiny_model: Any, architecture
         rows = np.array(ready, dtype=np.int64)
         positions = np.array([held[row] for row in ready], dtype=np.int64)
         decoding = Decoding(rows, text[rows, positions], positions, text) if ready else None
-        pieces = [PrefillPiece(row, held[row], text[row, held[row] : held[row] + n]) for row, n in joining]
+        pieces = [
+            PrefillPiece(row, held[row], text[row, held[row] : held[row] + n]) for row, n in joining
+        ]
         got = fast.run(decoding, pieces)
         expected = slow.run(decoding, pieces)
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
@@ -330,13 +354,19 @@ def test_weights_copied_in_place_or_replaced_are_seen(tiny_model: Any) -> None:
     piece = PrefillPiece(0, 0, np.arange(5))
     layer = model.model.layers[0].mlp.up_proj
     layer.weight.mul_(1.5)
-    torch.testing.assert_close(decoder.run(None, [piece])[0], model(torch.arange(5)[None]).logits[0, -1])
+    torch.testing.assert_close(
+        decoder.run(None, [piece])[0], model(torch.arange(5)[None]).logits[0, -1]
+    )
     layer.weight = torch.nn.Parameter(layer.weight * 1.5)
-    torch.testing.assert_close(decoder.run(None, [piece])[0], model(torch.arange(5)[None]).logits[0, -1])
+    torch.testing.assert_close(
+        decoder.run(None, [piece])[0], model(torch.arange(5)[None]).logits[0, -1]
+    )
 
 
 @torch.inference_mode()
-def test_the_builtin_policy_takes_it_and_what_it_does_not_know_goes_through_the_modules(tiny_model: Any) -> None:
+def test_the_builtin_policy_takes_it_and_what_it_does_not_know_goes_through_the_modules(
+    tiny_model: Any,
+) -> None:
     builtin = BuiltinModelConfig(vocab_size=512, num_layers=2)
     assert fast_decoder(build_model(builtin, 512, 3, 0, seed=1).eval(), filled()) is not None
     assert fast_decoder(tiny_model("gpt2"), filled()) is None
@@ -365,15 +395,22 @@ def test_blocks_cover_the_rows_and_share_only_what_is_common() -> None:
         for block in blocks:
             members = [i for i, row in enumerate(rows) if block.first <= row < block.end]
             assert block.width == positions[members].max() + 1
-            assert block.shared == 0 or (block.shared >= 64 and positions[members].min() >= block.shared)
-            assert (tokens[rows[members], : block.shared] == tokens[block.leader, : block.shared]).all()
+            assert block.shared == 0 or (
+                block.shared >= 64 and positions[members].min() >= block.shared
+            )
+            assert (
+                tokens[rows[members], : block.shared] == tokens[block.leader, : block.shared]
+            ).all()
 
 
 def test_a_group_with_one_prompt_is_one_block() -> None:
     tokens = np.random.default_rng(2).integers(0, 50, size=(16, 300))
     tokens[:8, :200], tokens[8:, :150] = tokens[0, :200], tokens[8, :150]
     blocks = row_blocks(tokens, np.arange(16), np.arange(220, 236))
-    assert [(block.first, block.end, block.shared) for block in blocks] == [(0, 8, 200), (8, 16, 150)]
+    assert [(block.first, block.end, block.shared) for block in blocks] == [
+        (0, 8, 200),
+        (8, 16, 150),
+    ]
 
 
 @pytest.mark.parametrize("shared", [0, 64])
@@ -386,7 +423,11 @@ def test_block_attention_equals_the_library_kernel(shared: int) -> None:
     mask = torch.zeros(4, 1, 1, 96).masked_fill(closed, float("-inf"))
     got = block_attention(query, keys, values, mask, RowBlock(2, 6, 2, shared, 81), 0.3)
     expected = torch.nn.functional.scaled_dot_product_attention(
-        query[:, :, None], keys[2:6].repeat_interleave(2, 1), values[2:6].repeat_interleave(2, 1), mask, scale=0.3
+        query[:, :, None],
+        keys[2:6].repeat_interleave(2, 1),
+        values[2:6].repeat_interleave(2, 1),
+        mask,
+        scale=0.3,
     )
     torch.testing.assert_close(got, expected.reshape(4, -1), atol=1e-5, rtol=1e-5)
 
@@ -401,7 +442,12 @@ def test_scores_of_a_short_type_are_not_rounded(shared: int) -> None:
     mask = torch.zeros(4, 1, 1, 96).bfloat16()
     got = block_attention(query, keys, values, mask, RowBlock(0, 4, 0, shared, 96), 1.0)
     row = row_decode_attention(
-        None, query[:, :, None], keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1), mask, scaling=1.0
+        None,
+        query[:, :, None],
+        keys.repeat_interleave(2, 1),
+        values.repeat_interleave(2, 1),
+        mask,
+        scaling=1.0,
     )[0]
     expected = torch.nn.functional.scaled_dot_product_attention(
         query.double()[:, :, None],
@@ -415,9 +461,13 @@ def test_scores_of_a_short_type_are_not_rounded(shared: int) -> None:
 
 
 @torch.inference_mode()
-def test_deep_models_in_bfloat16_keep_the_fast_pass(tiny_model: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_deep_models_in_bfloat16_keep_the_fast_pass(
+    tiny_model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     torch.manual_seed(0)
-    builtin = BuiltinModelConfig(vocab_size=256, hidden_size=64, num_layers=24, num_heads=2, intermediate_size=96)
+    builtin = BuiltinModelConfig(
+        vocab_size=256, hidden_size=64, num_layers=24, num_heads=2, intermediate_size=96
+    )
     model = build_model(builtin, 256, 3, 0, seed=1).eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:

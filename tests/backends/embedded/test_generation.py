@@ -19,7 +19,9 @@ from realhf.backends.embedded.memory import cache_bytes, token_bytes
 ARCHITECTURES = ["qwen3", "llama", "qwen2", "gpt2"]
 
 
-def full_forward_logprobs(model: Any, prefix: list[int], tokens: list[int], temperature: float) -> torch.Tensor:
+def full_forward_logprobs(
+    model: Any, prefix: list[int], tokens: list[int], temperature: float
+) -> torch.Tensor:
     full = torch.tensor(prefix + tokens)
     with torch.no_grad():
         logits = model(input_ids=full[None]).logits[0].double() / temperature
@@ -28,12 +30,16 @@ def full_forward_logprobs(model: Any, prefix: list[int], tokens: list[int], temp
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logprobs_equal_full_forward_over_turns_with_kept_caches(tiny_model: Any, architecture: str) -> None:
+def test_logprobs_equal_full_forward_over_turns_with_kept_caches(
+    tiny_model: Any, architecture: str
+) -> None:
     model = tiny_model(architecture)
     rng = random.Random(1)
     engine = EmbeddedGenerator(model)
     common = [rng.randrange(97) for _ in range(20)]
-    texts = {slot: common + [rng.randrange(97) for _ in range(rng.randrange(0, 30))] for slot in range(9)}
+    texts = {
+        slot: common + [rng.randrange(97) for _ in range(rng.randrange(0, 30))] for slot in range(9)
+    }
     texts[3] = list(texts[2])
     for turn in range(4):
         if turn == 2:
@@ -47,7 +53,9 @@ def test_logprobs_equal_full_forward_over_turns_with_kept_caches(tiny_model: Any
         assert len({len(o.token_ids) for o in outputs}) > 1, "rows must end at different steps"
         for slot, out in zip(live, outputs, strict=True):
             expected = full_forward_logprobs(model, texts[slot], out.token_ids, 0.7)
-            torch.testing.assert_close(torch.tensor(out.logprobs).double(), expected, atol=1e-4, rtol=0)
+            torch.testing.assert_close(
+                torch.tensor(out.logprobs).double(), expected, atol=1e-4, rtol=0
+            )
             texts[slot] += out.token_ids + [rng.randrange(97) for _ in range(rng.randrange(1, 9))]
     assert engine.core.reused_tokens > 2 * engine.core.computed_tokens
 
@@ -127,10 +135,13 @@ def test_freed_slots_are_computed_again(tiny_model: Any) -> None:
 
 @pytest.mark.slow
 def test_sampling_follows_the_distribution(tiny_model: Any) -> None:
-    """4,000 draws of one next token: every frequency within five standard errors of its probability."""
+    """4,000 draws of one next token: every frequency within five standard errors of its
+    probability."""
     model = tiny_model()
     n = 4000
-    outputs = _run(EmbeddedGenerator(model), [[7, 8, 9]] * n, max_new_tokens=1, temperature=1.5, seed=1)
+    outputs = _run(
+        EmbeddedGenerator(model), [[7, 8, 9]] * n, max_new_tokens=1, temperature=1.5, seed=1
+    )
     with torch.no_grad():
         p = (model(input_ids=torch.tensor([[7, 8, 9]])).logits[0, -1] / 1.5).softmax(-1)
     counts = torch.bincount(torch.tensor([o.token_ids[0] for o in outputs]), minlength=97)
@@ -154,10 +165,17 @@ def test_truncation_limits_what_is_drawn_and_keeps_reported_probabilities(tiny_m
 
 def test_min_new_tokens_holds_back_stop_ids(tiny_model: Any) -> None:
     everything = list(range(97))
-    out = _run(EmbeddedGenerator(tiny_model()), [[5]], max_new_tokens=9, stop_ids=everything[:90], seed=2)[0]
+    out = _run(
+        EmbeddedGenerator(tiny_model()), [[5]], max_new_tokens=9, stop_ids=everything[:90], seed=2
+    )[0]
     assert len(out.token_ids) < 4
     held = _run(
-        EmbeddedGenerator(tiny_model()), [[5]], max_new_tokens=9, min_new_tokens=4, stop_ids=everything[:90], seed=2
+        EmbeddedGenerator(tiny_model()),
+        [[5]],
+        max_new_tokens=9,
+        min_new_tokens=4,
+        stop_ids=everything[:90],
+        seed=2,
     )[0]
     assert all(t >= 90 for t in held.token_ids[:4]) and len(held.token_ids) > 4
 
@@ -233,7 +251,9 @@ def test_chunks_give_the_greedy_turn_of_one_call(tiny_model: Any) -> None:
     tokens: list[int] = []
     reasons = []
     while reasons[-1:] != ["length"]:
-        part = engine.generate([GenRequest(0, prefix + tokens, len(tokens))], config, stop_ids=[], seed=0)[0]
+        part = engine.generate(
+            [GenRequest(0, prefix + tokens, len(tokens))], config, stop_ids=[], seed=0
+        )[0]
         tokens += part.token_ids
         reasons.append(part.finish_reason)
     assert tokens == whole.token_ids
@@ -247,7 +267,9 @@ def test_a_minimum_holds_across_chunks(tiny_model: Any) -> None:
     engine = EmbeddedGenerator(model)
     first = engine.generate([GenRequest(0, [5, 6])], config, stop_ids=every, seed=1)[0]
     assert first.finish_reason == "interrupted" and len(first.token_ids) == 2
-    rest = engine.generate([GenRequest(0, [5, 6, *first.token_ids], 2)], config, stop_ids=every, seed=1)[0]
+    rest = engine.generate(
+        [GenRequest(0, [5, 6, *first.token_ids], 2)], config, stop_ids=every, seed=1
+    )[0]
     assert len(rest.token_ids) == 2
     assert rest.token_ids[0] == model.config.vocab_size - 1
 
@@ -271,7 +293,9 @@ def test_a_seeded_sequence_keeps_its_tokens_in_any_company_and_in_chunks(tiny_mo
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_a_bound_on_the_cache_makes_requests_wait_and_changes_no_token(tiny_model: Any, architecture: str) -> None:
+def test_a_bound_on_the_cache_makes_requests_wait_and_changes_no_token(
+    tiny_model: Any, architecture: str
+) -> None:
     """More requests than rows; longer ones than before; one that alone is more than the bound."""
     model = tiny_model(architecture)
     one = token_bytes(model.config, model.dtype) * 64
@@ -292,23 +316,36 @@ def test_a_bound_on_the_cache_makes_requests_wait_and_changes_no_token(tiny_mode
             assert 0 < bound.core.kv_bytes <= max(most, 2 * one), "one row there always is"
 
 
-def test_the_size_of_a_cache_is_an_option_or_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_cache_is_an_option_or_a_share_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An engine that has a GPU for itself used to take more than there is."""
     cpu = torch.device("cpu")
     second = torch.device("cuda", 1)
     for shared in (True, False):
-        assert cache_bytes(0.5, cpu, shared=shared) == cache_bytes(0.5, second, shared=shared) == 1 << 29
+        assert (
+            cache_bytes(0.5, cpu, shared=shared)
+            == cache_bytes(0.5, second, shared=shared)
+            == 1 << 29
+        )
     assert cache_bytes(None, cpu, shared=True) is None, "without a GPU it takes what it needs"
     of = {second: ((1000, 5000), 700, 300)}  # It asks about no other device, such as the first.
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: of[device][0])
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: of[device][1])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: of[device][2])
-    assert cache_bytes(None, second, shared=True) == 700 and cache_bytes(None, second, shared=False) == 1120
-    assert cache_bytes(None, second, shared=True, taken=4400) == 300, "a trainer has no gradients and moments yet"
+    assert (
+        cache_bytes(None, second, shared=True) == 700
+        and cache_bytes(None, second, shared=False) == 1120
+    )
+    assert cache_bytes(None, second, shared=True, taken=4400) == 300, (
+        "a trainer has no gradients and moments yet"
+    )
     assert cache_bytes(None, second, shared=True, taken=6000) == 0
 
 
-def test_a_cache_that_finds_no_memory_says_what_to_lower(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_finds_no_memory_says_what_to_lower(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def short(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
 
@@ -316,20 +353,34 @@ def test_a_cache_that_finds_no_memory_says_what_to_lower(tiny_model: Any, monkey
     request = [GenRequest(0, [5, 6, 7])]
     with monkeypatch.context() as patch:
         patch.setattr(RowCache, "reserve", short)
-        with pytest.raises(RuntimeError, match=r"1 rows of 7 tokens: lower engine.kv_cache_gib \(1 GiB now\)"):
+        with pytest.raises(
+            RuntimeError, match=r"1 rows of 7 tokens: lower engine.kv_cache_gib \(1 GiB now\)"
+        ):
             engine.generate(request, GenConfig(max_new_tokens=4), stop_ids=(), seed=1)
     (output,) = engine.generate(request, GenConfig(max_new_tokens=4), stop_ids=(), seed=1)
     assert len(output.token_ids) == 4, "the engine goes on"
 
 
 def test_a_first_step_that_finds_no_memory_says_what_to_lower() -> None:
-    """A cache is allocated by the first pass, whose errors used to name nothing. The memory that is asked for here, a
-    terabyte for the keys alone, is really not there."""
-    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1 << 16, "hidden_size": 8}
-    sizes = {"vocab_size": 97, "intermediate_size": 8, "num_hidden_layers": 1, "max_position_embeddings": 1 << 23}
+    """A cache is allocated by the first pass, whose errors used to name nothing. The memory that is
+    asked for here, a terabyte for the keys alone, is really not there."""
+    heads = {
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 1 << 16,
+        "hidden_size": 8,
+    }
+    sizes = {
+        "vocab_size": 97,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 1 << 23,
+    }
     engine = EmbeddedGenerator(LlamaForCausalLM(LlamaConfig(**heads, **sizes)))
     request = [GenRequest(0, [5, 6, 7])]
-    with pytest.raises(RuntimeError, match=r"in a step of generation with keys and values of 1 rows of 4\d+ ") as said:
+    with pytest.raises(
+        RuntimeError, match=r"in a step of generation with keys and values of 1 rows of 4\d+ "
+    ) as said:
         engine.generate(request, GenConfig(max_new_tokens=4_000_000), stop_ids=(), seed=1)
     assert "lower engine.kv_cache_gib (not set) or rollout.max_total_tokens" in str(said.value)
     (output,) = engine.generate(request, GenConfig(max_new_tokens=4), stop_ids=(), seed=1)

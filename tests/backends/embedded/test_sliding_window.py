@@ -1,4 +1,5 @@
-"""Models with a sliding window: the context is longer than the window, and generator and trainer see the same."""
+"""Models with a sliding window: the context is longer than the window, and generator and trainer
+see the same."""
 
 from __future__ import annotations
 
@@ -56,7 +57,10 @@ def test_what_was_sampled_beyond_the_window_is_what_the_trainer_scores(tmp_path:
     assert engine.context_limit == 256
     prompts = [[5, 6, 7] * 9, [8] * 3]
     out = engine.generate(
-        [GenRequest(i, prompt) for i, prompt in enumerate(prompts)], GenConfig(max_new_tokens=24), stop_ids=(), seed=0
+        [GenRequest(i, prompt) for i, prompt in enumerate(prompts)],
+        GenConfig(max_new_tokens=24),
+        stop_ids=(),
+        seed=0,
     )
     assert [len(o.token_ids) for o in out] == [24, 24]
     rows = [prompt + o.token_ids for prompt, o in zip(prompts, out, strict=True)]
@@ -73,13 +77,20 @@ def test_what_was_sampled_beyond_the_window_is_what_the_trainer_scores(tmp_path:
     torch.testing.assert_close(scored[scored != 0], sampled, atol=1e-3, rtol=1e-3)
     beyond = model(input_ids=torch.tensor([rows[0]])).logits[0]
     changed = model(input_ids=torch.tensor([[9, *rows[0][1:]]])).logits[0]
-    assert torch.equal(beyond[2 * WINDOW :], changed[2 * WINDOW :]) and not torch.equal(beyond[0], changed[0])
+    assert torch.equal(beyond[2 * WINDOW :], changed[2 * WINDOW :]) and not torch.equal(
+        beyond[0], changed[0]
+    )
 
 
 PHI_LONG = Phi3Config(
     max_position_embeddings=131072,
     original_max_position_embeddings=4096,
-    rope_parameters={"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [4.0] * 48, "rope_theta": 1e4},
+    rope_parameters={
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 48,
+        "long_factor": [4.0] * 48,
+        "rope_theta": 1e4,
+    },
 )
 
 
@@ -90,7 +101,12 @@ PHI_LONG = Phi3Config(
         (Gemma2Config(), 8192),
         (Gemma3TextConfig(), 131072),
         (MistralConfig(), 131072),
-        (LlamaConfig(max_position_embeddings=2048, rope_scaling={"type": "linear", "factor": 2.0}), 4096),
+        (
+            LlamaConfig(
+                max_position_embeddings=2048, rope_scaling={"type": "linear", "factor": 2.0}
+            ),
+            4096,
+        ),
         (
             Qwen2Config(
                 max_position_embeddings=32768,
@@ -117,7 +133,13 @@ PHI_LONG = Phi3Config(
             ),
             131072,
         ),
-        (LlamaConfig(max_position_embeddings=2048, rope_parameters={"rope_type": "dynamic", "factor": 2.0}), 2048),
+        (
+            LlamaConfig(
+                max_position_embeddings=2048,
+                rope_parameters={"rope_type": "dynamic", "factor": 2.0},
+            ),
+            2048,
+        ),
         (PHI_LONG, 4096),
     ],
 )
@@ -129,21 +151,38 @@ def test_the_context_is_that_of_the_positions_with_their_scaling(config: Any, li
 def test_a_rotary_embedding_that_depends_on_the_length_is_named_as_the_reason() -> None:
     reason = context_reason(PHI_LONG.to_dict())
     assert reason == " (its rotary embedding, longrope, changes for longer texts)"
-    by_layer = {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {}}}
-    assert "dynamic" in context_reason(by_layer) and context_limit({**by_layer, "max_position_embeddings": 8}) == 8
+    by_layer = {
+        "rope_parameters": {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {}}
+    }
+    assert (
+        "dynamic" in context_reason(by_layer)
+        and context_limit({**by_layer, "max_position_embeddings": 8}) == 8
+    )
     assert context_reason(MistralConfig().to_dict()) == context_reason({"rope_scaling": None}) == ""
 
 
 def test_a_row_that_idles_does_not_lengthen_the_text_of_others() -> None:
-    """A rotary embedding by length took the place where idle rows are fed, at the end of the cache, for a position."""
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    """A rotary embedding by length took the place where idle rows are fed, at the end of the cache,
+    for a position."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+    }
     shape = {**SHAPE, "sliding_window": None, "original_max_position_embeddings": 60}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(Phi3Config(**shape, rope_parameters=rope)).eval()
     core = DecodeCore(model)
     over = []
     turns = [
-        Turn(GenRequest(slot, [5 + slot] * 9), GenConfig(max_new_tokens=24), frozenset(), budget, stream=slot)
+        Turn(
+            GenRequest(slot, [5 + slot] * 9),
+            GenConfig(max_new_tokens=24),
+            frozenset(),
+            budget,
+            stream=slot,
+        )
         for slot, budget in ((0, 2), (1, 24))
     ]
     core.join(turns)

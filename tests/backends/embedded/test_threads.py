@@ -1,4 +1,5 @@
-"""Threads sleep at barriers while other programs keep cores busy, and spin otherwise; results stay the same."""
+"""Threads sleep at barriers while other programs keep cores busy, and spin otherwise; results stay
+the same."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from workers.model_worker import share_of_cores
 
 
 class SimulatedMachine:
-    """Cores, strangers that keep some of them busy, and a clock: the account and the spinning of one process."""
+    """Cores, strangers that keep some of them busy, and a clock: the account and the spinning of
+    one process."""
 
     def __init__(self, cores: int, strangers: float = 0.0) -> None:
         self.cores = cores
@@ -60,7 +62,9 @@ class SimulatedMachine:
 
 
 def threads_on(machine: SimulatedMachine, count: int) -> ComputeThreads:
-    return ComputeThreads(count, machine, machine, clock=lambda: machine.now, set_threads=lambda _: None)
+    return ComputeThreads(
+        count, machine, machine, clock=lambda: machine.now, set_threads=lambda _: None
+    )
 
 
 def test_on_a_quiet_machine_threads_spin_from_the_first_window_on():
@@ -101,7 +105,8 @@ def test_spinning_that_does_not_last_becomes_rare():
 
 
 def test_a_burst_of_other_work_now_and_then_hardly_costs_any_spinning():
-    """Whatever was burst upon before: the threads spin again soon, because sleep on idle cores is slow."""
+    """Whatever was burst upon before: the threads spin again soon, because sleep on idle cores is
+    slow."""
     machine = SimulatedMachine(cores=2)
     some = threads_on(machine, 2)
     spinning = 0
@@ -146,7 +151,9 @@ def test_short_calls_are_looked_at_together():
     assert not machine.short
 
 
-def test_one_thread_waits_for_nobody_and_an_engine_on_its_own_changes_nothing(one_thread_afterwards: None):
+def test_one_thread_waits_for_nobody_and_an_engine_on_its_own_changes_nothing(
+    one_thread_afterwards: None,
+):
     with ComputeThreads(3).computing():
         assert torch.get_num_threads() == 3
     with unmanaged().computing():
@@ -169,8 +176,12 @@ def test_everything_that_an_engine_computes_follows_the_cores(tiny_model: Any, r
     request = GenRequest(0, [7, 8, 9])
     calls: list[Callable[[], object]] = [
         lambda: engine.logprobs(sample, temperature=1.0, mb_spec=whole),
-        lambda: engine.train_batch(sample, lambda outputs, _: (-outputs.logprobs()[0].sum(), {}), mb_spec=whole),
-        lambda: engine.generator().generate([request], GenConfig(max_new_tokens=4), stop_ids=(), seed=1),
+        lambda: engine.train_batch(
+            sample, lambda outputs, _: (-outputs.logprobs()[0].sum(), {}), mb_spec=whole
+        ),
+        lambda: engine.generator().generate(
+            [request], GenConfig(max_new_tokens=4), stop_ids=(), seed=1
+        ),
     ]
     for call in calls:
         machine = SimulatedMachine(cores=4)
@@ -179,7 +190,9 @@ def test_everything_that_an_engine_computes_follows_the_cores(tiny_model: Any, r
             machine.pass_time(WINDOW_S, 1)
             return machine.now
 
-        engine.use_threads(ComputeThreads(4, machine, machine, clock=later, set_threads=lambda _: None))
+        engine.use_threads(
+            ComputeThreads(4, machine, machine, clock=later, set_threads=lambda _: None)
+        )
         call()
         assert machine.switches >= 2 and not machine.short, "the call is looked at while it goes on"
 
@@ -257,11 +270,15 @@ print(json.dumps({"spinning": spinning, "asleep": asleep, "again": helper_cpu_s(
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="libgomp's spinning is that of Linux")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="libgomp's spinning is that of Linux"
+)
 def test_waiting_threads_burn_no_cpu_while_it_is_short_and_results_stay_the_same() -> None:
-    """Between two products an idle helper thread spins for milliseconds, or for next to nothing; what is told is the
-    kernel's account of CPU time, so a busy machine changes nothing."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=False)
+    """Between two products an idle helper thread spins for milliseconds, or for next to nothing;
+    what is told is the kernel's account of CPU time, so a busy machine changes nothing."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["asleep"] < 0.5 * min(found["spinning"], found["again"]), found

@@ -73,8 +73,13 @@ def sums(world: World, rank: int, size: int) -> dict[str, Any]:
             "size": ranks.size,
             "sum": total.tolist(),
             "gradients": [None if p.grad is None else p.grad.tolist() for p in parameters],
-            "gathered": ranks.gather({f"of_{rank}": float("nan") if rank == 1 else 0.1 + rank, "all": 1.0}),
-            "own": [ranks.own(costs) for costs in ([5, 5, 5, 1, 2, 3, 9], [7], [0, 0, 0, 0], [1, 0, 1, 0, 1])],
+            "gathered": ranks.gather(
+                {f"of_{rank}": float("nan") if rank == 1 else 0.1 + rank, "all": 1.0}
+            ),
+            "own": [
+                ranks.own(costs)
+                for costs in ([5, 5, 5, 1, 2, 3, 9], [7], [0, 0, 0, 0], [1, 0, 1, 0, 1])
+            ],
         }
     return {**found, "alone": alone, "after": ranks.size}
 
@@ -106,7 +111,8 @@ class Unbreakable:
 
 
 def one_fails(world: World, rank: int, size: int, how: str) -> float:
-    """The last rank raises, or is killed, while the others wait in a sum; or all but it are told to break off."""
+    """The last rank raises, or is killed, while the others wait in a sum; or all but it are told to
+    break off."""
     ranks = ranks_of(world, size)
     if how == "stuck beside NCCL":
         world.cuda, world._groups = True, [Unbreakable(), *world._groups]

@@ -1,4 +1,5 @@
-"""Loads models that are cut over ranks, part by part and whole, and tells what a rank held meanwhile."""
+"""Loads models that are cut over ranks, part by part and whole, and tells what a rank held
+meanwhile."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ LOADED_WHOLE = "is loaded whole on each worker"
 
 
 class Watched(FsdpBackend):
-    """Notes the most bytes of parameters that are real and not cut, over all moments before a part is cut."""
+    """Notes the most bytes of parameters that are real and not cut, over all moments before a part
+    is cut."""
 
     most = 0
 
@@ -37,14 +39,20 @@ class Watched(FsdpBackend):
 
             def fill(module: Any) -> None:
                 read(module)
-                own = {id(p): p for p in model.parameters() if not p.is_meta and not isinstance(p, DTensor)}
+                own = {
+                    id(p): p
+                    for p in model.parameters()
+                    if not p.is_meta and not isinstance(p, DTensor)
+                }
                 self.most = max(self.most, sum(p.numel() * p.element_size() for p in own.values()))
 
             unread.fill = fill  # type: ignore[method-assign]
         return model
 
 
-def load_all(world: World, rank: int, size: int, folders: Sequence[tuple[str, str]], out: str) -> list[dict[str, Any]]:
+def load_all(
+    world: World, rank: int, size: int, folders: Sequence[tuple[str, str]], out: str
+) -> list[dict[str, Any]]:
     """Load each folder (with its head) twice, part by part and whole; train a step; gather."""
     told: list[str] = []
     handler = logging.Handler()
@@ -75,8 +83,16 @@ def _outcome(world: World, rank: int, size: int, path: str, head: str, out: Path
     )  # fmt: skip
     backend = Watched("cpu", world)
     engine: Any = backend.build(spec, seed=1, total_train_steps=5)
-    tied = head == "lm" and engine.model.get_output_embeddings().weight is engine.model.get_input_embeddings().weight
-    meta = [name for name, p in [*engine.model.named_parameters(), *engine.model.named_buffers()] if p.is_meta]
+    tied = (
+        head == "lm"
+        and engine.model.get_output_embeddings().weight
+        is engine.model.get_input_embeddings().weight
+    )
+    meta = [
+        name
+        for name, p in [*engine.model.named_parameters(), *engine.model.named_buffers()]
+        if p.is_meta
+    ]
     with engine.ranks.together("the whole weights"):
         engine.gather(here=True)
     before = digests(engine.weights())
@@ -107,6 +123,8 @@ def _step(engine: Any) -> float:
 
 def _value_step(engine: Any) -> float:
     result = engine.train_batch(
-        _sample(), lambda outputs, _: ((outputs.values() - 1).square().mean(), {}), mb_spec=MicroBatchSpec()
+        _sample(),
+        lambda outputs, _: ((outputs.values() - 1).square().mean(), {}),
+        mb_spec=MicroBatchSpec(),
     )
     return result.stats["loss"]

@@ -1,4 +1,5 @@
-"""Real ranks for tests: processes that run one function together, forked from a server that has imported it once."""
+"""Real ranks for tests: processes that run one function together, forked from a server that has
+imported it once."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from realhf.backends.parallel.process_groups import Meeting, World
 
 DEADLINE_S = 120.0
 JOBS = ["tests.backends.parallel.jobs", "tests.backends.parallel.training"]
-"""Modules that the server imports for all ranks, with what they import: alone it would cost each two seconds."""
+"""Modules that the server imports for all ranks, with what they import: alone it would cost each
+two seconds."""
 
 Job = Callable[..., Any]
 """(world, rank, *arguments) -> a result that can be pickled; a function of a module."""
@@ -29,7 +31,8 @@ class Outcome(NamedTuple):
 
 
 def run_ranks(size: int, job: Job, *arguments: Any, timeout_s: float = DEADLINE_S) -> list[Outcome]:
-    """Run ``job`` on ``size`` ranks and return the outcome of each. Kills what does not end in time."""
+    """Run ``job`` on ``size`` ranks and return the outcome of each. Kills what does not end in
+    time."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(JOBS)
     meeting = Meeting(size, DEADLINE_S)
@@ -39,7 +42,9 @@ def run_ranks(size: int, job: Job, *arguments: Any, timeout_s: float = DEADLINE_
         for rank in range(size):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(there, meeting.address, rank, size, timeout_s, job, arguments), daemon=True
+                target=_serve,
+                args=(there, meeting.address, rank, size, timeout_s, job, arguments),
+                daemon=True,
             )
             process.start()
             there.close()
@@ -85,7 +90,9 @@ def _serve(
 
     torch.set_num_threads(1)
     try:
-        world = World(address, rank, range(size), join_s=DEADLINE_S, timeout_s=timeout_s, token="a run")
+        world = World(
+            address, rank, range(size), join_s=DEADLINE_S, timeout_s=timeout_s, token="a run"
+        )
         out.send(Outcome(job(world, rank, *arguments)))
     except BaseException as error:
         out.send(Outcome(None, type(error).__name__, "".join(traceback.format_exception(error))))

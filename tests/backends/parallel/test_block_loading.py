@@ -1,4 +1,5 @@
-"""A model that is cut over ranks is read block by block, and is then the one that the folder holds."""
+"""A model that is cut over ranks is read block by block, and is then the one that the folder
+holds."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def saved(folder: Path, name: str, seed: int = 0, **options: Any) -> Path:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_what_ranks_read_part_by_part_is_the_model_of_the_folder(tmp_path: Path) -> None:
-    """Digests of all tensors, a train step and the export are those of ranks that load it whole; none held it whole."""
+    """Digests of all tensors, a train step and the export are those of ranks that load it whole;
+    none held it whole."""
     tied = saved(tmp_path / "tied", "tied", max_shard_size="20KB")
     assert (tied / "model.safetensors.index.json").is_file(), "several files"
     folders = [(str(tied), "lm"), (str(saved(tmp_path / "buffers", "buffers")), "lm")]
@@ -57,7 +59,9 @@ def test_what_ranks_read_part_by_part_is_the_model_of_the_folder(tmp_path: Path)
             assert parts["meta"] == [] and parts["said"] == [] and parts["before"] != parts["after"]
             assert parts["tied"] == (head == "lm" and Path(path).name == "tied")
             size = sum(
-                tensor.nbytes for file in Path(path).glob("*.safetensors") for tensor in load_file(file).values()
+                tensor.nbytes
+                for file in Path(path).glob("*.safetensors")
+                for tensor in load_file(file).values()
             )
             assert 0 < parts["most"] < 0.75 * size, "never the whole model at once"
             assert parts["before"] == outcomes[0][found.index(told)]["parts"]["before"]
@@ -74,15 +78,26 @@ def test_a_folder_that_cannot_be_read_so_is_loaded_whole_and_that_is_said(
     tensors = load_file(folder / "model.safetensors")
 
     def refused(change: dict[str, Any], reason: str) -> None:
-        kept = {name: tensor for name, tensor in {**tensors, **change}.items() if tensor is not None}
+        kept = {
+            name: tensor for name, tensor in {**tensors, **change}.items() if tensor is not None
+        }
         save_file(kept, folder / "model.safetensors", {"format": "pt"})
         caplog.clear()
         assert without_memory(folder) is None
-        assert "actor.path" in caplog.text and "is loaded whole on each worker before it is cut" in caplog.text
+        assert (
+            "actor.path" in caplog.text
+            and "is loaded whole on each worker before it is cut" in caplog.text
+        )
         assert reason in caplog.text
 
-    refused({"model.layers.1.mlp.up_proj.weight": None}, "it holds no tensor model.layers.1.mlp.up_proj.weight")
-    refused({"model.norm.weight": torch.ones(31)}, "model.norm.weight has the shape (31,), in the model (32,)")
+    refused(
+        {"model.layers.1.mlp.up_proj.weight": None},
+        "it holds no tensor model.layers.1.mlp.up_proj.weight",
+    )
+    refused(
+        {"model.norm.weight": torch.ones(31)},
+        "model.norm.weight has the shape (31,), in the model (32,)",
+    )
     refused({"lm_head.weight": None}, "it holds no tensor lm_head.weight")
     assert without_memory(folder, with_head=False) is not None, "a value head needs none"
     (folder / "model.safetensors").write_bytes(b"no such file")
@@ -96,7 +111,9 @@ def test_a_decoder_alone_is_found_by_the_names_it_was_saved_with(tmp_path: Path)
     whole = load_causal_lm(str(folder), "critic", torch.float32)
     whole.model.save_pretrained(folder)
     model, weights = without_memory(folder, torch.bfloat16, with_head=False)
-    assert all(p.is_meta for p in model.parameters()) and not any(b.is_meta for b in model.buffers())
+    assert all(p.is_meta for p in model.parameters()) and not any(
+        b.is_meta for b in model.buffers()
+    )
     weights.fill(model.model)
     for name, parameter in model.model.named_parameters():
         assert torch.equal(parameter, whole.model.get_parameter(name).bfloat16()), name
@@ -108,4 +125,6 @@ def test_an_index_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
     index.write_text(index.read_text().replace('"model-00001', '"../model-00001'))
     model, weights = without_memory(folder)
     weights.fill(model)
-    assert not any(p.is_meta for p in model.parameters()), "files beside the index are read, and no others"
+    assert not any(p.is_meta for p in model.parameters()), (
+        "files beside the index are read, and no others"
+    )

@@ -23,8 +23,8 @@ def goes_on_as(expected: dict[str, Any], found: dict[str, Any]) -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_is_read_by_one_and_theirs_by_two(tmp_path: Path) -> None:
-    """Saved after a call that only scored, which used to leave parameters whole that a rank has a part of: no
-    checkpoint could be written then."""
+    """Saved after a call that only scored, which used to leave parameters whole that a rank has a
+    part of: no checkpoint could be written then."""
     torch.set_num_threads(1)
     one = training.alone(training.tiny_model())
     expected = training.steps(one, "grpo", range(3), together=False)[2]
@@ -38,7 +38,9 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one_and_theirs_by_two(tmp_path: Pa
     again.load_checkpoint(tmp_path / "two")
     assert again.version == 2
     goes_on_as(expected, training.steps(again, "grpo", [2], together=False)[0])
-    for found in results(run_ranks(2, training.loaded_by, 2, Parallel(fsdp=2), [tmp_path / "one", tmp_path / "two"])):
+    for found in results(
+        run_ranks(2, training.loaded_by, 2, Parallel(fsdp=2), [tmp_path / "one", tmp_path / "two"])
+    ):
         for version, stats in found:
             assert version == 2
             goes_on_as(expected, stats)
@@ -60,7 +62,11 @@ def test_checkpoints_are_read_by_more_ranks_and_by_copies(tmp_path: Path) -> Non
     for parallel in (Parallel(fsdp=4), Parallel(dp=2)):
         for found in results(
             run_ranks(
-                parallel.size, training.loaded_by, parallel.size, parallel, [tmp_path / "cut", tmp_path / "copies"]
+                parallel.size,
+                training.loaded_by,
+                parallel.size,
+                parallel,
+                [tmp_path / "cut", tmp_path / "copies"],
             )
         ):
             for version, stats in found:
@@ -70,7 +76,10 @@ def test_checkpoints_are_read_by_more_ranks_and_by_copies(tmp_path: Path) -> Non
 
 def test_copies_that_differ_are_refused_with_the_tensor() -> None:
     for rank, outcome in enumerate(results(run_ranks(2, training.copies_that_differ, 2))):
-        assert outcome[0] == "CopiesDiffer" and f"model.norm.weight differs between rank {rank}" in outcome[1]
+        assert (
+            outcome[0] == "CopiesDiffer"
+            and f"model.norm.weight differs between rank {rank}" in outcome[1]
+        )
 
 
 def test_the_rank_whose_write_fails_says_so_and_the_others_that_it_did(tmp_path: Path) -> None:

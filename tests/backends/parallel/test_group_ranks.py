@@ -29,7 +29,12 @@ def test_ranks_add_up_to_the_same_bits_and_are_alone_outside_a_group_call() -> N
         assert own["gathered"][2]["of_2"] == 2.1 and math.isnan(own["gathered"][1]["of_1"])
 
     shares = [[own["own"][case] for own in found] for case in range(4)]
-    assert shares == [[[0, 1], [2, 3, 4, 5], [6]], [[], [0], []], [[0], [1, 2], [3]], [[0], [1, 2], [3, 4]]]
+    assert shares == [
+        [[0, 1], [2, 3, 4, 5], [6]],
+        [[], [0], []],
+        [[0], [1, 2], [3]],
+        [[0], [1, 2], [3, 4]],
+    ]
 
 
 def test_ranks_that_come_for_different_calls_are_refused() -> None:
@@ -40,7 +45,8 @@ def test_ranks_that_come_for_different_calls_are_refused() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("how", ["raises", "killed", "stuck", "stuck beside NCCL"])
 def test_a_failure_of_one_rank_breaks_off_all(how: str) -> None:
-    """Also where one of the groups of a worker cannot be broken off: that used to keep the connections of all open."""
+    """Also where one of the groups of a worker cannot be broken off: that used to keep the
+    connections of all open."""
     outcomes = run_ranks(3, jobs.one_fails, 3, how)
     own = {"raises": "MemoryError", "killed": "Killed"}
     for outcome in outcomes[:2]:
@@ -50,7 +56,8 @@ def test_a_failure_of_one_rank_breaks_off_all(how: str) -> None:
 
 @pytest.fixture
 def lonely_world() -> Iterator[World]:
-    """A world of one rank, whose collectives do nothing: so nothing fails in them when it is broken off."""
+    """A world of one rank, whose collectives do nothing: so nothing fails in them when it is broken
+    off."""
     meeting = Meeting(1, 60.0)
     world = World(meeting.address, 0, [0], join_s=60.0, timeout_s=60.0)
     world.found([[0]])
@@ -59,9 +66,11 @@ def lonely_world() -> Iterator[World]:
 
 
 @pytest.mark.parametrize("loss", ["finite", "not finite"])
-def test_a_rank_that_is_broken_off_without_an_error_neither_steps_nor_answers(lonely_world: World, loss: str) -> None:
-    """A GPU ends a collective that is broken off with a part of its sums and says nothing: the optimizer used to step
-    on them, or to skip the step, and the rank answered success."""
+def test_a_rank_that_is_broken_off_without_an_error_neither_steps_nor_answers(
+    lonely_world: World, loss: str
+) -> None:
+    """A GPU ends a collective that is broken off with a part of its sums and says nothing: the
+    optimizer used to step on them, or to skip the step, and the rank answered success."""
     ranks = GroupRanks(lonely_world, [0], sharded=False, device=torch.device("cpu"))
     options = {"optimizer": training.OptimizerConfig(lr=1e-2), "total_train_steps": 10}
     engine = TorchEngine(training.tiny_model(), None, ranks=ranks, **options)
@@ -71,16 +80,24 @@ def test_a_rank_that_is_broken_off_without_an_error_neither_steps_nor_answers(lo
         lonely_world.abort("rank 2 failed")
         return -outputs.logprobs()[0].sum() * (1 if loss == "finite" else math.nan), {}
 
-    with pytest.raises(CollectiveBroken, match="broken off: rank 2 failed"), ranks.together("step 1"):
+    with (
+        pytest.raises(CollectiveBroken, match="broken off: rank 2 failed"),
+        ranks.together("step 1"),
+    ):
         engine.train_batch(training.batch(0), broken, mb_spec=training.SPEC)
-    assert torch.equal(torch.cat([weight.reshape(-1) for weight in engine.weights().values()]), before)
+    assert torch.equal(
+        torch.cat([weight.reshape(-1) for weight in engine.weights().values()]), before
+    )
 
 
 def test_a_call_that_was_broken_off_at_its_very_end_has_failed(lonely_world: World) -> None:
     ranks = GroupRanks(lonely_world, [0], sharded=True, device=torch.device("cpu"))
     with ranks.together("step 1"):
         pass
-    with pytest.raises(CollectiveBroken, match="rank 0 of 1 broke off step 2"), ranks.together("step 2"):
+    with (
+        pytest.raises(CollectiveBroken, match="rank 0 of 1 broke off step 2"),
+        ranks.together("step 2"),
+    ):
         lonely_world.abort("rank 1 failed")
 
 

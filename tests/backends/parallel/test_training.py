@@ -1,4 +1,5 @@
-"""The same losses, log-probabilities and tokens, whatever the number of workers is and however the model is cut."""
+"""The same losses, log-probabilities and tokens, whatever the number of workers is and however the
+model is cut."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ CASES = [
 
 
 def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Equal but for the positions that were computed: what sequences on different ranks share is computed on each."""
+    """Equal but for the positions that were computed: what sequences on different ranks share is
+    computed on each."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         if "positions" in name:  # Tells how much padding there is, and what rows have in common.
@@ -42,9 +44,13 @@ def test_five_steps_are_those_of_one_worker(parallel: Parallel, name: str, tied:
     torch.set_num_threads(1)
     one = training.alone(training.tiny_model(tied))
     expected = training.steps(one, name, range(5), together=False)
-    outcomes = results(run_ranks(parallel.size, training.on_ranks, parallel.size, parallel, name, tied))
+    outcomes = results(
+        run_ranks(parallel.size, training.on_ranks, parallel.size, parallel, name, tied)
+    )
     for rank, found in enumerate(outcomes):
-        assert found["stats"] == outcomes[0]["stats"], f"rank {rank} reports what rank 0 does, to the bit"
+        assert found["stats"] == outcomes[0]["stats"], (
+            f"rank {rank} reports what rank 0 does, to the bit"
+        )
         for own, alone in zip(found["stats"], expected, strict=True):
             close(own, alone)
         assert found["scores"] == pytest.approx(training.scores(one), abs=1e-5)
@@ -54,7 +60,9 @@ def test_five_steps_are_those_of_one_worker(parallel: Parallel, name: str, tied:
         assert found["tokens"] == training.tokens(one)
         assert found["weights"].keys() == one.weights().keys()
         for name_of, tensor in one.weights().items():
-            torch.testing.assert_close(torch.tensor(found["weights"][name_of]), tensor, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                torch.tensor(found["weights"][name_of]), tensor, atol=1e-5, rtol=1e-4
+            )
 
 
 @pytest.mark.nightly
@@ -79,8 +87,9 @@ def test_every_published_algorithm_trains_on_two_workers_as_on_one(parallel: Par
     ids=["dp2", "fsdp2", "dp4", "fsdp4"],
 )
 def test_five_steps_of_ppo_are_those_of_one_worker(parallel: Parallel) -> None:
-    """Also with fewer sequences than ranks, and with one sequence. Losses are equal to 1e-5; the norm of a critic's
-    gradient is the square root of sums that differ more in the last bits after four steps of AdamW."""
+    """Also with fewer sequences than ranks, and with one sequence. Losses are equal to 1e-5; the
+    norm of a critic's gradient is the square root of sums that differ more in the last bits after
+    four steps of AdamW."""
     torch.set_num_threads(1)
     expected = training.ppo_steps(
         training.alone(training.tiny_model()), training.alone(ValueModel(training.tiny_model()))
@@ -93,7 +102,9 @@ def test_five_steps_of_ppo_are_those_of_one_worker(parallel: Parallel) -> None:
             for name in own:
                 if not name.endswith("positions_per_token"):  # Tells how much padding there is.
                     close = 1e-4 if name.endswith("grad_norm") else 1e-5
-                    assert own[name] == pytest.approx(alone[name], rel=close, abs=1e-5, nan_ok=True), name
+                    assert own[name] == pytest.approx(
+                        alone[name], rel=close, abs=1e-5, nan_ok=True
+                    ), name
     assert all(row["critic/loss"] > 0 for row in expected)
 
 

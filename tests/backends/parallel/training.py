@@ -1,4 +1,5 @@
-"""A tiny model, batches, and five train steps of an algorithm, of PPO with a critic too: alone and on ranks."""
+"""A tiny model, batches, and five train steps of an algorithm, of PPO with a critic too: alone and
+on ranks."""
 
 from __future__ import annotations
 
@@ -30,9 +31,17 @@ from realhf.backends.training.torch_engine import TorchEngine
 
 CPU = torch.device("cpu")
 GROUPS = ([[9, 14, 6], [5, 5, 12]], [[8, 7], [6, 11, 4]], [[13, 2]], [[20]], [[7, 3, 9, 4], [5]])
-"""Five batches; the third has fewer sequences than four ranks, the fourth one valid sequence only."""
+"""Five batches; the third has fewer sequences than four ranks, the fourth one valid sequence
+only."""
 SPEC = MicroBatchSpec(2, 24)
-PPO = {"algo": "ppo", "gae_lambda": 0.9, "ppo_n_minibatches": 2, "kl_ctl": 0.1, "kl_target": 1.0, "kl_horizon": 50.0}
+PPO = {
+    "algo": "ppo",
+    "gae_lambda": 0.9,
+    "ppo_n_minibatches": 2,
+    "kl_ctl": 0.1,
+    "kl_target": 1.0,
+    "kl_horizon": 50.0,
+}
 
 
 def tiny_model(tied: bool = True, dtype: torch.dtype = torch.float32) -> Any:
@@ -88,8 +97,9 @@ PUBLISHED = {
 
 
 def scored_batch(step: int) -> SequenceSample:
-    """With everything that any algorithm reads: several rows of a rollout, a rollout that failed, two turns a row, and
-    a policy that moved since it sampled, in every other sequence far enough to be masked."""
+    """With everything that any algorithm reads: several rows of a rollout, a rollout that failed,
+    two turns a row, and a policy that moved since it sampled, in every other sequence far enough to
+    be masked."""
     sample = batch(step)
     g = torch.Generator().manual_seed(70 + step)
     ids = sample.seqlens["packed_input_ids"]
@@ -97,7 +107,9 @@ def scored_batch(step: int) -> SequenceSample:
     lengths = [n for group in ids for n in group]
     shifted = [[n - 1 for n in group] for group in ids]
     size = sum(lengths) - len(lengths)
-    moved = torch.cat([torch.full((n - 1,), (0.0005, 0.8)[row % 2]) for row, n in enumerate(lengths)])
+    moved = torch.cat(
+        [torch.full((n - 1,), (0.0005, 0.8)[row % 2]) for row, n in enumerate(lengths)]
+    )
     sampled = torch.randn(size, generator=g) * 0.3 - math.log(50)
     turn = torch.cat([(torch.arange(n) >= n // 2).int() for n in lengths])
     outcome = torch.zeros(len(lengths), dtype=torch.uint8)
@@ -111,11 +123,15 @@ def scored_batch(step: int) -> SequenceSample:
         "turn_ids": torch.where(sample["loss_mask"], turn, -1).int(),
         "turn_rewards": torch.rand(2 * len(lengths), generator=g),
         "turn_states": torch.randint(0, 2, (2 * len(lengths),), generator=g),
-        "rollout_index": torch.tensor([max(0, row - 1) for group in ids for row in range(len(group))]).int(),
+        "rollout_index": torch.tensor(
+            [max(0, row - 1) for group in ids for row in range(len(group))]
+        ).int(),
         "outcome": outcome,
         "seq_no_eos_mask": torch.zeros(len(lengths), dtype=torch.bool),
     }
-    rules = {key: shifted for key, tensor in more.items() if len(tensor) == size} | {"turn_ids": ids}
+    rules = {key: shifted for key, tensor in more.items() if len(tensor) == size} | {
+        "turn_ids": ids
+    }
     rules |= {key: [[2] * len(group) for group in ids] for key in ("turn_rewards", "turn_states")}
     kept = sample.select(sample.keys - more.keys())
     lengths_of = {key: rules.get(key, single) for key in more}
@@ -123,7 +139,8 @@ def scored_batch(step: int) -> SequenceSample:
 
 
 def published_steps(engine_of: Callable[[Any], Any], name: str) -> list[dict[str, float]]:
-    """Two train steps of a row of ``PUBLISHED``, of a policy gradient with two updates each; the statistics."""
+    """Two train steps of a row of ``PUBLISHED``, of a policy gradient with two updates each; the
+    statistics."""
     network = ValueModel(tiny_model()) if name == "reward_model" else tiny_model()
     interface: Any
     if name == "dpo":
@@ -131,20 +148,35 @@ def published_steps(engine_of: Callable[[Any], Any], name: str) -> list[dict[str
     elif name == "reward_model":
         interface = RewardModelInterface(center=0.1)
     else:
-        interface = PolicyGradientInterface({**PUBLISHED[name], "ppo_n_minibatches": 2}, loss_scale_len=12)
+        interface = PolicyGradientInterface(
+            {**PUBLISHED[name], "ppo_n_minibatches": 2}, loss_scale_len=12
+        )
     model = Model("actor", engine_of(network), None)
     found = []
     for step, number in enumerate((0, 4)):
         model.engine.version = step
         ranks = getattr(model.engine, "ranks", None)
-        with ranks.together(f"{name} {step}") if isinstance(ranks, GroupRanks) else contextlib.nullcontext():
-            found.append(interface.train_step(model, scored_batch(number), CallContext(step, 1000, SPEC, Path())))
+        with (
+            ranks.together(f"{name} {step}")
+            if isinstance(ranks, GroupRanks)
+            else contextlib.nullcontext()
+        ):
+            found.append(
+                interface.train_step(
+                    model, scored_batch(number), CallContext(step, 1000, SPEC, Path())
+                )
+            )
     return found
 
 
-def published_on_ranks(world: World, rank: int, size: int, parallel: Parallel) -> dict[str, list[dict[str, float]]]:
+def published_on_ranks(
+    world: World, rank: int, size: int, parallel: Parallel
+) -> dict[str, list[dict[str, float]]]:
     """The two steps of every algorithm on ranks."""
-    return {name: published_steps(lambda model: engine_on(world, size, parallel, model), name) for name in PUBLISHED}
+    return {
+        name: published_steps(lambda model: engine_on(world, size, parallel, model), name)
+        for name in PUBLISHED
+    }
 
 
 def algorithm(name: str) -> Any:
@@ -157,7 +189,9 @@ def algorithm(name: str) -> Any:
                 "loss_agg": "prompt_mean_token_mean", "ppo_n_minibatches": 2, "kl_loss_coef": 0.1,
             }
         )  # fmt: skip
-    return PolicyGradientInterface({"algo": "grpo", "ppo_n_minibatches": 2, "kl_loss_coef": 0.1, "adv_norm": True})
+    return PolicyGradientInterface(
+        {"algo": "grpo", "ppo_n_minibatches": 2, "kl_loss_coef": 0.1, "adv_norm": True}
+    )
 
 
 def engine_on(world: World, size: int, parallel: Parallel, model: Any) -> Any:
@@ -172,7 +206,8 @@ def engine_on(world: World, size: int, parallel: Parallel, model: Any) -> Any:
 
 
 def one_shares_no_prefixes(world: World, rank: int, size: int, parallel: Parallel) -> None:
-    """The last rank has found that the model does not follow trees of rows, e.g. for want of memory."""
+    """The last rank has found that the model does not follow trees of rows, e.g. for want of
+    memory."""
     if rank == size - 1:
         PackedForward._follows_trees = lambda self: False  # type: ignore[method-assign]
     engine_on(world, size, parallel, tiny_model())
@@ -182,7 +217,9 @@ def alone(model: Any) -> TorchEngine:
     return TorchEngine(model, None, optimizer=OptimizerConfig(lr=1e-2), total_train_steps=10)
 
 
-def steps(engine: Any, name: str, which: Sequence[int], together: bool = True) -> list[dict[str, float]]:
+def steps(
+    engine: Any, name: str, which: Sequence[int], together: bool = True
+) -> list[dict[str, float]]:
     """Train the batches ``which``; the statistics of each step."""
     interface = algorithm(name)
     model = Model("actor", engine, None)
@@ -206,7 +243,11 @@ def ppo_steps(actor: Any, critic: Any) -> list[dict[str, float]]:
     found = []
 
     def together(engine: Any, what: str) -> contextlib.AbstractContextManager[Any]:
-        return engine.ranks.together(what) if isinstance(engine.ranks, GroupRanks) else contextlib.nullcontext()
+        return (
+            engine.ranks.together(what)
+            if isinstance(engine.ranks, GroupRanks)
+            else contextlib.nullcontext()
+        )
 
     for step in range(len(GROUPS)):
         given = batch(step)
@@ -237,11 +278,15 @@ def scores(engine: Any) -> list[float]:
 def tokens(engine: Any) -> list[list[int]]:
     """What the engine generates, greedily."""
     requests = [GenRequest(i, [3 + i, 5, 7]) for i in range(3)]
-    outputs = engine.generator().generate(requests, GenConfig(max_new_tokens=6, temperature=0.0), stop_ids=[2], seed=1)
+    outputs = engine.generator().generate(
+        requests, GenConfig(max_new_tokens=6, temperature=0.0), stop_ids=[2], seed=1
+    )
     return [output.token_ids for output in outputs]
 
 
-def on_ranks(world: World, rank: int, size: int, parallel: Parallel, name: str, tied: bool) -> Mapping[str, Any]:
+def on_ranks(
+    world: World, rank: int, size: int, parallel: Parallel, name: str, tied: bool
+) -> Mapping[str, Any]:
     """Five steps on ranks, and what the model says then."""
     engine = engine_on(world, size, parallel, tiny_model(tied))
     found: dict[str, Any] = {"stats": steps(engine, name, range(5))}
@@ -270,7 +315,9 @@ def saved_by(world: World, rank: int, size: int, parallel: Parallel, folder: Pat
     return [path.name for path in engine.save_checkpoint(folder)]
 
 
-def loaded_by(world: World, rank: int, size: int, parallel: Parallel, folders: Sequence[Path]) -> list[Any]:
+def loaded_by(
+    world: World, rank: int, size: int, parallel: Parallel, folders: Sequence[Path]
+) -> list[Any]:
     """Load each folder and go on from there: the statistics of the next step."""
     engine = engine_on(world, size, parallel, tiny_model())
     found = []

@@ -1,5 +1,5 @@
-"""Attention over rows that share prefixes, by pieces, and packed by a kernel with its proof: both equal that of each
-sequence."""
+"""Attention over rows that share prefixes, by pieces, and packed by a kernel with its proof: both
+equal that of each sequence."""
 
 from __future__ import annotations
 
@@ -16,12 +16,20 @@ from torch import Tensor, nn
 from realhf.backends.training import tree_attention, varlen_attention
 from realhf.backends.training.sequence_packing import Row, RowLayout, layout, shared_rows, visible
 from realhf.backends.training.tree_attention import RowTrees, row_tree_attention
-from realhf.backends.training.varlen_attention import adapted, fault, kernel_for, packed_layout, plain_attention
+from realhf.backends.training.varlen_attention import (
+    adapted,
+    fault,
+    kernel_for,
+    packed_layout,
+    plain_attention,
+)
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=9)
 
 
-def attended(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, **how: object) -> list[Tensor]:
+def attended(
+    query: Tensor, key: Tensor, value: Tensor, grad: Tensor, **how: object
+) -> list[Tensor]:
     """Output and gradients; ``how`` is what the attention is told."""
     inputs = [x.clone().requires_grad_() for x in (query, key, value)]
     mask = how.pop("attention_mask", None)
@@ -30,13 +38,16 @@ def attended(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, **how: obj
     return [out.detach(), *(x.grad for x in inputs)]  # type: ignore[list-item]
 
 
-def trees_of(tokens: list[np.ndarray], most: int = 4096) -> tuple[RowTrees, list[Row], list[RowLayout]]:
+def trees_of(
+    tokens: list[np.ndarray], most: int = 4096
+) -> tuple[RowTrees, list[Row], list[RowLayout]]:
     """The rows of some sequences, behind each other, and what their columns see."""
     rows = shared_rows(range(len(tokens)), tokens, most)
     layouts = [layout(row, tokens) for row in rows]
     ends = np.cumsum([row.length for row in rows])
     paths = [
-        [end - row.length + path for path in lay.columns] for end, row, lay in zip(ends, rows, layouts, strict=True)
+        [end - row.length + path for path in lay.columns]
+        for end, row, lay in zip(ends, rows, layouts, strict=True)
     ]
     return RowTrees(paths, [row.shared for row in rows], int(ends[-1])), rows, layouts
 
@@ -50,14 +61,17 @@ def products(trees: RowTrees) -> int:
 @given(SEQUENCES, st.integers(3, 40), st.sampled_from([1.0, 1.3, 2.0, 4.0]))
 @settings(max_examples=60, deadline=None)
 def test_pieces_equal_the_mask(drawn: list[list[int]], most: int, gathered: float) -> None:
-    """For any trees, in rows of different length, with fewer heads of keys than of queries; in bundles where few keys
-    may be copied."""
+    """For any trees, in rows of different length, with fewer heads of keys than of queries; in
+    bundles where few keys may be copied."""
     with mock.patch.object(tree_attention, "MAX_GATHERED_PER_COLUMN", gathered):
         trees, rows, layouts = trees_of([np.asarray(sequence) for sequence in drawn], most)
     width = trees.columns
     g = torch.Generator().manual_seed(len(drawn))
     query, key, value = (torch.randn(1, heads, width, 4, generator=g) for heads in (4, 2, 2))
-    own = [torch.from_numpy(visible(row, lay, row.length)) for row, lay in zip(rows, layouts, strict=True)]
+    own = [
+        torch.from_numpy(visible(row, lay, row.length))
+        for row, lay in zip(rows, layouts, strict=True)
+    ]
     seen = torch.block_diag(*own).bool()[None]
     grad = torch.randn(1, width, 4, 4, generator=g)
     repeated = [x.repeat_interleave(2, 1) for x in (key, value)]
@@ -71,11 +85,15 @@ def test_pieces_equal_the_mask(drawn: list[list[int]], most: int, gathered: floa
 
 def answers(number: int, length: int, prompt: int) -> list[np.ndarray]:
     """A prompt and answers that part at their first token."""
-    return [np.r_[np.zeros(prompt, np.int64), 1 + answer, np.zeros(length - 1, np.int64)] for answer in range(number)]
+    return [
+        np.r_[np.zeros(prompt, np.int64), 1 + answer, np.zeros(length - 1, np.int64)]
+        for answer in range(number)
+    ]
 
 
 def stairs(depth: int, branch: int) -> list[np.ndarray]:
-    """Branches at every step of a way, before the way in the order of sequences (token 0) or behind it (token 2)."""
+    """Branches at every step of a way, before the way in the order of sequences (token 0) or behind
+    it (token 2)."""
     return [np.r_[np.ones(step, np.int64), np.full(4, branch)] for step in range(1, depth)]
 
 
@@ -93,25 +111,32 @@ def stairs(depth: int, branch: int) -> list[np.ndarray]:
 def test_a_long_prefix_is_copied_a_few_times_however_many_answers_follow(
     tokens: list[np.ndarray], most_work: float
 ) -> None:
-    """Where copying it for every answer was too much, a mask as wide as the row was computed, three times the products
-    that were needed and more."""
+    """Where copying it for every answer was too much, a mask as wide as the row was computed, three
+    times the products that were needed and more."""
     trees, (row,), (lay,) = trees_of(tokens)
     pieces = tree_attention.split_segments([lay.columns], [row.shared])
     needed = sum(piece.products for piece in pieces)
-    assert sum(piece.own for piece in pieces) == row.length and len(trees.keys.index) <= 4 * row.length
+    assert (
+        sum(piece.own for piece in pieces) == row.length and len(trees.keys.index) <= 4 * row.length
+    )
     assert needed <= products(trees) <= most_work * needed
     assert products(trees) < 0.85 * row.length**2, "a mask as wide as the row"
 
 
 def test_gradients_of_a_prefix_that_pieces_share_are_rounded_once() -> None:
-    """In bf16 a hundred branches added to the gradients of their prefix one by one, each sum rounded."""
+    """In bf16 a hundred branches added to the gradients of their prefix one by one, each sum
+    rounded."""
     tokens = [np.concatenate([np.zeros(6, dtype=np.int64), [1 + branch]]) for branch in range(100)]
     with mock.patch.object(tree_attention, "MAX_GATHERED_PER_COLUMN", 100):
         trees, (row,), _ = trees_of(tokens)
     g = torch.Generator().manual_seed(2)
-    query, key, value = (torch.randn(1, heads, row.length, 8, generator=g).bfloat16() for heads in (4, 2, 2))
+    query, key, value = (
+        torch.randn(1, heads, row.length, 8, generator=g).bfloat16() for heads in (4, 2, 2)
+    )
     grad = (torch.randn(1, row.length, 4, 8, generator=g) + 0.5).bfloat16()
-    exact = attended(query.double(), key.double(), value.double(), grad.double(), row_trees=trees)[3]
+    exact = attended(query.double(), key.double(), value.double(), grad.double(), row_trees=trees)[
+        3
+    ]
     found = attended(query, key, value, grad, row_trees=trees)[3]
     prefix = slice(0, 6)
     off = (found.double() - exact)[:, :, prefix].norm() / exact[:, :, prefix].norm()
@@ -131,7 +156,12 @@ CPU = torch.device("cpu")
 
 
 def computed(
-    q: Tensor, k: Tensor, v: Tensor, ends: tuple[Tensor, Tensor, int, int], window: int | None, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: tuple[Tensor, Tensor, int, int],
+    window: int | None,
+    scale: float | None,
 ) -> Tensor:
     """What a ``varlen_attn`` gives, for as many heads of keys as of queries."""
     assert q.shape[1] == k.shape[1], "Expect query and key/value to have the same number of heads"
@@ -160,7 +190,12 @@ def of_2_13(
     assert enable_gqa == (q.shape[1] != k.shape[1])
     times = q.shape[1] // k.shape[1]
     return of_2_11(
-        q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1), *ends, scale=scale, window_size=window_size
+        q,
+        k.repeat_interleave(times, 1),
+        v.repeat_interleave(times, 1),
+        *ends,
+        scale=scale,
+        window_size=window_size,
     )
 
 
@@ -189,9 +224,14 @@ def test_a_kernel_that_computes_something_else_is_found() -> None:
     def top_left(*given: Any) -> Tensor:
         """The first query sees the first key, instead of the last query the last key."""
         q, k, v, ends_q, ends_k, most_q, _, window, scale = given
-        rows = [torch.arange(int(ends_k[i]), int(ends_k[i]) + int(ends_q[i + 1] - ends_q[i])) for i in range(3)]
+        rows = [
+            torch.arange(int(ends_k[i]), int(ends_k[i]) + int(ends_q[i + 1] - ends_q[i]))
+            for i in range(3)
+        ]
         chosen = torch.cat(rows)
-        return plain_attention(q, k[chosen], v[chosen], ends_q, ends_q, most_q, most_q, window, scale)
+        return plain_attention(
+            q, k[chosen], v[chosen], ends_q, ends_q, most_q, most_q, window, scale
+        )
 
     def wide_window(*given: Any) -> Tensor:
         *rest, window, scale = given
@@ -214,8 +254,11 @@ def test_a_kernel_that_computes_something_else_is_found() -> None:
     assert fault(broken, CPU, torch.bfloat16) == "fails: No kernel"
 
 
-def test_a_kernel_is_tried_with_heads_as_wide_as_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was proven for heads of 64; a backward pass that is wrong, or missing, for wider ones went unseen."""
+def test_a_kernel_is_tried_with_heads_as_wide_as_those_of_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was proven for heads of 64; a backward pass that is wrong, or missing, for wider ones went
+    unseen."""
 
     def narrow(q: Tensor, *given: Any) -> Tensor:
         """Has gradients for heads of up to 64 only."""
@@ -225,30 +268,42 @@ def test_a_kernel_is_tried_with_heads_as_wide_as_those_of_the_model(monkeypatch:
     assert "gradients of queries by 1" in fault(narrow, CPU, torch.bfloat16, 128)
     sizes: list[int] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(varlen_attention, "fault", lambda *given: sizes.append(given[-1]) or "is off: outputs")
-    assert "for heads of 256, is off" in kernel_for(torch.device("cuda:0"), torch.bfloat16, (256,))[1]
+    monkeypatch.setattr(
+        varlen_attention, "fault", lambda *given: sizes.append(given[-1]) or "is off: outputs"
+    )
+    assert (
+        "for heads of 256, is off" in kernel_for(torch.device("cuda:0"), torch.bfloat16, (256,))[1]
+    )
     assert {*sizes} == {256}
     sizes.clear()
     fails = lambda *given: sizes.append(given[-1]) or ("is off" if given[-1] > 128 else "")
     monkeypatch.setattr(varlen_attention, "fault", fails)
-    assert "for heads of 256, is off" in kernel_for(torch.device("cuda:0"), torch.bfloat16, (64, 256))[1]
+    assert (
+        "for heads of 256, is off"
+        in kernel_for(torch.device("cuda:0"), torch.bfloat16, (64, 256))[1]
+    )
     assert {*sizes} == {64, 256}, "layers may have heads of different widths"
 
 
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 def test_the_plain_computation_is_dense_attention_with_its_gradients(head_size: int) -> None:
-    """What kernels are compared with, for every width of heads: shared keys, fewer heads of keys, fp32."""
+    """What kernels are compared with, for every width of heads: shared keys, fewer heads of keys,
+    fp32."""
     draw = torch.Generator().manual_seed(head_size)
     paths = [np.array([0, 1, 2, 3, 4]), np.array([0, 1, 2, 5, 6, 7])]
     lay = packed_layout(paths, [0, 3], plain_attention)
-    given = [torch.randn(8, heads, head_size, generator=draw).requires_grad_() for heads in (4, 2, 2)]
+    given = [
+        torch.randn(8, heads, head_size, generator=draw).requires_grad_() for heads in (4, 2, 2)
+    ]
     weights = torch.randn(8, 4, head_size, generator=draw)
     output = lay.attend(given[0], given[1], given[2], None, head_size**-0.5)
     found = [output, *torch.autograd.grad((output * weights).sum(), given)]
     parts = []
     for path in paths:
         q, k, v = (x[torch.from_numpy(path)].transpose(0, 1)[None] for x in given)
-        dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        dense = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        )
         parts.append(dense[0].transpose(0, 1))
     output = torch.cat([parts[0], parts[1][3:]])
     expected = [output, *torch.autograd.grad((output * weights).sum(), given)]
@@ -272,13 +327,21 @@ def test_where_there_is_none_the_reason_is_told(monkeypatch: pytest.MonkeyPatch)
 
 def test_sequences_of_their_own_need_no_list_of_keys() -> None:
     lay = packed_layout([np.arange(3), np.arange(3, 8)], [0, 0], plain_attention)
-    assert lay.ends_q.tolist() == lay.ends_k.tolist() == [0, 3, 8] and lay.ends_q.dtype == torch.int32
+    assert (
+        lay.ends_q.tolist() == lay.ends_k.tolist() == [0, 3, 8] and lay.ends_q.dtype == torch.int32
+    )
     assert (lay.longest_q, lay.longest_k, lay.keys) == (5, 5, None)
 
 
 def test_a_branch_has_its_own_queries_and_the_keys_of_its_whole_path() -> None:
-    """Stem 0 to 3, then two branches of it; the third sequence is a part of the second and computes nothing."""
-    paths = [np.array([0, 1, 2, 3, 4]), np.array([0, 1, 2, 5, 6, 7]), np.array([0, 1, 2, 5]), np.array([8, 9])]
+    """Stem 0 to 3, then two branches of it; the third sequence is a part of the second and computes
+    nothing."""
+    paths = [
+        np.array([0, 1, 2, 3, 4]),
+        np.array([0, 1, 2, 5, 6, 7]),
+        np.array([0, 1, 2, 5]),
+        np.array([8, 9]),
+    ]
     lay = packed_layout(paths, [0, 3, 4, 0], plain_attention)
     assert lay.ends_q.tolist() == [0, 5, 8, 10]
     assert lay.ends_k.tolist() == [0, 5, 11, 13]
@@ -291,7 +354,9 @@ def test_a_branch_has_its_own_queries_and_the_keys_of_its_whole_path() -> None:
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_over_a_tree_is_that_of_each_sequence(window: int | None) -> None:
     draw = torch.Generator().manual_seed(1)
-    query, key, value = (torch.randn(8, heads, 4, generator=draw, dtype=torch.float64) for heads in (4, 2, 2))
+    query, key, value = (
+        torch.randn(8, heads, 4, generator=draw, dtype=torch.float64) for heads in (4, 2, 2)
+    )
     paths = [np.array([0, 1, 2, 3, 4]), np.array([0, 1, 2, 5, 6, 7])]
     lay = packed_layout(paths, [0, 3], plain_attention).to(CPU)
     found = lay.attend(query, key, value, window, 0.3)

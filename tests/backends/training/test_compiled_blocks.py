@@ -18,11 +18,14 @@ from tests.backends.parallel import training
 
 
 def engine_of(model: Any, **options: Any) -> TorchEngine:
-    return TorchEngine(model, None, optimizer=OptimizerConfig(lr=1e-2), total_train_steps=10, **options)
+    return TorchEngine(
+        model, None, optimizer=OptimizerConfig(lr=1e-2), total_train_steps=10, **options
+    )
 
 
 def wide_model() -> Any:
-    """The built-in policy with two of its layers: as wide, and with batches as long, as those of a run."""
+    """The built-in policy with two of its layers: as wide, and with batches as long, as those of a
+    run."""
     torch.manual_seed(0)
     given = BuiltinModelConfig()
     options = {"num_hidden_layers": 2, "tie_word_embeddings": True}
@@ -42,9 +45,10 @@ def wide_model() -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_losses_are_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks are compiled (counted, so that a fall back to the plain form would show) and give the same losses,
-    scores and tokens; outside of training and scoring they are plain. A pass of 32 rows and more used to fail where
-    layers compute with oneDNN: on processors that MKL does not favour."""
+    """The blocks are compiled (counted, so that a fall back to the plain form would show) and give
+    the same losses, scores and tokens; outside of training and scoring they are plain. A pass of 32
+    rows and more used to fail where layers compute with oneDNN: on processors that MKL does not
+    favour."""
     torch.set_num_threads(1)
     monkeypatch.setattr(kernels, "favoured_by_mkl", lambda: False)
     monkeypatch.setattr(training, "SPEC", MicroBatchSpec(1, 4096))
@@ -68,7 +72,10 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     cpp_builder.cpp_compiler_search.cache_clear()
     monkeypatch.setattr(config.cpp, "cxx", ("/nowhere/g++",))
-    with pytest.raises(ValueError, match=r"actor\.compile=true: torch\.compile needs a C\+\+ compiler .*; install one"):
+    with pytest.raises(
+        ValueError,
+        match=r"actor\.compile=true: torch\.compile needs a C\+\+ compiler .*; install one",
+    ):
         engine_of(training.tiny_model(), compile=True)
     cpp_builder.cpp_compiler_search.cache_clear()
 
@@ -78,21 +85,30 @@ def test_blocks_that_are_compiled_have_no_layers_of_onednn(monkeypatch: pytest.M
     """The compiler ends with an assertion over them, in the first train step."""
     monkeypatch.setattr(torch_engine, "_missing_compiler", lambda device: "")
     monkeypatch.setattr(kernels, "favoured_by_mkl", lambda: False)
-    plain, compiled = (engine_of(training.tiny_model(), compile=chosen).model for chosen in (False, True))
+    plain, compiled = (
+        engine_of(training.tiny_model(), compile=chosen).model for chosen in (False, True)
+    )
     assert any(isinstance(module, OneDnnLinear) for module in plain.modules())
     assert not any(isinstance(module, OneDnnLinear) for module in compiled.modules())
 
 
 @pytest.mark.slow
-def test_blocks_are_not_compiled_anew_for_every_tree_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention by pieces of rows is told in lists, whose sizes a compiled form would be bound to."""
+def test_blocks_are_not_compiled_anew_for_every_tree_of_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Attention by pieces of rows is told in lists, whose sizes a compiled form would be bound
+    to."""
     monkeypatch.setattr(torch_engine, "_missing_compiler", lambda device: "")
-    plain, compiled = (engine_of(training.tiny_model(), compile=chosen)._forward for chosen in (False, True))
+    plain, compiled = (
+        engine_of(training.tiny_model(), compile=chosen)._forward for chosen in (False, True)
+    )
     assert plain.packs and not compiled.packs and compiled.shares
 
 
 @pytest.mark.slow
-def test_a_failure_to_compile_names_the_option_and_other_errors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_to_compile_names_the_option_and_other_errors_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from torch._dynamo.exc import InternalTorchDynamoError
 
     monkeypatch.setattr(torch_engine, "_missing_compiler", lambda device: "")

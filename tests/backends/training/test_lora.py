@@ -1,4 +1,5 @@
-"""Adapters train in place of the weights they stand beside; everybody else sees a plain model with them merged."""
+"""Adapters train in place of the weights they stand beside; everybody else sees a plain model with
+them merged."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from realhf.dataflow.model_host import check_digests, stored_weights, write_dige
 from realhf.dataflow.weight_proof import WeightTrial
 
 # Each test process collects this file, and one runs it: peft is imported by what is run.
-ABSENT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="adapters need the extra lora")
+ABSENT = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None, reason="adapters need the extra lora"
+)
 pytestmark = [pytest.mark.slow, ABSENT]
 
 GROUPS = [[20, 5], [11], [30, 8, 8], [3]]
@@ -36,7 +39,9 @@ def engine_of(model: Any, *, rank: int = 4, alpha: float = 8.0, **options: Any) 
     torch.manual_seed(5)
     chosen = LoraConfig(rank, alpha, options.pop("targets", []), options.pop("dropout", 0.0))
     optimizer = OptimizerConfig(lr=2e-2)
-    return TorchEngine(model, None, optimizer=optimizer, total_train_steps=10, lora=chosen, **options)
+    return TorchEngine(
+        model, None, optimizer=optimizer, total_train_steps=10, lora=chosen, **options
+    )
 
 
 def mean_nll(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
@@ -66,11 +71,14 @@ def plain_engine(weights: dict[str, Tensor], model: Any) -> TorchEngine:
 def test_only_adapters_train_and_what_is_published_is_the_model_with_them(
     tiny_model: Any, ragged_sample: Any, architecture: str
 ) -> None:
-    """Losses fall, base weights keep their bits, and a plain model with the published weights scores and samples as
-    the one with adapters does. GPT-2 keeps its weights the other way round."""
+    """Losses fall, base weights keep their bits, and a plain model with the published weights
+    scores and samples as the one with adapters does. GPT-2 keeps its weights the other way
+    round."""
     sample = ragged_sample(GROUPS)
     engine = engine_of(tiny_model(architecture))
-    before = {name: tensor.clone() for name, tensor in tiny_model(architecture).state_dict().items()}
+    before = {
+        name: tensor.clone() for name, tensor in tiny_model(architecture).state_dict().items()
+    }
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.weights().items())
     losses = train(engine, sample, 5)
     assert losses[-1] < losses[0] - 0.2
@@ -78,12 +86,19 @@ def test_only_adapters_train_and_what_is_published_is_the_model_with_them(
     assert published.keys() == plain_engine({}, tiny_model(architecture)).weights().keys()
     moved = {name for name, tensor in published.items() if not torch.equal(tensor, before[name])}
     assert engine.adapters is not None and moved == engine.adapters.names
-    held = {name.replace(".base_layer", ""): tensor for name, tensor in engine.stored_weights().items()}
-    assert all(torch.equal(held[name], before[name]) for name in published), "the base has not moved by a bit"
+    held = {
+        name.replace(".base_layer", ""): tensor for name, tensor in engine.stored_weights().items()
+    }
+    assert all(torch.equal(held[name], before[name]) for name in published), (
+        "the base has not moved by a bit"
+    )
     other = plain_engine(published, tiny_model(architecture))
     torch.testing.assert_close(scores(engine, sample), scores(other, sample), atol=2e-4, rtol=1e-4)
     request = [GenRequest(0, [3, 4, 5], seed=1)]
-    both = [e.generator().generate(request, GenConfig(max_new_tokens=8), stop_ids=(), seed=0) for e in (engine, other)]
+    both = [
+        e.generator().generate(request, GenConfig(max_new_tokens=8), stop_ids=(), seed=0)
+        for e in (engine, other)
+    ]
     assert both[0][0].token_ids == both[1][0].token_ids
 
 
@@ -109,8 +124,11 @@ def _sequence(ids: list[int]) -> SequenceSample:
     )
 
 
-def test_the_reference_is_the_model_with_its_adapters_off(tiny_model: Any, ragged_sample: Any) -> None:
-    """It scores as the model did before it trained, to the bit, without weights of its own, and adapters train on."""
+def test_the_reference_is_the_model_with_its_adapters_off(
+    tiny_model: Any, ragged_sample: Any
+) -> None:
+    """It scores as the model did before it trained, to the bit, without weights of its own, and
+    adapters train on."""
     sample = ragged_sample(GROUPS)
     engine = engine_of(tiny_model())
     reference = engine.base()
@@ -131,7 +149,8 @@ def test_the_reference_is_the_model_with_its_adapters_off(tiny_model: Any, ragge
 def test_training_goes_on_bit_identically_from_a_checkpoint_of_adapters(
     tiny_model: Any, ragged_sample: Any, tmp_path: Path
 ) -> None:
-    """The checkpoint has adapters and moments and no base; digests are of what is restored to the bit."""
+    """The checkpoint has adapters and moments and no base; digests are of what is restored to the
+    bit."""
     sample = ragged_sample(GROUPS)
     engine = engine_of(tiny_model())
     train(engine, sample, 2)
@@ -144,7 +163,10 @@ def test_training_goes_on_bit_identically_from_a_checkpoint_of_adapters(
     other.load_checkpoint(tmp_path / "a")
     check_digests(tmp_path / "a", other)
     assert other.version == 2 and train(other, sample, 2) == expected
-    assert all(torch.equal(a, b) for a, b in zip(engine.weights().values(), other.weights().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(engine.weights().values(), other.weights().values(), strict=True)
+    )
     wrong = tiny_model()
     with torch.no_grad():
         wrong.model.norm.weight.mul_(1.01)
@@ -157,8 +179,8 @@ def test_training_goes_on_bit_identically_from_a_checkpoint_of_adapters(
 def test_a_checkpoint_of_other_adapters_or_of_none_is_refused(
     tiny_model: Any, ragged_sample: Any, tmp_path: Path
 ) -> None:
-    """Neither another rank nor another alpha nor other layers go on silently, and neither does training of all weights
-    from adapters or the other way round."""
+    """Neither another rank nor another alpha nor other layers go on silently, and neither does
+    training of all weights from adapters or the other way round."""
     engine = engine_of(tiny_model())
     train(engine, ragged_sample(GROUPS))
     engine.save_checkpoint(tmp_path / "adapters")
@@ -203,7 +225,9 @@ def test_the_export_loads_in_transformers_and_its_adapter_in_peft(
         with adapted.disable_adapter():
             assert float((adapted(ids).logits - wanted).abs().max()) > 0.05
     said = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
-    assert said["base_model_name_or_path"] == str(tmp_path / "base") and said["inference_mode"] is True
+    assert (
+        said["base_model_name_or_path"] == str(tmp_path / "base") and said["inference_mode"] is True
+    )
     assert said["peft_type"] == "LORA" and said["lora_alpha"] == 8
 
 
@@ -211,16 +235,22 @@ def test_targets_choose_layers_and_one_that_means_none_is_refused(tiny_model: An
     engine = engine_of(tiny_model(), targets=["self_attn.q_proj", "down_proj"])
     assert engine.adapters is not None
     assert engine.adapters.names == {
-        f"model.layers.{i}.{name}.weight" for i in (0, 1) for name in ("self_attn.q_proj", "mlp.down_proj")
+        f"model.layers.{i}.{name}.weight"
+        for i in (0, 1)
+        for name in ("self_attn.q_proj", "mlp.down_proj")
     }
     for target in ("lm_head", "proj", "embed_tokens", "c_attn"):
-        with pytest.raises(ValueError, match=rf"called '{target}' \(there are down_proj, .*, q_proj"):
+        with pytest.raises(
+            ValueError, match=rf"called '{target}' \(there are down_proj, .*, q_proj"
+        ):
             engine_of(tiny_model(), targets=["q_proj", target])
 
 
-def test_the_self_test_changes_adapters_and_restores_them_to_the_bit(tiny_model: Any, ragged_sample: Any) -> None:
-    """The trainer scores a probe with its adapters, and so tells whether the merged weights that an engine got are
-    those: the change reaches both, and so does the way back."""
+def test_the_self_test_changes_adapters_and_restores_them_to_the_bit(
+    tiny_model: Any, ragged_sample: Any
+) -> None:
+    """The trainer scores a probe with its adapters, and so tells whether the merged weights that an
+    engine got are those: the change reaches both, and so does the way back."""
     engine = engine_of(tiny_model())
     trial = WeightTrial()
     train(engine, ragged_sample(GROUPS), 2)
@@ -230,7 +260,9 @@ def test_the_self_test_changes_adapters_and_restores_them_to_the_bit(tiny_model:
     assert engine.adapters is not None
     trial.step(TRIAL_CHANGE, engine, tensors, [])
     changed = {name for name in first if not torch.equal(tensors[name], first[name])}
-    same = {name for name in trial.names if len(first[name].unique()) == 1}  # Norms that are 1 everywhere.
+    same = {
+        name for name in trial.names if len(first[name].unique()) == 1
+    }  # Norms that are 1 everywhere.
     assert changed == {*trial.names} - same
     assert changed & engine.adapters.names and changed - engine.adapters.names
     probe = Probe([3, 4, 5, 6, 7], [0.0, 0.0])
@@ -245,7 +277,8 @@ def test_the_self_test_changes_adapters_and_restores_them_to_the_bit(tiny_model:
 def test_adapters_that_do_not_reach_the_merged_weights_are_found(
     tiny_model: Any, ragged_sample: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A merge that loses adapters, or counts them wrongly, is found when the engine is made and at every update."""
+    """A merge that loses adapters, or counts them wrongly, is found when the engine is made and at
+    every update."""
     engine = engine_of(tiny_model())
     train(engine, ragged_sample(GROUPS), 3)
     right = lora.LoraAdapters._merged
@@ -270,8 +303,8 @@ def test_adapters_that_do_not_reach_the_merged_weights_are_found(
 def test_a_hundredth_too_much_of_an_adapter_is_found_and_right_merges_of_any_size_pass(
     tiny_model: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, architecture: str
 ) -> None:
-    """A fifth of what the adapters add could be missing. Rounding to bf16 is often larger than the whole adapter, and
-    still no reason to believe a merge that is not rounded from the right sum."""
+    """A fifth of what the adapters add could be missing. Rounding to bf16 is often larger than the
+    whole adapter, and still no reason to believe a merge that is not rounded from the right sum."""
     engine = engine_of(tiny_model(architecture).to(dtype))
     adapters = engine.adapters
     right = lora.LoraAdapters._merged
@@ -295,7 +328,9 @@ def test_a_hundredth_too_much_of_an_adapter_is_found_and_right_merges_of_any_siz
         monkeypatch.setattr(lora.LoraAdapters, "_merged", wrong)
         adapters.changed()
         if dtype == torch.float32 or size > 1e-3:
-            with pytest.raises(lora.MergeDiffers, match=r"0.*weight is .* times as far off as rounding to"):
+            with pytest.raises(
+                lora.MergeDiffers, match=r"0.*weight is .* times as far off as rounding to"
+            ):
                 adapters.merged()
         monkeypatch.undo()
 
@@ -305,7 +340,9 @@ def test_bf16_weights_have_fp32_adapters_and_checkpointed_activations_change_not
 ) -> None:
     sample = ragged_sample(GROUPS)
     narrow = engine_of(tiny_model().to(torch.bfloat16))
-    assert narrow.adapters is not None and {t.dtype for t in narrow.adapters.tensors().values()} == {torch.float32}
+    assert narrow.adapters is not None and {
+        t.dtype for t in narrow.adapters.tensors().values()
+    } == {torch.float32}
     losses = train(narrow, sample, 4)
     assert losses[-1] < losses[0] - 0.1
     assert {tensor.dtype for tensor in narrow.weights().values()} == {torch.bfloat16}
@@ -318,7 +355,10 @@ def test_dropout_is_for_train_steps_only(tiny_model: Any, ragged_sample: Any) ->
     sample = ragged_sample(GROUPS)
     engine = engine_of(tiny_model(), dropout=0.5)
     sure = engine_of(tiny_model())
-    train(engine, sample), train(sure, sample)  # The first step moves an adapter from 0, where dropping shows nothing.
+    (
+        train(engine, sample),
+        train(sure, sample),
+    )  # The first step moves an adapter from 0, where dropping shows nothing.
     assert train(engine, sample) != pytest.approx(train(sure, sample), abs=1e-6)
     assert torch.equal(scores(engine, sample), scores(engine, sample))
 
@@ -327,12 +367,17 @@ def test_dropout_is_for_train_steps_only(tiny_model: Any, ragged_sample: Any) ->
 def test_what_trains_is_what_peft_computes(
     tiny_model: Any, ragged_sample: Any, monkeypatch: pytest.MonkeyPatch, onednn: bool
 ) -> None:
-    """The layers compute their adapters with fewer passes over memory than those of peft, whose own they are below."""
+    """The layers compute their adapters with fewer passes over memory than those of peft, whose own
+    they are below."""
     monkeypatch.setattr(kernels, "favoured_by_mkl", lambda: not onednn)
     few = engine_of(tiny_model(), dropout=0.0)
     monkeypatch.setattr(lora, "_few_passes", lambda kind: kind)
     usual = engine_of(tiny_model(), dropout=0.0)
-    layers = [type(layer).__name__ for engine in (few, usual) for layer in engine.adapters._layers.values()]  # type: ignore[union-attr]
+    layers = [
+        type(layer).__name__
+        for engine in (few, usual)
+        for layer in engine.adapters._layers.values()
+    ]  # type: ignore[union-attr]
     assert layers.count("FewPassAdapter") == layers.count("Linear") > 0
     sample = ragged_sample(GROUPS)
     for found, wanted in zip(train(few, sample, 4), train(usual, sample, 4), strict=True):
@@ -342,7 +387,8 @@ def test_what_trains_is_what_peft_computes(
 
 
 def test_a_model_may_change_what_an_adapted_layer_returns_in_place() -> None:
-    """As OLMo clamps its projections; and a layer may have nothing to multiply, as an expert that no token chose."""
+    """As OLMo clamps its projections; and a layer may have nothing to multiply, as an expert that
+    no token chose."""
     weight = torch.randn(5, 4)
     down = torch.randn(2, 4, requires_grad=True)
     up = torch.randn(5, 2, requires_grad=True)
@@ -357,7 +403,9 @@ def test_a_model_may_change_what_an_adapted_layer_returns_in_place() -> None:
             torch.testing.assert_close(own, theirs)
 
 
-def test_without_peft_the_error_says_what_to_install(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_the_error_says_what_to_install(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(Exception, match=re.escape(install_command("lora"))):
         lora._peft()

@@ -1,4 +1,5 @@
-"""Adapters on copies of a model train as those of one worker, and leave a checkpoint that any number of ranks reads."""
+"""Adapters on copies of a model train as those of one worker, and leave a checkpoint that any
+number of ranks reads."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from realhf.backends.training.torch_engine import TorchEngine
 from tests.backends.parallel import training
 from tests.backends.parallel.rank_processes import results, run_ranks
 
-ABSENT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="adapters need the extra lora")
+ABSENT = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None, reason="adapters need the extra lora"
+)
 pytestmark = [pytest.mark.slow, ABSENT]
 OPTIONS: dict[str, Any] = {
     "optimizer": OptimizerConfig(lr=1e-2),
@@ -37,7 +40,12 @@ def on_ranks(world: World, rank: int, folder: Path) -> dict[str, Any]:
     stats += training.steps(engine, "grpo", [2])
     weights = {name: tensor.tolist() for name, tensor in engine.weights().items()}
     engine.load_checkpoint(folder)
-    return {"stats": stats, "files": files, "weights": weights, "again": training.steps(engine, "grpo", [2])}
+    return {
+        "stats": stats,
+        "files": files,
+        "weights": weights,
+        "again": training.steps(engine, "grpo", [2]),
+    }
 
 
 def test_copies_with_adapters_train_as_one_worker_does(tmp_path: Path) -> None:
@@ -54,7 +62,9 @@ def test_copies_with_adapters_train_as_one_worker_does(tmp_path: Path) -> None:
             for name in ("loss", "grad_norm", "n_tokens"):
                 assert own[name] == pytest.approx(alone[name], rel=1e-5, abs=1e-6), name
         for name, tensor in one.weights().items():
-            torch.testing.assert_close(torch.tensor(rank["weights"][name]), tensor, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                torch.tensor(rank["weights"][name]), tensor, atol=1e-5, rtol=1e-4
+            )
     alone = TorchEngine(training.tiny_model(), None, **OPTIONS)
     alone.load_checkpoint(tmp_path / "saved")
     again = training.steps(alone, "grpo", [2], together=False)[0]

@@ -39,12 +39,18 @@ def batch(groups: list[list[int]], seed: int = 0) -> SequenceSample:
         "task": [[1]] * len(groups),
     }
     ids = [f"s{i}" for i in range(len(groups))]
-    return SequenceSample.from_tensors(ids, tensors, seqlens, {"name": [f"task {i}" for i in range(len(groups))]})
+    return SequenceSample.from_tensors(
+        ids, tensors, seqlens, {"name": [f"task {i}" for i in range(len(groups))]}
+    )
 
 
 def positions(part: SequenceSample) -> int:
-    """What a forward pass computes at least: sequences up to their last trained token, without padding."""
-    trained = [mask[1:].nonzero() for mask in part["loss_mask"].split(part.lengths("packed_input_ids").values.tolist())]
+    """What a forward pass computes at least: sequences up to their last trained token, without
+    padding."""
+    trained = [
+        mask[1:].nonzero()
+        for mask in part["loss_mask"].split(part.lengths("packed_input_ids").values.tolist())
+    ]
     return sum(int(places.max()) + 1 for places in trained if len(places))
 
 
@@ -60,15 +66,27 @@ def test_parts_cover_every_sequence_once_within_the_budget(
 ) -> None:
     sample = batch(groups)
     parts = [part.sample for part in parts_of(sample, MicroBatchSpec(n_mbs, cap), Ranks())]
-    assert sorted(int(i) for part in parts for i in part["number"]) == list(range(sum(map(len, groups))))
-    trained = sum(1 for mask in sample["loss_mask"].split([n for g in groups for n in g]) if bool(mask[1:].any()))
+    assert sorted(int(i) for part in parts for i in part["number"]) == list(
+        range(sum(map(len, groups)))
+    )
+    trained = sum(
+        1
+        for mask in sample["loss_mask"].split([n for g in groups for n in g])
+        if bool(mask[1:].any())
+    )
     assert len(parts) >= min(n_mbs, max(1, trained))
     for part in parts:
         sizes = [n for n in part.lengths("packed_input_ids").values if n]
         assert cap is None or positions(part) <= max(cap, *sizes)
-        assert part["task"].tolist() == [int(i[1:]) for i in part.ids] == [int(t[5:]) for t in part.metadata["name"]]
+        assert (
+            part["task"].tolist()
+            == [int(i[1:]) for i in part.ids]
+            == [int(t[5:]) for t in part.metadata["name"]]
+        )
     again = [part.sample for part in parts_of(sample, MicroBatchSpec(n_mbs, cap), Ranks())]
-    assert [part["number"].tolist() for part in again] == [part["number"].tolist() for part in parts]
+    assert [part["number"].tolist() for part in again] == [
+        part["number"].tolist() for part in parts
+    ]
 
 
 @given(st.lists(st.integers(1, 90), max_size=40), st.integers(20, 80))
@@ -78,20 +96,25 @@ def test_batches_without_padding_are_few_and_alike(lengths: list[int], most: int
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     sizes = [sum(lengths[i] for i in batch) for batch in batches]
     assert all(size <= most or len(batch) == 1 for size, batch in zip(sizes, batches, strict=True))
-    assert len([size for size in sizes if size <= most]) <= 1 + 2 * sum(n for n in lengths if n <= most) // most
+    assert (
+        len([size for size in sizes if size <= most])
+        <= 1 + 2 * sum(n for n in lengths if n <= most) // most
+    )
     in_order = [lengths[i] for batch in batches for i in batch]
     assert in_order == sorted(lengths, reverse=True), "rows of a batch are of similar length"
     assert [len(batch) for batch in packed_batches([10] * 12, 50)] == [4, 4, 4]
 
 
 def test_a_group_is_cut_and_backward_follows_every_part(tiny_model: Any) -> None:
-    """Eight rollouts of one task are one sample: no more of them than the budget holds wait for a backward pass."""
+    """Eight rollouts of one task are one sample: no more of them than the budget holds wait for a
+    backward pass."""
     model = tiny_model()
     engine = TorchEngine(model, None, optimizer=OptimizerConfig(lr=1e-3), total_train_steps=1)
     waiting = [0]
     most = []
     model.model.register_forward_pre_hook(
-        lambda _, args, kwargs: waiting.__setitem__(0, waiting[0] + kwargs["input_ids"].numel()), with_kwargs=True
+        lambda _, args, kwargs: waiting.__setitem__(0, waiting[0] + kwargs["input_ids"].numel()),
+        with_kwargs=True,
     )
 
     def loss(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
@@ -106,23 +129,33 @@ def test_a_group_is_cut_and_backward_follows_every_part(tiny_model: Any) -> None
 
 @pytest.mark.parametrize("cap", [130, 64, None])
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
-def test_gradients_equal_the_unsplit_ones(tiny_model: Any, architecture: str, cap: int | None) -> None:
+def test_gradients_equal_the_unsplit_ones(
+    tiny_model: Any, architecture: str, cap: int | None
+) -> None:
     sample = batch(RAGGED)
     weight = torch.linspace(-1, 1, sum(map(sum, RAGGED)) - 12)
 
     def gradient(spec: MicroBatchSpec) -> tuple[Tensor, float]:
         """Of a loss with a weight for every token, which is cut with the sequences."""
-        engine = TorchEngine(tiny_model(architecture), None, optimizer=OptimizerConfig(), total_train_steps=1)
+        engine = TorchEngine(
+            tiny_model(architecture), None, optimizer=OptimizerConfig(), total_train_steps=1
+        )
         model = engine.model
         shifted = [[n - 1 for n in group] for group in RAGGED]
-        whole = sample.update(SequenceSample.from_tensors(sample.ids, {"w": weight}, {"w": shifted}))
+        whole = sample.update(
+            SequenceSample.from_tensors(sample.ids, {"w": weight}, {"w": shifted})
+        )
         kept: list[Tensor] = []
 
         def loss(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
             return (part["w"] * outputs.logprobs()[0]).sum(), {}
 
         def keep_gradient(*_: Any) -> float:
-            kept.append(torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).clone())
+            kept.append(
+                torch.cat(
+                    [p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]
+                ).clone()
+            )
             return math.nan  # Ends the step before the optimizer.
 
         engine._optimizer.gradient_norm = keep_gradient  # type: ignore[union-attr, method-assign]

@@ -1,4 +1,5 @@
-"""Moments that rest elsewhere change no bit; a checkpoint is read into the same model only, and never code."""
+"""Moments that rest elsewhere change no bit; a checkpoint is read into the same model only, and
+never code."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from torch import Tensor, nn
 
 from realhf.api.config import OptimizerConfig
 from realhf.backends.training import optimizer as resting_moments
-from realhf.backends.training.checkpoint import INDEX, load_shards, load_state, save_shards, save_state
+from realhf.backends.training.checkpoint import (
+    INDEX,
+    load_shards,
+    load_state,
+    save_shards,
+    save_state,
+)
 from realhf.backends.training.optimizer import HostMemory, PolicyOptimizer
 
 PIECE = 2 * 4 * 200
@@ -21,8 +28,8 @@ SHAPES = [(16, 8), (8, 16), (4,), (32, 4), (4,), (64,)]
 
 
 class Elsewhere:
-    """A memory of its own on the CPU, whose copies are made as soon as they may be, or as late as they must. A room is
-    not-a-number until its piece is in."""
+    """A memory of its own on the CPU, whose copies are made as soon as they may be, or as late as
+    they must. A room is not-a-number until its piece is in."""
 
     def __init__(self, late: bool = False) -> None:
         self.late = late
@@ -89,9 +96,13 @@ def trained(optimizer: PolicyOptimizer, module: nn.Module, steps: range) -> list
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
-def pair(dtype: torch.dtype = torch.float32, memory: Any = None) -> tuple[PolicyOptimizer, nn.Module]:
+def pair(
+    dtype: torch.dtype = torch.float32, memory: Any = None
+) -> tuple[PolicyOptimizer, nn.Module]:
     module = module_of(dtype)
-    return PolicyOptimizer(module, OptimizerConfig(lr=1e-2, offload=memory is not None), 10, memory=memory), module
+    return PolicyOptimizer(
+        module, OptimizerConfig(lr=1e-2, offload=memory is not None), 10, memory=memory
+    ), module
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["early copies", "late copies"])
@@ -99,7 +110,8 @@ def pair(dtype: torch.dtype = torch.float32, memory: Any = None) -> tuple[Policy
 def test_no_bit_differs_and_two_pieces_are_there_at_a_time(
     dtype: torch.dtype, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However early or late the copies are made. The next piece comes while one is computed and the last one goes."""
+    """However early or late the copies are made. The next piece comes while one is computed and the
+    last one goes."""
     monkeypatch.setattr(resting_moments.RestingMoments.__init__, "__defaults__", (PIECE,))
     memory = Elsewhere(late)
     resting = pair(dtype, memory)
@@ -109,7 +121,8 @@ def test_no_bit_differs_and_two_pieces_are_there_at_a_time(
     steps = " ".join(memory.log).split("fetch 0 ")[1:]
     assert len(steps) == 4
     assert (
-        steps[-1].strip() == "fetch 1 await 0 store 0 fetch 2 await 1 store 1 fetch 3 await 2 store 2 await 3 store 3"
+        steps[-1].strip()
+        == "fetch 1 await 0 store 0 fetch 2 await 1 store 1 fetch 3 await 2 store 2 await 3 store 3"
     )
     assert max(memory.rooms) <= PIECE
 
@@ -124,17 +137,24 @@ def test_one_slab_holds_the_moments_of_a_parameter_beside_each_other_and_no_more
     trained(resting, module, range(2))
     names = {p: str(number) for number, p in enumerate(module.parameters())}
     held = resting.tensors(names)
-    moments = sorted((t.data_ptr() - memory.held.data_ptr(), name) for name, t in held.items() if "exp_avg" in name)
+    moments = sorted(
+        (t.data_ptr() - memory.held.data_ptr(), name)
+        for name, t in held.items()
+        if "exp_avg" in name
+    )
     assert moments[0][0] == 0 and all(place % 256 == 0 for place, _ in moments)
     order = [name.partition("/") for _, name in moments]
     assert [kind for kind, _, _ in order] == ["exp_avg", "exp_avg_sq"] * len(SHAPES)
-    assert [number for _, _, number in order[::2]] == ["0", "1", "3", "2", "4", "5"], "as the optimizer has them"
+    assert [number for _, _, number in order[::2]] == ["0", "1", "3", "2", "4", "5"], (
+        "as the optimizer has them"
+    )
     assert len(memory.held) == 2 * sum(-(-4 * p.numel() // 256) * 256 for p in module.parameters())
 
 
 def test_saved_moments_are_read_with_and_without(tmp_path: Path) -> None:
-    """What was loaded rests before the first step, and a state goes from a plain optimizer to a resting one. The device
-    has none of them meanwhile: a run that fits by offloading did not fit when it was continued."""
+    """What was loaded rests before the first step, and a state goes from a plain optimizer to a
+    resting one. The device has none of them meanwhile: a run that fits by offloading did not fit
+    when it was continued."""
     plain, module = pair()
     trained(plain, module, range(2))
     save_state(tmp_path, module, plain, 2)
@@ -148,10 +168,15 @@ def test_saved_moments_are_read_with_and_without(tmp_path: Path) -> None:
         place = memory.held.untyped_storage().data_ptr()
         held = resting.tensors(names)
         moments = [tensor for name, tensor in held.items() if name.startswith("exp_avg")]
-        return len(moments) == 2 * len(SHAPES) and all(t.untyped_storage().data_ptr() == place for t in moments)
+        return len(moments) == 2 * len(SHAPES) and all(
+            t.untyped_storage().data_ptr() == place for t in moments
+        )
 
     assert rests() and not memory.log
-    assert all(torch.equal(a, b) for a, b in zip(trained(resting, again, range(2, 4)), expected, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(trained(resting, again, range(2, 4)), expected, strict=True)
+    )
     assert rests() and resting.tensors(names)["exp_avg_sq/0"].any()
     resting.begin_moments(again.parameters())  # type: ignore[arg-type]
     assert rests() and not resting.tensors(names)["exp_avg_sq/0"].any()
@@ -170,7 +195,11 @@ def test_a_step_that_fails_leaves_the_moments_at_rest(monkeypatch: pytest.Monkey
     assert torch.equal(memory.held, before)
     place = memory.held.untyped_storage().data_ptr()
     held = resting.tensors({p: str(number) for number, p in enumerate(module.parameters())})
-    assert all(t.untyped_storage().data_ptr() == place for name, t in held.items() if name.startswith("exp_avg"))
+    assert all(
+        t.untyped_storage().data_ptr() == place
+        for name, t in held.items()
+        if name.startswith("exp_avg")
+    )
 
 
 def test_the_memory_of_the_host_is_refused_where_it_is_that_of_the_device() -> None:
@@ -179,7 +208,9 @@ def test_the_memory_of_the_host_is_refused_where_it_is_that_of_the_device() -> N
     assert HostMemory(torch.device("cuda", 0))
 
 
-def layers(depth: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[nn.Module, PolicyOptimizer]:
+def layers(
+    depth: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[nn.Module, PolicyOptimizer]:
     torch.manual_seed(seed)
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(depth))).to(dtype)
     return model, PolicyOptimizer(model, OptimizerConfig(lr=1e-2), 10)
@@ -187,7 +218,9 @@ def layers(depth: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tup
 
 def test_a_deeper_model_is_not_read_into_a_shallower_one(tmp_path: Path) -> None:
     save_state(tmp_path, *layers(3), 2)
-    with pytest.raises(ValueError, match=r"is of another model: it has weights/2\.bias, weights/2\.weight, which"):
+    with pytest.raises(
+        ValueError, match=r"is of another model: it has weights/2\.bias, weights/2\.weight, which"
+    ):
         load_state(tmp_path, *layers(2))
     with pytest.raises(ValueError, match=r"has no tensor weights/3\."):
         load_state(tmp_path, *layers(4))
@@ -217,7 +250,9 @@ class Opens:
 def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:
     save_shards(tmp_path, {"x": torch.ones(2)})
     (tmp_path / INDEX).write_bytes(pickle.dumps(Opens(str(tmp_path / "made"))))
-    with pytest.raises(ValueError, match=r"\.metadata is not the index of a checkpoint: it names posix\.mkdir"):
+    with pytest.raises(
+        ValueError, match=r"\.metadata is not the index of a checkpoint: it names posix\.mkdir"
+    ):
         load_shards(tmp_path, {"x": torch.zeros(2)})
     assert not (tmp_path / "made").exists()
     (tmp_path / INDEX).write_bytes(pickle.dumps({"x": 1}))
@@ -225,7 +260,9 @@ def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:
         load_shards(tmp_path, {"x": torch.zeros(2)})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+)
 def test_every_type_is_read_as_it_was_written(tmp_path: Path, dtype: torch.dtype) -> None:
     save_shards(tmp_path, {"x": torch.ones(2, dtype=dtype)})
     read = torch.zeros(2, dtype=dtype)

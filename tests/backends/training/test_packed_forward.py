@@ -1,5 +1,5 @@
-"""Batched scoring against one sequence at a time; heads that are a projection and a bit more are known by what they do,
-and scored without the logits of a batch."""
+"""Batched scoring against one sequence at a time; heads that are a projection and a bit more are
+known by what they do, and scored without the logits of a batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def one_by_one(model: Any, sample: SequenceSample, temperature: float) -> tuple[
     start = 0
     for length in [n for group in GROUPS for n in group]:
         ids = sample["packed_input_ids"][start : start + length]
-        log_p = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1].double() / temperature, -1)
+        log_p = torch.log_softmax(
+            model(input_ids=ids[None]).logits[0, :-1].double() / temperature, -1
+        )
         wanted = sample["loss_mask"][start + 1 : start + length]
         logprobs.append(torch.where(wanted, log_p.gather(1, ids[1:, None])[:, 0], 0.0))
         entropies.append(torch.where(wanted, -(log_p.exp() * log_p).sum(-1), 0.0))
@@ -33,7 +35,9 @@ def one_by_one(model: Any, sample: SequenceSample, temperature: float) -> tuple[
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gpt2"])
-def test_equals_one_sequence_at_a_time(tiny_model: Any, ragged_sample: Any, architecture: str) -> None:
+def test_equals_one_sequence_at_a_time(
+    tiny_model: Any, ragged_sample: Any, architecture: str
+) -> None:
     model = tiny_model(architecture)
     sample = ragged_sample(GROUPS)
     logprobs, entropies = PackedForward(model)(sample).logprobs(temperature=0.8, with_entropy=True)
@@ -85,22 +89,37 @@ BATCH = [[40, 3, 1], [17], [2, 33]]
 
 def made(kind: str) -> Any:
     config, more, _ = KINDS[kind]
-    shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    shape |= {"num_key_value_heads": 2, "intermediate_size": 48, "pad_token_id": 0, "bos_token_id": 1}
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    shape |= {
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+    }
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(
-        config(**shape, eos_token_id=2, **more), attn_implementation="eager" if kind == "gemma2" else "sdpa"
+        config(**shape, eos_token_id=2, **more),
+        attn_implementation="eager" if kind == "gemma2" else "sdpa",
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.mul_(4.0) if parameter.ndim > 1 else parameter.add_(0.5 * name.endswith("lm_head.bias"))
+            parameter.mul_(4.0) if parameter.ndim > 1 else parameter.add_(
+                0.5 * name.endswith("lm_head.bias")
+            )
     return model.eval()
 
 
 def scored(kind: str, sample: Any, *, known: bool) -> tuple[Tensor, Tensor, Tensor]:
     model = made(kind)
     forward = PackedForward(model)
-    assert (forward.heads.bias is not None, forward.heads.factor, forward.heads.cap) == KINDS[kind][2]
+    assert (forward.heads.bias is not None, forward.heads.factor, forward.heads.cap) == KINDS[kind][
+        2
+    ]
     forward.heads = forward.heads if known else Heads()
     logprobs, entropy = forward(sample).logprobs(temperature=0.7, with_entropy=True)
     assert entropy is not None
@@ -109,11 +128,15 @@ def scored(kind: str, sample: Any, *, known: bool) -> tuple[Tensor, Tensor, Tens
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_chunks_score_as_the_model_itself(kind: str, ragged_sample: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_score_as_the_model_itself(
+    kind: str, ragged_sample: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Log-probabilities, entropies and the gradient of every weight."""
     monkeypatch.setattr(module, "chunk_rows", lambda *_: 7)
     for found, expected in zip(
-        scored(kind, ragged_sample(BATCH), known=True), scored(kind, ragged_sample(BATCH), known=False), strict=True
+        scored(kind, ragged_sample(BATCH), known=True),
+        scored(kind, ragged_sample(BATCH), known=False),
+        strict=True,
     ):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
@@ -138,7 +161,8 @@ def test_a_head_that_does_something_else_is_not_known() -> None:
 def test_the_graph_holds_no_logits(
     ragged_sample: Any, monkeypatch: pytest.MonkeyPatch, known: bool, share: float
 ) -> None:
-    """What scoring keeps for the backward pass is a small part of the logits, not several times as much."""
+    """What scoring keeps for the backward pass is a small part of the logits, not several times as
+    much."""
     monkeypatch.setattr(module, "chunk_rows", lambda *_: 16)
     forward = PackedForward(made("granite"))
     forward.heads = forward.heads if known else Heads()

@@ -1,4 +1,5 @@
-"""Rows without padding give what padded rows give, whatever the architecture: scores, gradients, whole train steps.
+"""Rows without padding give what padded rows give, whatever the architecture: scores, gradients,
+whole train steps.
 
 The kernel is the plain one, on the CPU; that of CUDA is compared with it in ``tests/gpu``.
 """
@@ -39,7 +40,9 @@ SHAPE: dict[str, Any] = {
 TWO_KINDS = ["sliding_attention", "full_attention"]
 OTHERS = {
     "mistral": MistralConfig(**SHAPE, sliding_window=8),
-    "gemma3": Gemma3TextConfig(**SHAPE, head_dim=8, query_pre_attn_scalar=16, sliding_window=8, layer_types=TWO_KINDS),
+    "gemma3": Gemma3TextConfig(
+        **SHAPE, head_dim=8, query_pre_attn_scalar=16, sliding_window=8, layer_types=TWO_KINDS
+    ),
     "phi3": Phi3Config(**SHAPE),
     "olmo2": Olmo2Config(**SHAPE),
 }
@@ -54,20 +57,28 @@ def packing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def groups() -> SequenceSample:
-    """Sequences that begin alike, one that another begins with, one alone, one of a single token."""
+    """Sequences that begin alike, one that another begins with, one alone, one of a single
+    token."""
     draw = torch.Generator().manual_seed(4)
     stem = torch.randint(3, 97, (23,), generator=draw)
     tails = [torch.randint(3, 97, (n,), generator=draw) for n in (9, 4, 17)]
-    rows = [torch.cat([stem, tail]) for tail in tails] + [stem[:20], torch.randint(3, 97, (31,), generator=draw)]
+    rows = [torch.cat([stem, tail]) for tail in tails] + [
+        stem[:20],
+        torch.randint(3, 97, (31,), generator=draw),
+    ]
     rows.append(rows[-1][:1])
     ids = torch.cat(rows)
     tensors = {"packed_input_ids": ids, "loss_mask": torch.rand(len(ids), generator=draw) < 0.6}
     lengths = [[len(row)] for row in rows]
-    return SequenceSample.from_tensors([str(n) for n in range(len(rows))], tensors, {key: lengths for key in tensors})
+    return SequenceSample.from_tensors(
+        [str(n) for n in range(len(rows))], tensors, {key: lengths for key in tensors}
+    )
 
 
 def engine_of(model: Any, **options: Any) -> TorchEngine:
-    return TorchEngine(model, None, optimizer=OptimizerConfig(lr=1e-2), total_train_steps=5, **options)
+    return TorchEngine(
+        model, None, optimizer=OptimizerConfig(lr=1e-2), total_train_steps=5, **options
+    )
 
 
 def other(name: str) -> Any:
@@ -108,49 +119,72 @@ def test_scores_and_steps_are_those_of_padded_rows(
             assert found.stats["loss"] == pytest.approx(expected.stats["loss"], rel=1e-5)
 
 
-def test_a_pass_has_neither_padding_nor_a_row_of_the_size_of_a_mask(packing: None, tiny_model: Any) -> None:
+def test_a_pass_has_neither_padding_nor_a_row_of_the_size_of_a_mask(
+    packing: None, tiny_model: Any
+) -> None:
     sample = groups()
     (part,) = parts_of(sample, SPEC, Ranks(), share=True, packed=True)
     inputs = SequenceInputs.of(sample)
     tokens = [inputs.tokens[i].tolist() for i in inputs.scored]
-    assert part.positions == len({tuple(row[:n]) for row in tokens for n in range(1, len(row) + 1)}), "a tree of tokens"
+    assert part.positions == len(
+        {tuple(row[:n]) for row in tokens for n in range(1, len(row) + 1)}
+    ), "a tree of tokens"
     parts = parts_of(sample, MicroBatchSpec(3, 40), Ranks(), share=True, packed=True)
     assert len(parts) >= 3 and all(part.positions <= 40 for part in parts)
-    assert [part.positions for part in parts] == sorted((part.positions for part in parts), reverse=True)
+    assert [part.positions for part in parts] == sorted(
+        (part.positions for part in parts), reverse=True
+    )
     result = engine_of(tiny_model()).train_batch(sample, loss, mb_spec=SPEC)
     assert result.stats["positions"] == part.positions
 
 
-def test_generation_and_export_are_as_without(packing: None, tiny_model: Any, tmp_path: Path) -> None:
+def test_generation_and_export_are_as_without(
+    packing: None, tiny_model: Any, tmp_path: Path
+) -> None:
     packed = engine_of(tiny_model("gpt2"))
     requests = [GenRequest(i, [3 + i, 5, 7], seed=i) for i in range(3)]
     made = packed.generator().generate(requests, GenConfig(max_new_tokens=6), stop_ids=(), seed=1)
     plain = AutoModelForCausalLM.from_config(tiny_model("gpt2").config)
     plain.load_state_dict(packed.model.state_dict())
-    expected = TorchEngine(plain, None).generator().generate(requests, GenConfig(max_new_tokens=6), stop_ids=(), seed=1)
+    expected = (
+        TorchEngine(plain, None)
+        .generator()
+        .generate(requests, GenConfig(max_new_tokens=6), stop_ids=(), seed=1)
+    )
     assert [output.token_ids for output in made] == [output.token_ids for output in expected]
     packed.export_hf(tmp_path / "policy")
-    assert "packed_rows" not in json.dumps(json.loads((tmp_path / "policy" / "config.json").read_text()))
+    assert "packed_rows" not in json.dumps(
+        json.loads((tmp_path / "policy" / "config.json").read_text())
+    )
 
 
-def test_a_window_that_only_masks_know_is_not_lost(packing: None, caplog: pytest.LogCaptureFixture) -> None:
-    """Layers of Qwen2-MoE leave their window to the mask. Sequences of the trial are shorter than it, so they agreed,
-    and tokens of longer ones saw beyond it."""
+def test_a_window_that_only_masks_know_is_not_lost(
+    packing: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Layers of Qwen2-MoE leave their window to the mask. Sequences of the trial are shorter than
+    it, so they agreed, and tokens of longer ones saw beyond it."""
     experts = {
         "num_experts": 2,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
         "shared_expert_intermediate_size": 16,
     }
-    config = Qwen2MoeConfig(**SHAPE, **experts, use_sliding_window=True, sliding_window=32, layer_types=TWO_KINDS)
+    config = Qwen2MoeConfig(
+        **SHAPE, **experts, use_sliding_window=True, sliding_window=32, layer_types=TWO_KINDS
+    )
     assert not PackedForward(AutoModelForCausalLM.from_config(config).eval()).packs
     assert "do not give their attention the sliding window of 32 tokens" in caplog.text
 
 
 def test_a_model_that_does_not_follow_is_padded_and_says_so(
-    packing: None, tiny_model: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    packing: None,
+    tiny_model: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = Gemma2Config(**SHAPE, head_dim=8, query_pre_attn_scalar=16, attn_implementation="eager")
+    config = Gemma2Config(
+        **SHAPE, head_dim=8, query_pre_attn_scalar=16, attn_implementation="eager"
+    )
     engine = engine_of(AutoModelForCausalLM.from_config(config).eval())
     assert not engine._forward.packs and "the model's attention has no fused kernel" in caplog.text
     caplog.clear()
@@ -160,8 +194,14 @@ def test_a_model_that_does_not_follow_is_padded_and_says_so(
 
     monkeypatch.setattr(packed_forward, "kernel_for", lambda *_: (blind, ""))
     engine = engine_of(tiny_model())
-    assert not engine._forward.packs and "padded to one length: in shared rows hidden states" in caplog.text
+    assert (
+        not engine._forward.packs
+        and "padded to one length: in shared rows hidden states" in caplog.text
+    )
     assert engine.model.config._attn_implementation == "sdpa" and engine._forward.shares
     caplog.clear()
     monkeypatch.setattr(packed_forward, "kernel_for", lambda *_: (None, "the model has float32"))
-    assert not engine_of(tiny_model())._forward.packs and "padded to one length: the model has float32" in caplog.text
+    assert (
+        not engine_of(tiny_model())._forward.packs
+        and "padded to one length: the model has float32" in caplog.text
+    )

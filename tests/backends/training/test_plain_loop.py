@@ -1,8 +1,10 @@
-"""Loss and gradients of a whole pass against a plain loop of transformers over the same sequences, one at a time.
+"""Loss and gradients of a whole pass against a plain loop of transformers over the same sequences,
+one at a time.
 
-The models here are those that broke what computes them faster: OLMo clamps its projections in place, Gemma 3n scales
-one in place and has no gradient at an embedding of zeros, and layers of Gemma 4 have heads of different widths. A pass
-has more positions than ``LEAST_ROWS``, from which on oneDNN computes the products, and rows of several lengths.
+The models here are those that broke what computes them faster: OLMo clamps its projections in
+place, Gemma 3n scales one in place and has no gradient at an embedding of zeros, and layers of
+Gemma 4 have heads of different widths. A pass has more positions than ``LEAST_ROWS``, from which on
+oneDNN computes the products, and rows of several lengths.
 """
 
 from __future__ import annotations
@@ -40,9 +42,12 @@ ONEDNN = {"oneDNN": True, "without oneDNN": False}
 
 
 def model_of(name: str) -> Any:
-    """The same weights every time, sharp enough to have favourites, and zeros for padding as in trained models."""
+    """The same weights every time, sharp enough to have favourites, and zeros for padding as in
+    trained models."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(configs(VOCABULARY, POSITIONS, window=16)[name], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        configs(VOCABULARY, POSITIONS, window=16)[name], dtype=torch.float32
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -52,8 +57,9 @@ def model_of(name: str) -> Any:
 
 
 def sequences(n: int) -> list[Tensor]:
-    """Four of them have 32 tokens in common, which are computed once where that is possible, under a mask; others have
-    nothing in common with them and are shorter or longer. No token is the one for padding."""
+    """Four of them have 32 tokens in common, which are computed once where that is possible, under
+    a mask; others have nothing in common with them and are shorter or longer. No token is the one
+    for padding."""
     draw = torch.Generator().manual_seed(1)
     stem = torch.randint(3, VOCABULARY, (32,), generator=draw)
     tails = [torch.randint(3, VOCABULARY, (size,), generator=draw) for size in (8, 3, 5, 12)]
@@ -67,7 +73,9 @@ def batch_of(rows: list[Tensor]) -> SequenceSample:
         "loss_mask": torch.cat([torch.arange(len(row)) >= OPENING for row in rows]),
     }
     lengths = [[len(row)] for row in rows]
-    return SequenceSample.from_tensors([str(n) for n in range(len(rows))], tensors, dict.fromkeys(tensors, lengths))
+    return SequenceSample.from_tensors(
+        [str(n) for n in range(len(rows))], tensors, dict.fromkeys(tensors, lengths)
+    )
 
 
 def nll(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
@@ -87,8 +95,8 @@ def in_a_plain_loop(model: Any, rows: list[Tensor]) -> float:
 
 
 def compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Each gradient is that of the plain loop, up to rounding of the largest number in it. These models are sharp: a
-    plain loop in fp32 is 4e-4 off from one in fp64."""
+    """Each gradient is that of the plain loop, up to rounding of the largest number in it. These
+    models are sharp: a plain loop in fp32 is 4e-4 off from one in fp64."""
     assert found.keys() == expected.keys() and expected
     for name, wanted in expected.items():
         largest = float(wanted.abs().max())
@@ -105,7 +113,9 @@ def adapters_in(model: Any) -> dict[str, Tensor]:
 
 
 def engine_of(name: str, lora: LoraConfig | None = None) -> TorchEngine:
-    return TorchEngine(model_of(name), None, optimizer=OptimizerConfig(), total_train_steps=5, lora=lora)
+    return TorchEngine(
+        model_of(name), None, optimizer=OptimizerConfig(), total_train_steps=5, lora=lora
+    )
 
 
 @contextmanager
@@ -119,8 +129,8 @@ def onednn(on: bool) -> Iterator[None]:
 @pytest.mark.parametrize("on", ONEDNN.values(), ids=ONEDNN)
 @pytest.mark.parametrize("name", [slow(NAMES[0]), *NAMES[1:]])
 def test_all_weights_get_the_gradients_of_a_plain_loop(name: str, on: bool) -> None:
-    """A step of OLMo and Gemma 3n raised that a view is modified in place; one of Gemma 3n with rows under a mask had
-    no gradient; Gemma 4 was not loaded."""
+    """A step of OLMo and Gemma 3n raised that a view is modified in place; one of Gemma 3n with
+    rows under a mask had no gradient; Gemma 4 was not loaded."""
     rows = sequences(7)
     assert sum(map(len, rows)) > 4 * LEAST_ROWS
     with onednn(on):
@@ -131,7 +141,9 @@ def test_all_weights_get_the_gradients_of_a_plain_loop(name: str, on: bool) -> N
         result = engine.accumulate(batch_of(rows), nll, mb_spec=ONE_PASS)
     assert not result.skipped
     assert result.stats["loss"] == pytest.approx(in_a_plain_loop(plain, rows), rel=1e-5)
-    compare(gradients(dict(engine.model.named_parameters())), gradients(dict(plain.named_parameters())))
+    compare(
+        gradients(dict(engine.model.named_parameters())), gradients(dict(plain.named_parameters()))
+    )
 
 
 @pytest.mark.parametrize("on", ONEDNN.values(), ids=ONEDNN)
@@ -150,7 +162,9 @@ def test_adapters_get_the_gradients_of_a_plain_loop(name: str, on: bool) -> None
                 tensor.copy_(0.3 * torch.randn(tensor.shape, generator=draw))
         result = engine.accumulate(batch_of(rows), nll, mb_spec=ONE_PASS)
     chosen = engine.adapters._options
-    theirs = peft.LoraConfig(r=chosen.r, lora_alpha=chosen.lora_alpha, target_modules=chosen.target_modules)
+    theirs = peft.LoraConfig(
+        r=chosen.r, lora_alpha=chosen.lora_alpha, target_modules=chosen.target_modules
+    )
     plain = peft.get_peft_model(model_of(name), theirs)
     expected = adapters_in(plain.base_model.model)
     assert expected.keys() == own.keys()
@@ -166,7 +180,8 @@ def test_adapters_get_the_gradients_of_a_plain_loop(name: str, on: bool) -> None
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_pass_of_few_rows_is_that_of_a_plain_loop(name: str, n: int) -> None:
-    """One sequence below and above the least number of rows for oneDNN, and several without any padding."""
+    """One sequence below and above the least number of rows for oneDNN, and several without any
+    padding."""
     for cut in (LEAST_ROWS - 4, LEAST_ROWS, 64):
         rows = [row[:cut] for row in sequences(n)]
         with onednn(True):
@@ -174,11 +189,15 @@ def test_a_pass_of_few_rows_is_that_of_a_plain_loop(name: str, n: int) -> None:
             plain = model_of(name)
             result = engine.accumulate(batch_of(rows), nll, mb_spec=ONE_PASS)
         assert result.stats["loss"] == pytest.approx(in_a_plain_loop(plain, rows), rel=1e-5)
-        compare(gradients(dict(engine.model.named_parameters())), gradients(dict(plain.named_parameters())))
+        compare(
+            gradients(dict(engine.model.named_parameters())),
+            gradients(dict(plain.named_parameters())),
+        )
 
 
 def test_a_pass_of_nothing_has_gradients_of_nothing() -> None:
-    """A worker that has no passes left takes part in those of others with one token, which must not be padding."""
+    """A worker that has no passes left takes part in those of others with one token, which must not
+    be padding."""
     for name in ("gemma3n", "llama"):
         engine = engine_of(name)
         engine._forward.nothing().backward()
@@ -190,11 +209,14 @@ def test_a_pass_of_nothing_has_gradients_of_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ["AVX2", "SSE41"])
 def test_older_processors_compute_the_same(isa: str) -> None:
-    """oneDNN chooses its kernels, and how it lays out what it returns, by the instructions of the processor."""
+    """oneDNN chooses its kernels, and how it lays out what it returns, by the instructions of the
+    processor."""
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", __file__]
     command += ["-k", "gradients_of_a_plain"]
     limited = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "ONEDNN_VERBOSE": "1"}
-    done = subprocess.run(command, env=limited, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    done = subprocess.run(
+        command, env=limited, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert f"cpu,isa:Intel {'SSE4.1' if isa == 'SSE41' else isa}" in done.stdout
     assert "primitive,exec,cpu,inner_product" in done.stdout

@@ -1,5 +1,5 @@
-"""Log-probabilities in chunks against log_softmax in double precision; no chunk size changes anything, and memory grows
-with the chunk and not with the rows."""
+"""Log-probabilities in chunks against log_softmax in double precision; no chunk size changes
+anything, and memory grows with the chunk and not with the rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def test_values_and_gradients_equal_log_softmax_whatever_the_chunk(
 ) -> None:
     hidden, weight, ids = drawn(rows)
     slope = torch.linspace(-1, 1, rows)
-    found, entropy = selected_logprobs(hidden, weight, ids, temperature, chunk, with_entropy=with_entropy)
+    found, entropy = selected_logprobs(
+        hidden, weight, ids, temperature, chunk, with_entropy=with_entropy
+    )
     assert found.dtype == entropy.dtype == torch.float32 and bool((found <= 0).all())
     ((found * slope).sum() + (entropy * slope.flip(0)).sum()).backward()
     expected, of_plain = plain(hidden, weight, ids, temperature)
@@ -87,7 +89,9 @@ def test_under_a_frozen_head_the_gradient_is_that_of_log_softmax(dtype: torch.dt
     frozen = weight.detach().to(dtype)
     scale = torch.linspace(-2, 2, 30)
     bias = torch.linspace(-1, 1, len(weight))
-    found, _ = selected_logprobs(hidden, frozen, ids, 0.7, 7, with_entropy=False, bias=bias, factor=1.3)
+    found, _ = selected_logprobs(
+        hidden, frozen, ids, 0.7, 7, with_entropy=False, bias=bias, factor=1.3
+    )
     (found * scale).sum().backward()
     exact = hidden.detach().double().requires_grad_()
     logits = 1.3 * (exact @ frozen.double().t() + bias) / 0.7
@@ -110,7 +114,8 @@ def test_chunks_are_bounded_by_bytes() -> None:
     assert chunk_rows(49_152) == 256 and chunk_rows(10**9) == 1
     assert chunk_rows(151_936, 80 << 30) == 1766 and chunk_rows(49_152, 80 << 30) == 5461
     assert (
-        chunk_rows(151_936, 8 << 30) == (8 << 30) // 64 // (4 * 151_936) == 220 and chunk_rows(49_152, 1 << 30) == 256
+        chunk_rows(151_936, 8 << 30) == (8 << 30) // 64 // (4 * 151_936) == 220
+        and chunk_rows(49_152, 1 << 30) == 256
     )
 
 
@@ -122,8 +127,8 @@ class Counted:
 
 @pytest.fixture
 def gpu_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
-    """torch has these products for GPUs alone: here they are, for the CPU. A product of two bf16 numbers is exact in
-    fp32, so this is what a GPU computes but for the order of its sums."""
+    """torch has these products for GPUs alone: here they are, for the CPU. A product of two bf16
+    numbers is exact in fp32, so this is what a GPU computes but for the order of its sums."""
     count, library = Counted(), torch.library.Library("aten", "IMPL")
 
     def mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -147,7 +152,8 @@ def gpu_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
 def test_bf16_products_give_the_logits_of_fp32_and_gradients_of_the_type_of_the_model(
     gpu_products: Counted, with_entropy: bool
 ) -> None:
-    """And the gradient of the head adds up in fp32 in one place: a second one of its size is never made."""
+    """And the gradient of the head adds up in fp32 in one place: a second one of its size is never
+    made."""
     hidden, weight, ids = drawn(200, torch.bfloat16)
     slope = torch.linspace(-1, 1, 200)
     found, entropy = selected_logprobs(hidden, weight, ids, 0.8, 64, with_entropy=with_entropy)
@@ -158,8 +164,12 @@ def test_bf16_products_give_the_logits_of_fp32_and_gradients_of_the_type_of_the_
         torch.testing.assert_close(entropy.double(), of_plain, atol=2e-5, rtol=1e-5)
         total = total + (of_plain * slope.flip(0)).sum()
     ((found * slope).sum() + (entropy * slope.flip(0)).sum()).backward()
-    assert (gpu_products.mm, gpu_products.addmm) == (4 + 4 + 1, 3), "logits twice, and a gradient of the first chunk"
-    for grad, wanted in zip((hidden.grad, weight.grad), torch.autograd.grad(total, (hidden, weight)), strict=True):
+    assert (gpu_products.mm, gpu_products.addmm) == (4 + 4 + 1, 3), (
+        "logits twice, and a gradient of the first chunk"
+    )
+    for grad, wanted in zip(
+        (hidden.grad, weight.grad), torch.autograd.grad(total, (hidden, weight)), strict=True
+    ):
         assert grad is not None and grad.dtype == torch.bfloat16
         off = (grad.double() - wanted.double()).norm() / wanted.double().norm()
         assert off < 4e-3, "as much as bf16 rounds"
@@ -170,7 +180,9 @@ def test_bf16_products_of_a_head_that_does_more(gpu_products: Counted) -> None:
     bias = torch.linspace(-1, 1, VOCABULARY, dtype=torch.bfloat16).requires_grad_()
     found = []
     for own in (hidden, hidden.detach().float().requires_grad_()):
-        logprobs, entropy = selected_logprobs(own, weight, ids, 0.8, 16, bias=bias, factor=0.5, cap=20.0)
+        logprobs, entropy = selected_logprobs(
+            own, weight, ids, 0.8, 16, bias=bias, factor=0.5, cap=20.0
+        )
         grads = torch.autograd.grad((logprobs + 0.1 * entropy).sum(), (own, weight, bias))
         found.append((logprobs, entropy, *grads))
     assert (gpu_products.mm, gpu_products.addmm) == (3 + 3 + 1, 2)
@@ -178,9 +190,14 @@ def test_bf16_products_of_a_head_that_does_more(gpu_products: Counted) -> None:
         assert (grad.float() - wanted.float()).norm() <= bound * wanted.float().norm()
 
 
-def test_a_device_without_such_products_computes_in_fp32_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_device_without_such_products_computes_in_fp32_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert not module._tried(torch.device("cpu"))
-    assert "are computed in fp32: torch cannot sum bf16 there (Could not run 'aten::mm.dtype'" in caplog.text
+    assert (
+        "are computed in fp32: torch cannot sum bf16 there (Could not run 'aten::mm.dtype'"
+        in caplog.text
+    )
     hidden, weight, _ = drawn(5, torch.bfloat16)
     assert not module._Products(hidden, weight).narrow
 
@@ -210,7 +227,10 @@ def test_memory_grows_with_the_chunk_and_not_with_the_rows() -> None:
 
     def growth_mb(rows: int, chunk: int) -> float:
         done = subprocess.run(
-            [sys.executable, "-c", _PROGRAM, str(rows), str(chunk)], capture_output=True, text=True, timeout=300
+            [sys.executable, "-c", _PROGRAM, str(rows), str(chunk)],
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         assert done.returncode == 0, done.stderr
         return int(done.stdout) / 1024
@@ -222,7 +242,8 @@ def test_memory_grows_with_the_chunk_and_not_with_the_rows() -> None:
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("cap", [None, 5.0])
 def test_several_ids_of_a_row_and_a_product_beside_the_heads(width: int, cap: float | None) -> None:
-    """As of an adapter on the head: values and all gradients, of the product's factors too, in float64."""
+    """As of an adapter on the head: values and all gradients, of the product's factors too, in
+    float64."""
     hidden, weight, _ = drawn(37)
     g = torch.Generator().manual_seed(width)
     beside = torch.randn(37, 4, generator=g).requires_grad_()
@@ -239,7 +260,9 @@ def test_several_ids_of_a_row_and_a_product_beside_the_heads(width: int, cap: fl
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-5)
     factors = (hidden, weight, beside, up)
     for factor, wanted in zip(
-        factors, torch.autograd.grad((expected * slope).sum() + (of_plain * of).sum(), factors), strict=True
+        factors,
+        torch.autograd.grad((expected * slope).sum() + (of_plain * of).sum(), factors),
+        strict=True,
     ):
         assert factor.grad is not None
         torch.testing.assert_close(factor.grad, wanted, atol=1e-4, rtol=1e-4)

@@ -1,5 +1,5 @@
-"""Rows in which common prefixes are computed once: they hold every sequence, show each token its own past only, and
-change neither scores nor gradients."""
+"""Rows in which common prefixes are computed once: they hold every sequence, show each token its
+own past only, and change neither scores nor gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BloomConfig, Gemma3TextConfig, GPTNeoConfig, MistralConfig, Phi3Config
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma3TextConfig,
+    GPTNeoConfig,
+    MistralConfig,
+    Phi3Config,
+)
 
 from realhf.api.config import OptimizerConfig
 from realhf.api.model import POSITIONS, ForwardOutputs
@@ -48,15 +55,21 @@ def test_a_row_is_the_tree_of_its_sequences(drawn: list[list[int]], most: int) -
     rows = shared_rows(range(len(inputs)), inputs, most)
     assert sorted(i for row in rows for i in row.members) == list(range(len(inputs)))
     pieces = [half for row in rows if not row.plain for half in split_row(row, inputs)]
-    assert all(row.plain or row.length <= most for row in rows) and all(row.members for row in pieces)
+    assert all(row.plain or row.length <= most for row in rows) and all(
+        row.members for row in pieces
+    )
     for row in rows + pieces:
         lay = layout(row, inputs)
         prefixes = {}
         for i, path in zip(row.members, lay.columns, strict=True):
-            assert lay.tokens[path].tolist() == drawn[i] and lay.depth[path].tolist() == list(range(len(drawn[i])))
+            assert lay.tokens[path].tolist() == drawn[i] and lay.depth[path].tolist() == list(
+                range(len(drawn[i]))
+            )
             for depth, column in enumerate(path.tolist()):
                 assert prefixes.setdefault(column, drawn[i][: depth + 1]) == drawn[i][: depth + 1]
-        assert len(prefixes) == row.length == len({tuple(prefix) for prefix in prefixes.values()}), "each prefix once"
+        assert (
+            len(prefixes) == row.length == len({tuple(prefix) for prefix in prefixes.values()})
+        ), "each prefix once"
         seen = visible(row, lay, row.length + 2)
         for column, prefix in prefixes.items():
             ancestors = {c for c, other in prefixes.items() if other == prefix[: len(other)]}
@@ -75,7 +88,12 @@ def group_batch(seed: int = 0) -> SequenceSample:
     masks = []
     for prompt in (draw(17), draw(11)):
         turn = draw(6)
-        rollouts = [prompt + turn + draw(9), prompt + turn + draw(4), prompt + draw(12), prompt + draw(1)]
+        rollouts = [
+            prompt + turn + draw(9),
+            prompt + turn + draw(4),
+            prompt + draw(12),
+            prompt + draw(1),
+        ]
         groups.append([*rollouts, rollouts[0]])
         masks += [[i >= len(prompt) for i in range(len(r))] for r in groups[-1]]
     lengths = [[len(r) for r in group] for group in groups]
@@ -87,7 +105,12 @@ def group_batch(seed: int = 0) -> SequenceSample:
 
 
 def made(kind: str, tiny_model: Any) -> Any:
-    shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     more = {**shape, "num_key_value_heads": 2, "intermediate_size": 48, "pad_token_id": 0}
     torch.manual_seed(0)
     if kind == "mistral":
@@ -103,8 +126,11 @@ def made(kind: str, tiny_model: Any) -> Any:
     return tiny_model(kind)
 
 
-def answers_batch(prompt: int, number: int, length: int, group: int | None = None) -> SequenceSample:
-    """Answers after one prompt, which part at once; with ``group`` a new prompt after so many of them."""
+def answers_batch(
+    prompt: int, number: int, length: int, group: int | None = None
+) -> SequenceSample:
+    """Answers after one prompt, which part at once; with ``group`` a new prompt after so many of
+    them."""
     g = torch.Generator().manual_seed(1)
     rows: list[Tensor] = []
     for each in range(number):
@@ -116,7 +142,9 @@ def answers_batch(prompt: int, number: int, length: int, group: int | None = Non
     mask = torch.cat([torch.arange(len(row)) >= prompt for row in rows])
     lengths = [[len(row)] for row in rows]
     tensors = {"packed_input_ids": torch.cat(rows), "loss_mask": mask}
-    return SequenceSample.from_tensors([str(n) for n in range(number)], tensors, dict.fromkeys(tensors, lengths))
+    return SequenceSample.from_tensors(
+        [str(n) for n in range(number)], tensors, dict.fromkeys(tensors, lengths)
+    )
 
 
 def gradient(
@@ -134,7 +162,11 @@ def gradient(
         return (logprobs * part["weight"]).sum() + 0.1 * entropy.sum(), {}
 
     def keep(*_: Any) -> float:
-        kept.append(torch.cat([p.grad.reshape(-1).clone() for p in model.parameters() if p.grad is not None]))
+        kept.append(
+            torch.cat(
+                [p.grad.reshape(-1).clone() for p in model.parameters() if p.grad is not None]
+            )
+        )
         return float("nan")  # Ends the step before the optimizer.
 
     engine._optimizer.gradient_norm = keep  # type: ignore[union-attr, method-assign]
@@ -143,7 +175,9 @@ def gradient(
     shifted = [[n - 1 for n in group] for group in sample.seqlens["packed_input_ids"]]
     weight = torch.linspace(-1, 1, sum(map(sum, shifted)))
     engine.train_batch(
-        sample.update(SequenceSample.from_tensors(sample.ids, {"weight": weight}, {"weight": shifted})),
+        sample.update(
+            SequenceSample.from_tensors(sample.ids, {"weight": weight}, {"weight": shifted})
+        ),
         loss,
         mb_spec=spec,
     )
@@ -161,7 +195,9 @@ def test_scores_and_gradients_equal_those_of_separate_rows(tiny_model: Any, kind
         assert float((of_together - of_apart).abs().max()) <= 1e-5 * float(of_apart.abs().max())
 
 
-def test_many_short_answers_after_a_long_prompt_change_nothing_and_cost_no_wide_mask(tiny_model: Any) -> None:
+def test_many_short_answers_after_a_long_prompt_change_nothing_and_cost_no_wide_mask(
+    tiny_model: Any,
+) -> None:
     """Their attention is computed in bundles: losses and gradients are those of separate rows."""
 
     def batch() -> SequenceSample:
@@ -169,25 +205,38 @@ def test_many_short_answers_after_a_long_prompt_change_nothing_and_cost_no_wide_
 
     made: list[RowPass] = []
     apart, of_apart = gradient(tiny_model(), False, MicroBatchSpec(), batch)
-    with mock.patch.object(packed_forward, "packed_pass", lambda *a: made.append(packed_pass(*a)) or made[-1]):
+    with mock.patch.object(
+        packed_forward, "packed_pass", lambda *a: made.append(packed_pass(*a)) or made[-1]
+    ):
         together, of_together = gradient(tiny_model(), True, MicroBatchSpec(), batch)
     torch.testing.assert_close(together, apart, atol=2e-5, rtol=1e-5)
     assert float((of_together - of_apart).abs().max()) <= 1e-5 * float(of_apart.abs().max())
     scored, trained = made[-2:]
-    assert trained.seen is None and trained.trees is not None and trained.tokens.shape == scored.tokens.shape
+    assert (
+        trained.seen is None
+        and trained.trees is not None
+        and trained.tokens.shape == scored.tokens.shape
+    )
     assert trained.tokens.shape == (1, 50 + 2 * 40)
     assert len(trained.trees.keys.index) <= 4 * 130 < 40 * 52
     assert products(trained.trees) < 0.75 * 130**2
 
 
-@pytest.mark.parametrize(("n_ranks", "budget", "most"), [(1, None, 2100), (1, 1200, 2500), (4, None, 4300)])
-def test_a_prompt_longer_than_a_row_is_still_shared(n_ranks: int, budget: int | None, most: int) -> None:
-    """Rows had at most 768 positions where attention needs masks, and a share of the batch on several workers: with
-    longer prompts every answer was a row of its own, 32 times the positions."""
+@pytest.mark.parametrize(
+    ("n_ranks", "budget", "most"), [(1, None, 2100), (1, 1200, 2500), (4, None, 4300)]
+)
+def test_a_prompt_longer_than_a_row_is_still_shared(
+    n_ranks: int, budget: int | None, most: int
+) -> None:
+    """Rows had at most 768 positions where attention needs masks, and a share of the batch on
+    several workers: with longer prompts every answer was a row of its own, 32 times the
+    positions."""
     sample = answers_batch(1000, 32, 9, 32 // n_ranks)
     computed = []
     for rank in range(n_ranks):
-        ranks = cast(Ranks, SimpleNamespace(rank=rank, size=n_ranks, own=partial(owned, rank, n_ranks)))
+        ranks = cast(
+            Ranks, SimpleNamespace(rank=rank, size=n_ranks, own=partial(owned, rank, n_ranks))
+        )
         parts = parts_of(sample, MicroBatchSpec(max_tokens_per_mb=budget), ranks, share=True)
         assert all(part.positions <= (budget or 4096) for part in parts)
         computed.append(sum(part.positions for part in parts))
@@ -198,7 +247,10 @@ def test_a_mask_stays_bounded_however_long_the_prompt_and_the_budget() -> None:
     """A row of 8,000 positions would need a mask of 256 MB."""
     for prompt, number, length in ((3000, 4, 600), (4500, 3, 10)):
         (*parts,) = parts_of(
-            answers_batch(prompt, number, length), MicroBatchSpec(max_tokens_per_mb=20_000), Ranks(), share=True
+            answers_batch(prompt, number, length),
+            MicroBatchSpec(max_tokens_per_mb=20_000),
+            Ranks(),
+            share=True,
         )
         assert all(row.plain or row.length <= 4096 for part in parts for row in part.rows)
 
@@ -209,7 +261,8 @@ def owned(rank: int, size: int, costs: Sequence[int]) -> list[int]:
 
 
 def test_common_prefixes_are_computed_once_and_counted(tiny_model: Any) -> None:
-    """The prompt, the common turn and the repeated rollout each count once; the last token of a rollout is not fed."""
+    """The prompt, the common turn and the repeated rollout each count once; the last token of a
+    rollout is not fed."""
     sample = group_batch()
     engine = TorchEngine(tiny_model(), None, optimizer=OptimizerConfig(), total_train_steps=1)
 
@@ -220,7 +273,9 @@ def test_common_prefixes_are_computed_once_and_counted(tiny_model: Any) -> None:
     spec = MicroBatchSpec()
     parts = parts_of(sample, spec, Ranks(), share=True, packed=True)
     assert sum(row.length for part in parts for row in part.rows) == sum(own)
-    assert engine.train_batch(sample, loss, mb_spec=spec).stats[POSITIONS] == sum(part.positions for part in parts)
+    assert engine.train_batch(sample, loss, mb_spec=spec).stats[POSITIONS] == sum(
+        part.positions for part in parts
+    )
     engine._forward.shares = False
     assert engine.train_batch(sample, loss, mb_spec=spec).stats[POSITIONS] > 1.8 * sum(own)
 
@@ -230,7 +285,9 @@ def test_rows_without_much_in_common_need_no_mask(ragged_sample: Any) -> None:
     assert all(row.plain for part in parts for row in part.rows)
 
 
-def test_a_model_that_follows_no_mask_falls_back(tiny_model: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_follows_no_mask_falls_back(
+    tiny_model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """Bloom takes its positions from a mask of columns, not from what it is told."""
     with caplog.at_level(logging.WARNING):
         forward = PackedForward(made("bloom", tiny_model))
@@ -241,11 +298,20 @@ def test_a_model_that_follows_no_mask_falls_back(tiny_model: Any, caplog: pytest
 
 @pytest.mark.parametrize("window", [64, 300])
 def test_a_model_with_a_window_of_columns_shares_nothing(window: int) -> None:
-    """GPT-Neo cuts what a token sees by columns, whatever the mask says, and in a shared row siblings stand between a
-    token and its prefix."""
-    shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "intermediate_size": 48}
+    """GPT-Neo cuts what a token sees by columns, whatever the mask says, and in a shared row
+    siblings stand between a token and its prefix."""
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "intermediate_size": 48,
+    }
     config = GPTNeoConfig(
-        **shape, attention_types=[[["global", "local"], 1]], window_size=window, max_position_embeddings=512
+        **shape,
+        attention_types=[[["global", "local"], 1]],
+        window_size=window,
+        max_position_embeddings=512,
     )
     config.bos_token_id = config.eos_token_id = 1
     torch.manual_seed(0)
@@ -274,7 +340,9 @@ def test_a_model_that_drops_positions_or_masks_shares_nothing(
     assert PackedForward(model).shares
     whole = model.get_decoder().forward
     dropped = {"positions": ("position_ids",), "mask": ("attention_mask", "row_trees")}[broken]
-    monkeypatch.setattr(model.get_decoder(), "forward", lambda **given: whole(**{**given, **dict.fromkeys(dropped)}))
+    monkeypatch.setattr(
+        model.get_decoder(), "forward", lambda **given: whole(**{**given, **dict.fromkeys(dropped)})
+    )
     assert not PackedForward(model).shares
 
 
@@ -290,6 +358,8 @@ def test_bf16_models_share_rows(tiny_model: Any, monkeypatch: pytest.MonkeyPatch
     apart = forward(sample).logprobs()[0]
     rounding = float((forward(sample, part.rows).logprobs()[0] - apart).abs().max())
     whole = model.get_decoder().forward
-    monkeypatch.setattr(model.get_decoder(), "forward", lambda **given: whole(**{**given, "row_trees": None}))
+    monkeypatch.setattr(
+        model.get_decoder(), "forward", lambda **given: whole(**{**given, "row_trees": None})
+    )
     wrong = float((forward(sample, part.rows).logprobs()[0] - apart).abs().max())
     assert inputs.size == len(apart) and rounding < 0.05 < 0.2 < wrong, (rounding, wrong)

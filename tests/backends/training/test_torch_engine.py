@@ -1,4 +1,5 @@
-"""Training, skipping, checkpoints and export of the single-process engine; what it says where memory is short."""
+"""Training, skipping, checkpoints and export of the single-process engine; what it says where
+memory is short."""
 
 from __future__ import annotations
 
@@ -20,12 +21,19 @@ from realhf.api.model import ForwardOutputs, GenRequest, TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.memory import Heap, explain_pass_oom
 from realhf.backends.training.optimizer import PolicyOptimizer, learning_rate
-from realhf.backends.training.torch_backend import ModelLoadError, TorchBackend, check_chat_template, load_causal_lm
+from realhf.backends.training.torch_backend import (
+    ModelLoadError,
+    TorchBackend,
+    check_chat_template,
+    load_causal_lm,
+)
 from realhf.backends.training.torch_engine import TorchEngine
 from tests.backends.conftest import VOCABULARY
 
 GROUPS = [[20, 5], [11], [30, 8, 8], [3]]
-OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps_proportion=0.2, lr_scheduler_type=LRSchedule.cosine)
+OPTIMIZER = OptimizerConfig(
+    lr=1e-2, warmup_steps_proportion=0.2, lr_scheduler_type=LRSchedule.cosine
+)
 
 
 def engine_of(model: Any, **options: Any) -> TorchEngine:
@@ -40,7 +48,9 @@ def mean_nll(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dic
     }
 
 
-def train(engine: TorchEngine, sample: SequenceSample, spec: MicroBatchSpec | None = None) -> TrainResult:
+def train(
+    engine: TorchEngine, sample: SequenceSample, spec: MicroBatchSpec | None = None
+) -> TrainResult:
     result = engine.train_batch(sample, mean_nll, mb_spec=spec or MicroBatchSpec())
     engine.version += 1
     return result
@@ -54,24 +64,35 @@ def moments(engine: TorchEngine) -> dict[str, Tensor]:
     return engine._optimizer.tensors({p: name for name, p in engine.model.named_parameters()})
 
 
-def test_training_lowers_the_loss_and_repeats_bit_identically(tiny_model: Any, ragged_sample: Any) -> None:
+def test_training_lowers_the_loss_and_repeats_bit_identically(
+    tiny_model: Any, ragged_sample: Any
+) -> None:
     first = engine_of(tiny_model())
     second = engine_of(tiny_model())
-    losses = [[train(e, ragged_sample(GROUPS)).stats["loss"] for _ in range(6)] for e in (first, second)]
+    losses = [
+        [train(e, ragged_sample(GROUPS)).stats["loss"] for _ in range(6)] for e in (first, second)
+    ]
     assert losses[0] == losses[1] and losses[0][-1] < losses[0][0] - 0.5
     assert torch.equal(weights(first), weights(second))
 
 
-def test_gradients_of_several_passes_make_the_step_of_one_batch(tiny_model: Any, ragged_sample: Any) -> None:
-    """Passes add up until ``step``, which takes its own options, and drops the gradients whatever comes of them."""
+def test_gradients_of_several_passes_make_the_step_of_one_batch(
+    tiny_model: Any, ragged_sample: Any
+) -> None:
+    """Passes add up until ``step``, which takes its own options, and drops the gradients whatever
+    comes of them."""
     sample = ragged_sample(GROUPS)
     constant = OptimizerConfig(lr=3e-3, warmup_steps_proportion=0.0, beta2=0.9)
-    whole, parts = (TorchEngine(tiny_model(), None, optimizer=options) for options in (constant, OPTIMIZER))
+    whole, parts = (
+        TorchEngine(tiny_model(), None, optimizer=options) for options in (constant, OPTIMIZER)
+    )
     halves = [sample.select_ids([0, 1]), sample.select_ids([2, 3])]
     for step in range(3):
         expected = whole.train_batch(sample, mean_nll, mb_spec=MicroBatchSpec())
         whole.version += 1
-        norms = [parts.accumulate(part, mean_nll, mb_spec=MicroBatchSpec()).grad_norm for part in halves]
+        norms = [
+            parts.accumulate(part, mean_nll, mb_spec=MicroBatchSpec()).grad_norm for part in halves
+        ]
         made = parts.step(constant)
         assert made.grad_norm == norms[-1] == pytest.approx(expected.grad_norm, rel=1e-5)
         assert made.stats["lr"] == 3e-3 and parts.version == step + 1
@@ -84,8 +105,11 @@ def test_gradients_of_several_passes_make_the_step_of_one_batch(tiny_model: Any,
         parts.step(OptimizerConfig(offload=True))
 
 
-def test_a_pass_that_fails_leaves_the_gradients_of_those_before(tiny_model: Any, ragged_sample: Any) -> None:
-    """Of three micro-batches the second raises, or gives no number: the first had been added by then."""
+def test_a_pass_that_fails_leaves_the_gradients_of_those_before(
+    tiny_model: Any, ragged_sample: Any
+) -> None:
+    """Of three micro-batches the second raises, or gives no number: the first had been added by
+    then."""
     sample = ragged_sample(GROUPS)
     spec = MicroBatchSpec(n_mbs=3)
     constant = OptimizerConfig(lr=3e-3, warmup_steps_proportion=0.0)
@@ -142,7 +166,9 @@ def test_one_step_equals_an_independent_adamw(tiny_model: Any, ragged_sample: An
     torch.testing.assert_close(weights(engine), expected, atol=2e-4, rtol=0)
 
 
-def test_microbatches_and_gradient_checkpointing_change_nothing(tiny_model: Any, ragged_sample: Any) -> None:
+def test_microbatches_and_gradient_checkpointing_change_nothing(
+    tiny_model: Any, ragged_sample: Any
+) -> None:
     sample = ragged_sample(GROUPS)
     whole = train(engine_of(tiny_model()), sample)
     for engine, spec in (
@@ -157,11 +183,19 @@ def test_microbatches_and_gradient_checkpointing_change_nothing(tiny_model: Any,
 
 
 def test_checkpointing_leaves_dropout_off(ragged_sample: Any) -> None:
-    """OPT keeps probabilities as plain numbers of its modules, GPT-Neo reads them from the configuration at every
-    pass; the configuration keeps them for the export."""
-    shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "intermediate_size": 48}
+    """OPT keeps probabilities as plain numbers of its modules, GPT-Neo reads them from the
+    configuration at every pass; the configuration keeps them for the export."""
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "intermediate_size": 48,
+    }
     shape |= {"bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64}
-    opt = OPTConfig(**shape, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=32)
+    opt = OPTConfig(
+        **shape, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=32
+    )
     neo = GPTNeoConfig(**shape, attention_types=[[["global"], 2]], attention_dropout=0.5)
     for config, name in ((opt, "dropout"), (neo, "attention_dropout")):
         chance = getattr(config, name)
@@ -205,7 +239,10 @@ def test_nothing_trainable_changes_nothing(tiny_model: Any, ragged_sample: Any) 
     sample = ragged_sample(GROUPS)
     blank = SequenceSample.from_tensors(
         sample.ids,
-        {"packed_input_ids": sample["packed_input_ids"], "loss_mask": torch.zeros_like(sample["loss_mask"])},
+        {
+            "packed_input_ids": sample["packed_input_ids"],
+            "loss_mask": torch.zeros_like(sample["loss_mask"]),
+        },
         {k: sample.seqlens[k] for k in ("packed_input_ids", "loss_mask")},
     )
     before = weights(engine)
@@ -242,7 +279,9 @@ def test_checkpoint_continues_bit_identically(
         other.load_checkpoint(tmp_path / "nowhere")
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "engine.pt").touch()
-    with pytest.raises(ValueError, match=r"old was written by an earlier version.*recover_mode=disabled"):
+    with pytest.raises(
+        ValueError, match=r"old was written by an earlier version.*recover_mode=disabled"
+    ):
         other.load_checkpoint(tmp_path / "old")
 
 
@@ -253,18 +292,28 @@ def test_the_checkpoint_of_another_model_is_refused_in_one_line(
     folder = tmp_path / "c"
     train(engine, ragged_sample(GROUPS))
     engine.save_checkpoint(folder)
-    for other, said in ((tiny_model("gpt2"), "it has weights/"), (tiny_model("qwen3", 192, 90), "has shape")):
-        with pytest.raises(ValueError, match=rf"{folder} .*{said}.*actor.path.*recover_mode=disabled") as caught:
+    for other, said in (
+        (tiny_model("gpt2"), "it has weights/"),
+        (tiny_model("qwen3", 192, 90), "has shape"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"{folder} .*{said}.*actor.path.*recover_mode=disabled"
+        ) as caught:
             engine_of(other).load_checkpoint(folder)
         assert "\n" not in str(caught.value)
 
 
-def test_bf16_keeps_updates_too_small_for_its_own_digits(tiny_model: Any, ragged_sample: Any) -> None:
+def test_bf16_keeps_updates_too_small_for_its_own_digits(
+    tiny_model: Any, ragged_sample: Any
+) -> None:
     config = OptimizerConfig(lr=1e-5, weight_decay=0.0, warmup_steps_proportion=0.0)
     engine = TorchEngine(tiny_model().bfloat16(), None, optimizer=config, total_train_steps=100)
     masters = [m.clone() for m in engine._optimizer._masters]
     train(engine, ragged_sample(GROUPS))
-    moved = [float((m - old).abs().max()) for m, old in zip(engine._optimizer._masters, masters, strict=True)]
+    moved = [
+        float((m - old).abs().max())
+        for m, old in zip(engine._optimizer._masters, masters, strict=True)
+    ]
     assert max(moved) == pytest.approx(1e-5, rel=0.2)
 
 
@@ -340,7 +389,9 @@ def test_training_gets_the_memory_of_keys_and_values(tiny_model: Any, ragged_sam
     requests = [GenRequest(slot, [5 + slot] * 40) for slot in range(6)]
 
     def play() -> list[list[int]]:
-        outputs = engine.generator().generate(requests, GenConfig(max_new_tokens=5), stop_ids=(), seed=3)
+        outputs = engine.generator().generate(
+            requests, GenConfig(max_new_tokens=5), stop_ids=(), seed=3
+        )
         return [output.token_ids for output in outputs]
 
     def loss(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
@@ -363,13 +414,23 @@ def test_training_gets_the_memory_of_keys_and_values(tiny_model: Any, ragged_sam
     assert play() == tokens
 
 
-CPU_SHORTAGE = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+CPU_SHORTAGE = (
+    "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+)
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory.\nmore"), RuntimeError(CPU_SHORTAGE), MemoryError()], ids=repr
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory.\nmore"),
+        RuntimeError(CPU_SHORTAGE),
+        MemoryError(),
+    ],
+    ids=repr,
 )
-def test_out_of_memory_names_what_where_and_which_option(tiny_model: Any, ragged_sample: Any, error: Exception) -> None:
+def test_out_of_memory_names_what_where_and_which_option(
+    tiny_model: Any, ragged_sample: Any, error: Exception
+) -> None:
     engine = TorchEngine(tiny_model(), None, optimizer=OptimizerConfig(), total_train_steps=1)
     sample = ragged_sample(GROUPS)
     spec = MicroBatchSpec(1, 64)
@@ -378,11 +439,15 @@ def test_out_of_memory_names_what_where_and_which_option(tiny_model: Any, ragged
         raise error
 
     for call in (engine.train_batch, engine.forward):
-        with pytest.raises(RuntimeError, match=r"micro-batch of \d+ positions in \d rows: lower mb_spec") as caught:
+        with pytest.raises(
+            RuntimeError, match=r"micro-batch of \d+ positions in \d rows: lower mb_spec"
+        ) as caught:
             call(sample, starved, mb_spec=spec)
         assert "(it is 64)" in str(caught.value) and "gradient_checkpointing" in str(caught.value)
         assert "\n" not in str(caught.value)
-    result = engine.train_batch(sample, lambda outputs, _: (outputs.logprobs()[0].sum(), {}), mb_spec=spec)
+    result = engine.train_batch(
+        sample, lambda outputs, _: (outputs.logprobs()[0].sum(), {}), mb_spec=spec
+    )
     assert not result.skipped, "the engine goes on"
 
 
@@ -392,14 +457,21 @@ def test_an_update_without_memory_says_what_to_set(tiny_model: Any, ragged_sampl
     assert engine._optimizer is not None
     engine._optimizer._adamw.step = lambda: torch.empty(1 << 46)  # type: ignore[method-assign, return-value]
     mean = lambda outputs, _: (outputs.logprobs()[0].mean(), {})
-    with pytest.raises(RuntimeError, match=r"the update of actor, whose moments take .* GiB: set actor.lora") as said:
+    with pytest.raises(
+        RuntimeError, match=r"the update of actor, whose moments take .* GiB: set actor.lora"
+    ) as said:
         engine.train_batch(ragged_sample(GROUPS), mean, mb_spec=MicroBatchSpec())
-    assert "actor.backend=fsdp2" in str(said.value) and "offload" not in str(said.value), "which is for a GPU"
+    assert "actor.backend=fsdp2" in str(said.value) and "offload" not in str(said.value), (
+        "which is for a GPU"
+    )
 
 
-@pytest.mark.parametrize("said", ["CUDA error: out of memory\nmore", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when"])
+@pytest.mark.parametrize(
+    "said", ["CUDA error: out of memory\nmore", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when"]
+)
 def test_what_a_gpu_says_outside_of_the_pool_is_a_shortage(said: str) -> None:
-    """The libraries of a GPU allocate by themselves, and their errors are of no type of their own."""
+    """The libraries of a GPU allocate by themselves, and their errors are of no type of their
+    own."""
     with (
         pytest.raises(RuntimeError, match=r"lower mb_spec.max_tokens_per_mb .*\(CUDA error"),
         explain_pass_oom(1, 1, 9),
@@ -415,17 +487,32 @@ def test_other_errors_stay_what_they_are() -> None:
 
 
 def test_memory_of_passes_is_kept_until_holes_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has more than the largest pass left it with gives back what is free, and begins anew."""
-    passes = [(50, 100), (40, 90), (50, 105), (60, 200), (50, 205), (60, 250), (50, 250), (50, 255), (51, 400)]
+    """A process that has more than the largest pass left it with gives back what is free, and
+    begins anew."""
+    passes = [
+        (50, 100),
+        (40, 90),
+        (50, 105),
+        (60, 200),
+        (50, 205),
+        (60, 250),
+        (50, 250),
+        (50, 255),
+        (51, 400),
+    ]
     heap, mib, trimmed = Heap(), iter([held for _, held in passes]), list[int]()
     monkeypatch.setattr(heap, "_trim", trimmed.append)
     monkeypatch.setattr(heap, "_use", lambda: SimpleNamespace(fordblks=1 << 30))
-    monkeypatch.setattr(psutil.Process, "memory_info", lambda self: SimpleNamespace(rss=next(mib) << 20))
+    monkeypatch.setattr(
+        psutil.Process, "memory_info", lambda self: SimpleNamespace(rss=next(mib) << 20)
+    )
     found = []
     for positions, _ in passes:
         heap.after_pass(positions)
         found.append(len(trimmed))
-    assert found == [0, 0, 0, 0, 0, 1, 1, 1, 1], "a larger pass needs more, and after giving back each is the largest"
+    assert found == [0, 0, 0, 0, 0, 1, 1, 1, 1], (
+        "a larger pass needs more, and after giving back each is the largest"
+    )
     monkeypatch.setattr(heap, "_use", lambda: SimpleNamespace(fordblks=1 << 20))
     heap.trim()
     assert len(trimmed) == 1, "what is small may stay"

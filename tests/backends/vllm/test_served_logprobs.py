@@ -1,4 +1,5 @@
-"""A teacher behind a URL: a server with a real model answers as vLLM does, and as others do, or not as it should."""
+"""A teacher behind a URL: a server with a real model answers as vLLM does, and as others do, or not
+as it should."""
 
 from __future__ import annotations
 
@@ -60,8 +61,11 @@ class Quiet(ThreadingHTTPServer):
 
 
 @contextmanager
-def served(answer: Answer, *, refusals: int = 0, status: int = 503) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server on the loopback, and what it was asked; the first ``refusals`` requests are turned away."""
+def served(
+    answer: Answer, *, refusals: int = 0, status: int = 503
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server on the loopback, and what it was asked; the first ``refusals`` requests are turned
+    away."""
     network = model().engine.model
     asked = []
     left = [refusals]
@@ -108,7 +112,10 @@ def batch() -> SequenceSample:
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(26, generator=generator) < 0.6
     mask[8:12] = False
-    tensors = {"packed_input_ids": torch.randint(0, 50, (26,), generator=generator), "loss_mask": mask}
+    tensors = {
+        "packed_input_ids": torch.randint(0, 50, (26,), generator=generator),
+        "loss_mask": mask,
+    }
     return SequenceSample.from_tensors(["a", "b"], tensors, dict.fromkeys(tensors, lengths))
 
 
@@ -126,11 +133,13 @@ def test_a_server_says_what_the_model_as_a_role_says(answer: Answer, tmp_path: P
     said, _ = LogprobInterface("teacher_logprobs").inference(model(), batch(), context(tmp_path))
     mask = torch.cat([part[1:] for part in batch()["loss_mask"].split([7, 1, 4, 9, 5])])
     assert found.seqlens == said.seqlens and not bool(found["teacher_logprobs"][~mask].any())
-    torch.testing.assert_close(found["teacher_logprobs"][mask], said["teacher_logprobs"][mask], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        found["teacher_logprobs"][mask], said["teacher_logprobs"][mask], atol=1e-5, rtol=1e-5
+    )
     assert sorted(len(each["prompt"]) for each in asked) == [5, 7, 9] and stats["n_tokens"] == 21
-    assert {each["model"] for each in asked} == {"big"} and {each["authorization"] for each in asked} == {
-        "Bearer secret"
-    }
+    assert {each["model"] for each in asked} == {"big"} and {
+        each["authorization"] for each in asked
+    } == {"Bearer secret"}
 
 
 def test_a_server_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,9 +152,14 @@ def test_a_server_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -
         pytest.raises(RuntimeError, match=r"teacher.url=.*answered 503: .*busy"),
     ):
         ask(url)
-    with served(rows, refusals=1, status=400) as (url, _), pytest.raises(RuntimeError, match="answered 400"):
+    with (
+        served(rows, refusals=1, status=400) as (url, _),
+        pytest.raises(RuntimeError, match="answered 400"),
+    ):
         ask(url)
-    with pytest.raises(RuntimeError, match=r"teacher.url=http://127.0.0.1:9/v1/models: ConnectError"):
+    with pytest.raises(
+        RuntimeError, match=r"teacher.url=http://127.0.0.1:9/v1/models: ConnectError"
+    ):
         ask("http://127.0.0.1:9")
 
 
@@ -161,9 +175,18 @@ def changed(change: Callable[[dict[str, Any]], Any]) -> Answer:
 
 
 WRONG: dict[str, tuple[Answer, str]] = {
-    "no log-probabilities": (lambda asked, values: {"choices": [{"text": "hm"}]}, "must support prompt_logprobs"),
-    "too few": (changed(lambda choice: choice["prompt_logprobs"].pop()), "holds no log-probabilities of the"),
-    "of others": (changed(lambda choice: choice["prompt_logprobs"].__setitem__(1, {"51": {}})), "holds no log-prob"),
+    "no log-probabilities": (
+        lambda asked, values: {"choices": [{"text": "hm"}]},
+        "must support prompt_logprobs",
+    ),
+    "too few": (
+        changed(lambda choice: choice["prompt_logprobs"].pop()),
+        "holds no log-probabilities of the",
+    ),
+    "of others": (
+        changed(lambda choice: choice["prompt_logprobs"].__setitem__(1, {"51": {}})),
+        "holds no log-prob",
+    ),
     "no choice": (lambda asked, values: [], "holds no log-probabilities"),
     "another tokenizer": (
         lambda asked, values: json.loads(json.dumps(rows(asked, values)).replace(" w", " v")),
@@ -187,6 +210,9 @@ def test_a_silent_server_is_given_up_at_the_deadline() -> None:
         return {}
 
     with served(silent) as (url, _):
-        with pytest.raises(TimeoutError, match=r"no answer about all 3 sequences within 0.2 s \(rpc.call_timeout_s\)"):
+        with pytest.raises(
+            TimeoutError,
+            match=r"no answer about all 3 sequences within 0.2 s \(rpc.call_timeout_s\)",
+        ):
             ask(url, timeout_s=0.2)
         hold.set()

@@ -1,7 +1,8 @@
-"""What of the vLLM engine can be tested without vLLM: weights on their way, through a file and through memory of a GPU,
-the guard, what a wrong server is told.
+"""What of the vLLM engine can be tested without vLLM: weights on their way, through a file and
+through memory of a GPU, the guard, what a wrong server is told.
 
-A worker stands in for vLLM's: it has the methods of its transfer, and finds a buffer by its handle where CUDA would.
+A worker stands in for vLLM's: it has the methods of its transfer, and finds a buffer by its handle
+where CUDA would.
 """
 
 from __future__ import annotations
@@ -56,12 +57,15 @@ from realhf.base.tensor_digest import digests
 from realhf.dataflow.weight_proof import HeldWeights
 from tests.process_family import gone
 
-TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b.weight": torch.tensor([1, -2], dtype=torch.bfloat16)}
+TENSORS = {
+    "a": torch.arange(6.0).reshape(2, 3),
+    "b.weight": torch.tensor([1, -2], dtype=torch.bfloat16),
+}
 
 
 class FakeServer:
-    """Answers GET and POST from ``answers``, path -> (status, JSON), and 404 to anything else. Calls of its workers
-    reach ``workers``, if there are any."""
+    """Answers GET and POST from ``answers``, path -> (status, JSON), and 404 to anything else.
+    Calls of its workers reach ``workers``, if there are any."""
 
     def __init__(self) -> None:
         self.answers: dict[str, tuple[int, object]] = started()
@@ -70,11 +74,15 @@ class FakeServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"] or 0)) or b"{}")
+                body = json.loads(
+                    self.rfile.read(int(self.headers["content-length"] or 0)) or b"{}"
+                )
                 path = self.path.partition("?")[0]
                 status, answer = told.answers.get(path, (404, {"detail": "Not Found"}))
                 if path == "/collective_rpc" and told.workers:
-                    results = [getattr(worker, body["method"])(**body["kwargs"]) for worker in told.workers]
+                    results = [
+                        getattr(worker, body["method"])(**body["kwargs"]) for worker in told.workers
+                    ]
                     status = 200
                     answer = {"results": results}
                 self.send_response(status)
@@ -98,7 +106,10 @@ class FakeServer:
 
 
 def started(
-    mode: str = "processed_logprobs", chunked: bool = False, device: str = "cpu", extension: str = ""
+    mode: str = "processed_logprobs",
+    chunked: bool = False,
+    device: str = "cpu",
+    extension: str = "",
 ) -> dict[str, tuple[int, object]]:
     """What a server answers that was started so; by default as it must be."""
     config = {
@@ -125,9 +136,17 @@ def served() -> Iterator[FakeServer]:
     "path, answer, word",
     [
         ("/server_info", None, "VLLM_SERVER_DEV_MODE=1"),
-        ("/server_info", started("raw_logprobs")["/server_info"], "--logprobs-mode processed_logprobs"),
+        (
+            "/server_info",
+            started("raw_logprobs")["/server_info"],
+            "--logprobs-mode processed_logprobs",
+        ),
         ("/server_info", started(chunked=True)["/server_info"], "--no-enable-chunked-prefill"),
-        ("/inference/v1/abort_requests", (403, {"error": "--enable-scale-out"}), "--enable-scale-out"),
+        (
+            "/inference/v1/abort_requests",
+            (403, {"error": "--enable-scale-out"}),
+            "--enable-scale-out",
+        ),
     ],
 )
 def test_a_server_that_was_started_wrongly_is_told_what_it_lacks(
@@ -187,7 +206,10 @@ def test_weights_can_be_read_while_they_are_offered_and_not_after():
         )
         found = load_file(path)
         assert int(read.stdout) > 28
-    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items()) and not Path(path).exists()
+    assert (
+        all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+        and not Path(path).exists()
+    )
     with folder_on_disk(TENSORS) as folder:
         assert load_file(Path(folder) / "model.safetensors").keys() == TENSORS.keys()
     assert not Path(folder).exists()
@@ -238,7 +260,9 @@ def test_a_server_that_does_not_serve_is_stopped_and_told_with_its_words(
     executable.write_text(f"#!/bin/sh\n{script}\n")
     executable.chmod(0o755)
     server = VllmServer("org/model", executable=executable, log=tmp_path / "run" / "log.txt")
-    assert (tmp_path / "run" / "vllm_imports" / "realhf" / "backends" / "vllm" / "extension.py").exists()
+    assert (
+        tmp_path / "run" / "vllm_imports" / "realhf" / "backends" / "vllm" / "extension.py"
+    ).exists()
     with pytest.raises(error, match=said):
         server.wait_until_up(0.5 if error is TimeoutError else 60)
     assert server.process.poll() is not None
@@ -252,7 +276,8 @@ HANDLE = (
 
 
 def test_a_handle_is_the_same_after_its_way_as_json() -> None:
-    """What ``torch.multiprocessing`` gives for a tensor of CUDA, by its source: three classes of parts, no pickle."""
+    """What ``torch.multiprocessing`` gives for a tensor of CUDA, by its source: three classes of
+    parts, no pickle."""
     text = json.dumps(to_json(HANDLE))
     assert from_json(json.loads(text)) == HANDLE
     assert from_json(to_json((torch.device("cuda", 2), None))) == (2, None)
@@ -263,8 +288,10 @@ def test_a_handle_is_the_same_after_its_way_as_json() -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        "a text", {"class": "Tensor"}, [{"class": "__import__"}], [{"class": ["Tensor"]}], [{"dtype": "save"}],
-        [{"dtype": "nn"}], [{"bytes": "no base64!"}], [{"bytes": "A" * 5000}], [{"sizes": ["1"]}], [{"sizes": 3}],
+        "a "
+        "text", {"class": "Tensor"}, [{"class": "__import__"}], [{"class": ["Tensor"]}], [{"dtype": "save"}],
+        [{"dtype": "nn"}], [{"bytes": "no "
+                                      "base64!"}], [{"bytes": "A" * 5000}], [{"sizes": ["1"]}], [{"sizes": 3}],
         [{"class": "Tensor", "dtype": "uint8"}], [["nested"]], [1.5], ["text"], [0] * 33, [{"device": "cpu"}],
     ],
 )  # fmt: skip
@@ -296,9 +323,17 @@ def test_chunks_fit_the_buffer_and_every_tensor_its_alignment(most: int) -> None
         fill(buffer, part, given)
         told = described(part, given)
         assert told["tensor_sizes"] == sizes
-        pieces = zip(buffer.split(told["tensor_sizes"]), told["dtype_names"], told["shapes"], part, strict=True)
+        pieces = zip(
+            buffer.split(told["tensor_sizes"]),
+            told["dtype_names"],
+            told["shapes"],
+            part,
+            strict=True,
+        )
         for piece, dtype, shape, name in pieces:
-            assert torch.equal(piece.view(getattr(torch, dtype)).view(shape), given[name]), "as the server reads it"
+            assert torch.equal(piece.view(getattr(torch, dtype)).view(shape), given[name]), (
+                "as the server reads it"
+            )
     assert chunks({}) == []
 
 
@@ -311,7 +346,9 @@ class Model(torch.nn.Module):
         for name in ("norm", "gate", "up", "thin"):
             own = "router" if name == "gate" else name
             layer = torch.nn.Module()
-            layer.weight = torch.nn.Parameter(torch.zeros_like(tensors()[f"{name}.weight"]).contiguous())
+            layer.weight = torch.nn.Parameter(
+                torch.zeros_like(tensors()[f"{name}.weight"]).contiguous()
+            )
             self.add_module(own, layer)
 
 
@@ -323,7 +360,9 @@ class Worker(WeightExtension):
         self.opened = dict[bytes, Tensor]()
         self.calls = list[str]()
         self.broken = -1
-        self.weight_transfer_engine = SimpleNamespace(config=SimpleNamespace(backend="ipc"), shutdown=self.opened.clear)
+        self.weight_transfer_engine = SimpleNamespace(
+            config=SimpleNamespace(backend="ipc"), shutdown=self.opened.clear
+        )
         self.model_runner = SimpleNamespace(get_model=lambda: self.model)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -374,7 +413,11 @@ def test_a_worker_takes_the_chunks_and_says_what_it_holds() -> None:
     assert answer == {"ok": True, "version": 4}
     assert worker.calls == ["init", "start", *["update"] * len(chunks(given, 40)), "finish"]
     told = worker.weight_digests()
-    expected = {n: d for n, d in digests({n: t.contiguous() for n, t in given.items()}).items() if n[-6:] == "weight"}
+    expected = {
+        n: d
+        for n, d in digests({n: t.contiguous() for n, t in given.items()}).items()
+        if n[-6:] == "weight"
+    }
     assert {n: row[1] for n, row in told["held"].items() if n in given} == {
         name: digest for name, digest in expected.items() if name != "gate.weight"
     }
@@ -385,10 +428,14 @@ def test_a_worker_that_fails_half_way_says_so_and_can_begin_anew() -> None:
     worker = Worker()
     worker.broken = 2
     with steps(4, tensors(), [Place(CPU, "GPU-1")], most=40, export=exporting(worker)) as made:
-        found = [getattr(worker, method)(**arguments) for method, arguments in itertools.islice(made, 3)]
+        found = [
+            getattr(worker, method)(**arguments) for method, arguments in itertools.islice(made, 3)
+        ]
     assert [answer["ok"] for answer in found] == [True, True, False]
     assert found[2] == {"ok": False, "error": "RuntimeError: no such memory", "touched": True}
-    assert not worker.take_chunk([], [], [], [], {"GPU-1": [{"class": "os"}]})["ok"], "handles are read, not run"
+    assert not worker.take_chunk([], [], [], [], {"GPU-1": [{"class": "os"}]})["ok"], (
+        "handles are read, not run"
+    )
     worker.broken = -1
     with steps(5, tensors(), [Place(CPU, "GPU-1")], export=exporting(worker)) as made:
         assert all(getattr(worker, method)(**arguments)["ok"] for method, arguments in made)
@@ -396,8 +443,8 @@ def test_a_worker_that_fails_half_way_says_so_and_can_begin_anew() -> None:
 
 @pytest.mark.parametrize("how", ["refused", "unfilled", "cut off", "left"])
 def test_a_transfer_that_breaks_off_gives_its_buffer_back_at_once(how: str) -> None:
-    """The last buffer stayed with the calls that nobody made any more, with the traceback of what went wrong, and open
-    in the server."""
+    """The last buffer stayed with the calls that nobody made any more, with the traceback of what
+    went wrong, and open in the server."""
     worker, given = Worker(), tensors()
     worker.broken = 2 if how == "refused" else -1
     buffers = list[weakref.ref[Tensor]]()
@@ -436,9 +483,13 @@ def test_a_server_is_on_our_gpus_or_is_not(monkeypatch: pytest.MonkeyPatch) -> N
     assert WeightExtension().place() == {"uuid": None, "transfer": False}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="ab"[index]))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="ab"[index])
+    )
     assert common_places([here]) == [Place(torch.device("cuda", 1), "b")]
-    assert [place.uuid for place in common_places([here, {"uuid": "a", "transfer": True}, here])] == ["b", "a"]
+    assert [
+        place.uuid for place in common_places([here, {"uuid": "a", "transfer": True}, here])
+    ] == ["b", "a"]
     for other in ({"uuid": "c", "transfer": True}, {"uuid": "b", "transfer": False}, None, {}):
         assert common_places([here, other]) == []
     assert common_places([]) == []
@@ -450,16 +501,29 @@ def test_a_tensor_that_no_layer_has_under_its_name_is_not_said_to_be_held(tmp_pa
     assert worker.take_weights(str(tmp_path / "weights"), "4") == {"ok": True, "version": 4}
     told = worker.weight_digests()
     names = ["norm.weight", "gate.weight"]
-    assert "gate.weight" not in told["held"] and sorted(told["unproven"]) == ["count", "gate.weight"]
+    assert "gate.weight" not in told["held"] and sorted(told["unproven"]) == [
+        "count",
+        "gate.weight",
+    ]
     found = held_by_server([told], names)
     assert [found[name].proven for name in names] == [True, False]
     assert found["norm.weight"].digest == digests(given)["norm.weight"]
     assert held_by_server([told, told], names) == {}
 
-    asked = SimpleNamespace(weight_digests=lambda names: held_by_server([worker.weight_digests()], names))
+    asked = SimpleNamespace(
+        weight_digests=lambda names: held_by_server([worker.weight_digests()], names)
+    )
     held = HeldWeights(asked)  # pyright: ignore[reportArgumentType]
-    slots = tuple(TensorSlot(name, dtype_tag(given[name].dtype), (2,), 0, 8, digests(given)[name]) for name in names)
-    assert held.after(WeightsManifest(4, "shm", "here", 16, "", slots), {name: given[name] for name in names}) == found
+    slots = tuple(
+        TensorSlot(name, dtype_tag(given[name].dtype), (2,), 0, 8, digests(given)[name])
+        for name in names
+    )
+    assert (
+        held.after(
+            WeightsManifest(4, "shm", "here", 16, "", slots), {name: given[name] for name in names}
+        )
+        == found
+    )
     assert held.changed() == []
     with torch.no_grad():
         worker.model.router.weight.add_(1.0)
@@ -481,7 +545,10 @@ def test_an_engine_on_the_servers_gpu_sends_no_file(
         engine.load_weights(3, tensors())
         assert engine.version == 3 and worker.calls[-1] == "finish"
         held = engine.weight_digests(["norm.weight", "gate.weight"])
-        assert held["norm.weight"].digest == digests(tensors())["norm.weight"] and not held["gate.weight"].proven
+        assert (
+            held["norm.weight"].digest == digests(tensors())["norm.weight"]
+            and not held["gate.weight"].proven
+        )
         worker.broken = worker.calls.count("update") + 1
         with pytest.raises(VllmError, match="did not take version 4: RuntimeError: no such memory"):
             engine.load_weights(4, tensors())

@@ -18,7 +18,8 @@ LIMIT_S = 300.0
 
 
 def started(scheduler: ClusterScheduler, run: Path, host: str) -> tuple[str, WorkerExit]:
-    """Start the master here and a worker on a host, wait for the ends of both; what the worker said, and its end."""
+    """Start the master here and a worker on a host, wait for the ends of both; what the worker
+    said, and its end."""
 
     def spec(name: str, where: str = "") -> WorkerSpec:
         module = "tests.cluster.engines.ends_with_three"

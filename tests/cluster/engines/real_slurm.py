@@ -1,4 +1,5 @@
-"""A real Slurm of one node in namespaces of its own: nothing of it outlives the block, and nothing else is touched."""
+"""A real Slurm of one node in namespaces of its own: nothing of it outlives the block, and nothing
+else is touched."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
 NodeName={node} NodeAddr={address} CPUs={cpus} RealMemory=1000 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-# The first process of a namespace of process ids: when it is killed, so is everything of this Slurm.
+# The first process of a namespace of process ids: when it is killed, so is everything of this
+# Slurm.
 _NODE = """\
 set -e
 hostname {node}
@@ -62,7 +64,9 @@ class Slurm:
     def run(self, *command: str, may_fail: bool = False) -> str:
         """Run a command of Slurm and return what it prints."""
         words = [*self._host.enter, *command]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False, env=self.environment)
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=60, check=False, env=self.environment
+        )
         assert may_fail or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
@@ -70,7 +74,12 @@ class Slurm:
         """Submit a batch script; the number of its job."""
         path = self.folder / "job.sh"
         path.write_text(script)
-        given = ("--parsable", f"--chdir={self.folder}", f"--output={self.folder}/job.log", *options)
+        given = (
+            "--parsable",
+            f"--chdir={self.folder}",
+            f"--output={self.folder}/job.log",
+            *options,
+        )
         return self.run("sbatch", *given, str(path))
 
     def job(self, number: str) -> dict[str, str]:
@@ -78,7 +87,9 @@ class Slurm:
         words = self.run("scontrol", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def until(self, number: str, what: Callable[[dict[str, str]], object], within_s: float) -> dict[str, str]:
+    def until(
+        self, number: str, what: Callable[[dict[str, str]], object], within_s: float
+    ) -> dict[str, str]:
         """Wait until something holds of a job."""
         deadline = time.monotonic() + within_s
         while not what(found := self.job(number)):
@@ -99,9 +110,12 @@ class Slurm:
 
 @contextlib.contextmanager
 def real_slurm(folder: Path, host: Host) -> Iterator[Slurm]:
-    """A Slurm whose daemons and jobs are on a host that is a network namespace. Skips where it is not installed."""
+    """A Slurm whose daemons and jobs are on a host that is a network namespace. Skips where it is
+    not installed."""
     path = f"{os.environ['PATH']}:/usr/sbin"
-    if missing := [name for name in ("slurmctld", "slurmd", "sbatch") if shutil.which(name, path=path) is None]:
+    if missing := [
+        name for name in ("slurmctld", "slurmd", "sbatch") if shutil.which(name, path=path) is None
+    ]:
         pytest.skip(f"{', '.join(missing)} missing (apt-get install slurm-wlm)")
     for name in ("state", "spool", "cgroup"):
         (folder / name).mkdir(parents=True)
@@ -109,17 +123,23 @@ def real_slurm(folder: Path, host: Host) -> Iterator[Slurm]:
     (folder / "slurm.conf").write_text(
         _CONF.format(node=NODE, address=host.address, folder=folder, cpus=os.cpu_count())
     )
-    (folder / "cgroup.conf").write_text(f"CgroupMountpoint={folder}/cgroup\nCgroupPlugin=cgroup/v1\n")
+    (folder / "cgroup.conf").write_text(
+        f"CgroupMountpoint={folder}/cgroup\nCgroupPlugin=cgroup/v1\n"
+    )
     slurm = Slurm(folder, host)
     script = _NODE.format(node=NODE)
     words = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
     command = [*host.enter, *words, "bash", "-c", script, "bash", str(folder)]
     with (folder / "daemons.log").open("wb") as log:
-        slurm.daemons = subprocess.Popen(command, env={**slurm.environment, "PATH": path}, stdout=log, stderr=log)
+        slurm.daemons = subprocess.Popen(
+            command, env={**slurm.environment, "PATH": path}, stdout=log, stderr=log
+        )
     try:
         deadline = time.monotonic() + 60
         while "idle" not in slurm.run("sinfo", "-h", "-o", "%T", may_fail=True):
-            assert slurm.daemons.poll() is None and time.monotonic() < deadline, (folder / "daemons.log").read_text()
+            assert slurm.daemons.poll() is None and time.monotonic() < deadline, (
+                folder / "daemons.log"
+            ).read_text()
             time.sleep(0.3)
         yield slurm
     finally:

@@ -1,5 +1,5 @@
-"""A helper process whose engine takes long to start: it makes the file that the plan names, waits, and removes it when
-it is stopped. ``python -m tests.cluster.engines.slow_engine``."""
+"""A helper process whose engine takes long to start: it makes the file that the plan names, waits,
+and removes it when it is stopped. ``python -m tests.cluster.engines.slow_engine``."""
 
 from __future__ import annotations
 

@@ -47,7 +47,9 @@ def launcher(made: Path) -> subprocess.Popen[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_launcher_that_ends_takes_its_helper_along_while_that_starts_agents(tmp_path: Path, number: int):
+def test_a_launcher_that_ends_takes_its_helper_along_while_that_starts_agents(
+    tmp_path: Path, number: int
+):
     """It would start agents for nobody otherwise, and be killed in the middle of it."""
     made = tmp_path / "made"
     process = launcher(made)
@@ -71,7 +73,11 @@ def test_a_helper_that_is_late_is_told_to_end_and_not_waited_for(tmp_path: Path)
     began = time.monotonic()
     engine.stop()
     assert time.monotonic() - began < SOON_S
-    assert not (tmp_path / "made").exists() and children and gone([child.pid for child in children], 60)
+    assert (
+        not (tmp_path / "made").exists()
+        and children
+        and gone([child.pid for child in children], 60)
+    )
 
 
 @pytest.mark.slow

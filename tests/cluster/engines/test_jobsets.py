@@ -1,4 +1,5 @@
-"""The manifest for Kubernetes: what it says, and that it fits the schemas of JobSet and Kubernetes."""
+"""The manifest for Kubernetes: what it says, and that it fits the schemas of JobSet and
+Kubernetes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,16 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
 
 def test_the_manifest_fits_its_schema(capsys):
     found = printed(
-        capsys, "run-1", "--no-check", "--hosts", "3", "--gpus", "8", "--", "experiment=grpo_async", HOSTILE
+        capsys,
+        "run-1",
+        "--no-check",
+        "--hosts",
+        "3",
+        "--gpus",
+        "8",
+        "--",
+        "experiment=grpo_async",
+        HOSTILE,
     )
     jsonschema.Draft202012Validator(SCHEMA).validate(found)
     launcher, host = (job["template"]["spec"] for job in found["spec"]["replicatedJobs"])
@@ -34,7 +44,9 @@ def test_the_manifest_fits_its_schema(capsys):
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
     mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]}
-    assert "nvidia.com/gpu" not in launcher["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert (
+        "nvidia.com/gpu" not in launcher["template"]["spec"]["containers"][0]["resources"]["limits"]
+    )
 
 
 def test_a_mistake_does_not_fit_the_schema(capsys):
@@ -52,30 +64,44 @@ def test_hosts_join_the_launcher_by_its_name_and_arguments_arrive_as_they_were_g
     ]
     assert all(shell[:2] == ["/bin/sh", "-c"] for shell in shells)
     launch, join = (shlex.split(shell[2]) for shell in shells)
-    assert HOSTILE in launch and "scheduler.min_hosts=1" in launch and "network.bind=$POD_IP" in launch
+    assert (
+        HOSTILE in launch and "scheduler.min_hosts=1" in launch and "network.bind=$POD_IP" in launch
+    )
     assert "tcp://run-1-launcher-0-0.run-1:7788" in join and "host-$JOB_COMPLETION_INDEX" in join
 
 
-@pytest.mark.parametrize("arguments", [["Run"], ["a" * 41], ["run", "--hosts", "0"], ["run", "--gpus", "-1"]])
+@pytest.mark.parametrize(
+    "arguments", [["Run"], ["a" * 41], ["run", "--hosts", "0"], ["run", "--gpus", "-1"]]
+)
 def test_what_cannot_be_a_jobset_is_refused(arguments, capsys):
     with pytest.raises(SystemExit):
         jobset.main(arguments)
     assert "error:" in capsys.readouterr().err
 
 
-def test_a_pod_that_is_put_out_is_no_failure_and_no_pod_needs_root_or_more_memory_than_it_shares(capsys):
-    """A disruption of the launcher's pod cost one of the restarts; a secret that only root reads ended an image that is
-    not root; and 64 MB of shared memory were all there was."""
+def test_a_pod_that_is_put_out_is_no_failure_and_no_pod_needs_root_or_more_memory_than_it_shares(
+    capsys,
+):
+    """A disruption of the launcher's pod cost one of the restarts; a secret that only root reads
+    ended an image that is not root; and 64 MB of shared memory were all there was."""
     found = printed(capsys, "run-1", "--no-check")
     for job in (each["template"]["spec"] for each in found["spec"]["replicatedJobs"]):
         (rule,) = job["podFailurePolicy"]["rules"]
-        assert rule["action"] == "Ignore" and rule["onPodConditions"][0]["type"] == "DisruptionTarget"
+        assert (
+            rule["action"] == "Ignore" and rule["onPodConditions"][0]["type"] == "DisruptionTarget"
+        )
         pod = job["template"]["spec"]
-        assert pod["restartPolicy"] == "Never", "Kubernetes wants it where there is a podFailurePolicy"
+        assert pod["restartPolicy"] == "Never", (
+            "Kubernetes wants it where there is a podFailurePolicy"
+        )
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
-        mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+        mounts = {
+            mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]
+        }
         assert volumes[mounts["/dev/shm"]]["emptyDir"] == {"medium": "Memory"}
-        assert volumes["keys"]["secret"]["defaultMode"] == 0o440 and pod["securityContext"]["fsGroup"]
+        assert (
+            volumes["keys"]["secret"]["defaultMode"] == 0o440 and pod["securityContext"]["fsGroup"]
+        )
 
 
 @pytest.mark.nightly
@@ -115,7 +141,9 @@ def core_objects(manifest: dict[str, Any]) -> list[dict[str, Any]]:
         job = role["template"]["spec"]
         name = {"name": f"run-1-{role['name']}-0"}
         found.append({"apiVersion": "batch/v1", "kind": "Job", "metadata": name, "spec": job})
-        found.append({"apiVersion": "v1", "kind": "Pod", "metadata": name, "spec": job["template"]["spec"]})
+        found.append(
+            {"apiVersion": "v1", "kind": "Pod", "metadata": name, "spec": job["template"]["spec"]}
+        )
     return found
 
 
@@ -128,7 +156,9 @@ def said_of(objects: list[dict[str, Any]], folder: Path) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.skipif(not VALIDATE.exists(), reason="kubernetes-validate is not installed; make test-jobset")
+@pytest.mark.skipif(
+    not VALIDATE.exists(), reason="kubernetes-validate is not installed; make test-jobset"
+)
 def test_jobs_and_pods_fit_the_schemas_of_kubernetes(manifest: dict[str, Any], tmp_path: Path):
     objects = core_objects(manifest)
     assert [each["kind"] for each in objects] == ["Job", "Pod"] * 2
@@ -140,7 +170,8 @@ def test_jobs_and_pods_fit_the_schemas_of_kubernetes(manifest: dict[str, Any], t
 
 
 def closed(schema: Any) -> Any:
-    """The schema with no other fields than it names, as a server with strict field validation reads it."""
+    """The schema with no other fields than it names, as a server with strict field validation reads
+    it."""
     if isinstance(schema, list):
         return [closed(each) for each in schema]
     if not isinstance(schema, dict):
@@ -160,8 +191,15 @@ def test_the_whole_manifest_fits_the_definition_of_its_resource(
         pytest.skip("no definition of JobSet was given: make test-jobset CRD=FILE")
     definition = yaml.load(Path(file).read_text(), Loader=yaml.CSafeLoader)
     group, _, version = manifest["apiVersion"].partition("/")
-    assert (definition["spec"]["group"], definition["spec"]["names"]["kind"]) == (group, manifest["kind"])
-    (served,) = [each for each in definition["spec"]["versions"] if each["name"] == version and each["served"]]
+    assert (definition["spec"]["group"], definition["spec"]["names"]["kind"]) == (
+        group,
+        manifest["kind"],
+    )
+    (served,) = [
+        each
+        for each in definition["spec"]["versions"]
+        if each["name"] == version and each["served"]
+    ]
     schema = closed(served["schema"]["openAPIV3Schema"])
     schema["properties"]["metadata"] = {"type": "object"}
     check = jsonschema.Draft202012Validator(schema)

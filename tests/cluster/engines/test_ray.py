@@ -1,4 +1,5 @@
-"""Host agents that Ray places: they start ordinary processes, and what cannot be placed is named."""
+"""Host agents that Ray places: they start ordinary processes, and what cannot be placed is
+named."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ own_cluster = pytest.mark.several_hosts
 
 
 def made(folder: Path, **options: object) -> ClusterScheduler:
-    given = {"address": "127.0.0.1", "port": 0, "key_file": str(folder / "k"), "wait_s": LIMIT_S, **options}
+    given = {
+        "address": "127.0.0.1",
+        "port": 0,
+        "key_file": str(folder / "k"),
+        "wait_s": LIMIT_S,
+        **options,
+    }
     return engine.make(RayOptions(**given))  # pyright: ignore[reportArgumentType]
 
 
@@ -46,7 +53,10 @@ def of_ray() -> list[psutil.Process]:
             words = " ".join(child.cmdline())
         except psutil.Error:
             continue
-        if any(word in words for word in ("raylet", "gcs_server", "ray::", "realhf.worker", "default_worker")):
+        if any(
+            word in words
+            for word in ("raylet", "gcs_server", "ray::", "realhf.worker", "default_worker")
+        ):
             found.append(child)
     return found
 
@@ -56,7 +66,11 @@ def listening(processes: Iterable[psutil.Process]) -> set[str]:
     found = set[str]()
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            there = [each.laddr.ip for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
+            there = [
+                each.laddr.ip
+                for each in process.net_connections("inet")
+                if each.status == psutil.CONN_LISTEN
+            ]
             found |= {address.removeprefix("::ffff:") for address in there}
     return found
 
@@ -106,7 +120,8 @@ def test_an_address_without_a_cluster_is_named_at_once(tmp_path, name):
 def test_a_launch_without_ray_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "find_spec", lambda name: None)
     assert re.search(
-        r"Ray is not installed here: pip install -e '.*\[ray\]'", refusal(made(tmp_path), master(tmp_path))
+        r"Ray is not installed here: pip install -e '.*\[ray\]'",
+        refusal(made(tmp_path), master(tmp_path)),
     )
 
 
@@ -120,7 +135,9 @@ def test_an_agent_that_cannot_serve_is_told_in_one_line(tmp_path):
         node = agent.start(door.endpoint, others.text())
         until(agent.problem)
         line = agent.problem()
-        assert line.startswith(f"host agent player-0 on {node} failed: host player-0: the launcher at {door.endpoint} ")
+        assert line.startswith(
+            f"host agent player-0 on {node} failed: host player-0: the launcher at {door.endpoint} "
+        )
         assert "\n" not in line
     finally:
         agent.stop()
@@ -130,7 +147,8 @@ def test_an_agent_that_cannot_serve_is_told_in_one_line(tmp_path):
 @own_cluster
 @pytest.mark.timeout(900)
 def test_a_worker_runs_below_ray_and_nothing_is_left(tmp_path):
-    """The worker is a plain process that knows nothing of Ray. The same scheduler starts a second run."""
+    """The worker is a plain process that knows nothing of Ray. The same scheduler starts a second
+    run."""
     pytest.importorskip("ray")
     before = {*Path("/tmp").glob("realhf-ray-*")}
     scheduler = made(tmp_path)
@@ -157,7 +175,9 @@ def test_a_host_that_is_never_there_is_named_with_what_there_is(tmp_path):
     cores = len(os.sched_getaffinity(0))
     scheduler = made(tmp_path, player_cpus=4096)
     try:
-        with pytest.raises(ClusterError, match=rf"can ever hold player-0 \(4096 CPU\): .* has {cores} CPU"):
+        with pytest.raises(
+            ClusterError, match=rf"can ever hold player-0 \(4096 CPU\): .* has {cores} CPU"
+        ):
             scheduler.start(master(tmp_path))
         until(lambda: not of_ray())
     finally:
@@ -165,7 +185,8 @@ def test_a_host_that_is_never_there_is_named_with_what_there_is(tmp_path):
     assert re.search(
         r"no room for player-0 .* in time \(scheduler.wait_s\); free now: ",
         refusal(
-            made(tmp_path, players=cores + 1, wait_s=60.0, key_file=str(tmp_path / "k2")), master(tmp_path / "crowded")
+            made(tmp_path, players=cores + 1, wait_s=60.0, key_file=str(tmp_path / "k2")),
+            master(tmp_path / "crowded"),
         ),
     )
 
@@ -178,5 +199,6 @@ def test_an_agent_that_cannot_serve_is_named_with_its_last_words(tmp_path, monke
     others = KeyRing(tmp_path / "others").keys_of("player-0")
     monkeypatch.setattr(KnownHosts, "draw", lambda self, names: others)
     assert re.search(
-        r"player-0 did not join .*host agent player-0 on .* failed: host ", refusal(made(tmp_path), master(tmp_path))
+        r"player-0 did not join .*host agent player-0 on .* failed: host ",
+        refusal(made(tmp_path), master(tmp_path)),
     )

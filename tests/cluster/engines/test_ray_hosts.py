@@ -1,5 +1,5 @@
-"""A Ray cluster whose nodes are hosts of their own, network namespaces with a folder of their own for Ray, and a run on
-it."""
+"""A Ray cluster whose nodes are hosts of their own, network namespaces with a folder of their own
+for Ray, and a run on it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ PACKAGE = ROOT / "realhf"
 KEY = 'secret\\\\*": '
 """In every file of keys, also where its text was quoted into another one."""
 ABSENT = 'raise ModuleNotFoundError("No module named realhf")'
-WITHOUT_PACKAGE = f"mount -t tmpfs none '{PACKAGE}' && echo '{ABSENT}' > '{PACKAGE}/__init__.py' && {OWN_FOLDER}"
+WITHOUT_PACKAGE = (
+    f"mount -t tmpfs none '{PACKAGE}' && echo '{ABSENT}' > '{PACKAGE}/__init__.py' && {OWN_FOLDER}"
+)
 
 
 class RayNode:
@@ -43,7 +45,13 @@ class RayNode:
         self.host = host
         self._log = log
         ray = str(Path(sys.executable).with_name("ray"))
-        given = [ray, "start", "--block", f"--node-ip-address={host.address}", "--disable-usage-stats"]
+        given = [
+            ray,
+            "start",
+            "--block",
+            f"--node-ip-address={host.address}",
+            "--disable-usage-stats",
+        ]
         given += ["--object-store-memory=80000000", *words]
         self._environment = {
             **os.environ,
@@ -56,10 +64,13 @@ class RayNode:
 
     def _begin(self) -> None:
         with self._log.open("wb") as file:
-            self.process = subprocess.Popen(self._command, env=self._environment, stdout=file, stderr=file)
+            self.process = subprocess.Popen(
+                self._command, env=self._environment, stdout=file, stderr=file
+            )
 
     def ready(self) -> None:
-        """Wait until it says so. Ray gives a node 30 s to start, which a busy machine may not do at once."""
+        """Wait until it says so. Ray gives a node 30 s to start, which a busy machine may not do at
+        once."""
         end = time.monotonic() + START_S
         while "Ray runtime started" not in (said := self._log.read_text(errors="replace")):
             assert time.monotonic() < end, said
@@ -70,7 +81,9 @@ class RayNode:
 
     def agents(self) -> list[psutil.Process]:
         """Host agents that run on it."""
-        return [found for found, line in family(self.process.pid).items() if "realhf.worker" in line]
+        return [
+            found for found, line in family(self.process.pid).items() if "realhf.worker" in line
+        ]
 
     def end(self) -> None:
         """Leave nothing of it."""
@@ -84,8 +97,8 @@ class RayNode:
 
 
 class RayHosts:
-    """A head on the host ``a`` without cores, nodes with one core each on ``b`` and ``c``, later one with two cores on
-    ``d``, which lacks this package; ``e`` is no part of the cluster."""
+    """A head on the host ``a`` without cores, nodes with one core each on ``b`` and ``c``, later
+    one with two cores on ``d``, which lacks this package; ``e`` is no part of the cluster."""
 
     def __init__(self, lan: Lan, folder: Path) -> None:
         self.lan = lan
@@ -95,7 +108,9 @@ class RayHosts:
 
     def begin(self) -> None:
         """Start the head and two nodes."""
-        self._start("a", "--head", f"--port={GCS_PORT}", "--num-cpus=0", "--include-dashboard=false")
+        self._start(
+            "a", "--head", f"--port={GCS_PORT}", "--num-cpus=0", "--include-dashboard=false"
+        )
         for name in ("b", "c"):
             self._start(name, f"--address={self.address}", "--num-cpus=1")
 
@@ -104,7 +119,9 @@ class RayHosts:
         self._start("d", f"--address={self.address}", "--num-cpus=2", before=WITHOUT_PACKAGE)
 
     def _start(self, name: str, *words: str, before: str = OWN_FOLDER) -> None:
-        self.nodes[name] = RayNode(self.lan.hosts[name], self._folder / f"ray-{name}.log", [*words], before)
+        self.nodes[name] = RayNode(
+            self.lan.hosts[name], self._folder / f"ray-{name}.log", [*words], before
+        )
         self.nodes[name].ready()
 
     def inside(self, name: str) -> list[str]:
@@ -113,7 +130,8 @@ class RayHosts:
         return ["nsenter", "--target", target, "--mount", "--net", f"--wd={ROOT}"]
 
     def with_keys(self) -> list[str]:
-        """Files with keys among the temporary ones of a node, and in the folder that Ray has there."""
+        """Files with keys among the temporary ones of a node, and in the folder that Ray has
+        there."""
         found: list[str] = []
         for name in self.nodes:
             folders = ["/tmp/ray", *map(str, Path(tempfile.gettempdir()).glob("realhf-agent-*"))]
@@ -134,7 +152,8 @@ def ray_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHosts]:
         pytest.skip("Ray is not installed; make test-ray")
     with hosts("a", "b", "c", "d", "e") as lan, contextlib.ExitStack() as stack:
         folder = tmp_path_factory.mktemp("ray")
-        # As on a cluster whose owner has given it a token: all that use it have it in their environment.
+        # As on a cluster whose owner has given it a token: all that use it have it in their
+        # environment.
         environment = stack.enter_context(pytest.MonkeyPatch.context())
         (folder / "token").write_text(secrets.token_hex(32))
         environment.setenv("RAY_AUTH_MODE", "token")
@@ -156,9 +175,11 @@ def failed(run: ClusterRun) -> str:
     return run.said().strip().splitlines()[-1]
 
 
-def test_ten_steps_on_a_running_ray_cluster_of_three_hosts(tmp_path: Path, tiny_policy: Path, ray_hosts: RayHosts):
-    """Generation and rollouts are on different nodes, on neither of which Ray or this run is told where the other is.
-    Afterwards the cluster is as it was."""
+def test_ten_steps_on_a_running_ray_cluster_of_three_hosts(
+    tmp_path: Path, tiny_policy: Path, ray_hosts: RayHosts
+):
+    """Generation and rollouts are on different nodes, on neither of which Ray or this run is told
+    where the other is. Afterwards the cluster is as it was."""
     with running(ray_hosts.lan, tmp_path, tiny_policy) as run:
         launch(
             run,
@@ -175,10 +196,18 @@ def test_ten_steps_on_a_running_ray_cluster_of_three_hosts(tmp_path: Path, tiny_
         run.ended(RUN_S)
         check_books(run, STEPS)
         lanes = busy_lanes(run, STEPS)
-        assert {"generation/0"} == lanes["player-0"] and {"rollout_worker/0"} == lanes["player-1"], lanes
+        assert {"generation/0"} == lanes["player-0"] and {"rollout_worker/0"} == lanes[
+            "player-1"
+        ], lanes
         run.keep_report("ray")
-    players = {line.split()[0]: line.split()[1] for line in status.splitlines() if line.startswith("player-")}
-    assert sorted(players.values()) == sorted(ray_hosts.lan.hosts[name].address for name in ("b", "c")), status
+    players = {
+        line.split()[0]: line.split()[1]
+        for line in status.splitlines()
+        if line.startswith("player-")
+    }
+    assert sorted(players.values()) == sorted(
+        ray_hosts.lan.hosts[name].address for name in ("b", "c")
+    ), status
     assert len(agents) == 2 and gone(agents, 60)
     assert all(node.process.poll() is None for node in ray_hosts.nodes.values())
 
@@ -189,12 +218,16 @@ def test_two_runs_at_once_on_one_cluster(tmp_path: Path, tiny_policy: Path, ray_
     for folder in folders:
         folder.mkdir()
     with contextlib.ExitStack() as stack:
-        runs = [stack.enter_context(running(ray_hosts.lan, folder, tiny_policy)) for folder in folders]
+        runs = [
+            stack.enter_context(running(ray_hosts.lan, folder, tiny_policy)) for folder in folders
+        ]
         for run in runs:
             launch(run, ray_hosts, "total_train_steps=30")
         for run in runs:
             run.until(lambda run=run: len(run.rows()) >= 1, RUN_S)
-        assert not any(run.launcher and run.launcher.poll() is not None for run in runs), "both train at that time"
+        assert not any(run.launcher and run.launcher.poll() is not None for run in runs), (
+            "both train at that time"
+        )
         for run in runs:
             run.ended(RUN_S)
             check_books(run, 30)
@@ -215,7 +248,9 @@ def test_a_launcher_that_is_killed_leaves_no_key_on_a_node_and_no_agent(
     assert not ray_hosts.with_keys()
 
 
-def test_a_node_without_the_package_is_named(tmp_path: Path, tiny_policy: Path, ray_hosts: RayHosts):
+def test_a_node_without_the_package_is_named(
+    tmp_path: Path, tiny_policy: Path, ray_hosts: RayHosts
+):
     with running(ray_hosts.lan, tmp_path, tiny_policy) as run:
         ray_hosts.begin_without_package()
         launch(run, ray_hosts, "total_train_steps=2", "scheduler.player_cpus=2")
@@ -235,7 +270,9 @@ def test_a_bundle_that_no_node_can_hold_is_named_with_what_each_has(
         assert f"({ray_hosts.lan.hosts[name].address}) has {has}" in said
 
 
-def test_a_cluster_that_this_machine_is_no_part_of_is_named(tmp_path: Path, tiny_policy: Path, ray_hosts: RayHosts):
+def test_a_cluster_that_this_machine_is_no_part_of_is_named(
+    tmp_path: Path, tiny_policy: Path, ray_hosts: RayHosts
+):
     """It is somebody else's."""
     with running(ray_hosts.lan, tmp_path, tiny_policy) as run:
         host = ray_hosts.lan.hosts["e"]

@@ -1,4 +1,5 @@
-"""Whole runs as jobs of a real Slurm: one that is over, one that is cancelled, one whose time is over."""
+"""Whole runs as jobs of a real Slurm: one that is over, one that is cancelled, one whose time is
+over."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ ENDED = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT")
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
     (tmp_path / "node-tmp").mkdir()
-    for name, value in {"TMPDIR": tmp_path / "node-tmp", "HOME": tmp_path / "home", "PYTHONPATH": ROOT}.items():
+    for name, value in {
+        "TMPDIR": tmp_path / "node-tmp",
+        "HOME": tmp_path / "home",
+        "PYTHONPATH": ROOT,
+    }.items():
         monkeypatch.setenv(name, str(value))
     with hosts("a") as lan, real_slurm(tmp_path / "slurm", lan.hosts["a"]) as found:
         yield found
@@ -36,7 +41,12 @@ class Job:
         self.slurm = slurm
         self.runs = folder / "runs"
         self._folder = folder
-        given = (*OPTIONS, f"total_train_steps={steps}", f"fileroot={self.runs}", f"actor.path={policy}")
+        given = (
+            *OPTIONS,
+            f"total_train_steps={steps}",
+            f"fileroot={self.runs}",
+            f"actor.path={policy}",
+        )
         options = SlurmOptions(nodes=1, cpus_per_node=1, time="01:00:00")
         self.number = slurm.submit(script(options, [*given, "scheduler.nodes=1"]))
 
@@ -64,8 +74,9 @@ class Job:
 def test_a_run_whose_time_is_over_is_queued_again_and_goes_on_to_its_end(
     slurm: Slurm, tmp_path: Path, tiny_policy: Path
 ):
-    """Slurm sends USR1 two minutes before the end of a job's time; here it is sent by hand. After each attempt nothing
-    of the agents is on the node: a key of the user's cluster used to stay after a good run."""
+    """Slurm sends USR1 two minutes before the end of a job's time; here it is sent by hand. After
+    each attempt nothing of the agents is on the node: a key of the user's cluster used to stay
+    after a good run."""
     job = Job(slurm, tmp_path, tiny_policy, 12)
     job.trained(3)
     slurm.run("scancel", "--batch", "--signal=USR1", job.number)
@@ -78,7 +89,9 @@ def test_a_run_whose_time_is_over_is_queued_again_and_goes_on_to_its_end(
     assert not job.with_keys() and not job.of_agents()
 
 
-def test_a_run_that_is_cancelled_is_gone_and_never_queued_again(slurm: Slurm, tmp_path: Path, tiny_policy: Path):
+def test_a_run_that_is_cancelled_is_gone_and_never_queued_again(
+    slurm: Slurm, tmp_path: Path, tiny_policy: Path
+):
     """Once is enough. TERM used to reach the script, which queued the job again."""
     job = Job(slurm, tmp_path, tiny_policy, 500)
     job.trained(1)
@@ -89,7 +102,9 @@ def test_a_run_that_is_cancelled_is_gone_and_never_queued_again(slurm: Slurm, tm
     assert not job.with_keys()
 
 
-def test_where_everything_is_killed_at_once_no_key_stays(slurm: Slurm, tmp_path: Path, tiny_policy: Path):
+def test_where_everything_is_killed_at_once_no_key_stays(
+    slurm: Slurm, tmp_path: Path, tiny_policy: Path
+):
     """Nobody gets to clean up on a node that dies; the launcher and all agents were there."""
     job = Job(slurm, tmp_path, tiny_policy, 500)
     job.trained(1)

@@ -1,4 +1,5 @@
-"""The audit: it finds what is wrong, and after any kill there is nothing wrong (docs/reference/dataflow.md 9)."""
+"""The audit: it finds what is wrong, and after any kill there is nothing wrong
+(docs/reference/dataflow.md 9)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,17 @@ import msgspec
 import pytest
 
 from realhf.dataflow.journal.audit import Tally, audit, audit_folder, main
-from realhf.dataflow.journal.journal import ARCHIVE, Commit, Consume, Drop, Journal, Record, Reject, Resume, Totals
+from realhf.dataflow.journal.journal import (
+    ARCHIVE,
+    Commit,
+    Consume,
+    Drop,
+    Journal,
+    Record,
+    Reject,
+    Resume,
+    Totals,
+)
 from realhf.dataflow.journal.ledger import fold
 from tests.dataflow.journal.test_writer import STORY, accept, admit
 from tests.dataflow.journal.toy_journaled_run import JournaledRun
@@ -27,9 +38,13 @@ def faults(tally: Tally) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_after_any_kills_nothing_is_lost_and_nothing_trained_twice(tmp_path: Path, seed: int) -> None:
+async def test_after_any_kills_nothing_is_lost_and_nothing_trained_twice(
+    tmp_path: Path, seed: int
+) -> None:
     random = Random(seed)
-    run = JournaledRun(tmp_path, random, total=random.randint(1, 40), batch_size=random.randint(1, 5))
+    run = JournaledRun(
+        tmp_path, random, total=random.randint(1, 40), batch_size=random.randint(1, 5)
+    )
     for _ in range(random.randint(0, 6)):
         if not run.finished:
             await run.live(random.randint(0, 60))
@@ -50,7 +65,11 @@ async def test_after_any_kills_nothing_is_lost_and_nothing_trained_twice(tmp_pat
     shutil.rmtree(tmp_path / ARCHIVE, ignore_errors=True)
     recent = audit_folder(tmp_path)
     assert faults(recent) == (0, 0, 0)
-    assert (recent.admitted, recent.consumed, recent.rejected) == (tally.admitted, tally.consumed, tally.rejected)
+    assert (recent.admitted, recent.consumed, recent.rejected) == (
+        tally.admitted,
+        tally.consumed,
+        tally.rejected,
+    )
 
 
 def test_a_good_history_balances() -> None:
@@ -71,7 +90,12 @@ def test_a_good_history_balances() -> None:
         complete=True,
     )
     resumed = tally_of(*STORY, Resume(0), Consume(["f", "d"], 1))
-    assert (resumed.consumed, resumed.accepted, resumed.resumes, faults(resumed)) == (4, 1, 1, (0, 0, 0))
+    assert (resumed.consumed, resumed.accepted, resumed.resumes, faults(resumed)) == (
+        4,
+        1,
+        1,
+        (0, 0, 0),
+    )
 
 
 def test_staleness_is_that_of_the_attempt_that_was_accepted() -> None:
@@ -111,7 +135,14 @@ def test_faults_are_found(records: list[Record], twice: int, impossible: int) ->
     tally = tally_of(*STORY, *records)
     assert faults(tally) == (0, twice, impossible)
     assert tally.balanced == (twice == impossible == 0)
-    sums = tally.consumed + tally.rejected + tally.dropped + tally.accepted + tally.outstanding + tally.lost
+    sums = (
+        tally.consumed
+        + tally.rejected
+        + tally.dropped
+        + tally.accepted
+        + tally.outstanding
+        + tally.lost
+    )
     assert tally.admitted == sums
 
 
@@ -134,7 +165,9 @@ def test_a_wrong_total_is_found() -> None:
     state.settle(1)
     totals, *rest = state.snapshot()
     assert isinstance(totals, Totals)
-    wrong = msgspec.structs.replace(totals, consumed=totals.consumed + 1, admitted=totals.admitted + 1)
+    wrong = msgspec.structs.replace(
+        totals, consumed=totals.consumed + 1, admitted=totals.admitted + 1
+    )
     history: list[Sequence[Record]] = [[record] for record in STORY]
     assert faults(audit([*history, [totals, *rest]])) == (0, 0, 0)
     assert not audit([*history, [wrong, *rest]]).balanced

@@ -40,7 +40,14 @@ from realhf.dataflow.journal.ledger import JournalState, RolloutLedger, fold
 
 
 def admit(id: str, order: int, attempt: int = 0, version: int = 0) -> Admit:
-    return Admit(id, attempt, version, order, "rollout_worker/0", {"metadata": {"task": id}, "values": {"ids": [1]}})
+    return Admit(
+        id,
+        attempt,
+        version,
+        order,
+        "rollout_worker/0",
+        {"metadata": {"task": id}, "values": {"ids": [1]}},
+    )
 
 
 def accept(id: str, attempt: int = 0) -> Accept:
@@ -149,7 +156,9 @@ def _written(folder: Path, records: list[Record]) -> Path:
 def _offsets(data: bytes) -> list[int]:
     """Where the frames of a segment begin."""
     found = [0]
-    while (following := found[-1] + 8 + int.from_bytes(data[found[-1] : found[-1] + 4], "little")) < len(data):
+    while (
+        following := found[-1] + 8 + int.from_bytes(data[found[-1] : found[-1] + 4], "little")
+    ) < len(data):
         found.append(following)
     return found
 
@@ -175,7 +184,10 @@ def test_a_tail_torn_at_any_byte_costs_the_torn_record_alone(tmp_path: Path) -> 
         survivors = sum(end <= cut for end in ends[1:])
         torn.write_bytes(data[:cut])
         frames, good = read_segment(torn)
-        assert ([record for frame in frames for record in frame], good) == (STORY[:survivors], ends[survivors])
+        assert ([record for frame in frames for record in frame], good) == (
+            STORY[:survivors],
+            ends[survivors],
+        )
         if cut in ends or cut + 1 in ends:
             assert _reopened(tmp_path) == STORY[:survivors]
             assert torn.stat().st_size == ends[survivors]
@@ -214,8 +226,8 @@ def _bytes_in(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_flipped_bit_is_damage_wherever_records_follow_it(tmp_path: Path) -> None:
-    """It used to be taken for an interrupted write: the records behind it were cut off, and what they say was trained
-    was drawn again."""
+    """It used to be taken for an interrupted write: the records behind it were cut off, and what
+    they say was trained was drawn again."""
     written = _written(tmp_path / "written", STORY[:6])
     data = written.read_bytes()
     last = _offsets(data)[-1]
@@ -228,7 +240,9 @@ def test_a_flipped_bit_is_damage_wherever_records_follow_it(tmp_path: Path) -> N
         before = _bytes_in(damaged)
         told = list[str]()
         if offset < last:
-            with pytest.raises(JournalDamaged, match=r"damaged at byte \d+, and whole records follow at byte"):
+            with pytest.raises(
+                JournalDamaged, match=r"damaged at byte \d+, and whole records follow at byte"
+            ):
                 Journal.open(damaged, warn=told.append)
             assert _bytes_in(damaged) == before and not told, "nothing was changed"
             continue
@@ -240,7 +254,8 @@ def test_a_flipped_bit_is_damage_wherever_records_follow_it(tmp_path: Path) -> N
 
 
 def test_a_damaged_snapshot_is_no_journal_that_begins(tmp_path: Path) -> None:
-    """283 of 400 flipped bits in it used to end in an empty journal, and the run began to draw from the start."""
+    """283 of 400 flipped bits in it used to end in an empty journal, and the run began to draw from
+    the start."""
     state = fold(STORY)
     state.settle(0)
     _written(tmp_path, STORY)
@@ -249,9 +264,15 @@ def test_a_damaged_snapshot_is_no_journal_that_begins(tmp_path: Path) -> None:
     journal.close()
     (path,) = segments(tmp_path)
     data = path.read_bytes()
-    for damaged in (*(_flipped(data, offset, 4) for offset in range(0, len(data), 17)), data[: len(data) // 2], b""):
+    for damaged in (
+        *(_flipped(data, offset, 4) for offset in range(0, len(data), 17)),
+        data[: len(data) // 2],
+        b"",
+    ):
         path.write_bytes(damaged)
-        with pytest.raises(JournalDamaged, match=r"journal-000003\.log does not begin with a snapshot"):
+        with pytest.raises(
+            JournalDamaged, match=r"journal-000003\.log does not begin with a snapshot"
+        ):
             Journal.open(tmp_path)
         assert path.read_bytes() == damaged
     path.unlink()
@@ -268,7 +289,9 @@ def test_a_segment_that_is_missing_between_others_is_missed(tmp_path: Path) -> N
         Journal.open(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["folder", "link", "segment_folder", "segment_link", "descriptors"])
+@pytest.mark.parametrize(
+    "kind", ["folder", "link", "segment_folder", "segment_link", "descriptors"]
+)
 def test_what_cannot_be_read_now_is_not_taken_for_damage(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,13 +309,16 @@ def test_what_cannot_be_read_now_is_not_taken_for_damage(
     else:
         path.unlink()
         path.mkdir() if kind == "segment_folder" else path.symlink_to(tmp_path / "not mounted")
-    with pytest.raises(JournalError, match=r"cannot be read: .*nothing was changed.*recover_mode=disabled") as refused:
+    with pytest.raises(
+        JournalError, match=r"cannot be read: .*nothing was changed.*recover_mode=disabled"
+    ) as refused:
         RolloutLedger.open(folder, completed_steps=0)
     assert not isinstance(refused.value, JournalDamaged)
 
 
 def test_a_damaged_journal_is_made_again_from_what_the_checkpoint_knows(tmp_path: Path) -> None:
-    """A sample that the checkpoint has trained is trained no second time, and one that was open is played again."""
+    """A sample that the checkpoint has trained is trained no second time, and one that was open is
+    played again."""
     folder = tmp_path / "journal"
     snapshot = tmp_path / "journal.snapshot"
     ledger, _ = RolloutLedger.open(folder, completed_steps=0)
@@ -314,15 +340,22 @@ def test_a_damaged_journal_is_made_again_from_what_the_checkpoint_knows(tmp_path
         with pytest.raises(JournalError):
             RolloutLedger.open(folder, completed_steps=1, warn=told.append)
         assert not told and (damaged is None or path.read_bytes() == damaged)
-        ledger, recovery = RolloutLedger.open(folder, completed_steps=1, snapshot=snapshot, warn=told.append)
+        ledger, recovery = RolloutLedger.open(
+            folder, completed_steps=1, snapshot=snapshot, warn=told.append
+        )
         ledger.close()
         assert recovery is not None and recovery == known
         (line,) = told
-        assert "goes on from what the checkpoint of step 1 knows of its samples" in line and "is kept in" in line
+        assert (
+            "goes on from what the checkpoint of step 1 knows of its samples" in line
+            and "is kept in" in line
+        )
         aside = folder / ("journal.damaged" if number == 1 else f"journal.damaged-{number}")
         assert damaged is None or (aside / path.name).read_bytes() == damaged
         told.clear()
-        ledger, recovery = RolloutLedger.open(folder, completed_steps=1, snapshot=snapshot, warn=told.append)
+        ledger, recovery = RolloutLedger.open(
+            folder, completed_steps=1, snapshot=snapshot, warn=told.append
+        )
         ledger.close()
         assert recovery == known and not told, "the new journal is one like any other"
 
@@ -339,7 +372,9 @@ def test_records_of_one_append_survive_together_or_not_at_all(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("archive", [False, True])
-def test_a_torn_snapshot_leaves_the_segments_that_it_was_to_replace(tmp_path: Path, archive: bool) -> None:
+def test_a_torn_snapshot_leaves_the_segments_that_it_was_to_replace(
+    tmp_path: Path, archive: bool
+) -> None:
     state = fold(STORY)
     state.settle(0)
     before = _written(tmp_path, STORY)
@@ -466,7 +501,9 @@ def test_what_was_durable_outlives_a_kill(tmp_path: Path) -> None:
             for _ in range(5):
                 promised = int(writer.stdout.readline())
             writer.kill()
-            promised = max([promised, *(int(line) for line in writer.stdout if line.endswith("\n"))])
+            promised = max(
+                [promised, *(int(line) for line in writer.stdout if line.endswith("\n"))]
+            )
         records = _reopened(tmp_path)
         assert records == [Draw({"i": i}) for i in range(len(records))]
         assert len(records) > promised
@@ -500,8 +537,11 @@ def test_a_checkpoint_that_the_journal_does_not_know_is_refused() -> None:
         fold(STORY).resume(2)
 
 
-async def test_a_journal_without_the_checkpoints_it_belongs_to_says_what_to_do(tmp_path: Path) -> None:
-    """The message used to say that steps up to 5 are final and the run cannot go on from step -1."""
+async def test_a_journal_without_the_checkpoints_it_belongs_to_says_what_to_do(
+    tmp_path: Path,
+) -> None:
+    """The message used to say that steps up to 5 are final and the run cannot go on from step
+    -1."""
     ledger, _ = RolloutLedger.open(tmp_path, completed_steps=0)
     for record in STORY:
         ledger.append(record)
@@ -515,5 +555,7 @@ async def test_a_journal_without_the_checkpoints_it_belongs_to_says_what_to_do(t
         assert told.startswith(f"{tmp_path}: ") and start in told and "step -1" not in told
         assert "Put its checkpoints back" in told and "recover_mode=disabled" in told
     ledger, recovery = RolloutLedger.open(tmp_path, completed_steps=1)
-    assert recovery is not None and recovery.replay == [(1, ["d", "e"])], "a refusal leaves the journal as it was"
+    assert recovery is not None and recovery.replay == [(1, ["d", "e"])], (
+        "a refusal leaves the journal as it was"
+    )
     ledger.close()

@@ -1,4 +1,5 @@
-"""A master in small that writes a journal, is killed at random places and goes on from checkpoint and journal."""
+"""A master in small that writes a journal, is killed at random places and goes on from checkpoint
+and journal."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ from realhf.dataflow.journal.ledger import fold
 
 @dataclass
 class JournaledRun:
-    """``total`` prompts p0, p1, ..., in batches of ``batch_size``. ``weights`` stands for the trained weights: the
-    step batches that went into them; ``checkpoints``: (step, weights), the newest two, as they lie on the disk."""
+    """``total`` prompts p0, p1, ..., in batches of ``batch_size``. ``weights`` stands for the
+    trained weights: the step batches that went into them; ``checkpoints``: (step, weights), the
+    newest two, as they lie on the disk."""
 
     folder: Path
     random: Random
@@ -38,7 +40,8 @@ class JournaledRun:
     finished: bool = False
 
     async def live(self, events: int) -> None:
-        """Resume, go on for so many events or to the end, and die: what was not durable may be gone."""
+        """Resume, go on for so many events or to the end, and die: what was not durable may be
+        gone."""
         self.journal, records = Journal.open(self.folder, archive=True)
         self.state = fold(records)
         self._resume(had_records=bool(records))
@@ -64,7 +67,9 @@ class JournaledRun:
         self.queue = [(admit.id, admit.attempt + 1) for admit in recovery.requeue]
         self.replay = dict(recovery.replay)
         self.order = recovery.order
-        assert [admit.id for admit, _ in recovery.accepted] == [accept.id for _, accept in recovery.accepted]
+        assert [admit.id for admit, _ in recovery.accepted] == [
+            accept.id for _, accept in recovery.accepted
+        ]
         assert [accept.id for _, accept in recovery.accepted] == list(self.state.accepted)
 
     def _append(self, *records: Record) -> int:
@@ -79,7 +84,18 @@ class JournaledRun:
         playing = [id for id in state.outstanding if id not in waiting]
         planned = {id for ids in self.replay.values() for id in ids}
         kind = random.choice(
-            ["admit", "admit", "admit", "accept", "accept", "accept", "fail", "drop", "train", "train"]
+            [
+                "admit",
+                "admit",
+                "admit",
+                "accept",
+                "accept",
+                "accept",
+                "fail",
+                "drop",
+                "train",
+                "train",
+            ]
         )
         if kind == "admit" and (self.queue or self.cursor < self.total):
             self._admit()
@@ -107,7 +123,10 @@ class JournaledRun:
         else:
             id = f"p{self.cursor}"
             self.cursor = self.cursor + 1
-            self._append(Admit(id, 0, step, self.order, "rollout_worker/0", {}), Draw({"cursor": self.cursor}))
+            self._append(
+                Admit(id, 0, step, self.order, "rollout_worker/0", {}),
+                Draw({"cursor": self.cursor}),
+            )
         self.order += 1
 
     async def _train(self) -> None:
@@ -117,7 +136,9 @@ class JournaledRun:
         if step in self.replay:
             ids = self.replay.pop(step)
         elif len(state.accepted) >= self.batch_size or (over and state.accepted):
-            ids = self.random.sample(list(state.accepted), min(self.batch_size, len(state.accepted)))
+            ids = self.random.sample(
+                list(state.accepted), min(self.batch_size, len(state.accepted))
+            )
         elif over:
             self._append(End())
             self.finished = True

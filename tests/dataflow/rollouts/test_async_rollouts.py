@@ -1,4 +1,5 @@
-"""What the master does about asynchronous rollouts: who is told to play, when, and what a death or a failure means."""
+"""What the master does about asynchronous rollouts: who is told to play, when, and what a death or
+a failure means."""
 
 from __future__ import annotations
 
@@ -20,21 +21,33 @@ from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
 from realhf.dataflow.rollouts.control import RolloutsFailed
 from realhf.transport.errors import RpcTimeout, WorkerDied
 from realhf.transport.service import ServiceClient
-from tests.dataflow.rollouts.toy_streamed_run import TRAINER, CountingSource, FakeWorkers, meta_of, plan_of, worker_info
+from tests.dataflow.rollouts.toy_streamed_run import (
+    TRAINER,
+    CountingSource,
+    FakeWorkers,
+    meta_of,
+    plan_of,
+    worker_info,
+)
 
 
 class Scene:
-    """A run of 4 steps of 2 samples with two rollout workers, an environment and a generation worker."""
+    """A run of 4 steps of 2 samples with two rollout workers, an environment and a generation
+    worker."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.workers = folder, FakeWorkers()
         self.source = CountingSource(10**6)
         self.warned: list[str] = []
 
-    async def open(self, completed: int = 0, checkpoint: Path | None = None, **options: Any) -> AsyncRollouts:
+    async def open(
+        self, completed: int = 0, checkpoint: Path | None = None, **options: Any
+    ) -> AsyncRollouts:
         plan = plan_of(self.folder, batch=2, steps=4, completed=completed, **options)
         plan = replace(plan, checkpoint=checkpoint)
-        self.rollouts = await AsyncRollouts.open(plan, self.workers, self.source, self.warned.append)
+        self.rollouts = await AsyncRollouts.open(
+            plan, self.workers, self.source, self.warned.append
+        )
         for info in (
             worker_info("rollout_worker", 0),
             worker_info("rollout_worker", 1),
@@ -105,7 +118,9 @@ async def test_every_process_is_told_to_play_once(scene: Scene) -> None:
     assert ("generation/0", "update_weights") in [call[:2] for call in scene.workers.calls]
 
 
-async def test_a_successor_plays_what_the_dead_one_had_and_knows_the_environment_that_is_away(scene: Scene) -> None:
+async def test_a_successor_plays_what_the_dead_one_had_and_knows_the_environment_that_is_away(
+    scene: Scene,
+) -> None:
     rollouts = await scene.open()
     await rollouts.start()
     await scene.play(W0, finish=False)
@@ -148,7 +163,9 @@ async def test_at_the_end_what_is_in_play_is_finished_and_nobody_begins(scene: S
     assert len(scene.workers.plays) == before
 
 
-async def test_a_worker_that_does_not_stop_is_named(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_does_not_stop_is_named(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(async_rollouts, "STOP_TIMEOUT_S", 0.0)
     rollouts = await scene.open(rollout_deadline_s=0.05)
     await rollouts.start()
@@ -171,7 +188,9 @@ async def test_what_goes_wrong_in_the_background_ends_the_run(scene: Scene, hand
         await asyncio.wait_for(rollouts.control.step_batch(0), 60)
 
 
-async def test_one_generation_worker_that_cannot_load_is_sent_away_and_the_last_one_ends_the_run(scene: Scene) -> None:
+async def test_one_generation_worker_that_cannot_load_is_sent_away_and_the_last_one_ends_the_run(
+    scene: Scene,
+) -> None:
     rollouts = await scene.open()
     scene.join(worker_info("generation", 1))
     await rollouts.start()
@@ -194,7 +213,9 @@ async def test_one_generation_worker_that_cannot_load_is_sent_away_and_the_last_
     scene.workers.failing["update_weights"] = RpcTimeout("a wrong checksum")
     scene.workers.fails_only = "generation/0"
     await rollouts.publish(2)
-    with pytest.raises(RolloutsFailed, match="generation/0 did not load the weights: a wrong checksum"):
+    with pytest.raises(
+        RolloutsFailed, match="generation/0 did not load the weights: a wrong checksum"
+    ):
         await asyncio.wait_for(rollouts.control.step_batch(0), 60)
 
 
@@ -218,7 +239,9 @@ async def test_without_the_trainer_nothing_goes_on(scene: Scene) -> None:
         await rollouts.pause()
 
 
-async def test_a_stream_that_failed_is_noticed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_failed_is_noticed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(async_rollouts, "WATCH_S", 0.01)
     rollouts = await scene.open()
     scene.workers.failing["stream_check"] = RpcTimeout("the stream of samples failed")
@@ -227,7 +250,9 @@ async def test_a_stream_that_failed_is_noticed(scene: Scene, monkeypatch: pytest
         await asyncio.wait_for(rollouts.control.step_batch(0), 60)
 
 
-async def test_a_run_begins_again_from_its_checkpoint_with_everything_that_had_arrived(scene: Scene) -> None:
+async def test_a_run_begins_again_from_its_checkpoint_with_everything_that_had_arrived(
+    scene: Scene,
+) -> None:
     rollouts = await scene.open()
     await rollouts.start()
     for _ in range(2):
@@ -245,7 +270,12 @@ async def test_a_run_begins_again_from_its_checkpoint_with_everything_that_had_a
     scene.source = CountingSource(10**6)
     rollouts = await scene.open(completed=1)
     counters = rollouts.control.counters()
-    assert (counters["consumed"], counters["accepted"], counters["waiting"], counters["staged"]) == (2, 5, 1, 3)
+    assert (
+        counters["consumed"],
+        counters["accepted"],
+        counters["waiting"],
+        counters["staged"],
+    ) == (2, 5, 1, 3)
     assert await scene.train(1) == second and scene.source.told == [*first, *second], "told once"
     rollouts.control.worker_joined(W0)
     rollouts.control.set_version(2)
@@ -254,9 +284,11 @@ async def test_a_run_begins_again_from_its_checkpoint_with_everything_that_had_a
 
 
 @pytest.mark.parametrize("published", [True, False])
-async def test_a_checkpoint_of_weights_that_were_not_published_says_so(tmp_path: Path, published: bool) -> None:
-    """Ctrl-C in a training call leaves its weights unpublished, and the run that went on warned that something was
-    missing."""
+async def test_a_checkpoint_of_weights_that_were_not_published_says_so(
+    tmp_path: Path, published: bool
+) -> None:
+    """Ctrl-C in a training call leaves its weights unpublished, and the run that went on warned
+    that something was missing."""
     scene = Scene(tmp_path / "journal")
     folder = tmp_path / "ckpt-1"
     folder.mkdir()
@@ -273,13 +305,16 @@ async def test_a_checkpoint_of_weights_that_were_not_published_says_so(tmp_path:
     await rollouts.close()
     rollouts = await scene.open(completed=1, checkpoint=folder)
     await rollouts.close()
-    events = [json.loads(line)["event"] for line in (tmp_path / "weights.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line)["event"] for line in (tmp_path / "weights.jsonl").read_text().splitlines()
+    ]
     assert ("unpublished" in events) is not published
     assert not [text for text in scene.warned if "does not say which weights" in text]
 
 
 async def test_deaths_of_a_sample_count_over_recoveries(scene: Scene) -> None:
-    """Each recovery forgot them: a sample that kills or hangs whoever plays it had all its attempts again."""
+    """Each recovery forgot them: a sample that kills or hangs whoever plays it had all its attempts
+    again."""
     rollouts = await scene.open()
     await rollouts.start()
     for _ in range(2):
@@ -330,12 +365,21 @@ async def test_the_display_is_told_of_admission_and_generation(scene: Scene) -> 
     rollouts = await scene.open()
     await rollouts.start()
     await breathe()
-    status = {"at_s": 10.0, "busy_s": 1.0, "generated_tokens": 100.0, "running": 2.0, "waiting": 1.0}
+    status = {
+        "at_s": 10.0,
+        "busy_s": 1.0,
+        "generated_tokens": 100.0,
+        "running": 2.0,
+        "waiting": 1.0,
+    }
     scene.workers._answer = lambda handler, payload: dict(status) if handler == "status" else {}
     await rollouts.live()
     status |= {"at_s": 12.0, "busy_s": 2.0, "generated_tokens": 300.0}
     sections = await rollouts.live()
-    assert sections["generation"]["occupancy"] == 0.5 and sections["generation"]["tokens_per_second"] == 100.0
+    assert (
+        sections["generation"]["occupancy"] == 0.5
+        and sections["generation"]["tokens_per_second"] == 100.0
+    )
     assert sections["generation"]["running"] == 2.0 and sections["admission"]["capacity"] == 4.0
     scene.workers.failing["status"] = WorkerDied("generation/0", "killed")
     assert "occupancy" not in (await rollouts.live())["generation"]
@@ -344,14 +388,20 @@ async def test_the_display_is_told_of_admission_and_generation(scene: Scene) -> 
 async def test_requests_reach_the_control_through_the_service_of_the_run(scene: Scene) -> None:
     rollouts = await scene.open()
     await rollouts.start()
-    endpoint = next(fields["control"] for _, handler, fields in scene.workers.calls if handler == "play")
+    endpoint = next(
+        fields["control"] for _, handler, fields in scene.workers.calls if handler == "play"
+    )
     client = ServiceClient(endpoint, "the master", W0, "run")
-    waiting = asyncio.create_task(client.request("allocate", {"count": 8, "hold_s": 60}, timeout_s=60))
+    waiting = asyncio.create_task(
+        client.request("allocate", {"count": 8, "hold_s": 60}, timeout_s=60)
+    )
     assert len((await waiting)["leases"]) == 4, "two batches at version 0 and staleness 1"
     client.close()
 
 
-async def test_samples_that_are_too_old_for_a_lower_bound_are_trained_and_counted_aloud(scene: Scene) -> None:
+async def test_samples_that_are_too_old_for_a_lower_bound_are_trained_and_counted_aloud(
+    scene: Scene,
+) -> None:
     """They used to stop the run for ever."""
     rollouts = await scene.open(max_head_offpolicyness=2)
     await rollouts.start()
@@ -364,7 +414,9 @@ async def test_samples_that_are_too_old_for_a_lower_bound_are_trained_and_counte
     scene.warned.clear()
     rollouts = await scene.open(1, max_head_offpolicyness=0)
     (told,) = scene.warned
-    assert told.startswith("4 of the 4 samples that had arrived will be older than async_rl.max_head_offpolicyness=0")
+    assert told.startswith(
+        "4 of the 4 samples that had arrived will be older than async_rl.max_head_offpolicyness=0"
+    )
     assert rollouts.control.capacity == 0, "nothing new is played before they are trained"
     trained += await scene.train(1) + await scene.train(2)
     assert len(set(trained)) == 6
@@ -375,7 +427,8 @@ async def test_samples_that_are_too_old_for_a_lower_bound_are_trained_and_counte
 async def test_a_journal_that_is_gone_is_made_again_from_the_checkpoint_or_the_run_is_refused(
     scene: Scene, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The tasks used to be drawn as at the beginning of the run, so that they were trained twice."""
+    """The tasks used to be drawn as at the beginning of the run, so that they were trained
+    twice."""
     checkpoint = tmp_path_factory.mktemp("checkpoint")
     rollouts = await scene.open(0)
     await rollouts.start()
@@ -390,7 +443,8 @@ async def test_a_journal_that_is_gone_is_made_again_from_the_checkpoint_or_the_r
         path.unlink()
     scene.warned.clear()
     with pytest.raises(
-        JournalDamaged, match=r"holds no journal, though the run has trained 1 steps.*recover_mode=disab"
+        JournalDamaged,
+        match=r"holds no journal, though the run has trained 1 steps.*recover_mode=disab",
     ):
         await scene.open(1)
     for _ in range(2):  # the second time from the journal that was made the first time
@@ -398,7 +452,9 @@ async def test_a_journal_that_is_gone_is_made_again_from_the_checkpoint_or_the_r
         told = scene.warned[:]
         scene.warned.clear()
         await rollouts.close()
-        assert rollouts._queue.source.state_dict()["count"] >= len(trained), "they are not drawn again"
+        assert rollouts._queue.source.state_dict()["count"] >= len(trained), (
+            "they are not drawn again"
+        )
         assert not rollouts._ledger.state.accepted.keys() & set(trained)
         assert not rollouts._ledger.state.outstanding.keys() & set(trained)
     assert not any("holds no journal" in text for text in told)

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from realhf.api.calls import ACCEPTED, ARRIVED, DUPLICATE, REFUSED, Arrival, ArrivedRequest, RolloutLease
+from realhf.api.calls import (
+    ACCEPTED,
+    ARRIVED,
+    DUPLICATE,
+    REFUSED,
+    Arrival,
+    ArrivedRequest,
+    RolloutLease,
+)
 from realhf.api.source import SampleResult
 from realhf.dataflow.journal.audit import audit_folder
 from realhf.dataflow.journal.journal import JournalError
@@ -38,11 +46,19 @@ async def make(tmp_path: Path) -> AsyncIterator[Any]:
     ledgers: list[RolloutLedger] = []
 
     def control(
-        *, batch: int = 2, eta: int = 1, concurrent: int = 8, total: int = 8, limit: int = 10**6, **rules: Any
+        *,
+        batch: int = 2,
+        eta: int = 1,
+        concurrent: int = 8,
+        total: int = 8,
+        limit: int = 10**6,
+        **rules: Any,
     ) -> RolloutControl:
         ledger, _ = RolloutLedger.open(tmp_path, completed_steps=0)
         ledgers.append(ledger)
-        staleness = StalenessManager(batch_size=batch, max_head_offpolicyness=eta, max_concurrent=concurrent)
+        staleness = StalenessManager(
+            batch_size=batch, max_head_offpolicyness=eta, max_concurrent=concurrent
+        )
         drop = rules.get("drop", False)
         made = RolloutControl(
             SampleQueue(CountingSource(limit), batch),
@@ -87,9 +103,13 @@ async def test_capacity_bounds_what_is_given_and_new_weights_open_it(make: Any) 
     await asyncio.sleep(0)
     for given in list(control._open):
         entry = control._open[given]
-        await control.record_arrivals([arrival(RolloutLease(given, entry.task.attempt, 0, 0, 1.0))], TRAINER)
+        await control.record_arrivals(
+            [arrival(RolloutLease(given, entry.task.attempt, 0, 0, 1.0))], TRAINER
+        )
     (first,) = (await asyncio.wait_for(waiting, 60))[0]
-    assert first.order == 3 and control.capacity == 0, "four samples are allowed at version 0 and staleness 1"
+    assert first.order == 3 and control.capacity == 0, (
+        "four samples are allowed at version 0 and staleness 1"
+    )
     control.set_version(1)
     assert control.capacity == 2 and len(await lease(control, 10, W1)) == 2
     control.set_version(0)
@@ -116,8 +136,13 @@ async def test_only_the_worker_and_the_attempt_that_hold_a_sample_can_end_it(mak
     assert control.staleness.running == 0
     (again,) = await lease(control, worker=W1)
     assert (again.id, again.attempt, again.order) == (given.id, 1, given.order)
-    assert await control.record_arrivals([arrival(given)], TRAINER) == [REFUSED], "the first attempt comes too late"
-    assert await control.record_arrivals([arrival(again), arrival(again)], TRAINER) == [ACCEPTED, DUPLICATE]
+    assert await control.record_arrivals([arrival(given)], TRAINER) == [REFUSED], (
+        "the first attempt comes too late"
+    )
+    assert await control.record_arrivals([arrival(again), arrival(again)], TRAINER) == [
+        ACCEPTED,
+        DUPLICATE,
+    ]
     assert control.refused == 1
 
 
@@ -125,12 +150,16 @@ async def test_an_attempt_counts_once_whichever_receivers_it_came_to(make: Any) 
     control = make(batch=1)
     (given,) = await lease(control)
     assert await control.record_arrivals([arrival(given)], "model_worker/1") == [ACCEPTED]
-    assert await control.record_arrivals([arrival(given)], TRAINER) == [REFUSED], "its tensors are with the other one"
+    assert await control.record_arrivals([arrival(given)], TRAINER) == [REFUSED], (
+        "its tensors are with the other one"
+    )
     assert await control.record_arrivals([arrival(given)], "model_worker/1") == [DUPLICATE]
     assert control.locations.by_worker([given.id]) == {"model_worker/1": [given.id]}
     await control.step_batch(0)
     control.record([SampleResult(given.id)])
-    assert await control.record_arrivals([arrival(given)], TRAINER) == [REFUSED], "also after it was trained"
+    assert await control.record_arrivals([arrival(given)], TRAINER) == [REFUSED], (
+        "also after it was trained"
+    )
     assert (control.staleness.accepted, control.refused) == (1, 2)
 
 
@@ -151,7 +180,9 @@ async def test_deaths_are_no_failures_but_failures_are_counted(make: Any) -> Non
     assert other.id != given.id
 
 
-async def test_a_sample_that_kills_whoever_plays_it_is_given_up_aloud_and_those_beside_it_are_not(make: Any) -> None:
+async def test_a_sample_that_kills_whoever_plays_it_is_given_up_aloud_and_those_beside_it_are_not(
+    make: Any,
+) -> None:
     control = make(batch=4, eta=1, concurrent=8, total=8)
     deaths = 0
     played = set()
@@ -180,9 +211,13 @@ async def test_samples_that_the_next_death_would_end_are_not_played_together(mak
         control.worker_joined(W0)
     assert [given.id for given in await lease(control, 3, W1)] == ["s0", "s3", "s4"]
     assert [given.id for given in await lease(control, 2)] == ["s1", "s5"]
-    assert [given.id for given in await lease(control, 2, W1)] == ["s6", "s7"], "not s2, as it has s0"
+    assert [given.id for given in await lease(control, 2, W1)] == ["s6", "s7"], (
+        "not s2, as it has s0"
+    )
     control.record_failure(W1, "s0", 2, "env_error", "gone")
-    assert [given.id for given in await lease(control, 2, W1)] == ["s0", "s8"], "a failure is no death"
+    assert [given.id for given in await lease(control, 2, W1)] == ["s0", "s8"], (
+        "a failure is no death"
+    )
 
 
 async def test_a_worker_that_stops_holds_nothing_back(make: Any) -> None:
@@ -230,7 +265,9 @@ async def test_waiters_end_when_the_run_holds_or_fails(make: Any) -> None:
         await asyncio.wait_for(stopping, 60)
 
 
-async def test_a_source_that_ends_gives_a_last_step_batch_and_everything_before_it(make: Any) -> None:
+async def test_a_source_that_ends_gives_a_last_step_batch_and_everything_before_it(
+    make: Any,
+) -> None:
     control = make(batch=4, total=100, limit=5, concurrent=4)
     for given in await lease(control, 4):
         await control.record_arrivals([arrival(given)], TRAINER)
@@ -298,8 +335,8 @@ async def test_stale_samples_are_dropped_and_their_room_is_given_away_at_once(ma
 
 
 async def test_samples_without_signal_give_way_up_to_a_bound(make: Any) -> None:
-    """What gave way has told the source its result once, is in no step, and its room is free; beyond the bound, which
-    counts anew after every step, such a sample trains."""
+    """What gave way has told the source its result once, is in no step, and its room is free;
+    beyond the bound, which counts anew after every step, such a sample trains."""
     control = make(batch=2, eta=0, total=4, max_flat=2)
 
     async def play(count: int, *rewards: str) -> list[str]:
@@ -317,7 +354,9 @@ async def test_samples_without_signal_give_way_up_to_a_bound(make: Any) -> None:
     assert source.told == ["s0"] and control.staleness.accepted == 1 and control.refused == 0
     assert await play(1, "[null, 0.5]") == []
     again = RolloutLease("s2", 0, 0, 0, 1.0)
-    assert await control.record_arrivals([arrival(again, rewards="[null, 0.5]")], TRAINER) == [REFUSED]
+    assert await control.record_arrivals([arrival(again, rewards="[null, 0.5]")], TRAINER) == [
+        REFUSED
+    ]
     assert await play(1, "[0.0, 0.0]") == ["s3"], "the bound is reached"
     assert [meta.ids[0] for meta in await control.step_batch(0)] == ["s1", "s3"]
     control.record([SampleResult("s1", rewards=[1.0, 0.0]), SampleResult("s3", rewards=[0.0, 0.0])])
@@ -329,28 +368,40 @@ async def test_samples_without_signal_give_way_up_to_a_bound(make: Any) -> None:
     control.set_version(1)
     assert await play(2, "[0.0, 0.0]", "[0.0, 1.0]") == ["s5"]
     assert not control.complete and await play(1, "[2.0, 1.0]") == ["s6"]
-    assert control.complete and [meta.ids[0] for meta in await control.step_batch(1)] == ["s5", "s6"]
+    assert control.complete and [meta.ids[0] for meta in await control.step_batch(1)] == [
+        "s5",
+        "s6",
+    ]
     control.record([SampleResult("s5", rewards=[0.0, 1.0]), SampleResult("s6", rewards=[2.0, 1.0])])
     assert control.flat_trained == 0 and [one.id for one in control.flat_of_step] == ["s4"]
     draw = control._ledger.state.draw
-    assert draw is not None and draw["source"]["told"] == source.told, "a restart tells the source nothing twice"
+    assert draw is not None and draw["source"]["told"] == source.told, (
+        "a restart tells the source nothing twice"
+    )
     assert control._ledger.state.totals()["dropped"] == 3
 
 
 async def test_the_bound_on_what_gives_way_outlives_the_process(make: Any) -> None:
-    """A run that was killed used to begin the count anew, and with it the play that a step may cost."""
+    """A run that was killed used to begin the count anew, and with it the play that a step may
+    cost."""
     control = make(batch=2, eta=0, total=4, max_flat=1)
     (given,) = await lease(control)
-    assert await control.record_arrivals([arrival(given, rewards="[1.0, 1.0]")], TRAINER) == [REFUSED]
+    assert await control.record_arrivals([arrival(given, rewards="[1.0, 1.0]")], TRAINER) == [
+        REFUSED
+    ]
     control._ledger.close()
     again = make(batch=2, eta=0, total=4, max_flat=1)
     again._queue.load_state(again._ledger.state.draw, [])
     again.restore([], {}, {}, 1)
     (given,) = await lease(again)
-    assert await again.record_arrivals([arrival(given, rewards="[1.0, 1.0]")], TRAINER) == [ACCEPTED]
+    assert await again.record_arrivals([arrival(given, rewards="[1.0, 1.0]")], TRAINER) == [
+        ACCEPTED
+    ]
 
 
-async def test_the_first_failure_ends_a_run_that_wants_it_so_and_too_many_end_any(make: Any) -> None:
+async def test_the_first_failure_ends_a_run_that_wants_it_so_and_too_many_end_any(
+    make: Any,
+) -> None:
     control = make(fail_fast=True)
     (given,) = await lease(control)
     control.record_failure(W0, given.id, 0, "env_error", "no server")
@@ -377,7 +428,9 @@ async def test_a_journal_that_cannot_be_written_is_not_ignored(make: Any) -> Non
     control._ledger._journal._failure = None
 
 
-async def test_the_service_refuses_nonsense_and_fails_the_run_for_errors_of_its_own(make: Any) -> None:
+async def test_the_service_refuses_nonsense_and_fails_the_run_for_errors_of_its_own(
+    make: Any,
+) -> None:
     control = make()
     service = RolloutService(control, "run")
     client = ServiceClient(service.endpoint, "the master", W0, "run")

@@ -1,5 +1,6 @@
-"""Evaluations beside training, in the master's own rollout code: which weights they are of, and what holds them up.
-Shares of an evaluation: who gets them, what comes back, and what a failure or a death means."""
+"""Evaluations beside training, in the master's own rollout code: which weights they are of, and
+what holds them up. Shares of an evaluation: who gets them, what comes back, and what a failure or a
+death means."""
 
 from __future__ import annotations
 
@@ -65,9 +66,13 @@ async def test_training_goes_on_and_the_report_says_whose_weights_they_were(scen
     assert {(part.version, tuple(part.engines)) for part in played} == {(0, ("generation/0",))}
     assert {part.episodes_per_task for part in played if part.greedy} == {1}
     (report,) = reports
-    assert report["sampled"]["overall"]["version"] == 0 and report["greedy"]["easy"]["success"] == 1.0
+    assert (
+        report["sampled"]["overall"]["version"] == 0 and report["greedy"]["easy"]["success"] == 1.0
+    )
     handlers = [handler for _, handler, _ in scene.workers.calls]
-    assert handlers.index("pin_weights") < handlers.index("unpin_weights") and not rollouts.evaluating
+    assert (
+        handlers.index("pin_weights") < handlers.index("unpin_weights") and not rollouts.evaluating
+    )
 
 
 async def test_where_no_second_engine_can_be_the_next_version_waits(scene: Scene) -> None:
@@ -102,7 +107,9 @@ async def test_the_next_evaluation_waits_for_the_one_in_play(scene: Scene) -> No
     assert len(reports) == 2
 
 
-async def test_weights_that_are_lost_are_replaced_by_those_of_now_and_at_last_it_is_given_up(scene: Scene) -> None:
+async def test_weights_that_are_lost_are_replaced_by_those_of_now_and_at_last_it_is_given_up(
+    scene: Scene,
+) -> None:
     rollouts = await scene.open()
     reports = list[Report]()
     warned = list[str]()
@@ -114,7 +121,9 @@ async def test_weights_that_are_lost_are_replaced_by_those_of_now_and_at_last_it
     await breathe()
     played = await shares_of(rollouts, lost=(0,))
     await asyncio.wait_for(rollouts.wait_for_evaluation(), 60)
-    assert {part.version for part in played} == {1} and reports[0]["greedy"]["overall"]["version"] == 1
+    assert {part.version for part in played} == {1} and reports[0]["greedy"]["overall"][
+        "version"
+    ] == 1
     assert "before training failed with the weights of version 0" in warned[0]
 
     await rollouts.evaluate(1, WANTED, reports.append)
@@ -134,14 +143,20 @@ async def test_an_evaluation_does_not_outlive_what_ends_the_run(scene: Scene) ->
 
 
 @pytest.mark.parametrize("what", ["publish", "evaluate"])
-async def test_what_waits_for_an_evaluation_does_not_outlive_what_ends_the_run(scene: Scene, what: str) -> None:
+async def test_what_waits_for_an_evaluation_does_not_outlive_what_ends_the_run(
+    scene: Scene, what: str
+) -> None:
     """The step loop hung in it for ever, since nobody plays the shares that are left."""
     scene.workers.keeps = False
     rollouts = await scene.open()
     await rollouts.start()
     await breathe()
     await rollouts.evaluate(0, WANTED, lambda report: None)
-    after = rollouts.publish(1) if what == "publish" else rollouts.evaluate(1, WANTED, lambda report: None)
+    after = (
+        rollouts.publish(1)
+        if what == "publish"
+        else rollouts.evaluate(1, WANTED, lambda report: None)
+    )
     waiting = asyncio.create_task(after)
     await breathe()
     assert not waiting.done()
@@ -172,10 +187,14 @@ def shares(count: int, deadline_s: float = 60.0) -> list[EvaluationPart]:
 
 def answer(part: EvaluationPart, *, success: bool = True, error: str = "") -> EvaluatedRequest:
     results = [EpisodeResult(f"part {part.part}", True, success, 1.0, 2)]
-    return EvaluatedRequest(part.evaluation, part.part, part.greedy, [] if error else results, error)
+    return EvaluatedRequest(
+        part.evaluation, part.part, part.greedy, [] if error else results, error
+    )
 
 
-async def begun(queue: EvaluationQueue, parts: list[EvaluationPart]) -> asyncio.Task[dict[bool, list[EpisodeResult]]]:
+async def begun(
+    queue: EvaluationQueue, parts: list[EvaluationPart]
+) -> asyncio.Task[dict[bool, list[EpisodeResult]]]:
     playing = asyncio.create_task(queue.play(parts))
     await asyncio.sleep(0)
     return playing
@@ -203,7 +222,9 @@ async def test_samples_keep_their_share_of_the_players_while_there_are_samples()
     playing.cancel()
 
 
-async def test_what_a_dead_worker_had_is_played_by_another_and_its_own_answer_comes_too_late() -> None:
+async def test_what_a_dead_worker_had_is_played_by_another_and_its_own_answer_comes_too_late() -> (
+    None
+):
     queue = EvaluationQueue(8)
     playing = await begun(queue, shares(1))
     lost = queue.take(A, 8, alone=True)
@@ -228,7 +249,9 @@ async def test_a_share_that_nobody_can_play_ends_the_evaluation_with_the_reason(
     with pytest.raises(EvaluationFailed, match="no engine"):
         await asyncio.wait_for(playing, 60)
     assert queue.take(A, 8, alone=True) == [] and not queue.waiting
-    assert set(await asyncio.wait_for(_played(queue), 60)) == {False, True}, "the next one is played"
+    assert set(await asyncio.wait_for(_played(queue), 60)) == {False, True}, (
+        "the next one is played"
+    )
 
 
 async def _played(queue: EvaluationQueue) -> dict[bool, list[EpisodeResult]]:
@@ -243,7 +266,9 @@ async def test_a_share_without_an_answer_is_taken_back(monkeypatch: pytest.Monke
     playing = await begun(queue, shares(1, deadline_s=-EVALUATION_GRACE_S - 1))
     first = queue.take(A, 8, alone=True)
     queue.expire()
-    assert sorted(part.greedy for part in queue.take(B, 8, alone=True)) == sorted(part.greedy for part in first)
+    assert sorted(part.greedy for part in queue.take(B, 8, alone=True)) == sorted(
+        part.greedy for part in first
+    )
     playing.cancel()
 
 

@@ -1,5 +1,6 @@
-"""Exactly once over several receivers: the real receivers, logs, service and journal, in one process. What dies takes
-all of it with it, as a lost rank does, and another number of ranks goes on."""
+"""Exactly once over several receivers: the real receivers, logs, service and journal, in one
+process. What dies takes all of it with it, as a lost rank does, and another number of ranks goes
+on."""
 
 from __future__ import annotations
 
@@ -36,19 +37,24 @@ class Crash(Exception):
 
 
 class Ranks:
-    """Model workers that only receive; the master calls them through ``call``. One report in five is answered and the
-    answer lost; at one in seven a worker dies, before or after the master hears of it, if it is ``mortal``."""
+    """Model workers that only receive; the master calls them through ``call``. One report in five
+    is answered and the answer lost; at one in seven a worker dies, before or after the master hears
+    of it, if it is ``mortal``."""
 
     def __init__(self, folder: Path, count: int, random: Random, *, mortal: bool) -> None:
         self.names = [f"model_worker/{rank}" for rank in range(count)]
         self.stores = {name: TensorStore(name) for name in self.names}
-        self.hosts = {name: StreamHost("run", name, folder, self.stores[name]) for name in self.names}
+        self.hosts = {
+            name: StreamHost("run", name, folder, self.stores[name]) for name in self.names
+        }
         self.roster: dict[str, Any] = {}
         self._random, self._mortal, self._threads = random, mortal, ThreadPoolExecutor(count)
         for host in self.hosts.values():
             host._notify = self._troubled(host._notify)
 
-    def call(self, worker: str, handler: str, payload: Any = None, **options: Any) -> asyncio.Future[Any]:
+    def call(
+        self, worker: str, handler: str, payload: Any = None, **options: Any
+    ) -> asyncio.Future[Any]:
         del options
         handle = self.hosts[worker].handlers()[handler]
         return asyncio.get_running_loop().run_in_executor(self._threads, handle, payload)
@@ -83,12 +89,14 @@ class Ranks:
 def finished(id: str, attempt: int) -> SequenceSample:
     number = int(id[1:])
     tokens = torch.tensor([number, attempt] + [7] * (number % 6))
-    return SequenceSample.from_tensors([id], {KEY: tokens}, {KEY: [[len(tokens)]]}, {"rollout": ["{}"]})
+    return SequenceSample.from_tensors(
+        [id], {KEY: tokens}, {KEY: [[len(tokens)]]}, {"rollout": ["{}"]}
+    )
 
 
 class Life:
-    """The run between two deaths: each of ``TOTAL`` samples is sent to some receivers. The last life is not ``mortal``,
-    and each sample is sent to all of them."""
+    """The run between two deaths: each of ``TOTAL`` samples is sent to some receivers. The last
+    life is not ``mortal``, and each sample is sent to all of them."""
 
     def __init__(self, folder: Path, random: Random, *, mortal: bool) -> None:
         self.folder = folder
@@ -96,7 +104,8 @@ class Life:
         self.mortal = mortal
 
     async def live(self) -> bool:
-        """Return whether all samples have arrived; False after a death, which comes at two thirds at the latest."""
+        """Return whether all samples have arrived; False after a death, which comes at two thirds
+        at the latest."""
         count = self.random.randint(1 if self.mortal else 2, 4)
         self.ranks = Ranks(self.folder / "stream", count, self.random, mortal=self.mortal)
         plan = plan_of(
@@ -132,7 +141,9 @@ class Life:
             leases, _ = await self.control.allocate(PLAYER, 3, 0.0)
             for lease in leases or ():
                 fewest = 1 if self.mortal else len(producers)
-                receivers = self.random.sample(producers, self.random.randint(fewest, len(producers)))
+                receivers = self.random.sample(
+                    producers, self.random.randint(fewest, len(producers))
+                )
                 for producer in receivers:
                     frames = encode_sample(finished(lease.id, lease.attempt))
                     while self.ranks.alive():
@@ -151,17 +162,23 @@ class Life:
         held = self.control.locations.by_worker(ids)
         for name, store in self.ranks.stores.items():
             mine = held.get(name, [])
-            assert sorted(sample_id for sample_id in ids if store.has(sample_id, KEY)) == sorted(mine)
+            assert sorted(sample_id for sample_id in ids if store.has(sample_id, KEY)) == sorted(
+                mine
+            )
             assert len(store) == len(mine)
             for sample_id in mine:
                 attempt = self.rollouts._ledger.state.accepted_attempt(sample_id)
                 assert attempt is not None
-                assert torch.equal(store.get([sample_id], [KEY])[KEY], finished(sample_id, attempt)[KEY])
+                assert torch.equal(
+                    store.get([sample_id], [KEY])[KEY], finished(sample_id, attempt)[KEY]
+                )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-async def test_a_sample_that_goes_to_several_receivers_counts_once_whoever_dies(tmp_path: Path, seed: int) -> None:
+async def test_a_sample_that_goes_to_several_receivers_counts_once_whoever_dies(
+    tmp_path: Path, seed: int
+) -> None:
     random = Random(seed)
     for _ in range(LIVES - 1):
         assert not await Life(tmp_path, random, mortal=True).live()

@@ -1,6 +1,6 @@
-"""Admission: the formula, and what keeps it true (docs/reference/dataflow.md 9, 14). The gate: no sample is overtaken
-until it is too old (docs/reference/dataflow.md 9, 14). Requests for samples get their turn in the order in which
-they came, and no turn is lost."""
+"""Admission: the formula, and what keeps it true (docs/reference/dataflow.md 9, 14). The gate: no
+sample is overtaken until it is too old (docs/reference/dataflow.md 9, 14). Requests for samples get
+their turn in the order in which they came, and no turn is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from realhf.dataflow.rollouts.staleness import StalenessManager, StragglerGate
 from tests.dataflow.rollouts.toy_rollouts import Conditions, Simulation
 
 
-def manager(batch_size: int = 4, eta: int = 2, max_concurrent: int = 1000, **counters: int) -> StalenessManager:
+def manager(
+    batch_size: int = 4, eta: int = 2, max_concurrent: int = 1000, **counters: int
+) -> StalenessManager:
     return StalenessManager(
         batch_size=batch_size, max_head_offpolicyness=eta, max_concurrent=max_concurrent, **counters
     )
@@ -52,8 +54,11 @@ def test_first_one_batch_and_eta_more_then_one_for_each_version(eta: int) -> Non
         (1, 20, 0, 1000, 0),
     ],
 )
-def test_the_formula(version: int, accepted: int, running: int, max_concurrent: int, capacity: int) -> None:
-    """min(max_concurrent - running, (eta + v + 1) * B - (accepted + running)) with B = 4, eta = 2; never negative."""
+def test_the_formula(
+    version: int, accepted: int, running: int, max_concurrent: int, capacity: int
+) -> None:
+    """min(max_concurrent - running, (eta + v + 1) * B - (accepted + running)) with B = 4, eta = 2;
+    never negative."""
     counters = manager(max_concurrent=max_concurrent, version=version)
     counters.running = running
     counters.accepted = accepted
@@ -98,7 +103,12 @@ def test_impossible_steps_are_refused_and_change_nothing() -> None:
         with pytest.raises(ValueError):
             move()
     assert counters.counters() == before
-    for wrong in ({"batch_size": 0}, {"eta": -1}, {"max_concurrent": 0}, {"accepted": 1, "consumed": 2}):
+    for wrong in (
+        {"batch_size": 0},
+        {"eta": -1},
+        {"max_concurrent": 0},
+        {"accepted": 1, "consumed": 2},
+    ):
         with pytest.raises(ValueError):
             manager(**wrong)
 
@@ -114,16 +124,23 @@ def _keeps_the_bounds(random: Random) -> None:
     concurrent = random.randint(1, 40)
     counters = manager(batch_size, eta, concurrent)
     for _ in range(400):
-        name = random.choice(["admit", "admit", "accept", "accept", "reject", "drop", "consume", "version"])
+        name = random.choice(
+            ["admit", "admit", "accept", "accept", "reject", "drop", "consume", "version"]
+        )
         if name == "version":
             counters.set_version(
-                random.randint(counters.version, max(counters.version, counters.consumed // batch_size))
+                random.randint(
+                    counters.version, max(counters.version, counters.consumed // batch_size)
+                )
             )
             continue
         limit = {"admit": counters.capacity, "accept": counters.running, "reject": counters.running}
         most = limit.get(name, counters.accepted - counters.consumed)
         getattr(counters, name)(random.randint(0, most))
-        assert counters.admitted == counters.running + counters.accepted + counters.rejected + counters.dropped
+        assert (
+            counters.admitted
+            == counters.running + counters.accepted + counters.rejected + counters.dropped
+        )
         assert 0 <= counters.running <= concurrent
         assert counters.accepted + counters.running <= (eta + counters.version + 1) * batch_size
 
@@ -223,8 +240,8 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_the_rule_is_the_one_of_the_reference() -> None:
-    """For every a >= u - eta: the sum over a' <= a of (out[a'] - S[a']) is at most (a + eta - u) * B, or no sample of
-    the versions up to a runs."""
+    """For every a >= u - eta: the sum over a' <= a of (out[a'] - S[a']) is at most (a + eta - u) *
+    B, or no sample of the versions up to a runs."""
     verdicts = Counter(_gate_agrees_with_the_reference(Random(seed)) for seed in range(1000))
     assert min(verdicts["opens"], verdicts["too few"], verdicts["waits"]) > 100
 
@@ -234,7 +251,10 @@ def _gate_agrees_with_the_reference(random: Random) -> str:
     eta = random.randint(0, 4)
     step = random.randint(0, 8)
     gate = StragglerGate(batch_size, eta)
-    versions = {f"s{order}": random.randint(max(0, step - eta - 1), step) for order in range(random.randint(1, 14))}
+    versions = {
+        f"s{order}": random.randint(max(0, step - eta - 1), step)
+        for order in range(random.randint(1, 14))
+    }
     for order, (id, version) in enumerate(versions.items()):
         gate.admit(id, version, order)
     arrived = random.sample(list(versions), random.randint(0, len(versions)))
@@ -243,7 +263,8 @@ def _gate_agrees_with_the_reference(random: Random) -> str:
     chosen = sorted(arrived, key=lambda id: versions[id])[:batch_size]
     left = Counter(versions.values()) - Counter(versions[id] for id in chosen)
     fits = all(
-        sum(count for version, count in left.items() if version <= a) <= (a + eta - step) * batch_size
+        sum(count for version, count in left.items() if version <= a)
+        <= (a + eta - step) * batch_size
         or all(id in arrived for id, version in versions.items() if version <= a)
         for a in range(step - eta, step + 1)
     )
@@ -273,7 +294,8 @@ def test_no_sample_is_older_than_the_bound_and_nothing_stops(crashes: int) -> No
 
 
 def test_a_run_that_goes_on_with_another_bound_does_not_stop_and_loses_nothing() -> None:
-    """Samples that had arrived and are too old for a lower bound used to close the gate for ever."""
+    """Samples that had arrived and are too old for a lower bound used to close the gate for
+    ever."""
     too_old = 0
     for seed in range(300):
         random = Random(seed)

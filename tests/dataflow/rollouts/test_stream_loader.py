@@ -21,7 +21,8 @@ from tests.dataflow.toy_source import toy_mfcs
 
 
 class FakeStepBatches:
-    """Step batches of two samples for ``steps`` steps, then none; or ``error``. ``asked``: the steps."""
+    """Step batches of two samples for ``steps`` steps, then none; or ``error``. ``asked``: the
+    steps."""
 
     def __init__(self, steps: int, error: Exception | None = None) -> None:
         self.steps = steps
@@ -43,12 +44,25 @@ class FakeStepBatches:
 def loader_of(source: FakeStepBatches) -> tuple[StreamLoader, AsyncIOSequenceBuffer, StorageMap]:
     train = toy_mfcs(2)[-1]
     graph = build_graph(
-        [type(train)("train", "actor", train.interface_type, "train", n_seqs=2, input_keys=("packed_input_ids",))],
+        [
+            type(train)(
+                "train",
+                "actor",
+                train.interface_type,
+                "train",
+                n_seqs=2,
+                input_keys=("packed_input_ids",),
+            )
+        ],
         ["packed_input_ids"],
     )
     buffer = AsyncIOSequenceBuffer(graph, max_size=8)
     storage = StorageMap()
-    return StreamLoader(source, buffer, storage, held_by=held_by, keys=["packed_input_ids"]), buffer, storage
+    return (
+        StreamLoader(source, buffer, storage, held_by=held_by, keys=["packed_input_ids"]),
+        buffer,
+        storage,
+    )
 
 
 def held_by(ids: Sequence[str]) -> dict[str, list[str]]:
@@ -69,7 +83,11 @@ async def test_the_next_step_batch_is_asked_for_when_a_step_is_finished() -> Non
     loader, buffer, storage = loader_of(source)
     running = asyncio.create_task(loader.run(5))
     await breathe()
-    assert source.asked == [5] and len(buffer) == 2 and loader.activity == "waits until a step is finished"
+    assert (
+        source.asked == [5]
+        and len(buffer) == 2
+        and loader.activity == "waits until a step is finished"
+    )
     assert storage.ids() == ["s10", "s11"]
     owners = [storage.owners(sample_id, "packed_input_ids") for sample_id in storage.ids()]
     assert owners == [("model_worker/0",), ("model_worker/1",)]
@@ -89,7 +107,8 @@ async def test_no_more_samples_end_the_input() -> None:
 
 
 async def test_a_last_step_of_fewer_samples_is_trained_at_once(tmp_path: Path) -> None:
-    """It waited until the run was found to stand still: the buffer did not know that no more would come."""
+    """It waited until the run was found to stand still: the buffer did not know that no more would
+    come."""
     scene = Scene(tmp_path)
     scene.source = CountingSource(3)
     rollouts = await scene.open()
@@ -121,14 +140,19 @@ async def test_what_the_control_raises_is_raised_and_what_it_waits_for_is_told()
 
 def test_the_asynchronous_graph_leaves_generation_to_the_rollout_workers() -> None:
     staying, leaving = to_async(toy_mfcs(), also=("rew",))
-    assert [mfc.name for mfc in staying] == ["ref", "train"] and [mfc.name for mfc in leaving] == ["gen", "rew"]
+    assert [mfc.name for mfc in staying] == ["ref", "train"] and [mfc.name for mfc in leaving] == [
+        "gen",
+        "rew",
+    ]
     keys = [key for mfc in leaving for key in mfc.output_keys]
     graph = build_graph(staying, keys)
     assert graph.required_dataset_keys() == ["ids", "logprobs", "rewards"]
 
 
 def test_a_call_cannot_leave_without_what_it_needs() -> None:
-    with pytest.raises(GraphError, match=r"'train' would be run by rollout workers, but its key 'ref_logprobs'"):
+    with pytest.raises(
+        GraphError, match=r"'train' would be run by rollout workers, but its key 'ref_logprobs'"
+    ):
         to_async(toy_mfcs(), also=("rew", "train"))
     with pytest.raises(GraphError, match="no call generates"):
         to_async(toy_mfcs()[1:])

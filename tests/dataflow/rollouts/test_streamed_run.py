@@ -1,5 +1,6 @@
-"""Asynchronous rollouts under random events and crashes: nothing is lost, nothing is trained twice, nothing leaks; and
-the bound on staleness while generation workers come and go in the middle of updates, in 200 random schedules."""
+"""Asynchronous rollouts under random events and crashes: nothing is lost, nothing is trained twice,
+nothing leaks; and the bound on staleness while generation workers come and go in the middle of
+updates, in 200 random schedules."""
 
 from __future__ import annotations
 
@@ -19,12 +20,21 @@ def drawn_run(folder: Path, random: Random) -> StreamedRun:
     steps = random.randint(1, 8)
     limit = random.choice([10**6, random.randint(1, batch * steps)])
     return StreamedRun(
-        folder, random, batch, steps, random.randint(0, 3), random.random() < 0.3, limit, random.choice([0.0, 0.0, 0.1])
+        folder,
+        random,
+        batch,
+        steps,
+        random.randint(0, 3),
+        random.random() < 0.3,
+        limit,
+        random.choice([0.0, 0.0, 0.1]),
     )
 
 
 @pytest.mark.parametrize("first_seed", range(8, 32, 8))
-async def test_a_run_that_dies_again_and_again_trains_every_sample_once(tmp_path: Path, first_seed: int) -> None:
+async def test_a_run_that_dies_again_and_again_trains_every_sample_once(
+    tmp_path: Path, first_seed: int
+) -> None:
     repeated = pruned = 0
     for seed in range(first_seed, first_seed + 8):
         run = drawn_run(tmp_path / str(seed), Random(seed))
@@ -44,7 +54,9 @@ def check(run: StreamedRun) -> None:
     trained = [sample_id for ids in run.trained for sample_id in ids]
     counters = run.control.counters()
     assert max(Counter(trained).values(), default=0) <= 1
-    assert max(Counter(run.source.told).values(), default=0) <= 1 and set(trained) <= set(run.source.told)
+    assert max(Counter(run.source.told).values(), default=0) <= 1 and set(trained) <= set(
+        run.source.told
+    )
     assert counters["running"] == counters["waiting"] == counters["staged"] == 0 and not run.leases
     assert counters["consumed"] == len(trained)
     tally = audit_folder(run.folder)
@@ -61,8 +73,12 @@ def check(run: StreamedRun) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("gated", [False, True], ids=["joining and dying", "failing and sent away too"])
-async def test_no_sample_is_older_than_the_bound_whoever_generates(tmp_path: Path, gated: bool) -> None:
+@pytest.mark.parametrize(
+    "gated", [False, True], ids=["joining and dying", "failing and sent away too"]
+)
+async def test_no_sample_is_older_than_the_bound_whoever_generates(
+    tmp_path: Path, gated: bool
+) -> None:
     reached = held = 0
     for seed in range(100):
         run = FleetRun(tmp_path / str(seed), Random(seed), gated=gated)

@@ -27,7 +27,14 @@ class FakeCaller:
         self.held: asyncio.Future[Any] | None = None
 
     def call(
-        self, worker: str, handler: str, payload: Any = None, *, timeout_s: float, step: int = -1, mfc: str = ""
+        self,
+        worker: str,
+        handler: str,
+        payload: Any = None,
+        *,
+        timeout_s: float,
+        step: int = -1,
+        mfc: str = "",
     ) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if handler == "publish_weights":
@@ -128,16 +135,26 @@ async def test_one_version_at_a_time(scene: Scene) -> None:
     await asyncio.wait_for(scene.updates.wait_for_current(), 60)
 
 
-async def test_who_joins_late_gets_the_last_version_and_holds_nobody_up_before(scene: Scene) -> None:
+async def test_who_joins_late_gets_the_last_version_and_holds_nobody_up_before(
+    scene: Scene,
+) -> None:
     scene.updates.worker_joined("generation/0")
     await scene.updates.publish(0)
     await scene.caller.loaded("generation/0")
     scene.updates.worker_joined("generation/1")
-    assert scene.updates.versions["generation/1"] == -1 and await scene.caller.loaded("generation/1") == 0
-    assert scene.told == [0] and scene.updates.current == scene.caller.listed == {"generation/0", "generation/1"}
+    assert (
+        scene.updates.versions["generation/1"] == -1
+        and await scene.caller.loaded("generation/1") == 0
+    )
+    assert scene.told == [0] and scene.updates.current == scene.caller.listed == {
+        "generation/0",
+        "generation/1",
+    }
 
 
-async def test_who_joins_during_an_update_is_listed_when_it_has_what_admission_counts(scene: Scene) -> None:
+async def test_who_joins_during_an_update_is_listed_when_it_has_what_admission_counts(
+    scene: Scene,
+) -> None:
     scene.updates.worker_joined("generation/0")
     await scene.updates.publish(0)
     await scene.caller.loaded("generation/0")
@@ -149,7 +166,9 @@ async def test_who_joins_during_an_update_is_listed_when_it_has_what_admission_c
     await asyncio.wait_for(publishing, 60)
     await scene.caller.loaded("generation/0")
     assert scene.told[-1] == 1
-    assert await scene.caller.loaded("generation/1") == 0, "the version that was the newest when it joined"
+    assert await scene.caller.loaded("generation/1") == 0, (
+        "the version that was the newest when it joined"
+    )
     assert scene.updates.versions["generation/1"] == 0 and scene.caller.listed == {"generation/0"}
     assert await scene.caller.loaded("generation/1") == 1
     assert scene.caller.listed == {"generation/0", "generation/1"} and scene.told == [0, 1]
@@ -164,7 +183,9 @@ async def test_one_that_joins_and_hangs_holds_up_nobody(scene: Scene) -> None:
     assert await scene.caller.loaded("generation/0") == 1 and scene.told == [0, 1]
 
 
-async def test_who_ends_a_load_in_the_moment_of_the_next_manifest_loads_that_too(scene: Scene) -> None:
+async def test_who_ends_a_load_in_the_moment_of_the_next_manifest_loads_that_too(
+    scene: Scene,
+) -> None:
     scene.updates.worker_joined("generation/0")
     await scene.updates.publish(0)
     await scene.caller.loaded("generation/0")
@@ -180,7 +201,10 @@ async def test_who_ends_a_load_in_the_moment_of_the_next_manifest_loads_that_too
     await asyncio.wait_for(publishing, 60)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert sorted(entry[:2] for entry in scene.caller.open) == [("generation/0", 1), ("generation/1", 1)]
+    assert sorted(entry[:2] for entry in scene.caller.open) == [
+        ("generation/0", 1),
+        ("generation/1", 1),
+    ]
     await scene.caller.loaded("generation/0")
     await scene.caller.loaded("generation/1")
     assert scene.told == [0, 1] and not scene.updates.busy
@@ -200,7 +224,9 @@ async def test_the_failure_of_one_that_died_is_not_held_against_its_successor(sc
     assert scene.failed == [] and scene.updates.current == {"generation/0"}
 
 
-async def test_one_that_joins_and_does_not_load_within_the_deadline_is_reported(scene: Scene) -> None:
+async def test_one_that_joins_and_does_not_load_within_the_deadline_is_reported(
+    scene: Scene,
+) -> None:
     scene.updates.worker_joined("generation/0")
     await scene.updates.publish(0)
     await scene.caller.loaded("generation/0")
@@ -209,7 +235,9 @@ async def test_one_that_joins_and_does_not_load_within_the_deadline_is_reported(
     await scene.updates.publish(1)
     await scene.caller.loaded("generation/0")
     assert await scene.caller.loaded("generation/1", RpcTimeout("too late")) == 0
-    assert scene.failed == ["generation/1"], "though a newer version is there: a second deadline would not help"
+    assert scene.failed == ["generation/1"], (
+        "though a newer version is there: a second deadline would not help"
+    )
     assert scene.caller.open == [] and not scene.updates.busy
 
 
@@ -224,7 +252,9 @@ async def test_a_version_that_was_withdrawn_while_it_was_loaded_is_no_failure(sc
     assert await scene.caller.loaded("generation/1") == 1 and scene.failed == []
 
 
-async def test_a_worker_that_dies_while_it_loads_is_no_failure_and_frees_the_others(scene: Scene) -> None:
+async def test_a_worker_that_dies_while_it_loads_is_no_failure_and_frees_the_others(
+    scene: Scene,
+) -> None:
     scene.updates.worker_joined("generation/0")
     scene.updates.worker_joined("generation/1")
     await scene.updates.publish(3)
@@ -234,10 +264,16 @@ async def test_a_worker_that_dies_while_it_loads_is_no_failure_and_frees_the_oth
     loading.set_exception(WorkerDied("generation/1", "killed"))
     scene.updates.worker_left("generation/1")
     await asyncio.wait_for(scene.updates.wait_for_current(), 60)
-    assert scene.failed == [] and scene.told[-1] == 3 and list(scene.updates.versions) == ["generation/0"]
+    assert (
+        scene.failed == []
+        and scene.told[-1] == 3
+        and list(scene.updates.versions) == ["generation/0"]
+    )
     scene.caller.open.clear()
     scene.updates.worker_joined("generation/1")
-    assert await scene.caller.loaded("generation/1") == 3, "its successor gets the version that it lacks"
+    assert await scene.caller.loaded("generation/1") == 3, (
+        "its successor gets the version that it lacks"
+    )
 
 
 @pytest.mark.parametrize("error", [RpcTimeout("too late"), RpcError("a wrong checksum")])
@@ -265,22 +301,35 @@ async def one_publication_ahead_of_two(scene: Scene) -> None:
     await scene.updates.publish(1)
 
 
-async def test_one_that_takes_much_longer_than_another_is_stale_and_holds_up_nobody(tmp_path: Path) -> None:
-    """Samples are admitted under the version that the others have, and the next one is published meanwhile."""
+async def test_one_that_takes_much_longer_than_another_is_stale_and_holds_up_nobody(
+    tmp_path: Path,
+) -> None:
+    """Samples are admitted under the version that the others have, and the next one is published
+    meanwhile."""
     scene = Scene(tmp_path, straggler_grace_s=0.0)
     await one_publication_ahead_of_two(scene)
     assert await scene.caller.loaded("generation/0") == 1
     await until(scene.stale)
-    assert scene.stale() == {"generation/1"} and scene.caller.listed == {"generation/0"} and scene.told == [0, 1]
+    assert (
+        scene.stale() == {"generation/1"}
+        and scene.caller.listed == {"generation/0"}
+        and scene.told == [0, 1]
+    )
     await asyncio.wait_for(scene.updates.publish(2), 60)
     assert await scene.caller.loaded("generation/0") == 2 and scene.told == [0, 1, 2]
     assert await scene.caller.loaded("generation/1") == 1
     assert scene.stale() == {"generation/1"}, "it has a version that nobody counts on any more"
     assert await scene.caller.loaded("generation/1") == 2
-    assert not scene.stale() and scene.caller.listed == {"generation/0", "generation/1"} and scene.failed == []
+    assert (
+        not scene.stale()
+        and scene.caller.listed == {"generation/0", "generation/1"}
+        and scene.failed == []
+    )
 
 
-async def test_a_publication_that_waits_for_one_goes_on_when_that_one_is_stale(tmp_path: Path) -> None:
+async def test_a_publication_that_waits_for_one_goes_on_when_that_one_is_stale(
+    tmp_path: Path,
+) -> None:
     scene = Scene(tmp_path, straggler_grace_s=0.05)
     await one_publication_ahead_of_two(scene)
     publishing = asyncio.create_task(scene.updates.publish(2))
@@ -299,14 +348,23 @@ async def test_where_all_are_slow_nobody_is_stale(tmp_path: Path) -> None:
     await scene.updates.publish(1)
     for _ in range(20):
         await asyncio.sleep(0.001)
-    assert not scene.stale() and scene.told == [0], "the last version that all have goes on to count"
+    assert not scene.stale() and scene.told == [0], (
+        "the last version that all have goes on to count"
+    )
 
 
-async def test_an_engine_that_holds_other_weights_ends_the_run_and_is_not_just_replaced(scene: Scene) -> None:
+async def test_an_engine_that_holds_other_weights_ends_the_run_and_is_not_just_replaced(
+    scene: Scene,
+) -> None:
     scene.updates.worker_joined("generation/0")
     await scene.updates.publish(0)
     await asyncio.sleep(0)
     changed = [["model.norm.weight", "d-1", "d-2"]]
-    scene.caller.open.pop()[2].set_result({"weight_stage_ms": 1.0, "weight_pause_ms": 1.0, "changed": changed})
+    scene.caller.open.pop()[2].set_result(
+        {"weight_stage_ms": 1.0, "weight_pause_ms": 1.0, "changed": changed}
+    )
     await until(lambda: scene.wrong)
-    assert "generation/0: model.norm.weight changed" in str(scene.wrong[0]) and scene.failed == scene.told == []
+    assert (
+        "generation/0: model.norm.weight changed" in str(scene.wrong[0])
+        and scene.failed == scene.told == []
+    )

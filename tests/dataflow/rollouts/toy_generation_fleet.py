@@ -1,5 +1,6 @@
-"""Generation workers that join, die, fail to load and are sent away at random moments, under the master's real rollout
-control: admission, journal, weight updates. Every delivery, of weights, answers and rosters, is an event of its own."""
+"""Generation workers that join, die, fail to load and are sent away at random moments, under the
+master's real rollout control: admission, journal, weight updates. Every delivery, of weights,
+answers and rosters, is an event of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from realhf.base.messages import to_payload
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
 from realhf.transport.errors import RpcTimeout, WorkerDied
 from realhf.transport.roster import WorkerInfo
-from tests.dataflow.rollouts.toy_streamed_run import TRAINER, CountingSource, meta_of, plan_of, worker_info
+from tests.dataflow.rollouts.toy_streamed_run import (
+    TRAINER,
+    CountingSource,
+    meta_of,
+    plan_of,
+    worker_info,
+)
 from workers.generation_worker import VersionGate
 
 PLAYER = "rollout_worker/0:1"
@@ -25,7 +32,8 @@ PLAYER = "rollout_worker/0:1"
 
 @dataclass(eq=False)
 class Engine:
-    """The process of a generation worker. ``lane``: updates that it has not begun; ``acks``: answers on their way."""
+    """The process of a generation worker. ``lane``: updates that it has not begun; ``acks``:
+    answers on their way."""
 
     name: str
     version: int = -1
@@ -35,7 +43,8 @@ class Engine:
 
 
 class FakeFleet:
-    """The master's end of the calls; ``snapshots`` are rosters that the rollout workers have not seen yet."""
+    """The master's end of the calls; ``snapshots`` are rosters that the rollout workers have not
+    seen yet."""
 
     def __init__(self, left: Callable[[str], None]) -> None:
         self.roster: dict[str, WorkerInfo] = {}
@@ -46,7 +55,14 @@ class FakeFleet:
         self._left = left
 
     def call(
-        self, worker: str, handler: str, payload: Any = None, *, timeout_s: float, step: int = -1, mfc: str = ""
+        self,
+        worker: str,
+        handler: str,
+        payload: Any = None,
+        *,
+        timeout_s: float,
+        step: int = -1,
+        mfc: str = "",
     ) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if handler == "publish_weights":
@@ -82,7 +98,9 @@ class FakeFleet:
         self._left(worker)
 
     def publish(self) -> None:
-        self.snapshots.append([engine for name, engine in self.engines.items() if name not in self.unlisted])
+        self.snapshots.append(
+            [engine for name, engine in self.engines.items() if name not in self.unlisted]
+        )
 
 
 @dataclass
@@ -93,14 +111,19 @@ class Sample:
 
 
 class FleetRun:
-    """One schedule. ``gated``: engines hold requests for newer weights than they have, so that even one which the
-    master has sent away, or takes for dead, does harm to nobody; else no such engine answers any more."""
+    """One schedule. ``gated``: engines hold requests for newer weights than they have, so that even
+    one which the master has sent away, or takes for dead, does harm to nobody; else no such engine
+    answers any more."""
 
     def __init__(self, folder: Path, random: Random, *, gated: bool) -> None:
         self.random = random
         self.gated = gated
         self.folder = folder
-        self.batch, self.eta, self.steps = random.randint(1, 3), random.randint(0, 3), random.randint(3, 5)
+        self.batch, self.eta, self.steps = (
+            random.randint(1, 3),
+            random.randint(0, 3),
+            random.randint(3, 5),
+        )
         self.fleet = FakeFleet(lambda name: self.rollouts.worker_left(name, "killed"))
         self.view: list[Engine] = []
         self.playing: list[Sample] = []
@@ -156,7 +179,9 @@ class FleetRun:
                 await asyncio.sleep(0)
             if self.step == self.steps:
                 break
-        assert self.step == self.steps, f"it stands still at step {self.step}: {self.control.counters()}"
+        assert self.step == self.steps, (
+            f"it stands still at step {self.step}: {self.control.counters()}"
+        )
 
     def _join(self) -> None:
         if len(self.fleet.engines) < 4 and (self.random.random() < 0.5 or not self.fleet.engines):
@@ -178,7 +203,9 @@ class FleetRun:
         if self.fleet.publishing:
             version, future = self.fleet.publishing.pop(0)
             if not future.done():
-                future.set_result({"manifest": to_payload(WeightsManifest(version, "shm", "nowhere", 8, ""))})
+                future.set_result(
+                    {"manifest": to_payload(WeightsManifest(version, "shm", "nowhere", 8, ""))}
+                )
 
     def _any(self, wanted: Callable[[Engine], Any]) -> Engine | None:
         found = [engine for _, engine in sorted(self.fleet.engines.items()) if wanted(engine)]
@@ -188,7 +215,12 @@ class FleetRun:
         engine = self._any(lambda engine: engine.lane)
         if engine is not None:
             version, future = engine.lane.pop(0)
-            if self.gated and len(self.fleet.engines) > 2 and self.random.random() < 0.05 and not future.done():
+            if (
+                self.gated
+                and len(self.fleet.engines) > 2
+                and self.random.random() < 0.05
+                and not future.done()
+            ):
                 future.set_exception(RpcTimeout("it did not load"))
                 return
             engine.version = max(engine.version, version)
@@ -219,9 +251,16 @@ class FleetRun:
         sample, engine = self.random.choice(open_), self.random.choice(servers)
         gone: list[int] = []
         gate = VersionGate(lambda: engine.version)
-        gate.submit(0, sample.lease.version if self.gated else -1, lambda: gone.append(engine.version), lambda: None)
+        gate.submit(
+            0,
+            sample.lease.version if self.gated else -1,
+            lambda: gone.append(engine.version),
+            lambda: None,
+        )
         for version in gone:
-            assert version >= sample.lease.version, f"{sample.lease} got a token of version {version}"
+            assert version >= sample.lease.version, (
+                f"{sample.lease} got a token of version {version}"
+            )
             sample.versions.append(version)
             sample.tokens_left -= 1
         self.wasted += not gone
@@ -232,7 +271,9 @@ class FleetRun:
             sample = self.random.choice(done)
             self.playing.remove(sample)
             self.finished[sample.lease.id] = sample.versions
-            arrival = Arrival(sample.lease.id, sample.lease.attempt, TRAINER, [1, 0, 9], meta_of(sample.lease.id))
+            arrival = Arrival(
+                sample.lease.id, sample.lease.attempt, TRAINER, [1, 0, 9], meta_of(sample.lease.id)
+            )
             assert await self.control.record_arrivals([arrival], TRAINER) == [ACCEPTED]
 
     async def _train(self) -> None:
@@ -244,7 +285,9 @@ class FleetRun:
         ids = [meta.ids[0] for meta in self.step_batch.result()]
         for sample_id in ids:
             staleness = self.step - min(self.finished[sample_id])
-            assert staleness <= self.eta, f"{sample_id} is {staleness} versions old at step {self.step}"
+            assert staleness <= self.eta, (
+                f"{sample_id} is {staleness} versions old at step {self.step}"
+            )
             self.spread = max(self.spread, staleness)
         self.control.record([SampleResult(sample_id) for sample_id in ids])
         self.step += 1

@@ -1,4 +1,5 @@
-"""An asynchronous run in simulated time: admission, rollouts of random length, the gate, training, new weights."""
+"""An asynchronous run in simulated time: admission, rollouts of random length, the gate, training,
+new weights."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from realhf.dataflow.rollouts.staleness import StalenessManager, StragglerGate
 
 @dataclass(frozen=True)
 class Conditions:
-    """``total`` samples are to be drawn; ``ahead`` step batches may wait for the trainer; ``crashes`` restarts happen
-    at random times, each from a checkpoint up to two steps back, with other options if ``changes``."""
+    """``total`` samples are to be drawn; ``ahead`` step batches may wait for the trainer;
+    ``crashes`` restarts happen at random times, each from a checkpoint up to two steps back, with
+    other options if ``changes``."""
 
     batch_size: int
     eta: int
@@ -25,19 +27,23 @@ class Conditions:
     changes: bool = False
 
     @staticmethod
-    def draw(random: Random, *, wait: bool = True, crashes: int = 0, changes: bool = False) -> Conditions:
+    def draw(
+        random: Random, *, wait: bool = True, crashes: int = 0, changes: bool = False
+    ) -> Conditions:
         batch_size = random.randint(1, 5)
         eta = random.randint(0, 4)
         concurrent = random.randint(1, (eta + 2) * batch_size)
         total = random.randint(1, 14 * batch_size)
-        return Conditions(batch_size, eta, concurrent, total, random.randint(0, 2), crashes, wait, changes)
+        return Conditions(
+            batch_size, eta, concurrent, total, random.randint(0, 2), crashes, wait, changes
+        )
 
 
 @dataclass
 class Simulation:
-    """15 % of the rollouts fail, half of these are tried again. ``ages``: of every sample released, from its admission
-    version to its step; ``lost``: failed for good. Raises AssertionError at a deadlock, a gate that can never
-    open and an incomplete step batch in the middle."""
+    """15 % of the rollouts fail, half of these are tried again. ``ages``: of every sample released,
+    from its admission version to its step; ``lost``: failed for good. Raises AssertionError at a
+    deadlock, a gate that can never open and an incomplete step batch in the middle."""
 
     on: Conditions
     random: Random
@@ -82,11 +88,16 @@ class Simulation:
             if life in (-1, self.life):
                 act()
                 self._move()
-        assert self.over, f"deadlock: {self.manager.counters()}, waits for {self.gate.stragglers(self._next_step())}"
+        assert self.over, (
+            f"deadlock: {self.manager.counters()}, waits for "
+            f"{self.gate.stragglers(self._next_step())}"
+        )
 
     def _later(self, delay: float, act: Callable[[], None], *, for_ever: bool = False) -> None:
         self.serial += 1
-        heapq.heappush(self.events, (self.now + delay, self.serial, -1 if for_ever else self.life, act))
+        heapq.heappush(
+            self.events, (self.now + delay, self.serial, -1 if for_ever else self.life, act)
+        )
 
     def _next_step(self) -> int:
         return len(self.trained) + self.training + len(self.released)
@@ -132,7 +143,9 @@ class Simulation:
         final = self.drawn == self.on.total and not self.retries
         ids = self.replay.pop(step, None) or self.gate.release(step, final=final)
         if ids is None:
-            assert self.gate.staged < self.on.batch_size or self.gate.stragglers(step), "the gate can never open"
+            assert self.gate.staged < self.on.batch_size or self.gate.stragglers(step), (
+                "the gate can never open"
+            )
             return False
         if not ids:
             self.over = not self.released and not self.training and not self.replay
@@ -160,7 +173,8 @@ class Simulation:
         self.manager.set_version(max(version, self.manager.version))
 
     def _crash(self) -> None:
-        """The last steps are undone and will be repeated as they were; what runs is to be played again."""
+        """The last steps are undone and will be repeated as they were; what runs is to be played
+        again."""
         self.life += 1
         if self.on.changes:
             eta = self.random.randint(0, 4)

@@ -1,5 +1,5 @@
-"""A master with real rollout control, journal and service, whose workers are played by random events; it is killed at
-random places and goes on from checkpoint and journal."""
+"""A master with real rollout control, journal and service, whose workers are played by random
+events; it is killed at random places and goes on from checkpoint and journal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class CountingSource:
         self.told: list[str] = []
 
     def next_batch(self, n: int) -> list[SourceItem]:
-        items = [SourceItem(f"s{i}", {"task": i}) for i in range(self.count, min(self.count + n, self.limit))]
+        items = [
+            SourceItem(f"s{i}", {"task": i})
+            for i in range(self.count, min(self.count + n, self.limit))
+        ]
         self.count += len(items)
         return items
 
@@ -53,10 +56,11 @@ class CountingSource:
 
 
 class FakeWorkers:
-    """The master's end of the calls: trainers whose payload logs are ``payloads``, rollout and generation workers that
-    do as they are told. ``refs``: where payloads lie, of which ``pruned`` were deleted; ``plays``: who was told to
-    play; ``mute``: handlers that do not answer; ``version``: of the weights that were loaded last, which are kept for
-    an evaluation beside newer ones where ``keeps``."""
+    """The master's end of the calls: trainers whose payload logs are ``payloads``, rollout and
+    generation workers that do as they are told. ``refs``: where payloads lie, of which ``pruned``
+    were deleted; ``plays``: who was told to play; ``mute``: handlers that do not answer;
+    ``version``: of the weights that were loaded last, which are kept for an evaluation beside newer
+    ones where ``keeps``."""
 
     def __init__(
         self,
@@ -82,14 +86,23 @@ class FakeWorkers:
         return [worker for worker, handler, _ in self.calls if handler == "play"]
 
     def call(
-        self, worker: str, handler: str, payload: Any = None, *, timeout_s: float, step: int = -1, mfc: str = ""
+        self,
+        worker: str,
+        handler: str,
+        payload: Any = None,
+        *,
+        timeout_s: float,
+        step: int = -1,
+        mfc: str = "",
     ) -> asyncio.Future[Any]:
         self.calls.append((worker, handler, payload))
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if handler in self.failing and worker.startswith(self.fails_only):
             future.set_exception(self.failing[handler])
         elif handler not in self.mute:
-            future.set_result(self._stream(worker, handler, payload) or self._answer(handler, payload))
+            future.set_result(
+                self._stream(worker, handler, payload) or self._answer(handler, payload)
+            )
         return future
 
     def list_services(self, worker: str, listed: bool) -> None:
@@ -100,7 +113,9 @@ class FakeWorkers:
 
     def _answer(self, handler: str, payload: Any) -> Any:
         if handler == "publish_weights":
-            manifest = WeightsManifest(payload["version"], "shm", "nowhere", 0, "", trial=payload["trial"])
+            manifest = WeightsManifest(
+                payload["version"], "shm", "nowhere", 0, "", trial=payload["trial"]
+            )
             return {"manifest": to_payload(manifest)}
         if handler == "update_weights":
             self.version = payload["manifest"]["version"]
@@ -111,7 +126,13 @@ class FakeWorkers:
         if handler == "pin_weights":
             return {"version": self.version, "kept": self.keeps}
         if handler == "status":
-            return {"at_s": 0.0, "busy_s": 0.0, "generated_tokens": 0.0, "running": 0.0, "waiting": 0.0}
+            return {
+                "at_s": 0.0,
+                "busy_s": 0.0,
+                "generated_tokens": 0.0,
+                "running": 0.0,
+                "waiting": 0.0,
+            }
         return {}
 
     def _stream(self, worker: str, handler: str, payload: Any) -> Any:
@@ -124,7 +145,9 @@ class FakeWorkers:
             self._prune(int(worker[-1]), payload["alive"], payload["newest"], payload["ranks"])
         return None
 
-    def _prune(self, rank: int, alive: list[list[int]], newest: list[int] | None, ranks: int) -> None:
+    def _prune(
+        self, rank: int, alive: list[list[int]], newest: list[int] | None, ranks: int
+    ) -> None:
         """As if every payload had a segment of its own."""
         own = {ref[0] for ref in alive if rank_of(ref) == rank}
         horizon = max([*own, *(newest[:1] if newest else [])], default=0)
@@ -161,7 +184,13 @@ def meta_of(id: str, **metadata: str) -> list[bytes]:
 
 
 def plan_of(
-    folder: Path, *, batch: int, steps: int, completed: int, trainers: Sequence[str] = (TRAINER,), **options: Any
+    folder: Path,
+    *,
+    batch: int,
+    steps: int,
+    completed: int,
+    trainers: Sequence[str] = (TRAINER,),
+    **options: Any,
 ) -> RolloutPlan:
     mfc = MFCDef(
         "gen",
@@ -173,13 +202,16 @@ def plan_of(
     )
     episodes = RolloutOptions("toy", group_size=1, sessions=4, max_total_tokens=8)
     spec = RolloutSpec("actor", (mfc,), episodes, AsyncConfig(**options), sessions=4)
-    return RolloutPlan(spec, trainers, batch, steps, completed, folder, "run", 5.0, 5.0, archive=True)
+    return RolloutPlan(
+        spec, trainers, batch, steps, completed, folder, "run", 5.0, 5.0, archive=True
+    )
 
 
 @dataclass
 class StreamedRun:
-    """``steps`` of ``batch`` samples. What outlives the master: the payload log, the ``checkpoints`` (completed steps
-    and the step batches trained until then) and the journal in ``folder``."""
+    """``steps`` of ``batch`` samples. What outlives the master: the payload log, the
+    ``checkpoints`` (completed steps and the step batches trained until then) and the journal in
+    ``folder``."""
 
     folder: Path
     random: Random
@@ -199,7 +231,8 @@ class StreamedRun:
     logged: int = 0
 
     async def live(self, events: int | None) -> bool:
-        """Begin or go on, for so many random events and then die; None: to the end. Whether it came to its end."""
+        """Begin or go on, for so many random events and then die; None: to the end. Whether it came
+        to its end."""
         completed, trained = self.checkpoints[-1] if self.checkpoints else (0, [])
         self.trained = [list(ids) for ids in trained]
         self.source = CountingSource(self.limit)
@@ -221,7 +254,9 @@ class StreamedRun:
         self.rollouts = await AsyncRollouts.open(plan, self.workers_asked, self.source)
         self.control = self.rollouts.control
         self.planned = {step: list(ids) for step, ids in self.control._replay.items()}
-        assert all(self.history[step] == ids for step, ids in self.planned.items()), "steps are repeated as they were"
+        assert all(self.history[step] == ids for step, ids in self.planned.items()), (
+            "steps are repeated as they were"
+        )
         self.leases: list[tuple[str, RolloutLease]] = []
         self.sent: list[tuple[Arrival, str]] = []
         self.waiting: list[asyncio.Task[Any]] = []
@@ -261,11 +296,15 @@ class StreamedRun:
         if kind == "allocate":
             await self._allocate()
         elif kind in ("arrive", "malformed") and self.leases:
-            await self._arrive(error="odd" if kind == "malformed" and self.random.random() < 0.2 else "")
+            await self._arrive(
+                error="odd" if kind == "malformed" and self.random.random() < 0.2 else ""
+            )
         elif kind == "fail" and self.leases and self.random.random() < 0.5:
             worker, lease = self._take_lease()
             self.control.record_failure(worker, lease.id, lease.attempt, "env_error", "gone")
-            self.control.record_failure("somebody else", lease.id, lease.attempt + 1, "env_error", "gone")
+            self.control.record_failure(
+                "somebody else", lease.id, lease.attempt + 1, "env_error", "gone"
+            )
         elif kind == "die" and self.random.random() < 0.3:
             await self._kill(self.random.randrange(len(self.workers)))
         elif kind == "expire" and self.leases and self.random.random() < 0.3:
@@ -276,13 +315,17 @@ class StreamedRun:
         elif kind == "again" and self.sent:
             arrival, holder = self.random.choice(self.sent)
             again = self.random.choice(self.trainers)
-            await self._expect(arrival, [DUPLICATE, REFUSED] if again == holder else [REFUSED], again)
+            await self._expect(
+                arrival, [DUPLICATE, REFUSED] if again == holder else [REFUSED], again
+            )
         elif kind == "late" and self.sent:
             arrival, holder = self.random.choice(self.sent)
             late = Arrival(arrival.id, arrival.attempt + 7, "", arrival.ref, arrival.meta)
             await self._expect(late, [REFUSED], holder)
         elif kind == "weights":
-            self.control.set_version(self.random.randint(self.control.staleness.version, len(self.trained)))
+            self.control.set_version(
+                self.random.randint(self.control.staleness.version, len(self.trained))
+            )
         elif kind == "train":
             return await self._train()
         return False
@@ -317,7 +360,9 @@ class StreamedRun:
         ref = [number, number, 10, *([rank] if rank else [])]
         self.payloads[number] = (lease.id, lease.attempt, meta)
         self.refs.add(tuple(ref))
-        arrival = Arrival(lease.id, lease.attempt, "w", [] if error else ref, [] if error else meta, error)
+        arrival = Arrival(
+            lease.id, lease.attempt, "w", [] if error else ref, [] if error else meta, error
+        )
         if answers == [ACCEPTED]:
             self.sent.append((arrival, self.trainers[rank]))
         await self._expect(arrival, answers, self.trainers[rank])
@@ -350,7 +395,9 @@ class StreamedRun:
             assert ids == self.planned[step]
             self.repeated += 1
         self.history[step] = ids
-        assert all(meta.metadata["task"] == [int(meta.ids[0][1:])] for meta in metas), "the task's own metadata"
+        assert all(meta.metadata["task"] == [int(meta.ids[0][1:])] for meta in metas), (
+            "the task's own metadata"
+        )
         self.control.record([SampleResult(sample_id) for sample_id in ids])
         self.trained.append(ids)
         if self.random.random() < 0.3:
@@ -359,7 +406,10 @@ class StreamedRun:
 
     async def _checkpoint(self) -> None:
         await self.rollouts.before_checkpoint()
-        self.checkpoints = [*self.checkpoints, (len(self.trained), [list(ids) for ids in self.trained])][-2:]
+        self.checkpoints = [
+            *self.checkpoints,
+            (len(self.trained), [list(ids) for ids in self.trained]),
+        ][-2:]
         await self.rollouts.checkpointed(len(self.trained), "ckpt")
         self.safe = self._size()
 

@@ -1,4 +1,5 @@
-"""Gymnasium environments in words: what a text means as an action, threads and deadlines of instances, failures."""
+"""Gymnasium environments in words: what a text means as an action, threads and deadlines of
+instances, failures."""
 
 from __future__ import annotations
 
@@ -78,10 +79,16 @@ class Made:
 
 
 def environment(
-    made: Made, *, render: bool = False, timeout_s: float = 60.0, given_up: list[Threads] | None = None
+    made: Made,
+    *,
+    render: bool = False,
+    timeout_s: float = 60.0,
+    given_up: list[Threads] | None = None,
 ) -> GymnasiumEnvironment:
     reading = Reading(render, 40, 0.3, timeout_s)
-    return GymnasiumEnvironment("Corridor", made, WAYS, reading, {"long": True}, [] if given_up is None else given_up)
+    return GymnasiumEnvironment(
+        "Corridor", made, WAYS, reading, {"long": True}, [] if given_up is None else given_up
+    )
 
 
 @contextmanager
@@ -128,7 +135,10 @@ def test_text_is_an_action_where_the_space_holds_it() -> None:
 
 @pytest.mark.parametrize(
     ("names", "named"),
-    [(["a", "b"], "names 2 actions, the environment has 3"), (["a", "b", "A"], "3 different words")],
+    [
+        (["a", "b"], "names 2 actions, the environment has 3"),
+        (["a", "b", "A"], "3 different words"),
+    ],
 )
 def test_names_that_do_not_fit_the_actions_are_refused(names: list[str], named: str) -> None:
     spaces = SimpleNamespace(Text=type("Text", (), {}), Discrete=type("Discrete", (), {}))
@@ -149,7 +159,11 @@ async def test_an_episode_is_played_on_one_thread_of_its_own() -> None:
     opening = await env.reset({}, seed=9)
     assert opening.messages[0]["content"] == '{"place": 0, "options": {"long": true}}'
     turn = await env.step(AssistantMessage("up"))
-    assert "Answer with one of" in turn.messages[0]["content"] and turn.reward == -1.0 and not turn.done
+    assert (
+        "Answer with one of" in turn.messages[0]["content"]
+        and turn.reward == -1.0
+        and not turn.done
+    )
     assert (await env.step(AssistantMessage("stay put"))).reward == -0.1
     turn = await env.step(AssistantMessage("stay put"))
     assert (turn.done, turn.reward, turn.metrics["success"]) == (True, 0.5, 1.0)
@@ -174,7 +188,8 @@ async def test_a_policy_that_never_acts_comes_to_an_end() -> None:
 
 @pytest.mark.parametrize(("wrong_reward", "garbage"), [(-1.0, -10.0), (0.0, 0.0)])
 async def test_a_turn_that_is_no_action_costs(wrong_reward: float, garbage: float) -> None:
-    """More than a step by default, so that it is better to act than to say nothing; success is the environment's."""
+    """More than a step by default, so that it is better to act than to say nothing; success is the
+    environment's."""
 
     async def played(words: list[str]) -> tuple[float, float]:
         reading = Reading(False, 40, 0.3, 60.0, wrong_reward=wrong_reward)
@@ -183,7 +198,9 @@ async def test_a_turn_that_is_no_action_costs(wrong_reward: float, garbage: floa
         turns = [await env.step(AssistantMessage(said)) for said in words]
         await env.close()
         assert turns[-1].done
-        return math.fsum(turn.reward or 0.0 for turn in turns), turns[-1].metrics.get("success", 0.0)
+        return math.fsum(turn.reward or 0.0 for turn in turns), turns[-1].metrics.get(
+            "success", 0.0
+        )
 
     assert await played(["up"] * 10) == (garbage, 0.0)
     assert await played(["left"] * 3) == (pytest.approx(-0.3), 0.0)
@@ -195,7 +212,10 @@ async def test_a_turn_that_is_no_action_costs(wrong_reward: float, garbage: floa
     [
         ("plain", "plain"),
         ("\x1b[41mS\x1b[0mFFF", "[S]FFF"),
-        ("|\x1b[43m \x1b[0m: :\x1b[34;1mR\x1b[0m|\x1b[35mB\x1b[0m|", "|[ ]: :(blue:R)|(magenta:B)|"),
+        (
+            "|\x1b[43m \x1b[0m: :\x1b[34;1mR\x1b[0m|\x1b[35mB\x1b[0m|",
+            "|[ ]: :(blue:R)|(magenta:B)|",
+        ),
         ("\x1b[7m\x1b[31mx\x1b[my", "[x]y"),
         ("\x1b[?25l\x1b[1;1Ha\x1b]0;title\x07b\x1bMc\x1b(Bd\x1b", "abcd"),
         ("\x1b[1mbold\x1b[0m", "bold"),
@@ -205,7 +225,8 @@ async def test_a_turn_that_is_no_action_costs(wrong_reward: float, garbage: floa
     ],
 )
 def test_what_a_terminal_would_colour_is_said_in_words(rendered: str, read: str) -> None:
-    """The policy read the escape sequences, and in FrozenLake they alone say where the agent stands."""
+    """The policy read the escape sequences, and in FrozenLake they alone say where the agent
+    stands."""
     assert without_escapes(rendered) == read
 
 
@@ -217,7 +238,9 @@ async def test_what_is_rendered_is_shown_and_cut() -> None:
     assert (await env.reset({}, seed=1)).messages[0]["content"] == "  (Left)\n[S]FF\n"
     await env.close()
     env = environment(Made(render=lambda: "x" * 50), render=True)
-    assert (await env.reset({}, seed=1)).messages[0]["content"] == "x" * 40 + "... (10 more characters)"
+    assert (await env.reset({}, seed=1)).messages[0][
+        "content"
+    ] == "x" * 40 + "... (10 more characters)"
     await env.close()
 
 
@@ -278,7 +301,9 @@ def test_a_package_that_is_missing_is_named_with_the_extra(
     missing: dict[str, ModuleType | None] = {name: None, f"{name}.v1": None}
     for module, nothing in missing.items():
         monkeypatch.setitem(sys.modules, module, nothing)
-    with pytest.raises(ValueError, match=rf"needs the package {name}: pip install -e '.*\[{name}\]'"):
+    with pytest.raises(
+        ValueError, match=rf"needs the package {name}: pip install -e '.*\[{name}\]'"
+    ):
         build_environment(name, {option: "Anything-v1"})
     with pytest.raises(ValueError, match=rf"env\.{option} is missing"):
         build_environment(name, {})

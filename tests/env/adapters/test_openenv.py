@@ -1,4 +1,5 @@
-"""Any OpenEnv server by its address: actions by their schema, observations as text, every failure with its kind."""
+"""Any OpenEnv server by its address: actions by their schema, observations as text, every failure
+with its kind."""
 
 from __future__ import annotations
 
@@ -56,12 +57,16 @@ def robot(kind: str, data: dict[str, Any], session: dict[str, Any]) -> Any:
         raise Fault("VALIDATION_ERROR", "Invalid message", errors=errors)
     session["place"] += data["steps"] if data["direction"] == "right" else -data["steps"]
     there = session["place"] == 3
-    return seen({"view": f"you stand at {session['place']}", "energy": 8}, 1.0 if there else -0.25, there)
+    return seen(
+        {"view": f"you stand at {session['place']}", "energy": 8}, 1.0 if there else -0.25, there
+    )
 
 
 def echo(kind: str, data: dict[str, Any], session: dict[str, Any]) -> Any:
     """Say it back; never over."""
-    return seen({"echo": "ready" if kind == "reset" else data["message"]}, 0.0 if kind == "reset" else 0.5)
+    return seen(
+        {"echo": "ready" if kind == "reset" else data["message"]}, 0.0 if kind == "reset" else 0.5
+    )
 
 
 def said(content: str = "", *calls: ToolCall) -> AssistantMessage:
@@ -75,7 +80,9 @@ def call(name: str, **arguments: Any) -> ToolCall:
 async def built(server: WireServer | str, **options: Any) -> EnvironmentSpec:
     """The environment, built beside the loop that serves it."""
     url = server if isinstance(server, str) else server.url
-    return await asyncio.to_thread(build_environment, "openenv", {"url": url, "connect_timeout_s": 30, **options})
+    return await asyncio.to_thread(
+        build_environment, "openenv", {"url": url, "connect_timeout_s": 30, **options}
+    )
 
 
 @contextmanager
@@ -89,16 +96,25 @@ async def test_the_fields_of_an_action_are_the_arguments_of_a_tool() -> None:
     async with serving(robot, MOVE) as server:
         env = (await built(server, observation="view")).make("")
         opening = await env.reset({}, seed=7)
-        assert [dict(message) for message in opening.messages] == [{"role": "user", "content": "you stand at 0"}]
-        function = opening.tools[0]["function"]
-        assert function["description"] == "Move the robot." and function["parameters"]["required"] == [
-            *MOVE["required"]
+        assert [dict(message) for message in opening.messages] == [
+            {"role": "user", "content": "you stand at 0"}
         ]
+        function = opening.tools[0]["function"]
+        assert function["description"] == "Move the robot." and function["parameters"][
+            "required"
+        ] == [*MOVE["required"]]
         assert [*function["parameters"]["properties"]] == ["direction", "steps"]
         turn = await env.step(said("", call("act", direction="right", steps=1)))
         assert (turn.reward, turn.done, turn.metrics["success"]) == (-0.25, False, 0.0)
-        turn = await env.step(said("", call("act", direction="left", steps=1), call("act", direction="right", steps=3)))
-        assert [message["content"] for message in turn.messages] == ["you stand at 0", "you stand at 3"]
+        turn = await env.step(
+            said(
+                "", call("act", direction="left", steps=1), call("act", direction="right", steps=3)
+            )
+        )
+        assert [message["content"] for message in turn.messages] == [
+            "you stand at 0",
+            "you stand at 3",
+        ]
         assert {message["role"] for message in turn.messages} == {"tool"}
         assert (turn.reward, turn.done) == (0.75, True)
         assert turn.metrics["success"] == 0.0, "0.5 in all is less than 1"
@@ -120,7 +136,9 @@ async def test_what_the_policy_does_wrong_it_reads_and_the_server_does_not_see()
         )
         turn = await env.step(said("", *wrong))
         texts = [message["content"] for message in turn.messages]
-        for text, reason in zip(texts, ("'steps'", "'speed'", "walk not found", "inf", "not JSON"), strict=True):
+        for text, reason in zip(
+            texts, ("'steps'", "'speed'", "walk not found", "inf", "not JSON"), strict=True
+        ):
             assert text.startswith("error: ") and reason in text
         assert turn.reward is None and not turn.done
         assert [kind for kind, _ in server.seen] == ["reset"]
@@ -149,7 +167,9 @@ async def test_a_server_that_lists_its_tools_is_called_by_their_names() -> None:
             return seen({"text": "add"})
         if data["type"] == "list_tools":
             schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-            return seen({"tools": [{"name": "double", "description": "Double it.", "input_schema": schema}]})
+            return seen(
+                {"tools": [{"name": "double", "description": "Double it.", "input_schema": schema}]}
+            )
         if data["arguments"]["a"] > 9:
             return seen({"tool_name": "double", "result": None, "error": {"message": "too large"}})
         content = [{"type": "text", "text": str(2 * data["arguments"]["a"])}]
@@ -159,9 +179,15 @@ async def test_a_server_that_lists_its_tools_is_called_by_their_names() -> None:
         env = (await built(server)).make("")
         opening = await env.reset({}, seed=1)
         assert [tool["function"]["name"] for tool in opening.tools] == ["double"]
-        turn = await env.step(said("", call("double"), call("double", a=10), call("double", a=4), call("double", a=5)))
+        turn = await env.step(
+            said("", call("double"), call("double", a=10), call("double", a=4), call("double", a=5))
+        )
         texts = [message["content"] for message in turn.messages]
-        assert "needs the argument 'a'" in texts[0] and texts[1:3] == ["error: too large", "8"] and "over" in texts[3]
+        assert (
+            "needs the argument 'a'" in texts[0]
+            and texts[1:3] == ["error: too large", "8"]
+            and "over" in texts[3]
+        )
         assert turn.done and turn.reward == 1.0 and turn.metrics["success"] == 1.0
         await env.close()
     assert [kind for kind, _ in server.seen] == ["step", "reset", "step", "step"]
@@ -172,7 +198,9 @@ async def test_a_reward_that_is_a_level_replaces_the_sum() -> None:
         env = (await built(server)).make("")
         await env.reset({}, seed=1)
         turn = await env.step(
-            said("", call("act", direction="right", steps=1), call("act", direction="right", steps=2))
+            said(
+                "", call("act", direction="right", steps=1), call("act", direction="right", steps=2)
+            )
         )
         assert turn.final and turn.reward == 1.0 and turn.metrics["success"] == 1.0
         assert not (await built(server, reward="sum")).make("")._reading.level  # type: ignore[attr-defined]
@@ -184,7 +212,10 @@ async def test_tasks_are_seeds_that_the_splits_do_not_share_or_rows(tmp_path: Pa
     rows.write_text("".join(json.dumps({"id": f"l{n}", "level": n}) + "\n" for n in range(20)))
     async with serving(echo, SAY) as server:
         spec = await built(server)
-        drawn = {split: {spec.tasks(split).instantiate("openenv", seed).seed for seed in range(50)} for split in SPLITS}
+        drawn = {
+            split: {spec.tasks(split).instantiate("openenv", seed).seed for seed in range(50)}
+            for split in SPLITS
+        }
         assert len(drawn[TRAIN]) == 50 and not drawn[TRAIN] & drawn[HELD_OUT]
         spec = await built(server, data=str(rows))
         task = spec.tasks(TRAIN).instantiate(next(iter(spec.tasks(TRAIN).group_of)), 5)
@@ -207,7 +238,9 @@ async def test_tasks_are_seeds_that_the_splits_do_not_share_or_rows(tmp_path: Pa
         ({"token_file": "/nowhere/token"}, SAY, "env.token_file"),
     ],
 )
-async def test_an_option_that_does_not_fit_is_named(options: dict[str, Any], action: Any, named: str) -> None:
+async def test_an_option_that_does_not_fit_is_named(
+    options: dict[str, Any], action: Any, named: str
+) -> None:
     async with serving(robot, action) as server:
         with pytest.raises(ValueError, match=named):
             await built(server, **options)
@@ -238,7 +271,9 @@ async def test_a_server_that_is_not_there_is_named_at_the_start() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{held.getsockname()[1]}"
-        with pytest.raises(ValueError, match=rf"env.url={url}: no OpenEnv server .* env.connect_timeout_s=0.3 s"):
+        with pytest.raises(
+            ValueError, match=rf"env.url={url}: no OpenEnv server .* env.connect_timeout_s=0.3 s"
+        ):
             await built(url, connect_timeout_s=0.3)
 
 
@@ -273,7 +308,9 @@ async def test_servers_are_used_in_turn_and_a_full_one_is_passed_over() -> None:
                 await built("", url=f"{one.url},{third.url}")
 
 
-async def test_a_server_that_goes_away_is_lost_and_one_that_left_between_episodes_is_called_again() -> None:
+async def test_a_server_that_goes_away_is_lost_and_one_that_left_between_episodes_is_called_again() -> (
+    None
+):
     def game(kind: str, data: dict[str, Any], session: dict[str, Any]) -> Any:
         if kind == "step" and data["message"] == "leave":
             raise HangUp
@@ -313,7 +350,9 @@ async def test_a_server_that_goes_away_is_lost_and_one_that_left_between_episode
         (Fault("VALIDATION_ERROR", "busy", retryable=True), "unavailable"),
     ],
 )
-async def test_an_answer_that_cannot_be_is_a_failure_of_the_environment(answer: Any, kind: str) -> None:
+async def test_an_answer_that_cannot_be_is_a_failure_of_the_environment(
+    answer: Any, kind: str
+) -> None:
     def game(asked: str, data: dict[str, Any], session: dict[str, Any]) -> Any:
         if asked == "reset":
             return seen({"echo": "ready"})
@@ -352,7 +391,9 @@ async def test_a_call_that_was_not_executed_is_made_again_without_those_before_i
     async with serving(game, MOVE) as server:
         env = (await built(server)).make("")
         await env.reset({}, seed=1)
-        message = said("", call("act", direction="right", steps=1), call("act", direction="right", steps=2))
+        message = said(
+            "", call("act", direction="right", steps=1), call("act", direction="right", steps=2)
+        )
         with failing("unavailable"):
             await env.step(message)
         turn = await env.step(message)

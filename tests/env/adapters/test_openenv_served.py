@@ -1,5 +1,6 @@
-"""A server of messages behind its address: the environment is played there as it is here, and its failures keep their
-kind. One test has a real server process; the others a small one that speaks the same wire."""
+"""A server of messages behind its address: the environment is played there as it is here, and its
+failures keep their kind. One test has a real server process; the others a small one that speaks the
+same wire."""
 
 from __future__ import annotations
 
@@ -26,10 +27,17 @@ from tests.env.adapters.wire_server import Fault, WireServer, seen, serving
 MESSAGES = {
     "title": "SpecAction",
     "type": "object",
-    "properties": {"content": {"type": "string"}, "tool_calls": {"type": "array"}, "metadata": {"type": "object"}},
+    "properties": {
+        "content": {"type": "string"},
+        "tool_calls": {"type": "array"},
+        "metadata": {"type": "object"},
+    },
 }
 METADATA = {"messages": True, "deterministic": True, "max_concurrent_envs": 3}
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 async def built(server: WireServer, **options: Any) -> EnvironmentSpec:
@@ -49,16 +57,25 @@ async def test_an_environment_is_played_on_a_server_process_as_it_is_here() -> N
         other = spec.make("")
         opening = await here.reset(script.task.payload, seed=script.task.seed)
         served = await there.reset({"task": script.task.payload}, seed=script.task.seed)
-        assert served.messages[-1] == opening.messages[-1] and served.messages[0]["content"] == sql.system_prompt
+        assert (
+            served.messages[-1] == opening.messages[-1]
+            and served.messages[0]["content"] == sql.system_prompt
+        )
         for text in script.turns:
             message = AssistantMessage(text, text=text)
             one = await here.step(message)
             another = await there.step(message)
             assert [*one.messages] == [*another.messages]
-            assert (one.reward, one.done, dict(one.metrics)) == (another.reward, another.done, dict(another.metrics))
+            assert (one.reward, one.done, dict(one.metrics)) == (
+                another.reward,
+                another.done,
+                dict(another.metrics),
+            )
         assert another.done and another.metrics["success"] == 1.0
         opened = {
-            split: (await other.reset((task := drawn(spec, split)).payload, seed=task.seed)).messages[-1]["content"]
+            split: (
+                await other.reset((task := drawn(spec, split)).payload, seed=task.seed)
+            ).messages[-1]["content"]
             for split in (TRAIN, HELD_OUT)
         }
         assert opened[TRAIN] != opened[HELD_OUT]
@@ -78,7 +95,10 @@ def drawn(spec: EnvironmentSpec, split: str) -> Any:
     tasks = spec.tasks(split)
     assert [*tasks.groups] == ["openenv"]
     task = tasks.instantiate("openenv", 4)
-    assert task.payload == {"split": split} and task.id != spec.tasks(TRAIN).instantiate("openenv", 5).id
+    assert (
+        task.payload == {"split": split}
+        and task.id != spec.tasks(TRAIN).instantiate("openenv", 5).id
+    )
     return task
 
 
@@ -94,7 +114,10 @@ async def test_turns_tools_and_numbers_cross_the_wire_as_they_are() -> None:
                 }
             )
         told = [{"role": "tool", "name": "add", "content": "3", "tool_call_id": "c1"}]
-        numbers = {"metrics": {"success": 1, "progress": 1.0}, "rewards": {"right": 0.5, "short": 0.25}}
+        numbers = {
+            "metrics": {"success": 1, "progress": 1.0},
+            "rewards": {"right": 0.5, "short": 0.25},
+        }
         return seen({"messages": told, "final": True, "state_key": 5, **numbers}, 0.75, True)
 
     async with serving(game, MESSAGES, metadata=METADATA) as server:
@@ -102,15 +125,30 @@ async def test_turns_tools_and_numbers_cross_the_wire_as_they_are() -> None:
         opening = await env.reset({"split": "train", "id": "row 7", "group": "easy"}, seed=2)
         assert [*opening.tools] == [TOOL] and opening.info == {"level": 1}
         assert opening.state_key == "s"
-        calls = ToolCall("add", {"a": 1, "b": 2}, id="c1"), ToolCall("", text="{broken", problem="no JSON")
+        calls = (
+            ToolCall("add", {"a": 1, "b": 2}, id="c1"),
+            ToolCall("", text="{broken", problem="no JSON"),
+        )
         turn = await env.step(AssistantMessage("I add.\ud800", calls, "1 + 2", "all of it", 9))
-        assert turn.final and turn.done and turn.reward == 0.75 and dict(turn.rewards) == {"right": 0.5, "short": 0.25}
-        assert dict(turn.metrics) == {"success": 1.0, "progress": 1.0} and turn.messages[0]["tool_call_id"] == "c1"
+        assert (
+            turn.final
+            and turn.done
+            and turn.reward == 0.75
+            and dict(turn.rewards) == {"right": 0.5, "short": 0.25}
+        )
+        assert (
+            dict(turn.metrics) == {"success": 1.0, "progress": 1.0}
+            and turn.messages[0]["tool_call_id"] == "c1"
+        )
         assert turn.state_key == "", "it is not text, and so says nothing"
         await env.close()
     assert server.seen[0] == ("reset", {"split": "train", "seed": 2})
     _, action = server.seen[1]
-    assert (action["content"], action["reasoning"], action["token_count"]) == ("I add.?", "1 + 2", 9)
+    assert (action["content"], action["reasoning"], action["token_count"]) == (
+        "I add.?",
+        "1 + 2",
+        9,
+    )
     assert action["tool_calls"] == [
         {"name": "add", "arguments": {"a": 1, "b": 2}, "id": "c1"},
         {"name": "", "arguments": "{broken"},

@@ -1,7 +1,8 @@
-"""A small server that speaks the public OpenEnv wire: its pages over HTTP, its sessions over a WebSocket.
+"""A small server that speaks the public OpenEnv wire: its pages over HTTP, its sessions over a
+WebSocket.
 
-A game is a function ``play(kind, data, session)`` that answers ``reset`` and ``step`` with the data of an observation;
-what it raises is an error frame, as ``Answer`` says.
+A game is a function ``play(kind, data, session)`` that answers ``reset`` and ``step`` with the data
+of an observation; what it raises is an error frame, as ``Answer`` says.
 """
 
 from __future__ import annotations
@@ -40,15 +41,20 @@ class Raw(Exception):
 
 
 class WireServer:
-    """One running server. ``seen`` are the requests of all sessions, ``open`` the connections that are open."""
+    """One running server. ``seen`` are the requests of all sessions, ``open`` the connections that
+    are open."""
 
-    def __init__(self, game: Game, action: Any, metadata: dict[str, Any] | None, capacity: int, page: str) -> None:
+    def __init__(
+        self, game: Game, action: Any, metadata: dict[str, Any] | None, capacity: int, page: str
+    ) -> None:
         self.url = ""
         self.seen: list[tuple[str, dict[str, Any]]] = []
         self.open: set[ServerConnection] = set()
         self._game = game
         self._capacity = capacity
-        self._pages = {"/schema": page or json.dumps({"action": action, "observation": {}, "state": {}})}
+        self._pages = {
+            "/schema": page or json.dumps({"action": action, "observation": {}, "state": {}})
+        }
         if metadata is not None:
             self._pages["/metadata"] = json.dumps(metadata)
 
@@ -107,10 +113,15 @@ async def serving(
     capacity: int = 4,
     page: str = "",
 ) -> AsyncIterator[WireServer]:
-    """Serve a game with this schema of its action inside the block; ``page`` replaces the page ``/schema``."""
+    """Serve a game with this schema of its action inside the block; ``page`` replaces the page
+    ``/schema``."""
     server = WireServer(game, action, metadata, capacity, page)
     async with serve(
-        server.serve_session, "127.0.0.1", 0, process_request=server.process_request, ping_interval=None
+        server.serve_session,
+        "127.0.0.1",
+        0,
+        process_request=server.process_request,
+        ping_interval=None,
     ) as listening:
         server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
         try:

@@ -8,7 +8,8 @@ from realhf.api.environment import Demonstration, Task
 
 
 class Bought:
-    """Two boxes stand on a shelf, and one is to be moved. What becomes of the other is not looked at."""
+    """Two boxes stand on a shelf, and one is to be moved. What becomes of the other is not looked
+    at."""
 
     @staticmethod
     def tasks(split):
@@ -19,7 +20,9 @@ class Bought:
         for row in Bought.tasks("train"):
             row.pop("id")
             call = json.dumps({"name": "move", "arguments": row})
-            yield Demonstration(Task(f"{row['box']}-train", payload=row), (f"<tool_call>{call}</tool_call>",))
+            yield Demonstration(
+                Task(f"{row['box']}-train", payload=row), (f"<tool_call>{call}</tool_call>",)
+            )
 
     def reset(self, box, place, **row):
         self.places = {"tea": "right", "salt": "right"}

@@ -1,5 +1,5 @@
-"""Shelves whose rewards leak at an edge: what is left over, an argument that is dropped, a name that is nearly right;
-and ones that do not leak."""
+"""Shelves whose rewards leak at an edge: what is left over, an argument that is dropped, a name
+that is nearly right; and ones that do not leak."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from realhf.api.environment import Demonstration, Task
 
 
 class Shelf:
-    """A box is to be put on an empty shelf, and nothing else. The reward compares all that stands there."""
+    """A box is to be put on an empty shelf, and nothing else. The reward compares all that stands
+    there."""
 
     @staticmethod
     def tasks(split):
@@ -67,14 +68,22 @@ class Scratch(Shelf):
     """Takes copies for harmless, as if a pattern of names could say so."""
 
     def counted(self):
-        return {name: rest for name, rest in self.boxes.items() if not name.endswith(("-copy", ".bak", "_old"))}
+        return {
+            name: rest
+            for name, rest in self.boxes.items()
+            if not name.endswith(("-copy", ".bak", "_old"))
+        }
 
 
 class OwnThings(Shelf):
     """Takes for harmless what no task names."""
 
     def counted(self):
-        return {name: rest for name, rest in self.boxes.items() if not name.startswith(("own", "tmp", "test"))}
+        return {
+            name: rest
+            for name, rest in self.boxes.items()
+            if not name.startswith(("own", "tmp", "test"))
+        }
 
 
 class Unlabelled(Shelf):

@@ -1,4 +1,5 @@
-"""An environment without faults: a counter with tools, tasks, a solver and everything else that a check looks at."""
+"""An environment without faults: a counter with tools, tasks, a solver and everything else that a
+check looks at."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class Tasks:
     def instantiate(self, template_id: str, seed: int) -> Task:
         number = 2 * seed + self.offset
         most = 10 if template_id == "below ten" else 100
-        return Task(f"{template_id}/{number}", self.group_of[template_id], {"most": most}, seed=number)
+        return Task(
+            f"{template_id}/{number}", self.group_of[template_id], {"most": most}, seed=number
+        )
 
 
 class Sound:
@@ -50,7 +53,10 @@ class Sound:
     def demonstrate(request):
         for template in Tasks.group_of:
             task = Tasks("train").instantiate(template, request.seed)
-            call = f'<tool_call>\n{{"name": "add", "arguments": {{"amount": {target_of(task.payload, task.seed)}}}}}\n'
+            call = (
+                f'<tool_call>\n{{"name": "add", "arguments": {{"amount": '
+                f"{target_of(task.payload, task.seed)}}}}}\n"
+            )
             yield Demonstration(task, (f"{call}</tool_call>",))
 
     async def reset(self, task, *, seed):
@@ -65,7 +71,10 @@ class Sound:
     async def step(self, message):
         await asyncio.sleep(0)
         self.turns += 1
-        answers = [{"role": "tool", "name": call.name, "content": self.called(call)} for call in message.tool_calls]
+        answers = [
+            {"role": "tool", "name": call.name, "content": self.called(call)}
+            for call in message.tool_calls
+        ]
         right = self.count == self.target
         return {
             "messages": answers or [{"role": "user", "content": "Call the tool."}],

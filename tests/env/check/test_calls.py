@@ -1,4 +1,5 @@
-"""Calls of an environment end by their deadline; what fails, hangs or blocks the event loop is named with its line."""
+"""Calls of an environment end by their deadline; what fails, hangs or blocks the event loop is
+named with its line."""
 
 from __future__ import annotations
 
@@ -67,25 +68,39 @@ async def holds_on() -> None:
         (exits, "step raised SystemExit: enough"),
         (cancels_itself, "step raised CancelledError"),
         (has_no_capacity, "step raised EnvironmentFailure('capacity'): all sessions are taken"),
-        (is_refused_by_a_door, "step breaks the contract: the reward must be a finite number, not nan"),
+        (
+            is_refused_by_a_door,
+            "step breaks the contract: the reward must be a finite number, not nan",
+        ),
     ],
 )
-def test_whatever_is_raised_is_a_sentence_with_a_line(method: Callable[[], Awaitable[Any]], what: str) -> None:
+def test_whatever_is_raised_is_a_sentence_with_a_line(
+    method: Callable[[], Awaitable[Any]], what: str
+) -> None:
     """Also what would end the interpreter or the event loop."""
     error = failed(method)
-    assert error.what == what and f"{HERE}:" in error.where and f" in {method.__name__}" in error.where
+    assert (
+        error.what == what and f"{HERE}:" in error.where and f" in {method.__name__}" in error.where
+    )
     assert not error.hung and error.shape is (method is is_refused_by_a_door)
 
 
 def test_a_call_that_waits_is_given_up_and_placed() -> None:
     error = failed(waits, 0.05)
-    assert error.hung and error.what == "step gave no answer within 0.05 s" and " in waits" in error.where
+    assert (
+        error.hung
+        and error.what == "step gave no answer within 0.05 s"
+        and " in waits" in error.where
+    )
 
 
 def test_a_call_that_cannot_be_cancelled_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_CANCELLED_S", 0.05)
     error = failed(holds_on, 0.05)
-    assert error.what == "step gave no answer within 0.05 s and cannot be cancelled" and " in holds_on" in error.where
+    assert (
+        error.what == "step gave no answer within 0.05 s and cannot be cancelled"
+        and " in holds_on" in error.where
+    )
 
 
 CODE = UserCode()
@@ -129,7 +144,9 @@ async def test_a_coroutine_that_waits_is_placed_at_the_line_where_it_does() -> N
     library = asyncio.create_task(asyncio.wait_for(asyncio.Event().wait(), 60))
     await asyncio.sleep(0.01)
     assert CODE.of_awaitable(outer).endswith(f"{HERE}:{waits.__code__.co_firstlineno + 1} in waits")
-    assert CODE.of_suspended(library) == "", "other threads of this process may stand in code of the tree"
+    assert CODE.of_suspended(library) == "", (
+        "other threads of this process may stand in code of the tree"
+    )
     outer.cancel()
     library.cancel()
 
@@ -144,7 +161,9 @@ def test_a_dump_is_read_from_the_thread_that_was_running() -> None:
 
 
 def test_a_frame_is_placed_at_its_innermost_line_of_ones_own() -> None:
-    assert CODE.of_frame(sys._getframe()).endswith("in test_a_frame_is_placed_at_its_innermost_line_of_ones_own")
+    assert CODE.of_frame(sys._getframe()).endswith(
+        "in test_a_frame_is_placed_at_its_innermost_line_of_ones_own"
+    )
 
 
 def watched(*callbacks) -> list[Block]:

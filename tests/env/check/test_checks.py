@@ -1,4 +1,5 @@
-"""The checks, one at a time and in this process: task sets, what is handed out, what is said, what is played."""
+"""The checks, one at a time and in this process: task sets, what is handed out, what is said, what
+is played."""
 
 from __future__ import annotations
 
@@ -47,7 +48,12 @@ class Tasks:
     def instantiate(self, template_id: str, seed: int) -> Any:
         number = 2 * seed + (self.split == "heldout")
         return self.made(
-            Task(f"{template_id}/{number}", self.group_of[template_id], {"kind": template_id}, seed=number)
+            Task(
+                f"{template_id}/{number}",
+                self.group_of[template_id],
+                {"kind": template_id},
+                seed=number,
+            )
         )
 
 
@@ -72,7 +78,12 @@ def test_a_sound_set_has_no_findings_and_every_group_is_played() -> None:
     assert found == []
     assert judge.remark() == "train: 4 templates in 2 groups, heldout: 4 templates in 2 groups"
     chosen = judge.chosen(4)
-    assert {(task.seed % 2, task.group) for task in chosen} == {(0, "easy"), (0, "hard"), (1, "easy"), (1, "hard")}
+    assert {(task.seed % 2, task.group) for task in chosen} == {
+        (0, "easy"),
+        (0, "hard"),
+        (1, "easy"),
+        (1, "hard"),
+    }
     assert chosen == judge.chosen(4)
 
 
@@ -88,12 +99,27 @@ def raises(task: Task) -> Task:
     ("change", "says"),
     [
         (spoiled(group_of={}), "the split 'train' has no task"),
-        (spoiled(groups=["easy", "hard", "easy"]), "split 'train': a group is listed twice in groups"),
-        (spoiled(groups=["easy"]), "split 'train': the group 'hard' of a template is not in groups"),
-        (spoiled(groups=["easy", "hard", "none"]), "split 'train': the group 'none' has no template"),
+        (
+            spoiled(groups=["easy", "hard", "easy"]),
+            "split 'train': a group is listed twice in groups",
+        ),
+        (
+            spoiled(groups=["easy"]),
+            "split 'train': the group 'hard' of a template is not in groups",
+        ),
+        (
+            spoiled(groups=["easy", "hard", "none"]),
+            "split 'train': the group 'none' has no template",
+        ),
         (moved, "split 'train': a second call of tasks lists other templates or another order"),
-        (made(lambda task: {"id": 1}), "instantiate('a', 0) returns a task whose type is dict and not Task"),
-        (made(lambda task: replace(task, id="")), "instantiate('a', 0) returns a task whose id is ''"),
+        (
+            made(lambda task: {"id": 1}),
+            "instantiate('a', 0) returns a task whose type is dict and not Task",
+        ),
+        (
+            made(lambda task: replace(task, id="")),
+            "instantiate('a', 0) returns a task whose id is ''",
+        ),
         (
             made(lambda task: replace(task, payload={"when": {1, 2}})),
             "instantiate('a', 0) returns a task whose payload is no JSON: set is not JSON",
@@ -102,8 +128,14 @@ def raises(task: Task) -> Task:
             spoiled(made=lambda task: replace(task, seed=1.5)),
             "instantiate('a', 0) returns a task whose seed is of the ",
         ),
-        (made(lambda task: replace(task, seed=next(COUNT))), "instantiate('a', 0) returns another task the second "),
-        (made(lambda task: replace(task, id="same")), "an id names two tasks: that of 'a' and that of 'b'"),
+        (
+            made(lambda task: replace(task, seed=next(COUNT))),
+            "instantiate('a', 0) returns another task the second ",
+        ),
+        (
+            made(lambda task: replace(task, id="same")),
+            "an id names two tasks: that of 'a' and that of 'b'",
+        ),
         (made(raises), "the split 'train' cannot be made: KeyError: 'a/0'"),
         (
             made(lambda task: replace(task, seed=0)),
@@ -122,7 +154,9 @@ def test_rows_of_one_list_are_no_two_splits_by_their_names() -> None:
     def found(rows: Callable[[str], Any]) -> list[str]:
         tasks = sets_of(rows, "x", None, seeded=False, check=lambda row: None)
         findings: list[Finding] = []
-        TaskSetJudge(EnvironmentSpec("x", lambda _: None, tasks), UserCode(), findings.append).judge()  # type: ignore[arg-type,return-value]
+        TaskSetJudge(
+            EnvironmentSpec("x", lambda _: None, tasks), UserCode(), findings.append
+        ).judge()  # type: ignore[arg-type,return-value]
         return [finding.what for finding in findings]
 
     sums = [(one, other) for one in range(3) for other in range(3)]
@@ -130,14 +164,21 @@ def test_rows_of_one_list_are_no_two_splits_by_their_names() -> None:
 
     def named(split: str, of: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
         return [
-            {"id": f"{split}-{n}", "group": f"{split} sums", "prompt": f"{one}+{other}", "answer": str(one + other)}
+            {
+                "id": f"{split}-{n}",
+                "group": f"{split} sums",
+                "prompt": f"{one}+{other}",
+                "answer": str(one + other),
+            }
             for n, (one, other) in enumerate(of)
         ]
 
     shared = "the splits share an instance: train 'train-0' and held-out 'heldout-0'"
     assert found(lambda split: named(split, sums)) == [shared]
     assert found(lambda split: named(split, half[split])) == []
-    assert found(lambda split: [{"id": row["id"]} for row in named(split, half[split])]) == [], "looked up by its id"
+    assert found(lambda split: [{"id": row["id"]} for row in named(split, half[split])]) == [], (
+        "looked up by its id"
+    )
 
 
 def test_one_id_with_several_seeds_is_kept_for_a_look_at_its_openings() -> None:
@@ -149,7 +190,11 @@ def test_one_id_with_several_seeds_is_kept_for_a_look_at_its_openings() -> None:
 
 def test_a_spread_reaches_over_everything() -> None:
     names = [str(number) for number in range(10)]
-    assert spread(names, 20) == names and spread(names, 5) == ["0", "2", "4", "6", "8"] and len(spread(names, 3)) <= 3
+    assert (
+        spread(names, 20) == names
+        and spread(names, 5) == ["0", "2", "4", "6", "8"]
+        and len(spread(names, 3)) <= 3
+    )
 
 
 SAID = {"role": "user", "content": "text"}
@@ -158,7 +203,10 @@ CALL = {"type": "function", "function": {"name": "look", "arguments": "{}"}}
 
 def tool(name: str = "look", parameters: Any = None, description: str = "Look.") -> dict[str, Any]:
     parameters = {"type": "object", "properties": {}} if parameters is None else parameters
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
 
 
 @pytest.mark.parametrize(
@@ -166,21 +214,41 @@ def tool(name: str = "look", parameters: Any = None, description: str = "Look.")
     [
         (Opening([SAID]), "", []),
         (Opening([]), "You play.", []),
-        (Opening([]), "", ["it returns no message, and there is no system prompt: the policy would see nothing"]),
+        (
+            Opening([]),
+            "",
+            ["it returns no message, and there is no system prompt: the policy would see nothing"],
+        ),
         (Opening(deque()), "", ["it returns no message"]),
         (None, "", ["it returns None and not an Opening"]),
         (Opening("hello"), "", ["messages must be a list of messages, not 'hello'"]),  # type: ignore[arg-type]
         (Opening([{"role": "user"}]), "", ["messages[0] has no content"]),
         (Opening([{"role": "god", "content": ""}]), "", ["messages[0]: the role is one of "]),
         (Opening([{"role": "assistant", "tool_calls": [CALL]}]), "", []),
-        (Opening([{"role": "assistant", "tool_calls": [{}]}]), "", ["messages[0]: tool_calls[0] must be "]),
-        (Opening([{"role": "user", "content": " \n"}]), "You play.", ["its opening is blank: the policy is asked"]),
-        (Opening([{"role": "system", "content": "x"}]), "", ["its opening has only a system message"]),
+        (
+            Opening([{"role": "assistant", "tool_calls": [{}]}]),
+            "",
+            ["messages[0]: tool_calls[0] must be "],
+        ),
+        (
+            Opening([{"role": "user", "content": " \n"}]),
+            "You play.",
+            ["its opening is blank: the policy is asked"],
+        ),
+        (
+            Opening([{"role": "system", "content": "x"}]),
+            "",
+            ["its opening has only a system message"],
+        ),
         (Opening([SAID], info={"x": b""}), "", ["info: bytes is not JSON"]),
         (
             Opening([{"role": "user"}, SAID, {"role": "god", "content": ""}], info=[]),  # type: ignore[arg-type]
             "",
-            ["messages[0] has no content", "messages[2]: the role is one of ", "info must be a map, not []"],
+            [
+                "messages[0] has no content",
+                "messages[2]: the role is one of ",
+                "info must be a map, not []",
+            ],
         ),
     ],
 )
@@ -194,7 +262,10 @@ def test_openings(opening: Any, prompt: str, says: list[str]) -> None:
     [
         (Turn([SAID], True, 1.0, {"a": 1}, {"success": 1.0}), []),
         (Turn([{"role": "assistant", "content": "I"}]), ["messages[0] has the role 'assistant'"]),
-        (Turn([{"role": "god", "content": ""}]), ["messages[0]: the role is one of system, user, tool: 'god'"]),
+        (
+            Turn([{"role": "god", "content": ""}]),
+            ["messages[0]: the role is one of system, user, tool: 'god'"],
+        ),
         (Turn(done=1), ["done must be true or false, not 1"]),  # type: ignore[arg-type]
         (Turn(reward=math.inf), ["reward must be a finite number, not inf"]),
         (Turn(reward=True), ["the reward or metric 'reward' is of the type bool and no number"]),
@@ -230,12 +301,26 @@ def test_turns(turn: Any, says: list[str]) -> None:
     ("tools", "says"),
     [
         ([tool()], []),
-        ([tool(parameters={"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]})], []),
+        (
+            [
+                tool(
+                    parameters={
+                        "type": "object",
+                        "properties": {"x": {"type": "integer"}},
+                        "required": ["x"],
+                    }
+                )
+            ],
+            [],
+        ),
         ([{"name": "look"}, tool(), "x"], ["tools[0] must be {", "tools[2] must be {"]),
         ([tool("no spaces")], ["tool 0 has the name 'no spaces'"]),
         ([tool(), tool()], ["two tools have the name 'look'"]),
         ([tool(description="")], ["tool 'look' has no description"]),
-        ([tool(parameters=[])], ["tool 'look' has parameters that are not a JSON schema of the type object"]),
+        (
+            [tool(parameters=[])],
+            ["tool 'look' has parameters that are not a JSON schema of the type object"],
+        ),
         (
             [tool(parameters={"type": "object", "properties": {"x": {}}})],
             ["tool 'look' has the parameter 'x' without a type"],
@@ -266,13 +351,17 @@ SCHEMA = {
         "either": {"anyOf": [{"type": "number"}, {"type": "null"}]},
     },
 }
-TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look.", "parameters": SCHEMA}}]
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": SCHEMA}}
+]
 
 
 def test_a_sample_fits_its_schema() -> None:
     for seed in range(20):
         found: dict[str, Any] = sample(SCHEMA, random.Random(seed))
-        assert isinstance(found["path"], str) and found["lines"] >= 3 and found["mode"] in ("r", "w")
+        assert (
+            isinstance(found["path"], str) and found["lines"] >= 3 and found["mode"] in ("r", "w")
+        )
         assert all(isinstance(name, str) for name in found["names"])
         assert isinstance(found["deep"]["x"], bool) and isinstance(found["either"], float)
 
@@ -285,7 +374,8 @@ def test_trying_is_the_same_for_the_same_seed_and_calls_what_is_there() -> None:
 
 
 def test_wrong_messages_reach_an_environment_as_a_policy_would_bring_them_about() -> None:
-    """Each is what the parser of turns makes of a text: broken calls have a problem, no text has half a character."""
+    """Each is what the parser of turns makes of a text: broken calls have a problem, no text has
+    half a character."""
     said = {name: message for name, message in wrong_messages(TOOLS)}
     assert said["an empty message"].content == ""
     assert said["a call of an unknown tool"].tool_calls[0].name == "no_such_tool"
@@ -336,7 +426,11 @@ def found(
     findings: list[Finding] = []
     about = EnvironmentSpec("game", lambda _: Game(quirk), lambda _: None, **spec)  # type: ignore[arg-type,return-value]
     caller = Caller(UserCode(), 5.0, lambda name, task: None)
-    asyncio.run(check(Run(CheckHarness(about, caller, findings.append), Order("game", most_turns=20), **held)))
+    asyncio.run(
+        check(
+            Run(CheckHarness(about, caller, findings.append), Order("game", most_turns=20), **held)
+        )
+    )
     return findings
 
 
@@ -351,11 +445,18 @@ def found(
         (("xyzzy",), True, "pays nothing", "succeeds and earns 0"),
     ],
 )
-def test_a_demonstration_ends_as_it_is_labelled(turns: Sequence[str], succeeds: bool, quirk: str, says: str) -> None:
+def test_a_demonstration_ends_as_it_is_labelled(
+    turns: Sequence[str], succeeds: bool, quirk: str, says: str
+) -> None:
     script = Demonstration(TASK, tuple(turns), kind="sort", succeeds=succeeds)
-    lines = [finding.line() for finding in found(quirk, check_demonstrations, {"demonstrations": Scripts([script])})]
+    lines = [
+        finding.line()
+        for finding in found(quirk, check_demonstrations, {"demonstrations": Scripts([script])})
+    ]
     assert len(lines) == bool(says)
-    assert not says or lines[0].startswith(f"demonstrations: a demonstration of the kind 'sort' {says}")
+    assert not says or lines[0].startswith(
+        f"demonstrations: a demonstration of the kind 'sort' {says}"
+    )
 
 
 def test_silence_that_solves_a_task_is_a_fault_unless_a_demonstration_is_silent_there() -> None:
@@ -370,13 +471,18 @@ def test_silence_that_solves_a_task_is_a_fault_unless_a_demonstration_is_silent_
         ([replace(silent, task=replace(TASK, id="another"))], True),
     ):
         held = {"demonstrations": Scripts(scripts), "playable": [task]}
-        assert {each.is_fault for each in found("ends by success", check_wrong_messages, held)} == {is_fault}
+        assert {each.is_fault for each in found("ends by success", check_wrong_messages, held)} == {
+            is_fault
+        }
 
 
 def test_one_id_may_not_open_two_episodes() -> None:
     held = {"tasks": [TASK], "twins": [(TASK, replace(TASK, seed=9))]}
     [finding] = found("opens by seed", check_openings, held)
-    assert finding.what == "one id names two episodes: seeds 3 and 9 open otherwise" and " in reset" in finding.where
+    assert (
+        finding.what == "one id names two episodes: seeds 3 and 9 open otherwise"
+        and " in reset" in finding.where
+    )
     assert found("", check_openings, held | {"playable": []}) == []
 
 
@@ -430,7 +536,10 @@ def test_what_is_declared_not_to_be_deterministic_is_played_once() -> None:
 def test_the_first_difference_of_two_transcripts_is_named() -> None:
     one = [{"messages": [{"content": "a" * 200 + "x"}]}, {"reward": 1.0}]
     assert first_difference(one, one) == ""
-    assert first_difference(one, [one[0], {"reward": 2.0}]) == "turn 1 differs: reward is 1.0 and then 2.0"
+    assert (
+        first_difference(one, [one[0], {"reward": 2.0}])
+        == "turn 1 differs: reward is 1.0 and then 2.0"
+    )
     assert first_difference(one, one[:1]) == "the episode is over after 1 turns, and then after 0"
     other = [{"messages": [{"content": "a" * 200 + "y"}]}]
     assert first_difference(one, other) == (

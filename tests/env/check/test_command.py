@@ -30,7 +30,10 @@ QUICK = ("--instances", "4", "--tasks", "2")
         (("check", "countdown", "levels"), "error: 'levels' is no option: write option=value"),
         (("check", "countdown", "a=1", "env.a=2"), "error: the option 'a' is given twice"),
         (("check", "countdown", "a=[1"), "error: a: '[1' is no JSON"),
-        (("check", "countdown", "--instances", "0"), "error: argument --instances: '0' is not a whole number from 1"),
+        (
+            ("check", "countdown", "--instances", "0"),
+            "error: argument --instances: '0' is not a whole number from 1",
+        ),
         (("check",), "error: the following arguments are required: ENVIRONMENT"),
         (("fly",), "error: argument COMMAND: invalid choice: 'fly'"),
         (("list", "--all"), "error: unrecognized argument '--all'"),
@@ -67,7 +70,9 @@ def test_a_sound_environment_ends_with_0_and_shows_every_check_and_the_tools(
     assert "tool add: Add a number to the counter." in lines
 
 
-def test_a_broken_one_ends_with_1_and_json_is_nothing_but_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_one_ends_with_1_and_json_is_nothing_but_json(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Options may stand after flags, and one that does not exist is a fault of loading."""
     assert main(["check", SOUND, "--json", *QUICK, "size=3"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -76,17 +81,25 @@ def test_a_broken_one_ends_with_1_and_json_is_nothing_but_json(capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_an_environment_with_a_service_is_played_at_an_address(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without one its tasks are judged, and it is said why nothing else is; ``play`` refuses it in a sentence."""
+def test_an_environment_with_a_service_is_played_at_an_address(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without one its tasks are judged, and it is said why nothing else is; ``play`` refuses it in
+    a sentence."""
     assert main(["check", SERVED, *QUICK]) == 0
     shown = capsys.readouterr().out
     assert "ok       tasks            train: 1 template in 1 group" in shown
-    assert "demonstrations: it is played on the service some.service; start it and give its --address" in shown
+    assert (
+        "demonstrations: it is played on the service some.service; start it and give its --address"
+        in shown
+    )
     assert main(["check", SERVED, *QUICK, "--address", "http://127.0.0.1:1"]) == 0
     assert "ok       instances        4 at once" in capsys.readouterr().out
     assert main(["play", SERVED]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: served is played on a service (some.service), which `play` does not start;")
+    assert said.startswith(
+        "error: served is played on a service (some.service), which `play` does not start;"
+    )
     assert said.count("\n") == 1
 
 
@@ -107,11 +120,17 @@ def test_ctrl_c_ends_the_environments_process_and_says_so() -> None:
     finally:
         process.kill()
     assert process.returncode == 130
-    assert told.startswith("interrupted: the environment's process is gone") and "Traceback" not in told
+    assert (
+        told.startswith("interrupted: the environment's process is gone")
+        and "Traceback" not in told
+    )
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.slow
 def test_no_command_imports_torch() -> None:
-    code = "import sys; from realhf.env.__main__ import main; main(['list']); assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from realhf.env.__main__ import main; main(['list']); assert 'torch' not in "
+        "sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=300)

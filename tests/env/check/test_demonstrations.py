@@ -6,7 +6,14 @@ from collections import Counter
 from collections.abc import Iterator
 
 from realhf.api.config import ExperimentConfig
-from realhf.api.environment import HABIT, RECOVERY, SOLUTION, Demonstration, DemonstrationRequest, Task
+from realhf.api.environment import (
+    HABIT,
+    RECOVERY,
+    SOLUTION,
+    Demonstration,
+    DemonstrationRequest,
+    Task,
+)
 from realhf.env.check import demonstrations
 from realhf.env.check.demonstrations import choose_scripts, few_of_each_kind, launch_request
 
@@ -25,18 +32,29 @@ def demonstrate(request: DemonstrationRequest) -> Iterator[Demonstration]:
 
 
 def test_every_kind_of_a_launch_is_played_for_every_template() -> None:
-    """A share of one episode for a template rounded to none, so habits and recoveries were never played."""
+    """A share of one episode for a template rounded to none, so habits and recoveries were never
+    played."""
     played = choose_scripts(demonstrate, 60.0).played
     seen = {(script.task.group, script.kind) for script in played}
-    assert seen == {(template, kind) for template in TEMPLATES for kind in (HABIT, RECOVERY, SOLUTION)}
+    assert seen == {
+        (template, kind) for template in TEMPLATES for kind in (HABIT, RECOVERY, SOLUTION)
+    }
     assert {script.kind for script in played[:3]} == {HABIT, RECOVERY, SOLUTION}
-    assert not [key for key, number in Counter((each.task.id, each.kind) for each in played).items() if number > 1]
+    assert not [
+        key
+        for key, number in Counter((each.task.id, each.kind) for each in played).items()
+        if number > 1
+    ]
 
 
 def test_the_longest_demonstration_is_that_of_a_launch() -> None:
     """It is played, too: it is the first to be cut by a limit of turns."""
     scripts = choose_scripts(demonstrate, 60.0)
-    assert (scripts.longest, scripts.read, scripts.is_cut) == (9, 2 * launch_request().episodes_per_task, False)
+    assert (scripts.longest, scripts.read, scripts.is_cut) == (
+        9,
+        2 * launch_request().episodes_per_task,
+        False,
+    )
     assert max(len(script.turns) for script in scripts.played) == 9
 
 

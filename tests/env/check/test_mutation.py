@@ -1,4 +1,5 @@
-"""``check --mutate``: what is changed, and that a reward that can be bought is named with the actions."""
+"""``check --mutate``: what is changed, and that a reward that can be bought is named with the
+actions."""
 
 from __future__ import annotations
 
@@ -45,7 +46,11 @@ from realhf.env.check.scripts import type_of
 def test_actions_are_left_out_doubled_swapped_and_reversed() -> None:
     found = {(kind, value) for kind, _, value in reordered("abc")}
     assert found >= {(LEFT_OUT, ("a", "c")), (LEFT_OUT, ("b",)), (DOUBLED, ("a", "b", "b", "c"))}
-    assert found >= {(REORDERED, ("b", "a", "c")), (REORDERED, ("c", "a", "b")), (REORDERED, ("c", "b", "a"))}
+    assert found >= {
+        (REORDERED, ("b", "a", "c")),
+        (REORDERED, ("c", "a", "b")),
+        (REORDERED, ("c", "b", "a")),
+    }
     assert ("a", "b", "c") not in {value for _, value in found}
 
 
@@ -64,7 +69,11 @@ def test_a_variant_stands_instead_of_an_action_before_it_and_behind_it() -> None
 
 
 def test_as_many_of_each_kind_are_drawn_and_the_same_by_a_seed() -> None:
-    changes = [Change(kind, "", number) for kind, count in (("many", 90), ("few", 3)) for number in range(count)]
+    changes = [
+        Change(kind, "", number)
+        for kind, count in (("many", 90), ("few", 3))
+        for number in range(count)
+    ]
     few = drawn(changes, 8, random.Random(3))
     assert sorted(change.kind for change in few) == ["few"] * 3 + ["many"] * 5
     assert few == drawn(changes, 8, random.Random(3)) != drawn(changes, 8, random.Random(4))
@@ -73,7 +82,11 @@ def test_as_many_of_each_kind_are_drawn_and_the_same_by_a_seed() -> None:
 
 def test_arguments_are_removed_added_exchanged_and_become_a_neighbours() -> None:
     given = {"source": "a.txt", "target": "dir/b.txt"}
-    properties = {"source": {"type": "string"}, "target": {"type": "string"}, "force": {"type": "boolean"}}
+    properties = {
+        "source": {"type": "string"},
+        "target": {"type": "string"},
+        "force": {"type": "boolean"},
+    }
     found = [*changed_arguments(given, properties, ["a.txt", "c.txt", "Move"])]
     by_kind = {kind: [value for each, _, value in found if each == kind] for kind, _, _ in found}
     assert by_kind[REMOVED] == [{"target": "dir/b.txt"}, {"source": "a.txt"}]
@@ -125,22 +138,43 @@ def test_a_text_loses_words_and_its_end_and_gets_others() -> None:
 
 def test_a_name_that_is_nearly_right_is_another_name_each_time() -> None:
     near = near_names("tea")
-    assert {"TEA", " tea", "tea ", "my-tea", "tea-copy", "tea2", "own/tea", "t\u0435\u0430", "\uff54ea"} <= {*near}
+    assert {
+        "TEA",
+        " tea",
+        "tea ",
+        "my-tea",
+        "tea-copy",
+        "tea2",
+        "own/tea",
+        "t\u0435\u0430",
+        "\uff54ea",
+    } <= {*near}
     assert len(near) == len({*near}) and "tea" not in near
 
 
 def test_other_values_mean_something_else_and_fit_the_schema() -> None:
     assert other_values("a", {"enum": ["a", "b", "c"]}) == ["b", "c"]
-    assert other_values(None, {"type": "boolean"}) == [True, False] and other_values(True, {}) == [False]
-    assert other_values(3, {"type": "integer"}) == [4, 5, 10] and len(other_values(None, {"type": "string"})) == 2
+    assert other_values(None, {"type": "boolean"}) == [True, False] and other_values(True, {}) == [
+        False
+    ]
+    assert (
+        other_values(3, {"type": "integer"}) == [4, 5, 10]
+        and len(other_values(None, {"type": "string"})) == 2
+    )
     assert not other_values(None, {"type": "object"})
 
 
 def test_a_name_in_quotes_of_a_text_is_written_nearly_right_where_states_are_compared() -> None:
     actions = [Action("DELETE FROM t WHERE name='ab'")]
-    found = [each for each in Mutants(actions, (), ["t"], random.Random(0), described=True) if each.kind == EXACT_NAME]
+    found = [
+        each
+        for each in Mutants(actions, (), ["t"], random.Random(0), described=True)
+        if each.kind == EXACT_NAME
+    ]
     assert "DELETE FROM t WHERE name='ab '" in {value[0].content for _, _, value in found}
-    assert not [each for each in Mutants(actions, (), ["t"], random.Random(0)) if each.kind == EXACT_NAME]
+    assert not [
+        each for each in Mutants(actions, (), ["t"], random.Random(0)) if each.kind == EXACT_NAME
+    ]
 
 
 BUYABLE = Path(__file__).parent / "buyable.py"
@@ -164,26 +198,42 @@ class Mutated(Report):
 
 
 def test_what_leaves_another_state_and_is_paid_is_a_fault_with_its_actions() -> None:
-    """Moving the other box, too, is paid in full; each such mutant is a line of its own, by task."""
+    """Moving the other box, too, is paid in full; each such mutant is a line of its own, by
+    task."""
     found = Mutated(f"{BUYABLE}:Bought", most=240)
     assert found.outcome["described"] and {*found.outcome["tasks"]} == {"tea-train", "salt-train"}
     listed = {(each["task"], *each["actions"]) for each in found.outcome["listed"]}
-    assert ("tea-train", "move(box='salt', place='left')", "move(box='tea', place='left')") in listed
-    assert all(line.startswith("fault a reward of 1 though another state is left (") for line in found.lines)
-    assert len(found.lines) == len(listed) == sum(each["unequal"] for each in found.outcome["tasks"].values())
+    assert (
+        "tea-train",
+        "move(box='salt', place='left')",
+        "move(box='tea', place='left')",
+    ) in listed
+    assert all(
+        line.startswith("fault a reward of 1 though another state is left (")
+        for line in found.lines
+    )
+    assert (
+        len(found.lines)
+        == len(listed)
+        == sum(each["unequal"] for each in found.outcome["tasks"].values())
+    )
     assert {*found.outcomes} == {"fault"}
 
 
 def test_a_reward_for_the_whole_state_is_bought_by_nothing() -> None:
-    """Though mutants that come to the same are paid: a call that is refused before, the same call again."""
+    """Though mutants that come to the same are paid: a call that is refused before, the same call
+    again."""
     found = Mutated(f"{BUYABLE}:Paid")
     assert not found.lines and not found.outcome["listed"]
-    assert all(each["mutants"] > 10 and each["paid"] > 0 for each in found.outcome["tasks"].values())
+    assert all(
+        each["mutants"] > 10 and each["paid"] > 0 for each in found.outcome["tasks"].values()
+    )
     assert found.outcomes == ["ok", "ok"]
 
 
 def test_without_a_described_state_everything_paid_is_listed_for_reading() -> None:
-    """These are notes and no faults, alike ones in a line; the last one says how a state is described."""
+    """These are notes and no faults, alike ones in a line; the last one says how a state is
+    described."""
     found = Mutated(f"{BUYABLE}:Undescribed")
     assert not found.outcome["described"] and len(found.outcome["listed"]) > len(found.lines) > 3
     assert all(line.startswith("note ") for line in found.lines)
@@ -205,13 +255,16 @@ def test_what_keeps_mutants_from_being_played_is_one_fault(name: str, says: str)
 
 
 def test_a_seed_draws_the_same_mutants_and_another_one_others() -> None:
-    one, again, other = (Mutated(f"{BUYABLE}:Bought", 80, seed).outcome["listed"] for seed in (0, 0, 1))
+    one, again, other = (
+        Mutated(f"{BUYABLE}:Bought", 80, seed).outcome["listed"] for seed in (0, 0, 1)
+    )
     assert one == again != other
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_what_ships_cannot_be_bought(name: str) -> None:
-    """A sample of a few mutants of every template; the whole is a command on the page of the environments."""
+    """A sample of a few mutants of every template; the whole is a command on the page of the
+    environments."""
     found = Mutated(name, most=110)
     assert found.outcome["described"] and not found.lines
     assert sum(each["mutants"] for each in found.outcome["tasks"].values()) > 60
@@ -228,20 +281,29 @@ def test_what_ships_cannot_be_bought(name: str) -> None:
         ("Stripped", EXACT_NAME),
     ],
 )
-def test_a_reward_that_leaks_at_an_edge_is_found_by_the_mutants_of_that_edge(name: str, kind: str) -> None:
+def test_a_reward_that_leaks_at_an_edge_is_found_by_the_mutants_of_that_edge(
+    name: str, kind: str
+) -> None:
     found = Mutated(f"{EDGES}:{name}", most=400)
     assert kind in {each["change"].partition(":")[0] for each in found.outcome["listed"]}
     assert {*found.outcomes} == {"fault"}
 
 
 @pytest.mark.parametrize(("name", "argument"), [("Unlabelled", "label"), ("AnyWidth", "width")])
-def test_an_argument_whose_value_shows_nowhere_is_to_be_read_once_for_each_template(name: str, argument: str) -> None:
+def test_an_argument_whose_value_shows_nowhere_is_to_be_read_once_for_each_template(
+    name: str, argument: str
+) -> None:
     found = Mutated(f"{EDGES}:{name}", most=200)
     assert {*found.outcomes} == {"read"} and len(found.lines) == 2
     for template, line in zip(("tea-train", "salt-train"), found.lines, strict=True):
-        says = f"the value of {argument} of create_box shows nowhere in the view, so nothing tells a wrong one"
+        says = (
+            f"the value of {argument} of create_box shows nowhere in the view, so nothing tells a "
+            f"wrong one"
+        )
         assert line == f"note {says} ({template})"
-        assert {"template": template, "tool": "create_box", "argument": argument} in found.outcome["members"]
+        assert {"template": template, "tool": "create_box", "argument": argument} in found.outcome[
+            "members"
+        ]
         assert found.outcome["tasks"][template]["members"] == 1
 
 
@@ -263,9 +325,15 @@ def test_who_is_not_paid_for_what_was_removed_again_is_to_be_read() -> None:
 
 def test_an_argument_of_two_types_is_changed() -> None:
     schema = {"type": ["null", "string"]}
-    tools = [{"function": {"name": "put", "parameters": {"properties": {"box": schema, "note": schema}}}}]
-    mutants = Mutants([Action("", (("put", {"box": "tea"}),))], tools, ["tea"], random.Random(0), described=True)
-    assert any("note" in call[1] for change in mutants for action in change.value for call in action.calls)
+    tools = [
+        {"function": {"name": "put", "parameters": {"properties": {"box": schema, "note": schema}}}}
+    ]
+    mutants = Mutants(
+        [Action("", (("put", {"box": "tea"}),))], tools, ["tea"], random.Random(0), described=True
+    )
+    assert any(
+        "note" in call[1] for change in mutants for action in change.value for call in action.calls
+    )
     assert type_of(schema) == "string" and other_values("tea", schema)
 
 
@@ -274,7 +342,9 @@ def test_the_command_ends_with_1_for_a_reward_that_is_bought_and_prints_json(
 ) -> None:
     assert main(["check", f"{BUYABLE}:Bought", "--mutate", "--most", "80", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert not found["ok"] and found["mutants"]["listed"] and "move(" in found["findings"][0]["line"]
+    assert (
+        not found["ok"] and found["mutants"]["listed"] and "move(" in found["findings"][0]["line"]
+    )
 
 
 def test_what_was_found_is_kept_in_a_passport_beside_the_environment(tmp_path: Path) -> None:

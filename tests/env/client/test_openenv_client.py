@@ -111,7 +111,9 @@ async def test_an_error_frame_keeps_the_session() -> None:
         await client.close()
 
 
-@pytest.mark.parametrize("words", ["hello", "[]", '{"type":"state","data":{}}', '{"type":"observation","data":{}}'])
+@pytest.mark.parametrize(
+    "words", ["hello", "[]", '{"type":"state","data":{}}', '{"type":"observation","data":{}}']
+)
 async def test_a_server_that_speaks_something_else_is_given_up(words: str) -> None:
     with FakeEnvServer(on("reset", words)) as server:
         client = OpenEnvClient(server.url)
@@ -126,7 +128,10 @@ async def test_the_probe_decides_about_the_connection() -> None:
     full = json.dumps({"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "2/2"}})
     with FakeEnvServer(on("state", full)) as server, pytest.raises(CapacityError, match="2/2"):
         await OpenEnvClient(server.url).connect()
-    with FakeEnvServer(on("state", "hang")) as server, pytest.raises(ConnectError, match=r"within 1 s"):
+    with (
+        FakeEnvServer(on("state", "hang")) as server,
+        pytest.raises(ConnectError, match=r"within 1 s"),
+    ):
         await OpenEnvClient(server.url, connect_timeout_s=1).connect()
     with FakeEnvServer(on("state", "drop")) as server, pytest.raises(ConnectError):
         await OpenEnvClient(server.url).connect()

@@ -1,5 +1,5 @@
-"""A zygote that imports next to nothing; its children write their pid to their descriptor, and wait to be
-killed, but for the ``brief`` ones; the ``threads`` ones have many."""
+"""A zygote that imports next to nothing; its children write their pid to their descriptor, and wait
+to be killed, but for the ``brief`` ones; the ``threads`` ones have many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The handle of a forked process is that of the process that was asked for, whatever came late before."""
+"""The handle of a forked process is that of the process that was asked for, whatever came late
+before."""
 
 from __future__ import annotations
 
@@ -44,14 +45,17 @@ def test_a_reply_that_came_too_late_belongs_to_nobody_else(server: ForkServer) -
     child = fork(server, "now", now_writer)
     with open(now) as written, open(late) as written_late:
         assert written.readline() == f"now {child.pid}\n"
-        assert [line.split()[0] for line in written_late] in (["late"], []), "the text ends with the process"
+        assert [line.split()[0] for line in written_late] in (["late"], []), (
+            "the text ends with the process"
+        )
         assert child.alive()
         child.kill()
         assert written.read() == ""
 
 
 def test_a_child_that_ends_at_once_has_a_handle_too(server: ForkServer) -> None:
-    """Nobody collects the children, so one that ended before its descriptor was opened could not be told from none."""
+    """Nobody collects the children, so one that ended before its descriptor was opened could not be
+    told from none."""
     for _ in range(30):
         read, write = os.pipe()
         child = fork(server, "brief", write)
@@ -62,7 +66,8 @@ def test_a_child_that_ends_at_once_has_a_handle_too(server: ForkServer) -> None:
 
 
 def test_a_child_that_was_killed_is_not_alive_while_its_threads_end(server: ForkServer) -> None:
-    """Its descriptor says so milliseconds later, and a command that came sooner was blamed for its death."""
+    """Its descriptor says so milliseconds later, and a command that came sooner was blamed for its
+    death."""
     for _ in range(10):
         read, write = os.pipe()
         child = fork(server, "threads", write)
@@ -75,13 +80,16 @@ def test_a_child_that_was_killed_is_not_alive_while_its_threads_end(server: Fork
 
 @pytest.mark.parametrize("room", [0, 1, 3], ids=["of the request", "of the pipe", "of the child"])
 def test_a_child_that_the_zygote_cannot_watch_never_runs(server: ForkServer, room: int) -> None:
-    """It used to live on without anybody who could end it, with the descriptors it was given. The zygote survives, with
-    ``room`` descriptors beside the standard streams and its socket, which has a higher number."""
+    """It used to live on without anybody who could end it, with the descriptors it was given. The
+    zygote survives, with ``room`` descriptors beside the standard streams and its socket, which has
+    a higher number."""
     limits = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (3 + room, limits[1]))
     read, write = os.pipe()
     with open(read) as written:
-        with pytest.raises(RuntimeError, match=r"could not fork orphan: .*[tT]oo many (open )?files"):
+        with pytest.raises(
+            RuntimeError, match=r"could not fork orphan: .*[tT]oo many (open )?files"
+        ):
             fork(server, "orphan", write)
         assert written.read() == "", "nobody holds the other end any more"
     resource.prlimit(server.pid, resource.RLIMIT_NOFILE, limits)

@@ -1,4 +1,5 @@
-"""Containment is what was tried at the start, layer by layer; a layer that fails to hold stops the start."""
+"""Containment is what was tried at the start, layer by layer; a layer that fails to hold stops the
+start."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ run_probe(ProcessGuard(1 << 20, 64, 1 << 30, 60), request, [channel])
 
 
 def attempts(tmp_path: Path, without: str) -> list[Attempt]:
-    """What a process could do that applied every layer but one. There is no bubblewrap around it."""
+    """What a process could do that applied every layer but one. There is no bubblewrap around
+    it."""
     (tmp_path / "host").write_text("content")
     with socket.create_server(("127.0.0.1", 0)) as canary:
         request = {
@@ -65,20 +67,33 @@ def attempts(tmp_path: Path, without: str) -> list[Attempt]:
     return [Attempt(**attempt) for attempt in answer["attempts"]]
 
 
-@pytest.mark.skipif(not seccomp.available(), reason="the system calls of this machine are not known")
+@pytest.mark.skipif(
+    not seccomp.available(), reason="the system calls of this machine are not known"
+)
 @pytest.mark.parametrize("without", ["filter", "hooks", "limits", "network", "nothing"])
 def test_each_layer_is_seen_to_be_missing_by_its_own_acts(tmp_path: Path, without: str) -> None:
-    """Only the layer that is left out fails, and bubblewrap, which is not there: no other layer stands in for it."""
+    """Only the layer that is left out fails, and bubblewrap, which is not there: no other layer
+    stands in for it."""
     found = attempts(tmp_path, without)
     assert {attempt.layer for attempt in found} == set(LAYERS)
-    assert {attempt.layer for attempt in found if not attempt.stopped} == {"bubblewrap", without} - {"nothing"}
+    assert {attempt.layer for attempt in found if not attempt.stopped} == {
+        "bubblewrap",
+        without,
+    } - {"nothing"}
     for layer in {without, "bubblewrap"} & set(LAYERS):
         assert not any(attempt.stopped for attempt in found if attempt.layer == layer), found
 
 
 def test_a_layer_that_does_not_hold_stops_the_start_unless_it_is_named() -> None:
-    found = {"CLI workers": [Attempt("hooks", "fork", True, "denied"), Attempt("filter", "fork", False, "possible")]}
-    with pytest.raises(NotContained, match=r"'filter' does not hold: CLI workers could fork.*--may-lack"):
+    found = {
+        "CLI workers": [
+            Attempt("hooks", "fork", True, "denied"),
+            Attempt("filter", "fork", False, "possible"),
+        ]
+    }
+    with pytest.raises(
+        NotContained, match=r"'filter' does not hold: CLI workers could fork.*--may-lack"
+    ):
         judge(found, ("hooks", "filter"), frozenset())
     lines = judge(found, ("hooks", "filter"), frozenset({"filter"}))
     assert lines["hooks"] == "holds; tried and stopped: fork"
@@ -95,7 +110,9 @@ def test_a_network_that_is_claimed_to_be_gone_is_tried(monkeypatch: pytest.Monke
     """The zygotes are told that something around them took the network away, and nothing did."""
     monkeypatch.setattr(Containment, "network_mode", "outer")
     pool = MiniStackPool(1, sandbox="plain")
-    with pytest.raises(NotContained, match="'network' does not hold: simulators could connect to the host"):
+    with pytest.raises(
+        NotContained, match="'network' does not hold: simulators could connect to the host"
+    ):
         pool.start()
     assert not pool.slots
 
@@ -123,7 +140,9 @@ except RuntimeError as error:
     said = []
     for layers in ((), ("filter",)):
         command = [sys.executable, "-c", script, *layers]
-        said.append(subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout)
+        said.append(
+            subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+        )
     assert said == ["the system call filter could not be installed\n", ""]
 
 
@@ -143,6 +162,19 @@ containment_check._probe = lambda *of_a_child: []
 print(containment_check.probe_layers({"simulators": None}, Path(sys.argv[1]), ()))
 """
     package = own_package()
-    command = [str(BWRAP), "--dev-bind", "/", "/", "--ro-bind", package, package, sys.executable, "-c", script]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False)
+    command = [
+        str(BWRAP),
+        "--dev-bind",
+        "/",
+        "/",
+        "--ro-bind",
+        package,
+        package,
+        sys.executable,
+        "-c",
+        script,
+    ]
+    done = subprocess.run(
+        [*command, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.stdout == "{'simulators': []}\n", done.stderr

@@ -64,7 +64,11 @@ print(json.dumps([outcomes, denied]))
 
 def _python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done
@@ -161,15 +165,20 @@ OF_ANOTHER = ("tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "prlimi
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not seccomp.available(), reason="the system calls of this machine are not known")
+@pytest.mark.skipif(
+    not seccomp.available(), reason="the system calls of this machine are not known"
+)
 def test_a_filtered_process_signals_and_limits_itself_alone() -> None:
-    """By system calls, which no hook sees: a sibling lives on, with its limits, and abort ends the process itself."""
+    """By system calls, which no hook sees: a sibling lives on, with its limits, and abort ends the
+    process itself."""
 
     def tried(how: str, names: tuple[str, ...]) -> tuple[list[str], int, bool]:
         with subprocess.Popen(["sleep", "600"]) as sibling:
             try:
                 command = [sys.executable, "-c", SIGNALS, str(sibling.pid), how, *names]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=300, check=False
+                )
                 # An abort whose signal is refused ends in a crash, by another signal.
                 assert done.returncode == -signal.SIGABRT, done.stderr
                 limit = resource.prlimit(sibling.pid, resource.RLIMIT_CPU)[0]

@@ -26,7 +26,8 @@ def write(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def build(write: Callable[..., str]) -> Callable[..., EnvironmentSpec]:
-    """Builds the environment in a file of an author. A file is imported once, so another text needs another name."""
+    """Builds the environment in a file of an author. A file is imported once, so another text needs
+    another name."""
 
     def built(text: str, name: str = "mine.py", **options: Any) -> EnvironmentSpec:
         return build_environment(write(text, name), options)

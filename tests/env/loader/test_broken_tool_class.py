@@ -1,4 +1,5 @@
-"""A class with tools that is broken fails its episode, or is refused before there is one; cause and line are named."""
+"""A class with tools that is broken fails its episode, or is refused before there is one; cause and
+line are named."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ ENDLESS = "the reward must be a finite number, not "
 
 
 async def failure(spec: EnvironmentSpec) -> str:
-    """The text of the failure of kind internal in which an episode ends that calls the tool ``stop``."""
+    """The text of the failure of kind internal in which an episode ends that calls the tool
+    ``stop``."""
     environment = spec.make("")
     with pytest.raises(EnvironmentFailure) as caught:
         await environment.reset({}, seed=1)
@@ -50,7 +52,11 @@ BROKEN: dict[str, tuple[str, str, str]] = {
         "return {}[1]",
         r"Counter\.get_reward .*KeyError: 1 \(.*mine\.py, line 27\)",
     ),
-    "returns NaN": (RETURN, "return float('nan')", rf"Counter\.get_reward .*{ENDLESS}nan \(.*mine\.py, line 26\)"),
+    "returns NaN": (
+        RETURN,
+        "return float('nan')",
+        rf"Counter\.get_reward .*{ENDLESS}nan \(.*mine\.py, line 26\)",
+    ),
     "returns infinity": (RETURN, "return 1e999", f"{ENDLESS}inf"),
     "returns a number without end": (RETURN, "return 10**400", f"{ENDLESS}a number of 1329 bits"),
     "returns text": (RETURN, "return '1'", f"{ENDLESS}'1'"),
@@ -60,10 +66,22 @@ BROKEN: dict[str, tuple[str, str, str]] = {
         "return {'a': float('nan')}",
         r"the reward\['a'\] must be a finite number, not nan",
     ),
-    "returns components without end": (RETURN, "return {'a': 3e38, 'b': 3e38}", ENDLESS + r"6e\+38"),
+    "returns components without end": (
+        RETURN,
+        "return {'a': 3e38, 'b': 3e38}",
+        ENDLESS + r"6e\+38",
+    ),
     "returns no component": (RETURN, "return {}", "named components, not an empty map"),
-    "exits in a tool": (END, "raise SystemExit(2)", r"Counter\.stop .*SystemExit: 2 \(.*mine\.py, line 24\)"),
-    "has no memory left": (END, "raise MemoryError", r"Counter\.stop .*MemoryError:  \(.*line 24\)"),
+    "exits in a tool": (
+        END,
+        "raise SystemExit(2)",
+        r"Counter\.stop .*SystemExit: 2 \(.*mine\.py, line 24\)",
+    ),
+    "has no memory left": (
+        END,
+        "raise MemoryError",
+        r"Counter\.stop .*MemoryError:  \(.*line 24\)",
+    ),
     "stops the iteration": (RETURN, "raise StopIteration", r"Counter\.get_reward .*StopIteration"),
     "cancels itself": (
         RETURN,
@@ -90,9 +108,12 @@ BROKEN: dict[str, tuple[str, str, str]] = {
 
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.parametrize("where", ["in a thread", "on the loop"])
-async def test_a_broken_class_fails_its_episode_and_names_the_line(build: Build, name: str, where: str) -> None:
-    """The failure is of the kind internal, never a reward; it names the class, the task and the line. It is the same
-    when another method is async, so that the turn is played on the event loop."""
+async def test_a_broken_class_fails_its_episode_and_names_the_line(
+    build: Build, name: str, where: str
+) -> None:
+    """The failure is of the kind internal, never a reward; it names the class, the task and the
+    line. It is the same when another method is async, so that the turn is played on the event
+    loop."""
     good, bad, sentence = BROKEN[name]
     assert good in COUNTER
     text = COUNTER.replace(good, bad, 1)
@@ -101,17 +122,26 @@ async def test_a_broken_class_fails_its_episode_and_names_the_line(build: Build,
     assert re.search(sentence, await failure(build(text)))
 
 
-@pytest.mark.parametrize("later", ["", '\n    async def later(self) -> None:\n        """Wait."""\n'])
-async def test_an_interrupt_of_a_thread_is_a_failure_of_its_episode(build: Build, later: str) -> None:
+@pytest.mark.parametrize(
+    "later", ["", '\n    async def later(self) -> None:\n        """Wait."""\n']
+)
+async def test_an_interrupt_of_a_thread_is_a_failure_of_its_episode(
+    build: Build, later: str
+) -> None:
     """It cannot come from a keyboard there."""
     text = COUNTER.replace(END, "raise KeyboardInterrupt") + later
-    assert re.search(r"Counter\.stop .*KeyboardInterrupt:  \(.*line 24\)", await failure(build(text)))
+    assert re.search(
+        r"Counter\.stop .*KeyboardInterrupt:  \(.*line 24\)", await failure(build(text))
+    )
 
 
 async def test_a_coroutine_behind_a_plain_method_is_waited_for_or_named(build: Build) -> None:
-    """A class with an async method is played on the loop, where the result can be waited for; another one is not."""
+    """A class with an async method is played on the loop, where the result can be waited for;
+    another one is not."""
     text = COUNTER.replace(RETURN, "return __import__('asyncio').sleep(0, 0.5)")
-    assert re.search(r"get_reward must be written with async def \(.*line 26\)", await failure(build(text)))
+    assert re.search(
+        r"get_reward must be written with async def \(.*line 26\)", await failure(build(text))
+    )
     later = '\n    async def later(self) -> None:\n        """Wait."""\n'
     environment = build(text + later, "other.py").make("")
     await environment.reset({}, seed=1)
@@ -159,7 +189,11 @@ REFUSED: dict[str, tuple[str, str, str]] = {
         "get_reward(self, completion)",
         r"Counter\.get_reward must take no arguments: .*completion",
     ),
-    "options that are no dataclass": ("done = False", "Options = dict", r"Counter\.Options must be a dataclass"),
+    "options that are no dataclass": (
+        "done = False",
+        "Options = dict",
+        r"Counter\.Options must be a dataclass",
+    ),
     "a system prompt that is no text": (
         "done = False",
         "system_prompt = 3",
@@ -184,7 +218,9 @@ REFUSED: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_class_that_cannot_be_played_is_refused_with_the_line(write: Callable[..., str], name: str) -> None:
+def test_a_class_that_cannot_be_played_is_refused_with_the_line(
+    write: Callable[..., str], name: str
+) -> None:
     good, bad, sentence = REFUSED[name]
     assert good in COUNTER
     with pytest.raises(ValueError, match=sentence):
@@ -193,7 +229,9 @@ def test_a_class_that_cannot_be_played_is_refused_with_the_line(write: Callable[
 
 def test_a_class_without_tools_is_refused(write: Callable[..., str]) -> None:
     with pytest.raises(ValueError, match=r"Idle has no tool, that is no public method.*line 1\)"):
-        definition_of(write("class Idle:\n    def reset(self): ...\n    def get_reward(self): return 1\n"))
+        definition_of(
+            write("class Idle:\n    def reset(self): ...\n    def get_reward(self): return 1\n")
+        )
 
 
 async def test_the_failure_names_the_line_in_a_base_class(

@@ -1,4 +1,5 @@
-"""A data set with a verifier asks one question and judges one answer; its files are checked before anything starts."""
+"""A data set with a verifier asks one question and judges one answer; its files are checked before
+anything starts."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ def reward(completion, answer, **row):
 def sums(tmp_path: Path) -> Path:
     """A file of sixty sums."""
     path = tmp_path / "sums.jsonl"
-    rows = [{"prompt": f"{n} + {n}?", "answer": 2 * n, "level": "low" if n < 30 else "high"} for n in range(60)]
+    rows = [
+        {"prompt": f"{n} + {n}?", "answer": 2 * n, "level": "low" if n < 30 else "high"}
+        for n in range(60)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
@@ -42,9 +46,19 @@ async def test_a_row_is_one_question_and_one_answer(build: Build, sums: Path) ->
     task = held_out.instantiate(next(iter(held_out.group_of)), 3)
     environment = spec.make("")
     opening = await environment.reset(task.payload, seed=task.seed)
-    assert opening.messages == [{"role": "user", "content": task.payload["prompt"]}] and not opening.tools
-    right = await environment.step(AssistantMessage(f" {task.payload['answer']}\n", reasoning="long"))
-    assert (right.done, right.reward, right.final, right.metrics) == (True, 1.0, True, {"success": 1.0})
+    assert (
+        opening.messages == [{"role": "user", "content": task.payload["prompt"]}]
+        and not opening.tools
+    )
+    right = await environment.step(
+        AssistantMessage(f" {task.payload['answer']}\n", reasoning="long")
+    )
+    assert (right.done, right.reward, right.final, right.metrics) == (
+        True,
+        1.0,
+        True,
+        {"success": 1.0},
+    )
     await environment.reset(task.payload, seed=0)
     wrong = await environment.step(AssistantMessage("no"))
     assert (wrong.done, wrong.reward, wrong.metrics) == (True, 0.0, {"success": 0.0})
@@ -54,7 +68,9 @@ async def test_a_row_is_one_question_and_one_answer(build: Build, sums: Path) ->
 def test_a_row_keeps_its_id_and_its_split_when_others_are_added(build: Build, sums: Path) -> None:
     def splits(name: str) -> dict[str, str]:
         spec = build(REWARD, name, data=str(sums))
-        return {task: split for split in ("train", "heldout") for task in spec.tasks(split).group_of}
+        return {
+            task: split for split in ("train", "heldout") for task in spec.tasks(split).group_of
+        }
 
     before = splits("a.py")
     extra = "".join(json.dumps({"prompt": f"{n}?", "answer": 0}) + "\n" for n in range(40))
@@ -65,10 +81,13 @@ def test_a_row_keeps_its_id_and_its_split_when_others_are_added(build: Build, su
 
 
 async def test_an_async_verifier_with_components_and_messages(build: Build, tmp_path: Path) -> None:
-    """A verifier without ``**row`` is given the columns that it takes; the question may be messages."""
+    """A verifier without ``**row`` is given the columns that it takes; the question may be
+    messages."""
     messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1 + 1?"}]
     rows = [{"question": messages, "n": n, "other": [n]} for n in range(3)]
-    (tmp_path / "rows.jsonl").write_text("\ufeff" + "\n\n".join(map(json.dumps, rows)), encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text(
+        "\ufeff" + "\n\n".join(map(json.dumps, rows)), encoding="utf-8"
+    )
     text = """
     import asyncio
 
@@ -102,14 +121,18 @@ WRONG_ROWS = {
     '{"prompt": "a", "answer": 1}\n{"promt": "b", "answer": 1}\n': (
         r"rows\.jsonl, line 2: the row has no column 'prompt'; did you mean 'promt'"
     ),
-    '{"prompt": "a", "answer": 1}\n\n{"prompt": "b"}\n': r"rows\.jsonl, line 3: the row has no column 'answer'",
+    '{"prompt": "a", "answer": 1}\n\n{"prompt": '
+    '"b"}\n': r"rows\.jsonl, line 3: the row has no column 'answer'",
     '{"prompt": "a", "answer": 1, "completion": 2}\n': (
         r"line 1: the column 'completion' has the name of the verifier's first argument"
     ),
-    '{"prompt": 5, "answer": 1}\n': r"line 1: the column 'prompt' must be a list of messages, not 5",
+    '{"prompt": 5, "answer": '
+    "1}\n": r"line 1: the column 'prompt' must be a list of messages, not 5",
     '{"prompt": [], "answer": 1}\n': r"line 1: the column 'prompt' has no message",
-    '{"prompt": [{"role": "user"}], "answer": 1}\n': r"line 1: the column 'prompt'\[0\] has no content",
-    '{"prompt": "a", "answer": 1}\n[1]\n': r"line 2: a row is a map from columns to values, not \[1\]",
+    '{"prompt": [{"role": "user"}], "answer": '
+    "1}\n": r"line 1: the column 'prompt'\[0\] has no content",
+    '{"prompt": "a", "answer": '
+    "1}\n[1]\n": r"line 2: a row is a map from columns to values, not \[1\]",
     '{"prompt": "a", "answer": 1}\n{"prompt": ': r"line 2: not JSON: Expecting value",
     '{"prompt": "a", "answer": NaN}\n': r"line 1: not JSON: NaN is no JSON value",
     '{"prompt": "a", "answer": 1e999}\n': r"line 1: inf is not JSON",
@@ -132,37 +155,52 @@ def test_a_wrong_row_is_named_by_file_and_line(build: Build, tmp_path: Path, lin
 
 
 def test_options_that_cannot_be_are_refused(build: Build, sums: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"reward judges answers, so it needs questions: set env\.data"):
+    with pytest.raises(
+        ValueError, match=r"reward judges answers, so it needs questions: set env\.data"
+    ):
         build(REWARD)
     with pytest.raises(ValueError, match=r"the row has no column 'question'"):
         build(REWARD, data=str(sums), prompt_column="question")
     with pytest.raises(ValueError, match=r"line 1: the column 'tier' must name a group, not None"):
         build(REWARD, data=str(sums), group_column="tier")
-    with pytest.raises(ValueError, match=r"data is a \.jsonl file, a \.parquet file or a datasets folder"):
+    with pytest.raises(
+        ValueError, match=r"data is a \.jsonl file, a \.parquet file or a datasets folder"
+    ):
         build(REWARD, data=str(tmp_path / "mine.py"))
     with pytest.raises(ValueError, match=r"heldout_data=.*nowhere\.jsonl: there is no such file"):
         build(REWARD, data=str(sums), heldout_data="nowhere.jsonl")
     spec = build(REWARD, data=str(sums), heldout_fraction=0)
     assert len(spec.tasks("train").group_of) == 60
-    with pytest.raises(ValueError, match=r"leaves no task for the split 'heldout' with env\.heldout_fraction=0"):
+    with pytest.raises(
+        ValueError, match=r"leaves no task for the split 'heldout' with env\.heldout_fraction=0"
+    ):
         spec.tasks("heldout")
 
 
-def test_held_out_data_shares_no_question_with_training(build: Build, sums: Path, tmp_path: Path) -> None:
+def test_held_out_data_shares_no_question_with_training(
+    build: Build, sums: Path, tmp_path: Path
+) -> None:
     """The question decides, whatever else the row says."""
     held_out = tmp_path / "heldout.jsonl"
     held_out.write_text('{"prompt": "new?", "answer": 1}\n', encoding="utf-8")
     spec = build(REWARD, data=str(sums), heldout_data="heldout.jsonl")
     assert (len(spec.tasks("train").group_of), len(spec.tasks("heldout").group_of)) == (60, 1)
-    held_out.write_text('{"prompt": "new?", "answer": 1}\n{"prompt": "3 + 3?", "answer": 7}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"heldout\.jsonl, line 2 is also a training task \(.*sums\.jsonl, line 4\)"):
+    held_out.write_text(
+        '{"prompt": "new?", "answer": 1}\n{"prompt": "3 + 3?", "answer": 7}\n', encoding="utf-8"
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"heldout\.jsonl, line 2 is also a training task \(.*sums\.jsonl, line 4\)",
+    ):
         build(REWARD, data=str(sums), heldout_data="heldout.jsonl")
 
 
 @pytest.mark.slow
 def test_rows_that_are_alike_are_tasks_of_their_own(build: Build, tmp_path: Path) -> None:
     """As many as one likes; a file that repeats one row has no other to hold out."""
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": 1}\n' * 20_000, encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "a", "answer": 1}\n' * 20_000, encoding="utf-8"
+    )
     spec = build(REWARD, data="rows.jsonl", heldout_fraction=0)
     before = time.process_time()
     assert len(spec.tasks("train").group_of) == 20_000
@@ -185,24 +223,35 @@ def test_rows_of_one_question_are_on_one_side(build: Build, tmp_path: Path) -> N
     ("body", "sentence"),
     [
         ("return {}['x']", r"KeyError: 'x' \(.*mine\.py, line 3\)"),
-        ("return float('nan')", r"the reward must be a finite number, not nan \(.*mine\.py, line 2\)"),
+        (
+            "return float('nan')",
+            r"the reward must be a finite number, not nan \(.*mine\.py, line 2\)",
+        ),
         ("return 'good'", "the reward must be a finite number, not 'good'"),
         ("pass", "the reward must be a finite number, not None"),
         ("return {'a': None}", r"the reward\['a'\] must be a finite number, not None"),
         ("raise SystemExit(1)", r"SystemExit: 1 \(.*mine\.py, line 3\)"),
         ("raise StopIteration", r"StopIteration"),
         ("raise KeyboardInterrupt", r"KeyboardInterrupt:  \(.*mine\.py, line 3\)"),
-        ("import asyncio; raise asyncio.CancelledError", r"CancelledError:  \(.*mine\.py, line 3\)"),
+        (
+            "import asyncio; raise asyncio.CancelledError",
+            r"CancelledError:  \(.*mine\.py, line 3\)",
+        ),
         ("eval(completion)", r"SyntaxError: .*line \d+"),
     ],
 )
 @pytest.mark.parametrize("prefix", ["", "async "])
-async def test_a_verifier_that_raises_fails_the_episode(build: Build, body: str, sentence: str, prefix: str) -> None:
+async def test_a_verifier_that_raises_fails_the_episode(
+    build: Build, body: str, sentence: str, prefix: str
+) -> None:
     """It is never a reward of 0; the failure names the verifier, the seed and the line, and not the
     row, whose answer every client of a server could read."""
     if prefix and "KeyboardInterrupt" in body:
         pytest.skip("on the event loop an interrupt is that of the keyboard")
-    text = f"\n{prefix}def reward(completion, **row):\n    {body}\n\ndef tasks(split): return [{{'prompt': 'a'}}]\n"
+    text = (
+        f"\n{prefix}def reward(completion, **row):\n    {body}\n\ndef tasks(split): return "
+        f"[{{'prompt': 'a'}}]\n"
+    )
     environment = build(text).make("")
     await environment.reset({"prompt": "a"}, seed=1)
     with pytest.raises(EnvironmentFailure, match=r"reward \(seed 1\): .*" + sentence) as caught:
@@ -215,7 +264,8 @@ async def test_a_blocking_verifier_does_not_stop_the_loop(build: Build, tmp_path
     turned = tmp_path / "turned"
     text = (
         "import os, time\ndef reward(completion):\n    end = time.monotonic() + 60\n"
-        f"    while not os.path.exists({str(turned)!r}) and time.monotonic() < end: time.sleep(0.01)\n"
+        f"    while not os.path.exists({str(turned)!r}) and time.monotonic() < end: "
+        f"time.sleep(0.01)\n"
         f"    return os.path.exists({str(turned)!r})\n"
         "def tasks(split): return [{'prompt': 'a'}]\n"
     )
@@ -248,9 +298,13 @@ async def test_the_verifier_may_change_what_it_is_given(build: Build) -> None:
 
 
 @pytest.mark.parametrize("head", ["def reward():", "def reward(*, completion):"])
-def test_a_function_that_takes_no_completion_is_refused(build: Build, tmp_path: Path, head: str) -> None:
+def test_a_function_that_takes_no_completion_is_refused(
+    build: Build, tmp_path: Path, head: str
+) -> None:
     (tmp_path / "other.py").write_text(f"{head}\n    return 1\n")
-    with pytest.raises(ValueError, match=r"reward must take the completion first.*other\.py, line 1\)"):
+    with pytest.raises(
+        ValueError, match=r"reward must take the completion first.*other\.py, line 1\)"
+    ):
         definition_of(f"{tmp_path / 'other.py'}:reward")
 
 
@@ -260,14 +314,22 @@ def test_a_function_that_takes_no_completion_is_refused(build: Build, tmp_path: 
 @pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")
 def test_parquet_without_its_package_is_one_sentence(build: Build, tmp_path: Path) -> None:
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match=r"rows\.parquet: reading Parquet needs the package pyarrow"):
+    with pytest.raises(
+        ValueError, match=r"rows\.parquet: reading Parquet needs the package pyarrow"
+    ):
         build(REWARD, data="rows.parquet")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="datasets is installed")
-def test_a_datasets_folder_without_its_package_is_one_sentence(build: Build, tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    importlib.util.find_spec("datasets") is not None, reason="datasets is installed"
+)
+def test_a_datasets_folder_without_its_package_is_one_sentence(
+    build: Build, tmp_path: Path
+) -> None:
     (tmp_path / "folder").mkdir()
-    with pytest.raises(ValueError, match=r"folder: reading a datasets folder needs the package datasets"):
+    with pytest.raises(
+        ValueError, match=r"folder: reading a datasets folder needs the package datasets"
+    ):
         build(REWARD, data="folder")
 
 
@@ -279,7 +341,9 @@ def test_parquet_rows_are_tasks(build: Build, tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "rows.parquet")
     spec = build(REWARD, data="rows.parquet")
     assert len(spec.tasks("train").group_of) + len(spec.tasks("heldout").group_of) == 20
-    parquet.write_table(pyarrow.table({"prompt": ["a"], "answer": [b"\x00"]}), tmp_path / "bad.parquet")
+    parquet.write_table(
+        pyarrow.table({"prompt": ["a"], "answer": [b"\x00"]}), tmp_path / "bad.parquet"
+    )
     with pytest.raises(ValueError, match=r"bad\.parquet, row 1: bytes is not JSON"):
         build(REWARD, data="bad.parquet")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
@@ -290,12 +354,16 @@ def test_parquet_rows_are_tasks(build: Build, tmp_path: Path) -> None:
 def test_a_datasets_folder_is_read(build: Build, tmp_path: Path) -> None:
     """A folder of several splits is refused with their names."""
     datasets = pytest.importorskip("datasets")
-    data = datasets.Dataset.from_dict({"prompt": [f"{n}?" for n in range(20)], "answer": [*range(20)]})
+    data = datasets.Dataset.from_dict(
+        {"prompt": [f"{n}?" for n in range(20)], "answer": [*range(20)]}
+    )
     data.save_to_disk(str(tmp_path / "folder"))
     spec = build(REWARD, data="folder")
     assert len(spec.tasks("train").group_of) + len(spec.tasks("heldout").group_of) == 20
     datasets.DatasetDict(train=data).save_to_disk(str(tmp_path / "several"))
-    with pytest.raises(ValueError, match=r"several: holds several splits; name the folder of one: 'train'"):
+    with pytest.raises(
+        ValueError, match=r"several: holds several splits; name the folder of one: 'train'"
+    ):
         build(REWARD, data="several")
     assert len(build(REWARD, data="several/train").tasks("train").group_of) > 10
     (tmp_path / "empty").mkdir()

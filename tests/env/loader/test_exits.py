@@ -57,12 +57,21 @@ def house(completion, **row):
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 1])
 @pytest.mark.parametrize(("text", "name"), [(HOUSE, "House"), (VERIFIER, "house")])
-def test_os_exit_is_a_failure_of_the_episode_with_a_name(tmp_path: Path, text: str, name: str, code: int) -> None:
+def test_os_exit_is_a_failure_of_the_episode_with_a_name(
+    tmp_path: Path, text: str, name: str, code: int
+) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(text.replace("CODE", str(code)))
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, f"{mine}:{name}"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", PROGRAM, f"{mine}:{name}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("internal: ") and f"os._exit({code}) would end its process" in done.stdout
+    assert (
+        done.stdout.startswith("internal: ")
+        and f"os._exit({code}) would end its process" in done.stdout
+    )
     assert name in done.stdout and "mine.py, line" in done.stdout

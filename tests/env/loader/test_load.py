@@ -1,4 +1,5 @@
-"""An environment is found by its name or in a person's own file, and every mistake is one clear sentence."""
+"""An environment is found by its name or in a person's own file, and every mistake is one clear
+sentence."""
 
 from __future__ import annotations
 
@@ -40,7 +41,12 @@ class Echo:
 async def test_a_file_with_one_class_is_an_environment_with_its_options(write: Write) -> None:
     """The options of the class stand beside those that say where rows come from."""
     spec = build_environment(write(ECHO), {"size": "5"})
-    assert (spec.name, spec.system_prompt, spec.deterministic, spec.concurrency) == ("Echo", "Repeat.", False, 7)
+    assert (spec.name, spec.system_prompt, spec.deterministic, spec.concurrency) == (
+        "Echo",
+        "Repeat.",
+        False,
+        7,
+    )
     environment = spec.make("")
     opening = await environment.reset({}, seed=4)
     assert opening.messages[0]["content"] == "5 4"
@@ -61,7 +67,8 @@ def test_a_definition_of_a_file_comes_before_its_classes(write: Write) -> None:
     assert isinstance(found, EnvironmentDefinition) and found is definition_of(f"{path}:DEFINITION")
     assert found is not definition_of(f"{path}:Echo")
     spec = write(
-        ECHO + "\nfrom realhf.env.loader.multi_turn import message_class as m\nSPEC = m(Echo).build(m(Echo).options())",
+        ECHO + "\nfrom realhf.env.loader.multi_turn import message_class as m\nSPEC = "
+        "m(Echo).build(m(Echo).options())",
         "spec.py",
     )
     assert build_environment(spec, {}).name == "Echo"
@@ -76,11 +83,16 @@ def test_a_definition_of_a_file_comes_before_its_classes(write: Write) -> None:
         ({"names": ["a", {}]}, r"env\.names\[1\] must be text"),
         ({"heldout_fraction": 2}, r"env\.heldout_fraction=2\.0: must be between 0 and 0\.9"),
         ({"heldout_data": "x.jsonl"}, r"env\.heldout_data has no effect without env\.data"),
-        ({"data": "x", "heldout_data": "y", "heldout_fraction": 0.5}, r"heldout_fraction has no effect with"),
+        (
+            {"data": "x", "heldout_data": "y", "heldout_fraction": 0.5},
+            r"heldout_fraction has no effect with",
+        ),
         ({"data": "none.jsonl"}, r"env\.data=none\.jsonl: there is no such file"),
     ],
 )
-def test_a_wrong_option_is_refused_by_its_name(write: Write, options: dict[str, Any], sentence: str) -> None:
+def test_a_wrong_option_is_refused_by_its_name(
+    write: Write, options: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ValueError, match=sentence):
         build_environment(write(ECHO), options)
 
@@ -94,14 +106,36 @@ def test_a_wrong_option_is_refused_by_its_name(write: Write, options: dict[str, 
         ("x = 1\n", "", "the file defines nothing of an EnvironmentDefinition"),
         (ECHO, "Eco", r"defines no 'Eco'; did you mean 'Echo'\?"),
         ("X = 4\n", "X", "found int, expected an EnvironmentDefinition"),
-        ("class Half:\n    def reset(self): ...\n", "Half", r"the class Half with reset \(.*mine\.py, line 1\)"),
-        (ECHO + ECHO.replace("Echo", "Other"), "", r"the environments Echo, Other; name one: .*mine\.py:NAME"),
-        (ECHO.replace("async def step", "def step"), "", r"Echo\.step must be an async method \(.*mine\.py, line 20\)"),
-        (ECHO.replace(", *, seed", ""), "", r"reset\(self, task, \*, seed\) and step\(self, message\)"),
-        (ECHO.replace("concurrency = 7", "concurrency = 'x'"), "", "concurrency of Echo must be a positive number"),
+        (
+            "class Half:\n    def reset(self): ...\n",
+            "Half",
+            r"the class Half with reset \(.*mine\.py, line 1\)",
+        ),
+        (
+            ECHO + ECHO.replace("Echo", "Other"),
+            "",
+            r"the environments Echo, Other; name one: .*mine\.py:NAME",
+        ),
+        (
+            ECHO.replace("async def step", "def step"),
+            "",
+            r"Echo\.step must be an async method \(.*mine\.py, line 20\)",
+        ),
+        (
+            ECHO.replace(", *, seed", ""),
+            "",
+            r"reset\(self, task, \*, seed\) and step\(self, message\)",
+        ),
+        (
+            ECHO.replace("concurrency = 7", "concurrency = 'x'"),
+            "",
+            "concurrency of Echo must be a positive number",
+        ),
     ],
 )
-def test_a_mistake_in_the_file_is_named_with_its_line(write: Write, text: str, name: str, sentence: str) -> None:
+def test_a_mistake_in_the_file_is_named_with_its_line(
+    write: Write, text: str, name: str, sentence: str
+) -> None:
     path = write(text)
     with pytest.raises(ValueError, match=sentence) as caught:
         definition_of(f"{path}:{name}" if name else path)

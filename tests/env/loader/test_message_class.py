@@ -1,4 +1,5 @@
-"""What a class that speaks messages returns is taken as it is, or fails the episode with the place of the mistake."""
+"""What a class that speaks messages returns is taken as it is, or fails the episode with the place
+of the mistake."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from realhf.api.environment import AssistantMessage, EnvironmentFailure, EnvironmentSpec, Opening, Turn
+from realhf.api.environment import (
+    AssistantMessage,
+    EnvironmentFailure,
+    EnvironmentSpec,
+    Opening,
+    Turn,
+)
 
 Build = Callable[..., EnvironmentSpec]
 
@@ -30,23 +37,33 @@ TURN = """{"messages": [{"role": "user", "content": "No."}], "reward": 0.5, "met
 
 
 def guess(opening: str = OPENING, turn: str = TURN) -> str:
-    return HEAD.replace("return OPENING", f"return {opening}").replace("return TURN", f"return {turn}")
+    return HEAD.replace("return OPENING", f"return {opening}").replace(
+        "return TURN", f"return {turn}"
+    )
 
 
 async def test_maps_become_openings_and_turns(build: Build) -> None:
     """Fields that are left out have the values of the contract, and numbers are floats."""
     environment = build(guess()).make("")
     opening = await environment.reset({"a": 1}, seed=2)
-    assert isinstance(opening, Opening) and opening.info == {"secret": [1, None]} and len(opening.tools) == 1
+    assert (
+        isinstance(opening, Opening)
+        and opening.info == {"secret": [1, None]}
+        and len(opening.tools) == 1
+    )
     turn = await environment.step(AssistantMessage("5"))
-    assert turn == Turn([{"role": "user", "content": "No."}], False, 0.5, {}, {"progress": 1.0}, {}, False)
+    assert turn == Turn(
+        [{"role": "user", "content": "No."}], False, 0.5, {}, {"progress": 1.0}, {}, False
+    )
     assert isinstance(turn.metrics["progress"], float)
     await environment.close()
     await environment.close()
 
 
 async def test_openings_and_turns_pass_as_they_are(build: Build) -> None:
-    text = guess("Opening([{'role': 'user', 'content': 'é'}])", "Turn(done=True, reward=True, final=True)")
+    text = guess(
+        "Opening([{'role': 'user', 'content': 'é'}])", "Turn(done=True, reward=True, final=True)"
+    )
     environment = build(text).make("")
     assert (await environment.reset({}, seed=0)).messages == [{"role": "user", "content": "é"}]
     turn = await environment.step(AssistantMessage(""))
@@ -62,16 +79,23 @@ OPENINGS = {
     "{'messages': ['Hello']}": r"messages\[0\] must be a map with role and content, not 'Hello'",
     "{'messages': [{'role': 'user'}]}": r"messages\[0\] has no content",
     "{'messages': [{'content': 'x'}]}": r"messages\[0\] has no role",
-    "{'messages': [{'role': 'bot', 'content': 'x'}]}": r"messages\[0\]: the role is one of .* assistant, tool: 'bot'",
+    "{'messages': [{'role': 'bot', 'content': "
+    "'x'}]}": r"messages\[0\]: the role is one of .* assistant, tool: 'bot'",
     "{'messages': [{'role': [], 'content': 'x'}]}": r"messages\[0\]: the role is one of",
-    "{'messages': [{'role': 'user', 'content': 5}]}": r"messages\[0\]: the content must be text, not 5",
-    "{'messages': [{'role': 'user', 'content': 'x', 'n': {1, 2}}]}": r"messages\[0\]: set is not JSON",
-    "{'messages': [{'role': 'user', 'content': 'x', 'n': float('nan')}]}": r"messages\[0\]: nan is not JSON",
-    "{'messages': [{'role': 'user', 'content': 'x', 5: 6}]}": r"messages\[0\]: the key 5 is no text",
-    "{'messages': [{'role': 'user', 'content': chr(0xdc00)}]}": r"messages\[0\]: text with '.udc00', half a character",
+    "{'messages': [{'role': 'user', 'content': "
+    "5}]}": r"messages\[0\]: the content must be text, not 5",
+    "{'messages': [{'role': 'user', 'content': 'x', 'n': {1, "
+    "2}}]}": r"messages\[0\]: set is not JSON",
+    "{'messages': [{'role': 'user', 'content': 'x', 'n': "
+    "float('nan')}]}": r"messages\[0\]: nan is not JSON",
+    "{'messages': [{'role': 'user', 'content': 'x', 5: "
+    "6}]}": r"messages\[0\]: the key 5 is no text",
+    "{'messages': [{'role': 'user', 'content': "
+    "chr(0xdc00)}]}": r"messages\[0\]: text with '.udc00', half a character",
     "{'messages': [], 'tools': {}}": "tools must be a list of JSON schemas, not {}",
     "{'messages': [], 'tools': [{'name': 'look'}]}": r"tools\[0\] must be",
-    "{'messages': [], 'tools': [{'function': {'name': 'look', 'x': print}}]}": r"tools\[0\]: .* is not JSON",
+    "{'messages': [], 'tools': [{'function': {'name': 'look', 'x': "
+    "print}}]}": r"tools\[0\]: .* is not JSON",
     "{'messages': [], 'info': []}": r"info must be a map, not \[\]",
     "{'messages': [], 'info': {'x': print}}": "info: builtin_function_or_method is not JSON",
 }
@@ -90,7 +114,8 @@ TURNS = {
     "{'info': {'x': 1j}}": "info: complex is not JSON",
     "{'reward': 1}['rewards']": r"KeyError: 'rewards' \(.*mine\.py, line 12\)",
     "exec('raise SystemExit(1)')": r"SystemExit: 1 \(.*mine\.py, line 12\)",
-    "exec('import asyncio; raise asyncio.CancelledError')": r"CancelledError:  \(.*mine\.py, line 12\)",
+    "exec('import asyncio; raise "
+    "asyncio.CancelledError')": r"CancelledError:  \(.*mine\.py, line 12\)",
 }
 
 
@@ -117,14 +142,18 @@ async def test_a_wrong_turn_fails_the_episode(build: Build, returned: str) -> No
 
 async def test_an_author_may_change_the_task(build: Build) -> None:
     """The next episode of the task is as the first."""
-    environment = build(guess().replace("self.task = task", "task['xs'].append(1); assert task['xs'] == [1]")).make("")
+    environment = build(
+        guess().replace("self.task = task", "task['xs'].append(1); assert task['xs'] == [1]")
+    ).make("")
     row: dict[str, Any] = {"xs": []}
     for _ in range(2):
         await environment.reset(row, seed=0)
 
 
 async def test_a_failure_of_the_author_keeps_its_kind(build: Build) -> None:
-    text = guess().replace("self.task = task", 'raise EnvironmentFailure("unavailable", "no licence")')
+    text = guess().replace(
+        "self.task = task", 'raise EnvironmentFailure("unavailable", "no licence")'
+    )
     with pytest.raises(EnvironmentFailure, match="no licence") as caught:
         await build(text).make("").reset({}, seed=0)
     assert caught.value.kind == "unavailable"
@@ -132,7 +161,9 @@ async def test_a_failure_of_the_author_keeps_its_kind(build: Build) -> None:
 
 async def test_a_constructor_that_raises_fails_the_first_episode(build: Build) -> None:
     """The environment is made on an event loop that must go on; the reset names the line."""
-    environment = build(guess().replace("class Guess:", "class Guess:\n    def __init__(self): 1 / 0\n")).make("")
+    environment = build(
+        guess().replace("class Guess:", "class Guess:\n    def __init__(self): 1 / 0\n")
+    ).make("")
     with pytest.raises(EnvironmentFailure, match=r"ZeroDivisionError.*mine\.py, line 7\)"):
         await environment.reset({}, seed=0)
     await environment.close()
@@ -140,7 +171,10 @@ async def test_a_constructor_that_raises_fails_the_first_episode(build: Build) -
 
 async def test_a_deadline_passes_through_and_close_is_the_authors(build: Build) -> None:
     """A cancelled step is cancelled and not a failure; what close raises is a failure."""
-    text = guess(turn="await __import__('asyncio').sleep(60)") + "\n    async def close(self):\n        {}['x']\n"
+    text = (
+        guess(turn="await __import__('asyncio').sleep(60)")
+        + "\n    async def close(self):\n        {}['x']\n"
+    )
     environment = build(text).make("")
     await environment.reset({}, seed=0)
     with pytest.raises(TimeoutError):
@@ -160,7 +194,8 @@ def test_tasks_are_those_of_the_class_or_its_module(build: Build, where: str) ->
     train = spec.tasks("train")
     held_out = spec.tasks("heldout")
     payloads: list[list[Any]] = [
-        [each.instantiate(name, 0).payload["n"] for name in each.group_of] for each in (train, held_out)
+        [each.instantiate(name, 0).payload["n"] for name in each.group_of]
+        for each in (train, held_out)
     ]
     assert payloads == [[0, 1], [2, 3]] and train.groups == ("0", "1")
     name = next(iter(train.group_of))

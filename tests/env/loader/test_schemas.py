@@ -1,4 +1,5 @@
-"""The schema of a tool is the one that transformers makes of the same function, which is what TRL shows a policy."""
+"""The schema of a tool is the one that transformers makes of the same function, which is what TRL
+shows a policy."""
 
 from __future__ import annotations
 
@@ -87,14 +88,17 @@ def function_of(hint: Any, *, default: bool = False, returns: Any = str) -> Call
 @pytest.mark.parametrize("name", HINTS)
 @pytest.mark.parametrize("default", [False, True])
 def test_a_type_has_the_schema_that_transformers_gives_it(name: str, default: bool) -> None:
-    """As argument with and without default, and as result; what the schema says can be said in JSON."""
+    """As argument with and without default, and as result; what the schema says can be said in
+    JSON."""
     function = function_of(HINTS[name], default=default, returns=HINTS[name])
     assert json_schema(function) == get_json_schema(function)
     assert json.loads(json.dumps(json_schema(function))) == json_schema(function)
 
 
 def leaf() -> st.SearchStrategy[Any]:
-    return st.sampled_from([str, int, float, bool, Any, list, dict, Colour, Literal["a", "b"], Literal[1, "x"]])
+    return st.sampled_from(
+        [str, int, float, bool, Any, list, dict, Colour, Literal["a", "b"], Literal[1, "x"]]
+    )
 
 
 TYPES = st.recursive(
@@ -170,7 +174,10 @@ def test_a_docstring_is_read_as_transformers_reads_it(function: Callable[..., An
 
 def test_a_heading_is_a_line_of_its_own() -> None:
     """Here this project is stricter than transformers, which cuts the description at the word."""
-    assert json_schema(one_line)["function"]["description"] == "Short. Args: are named here, but below."
+    assert (
+        json_schema(one_line)["function"]["description"]
+        == "Short. Args: are named here, but below."
+    )
     assert get_json_schema(one_line)["function"]["description"] == "Short."
 
 
@@ -190,10 +197,17 @@ def test_a_method_is_described_without_its_instance() -> None:
 def test_dataclasses_and_typed_dictionaries_are_objects() -> None:
     """transformers refuses them."""
     parameters = json_schema(function_of(Point))["function"]["parameters"]["properties"]
-    point = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "number"}}, "required": ["x"]}
+    point = {
+        "type": "object",
+        "properties": {"x": {"type": "integer"}, "y": {"type": "number"}},
+        "required": ["x"],
+    }
     assert parameters["value"] == {**point, "description": "what is used"}
     parameters = json_schema(function_of(Range))["function"]["parameters"]["properties"]
-    assert parameters["value"]["properties"] == {"low": {"type": "integer"}, "high": {"type": "integer"}}
+    assert parameters["value"]["properties"] == {
+        "low": {"type": "integer"},
+        "high": {"type": "integer"},
+    }
     assert "required" not in parameters["value"]
 
 
@@ -224,5 +238,7 @@ def test_choices_that_are_no_list_are_refused() -> None:
         """
         return a
 
-    with pytest.raises(ValueError, match="the choices of the argument 'a' are no JSON list: yes, no"):
+    with pytest.raises(
+        ValueError, match="the choices of the argument 'a' are no JSON list: yes, no"
+    ):
         json_schema(tool)

@@ -1,4 +1,5 @@
-"""Blocking code runs beside the event loop, in a bounded number of threads that never keep a process alive."""
+"""Blocking code runs beside the event loop, in a bounded number of threads that never keep a
+process alive."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ async def test_no_more_jobs_run_at_once_than_there_are_threads() -> None:
             raise KeyError(number)
         return number
 
-    found = await asyncio.gather(*(threads.run(lambda n=n: job(n)) for n in range(20)), return_exceptions=True)
+    found = await asyncio.gather(
+        *(threads.run(lambda n=n: job(n)) for n in range(20)), return_exceptions=True
+    )
     assert most == 3
     assert [each.args[0] if isinstance(each, KeyError) else each for each in found] == [*range(20)]
 
@@ -58,7 +61,8 @@ async def test_a_job_that_was_given_up_leaves_its_place_to_others() -> None:
     ended = []
     stuck = asyncio.create_task(
         threads.run(
-            lambda: ended.append(threading.get_ident()) or release.wait(60), lambda: ended.append(threading.get_ident())
+            lambda: ended.append(threading.get_ident()) or release.wait(60),
+            lambda: ended.append(threading.get_ident()),
         )
     )
     await until(lambda: len(ended) == 1)
@@ -80,7 +84,9 @@ async def test_a_job_that_was_given_up_in_the_queue_never_runs() -> None:
     release = threading.Event()
     ran = []
     first = asyncio.create_task(threads.run(lambda: release.wait(60)))
-    waiting = asyncio.create_task(threads.run(lambda: ran.append("work"), lambda: ran.append("after")))
+    waiting = asyncio.create_task(
+        threads.run(lambda: ran.append("work"), lambda: ran.append("after"))
+    )
     await asyncio.sleep(0.02)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -90,13 +96,18 @@ async def test_a_job_that_was_given_up_in_the_queue_never_runs() -> None:
     await until(lambda: ran == ["after"])
 
 
-async def test_too_many_jobs_that_never_return_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_jobs_that_never_return_are_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """New ones are refused as long as it lasts."""
     monkeypatch.setattr(module, "MOST_STUCK", 2)
     threads = Threads("Stubborn", 2)
     release = threading.Event()
     begun = list[None]()
-    tasks = [asyncio.create_task(threads.run(lambda: begun.append(None) or release.wait(60))) for _ in range(2)]
+    tasks = [
+        asyncio.create_task(threads.run(lambda: begun.append(None) or release.wait(60)))
+        for _ in range(2)
+    ]
     await until(lambda: len(begun) == 2)
     for task in tasks:
         task.cancel()
@@ -109,7 +120,9 @@ async def test_too_many_jobs_that_never_return_are_a_failure(monkeypatch: pytest
     assert await threads.run(lambda: 1) == 1
 
 
-@pytest.mark.parametrize("error", [SystemExit, StopIteration, KeyboardInterrupt, asyncio.CancelledError])
+@pytest.mark.parametrize(
+    "error", [SystemExit, StopIteration, KeyboardInterrupt, asyncio.CancelledError]
+)
 async def test_whatever_a_job_raises_reaches_its_caller(error: type[BaseException]) -> None:
     """And the thread takes the next job."""
     threads = Threads("test", 1)
@@ -131,12 +144,16 @@ async def test_random_jobs_deadlines_and_errors_leave_nothing_behind() -> None:
     async def one(number: int) -> None:
         try:
             async with asyncio.timeout(0.002 * (number % 4) if number % 2 else None):
-                await threads.run(lambda: time.sleep(0.0005 * (number % 5)), lambda: after.append(number))
+                await threads.run(
+                    lambda: time.sleep(0.0005 * (number % 5)), lambda: after.append(number)
+                )
         except TimeoutError:
             return
 
     await asyncio.gather(*map(one, numbers))
-    await until(lambda: threads.stuck == 0 and threads._waiting == 0 and threads._idle == threads._threads)
+    await until(
+        lambda: threads.stuck == 0 and threads._waiting == 0 and threads._idle == threads._threads
+    )
     assert threads._threads <= 4 and 0 < len(after) < 200
     assert await asyncio.gather(*(threads.run(lambda n=n: n) for n in range(50))) == [*range(50)]
 
@@ -155,5 +172,7 @@ async def main():
 
 asyncio.run(main())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
+    )
     assert done.stdout == "given up\n" and done.stderr == ""

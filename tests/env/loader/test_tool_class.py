@@ -1,4 +1,5 @@
-"""A class with tools plays as it does in TRL, and whatever is wrong with it or with a call has one exact outcome."""
+"""A class with tools plays as it does in TRL, and whatever is wrong with it or with a call has one
+exact outcome."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from realhf.api.environment import AssistantMessage, Environment, EnvironmentFailure, EnvironmentSpec, ToolCall, Turn
+from realhf.api.environment import (
+    AssistantMessage,
+    Environment,
+    EnvironmentFailure,
+    EnvironmentSpec,
+    ToolCall,
+    Turn,
+)
 from realhf.env.loader.load import build_environment
 from realhf.env.loader.validation import BrokenContract, checked_messages
 from tests.env.loader.counter import COUNTER
@@ -39,14 +47,16 @@ async def answer(environment: Environment, *calls: ToolCall) -> list[str]:
 
 
 async def test_an_episode_is_played_as_in_trl(build: Build) -> None:
-    """The text of reset follows the prompt, results are tool messages, and an answer without calls ends the episode.
-    Each turn has the reward of its state, but only the end is a success."""
+    """The text of reset follows the prompt, results are tool messages, and an answer without calls
+    ends the episode. Each turn has the reward of its state, but only the end is a success."""
     spec = build(COUNTER)
     environment = spec.make("")
     opening = await environment.reset({"goal": 4, "prompt": "Count. "}, seed=0)
     assert opening.messages == [{"role": "user", "content": "Count. Reach 4."}]
     assert [tool["function"]["name"] for tool in opening.tools] == ["add", "stop"]
-    turn = await environment.step(says(ToolCall("add", {"amount": 1}, id="c1"), call("add", amount=1, twice=True)))
+    turn = await environment.step(
+        says(ToolCall("add", {"amount": 1}, id="c1"), call("add", amount=1, twice=True))
+    )
     assert turn.messages == [
         {"role": "tool", "name": "add", "content": "1", "tool_call_id": "c1"},
         {"role": "tool", "name": "add", "content": "3"},
@@ -56,7 +66,12 @@ async def test_an_episode_is_played_as_in_trl(build: Build) -> None:
     assert (turn.done, turn.reward, turn.metrics["success"]) == (False, 1.0, 0.0)
     turn = await environment.step(says(content="4"))
     assert (turn.done, turn.reward, turn.messages) == (True, 1.0, [])
-    assert turn.metrics == {"success": 1.0, "tool_calls": 3.0, "tool_failures": 0.0, "tool_errors": 0.0}
+    assert turn.metrics == {
+        "success": 1.0,
+        "tool_calls": 3.0,
+        "tool_failures": 0.0,
+        "tool_errors": 0.0,
+    }
     await environment.reset({}, seed=0)
     turn = await environment.step(says(call("stop")))
     assert turn.done and turn.messages[0]["content"] == "None"
@@ -89,9 +104,15 @@ async def test_the_text_of_reset_ends_the_last_message_of_the_user(
 
 
 async def test_the_cause_of_a_failure_is_what_the_author_raised(build: Build) -> None:
-    """Whoever wants to know more than the sentence finds it there, also for a result against the contract."""
-    for name, line, cause in (("a.py", "raise KeyError", KeyError), ("b.py", "return None", BrokenContract)):
-        environment = build(COUNTER.replace("return 1.0 if self.count == self.goal else 0.0", line), name).make("")
+    """Whoever wants to know more than the sentence finds it there, also for a result against the
+    contract."""
+    for name, line, cause in (
+        ("a.py", "raise KeyError", KeyError),
+        ("b.py", "return None", BrokenContract),
+    ):
+        environment = build(
+            COUNTER.replace("return 1.0 if self.count == self.goal else 0.0", line), name
+        ).make("")
         await environment.reset({}, seed=0)
         with pytest.raises(EnvironmentFailure) as caught:
             await environment.step(says())
@@ -129,7 +150,11 @@ async def test_async_methods_run_on_the_event_loop_and_others_beside_it(build: B
     turn = await environment.step(says(call("wait"), call("work")))
     assert [message["content"] for message in turn.messages] == ["waited", "worked"]
     assert (turn.reward, turn.rewards) == (0.75, {"speed": 0.25, "style": 0.5})
-    assert {name: turn.metrics[name] for name in ("success", "seed", "ok")} == {"success": 1.0, "seed": 9.0, "ok": 1.0}
+    assert {name: turn.metrics[name] for name in ("success", "seed", "ok")} == {
+        "success": 1.0,
+        "seed": 9.0,
+        "ok": 1.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -142,21 +167,30 @@ async def test_async_methods_run_on_the_event_loop_and_others_beside_it(build: B
         ("__import__('numpy').bool_(True)", 1.0, {}),
         ("__import__('fractions').Fraction(1, 4)", 0.25, {}),
         ("__import__('numpy').array(0.5)", 0.5, {}),
-        ("{'a': __import__('torch').tensor(0.5), 'b': __import__('numpy').float32(0.25)}", 0.75, {"a": 0.5, "b": 0.25}),
+        (
+            "{'a': __import__('torch').tensor(0.5), 'b': __import__('numpy').float32(0.25)}",
+            0.75,
+            {"a": 0.5, "b": 0.25},
+        ),
     ],
 )
 async def test_a_reward_is_a_number_or_named_components(
     build: Build, returned: str, reward: float, rewards: dict[str, float]
 ) -> None:
-    environment = build(COUNTER.replace("1.0 if self.count == self.goal else 0.0", returned)).make("")
+    environment = build(COUNTER.replace("1.0 if self.count == self.goal else 0.0", returned)).make(
+        ""
+    )
     await environment.reset({}, seed=0)
     turn = await environment.step(says())
     assert (turn.reward, turn.rewards, type(turn.reward)) == (reward, rewards, float)
 
 
 async def test_options_reach_the_class_and_data_makes_tasks(build: Build, tmp_path: Path) -> None:
-    """The nested dataclass is the only argument of the class; rows come from a file beside the author's."""
-    (tmp_path / "goals.jsonl").write_text("".join(f'{{"goal": {n}, "group": "g{n % 2}"}}\n' for n in range(40)))
+    """The nested dataclass is the only argument of the class; rows come from a file beside the
+    author's."""
+    (tmp_path / "goals.jsonl").write_text(
+        "".join(f'{{"goal": {n}, "group": "g{n % 2}"}}\n' for n in range(40))
+    )
     options = """
     def __init__(self, options):
         self.step = options.step
@@ -222,7 +256,9 @@ async def test_close_and_metrics_with_arguments_are_tools(build: Build) -> None:
             return 0
     """
     environment = build(text).make("")
-    assert [tool["function"]["name"] for tool in (await environment.reset({}, seed=0)).tools] == ["close"]
+    assert [tool["function"]["name"] for tool in (await environment.reset({}, seed=0)).tools] == [
+        "close"
+    ]
     assert await answer(environment, call("close", door="A")) == ["closed A"]
     assert (await environment.step(says())).metrics["doors"] == 2.0
     await environment.close()
@@ -249,20 +285,31 @@ async def test_close_and_metrics_with_arguments_are_tools(build: Build) -> None:
         (call("add", amount=1.5), "argument 'amount' must be a whole number, not 1.5"),
         (call("add", amount=None), "argument 'amount' must be a whole number, not None"),
         (call("add", amount=[1]), "argument 'amount' must be a whole number, not [1]"),
-        (call("add", amount=float("nan")), "the arguments are no JSON: nan is not JSON (at ['amount'])"),
+        (
+            call("add", amount=float("nan")),
+            "the arguments are no JSON: nan is not JSON (at ['amount'])",
+        ),
         (call("add", amount="9" * 10_000), "argument 'amount' must be a whole number, not '999"),
         (call("add", amount=1, self=2), "add has no argument 'self' (known: amount, twice)"),
-        (call("add", amount=1, **{"__class__": 2}), "add has no argument '__class__' (known: amount, twice)"),
+        (
+            call("add", amount=1, **{"__class__": 2}),
+            "add has no argument '__class__' (known: amount, twice)",
+        ),
         (
             call("add", amount=1, twise=True),
             "add has no argument 'twise'; did you mean 'twice'? (known: amount, twice)",
         ),
         (call("add", amount=-1), "amounts are positive"),
         (ToolCall("add", [1]), "the arguments must be an object"),  # type: ignore[arg-type]
-        (ToolCall("", {}, problem="the JSON of the call ends early"), "the JSON of the call ends early"),
+        (
+            ToolCall("", {}, problem="the JSON of the call ends early"),
+            "the JSON of the call ends early",
+        ),
     ],
 )
-async def test_a_wrong_call_is_answered_with_the_reason(build: Build, tool: ToolCall, sentence: str) -> None:
+async def test_a_wrong_call_is_answered_with_the_reason(
+    build: Build, tool: ToolCall, sentence: str
+) -> None:
     """The policy reads it as in TRL, the episode goes on, and the state is as before."""
     environment = build(COUNTER).make("")
     await environment.reset({}, seed=0)
@@ -272,13 +319,20 @@ async def test_a_wrong_call_is_answered_with_the_reason(build: Build, tool: Tool
     assert message["content"][: len(expected) - 2] == expected[:-2]
     assert message["name"] == (tool.name if 0 < len(tool.name) <= 60 else message["name"]) != ""
     assert len(message["content"]) < 400
-    assert (turn.done, turn.metrics["tool_failures"], turn.metrics["tool_calls"]) == (False, 1.0, 1.0)
+    assert (turn.done, turn.metrics["tool_failures"], turn.metrics["tool_calls"]) == (
+        False,
+        1.0,
+        1.0,
+    )
     assert await answer(environment, call("add", amount="3")) == ["3"]
 
 
 @pytest.mark.slow
-async def test_deep_and_large_arguments_are_refused_or_taken_but_never_break_anything(build: Build) -> None:
-    """Recursion is bounded before the author's code sees a value; only what the schema offers can be called."""
+async def test_deep_and_large_arguments_are_refused_or_taken_but_never_break_anything(
+    build: Build,
+) -> None:
+    """Recursion is bounded before the author's code sees a value; only what the schema offers can
+    be called."""
     text = """
     class Store:
         def reset(self, **row): self.seen = 0
@@ -306,7 +360,9 @@ async def test_deep_and_large_arguments_are_refused_or_taken_but_never_break_any
     for _ in range(100_000):
         deep = {"a": deep}
     assert "stand in one another" in (await answer(environment, call("put", value=deep)))[0]
-    assert await answer(environment, call("put", value={str(n): n for n in range(50_000)})) == ["50000"]
+    assert await answer(environment, call("put", value={str(n): n for n in range(50_000)})) == [
+        "50000"
+    ]
     assert "half a character" in (await answer(environment, call("put", value={"a": "\ud800"})))[0]
     for name in ("secret", "helper", "_hidden", "close", "metrics", "seen", "__dict__"):
         assert f"Tool {name} not found." in (await answer(environment, call(name)))[0]
@@ -315,26 +371,36 @@ async def test_deep_and_large_arguments_are_refused_or_taken_but_never_break_any
 
 @pytest.mark.parametrize("word", ["def", "async def"])
 async def test_a_user_answers_a_turn_without_a_call(build: Build, word: str) -> None:
-    """In words of theirs until they leave; what is no text breaks the contract, and another signature is refused."""
+    """In words of theirs until they leave; what is no text breaks the contract, and another
+    signature is refused."""
     reply = f"    {word} user_reply(self, text):\n        return {{}}"
-    answer = reply.format('None if text == "bye" else 3 if text == "three" else f"You said {text}."')
+    answer = reply.format(
+        'None if text == "bye" else 3 if text == "three" else f"You said {text}."'
+    )
     environment = build(COUNTER + answer).make("")
     opening = await environment.reset({}, seed=1)
     assert "user_reply" not in str(opening.tools)
     turn = await environment.step(says(content="hm"))
     assert (turn.messages, turn.done) == ([{"role": "user", "content": "You said hm."}], False)
-    assert (await environment.step(says(call("add", amount=1), content="bye"))).messages[0]["role"] == "tool"
+    assert (await environment.step(says(call("add", amount=1), content="bye"))).messages[0][
+        "role"
+    ] == "tool"
     turn = await environment.step(says(content="bye"))
     assert (turn.messages, turn.done, turn.metrics["tool_calls"]) == ([], True, 1)
-    with pytest.raises(EnvironmentFailure, match=r"Counter\.user_reply .*must return text, or None .*, not 3"):
+    with pytest.raises(
+        EnvironmentFailure, match=r"Counter\.user_reply .*must return text, or None .*, not 3"
+    ):
         await environment.step(says(content="three"))
     with pytest.raises(ValueError, match=r"Counter\.user_reply must be user_reply\(self, text\)"):
         build(COUNTER + reply.format("text").replace("self, text", "self"), "other.py")
 
 
-async def test_a_mistake_of_the_author_is_counted_and_told(build: Build, caplog: pytest.LogCaptureFixture) -> None:
-    """An AttributeError in a tool that was called rightly is no failure of the policy alone: it is in the metrics and
-    the info of the turn, and once in the log. What a tool raises on purpose and a call that is wrong are not."""
+async def test_a_mistake_of_the_author_is_counted_and_told(
+    build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An AttributeError in a tool that was called rightly is no failure of the policy alone: it is
+    in the metrics and the info of the turn, and once in the log. What a tool raises on purpose and
+    a call that is wrong are not."""
     environment = build(COUNTER.replace("self.count += amount", "self.cuont += amount")).make("")
     for _ in range(2):
         await environment.reset({}, seed=1)
@@ -344,7 +410,10 @@ async def test_a_mistake_of_the_author_is_counted_and_told(build: Build, caplog:
         turn = await environment.step(says(call("add", amount=1)))
         assert turn.metrics["tool_errors"] == 1 and turn.metrics["tool_failures"] == 4
         [told] = turn.info["tool_errors"]
-        assert "Counter.add: AttributeError: 'Counter' object has no attribute 'cuont'" in told and "line 19" in told
+        assert (
+            "Counter.add: AttributeError: 'Counter' object has no attribute 'cuont'" in told
+            and "line 19" in told
+        )
     assert caplog.text.count("Counter.add: AttributeError") == 1
 
 
@@ -354,13 +423,18 @@ async def test_a_mistake_of_the_author_is_counted_and_told(build: Build, caplog:
         ("return {'a': 1}", "{'a': 1}"),
         ("raise KeyError('key')", str({"error": "'key'"})),
         ("assert False", str({"error": "AssertionError"})),
-        ("return 'x' * (1 << 20)", "x" * (1 << 18) + f"... ({(1 << 20) - (1 << 18)} more characters)"),
+        (
+            "return 'x' * (1 << 20)",
+            "x" * (1 << 18) + f"... ({(1 << 20) - (1 << 18)} more characters)",
+        ),
         ("return chr(0xd800)", "?"),
         ("import asyncio; raise asyncio.TimeoutError", str({"error": "TimeoutError"})),
         ("return self.stop2()", str({"error": "maximum recursion depth exceeded"})),
     ],
 )
-async def test_what_a_tool_returns_or_raises_is_text_for_the_policy(build: Build, body: str, content: str) -> None:
+async def test_what_a_tool_returns_or_raises_is_text_for_the_policy(
+    build: Build, body: str, content: str
+) -> None:
     extra = f"\n    def stop2(self) -> str:\n        '''Stop.'''\n        {body}\n"
     environment = build(COUNTER + extra).make("")
     await environment.reset({}, seed=0)
@@ -370,19 +444,30 @@ async def test_what_a_tool_returns_or_raises_is_text_for_the_policy(build: Build
 
 ANY_JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=5,
 )
-NAMES = st.sampled_from(["add", "stop", "reset", "get_reward", "__init__", "done", ""]) | st.text(max_size=8)
-ARGUMENTS = st.dictionaries(st.sampled_from(["amount", "twice", "self", "__class__"]) | st.text(max_size=5), ANY_JSON)
+NAMES = st.sampled_from(["add", "stop", "reset", "get_reward", "__init__", "done", ""]) | st.text(
+    max_size=8
+)
+ARGUMENTS = st.dictionaries(
+    st.sampled_from(["amount", "twice", "self", "__class__"]) | st.text(max_size=5), ANY_JSON
+)
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.lists(st.builds(ToolCall, NAMES, ARGUMENTS, st.text(max_size=3)), max_size=3))
-def test_whatever_a_policy_calls_each_call_has_an_answer(build: Build, calls: list[ToolCall]) -> None:
-    """Never an exception and never a failure, and the answers are messages as the contract wants them."""
+def test_whatever_a_policy_calls_each_call_has_an_answer(
+    build: Build, calls: list[ToolCall]
+) -> None:
+    """Never an exception and never a failure, and the answers are messages as the contract wants
+    them."""
 
     async def play() -> Turn:
         environment = build(COUNTER).make("")
@@ -498,13 +583,15 @@ async def test_fifteen_hundred_trivial_episodes_take_less_than_a_second(build: B
 
 
 def test_an_environment_is_made_without_running_anything_of_it(write: Callable[..., str]) -> None:
-    """``make`` is called on an event loop, so the author's constructor must wait for the first reset."""
+    """``make`` is called on an event loop, so the author's constructor must wait for the first
+    reset."""
     path = write(COUNTER.replace("done = False", "def __init__(self): raise RuntimeError"))
     assert build_environment(path, {}).make("") is not None
 
 
 async def test_a_class_says_its_state_or_leaves_it_to_the_text(build: Build) -> None:
-    """``state_key`` is read after reset and after each turn; what is no text is told with its class."""
+    """``state_key`` is read after reset and after each turn; what is no text is told with its
+    class."""
     plain = build(COUNTER).make("")
     assert (await plain.reset({"goal": 4}, seed=0)).state_key == ""
     keyed = COUNTER + "\n    @property\n    def state_key(self):\n        return {made}\n"

@@ -1,4 +1,5 @@
-"""Plain values become what type hints ask for, or are refused with a sentence that says what was expected."""
+"""Plain values become what type hints ask for, or are refused with a sentence that says what was
+expected."""
 
 from __future__ import annotations
 
@@ -141,19 +142,36 @@ def test_what_is_not_json_is_named_with_its_place(value: Any, problem: str) -> N
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 SOME_HINTS = st.sampled_from(
-    [int, float, bool, str, list[int], dict[str, float], Colour, Literal["a", 1], Point, Range, int | list[str] | None]
+    [
+        int,
+        float,
+        bool,
+        str,
+        list[int],
+        dict[str, float],
+        Colour,
+        Literal["a", 1],
+        Point,
+        Range,
+        int | list[str] | None,
+    ]
 )
 
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(JSON, SOME_HINTS)
-def test_any_json_is_taken_or_refused_and_a_taken_value_is_taken_again(value: Any, hint: Any) -> None:
-    """Nothing but ValueError is raised, and what came out has the type, so it goes in again unchanged."""
+def test_any_json_is_taken_or_refused_and_a_taken_value_is_taken_again(
+    value: Any, hint: Any
+) -> None:
+    """Nothing but ValueError is raised, and what came out has the type, so it goes in again
+    unchanged."""
     try:
         found = coerced(value, hint, "it")
     except ValueError:

@@ -22,7 +22,8 @@ def ask(session: ClientConnection, message: Any) -> dict[str, Any]:
 
 
 class FakePool:
-    """Slots without simulators; a released slot is back after ``scrub_s``, and not before ``scrubbed`` is set."""
+    """Slots without simulators; a released slot is back after ``scrub_s``, and not before
+    ``scrubbed`` is set."""
 
     def __init__(self, size: int, scrub_s: float = 0.0) -> None:
         self.scrub_s = scrub_s
@@ -93,7 +94,9 @@ class Stage:
         self.players: list[FakeBlockingPlayer] = []
         self._make = make
         config = AwsServerConfig(port=0, pool_size=size, **settings)
-        self.server = EnvServer(AwsServed(config, self.pool, self._player), config, listen("127.0.0.1", 0))
+        self.server = EnvServer(
+            AwsServed(config, self.pool, self._player), config, listen("127.0.0.1", 0)
+        )
         self.server.start()
 
     def _player(self, slot: int) -> FakeBlockingPlayer:

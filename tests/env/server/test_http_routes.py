@@ -22,22 +22,29 @@ TOKEN = "only-for-tests"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[EnvServerProcess]:
-    with EnvServerProcess(1, "--capacity-mode", "openenv", "--token", TOKEN, "--web", "off") as process:
+    with EnvServerProcess(
+        1, "--capacity-mode", "openenv", "--token", TOKEN, "--web", "off"
+    ) as process:
         yield process
 
 
 @pytest.fixture
 def http(server: EnvServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=300) as client:
+    with httpx.Client(
+        base_url=server.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=300
+    ) as client:
         yield client
 
 
 @pytest.fixture(autouse=True)
 def slot_is_free(server: EnvServerProcess) -> None:
-    """What the test before held is given back after its answer, which takes as long as a simulator needs."""
+    """What the test before held is given back after its answer, which takes as long as a simulator
+    needs."""
     deadline = time.monotonic() + 60
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    while "realhf_env_pool_free 1.0" not in httpx.get(server.url + "/metrics", headers=headers).text:
+    while (
+        "realhf_env_pool_free 1.0" not in httpx.get(server.url + "/metrics", headers=headers).text
+    ):
         assert time.monotonic() < deadline, "a slot is still leased"
         time.sleep(0.02)
 
@@ -58,7 +65,9 @@ CALL = rpc("tools/call", {"name": "aws", "arguments": {"command": "aws s3api lis
 def test_stateless_reset_and_step_build_run_and_discard(http: httpx.Client) -> None:
     first = http.post("/reset", json={"seed": 3, "task_id": 101, "unknown": 1}).json()
     assert first["observation"]["task"]["task_id"] == 101 and first["done"] is False
-    step = http.post("/step", json={"action": {"command": "aws s3api list-buckets"}, "timeout_s": 20}).json()
+    step = http.post(
+        "/step", json={"action": {"command": "aws s3api list-buckets"}, "timeout_s": 20}
+    ).json()
     assert step["observation"]["command_success"] and step["observation"]["step_count"] == 1
     assert http.get("/state").json()["step_count"] == 0
 
@@ -85,7 +94,8 @@ def test_a_bad_task_is_422_and_names_the_field(http: httpx.Client) -> None:
 
 @pytest.mark.slow
 def test_a_refused_handshake_is_no_error_in_the_log() -> None:
-    """A client without a token, or one too many, was told so; the server used to log each such answer as its error."""
+    """A client without a token, or one too many, was told so; the server used to log each such
+    answer as its error."""
     with EnvServerProcess(1, "--token", TOKEN, "--web", "off") as server:
         with open_session(server), pytest.raises(InvalidStatus) as full:
             open_session(server)
@@ -131,7 +141,9 @@ def test_mcp_over_http(http: httpx.Client) -> None:
     assert [tool["name"] for tool in tools] == ["aws"]
     result = http.post("/mcp", json=CALL).json()["result"]
     assert result["isError"] is False and "Buckets" in result["content"][0]["text"]
-    broken = http.post("/mcp", content=b"{", headers={"Content-Type": "application/json; charset=utf-8"})
+    broken = http.post(
+        "/mcp", content=b"{", headers={"Content-Type": "application/json; charset=utf-8"}
+    )
     assert broken.json()["error"]["code"] == mcp.PARSE_ERROR
 
 
@@ -142,7 +154,11 @@ def test_mcp_in_a_session_is_a_step_of_its_episode(server: EnvServerProcess) -> 
         ask(session, {"type": "reset", "data": {"task_id": 101, "seed": 1}})
         call = rpc("tools/call", {"name": "aws", "arguments": {"command": "ls"}})
         refused = ask(session, {"type": "mcp", "data": call, "id": "x"})
-        assert refused["id"] == "x" and refused["data"]["id"] == 7 and refused["data"]["result"]["isError"]
+        assert (
+            refused["id"] == "x"
+            and refused["data"]["id"] == 7
+            and refused["data"]["result"]["isError"]
+        )
         assert refused["data"]["result"]["structuredContent"]["observation"]["refusal"] == "not-aws"
         assert ask(session, {"type": "state"})["data"]["step_count"] == 1
 
@@ -157,8 +173,14 @@ def test_mcp_in_a_session_is_a_step_of_its_episode(server: EnvServerProcess) -> 
         (rpc("tools/call"), mcp.INVALID_PARAMS),
         (rpc("tools/call", {"name": "rm", "arguments": {}}), mcp.INVALID_PARAMS),
         (rpc("tools/call", {"name": "aws", "arguments": {"command": 1}}), mcp.INVALID_PARAMS),
-        (rpc("tools/call", {"name": "aws", "arguments": {"command": "x" * 65}}), mcp.INVALID_PARAMS),
-        (rpc("tools/call", {"name": "aws", "arguments": {"command": "\ud800"}}), mcp.INVALID_PARAMS),
+        (
+            rpc("tools/call", {"name": "aws", "arguments": {"command": "x" * 65}}),
+            mcp.INVALID_PARAMS,
+        ),
+        (
+            rpc("tools/call", {"name": "aws", "arguments": {"command": "\ud800"}}),
+            mcp.INVALID_PARAMS,
+        ),
     ],
 )
 def test_a_wrong_rpc_request_is_answered_with_its_code(message: Any, code: int) -> None:

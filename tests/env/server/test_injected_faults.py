@@ -33,7 +33,12 @@ class FakeQuickPlayer(FakeBlockingPlayer):
     def step(self, action: dict[str, Any]) -> tuple[dict[str, Any], float | None, bool]:
         command = action["command"]
         self._executed.append(command)
-        seen = {"command_output": command, "command_success": True, "task_achieved": False, "partial_progress": 0.0}
+        seen = {
+            "command_output": command,
+            "command_success": True,
+            "task_achieved": False,
+            "partial_progress": 0.0,
+        }
         return seen, 0.0, False
 
 
@@ -77,7 +82,9 @@ async def test_faults_of_every_kind_at_the_asked_rate_and_none_of_them_executed(
     assert len(executed) == first["ok"]
     assert 15 <= first["unavailable"] + first["disconnect"] <= 45, first
     assert first["unavailable"] > first["disconnect"] > 0
-    assert f'realhf_env_injected_faults_total{{kind="unavailable"}} {first["unavailable"]}.0' in page
+    assert (
+        f'realhf_env_injected_faults_total{{kind="unavailable"}} {first["unavailable"]}.0' in page
+    )
     assert told["fault_rate"] == 0.2
     with served([], fault_rate=0.2, fault_kinds="unavailable=8,disconnect=2") as url:
         assert await play(url, 150) == first, "the same seed and the same play meet the same faults"
@@ -88,7 +95,11 @@ async def test_faults_of_every_kind_at_the_asked_rate_and_none_of_them_executed(
 async def test_an_episode_that_resumes_does_not_notice() -> None:
     with served([], fault_rate=0.5, fault_kinds="unavailable=3,disconnect") as url:
         env = SlotEnvironment(
-            "aws", lambda: AwsEnvironment(url), message_timeout_s=60, patience_s=60, deterministic=True
+            "aws",
+            lambda: AwsEnvironment(url),
+            message_timeout_s=60,
+            patience_s=60,
+            deterministic=True,
         )
         env.prepare(30)
         await env.reset({}, seed=1)
@@ -134,8 +145,32 @@ async def test_nothing_is_injected_unless_asked_for() -> None:
         (["--fault-kinds", "hang=x"], "FAULT_KINDS.*not a number"),
         (["--fault-kinds", "hang=0"], "FAULT_KINDS.*above 0"),
         (["--fault-kinds", "hang,hang"], "FAULT_KINDS.*twice"),
-        (["--backend-type", "aws", "--token", "t", "--allow-real-aws", "1", "--fault-rate", "0.1"], "FAULT.*aws"),
-        (["--backend-type", "aws", "--token", "t", "--allow-real-aws", "1", "--step-latency-ms", "1"], "LATENCY.*aws"),
+        (
+            [
+                "--backend-type",
+                "aws",
+                "--token",
+                "t",
+                "--allow-real-aws",
+                "1",
+                "--fault-rate",
+                "0.1",
+            ],
+            "FAULT.*aws",
+        ),
+        (
+            [
+                "--backend-type",
+                "aws",
+                "--token",
+                "t",
+                "--allow-real-aws",
+                "1",
+                "--step-latency-ms",
+                "1",
+            ],
+            "LATENCY.*aws",
+        ),
     ],
 )
 def test_a_bad_setting_is_named(argv: list[str], named: str) -> None:
@@ -145,7 +180,9 @@ def test_a_bad_setting_is_named(argv: list[str], named: str) -> None:
 
 def test_weights_and_rate_are_what_was_asked_for() -> None:
     assert parse_kinds("unavailable, hang=3") == {"unavailable": 1.0, "hang": 3.0}
-    drawn = Counter(InjectedFaults(rate=1.0, kinds="unavailable,hang=3").session().draw() for _ in range(1))
+    drawn = Counter(
+        InjectedFaults(rate=1.0, kinds="unavailable,hang=3").session().draw() for _ in range(1)
+    )
     assert None not in drawn
     dice = InjectedFaults(rate=1.0, kinds="unavailable,hang=3").session()
     many = Counter(dice.draw() for _ in range(4000))

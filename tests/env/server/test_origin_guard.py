@@ -1,5 +1,5 @@
-"""The environment server serves programs and its own pages: no foreign page, no foreign host, no body of another kind,
-no field without a bound."""
+"""The environment server serves programs and its own pages: no foreign page, no foreign host, no
+body of another kind, no field without a bound."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ FOREIGN = {
     "an empty host": {"Host": ""},
     "a page that sends no origin": {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},
     "a page of the same site": {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "no-cors"},
-    "a form in a frame": {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"},
+    "a form in a frame": {
+        "Sec-Fetch-Site": "cross-site",
+        "Sec-Fetch-Mode": "navigate",
+        "Sec-Fetch-Dest": "iframe",
+    },
 }
 _QUICK = {"name": "aws", "arguments": {"command": "quick"}}
 CALL = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": _QUICK}
@@ -59,7 +63,9 @@ def _connect(stage: Stage, headers: dict[str, str]) -> Any:
     return connect(url, sock=there, additional_headers=headers, proxy=None)
 
 
-@pytest.mark.parametrize("reason", [name for name in FOREIGN if name not in ("a user in front", "an empty host")])
+@pytest.mark.parametrize(
+    "reason", [name for name in FOREIGN if name not in ("a user in front", "an empty host")]
+)
 def test_a_foreign_page_opens_no_session(stage: Stage, reason: str) -> None:
     headers = FOREIGN[reason]
     opened = len(stage.players)
@@ -83,7 +89,9 @@ def test_a_foreign_page_opens_no_session(stage: Stage, reason: str) -> None:
     ],
 )
 @pytest.mark.parametrize("headers", FOREIGN.values(), ids=FOREIGN)
-def test_a_foreign_page_reaches_no_route(stage: Stage, headers: dict[str, str], method: str, path: str) -> None:
+def test_a_foreign_page_reaches_no_route(
+    stage: Stage, headers: dict[str, str], method: str, path: str
+) -> None:
     opened = len(stage.players)
     answer = httpx.request(method, stage.server.url + path, headers=headers, json=CALL)
     assert answer.status_code == 403 and "Access-Control-Allow-Origin" not in answer.headers
@@ -109,11 +117,17 @@ def test_programs_and_the_servers_own_pages_are_served(stage: Stage) -> None:
         assert httpx.post(url + "/mcp", headers=headers, json=CALL).status_code == 200, headers
     for headers in ({}, {"Host": f"localhost:{port}"}, {"Origin": url}):
         with connect(
-            url.replace("http", "ws") + "/ws", additional_headers={"Origin": headers.get("Origin", url)}, proxy=None
+            url.replace("http", "ws") + "/ws",
+            additional_headers={"Origin": headers.get("Origin", url)},
+            proxy=None,
         ) as session:
             session.send('{"type":"state"}')
             assert json.loads(session.recv(timeout=300))["type"] == "state"
-    link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    link = {
+        "Sec-Fetch-Site": "cross-site",
+        "Sec-Fetch-Mode": "navigate",
+        "Sec-Fetch-Dest": "document",
+    }
     assert httpx.get(url + "/health", headers=link).status_code == 200
     assert httpx.post(url + "/reset", headers=link, json={}).status_code == 403
 
@@ -133,14 +147,19 @@ def test_programs_and_the_servers_own_pages_are_served(stage: Stage) -> None:
 def test_a_body_is_json_and_says_so(stage: Stage, path: str, kind: str) -> None:
     """A page may send the other kinds anywhere without asking."""
     opened = len(stage.players)
-    answer = httpx.post(stage.server.url + path, content=json.dumps(CALL), headers={"Content-Type": kind})
+    answer = httpx.post(
+        stage.server.url + path, content=json.dumps(CALL), headers={"Content-Type": kind}
+    )
     assert answer.status_code == 415 and len(stage.players) == opened
 
 
 def test_a_reset_needs_no_body(stage: Stage) -> None:
     assert httpx.post(stage.server.url + "/reset").status_code == 200
     json_of_a_client = {"Content-Type": "Application/JSON; charset=utf-8"}
-    assert httpx.post(stage.server.url + "/reset", content=b"{}", headers=json_of_a_client).status_code == 200
+    assert (
+        httpx.post(stage.server.url + "/reset", content=b"{}", headers=json_of_a_client).status_code
+        == 200
+    )
 
 
 LONG = "x" * 256
@@ -216,8 +235,9 @@ def test_the_id_of_a_call_has_a_bound(stage: Stage) -> None:
     ],
 )
 async def test_hosts_beyond_the_loopback(settings: dict[str, Any], host: str, served: bool) -> None:
-    """Addresses cannot be made to resolve elsewhere; names are served when they were told. With a token, which is
-    needed there, a browser's request still has to come from a page of the server."""
+    """Addresses cannot be made to resolve elsewhere; names are served when they were told. With a
+    token, which is needed there, a browser's request still has to come from a page of the
+    server."""
     reached: list[bool] = []
     sent: list[Any] = []
 
@@ -231,7 +251,9 @@ async def test_hosts_beyond_the_loopback(settings: dict[str, Any], host: str, se
         sent.append(message)
 
     guard = RequestGuard(app, guard_rules(ServerConfig(token="t", **settings), ""))
-    await guard({"type": "http", "method": "GET", "headers": [(b"host", host.encode())]}, receive, send)
+    await guard(
+        {"type": "http", "method": "GET", "headers": [(b"host", host.encode())]}, receive, send
+    )
     assert (bool(reached), sent[:1] == [] or sent[0]["status"] == 403) == (served, True)
     headers = [(b"host", host.encode()), (b"origin", b"http://evil.example")]
     await guard({"type": "http", "method": "GET", "headers": headers}, receive, send)

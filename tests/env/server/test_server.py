@@ -49,7 +49,9 @@ def step(session: ClientConnection, command: str) -> dict[str, Any]:
 
 
 def reset(session: ClientConnection, task: Task, **more: Any) -> dict[str, Any]:
-    return ask(session, {"type": "reset", "data": {"task": task.to_json(), "seed": 5, **more}})["data"]
+    return ask(session, {"type": "reset", "data": {"task": task.to_json(), "seed": 5, **more}})[
+        "data"
+    ]
 
 
 def get(url: str) -> tuple[int, str]:
@@ -65,11 +67,17 @@ def test_an_episode_frame_by_frame(server: EnvServerProcess) -> None:
     task = instantiate(201, seed=3)
     with open_session(server) as session:
         early = ask(session, {"type": "step", "data": {"command": "aws s3 ls"}, "id": 1})
-        assert early["type"] == "error" and early["data"]["code"] == "EXECUTION_ERROR" and early["id"] == 1
+        assert (
+            early["type"] == "error"
+            and early["data"]["code"] == "EXECUTION_ERROR"
+            and early["id"] == 1
+        )
         first = reset(session, task, episode_id="mine")
         assert set(first) == {"observation", "reward", "done"} and first["done"] is False
         assert set(first["observation"]) == OBSERVATION_KEYS
-        assert first["observation"]["episode_id"] == "mine" and first["observation"]["steps_left"] == 4
+        assert (
+            first["observation"]["episode_id"] == "mine" and first["observation"]["steps_left"] == 4
+        )
         assert first["observation"]["task"] == {
             "task_id": 201,
             "difficulty": "intermediate",
@@ -79,9 +87,15 @@ def test_an_episode_frame_by_frame(server: EnvServerProcess) -> None:
         for command in task.solution:
             reply = step(session, command)
             rewards.append(reply["reward"])
-        assert reply["done"] and reply["observation"]["task_achieved"] and sum(rewards) == pytest.approx(1.0)
+        assert (
+            reply["done"]
+            and reply["observation"]["task_achieved"]
+            and sum(rewards) == pytest.approx(1.0)
+        )
         after = step(session, "aws s3 ls")
-        assert after["done"] and after["reward"] == 0 and "finished" in after["observation"]["error"]
+        assert (
+            after["done"] and after["reward"] == 0 and "finished" in after["observation"]["error"]
+        )
         state = ask(session, {"type": "state"})
         assert state["type"] == "state" and state["data"]["step_count"] == 2
         assert state["data"]["tracker"]["commands_executed"] == [*task.solution]
@@ -89,7 +103,10 @@ def test_an_episode_frame_by_frame(server: EnvServerProcess) -> None:
         session.send('{"type":"close"}')
         with pytest.raises(ConnectionClosed) as closed:
             session.recv(timeout=300)
-        assert closed.value.rcvd is not None and (closed.value.rcvd.code, closed.value.rcvd.reason) == (1000, "")
+        assert closed.value.rcvd is not None and (
+            closed.value.rcvd.code,
+            closed.value.rcvd.reason,
+        ) == (1000, "")
 
 
 def test_an_episode_without_success_is_truncated(server: EnvServerProcess) -> None:
@@ -97,16 +114,25 @@ def test_an_episode_without_success_is_truncated(server: EnvServerProcess) -> No
         reset(session, instantiate(101, seed=1))
         replies = [step(session, "aws s3api list-buckets") for _ in range(4)]
         assert [reply["done"] for reply in replies] == [False, False, False, True]
-        assert replies[-1]["observation"]["truncated"] and not replies[-1]["observation"]["task_achieved"]
+        assert (
+            replies[-1]["observation"]["truncated"]
+            and not replies[-1]["observation"]["task_achieved"]
+        )
 
 
 def test_task_by_id_and_by_chance(server: EnvServerProcess) -> None:
     with open_session(server) as session:
-        reply = ask(session, {"type": "reset", "data": {"task_id": 101, "seed": 8, "split": "heldout"}})
+        reply = ask(
+            session, {"type": "reset", "data": {"task_id": 101, "seed": 8, "split": "heldout"}}
+        )
         expected = instantiate(101, 8, "heldout").description
         assert reply["data"]["observation"]["task"]["description"] == expected
         assert ask(session, {"type": "reset"})["data"]["observation"]["task"]["description"]
-        for bad in ({"task_id": 987654}, {"task": {"task_id": 1}}, {"task_id": 101, "split": "moon"}):
+        for bad in (
+            {"task_id": 987654},
+            {"task": {"task_id": 1}},
+            {"task_id": 101, "split": "moon"},
+        ):
             error = ask(session, {"type": "reset", "data": bad})
             assert error["type"] == "error" and error["data"]["code"] == "VALIDATION_ERROR", error
 
@@ -124,13 +150,21 @@ def test_sessions_do_not_see_each_other(server: EnvServerProcess) -> None:
     with open_session(server) as one, open_session(server) as two:
         for session in (one, two):
             reset(session, instantiate(201, seed=3))
-        assert step(one, "aws s3api create-bucket --bucket shared-name")["observation"]["command_success"]
+        assert step(one, "aws s3api create-bucket --bucket shared-name")["observation"][
+            "command_success"
+        ]
         assert "shared-name" in step(one, "aws s3api list-buckets")["observation"]["command_output"]
-        assert "shared-name" not in step(two, "aws s3api list-buckets")["observation"]["command_output"]
+        assert (
+            "shared-name"
+            not in step(two, "aws s3api list-buckets")["observation"]["command_output"]
+        )
     with open_session(server) as one, open_session(server) as two:
         for session in (one, two):
             reset(session, instantiate(201, seed=3))
-            assert "shared-name" not in step(session, "aws s3api list-buckets")["observation"]["command_output"]
+            assert (
+                "shared-name"
+                not in step(session, "aws s3api list-buckets")["observation"]["command_output"]
+            )
 
 
 def wait_until_free(server: EnvServerProcess, limit_s: float = 10.0) -> None:
@@ -148,7 +182,11 @@ def test_capacity_is_refused_before_accept_and_comes_back(server: EnvServerProce
     response = refused.value.response
     assert response.status_code == 503 and response.headers["Retry-After"] == "1"
     body = json.loads(response.body or b"")
-    assert (body["code"], body["active_sessions"], body["max_sessions"]) == ("CAPACITY_REACHED", POOL, POOL)
+    assert (body["code"], body["active_sessions"], body["max_sessions"]) == (
+        "CAPACITY_REACHED",
+        POOL,
+        POOL,
+    )
     for round_index in range(5):
         sessions[round_index % POOL].close()
         sessions[round_index % POOL] = open_session(server)
@@ -159,7 +197,11 @@ def test_capacity_is_refused_before_accept_and_comes_back(server: EnvServerProce
 
 def children_of(server: EnvServerProcess, module: str) -> list[psutil.Process]:
     """The forked children of a zygote of the server."""
-    pythons = {p.pid: p for p, line in family(server.process.pid).items() if module in line and "python" in line[0]}
+    pythons = {
+        p.pid: p
+        for p, line in family(server.process.pid).items()
+        if module in line and "python" in line[0]
+    }
     return [p for p in pythons.values() if p.ppid() in pythons]
 
 
@@ -187,7 +229,9 @@ def test_a_client_that_vanishes_in_mid_command_frees_its_slot(server: EnvServerP
             assert step(fresh, "aws s3api list-buckets")["observation"]["command_success"]
 
 
-def test_a_dead_simulator_is_an_environment_failure_until_the_next_reset(server: EnvServerProcess) -> None:
+def test_a_dead_simulator_is_an_environment_failure_until_the_next_reset(
+    server: EnvServerProcess,
+) -> None:
     with open_session(server) as session:
         task = instantiate(201, seed=3)
         reset(session, task)
@@ -211,7 +255,14 @@ def test_no_frame_reveals_the_criteria(server: EnvServerProcess) -> None:
             ask(session, {"type": "state"}),
         ]
     text = json.dumps(frames)
-    for secret in ("success_criteria", "solution", "setup", "json_path", "DescribeLogStreams", *task.solution):
+    for secret in (
+        "success_criteria",
+        "solution",
+        "setup",
+        "json_path",
+        "DescribeLogStreams",
+        *task.solution,
+    ):
         assert secret not in text
 
 
@@ -279,7 +330,12 @@ def test_a_taken_port_is_one_clear_message(option: str) -> None:
         occupant.listen()
         port = str(occupant.getsockname()[1])
         others = {"--port": "0", "--ministack-base-port": "0", option: port}
-        command = [sys.executable, "-m", "workers.env_worker", *(word for pair in others.items() for word in pair)]
+        command = [
+            sys.executable,
+            "-m",
+            "workers.env_worker",
+            *(word for pair in others.items() for word in pair),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert port in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr

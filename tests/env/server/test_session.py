@@ -1,5 +1,5 @@
-"""Sessions whose commands are slow, and clients that say nothing, roll back or break: a fake player blocks where a
-real command would, the server is real."""
+"""Sessions whose commands are slow, and clients that say nothing, roll back or break: a fake player
+blocks where a real command would, the server is real."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def test_client_that_vanishes_in_mid_command_frees_its_slot(stage: Stage) -> Non
     assert stage.players[0].kills == 2
 
 
-def test_a_command_that_ends_within_the_grace_is_not_killed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_ends_within_the_grace_is_not_killed(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("realhf.env.server.session._GRACE_S", 60.0)
     session = stage.open()
     send_step(session)
@@ -109,7 +111,9 @@ def test_reopening_waits_for_the_scrub(stage: Stage) -> None:
         stage.open().close()
 
 
-def test_a_long_scrub_is_refused_and_counts_nobody(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_scrub_is_refused_and_counts_nobody(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("realhf.env.server.capacity._SCRUB_WAIT_S", 0.2)
     stage.pool.scrubbed.clear()
     stage.open().close()
@@ -141,7 +145,8 @@ def test_a_taken_port_is_named(stage: Stage) -> None:
 
 @pytest.fixture
 def unkillable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands that outlast every kill, as a set-up does whose thread is in the environment's own code."""
+    """Commands that outlast every kill, as a set-up does whose thread is in the environment's own
+    code."""
     monkeypatch.setattr(FakeBlockingPlayer, "kill", lambda player: None)
     monkeypatch.setattr("realhf.env.server.session._GRACE_S", 0.05)
     monkeypatch.setattr("realhf.env.server.session.KILLED_WAIT_S", 0.1)
@@ -168,7 +173,10 @@ def test_a_stateless_request_is_answered_in_time_and_its_slot_stays_leased(stage
     body = {"action": {"command": "slow"}, "timeout_s": 0.1}
     reply = httpx.post(stage.server.url + "/step", json=body, timeout=300, trust_env=False)
     assert reply.status_code == 504 and "no answer within 0.1 s" in reply.text
-    assert httpx.post(stage.server.url + "/reset", json={}, timeout=300, trust_env=False).status_code == 503
+    assert (
+        httpx.post(stage.server.url + "/reset", json={}, timeout=300, trust_env=False).status_code
+        == 503
+    )
     assert stage.pool.free_count == 0
     stage.players[0].finish.set()
     stage.wait_for(lambda: stage.pool.free_count == 1, 60)
@@ -186,11 +194,15 @@ def _metric(stage: Stage, name: str) -> float:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("stage", [{"size": 8, "first_message_timeout_s": 5.0}], indirect=True)
-async def test_what_a_roll_back_forgot_comes_back(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
-    """A client that asks for more sessions than there are, and drops the accepted ones without closing them, holds
-    them for a short time only; one that speaks keeps its own."""
+async def test_what_a_roll_back_forgot_comes_back(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client that asks for more sessions than there are, and drops the accepted ones without
+    closing them, holds them for a short time only; one that speaks keeps its own."""
     caplog.set_level(logging.WARNING, "realhf.env.server.session")
-    asked = await asyncio.gather(*(connect(_address(stage), proxy=None) for _ in range(16)), return_exceptions=True)
+    asked = await asyncio.gather(
+        *(connect(_address(stage), proxy=None) for _ in range(16)), return_exceptions=True
+    )
     forgotten = [one for one in asked if not isinstance(one, BaseException)]
     refused = [one for one in asked if isinstance(one, InvalidStatus)]
     assert len(forgotten) == 8 and [one.response.status_code for one in refused] == [503] * 8
@@ -211,16 +223,24 @@ async def test_what_a_roll_back_forgot_comes_back(stage: Stage, caplog: pytest.L
         assert json.loads(await next_one.recv())["type"] == "state"
 
 
-@pytest.mark.parametrize("stage", [{"idle_timeout_s": 0.2, "first_message_timeout_s": 0.0}], indirect=True)
-async def test_a_first_message_without_a_time_of_its_own_has_that_of_the_others(stage: Stage) -> None:
+@pytest.mark.parametrize(
+    "stage", [{"idle_timeout_s": 0.2, "first_message_timeout_s": 0.0}], indirect=True
+)
+async def test_a_first_message_without_a_time_of_its_own_has_that_of_the_others(
+    stage: Stage,
+) -> None:
     async with connect(_address(stage), proxy=None) as session:
         with pytest.raises(ConnectionClosed) as closed:
             await asyncio.wait_for(session.recv(), 60)
         assert closed.value.rcvd is not None and closed.value.rcvd.reason == "no first message"
 
 
-@pytest.mark.parametrize("stage", [{"idle_timeout_s": 0.2, "first_message_timeout_s": 60.0}], indirect=True)
-async def test_silence_is_counted_and_logged(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "stage", [{"idle_timeout_s": 0.2, "first_message_timeout_s": 60.0}], indirect=True
+)
+async def test_silence_is_counted_and_logged(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING, "realhf.env.server.session")
     async with connect(_address(stage), proxy=None) as session:
         await session.send('{"type":"state"}')
@@ -236,7 +256,9 @@ async def test_silence_is_counted_and_logged(stage: Stage, caplog: pytest.LogCap
 async def test_our_own_roll_back_leaves_nothing(stage: Stage) -> None:
     """Not by a deadline: every session that was accepted is closed before the error is raised."""
     for _ in range(5):
-        group = SessionGroup(stage.server.url, 9, connect_timeout_s=10, message_timeout_s=10, retry_capacity_s=0)
+        group = SessionGroup(
+            stage.server.url, 9, connect_timeout_s=10, message_timeout_s=10, retry_capacity_s=0
+        )
         with pytest.raises(CapacityError):
             await group.connect()
         await asyncio.to_thread(stage.wait_for, lambda: stage.pool.free_count == 4, 60)
@@ -246,7 +268,9 @@ async def test_our_own_roll_back_leaves_nothing(stage: Stage) -> None:
 async def test_a_server_is_healthy_while_its_slot_is_scrubbed(stage: Stage) -> None:
     async with connect(_address(stage), proxy=None):
         pass
-    await asyncio.to_thread(stage.wait_for, lambda: stage.server._endpoint._leases.returning == 1, 60)
+    await asyncio.to_thread(
+        stage.wait_for, lambda: stage.server._endpoint._leases.returning == 1, 60
+    )
     page = await asyncio.to_thread(urllib.request.urlopen, f"{stage.server.url}/health", None, 60)
     assert page.status == 200 and stage.pool.free_count == 0
 
@@ -256,15 +280,21 @@ class FakeBrokenPlayer(FakeBlockingPlayer):
         raise KeyError("/root/secret")
 
 
-@pytest.mark.parametrize("stage", [{}, {"capacity_mode": "openenv"}], indirect=True, ids=["reject", "openenv"])
-async def test_an_environment_that_cannot_be_made(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "stage", [{}, {"capacity_mode": "openenv"}], indirect=True, ids=["reject", "openenv"]
+)
+async def test_an_environment_that_cannot_be_made(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its client is told which one, and the slot is not lost."""
 
     def broken(slot: int) -> FakeBlockingPlayer:
         raise OSError("/root/secret")
 
     monkeypatch.setattr(stage.server._endpoint, "_make_player", broken)
-    group = SessionGroup(stage.server.url, 1, connect_timeout_s=10, message_timeout_s=10, retry_capacity_s=0)
+    group = SessionGroup(
+        stage.server.url, 1, connect_timeout_s=10, message_timeout_s=10, retry_capacity_s=0
+    )
     with pytest.raises(ConnectError) as refused:
         await group.connect()
     assert not isinstance(refused.value, CapacityError)
@@ -279,12 +309,17 @@ async def test_an_environment_that_cannot_be_made(stage: Stage, monkeypatch: pyt
     await asyncio.to_thread(stage.wait_for, lambda: stage.pool.free_count == 1, 60)
 
 
-async def test_a_session_that_breaks_says_so_and_ends(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_session_that_breaks_says_so_and_ends(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stage.server._endpoint, "_make_player", lambda slot: FakeBrokenPlayer())
     async with connect(_address(stage), proxy=None) as session:
         await session.send('{"type":"state"}')
         told = json.loads(await session.recv())
-        assert (told["type"], told["data"]["code"]) == ("error", wire.SESSION_ERROR) and "secret" not in str(told)
+        assert (told["type"], told["data"]["code"]) == (
+            "error",
+            wire.SESSION_ERROR,
+        ) and "secret" not in str(told)
         with pytest.raises(ConnectionClosed) as closed:
             await session.recv()
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1011

@@ -1,4 +1,5 @@
-"""The environment server behind a certificate: sessions, pages and cookies go encrypted, and to whom it was given."""
+"""The environment server behind a certificate: sessions, pages and cookies go encrypted, and to
+whom it was given."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def server(pair: tuple[str, str]) -> Iterator[ServerProcess]:
-    with ServerProcess("--env", "sql", "--token", "sesame", "--tls-cert", pair[0], "--tls-key", pair[1]) as process:
+    with ServerProcess(
+        "--env", "sql", "--token", "sesame", "--tls-cert", pair[0], "--tls-key", pair[1]
+    ) as process:
         yield process
 
 
@@ -47,7 +50,9 @@ async def test_clients_with_the_certificate_are_served_and_no_others(
     pinned = OpenEnvClient(address, token="sesame", tls=context)
     await pinned.connect()
     await pinned.close()
-    spec = build(OpenEnvOptions(url=server.url, token_file=_file(pair[0], "sesame"), ca_file=pair[0]))
+    spec = build(
+        OpenEnvOptions(url=server.url, token_file=_file(pair[0], "sesame"), ca_file=pair[0])
+    )
     environment = spec.make("")
     assert (await environment.reset({"seed": 1}, seed=1)).messages
     await environment.close()

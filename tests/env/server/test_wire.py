@@ -30,8 +30,14 @@ def parse(message: object) -> Request:
     [
         ({"type": "reset"}, Request("reset", {})),
         ({"type": "reset", "data": None}, Request("reset", {})),
-        ({"type": "reset", "data": {"seed": 3, "other": [1]}}, Request("reset", {"seed": 3, "other": [1]})),
-        ({"type": "step", "data": {"command": "aws s3 ls"}}, Request("step", {"command": "aws s3 ls"})),
+        (
+            {"type": "reset", "data": {"seed": 3, "other": [1]}},
+            Request("reset", {"seed": 3, "other": [1]}),
+        ),
+        (
+            {"type": "step", "data": {"command": "aws s3 ls"}},
+            Request("step", {"command": "aws s3 ls"}),
+        ),
         ({"type": "state", "id": "a"}, Request("state", {}, "a")),
         ({"type": "close", "id": 7}, Request("close", {}, 7)),
     ],
@@ -86,20 +92,29 @@ def test_request_id_is_echoed_in_errors_and_replies() -> None:
     with pytest.raises(WireError) as caught:
         parse({"type": "step", "data": {}, "id": "q1"})
     assert json.loads(encode_error(caught.value))["id"] == "q1"
-    assert json.loads(encode_reply("state", {"a": 1}, 4)) == {"type": "state", "data": {"a": 1}, "id": 4}
+    assert json.loads(encode_reply("state", {"a": 1}, 4)) == {
+        "type": "state",
+        "data": {"a": 1},
+        "id": 4,
+    }
     assert "id" not in json.loads(encode_reply("state", {}))
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, None])
 def test_reward_that_json_cannot_hold_is_null(reward: float | None) -> None:
     frame = json.loads(encode_observation({"error": ""}, reward, False))
-    assert frame == {"type": "observation", "data": {"observation": {"error": ""}, "reward": None, "done": False}}
+    assert frame == {
+        "type": "observation",
+        "data": {"observation": {"error": ""}, "reward": None, "done": False},
+    }
 
 
 def test_reward_beyond_fp32_is_sent_so_that_the_client_names_it() -> None:
     frame = json.loads(encode_observation({"error": ""}, 1e300, False))
     assert frame["data"]["reward"] == 1e300
-    with pytest.raises(BrokenContract, match=r"the server's reward must be a finite number, not 1e\+300"):
+    with pytest.raises(
+        BrokenContract, match=r"the server's reward must be a finite number, not 1e\+300"
+    ):
         checked_number(frame["data"]["reward"], "the server's reward")
 
 

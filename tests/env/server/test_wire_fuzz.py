@@ -1,4 +1,5 @@
-"""Whatever is sent, a session answers with one frame of the wire and goes on: 10,000 hostile frames and a burst."""
+"""Whatever is sent, a session answers with one frame of the wire and goes on: 10,000 hostile frames
+and a burst."""
 
 from __future__ import annotations
 
@@ -21,9 +22,43 @@ CODES = {wire.INVALID_JSON, wire.UNKNOWN_TYPE, wire.VALIDATION_ERROR, wire.EXECU
 
 COUNT = 10_000
 KINDS = ["reset", "step", "state", "close", "mcp", "", "RESET"]
-FIELDS = ["command", "task", "task_id", "seed", "method", "jsonrpc", "params", "episode_id", "chaos"]
-ODD_TEXTS = ["", "\x00", "\ud800", "é" * 3000, "\u202e", "\ufeff", "null", "aws s3 ls", "tools/call", "2.0", "🦊"]
-ODD_NUMBERS = [0, -1, 1 << 63, -(1 << 64), 10**400, 1e308, 5e-324, -0.0, float("nan"), float("inf"), float("-inf")]
+FIELDS = [
+    "command",
+    "task",
+    "task_id",
+    "seed",
+    "method",
+    "jsonrpc",
+    "params",
+    "episode_id",
+    "chaos",
+]
+ODD_TEXTS = [
+    "",
+    "\x00",
+    "\ud800",
+    "é" * 3000,
+    "\u202e",
+    "\ufeff",
+    "null",
+    "aws s3 ls",
+    "tools/call",
+    "2.0",
+    "🦊",
+]
+ODD_NUMBERS = [
+    0,
+    -1,
+    1 << 63,
+    -(1 << 64),
+    10**400,
+    1e308,
+    5e-324,
+    -0.0,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+]
 BROKEN = ["[" * 5000, '{"type":' * 2000, "\x00", "NaN", '{"type":"step","data":NaN}', "\ufeff{}"]
 
 
@@ -48,10 +83,16 @@ def frames(count: int, seed: int) -> Iterator[str]:
 def message(draw: random.Random) -> dict[str, Any]:
     """A request with a field, a kind or a value that does not belong there, more often than not."""
     kind = draw.choice(KINDS) if draw.random() < 0.8 else json_value(draw)
-    made = {"type": kind} | {name: json_value(draw) for name in ("id", "more") if draw.random() < 0.3}
+    made = {"type": kind} | {
+        name: json_value(draw) for name in ("id", "more") if draw.random() < 0.3
+    }
     if draw.random() < 0.8:
         fields = {name: json_value(draw) for name in draw.sample(FIELDS, draw.randrange(5))}
-        known = {"method": draw.choice(["tools/call", "tools/list"]), "jsonrpc": "2.0"} if draw.random() < 0.3 else {}
+        known = (
+            {"method": draw.choice(["tools/call", "tools/list"]), "jsonrpc": "2.0"}
+            if draw.random() < 0.3
+            else {}
+        )
         made["data"] = fields | known if draw.random() < 0.8 else json_value(draw)
     return made
 
@@ -61,7 +102,11 @@ def json_value(draw: random.Random, depth: int = 0) -> Any:
     if shape < 2:
         return draw.choice([None, True, False]) if shape else text(draw)
     if shape < 5:
-        return draw.choice(ODD_NUMBERS) if shape == 2 else draw.choice([draw.randrange(-300, 300), draw.uniform(-9, 9)])
+        return (
+            draw.choice(ODD_NUMBERS)
+            if shape == 2
+            else draw.choice([draw.randrange(-300, 300), draw.uniform(-9, 9)])
+        )
     values = [json_value(draw, depth + 1) for _ in range(draw.randrange(5))]
     return values if shape == 5 else {text(draw)[:8]: value for value in values}
 
@@ -85,10 +130,14 @@ def check_frame(text: str) -> bool:
         request = wire.parse_request(text, SERVED.check_reset, SERVED.check_action)
     except wire.WireError as error:
         frame = json.loads(wire.encode_error(error))
-        assert frame["type"] == "error" and frame["data"]["code"] in CODES and frame["data"]["message"]
+        assert (
+            frame["type"] == "error" and frame["data"]["code"] in CODES and frame["data"]["message"]
+        )
         assert len(frame["data"]["message"]) < 400, "an error does not repeat what was sent"
         return False
-    assert request.kind in ("reset", "step", "state", "close", "mcp") and isinstance(request.data, dict)
+    assert request.kind in ("reset", "step", "state", "close", "mcp") and isinstance(
+        request.data, dict
+    )
     if request.kind == "mcp":
         answer = mcp.checked(request.data, SERVED)
         assert answer is None or answer["jsonrpc"] == "2.0"
@@ -138,7 +187,9 @@ def test_a_burst_of_thousands_is_answered_in_order(server: EnvServerProcess) -> 
     with connect(server.url.replace("http", "ws") + "/ws", proxy=None) as session:
         for number in range(burst):
             session.send(json.dumps({"type": "nonsense" if number % 3 else "state", "id": number}))
-        assert [json.loads(session.recv(timeout=300))["id"] for _ in range(burst)] == list(range(burst))
+        assert [json.loads(session.recv(timeout=300))["id"] for _ in range(burst)] == list(
+            range(burst)
+        )
 
 
 def _step(command: str) -> str:

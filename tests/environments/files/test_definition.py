@@ -37,7 +37,8 @@ async def play(environment: Environment, task: Task, *texts: str) -> list[Turn]:
 
 
 async def test_every_demonstration_ends_as_it_says():
-    """Through the door and the parser of calls: success ends the episode with its last turn and not before."""
+    """Through the door and the parser of calls: success ends the episode with its last turn and not
+    before."""
     files = spec()
     environment = files.make("")
     kinds = Counter()
@@ -84,7 +85,8 @@ async def test_a_turn_that_is_no_use_earns_nothing_and_is_answered(text: str):
 
 
 async def test_hundreds_of_instances_share_nothing():
-    """Three hundred episodes at once, each with a solver of its own; all succeed, twice in a row."""
+    """Three hundred episodes at once, each with a solver of its own; all succeed, twice in a
+    row."""
     files = spec()
     assert files.demonstrate
     scripts = [*files.demonstrate(DemonstrationRequest(18, 1))]

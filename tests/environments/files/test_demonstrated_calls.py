@@ -1,4 +1,5 @@
-"""What the scripts of files demonstrate is what the policy's own parser reads, whatever the template of its model."""
+"""What the scripts of files demonstrate is what the policy's own parser reads, whatever the
+template of its model."""
 
 from __future__ import annotations
 
@@ -52,27 +53,39 @@ def calls(message: Any) -> list[tuple[str, Any, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READ)
-def test_what_is_demonstrated_is_what_the_parser_reads(name: str, rows: list[tuple[Demonstration, Row]]) -> None:
+def test_what_is_demonstrated_is_what_the_parser_reads(
+    name: str, rows: list[tuple[Demonstration, Row]]
+) -> None:
     chat: TemplateChat = family_chat(name)
     for script, row in rows:
         ids, mask = conversation_tokens(row, chat, "Work on a folder.")
         learned = script.learned or (True,) * len(script.turns)
-        wanted = [parse_turn(text, "hermes") for text, train in zip(script.turns, learned, strict=True) if train]
+        wanted = [
+            parse_turn(text, "hermes")
+            for text, train in zip(script.turns, learned, strict=True)
+            if train
+        ]
         said = [chat.parse(turn, row["tools"]) for turn in turns(ids, mask)]
         assert [calls(message) for message in said] == [calls(message) for message in wanted]
         assert all(len(message.tool_calls) == 1 for message in said)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES_OF_MODELS if name not in READ])
-def test_a_template_whose_calls_no_parser_reads_is_refused(name: str, rows: list[tuple[Demonstration, Row]]) -> None:
-    with pytest.raises(ChatTemplateError, match=r"the chat template (writes the call|does not write)"):
+def test_a_template_whose_calls_no_parser_reads_is_refused(
+    name: str, rows: list[tuple[Demonstration, Row]]
+) -> None:
+    with pytest.raises(
+        ChatTemplateError, match=r"the chat template (writes the call|does not write)"
+    ):
         conversation_tokens(rows[0][1], family_chat(name))
 
 
 class Shop:
     """A class whose tools take more than texts."""
 
-    def order(self, items: list[str], fast: bool, count: int, price: float, note: str | None = None) -> str:
+    def order(
+        self, items: list[str], fast: bool, count: int, price: float, note: str | None = None
+    ) -> str:
         """Order things.
 
         Args:
@@ -93,7 +106,11 @@ def test_arguments_keep_their_types(name: str, note: str | None) -> None:
     tools = [tool.schema for tool in tools_of(Shop).values()]
     arguments = {"items": ["it's", "ü"], "fast": True, "count": 3, "price": 2.5, "note": note}
     function = {"name": "order", "arguments": arguments}
-    message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    message = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": function}],
+    }
     (read,) = chat.parse(chat.encode_turn(message, tools), tools).tool_calls
     assert calls_of(read) == ("order", arguments)
 
@@ -104,7 +121,10 @@ def calls_of(call: Any) -> tuple[str, Any]:
 
 
 def test_a_turn_of_a_script_keeps_its_words_and_its_reasoning() -> None:
-    text = '<think>\nhm\n</think>\n\nI look.\n<tool_call>{"name": "look", "arguments": {"x": 1}}</tool_call>'
+    text = (
+        '<think>\nhm\n</think>\n\nI look.\n<tool_call>{"name": "look", "arguments": {"x": '
+        "1}}</tool_call>"
+    )
     message = script_message(parse_turn(text, "hermes"))
     function = {"name": "look", "arguments": {"x": 1}}
     assert message == {
@@ -112,13 +132,17 @@ def test_a_turn_of_a_script_keeps_its_words_and_its_reasoning() -> None:
         "content": "<think>\nhm\n</think>\n\nI look.",
         "tool_calls": [{"type": "function", "id": "call_0", "function": function}],
     }
-    assert script_message(parse_turn("SELECT 1", "hermes")) == {"role": "assistant", "content": "SELECT 1"}
+    assert script_message(parse_turn("SELECT 1", "hermes")) == {
+        "role": "assistant",
+        "content": "SELECT 1",
+    }
     with pytest.raises(ValueError, match="cannot be read"):
         script_message(parse_turn("<tool_call>{</tool_call>", "hermes"))
 
 
 def test_the_built_in_policy_learns_the_text_of_the_scripts() -> None:
-    """To the letter, so that a policy that was warm-started before speaks as one that is warm-started now."""
+    """To the letter, so that a policy that was warm-started before speaks as one that is
+    warm-started now."""
     from realhf.backends.builtin_policy import train_tokenizer
 
     spec = build_environment("files", {})

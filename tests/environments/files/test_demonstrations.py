@@ -1,4 +1,5 @@
-"""What the scripted solver of files says: scripts that end as they claim, and mistakes that all templates share."""
+"""What the scripted solver of files says: scripts that end as they claim, and mistakes that all
+templates share."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def replay(shown: Demonstration) -> tuple[list[str], FilesWorkspace]:
 
 
 def test_every_script_ends_as_it_says():
-    """Solutions and recoveries earn 1, and only with their last call; habits never succeed, and damage nothing."""
+    """Solutions and recoveries earn 1, and only with their last call; habits never succeed, and
+    damage nothing."""
     for shown in demonstrations(TASKS, ASKED):
         said, workspace = replay(shown)
         assert (workspace.get_reward() == 1) == shown.succeeds
@@ -70,7 +72,11 @@ def test_a_habit_repeats_the_call_that_fails():
     for shown in demonstrations(TASKS, ASKED):
         if shown.kind == "habit":
             said, _ = replay(shown)
-            failed = [turn for turn, line in zip(shown.turns, said, strict=True) if line.startswith("error:")]
+            failed = [
+                turn
+                for turn, line in zip(shown.turns, said, strict=True)
+                if line.startswith("error:")
+            ]
             assert len({*failed}) <= 1
             if failed:
                 assert len(shown.turns) == PERSISTENCE
@@ -93,7 +99,9 @@ def test_shares_and_order_are_decided_by_the_request():
     assert shown == [*demonstrations(TASKS, ASKED)]
     assert shown != [*demonstrations(TASKS, DemonstrationRequest(20, 4, 0.35, 0.15))]
     assert len(shown) == 20 * len(TEMPLATES)
-    habits = Counter(TASKS.group_of[each.task.id.partition("/")[0]] for each in shown if each.kind == "habit")
+    habits = Counter(
+        TASKS.group_of[each.task.id.partition("/")[0]] for each in shown if each.kind == "habit"
+    )
     assert habits == {group: 7 * [*TASKS.group_of.values()].count(group) for group in GROUPS}
     assert {each.kind for each in demonstrations(TASKS, DemonstrationRequest(5, 1))} == {"solution"}
 
@@ -105,10 +113,16 @@ def test_demonstrations_hold_no_held_out_name():
 
 
 def test_a_turn_and_an_episode_are_short():
-    """Bounds in characters, which keep them within 48 and 640 tokens of a tokenizer with a token for every word."""
+    """Bounds in characters, which keep them within 48 and 640 tokens of a tokenizer with a token
+    for every word."""
     for template in TEMPLATES:
         for kind in ("solution", "recovery", "habit"):
             shown = demonstration(TASKS, template, 11, kind, random.Random(5))
             said, _ = replay(shown)
             assert max(map(len, shown.turns)) < 180
-            assert len(shown.task.payload["request"]) + sum(map(len, said)) + sum(map(len, shown.turns)) < 1100
+            assert (
+                len(shown.task.payload["request"])
+                + sum(map(len, said))
+                + sum(map(len, shown.turns))
+                < 1100
+            )

@@ -1,4 +1,5 @@
-"""The templates of files: solutions solve, nothing and harm earn nothing, and the splits share no name."""
+"""The templates of files: solutions solve, nothing and harm earn nothing, and the splits share no
+name."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def instances(template: str, split: str = TRAIN) -> list[FilesInstance]:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_the_solution_earns_one_and_its_beginnings_less(template: str):
-    """In both splits: nothing done is 0, no step before the last one solves, each step is possible, all of them 1."""
+    """In both splits: nothing done is 0, no step before the last one solves, each step is possible,
+    all of them 1."""
     for instance in instances(template) + instances(template, HELD_OUT):
         workspace = opened(instance)
         assert workspace.get_reward() == 0
@@ -50,7 +52,8 @@ def test_the_solution_earns_one_and_its_beginnings_less(template: str):
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_harm_earns_nothing(template: str):
-    """To delete everything, to empty everything, to move everything away, to answer at once with a guess."""
+    """To delete everything, to empty everything, to move everything away, to answer at once with a
+    guess."""
     for instance in instances(template):
         gone, empty, moved, guessed = (opened(instance) for _ in range(4))
         for number, path in enumerate(instance.files):
@@ -81,7 +84,9 @@ def test_there_are_enough_templates_in_groups_of_rising_difficulty():
     assert groups == sorted(groups, key=GROUPS.index)
     calls = dict.fromkeys(GROUPS, 0)
     for template, (group, _) in TEMPLATES.items():
-        calls[group] = max(calls[group], *(len(instance.solution) for instance in instances(template)))
+        calls[group] = max(
+            calls[group], *(len(instance.solution) for instance in instances(template))
+        )
     assert calls == {"one_call": 1, "look_first": 2, "change": 2, "several": 3}
 
 
@@ -102,7 +107,11 @@ def test_seeds_draw_instances_that_differ(template: str):
     again = FilesTasks(GROUPS, TRAIN)
     drawn = [tasks.instantiate(template, seed) for seed in range(DRAWS)]
     assert drawn == [again.instantiate(template, seed) for seed in range(DRAWS)]
-    assert len({json.dumps(task.payload) for task in drawn}) == DRAWS == len({task.id for task in drawn})
+    assert (
+        len({json.dumps(task.payload) for task in drawn})
+        == DRAWS
+        == len({task.id for task in drawn})
+    )
     assert {task.group for task in drawn} == {TEMPLATES[template][0]}
 
 

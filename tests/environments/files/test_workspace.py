@@ -1,4 +1,5 @@
-"""The files workspace as a plain class: what its tools do, what hostile calls do not, and what earns what."""
+"""The files workspace as a plain class: what its tools do, what hostile calls do not, and what
+earns what."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def listed(files: dict[str, str]) -> list[dict[str, str]]:
 
 def opened(wanted: dict[str, str] | None = None, answer: str | None = "42") -> FilesWorkspace:
     found = FilesWorkspace()
-    assert found.reset("do it", listed(START), None if wanted is None else listed(wanted), answer) == "do it"
+    assert (
+        found.reset("do it", listed(START), None if wanted is None else listed(wanted), answer)
+        == "do it"
+    )
     return found
 
 
@@ -76,12 +80,16 @@ def test_the_class_imports_nothing_of_ours():
 
 
 def test_the_tools_are_what_trl_takes():
-    """TRL makes a tool of every public method but reset and get_reward. transformers reads its schema from hints and
-    docstring, and wants a description of every argument."""
+    """TRL makes a tool of every public method but reset and get_reward. transformers reads its
+    schema from hints and docstring, and wants a description of every argument."""
     from transformers.utils import get_json_schema
 
     methods = dict(inspect.getmembers(FilesWorkspace(), inspect.ismethod))
-    tools = {name: method for name, method in methods.items() if name[0] != "_" and name not in ("reset", "get_reward")}
+    tools = {
+        name: method
+        for name, method in methods.items()
+        if name[0] != "_" and name not in ("reset", "get_reward")
+    }
     known = "list_files read_file write_file search_files move_file delete_file answer"
     assert {*tools} == {*known.split()}
     schemas = [get_json_schema(method) for method in tools.values()]
@@ -93,7 +101,12 @@ def test_the_tools_are_what_trl_takes():
 
 def test_what_the_tools_say():
     workspace = opened()
-    assert workspace.list_files() == workspace.list_files(".") == workspace.list_files("/") == "a.txt\nb.txt\nsub/"
+    assert (
+        workspace.list_files()
+        == workspace.list_files(".")
+        == workspace.list_files("/")
+        == "a.txt\nb.txt\nsub/"
+    )
     assert workspace.list_files("sub") == workspace.list_files("sub/") == "c.txt\ndeep/"
     assert workspace.read_file("a.txt") == workspace.read_file("./a.txt") == "one"
     assert workspace.read_file("sub/deep/d.txt") == "(empty)"
@@ -161,7 +174,8 @@ HOSTILE_PATHS: list[Any] = [
 
 @pytest.mark.parametrize("path", HOSTILE_PATHS, ids=lambda path: ascii(path)[:30])
 def test_a_path_that_is_none_is_refused_and_changes_nothing(path: Any):
-    """Every tool that takes a path refuses it, quickly and briefly, and the folder stays as it was."""
+    """Every tool that takes a path refuses it, quickly and briefly, and the folder stays as it
+    was."""
     workspace = opened()
     said = list[str]()
 
@@ -209,7 +223,8 @@ def test_what_would_destroy_a_file_unseen_is_refused():
 
 
 def test_files_and_characters_are_bounded():
-    """Thousands of files and huge texts are refused before they are kept; what is kept can still be changed."""
+    """Thousands of files and huge texts are refused before they are kept; what is kept can still be
+    changed."""
     workspace = opened()
     said = [refused(workspace.write_file, f"f{n}.txt", "x") for n in range(5_000)]
     assert said.count("") == MOST_FILES - len(START)
@@ -263,7 +278,8 @@ def test_any_calls_leave_the_files_that_a_plain_model_has(calls: list[tuple[str,
 
 
 def test_reward_of_a_change():
-    """The part that is done; a file that nobody wants counts as one more to do; 1 only for the very folder."""
+    """The part that is done; a file that nobody wants counts as one more to do; 1 only for the very
+    folder."""
     wanted = {"x.txt": "one", "b.txt": "new", "sub/c.txt": "three", "sub/deep/d.txt": ""}
     workspace = opened(wanted, None)
     assert workspace.get_reward() == 0
@@ -350,9 +366,13 @@ def test_a_reset_forgets_the_episode_before():
         ({str(n): "" for n in range(MOST_FILES + 1)}, None, "1", "at most"),
     ],
 )
-def test_a_row_that_is_no_task_is_refused(files: dict[str, str], wanted: dict | None, answer: str | None, cause: str):
+def test_a_row_that_is_no_task_is_refused(
+    files: dict[str, str], wanted: dict | None, answer: str | None, cause: str
+):
     with pytest.raises(ValueError, match=cause):
-        FilesWorkspace().reset("x", listed(files), None if wanted is None else listed(wanted), answer)
+        FilesWorkspace().reset(
+            "x", listed(files), None if wanted is None else listed(wanted), answer
+        )
 
 
 def test_a_row_with_a_file_twice_is_refused():
@@ -361,10 +381,15 @@ def test_a_row_with_a_file_twice_is_refused():
 
 
 def test_people_see_the_folder_and_the_answer_in_bounded_room() -> None:
-    """A policy that writes much makes the view no longer; two folders that differ have views that differ."""
+    """A policy that writes much makes the view no longer; two folders that differ have views that
+    differ."""
     workspace = FilesWorkspace()
     workspace.reset("?", [{"path": "a.txt", "text": "one"}], answer="two")
-    assert workspace.view == {"title": "The folder", "columns": ["path", "text"], "rows": [["a.txt", "one"]]}
+    assert workspace.view == {
+        "title": "The folder",
+        "columns": ["path", "text"],
+        "rows": [["a.txt", "one"]],
+    }
     workspace.write_file("b.txt", "x" * 8000)
     long = workspace.view
     workspace.write_file("b.txt", "x" * 7999 + "y")

@@ -1,4 +1,5 @@
-"""Hostile statements, by what they try. ``{T}`` and ``{U}`` are the tables of the episode, ``{F}`` is a file."""
+"""Hostile statements, by what they try. ``{T}`` and ``{U}`` are the tables of the episode, ``{F}``
+is a file."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ REFUSED = {
     "pragma as a counted table": "SELECT count(*) FROM pragma_table_info('{T}')",
     "pragma as a table with an argument": "SELECT * FROM pragma_temp_store('FILE')",
     "change the schema table": "UPDATE sqlite_master SET sql = 'CREATE TABLE x (a)'",
-    "add to the schema table": "INSERT INTO sqlite_master VALUES ('table', 'x', 'x', 2, 'CREATE TABLE x (a)')",
+    "add to the schema "
+    "table": "INSERT INTO sqlite_master VALUES ('table', 'x', 'x', 2, 'CREATE TABLE x (a)')",
     "delete the schema": "DELETE FROM sqlite_schema",
     "temporary schema": "SELECT * FROM sqlite_temp_master",
     "pages": "SELECT data FROM sqlite_dbpage",
@@ -36,7 +38,8 @@ REFUSED = {
     "make a virtual table": "CREATE VIRTUAL TABLE x USING fts5(a)",
     "make a virtual table of a file": "CREATE VIRTUAL TABLE x USING csv(filename='{F}')",
     "make a view": "CREATE VIEW x AS SELECT 1",
-    "make a trigger": "CREATE TRIGGER x AFTER INSERT ON {T} BEGIN INSERT INTO {T} SELECT * FROM {T}; END",
+    "make a "
+    "trigger": "CREATE TRIGGER x AFTER INSERT ON {T} BEGIN INSERT INTO {T} SELECT * FROM {T}; END",
     "make a temporary trigger": "CREATE TEMP TRIGGER x AFTER DELETE ON {T} BEGIN SELECT 1; END",
     "make an index": "CREATE INDEX x ON {T} (name)",
     "drop a table": "DROP TABLE {T}",
@@ -60,19 +63,29 @@ REFUSED = {
     "time": "SELECT CURRENT_TIMESTAMP",
     "date": "SELECT datetime('now')",
     "version": "SELECT sqlite_version()",
-    "endless recursion": "WITH RECURSIVE c (x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT count(*) FROM c",
-    "endless recursion without the word": "WITH c (x) AS (VALUES (1) UNION ALL SELECT x + 1 FROM c) SELECT x FROM c",
-    "endless recursion in a change": "INSERT INTO {T} WITH c (x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) "
+    "endless "
+    "recursion": "WITH RECURSIVE c (x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT count(*) "
+    "FROM c",
+    "endless recursion without the "
+    "word": "WITH c (x) AS (VALUES (1) UNION ALL SELECT x + 1 FROM c) SELECT x FROM c",
+    "endless recursion in a "
+    "change": "INSERT INTO {T} WITH c (x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) "
     "SELECT x + 100, 'a', 'b', 1 FROM c",
     "eight tables": "SELECT count(*) FROM {T} a, {T} b, {T} c, {T} d, {T} e, {T} f, {T} g, {T} h",
-    "sorted product": "SELECT a.name || b.name FROM {T} a, {T} b, {T} c, {T} d, {T} e, {T} f ORDER BY 1",
-    "distinct product": "SELECT DISTINCT a.name || b.name || c.id || d.id FROM {T} a, {T} b, {T} c, {T} d, {T} e, "
+    "sorted "
+    "product": "SELECT a.name || b.name FROM {T} a, {T} b, {T} c, {T} d, {T} e, {T} f ORDER BY 1",
+    "distinct "
+    "product": "SELECT DISTINCT a.name || b.name || c.id || d.id FROM {T} a, {T} b, {T} c, {T} d, "
+    "{T} e, "
     "{T} f ORDER BY 1",
-    "long sorted rows": "SELECT x || x || x FROM (SELECT '" + "x" * 600 + "' AS x), {T} a, {T} b, {T} c, {T} d, {T} e "
+    "long sorted rows": "SELECT x || x || x FROM (SELECT '"
+    + "x" * 600
+    + "' AS x), {T} a, {T} b, {T} c, {T} d, {T} e "
     "ORDER BY a.id + e.id",
     "window over a product": "SELECT sum(a.id) OVER (ORDER BY b.id + e.id ROWS 9 PRECEDING) "
     "FROM {T} a, {T} b, {T} c, {T} d, {T} e",
-    "long concatenation": "SELECT group_concat(a.name || b.name) FROM {T} a, {T} b, {T} c, {T} d, {T} e",
+    "long "
+    "concatenation": "SELECT group_concat(a.name || b.name) FROM {T} a, {T} b, {T} c, {T} d, {T} e",
     "huge list": "SELECT 1 WHERE 1 IN (" + "1," * 100_000 + "1)",
     "deep parentheses": "SELECT " + "(" * 300 + "1" + ")" * 300,
     "deep negation": "SELECT " + "- " * 300 + "1",
@@ -83,12 +96,15 @@ REFUSED = {
     "many arguments": "SELECT max(" + ",".join(["1"] * 300) + ")",
     "many unions": "SELECT 1" + " UNION SELECT 1" * 40,
     "many rows": "VALUES " + ",".join(["(1)"] * 200),
-    "doubled tables": "WITH a AS (SELECT 1), b AS (SELECT 1 FROM a, a), c AS (SELECT 1 FROM b, b) SELECT 1 FROM c, c",
+    "doubled "
+    "tables": "WITH a AS (SELECT 1), b AS (SELECT 1 FROM a, a), c AS (SELECT 1 FROM b, b) SELECT 1 "
+    "FROM c, c",
     "many joins": "SELECT 1 FROM {T}" + " NATURAL JOIN {T}" * 20,
     "parameter": "SELECT ?1",
     "many parameters": "SELECT ?250000",
     "long text": "SELECT '" + "x" * 1_000_000 + "'",
-    "fill the database": "INSERT INTO {T} SELECT a.id * 10000 + b.id * 100 + c.id + 1000, a.name || '"
+    "fill the "
+    "database": "INSERT INTO {T} SELECT a.id * 10000 + b.id * 100 + c.id + 1000, a.name || '"
     + "x" * 300
     + "', "
     "'x', 1 FROM {T} a, {T} b, {T} c",
@@ -111,5 +127,7 @@ HARMLESS = {
 }
 """Each of these runs, and changes nothing."""
 
-FIRST_LAYER_ALONE = frozenset({"doubled tables", "many joins", "many rows", "deep cases", "many unions", "reindex"})
+FIRST_LAYER_ALONE = frozenset(
+    {"doubled tables", "many joins", "many rows", "deep cases", "many unions", "reindex"}
+)
 """What the text of a statement alone gives away, or what does nothing where it is let through."""

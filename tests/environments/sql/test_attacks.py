@@ -1,4 +1,5 @@
-"""Hostile statements neither leave the database, nor take long, nor grow it: with all layers, and without the first."""
+"""Hostile statements neither leave the database, nor take long, nor grow it: with all layers, and
+without the first."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from tests.environments.sql.attacks import FIRST_LAYER_ALONE, HARMLESS, REFUSED
 ROOT = Path(__file__).resolve().parents[3]
 LIMITS = Limits(steps=100_000, ms=20.0, rows=10, kilobytes=64)
 MOST_MS = 45.0
-"""The limit, one look at the clock later, and what a slow machine needs to get out of a statement."""
+"""The limit, one look at the clock later, and what a slow machine needs to get out of a
+statement."""
 INSTANCE = draw_instance(SqlTaskSet().instantiate("archive", 1).payload)
 
 
@@ -31,12 +33,15 @@ def written_bytes() -> int:
 
 
 def open_files() -> list[str]:
-    """What the descriptors of this process lead to in the file system; other threads may hold pipes and sockets."""
+    """What the descriptors of this process lead to in the file system; other threads may hold pipes
+    and sockets."""
     found = []
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
             found.append(os.readlink(f"/proc/self/fd/{number}"))
-    return sorted(path for path in found if path.startswith("/") and not path.startswith(("/dev/", "/proc/")))
+    return sorted(
+        path for path in found if path.startswith("/") and not path.startswith(("/dev/", "/proc/"))
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +55,11 @@ def empty_folder(tmp_path, monkeypatch):
 def attack(statement: str, folder: Path, *, writable: bool):
     """Run the statement as it would be in an episode, and check what must hold of any."""
     target = Database(INSTANCE.tables, LIMITS, writable=writable)
-    names = {"{T}": INSTANCE.tables[0].name, "{U}": INSTANCE.tables[1].name, "{F}": str(folder / "escaped")}
+    names = {
+        "{T}": INSTANCE.tables[0].name,
+        "{U}": INSTANCE.tables[1].name,
+        "{F}": str(folder / "escaped"),
+    }
     for mark, name in names.items():
         statement = statement.replace(mark, name)
     before = target.rows()
@@ -62,7 +71,9 @@ def attack(statement: str, folder: Path, *, writable: bool):
     assert (open_files(), written_bytes(), os.listdir(folder)) == (files, written, [])
     assert took_ms < MOST_MS
     assert target.rows() == before
-    assert {row[0] for row in target.execute("SELECT name FROM sqlite_master WHERE type = 'table'").rows} == set(before)
+    assert {
+        row[0] for row in target.execute("SELECT name FROM sqlite_master WHERE type = 'table'").rows
+    } == set(before)
     assert len(result.rows) <= LIMITS.rows
     target.close()
     return result
@@ -76,7 +87,9 @@ def test_an_attack_is_refused(name: str, writable: bool, empty_folder: Path):
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() - FIRST_LAYER_ALONE))
-def test_an_attack_is_refused_by_sqlite_when_its_text_was_let_through(name: str, empty_folder: Path, monkeypatch):
+def test_an_attack_is_refused_by_sqlite_when_its_text_was_let_through(
+    name: str, empty_folder: Path, monkeypatch
+):
     """The second layer: limits, authorizer, steps and time."""
     monkeypatch.setattr(database_module, "find_refusal", lambda statement: "")
     assert attack(REFUSED[name], empty_folder, writable=True).error
@@ -102,7 +115,8 @@ def test_a_question_leaves_its_database_as_it_is(statement: str, empty_folder: P
 
 @pytest.mark.slow
 def test_many_attacks_need_little_memory():
-    """In a process of its own: what it needs at its peak, over what it needs without the attacks."""
+    """In a process of its own: what it needs at its peak, over what it needs without the
+    attacks."""
     code = (
         "import resource\n"
         "from realhf.environments.sql.database import Database\n"
@@ -110,12 +124,18 @@ def test_many_attacks_need_little_memory():
         "from tests.environments.sql.test_attacks import INSTANCE, LIMITS\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "db = Database(INSTANCE.tables, LIMITS, writable=True)\n"
-        "statements = [s.replace('{T}', INSTANCE.tables[0].name) for s in [*REFUSED.values(), *HARMLESS.values()]]\n"
+        "statements = [s.replace('{T}', INSTANCE.tables[0].name) for s in [*REFUSED.values(), "
+        "*HARMLESS.values()]]\n"
         "before = peak()\n"
         "[db.execute(s) for s in statements * 3]\n"
         "print((peak() - before) // 1024)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
     )
     assert int(done.stdout) < 64

@@ -8,9 +8,16 @@ from realhf.environments.sql.database import Database, Limits
 from realhf.environments.sql.instance import Table
 from tests.cheapest import cheapest
 
-ROWS = tuple((number, f"row-{number}", "oslo" if number % 2 else "rome", number * 10) for number in range(1, 9))
-THINGS = Table("small_things", ("id", "name", "city", "price"), ("INTEGER", "TEXT", "TEXT", "INTEGER"), ROWS)
-CITIES = Table("big_cities", ("city", "region"), ("TEXT", "TEXT"), (("oslo", "north"), ("rome", "south")))
+ROWS = tuple(
+    (number, f"row-{number}", "oslo" if number % 2 else "rome", number * 10)
+    for number in range(1, 9)
+)
+THINGS = Table(
+    "small_things", ("id", "name", "city", "price"), ("INTEGER", "TEXT", "TEXT", "INTEGER"), ROWS
+)
+CITIES = Table(
+    "big_cities", ("city", "region"), ("TEXT", "TEXT"), (("oslo", "north"), ("rome", "south"))
+)
 LIMITS = Limits(steps=100_000, ms=20.0, rows=4, kilobytes=64)
 
 
@@ -26,19 +33,31 @@ def database():
     [
         ("SELECT price FROM small_things WHERE name = 'row-3'", ((30,),)),
         ("select Price from SMALL_THINGS where id in (3)", ((30,),)),
-        ("SELECT count(*), sum(price), avg(price), min(name) FROM small_things", ((8, 360, 45.0, "row-1"),)),
-        ("SELECT region FROM small_things JOIN big_cities USING (city) WHERE id = 1", (("north",),)),
+        (
+            "SELECT count(*), sum(price), avg(price), min(name) FROM small_things",
+            ((8, 360, 45.0, "row-1"),),
+        ),
+        (
+            "SELECT region FROM small_things JOIN big_cities USING (city) WHERE id = 1",
+            (("north",),),
+        ),
         (
             "SELECT city, count(*) FROM small_things GROUP BY city HAVING count(*) > 1 ORDER BY 1",
             (("oslo", 4), ("rome", 4)),
         ),
         ("WITH c AS (SELECT city FROM big_cities) SELECT count(*) FROM c", ((2,),)),
         ("SELECT name FROM (SELECT * FROM small_things WHERE price > 70)", (("row-8",),)),
-        ("SELECT upper(name) || '!' FROM small_things WHERE name LIKE '%8' LIMIT 1", (("ROW-8!",),)),
+        (
+            "SELECT upper(name) || '!' FROM small_things WHERE name LIKE '%8' LIMIT 1",
+            (("ROW-8!",),),
+        ),
         ("SELECT rank() OVER (ORDER BY price DESC) FROM small_things WHERE id = 8", ((1,),)),
         ("SELECT CASE WHEN price > 5 THEN 'a' END FROM small_things WHERE id = 1", (("a",),)),
         ("SELECT CAST(price AS TEXT) FROM small_things WHERE id = 1", (("10",),)),
-        ("SELECT name FROM sqlite_master WHERE type = 'table'", (("small_things",), ("big_cities",))),
+        (
+            "SELECT name FROM sqlite_master WHERE type = 'table'",
+            (("small_things",), ("big_cities",)),
+        ),
         ("VALUES (1, 2)", ((1, 2),)),
     ],
 )
@@ -51,12 +70,24 @@ def test_ordinary_queries_run(database: Database, statement: str, rows: tuple):
     "statement, changed",
     [
         ("UPDATE small_things SET price = 1 WHERE city = 'oslo'", 4),
-        ("UPDATE small_things SET price = (SELECT price FROM small_things WHERE id = 1) WHERE id = 2", 1),
+        (
+            "UPDATE small_things SET price = (SELECT price FROM small_things WHERE id = 1) WHERE "
+            "id = 2",
+            1,
+        ),
         ("DELETE FROM small_things", 8),
-        ("INSERT INTO small_things (id, name, city, price) VALUES (20, 'a', 'b', 1), (21, 'a', 'b', 1)", 2),
+        (
+            "INSERT INTO small_things (id, name, city, price) VALUES (20, 'a', 'b', 1), (21, 'a', "
+            "'b', 1)",
+            2,
+        ),
         ("INSERT INTO small_things SELECT id + 100, name, city, price FROM small_things", 8),
         ("REPLACE INTO big_cities VALUES ('oslo', 'east')", 1),
-        ("WITH c AS (SELECT 1 AS x) UPDATE small_things SET price = 1 WHERE id IN (SELECT x FROM c)", 1),
+        (
+            "WITH c AS (SELECT 1 AS x) UPDATE small_things SET price = 1 WHERE id IN (SELECT x "
+            "FROM c)",
+            1,
+        ),
         ("UPDATE small_things SET price = 1 WHERE id = 99", 0),
     ],
 )
@@ -114,7 +145,8 @@ def test_time_ends_a_statement_whose_steps_are_dear():
     database = Database((THINGS,), Limits(10**12, 10.0, 4, 64), writable=False)
     pattern = "%a_" * 12
     statement = (
-        f"SELECT count(*) FROM small_things a, small_things b, small_things c, small_things d, small_things e, "
+        f"SELECT count(*) FROM small_things a, small_things b, small_things c, small_things d, "
+        f"small_things e, "
         f"small_things f WHERE a.name || f.name || '{'a' * 400}' LIKE '{pattern}b'"
     )
     errors: list[str] = []
@@ -135,7 +167,8 @@ def test_a_database_stays_small(database: Database):
     errors = []
     for step in range(1, 60):
         statement = (
-            f"INSERT INTO small_things SELECT id + {step * 100}, '{'x' * 300}', 'x', 1 FROM small_things LIMIT 20"
+            f"INSERT INTO small_things SELECT id + {step * 100}, '{'x' * 300}', 'x', 1 FROM "
+            f"small_things LIMIT 20"
         )
         errors.append(database.execute(statement).error)
     assert "database or disk is full" in errors[-1]
@@ -143,7 +176,19 @@ def test_a_database_stays_small(database: Database):
 
 
 @pytest.mark.parametrize(
-    "statement", ["", ";", "hello", "selected", "\u00a0", "x" * 5000, "SELECT '", 'SELECT "nothing"', "🙂", "SELECT /*"]
+    "statement",
+    [
+        "",
+        ";",
+        "hello",
+        "selected",
+        "\u00a0",
+        "x" * 5000,
+        "SELECT '",
+        'SELECT "nothing"',
+        "🙂",
+        "SELECT /*",
+    ],
 )
 def test_nonsense_is_an_error(database: Database, statement: str):
     error = database.execute(statement).error

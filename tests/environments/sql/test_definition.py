@@ -34,7 +34,14 @@ def test_it_is_registered():
 
 
 @pytest.mark.parametrize(
-    "changed", [{"groups": []}, {"groups": ["lookups"]}, {"max_rows": 0}, {"statement_ms": 0}, {"statement_steps": 10}]
+    "changed",
+    [
+        {"groups": []},
+        {"groups": ["lookups"]},
+        {"max_rows": 0},
+        {"statement_ms": 0},
+        {"statement_steps": 10},
+    ],
 )
 def test_impossible_options_are_problems(changed: dict):
     assert len([*problems(SqlOptions(**changed), "env")]) == 1
@@ -59,7 +66,10 @@ async def test_rows_and_steps_are_options():
 async def test_the_size_of_the_database_is_an_option():
     task = DEFINITION.build(SqlOptions()).tasks("train").instantiate("delete", 1)
     table = (await opening(task)).split()[1].partition("(")[0]
-    fill = f"INSERT INTO {table} SELECT id + 1000 * {{}}, '{'x' * 500}', 'x', 1 FROM {table} WHERE id < 1000"
+    fill = (
+        f"INSERT INTO {table} SELECT id + 1000 * {{}}, '{'x' * 500}', 'x', 1 FROM {table} WHERE id "
+        f"< 1000"
+    )
     full = []
     for size in (16, 4096):
         turns = await play(task, [fill.format(step) for step in range(1, 8)], database_kb=size)
@@ -75,10 +85,14 @@ async def opening(task) -> str:
     return found.messages[0]["content"]
 
 
-REQUEST = DemonstrationRequest(episodes_per_task=20, seed=3, habit_fraction=0.35, recovery_fraction=0.15)
+REQUEST = DemonstrationRequest(
+    episodes_per_task=20, seed=3, habit_fraction=0.35, recovery_fraction=0.15
+)
 
 
-def demonstrations(request: DemonstrationRequest = REQUEST, **options: object) -> list[Demonstration]:
+def demonstrations(
+    request: DemonstrationRequest = REQUEST, **options: object
+) -> list[Demonstration]:
     demonstrate = DEFINITION.build(SqlOptions(**options)).demonstrate
     assert demonstrate is not None
     return list(demonstrate(request))
@@ -99,7 +113,9 @@ async def test_a_mistake_is_answered_by_an_error():
     for item in demonstrations():
         if item.kind != SOLUTION:
             turns = await play(item.task, item.turns[:1])
-            assert said(turns[0]).startswith(("error: no such ", "error: cannot join using column ")), (item, turns)
+            assert said(turns[0]).startswith(
+                ("error: no such ", "error: cannot join using column ")
+            ), (item, turns)
 
 
 def test_every_template_has_its_shares():
@@ -111,7 +127,10 @@ def test_every_template_has_its_shares():
 def test_most_mistakes_name_tables_in_the_singular():
     found = [item for item in demonstrations() if item.kind != SOLUTION]
     tables = [draw_instance(item.task.payload).tables[0].name for item in found]
-    singular = sum(re.search(rf"\b{name}\b", item.turns[0]) is None for name, item in zip(tables, found, strict=True))
+    singular = sum(
+        re.search(rf"\b{name}\b", item.turns[0]) is None
+        for name, item in zip(tables, found, strict=True)
+    )
     assert 0.5 < singular / len(found) < 0.75
 
 
@@ -146,7 +165,9 @@ def test_without_shares_all_are_solutions():
     assert demonstrations(DemonstrationRequest(0, 0)) == []
 
 
-@pytest.mark.parametrize("shares", [(-0.1, 0.0), (0.6, 0.6), (float("nan"), 0.0), (0.0, float("inf"))])
+@pytest.mark.parametrize(
+    "shares", [(-0.1, 0.0), (0.6, 0.6), (float("nan"), 0.0), (0.0, float("inf"))]
+)
 def test_impossible_shares_are_refused(shares: tuple[float, float]):
     with pytest.raises(ValueError, match="shares of one"):
         demonstrations(DemonstrationRequest(5, 0, *shares))

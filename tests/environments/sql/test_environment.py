@@ -17,12 +17,20 @@ from hypothesis import strategies as st
 from realhf.api.environment import AssistantMessage, Environment, EnvironmentFailure, ToolCall
 from realhf.environments.sql import DEFINITION, SqlOptions
 from realhf.environments.sql.database import Result
-from realhf.environments.sql.environment import NO_STATEMENT, is_right, read_answer, read_statement, result_text
+from realhf.environments.sql.environment import (
+    NO_STATEMENT,
+    is_right,
+    read_answer,
+    read_statement,
+    result_text,
+)
 from realhf.environments.sql.tasks import TEMPLATES, SqlTaskSet, draw_instance
 from tests.environments.sql.attacks import HARMLESS, REFUSED
 from tests.environments.sql.playing import play, said, score
 
-QUESTIONS = [name for name, (group, _) in TEMPLATES.items() if group in ("lookup", "aggregate", "join")]
+QUESTIONS = [
+    name for name, (group, _) in TEMPLATES.items() if group in ("lookup", "aggregate", "join")
+]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +143,9 @@ async def test_an_episode_opens_with_tables_and_request():
     instance = draw_instance(QUESTION.payload)
     assert message == {"role": "user", "content": instance.text()} and not opening.tools
     assert instance.tables[0].heading() in instance.text() and instance.request in instance.text()
-    assert opening.info["tables"][instance.tables[0].name] == [list(row) for row in instance.tables[0].rows]
+    assert opening.info["tables"][instance.tables[0].name] == [
+        list(row) for row in instance.tables[0].rows
+    ]
     await environment.close()
 
 
@@ -184,7 +194,9 @@ async def test_a_constant_is_no_found_answer_whatever_the_statement_names(templa
 async def test_an_answer_among_others_is_not_found():
     instance = draw_instance(QUESTION.payload)
     table = instance.tables[0]
-    turns = await play(QUESTION, [f"SELECT * FROM {table.name}", f"SELECT {table.columns[3]} FROM {table.name}"])
+    turns = await play(
+        QUESTION, [f"SELECT * FROM {table.name}", f"SELECT {table.columns[3]} FROM {table.name}"]
+    )
     assert score(turns) == 0
 
 
@@ -208,20 +220,31 @@ async def test_deleting_what_should_be_changed_is_no_progress():
 async def test_harm_that_is_repaired_costs_nothing():
     instance = draw_instance(CHANGE.payload)
     table = instance.tables[0].name
-    turns = await play(CHANGE, [f"UPDATE {table} SET id = id + 500", f"UPDATE {table} SET id = id - 500"])
+    turns = await play(
+        CHANGE, [f"UPDATE {table} SET id = id + 500", f"UPDATE {table} SET id = id - 500"]
+    )
     assert [turn.reward for turn in turns] == pytest.approx([-0.2, 0.2])
     turns = await play(
-        CHANGE, [f"UPDATE {table} SET id = id + 500", f"UPDATE {table} SET id = id - 500", *instance.turns()]
+        CHANGE,
+        [
+            f"UPDATE {table} SET id = id + 500",
+            f"UPDATE {table} SET id = id - 500",
+            *instance.turns(),
+        ],
     )
     assert score(turns) == pytest.approx(1.0)
 
 
 async def test_the_state_is_that_of_the_rows_and_of_a_question_what_was_read():
-    """Reads and failures leave it; a change and its repair come back to it, and another episode to the same."""
+    """Reads and failures leave it; a change and its repair come back to it, and another episode to
+    the same."""
     table = draw_instance(CHANGE.payload).tables[0].name
     there = f"UPDATE {table} SET id = id + 500"
     back = f"UPDATE {table} SET id = id - 500"
-    keys = [turn.state_key for turn in await play(CHANGE, [f"SELECT * FROM {table}", "nonsense", there, back])]
+    keys = [
+        turn.state_key
+        for turn in await play(CHANGE, [f"SELECT * FROM {table}", "nonsense", there, back])
+    ]
     other = [turn.state_key for turn in await play(CHANGE, [there, "answer: 5"])]
     assert keys[0] == keys[1] == keys[3] != keys[2] and other == [keys[2]] * 2 and "" not in keys
     assert {turn.state_key for turn in await play(QUESTION, ["SELECT 1"])} == {""}
@@ -239,7 +262,9 @@ async def test_people_see_which_rows_are_wrong():
     rows = [[each.name, "|".join(map(str, row))] for each in instance.tables for row in each.rows]
     view = {"title": "The rows", "columns": ["table", "row"], "rows": rows}
     assert turn.info == {"missing": lines[:1], "surplus": lines[1:], "view": view}
-    flooded = await environment.step(AssistantMessage(f"UPDATE {table.name} SET name = x'00' || name || '{'x' * 500}'"))
+    flooded = await environment.step(
+        AssistantMessage(f"UPDATE {table.name} SET name = x'00' || name || '{'x' * 500}'")
+    )
     assert len(json.dumps(flooded.info)) < 3000
     await environment.close()
 
@@ -306,10 +331,18 @@ async def test_an_instance_plays_episode_after_episode():
 TEXTS = st.one_of(
     st.sampled_from([*REFUSED.values(), *HARMLESS.values()]),
     st.sampled_from(
-        [turn for name in TEMPLATES for turn in draw_instance(SqlTaskSet().instantiate(name, 5).payload).turns()]
+        [
+            turn
+            for name in TEMPLATES
+            for turn in draw_instance(SqlTaskSet().instantiate(name, 5).payload).turns()
+        ]
     ),
     st.sampled_from(
-        ["DELETE FROM {T}", "UPDATE {T} SET id = -id", "INSERT INTO {T} SELECT id + 100, name, 'x', 1 FROM {T}"]
+        [
+            "DELETE FROM {T}",
+            "UPDATE {T} SET id = -id",
+            "INSERT INTO {T} SELECT id + 100, name, 'x', 1 FROM {T}",
+        ]
     ),
     st.text(max_size=40),
     st.text(alphabet="answer: 0123456789.'-\n", max_size=20),
@@ -319,7 +352,8 @@ TEXTS = st.one_of(
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(TEMPLATES)), st.integers(0, 50), st.lists(TEXTS, max_size=8))
 def test_the_same_messages_give_the_same_turns(template: str, seed: int, texts: list[str]):
-    """And whatever is said, the rewards add up to a score between the worst harm and 1 and the text is short."""
+    """And whatever is said, the rewards add up to a score between the worst harm and 1 and the text
+    is short."""
     task = SqlTaskSet().instantiate(template, seed)
     names = [table.name for table in draw_instance(task.payload).tables]
     said_now = [text.replace("{T}", names[0]).replace("{U}", names[-1]) for text in texts]
@@ -358,7 +392,9 @@ async def test_hundreds_at_once_leave_nothing_behind():
         await asyncio.gather(*(hold(number) for number in range(200)))
         deadline = time.monotonic() + 60
         while files() > before and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)  # what runs beside the tests in this process opens and closes files, too
+            await asyncio.sleep(
+                0.05
+            )  # what runs beside the tests in this process opens and closes files, too
         assert files() <= before and len(held) == 200
         await asyncio.gather(*(environment.close() for environment in held))
         held.clear()

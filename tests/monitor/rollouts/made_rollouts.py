@@ -11,10 +11,20 @@ from realhf.api.rollout import PlayedTurn, RolloutOutcome
 from realhf.api.trace import PlayedSample, TrainedRows
 
 
-def outcome(reward: float | None = 1.0, *, text: str = "aws s3 ls", status: str = "achieved", **changed: Any) -> Any:
-    said = AssistantMessage(text, (ToolCall("shell", {"command": text}, "call-1"),), "I think", f"<t>{text}")
+def outcome(
+    reward: float | None = 1.0, *, text: str = "aws s3 ls", status: str = "achieved", **changed: Any
+) -> Any:
+    said = AssistantMessage(
+        text, (ToolCall("shell", {"command": text}, "call-1"),), "I think", f"<t>{text}"
+    )
     turn = PlayedTurn(
-        text, "ok", reward or 0.0, said, [{"role": "tool", "content": "ok"}], metrics={"progress": 1.0}, info={"a": 1}
+        text,
+        "ok",
+        reward or 0.0,
+        said,
+        [{"role": "tool", "content": "ok"}],
+        metrics={"progress": 1.0},
+        info={"a": 1},
     )
     values: dict[str, Any] = {
         "status": status,
@@ -32,13 +42,18 @@ def outcome(reward: float | None = 1.0, *, text: str = "aws s3 ls", status: str 
         "seed": 7,
         "turn_starts": [0],
         "turn_rewards": [reward or 0.0],
-        "opening": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "make a bucket"}],
+        "opening": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "make a bucket"},
+        ],
         "timings": {"wall_s": 0.5},
     }
     return RolloutOutcome(**(values | changed))
 
 
-def sample(id: str = "make-bucket@0", step: int = 4, outcomes: Any = None, **changed: Any) -> PlayedSample:
+def sample(
+    id: str = "make-bucket@0", step: int = 4, outcomes: Any = None, **changed: Any
+) -> PlayedSample:
     rollouts = outcomes if outcomes is not None else [outcome(), outcome(0.0, status="finished")]
     return PlayedSample(id, rollouts, step, env="aws", sampling={"temperature": 1.0}, **changed)
 

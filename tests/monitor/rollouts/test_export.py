@@ -1,4 +1,5 @@
-"""Rollouts leave a run as JSON lines, as a Parquet table and as logs that Inspect's own package reads."""
+"""Rollouts leave a run as JSON lines, as a Parquet table and as logs that Inspect's own package
+reads."""
 
 from __future__ import annotations
 
@@ -26,11 +27,16 @@ def run(tmp_path: Path) -> Path:
     folder.mkdir()
     recorder = RolloutWriter(folder, "model_worker/0", Selection(), limit_bytes=2**30)
     recorder.played(sample(id="make-bucket@0"))
-    failed = outcome(None, status="timeout", message="no answer", turns=(), completion_ids=[], logprobs=[], versions=[],
+    failed = outcome(None, status="timeout", message="no "
+                                                     "answer", turns=(), completion_ids=[], logprobs=[], versions=[],
                      loss_mask=[], turn_starts=[])  # fmt: skip
-    recorder.played(sample(id=f"../{NASTY}", outcomes=[outcome(0.25, text=NASTY, status="max_turns"), failed]))
+    recorder.played(
+        sample(id=f"../{NASTY}", outcomes=[outcome(0.25, text=NASTY, status="max_turns"), failed])
+    )
     recorder.trained(trained(["make-bucket@0"]))
-    recorder.played(sample(id="eval/sampled/5/t/0", step=5, split="eval/sampled", outcomes=[outcome()]))
+    recorder.played(
+        sample(id="eval/sampled/5/t/0", step=5, split="eval/sampled", outcomes=[outcome()])
+    )
     recorder.close()
     return folder
 
@@ -43,16 +49,24 @@ def test_json_lines_hold_everything(run: Path, tmp_path: Path, capsys: pytest.Ca
     assert (first["id"], first["reward"], first["step_trained"], first["train_staleness"]) == (
         "make-bucket@0/0", 1.0, 5, 1,
     )  # fmt: skip
-    assert first["record"]["messages"][1]["content"] == "make a bucket" and first["trained"]["first_token"] == 3
+    assert (
+        first["record"]["messages"][1]["content"] == "make a bucket"
+        and first["trained"]["first_token"] == 3
+    )
     assert second["train_n_tokens"] == 0 and "trained" not in second
     assert nasty["record"]["messages"][2]["content"] == NASTY and nasty["step_trained"] is None
     assert (failed["failure"], failed["reward"]) == ("timeout", None)
     assert evaluated["split"] == "eval/sampled" and not list(tmp_path.glob("*.partial"))
 
 
-def test_logs_of_inspect_have_a_sample_for_each_instance_and_no_path_of_its_id(run: Path, tmp_path: Path):
+def test_logs_of_inspect_have_a_sample_for_each_instance_and_no_path_of_its_id(
+    run: Path, tmp_path: Path
+):
     assert export_command([str(run), "--to", "inspect", str(tmp_path / "logs")]) == 0
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["eval-sampled-step5.eval", "train.eval"]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
+        "eval-sampled-step5.eval",
+        "train.eval",
+    ]
     with zipfile.ZipFile(tmp_path / "logs" / "train.eval") as log:
         names = log.namelist()
         samples = [json.loads(log.read(name)) for name in names if name.startswith("samples/")]
@@ -63,7 +77,9 @@ def test_logs_of_inspect_have_a_sample_for_each_instance_and_no_path_of_its_id(r
     assert header["results"]["scores"][0]["metrics"]["mean"]["value"] == pytest.approx(1.25 / 3)
 
 
-def test_what_cannot_be_exported_is_told_in_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_cannot_be_exported_is_told_in_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     assert export_command([str(tmp_path), "--to", "jsonl", str(tmp_path / "out")]) == 1
     assert "there are no rollouts" in capsys.readouterr().err
     assert export_command([str(run), "--to", "jsonl", str(tmp_path / "no" / "out")]) == 1
@@ -115,11 +131,18 @@ print(json.dumps([
 ]))
 """
     assert export_command([str(run), "--to", "inspect", str(tmp_path / "logs")]) == 0
-    done = subprocess.run([SIDE, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [SIDE, "-c", script], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    logs, status, task, count, summaries, scores, roles, function, table, told = json.loads(done.stdout)
+    logs, status, task, count, summaries, scores, roles, function, table, told = json.loads(
+        done.stdout
+    )
     assert (logs, status, task, count, summaries) == (2, "success", "aws/train", 4, 4)
-    assert sorted(map(str, scores)) == ["0.0", "0.25", "1.0", "timeout: no answer"] and function == "shell"
+    assert (
+        sorted(map(str, scores)) == ["0.0", "0.25", "1.0", "timeout: no answer"]
+        and function == "shell"
+    )
     assert roles == ["system", "user", "assistant", "tool"]
     assert table[0] == ["make-bucket@0/0", 1.0, None, 3] and table[3][1:] == [None, "timeout", None]
     assert told == "make a bucket"

@@ -1,4 +1,5 @@
-"""Rollouts are kept in the run folder as they were played and trained, and read back while the run goes on."""
+"""Rollouts are kept in the run folder as they were played and trained, and read back while the run
+goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ import pytest
 
 from realhf.api.config import MonitorConfig
 from realhf.monitor.rollouts import writer
-from realhf.monitor.rollouts.format import FOLDER, Header, PlayLine, TrainLine, decode_record, encode_record
+from realhf.monitor.rollouts.format import (
+    FOLDER,
+    Header,
+    PlayLine,
+    TrainLine,
+    decode_record,
+    encode_record,
+)
 from realhf.monitor.rollouts.reader import NoRecord, RolloutStore
 from realhf.monitor.rollouts.records import Selection, build_selection
 from realhf.monitor.rollouts.writer import RolloutWriter
@@ -26,7 +34,9 @@ from tests.monitor.rollouts.made_rollouts import outcome, sample, trained
 ALL = Selection()
 
 
-def write(run: Path, *items: object, worker: str = "model_worker/0", limit: int = 2**30, **options: bool) -> None:
+def write(
+    run: Path, *items: object, worker: str = "model_worker/0", limit: int = 2**30, **options: bool
+) -> None:
     """As a process of the run does, from its beginning to its end."""
     recorder = RolloutWriter(run, worker, ALL, limit_bytes=limit, **options)
     for item in items:
@@ -42,7 +52,11 @@ def read(run: Path) -> RolloutStore:
 
 
 def test_a_rollout_is_read_back_with_what_was_trained_of_it(tmp_path: Path):
-    write(tmp_path, sample(texts=lambda ids: [f"<{token}>" for token in ids]), trained(["make-bucket@0"]))
+    write(
+        tmp_path,
+        sample(texts=lambda ids: [f"<{token}>" for token in ids]),
+        trained(["make-bucket@0"]),
+    )
     store = read(tmp_path)
     first, second = store.rows()
     assert (first.play.id, first.play.reward, first.play.success, first.play.length) == (
@@ -51,12 +65,19 @@ def test_a_rollout_is_read_back_with_what_was_trained_of_it(tmp_path: Path):
         True,
         2,
     )
-    assert (first.play.version, first.play.turns, first.play.env, first.play.group) == (3, 1, "aws", "beginner")
+    assert (first.play.version, first.play.turns, first.play.env, first.play.group) == (
+        3,
+        1,
+        "aws",
+        "beginner",
+    )
     assert first.train is not None and first.train.n_tokens == 3
     assert (first.train.ratio_max, first.train.mismatch, first.train.advantage) == (1.5, 0.125, 2.0)
     assert first.train.clip_fraction == pytest.approx(1 / 3, abs=1e-6)
     assert (first.step, first.staleness) == (5, 1)
-    assert second.train is not None and second.train.n_tokens == 0 and second.train.advantage is None
+    assert (
+        second.train is not None and second.train.n_tokens == 0 and second.train.advantage is None
+    )
     record = store.record(first.play)
     assert [(each["role"], each["content"]) for each in record["messages"]] == [
         ("system", "be brief"),
@@ -69,17 +90,32 @@ def test_a_rollout_is_read_back_with_what_was_trained_of_it(tmp_path: Path):
     ]
     assert record["messages"][2]["reasoning"] == "I think" and record["messages"][2]["turn"] == 0
     assert record["turns"] == [
-        {"reward": 1.0, "metrics": {"progress": 1.0}, "info": {"a": 1}, "version": [3, 4], "n_tokens": 2}
+        {
+            "reward": 1.0,
+            "metrics": {"progress": 1.0},
+            "info": {"a": 1},
+            "version": [3, 4],
+            "n_tokens": 2,
+        }
     ]
-    assert record["tokens"]["texts"] == ["<4>", "<5>", "<6>"] and record["tokens"]["mask"] == [1, 1, 0]
+    assert record["tokens"]["texts"] == ["<4>", "<5>", "<6>"] and record["tokens"]["mask"] == [
+        1,
+        1,
+        0,
+    ]
     tokens = store.record(first.train)
-    assert (tokens["first_token"], tokens["old"], tokens["new"]) == (3, [-1.0, -0.5, -0.25], [-0.75, -0.25, 0.0])
+    assert (tokens["first_token"], tokens["old"], tokens["new"]) == (
+        3,
+        [-1.0, -0.5, -0.25],
+        [-0.75, -0.25, 0.0],
+    )
     assert tokens["clipped"] == [0, 1, 0]
     assert store.problems == [] and store.torn == []
 
 
 def test_failures_are_kept_apart_from_zeros_and_branches_name_their_rollout(tmp_path: Path):
-    failed = outcome(None, status="timeout", message="no answer", completion_ids=[], logprobs=[], versions=[],
+    failed = outcome(None, status="timeout", message="no "
+                                                     "answer", completion_ids=[], logprobs=[], versions=[],
                      loss_mask=[], turn_starts=[], turns=())  # fmt: skip
     several = outcome(0.0, status="finished", branches=(outcome(0.0, status="finished"),))
     write(tmp_path, sample(outcomes=[several, failed]))
@@ -89,13 +125,15 @@ def test_failures_are_kept_apart_from_zeros_and_branches_name_their_rollout(tmp_
         (1, None, 0.0, 0),
         (2, "timeout", None, None),
     ]
-    assert [row.play.id for row in read(tmp_path).group("make-bucket@0")] == [line.id for line in lines]
+    assert [row.play.id for row in read(tmp_path).group("make-bucket@0")] == [
+        line.id for line in lines
+    ]
 
 
 @pytest.mark.slow
 def test_hostile_text_is_data(tmp_path: Path):
-    """Control characters, HTML, halves of characters, numbers that JSON lacks and a turn of 100,000 tokens come back
-    as they were."""
+    """Control characters, HTML, halves of characters, numbers that JSON lacks and a turn of 100,000
+    tokens come back as they were."""
     nasty = "\x00\x1b[2J</script><script>alert(1)</script>\ud800\u2028\r\n"
     count = 100_000
     long = outcome(
@@ -109,7 +147,9 @@ def test_hostile_text_is_data(tmp_path: Path):
     assert record["messages"][2]["content"] == nasty and len(record["tokens"]["ids"]) == count
     assert record["info"][nasty] is None and record["info"]["set"] == [1]
     assert len(first.play.task) < 310 and first.play.length == count
-    assert store.record(second.play)["reward"] == 1.0, "a record larger than a member spoils no other"
+    assert store.record(second.play)["reward"] == 1.0, (
+        "a record larger than a member spoils no other"
+    )
     assert decode_record(encode_record({"deep": _nested(60)}))
 
 
@@ -121,11 +161,18 @@ def test_what_an_environment_says_for_people_is_bounded(tmp_path: Path):
     view = {"title": "the account", "rows": [["bucket", "made"]] * 50}
     first = {"log": "x" * 100_000, "view": view, "other": "y" * 100_000}
     second = {f"{number}": "z" * 100 for number in range(10_000)}
-    write(tmp_path, sample(outcomes=[outcome(info=first), outcome(info=second), outcome(info={"n" * 10**6: 1})]))
+    write(
+        tmp_path,
+        sample(
+            outcomes=[outcome(info=first), outcome(info=second), outcome(info={"n" * 10**6: 1})]
+        ),
+    )
     store = read(tmp_path)
     parts, many, named = (store.record(row.play)["info"] for row in store.rows())
     assert parts["view"] == view, "what is small is kept whole"
-    assert all("bytes are not kept" in parts[name] and len(parts[name]) > 7000 for name in ("log", "other"))
+    assert all(
+        "bytes are not kept" in parts[name] and len(parts[name]) > 7000 for name in ("log", "other")
+    )
     assert all(isinstance(text, str) and "bytes are not kept" in text for text in (many, named))
     assert max(len(json.dumps(kept)) for kept in (parts, many, named)) < 40_000
 
@@ -136,7 +183,11 @@ def test_shards_are_plain_gzip_and_turn_over(tmp_path: Path, monkeypatch: pytest
     write(tmp_path, *(sample(id=f"s@{number}") for number in range(8)))
     files = sorted((tmp_path / FOLDER).glob("play-*.jsonl.gz"))
     assert len(files) > 2 and all(file.stat().st_size <= 2000 for file in files)
-    texts = [json.loads(line) for file in files for line in gzip.decompress(file.read_bytes()).splitlines()]
+    texts = [
+        json.loads(line)
+        for file in files
+        for line in gzip.decompress(file.read_bytes()).splitlines()
+    ]
     store = read(tmp_path)
     assert [text["id"] for text in texts] == [line.id for line in store.play.lines]
     assert all(store.record(line)["id"] == line.id for line in store.play.lines)
@@ -153,7 +204,9 @@ def test_a_growing_run_is_followed_and_a_moved_one_read(tmp_path: Path):
     assert store.refresh() == 2 and len(list(store.rows())) == 4
     run.rename(tmp_path / "moved")
     moved = read(tmp_path / "moved" / FOLDER)
-    assert [moved.record(row.play)["id"] for row in moved.rows()] == [row.play.id for row in store.rows()]
+    assert [moved.record(row.play)["id"] for row in moved.rows()] == [
+        row.play.id for row in store.rows()
+    ]
     line = next(store.rows()).play
     assert store.refresh() == 0 and store.problems and list(store.rows()) == []
     with pytest.raises(NoRecord):
@@ -196,14 +249,20 @@ def test_what_is_no_index_is_left_out_and_holds_up_nothing(tmp_path: Path):
     (folder / "play-zero.index.jsonl").symlink_to("/dev/zero")
     (folder / "play-gone.index.jsonl").symlink_to(tmp_path / "nowhere")
     header = index.read_text().splitlines()[0]
-    (folder / "play-other.index.jsonl").write_text(header.replace("model_worker-0", "a/../../else") + "\n")
+    (folder / "play-other.index.jsonl").write_text(
+        header.replace("model_worker-0", "a/../../else") + "\n"
+    )
     (folder / "play-long.index.jsonl").write_bytes(
         header.replace(json.loads(header)["writer"], "long").encode() + b"\n" + b"x" * 2**21
     )
     store = read(tmp_path)
     assert len(list(store.rows())) == 2 and store.refresh() == 0
     told = sorted(problem.partition(": ")[2] for problem in store.problems)
-    assert told[0] == "a line has no end" and "names another writer, 'a/../../else" in told[1] and len(told) == 2
+    assert (
+        told[0] == "a line has no end"
+        and "names another writer, 'a/../../else" in told[1]
+        and len(told) == 2
+    )
 
 
 def test_another_index_under_the_same_number_is_read_anew(tmp_path: Path):
@@ -226,7 +285,14 @@ def test_places_that_a_record_cannot_have_are_damage(tmp_path: Path):
     write(tmp_path, sample())
     store = read(tmp_path)
     line = store.play.lines[0]
-    for place in ({"offset": 2**63}, {"offset": -1}, {"bytes": 10**13}, {"bytes": -1}, {"line": -1}, {"line": 9}):
+    for place in (
+        {"offset": 2**63},
+        {"offset": -1},
+        {"bytes": 10**13},
+        {"bytes": -1},
+        {"line": -1},
+        {"line": 9},
+    ):
         with pytest.raises(NoRecord, match="damaged"):
             store.record(msgspec.structs.replace(line, **place))
     os.unlink(next((tmp_path / FOLDER).glob("*.gz")))
@@ -248,12 +314,17 @@ def test_another_version_of_the_format_is_named(tmp_path: Path):
     (folder / "play-y.index.jsonl").write_text("{}\n")
     (folder / "play-z.index.jsonl").write_text("\0\xff\n")
     store = read(tmp_path)
-    assert store.problems[0] == "play-x.index.jsonl: format 9; this version of realhf reads format 1"
-    assert [problem.partition(": ")[2] for problem in store.problems[1:]] == ["no index of rollouts"] * 2
+    assert (
+        store.problems[0] == "play-x.index.jsonl: format 9; this version of realhf reads format 1"
+    )
+    assert [problem.partition(": ")[2] for problem in store.problems[1:]] == [
+        "no index of rollouts"
+    ] * 2
 
 
 def test_a_resumed_run_takes_back_what_was_rolled_back(tmp_path: Path):
-    """Steps 5 and 6 were lost with the checkpoint of step 4; step 6 then draws another task under the number."""
+    """Steps 5 and 6 were lost with the checkpoint of step 4; step 6 then draws another task under
+    the number."""
     write(tmp_path, *(sample(id=f"t@{step}", step=step) for step in (4, 5, 6)))
     write(tmp_path, trained(["t@4"], 3), trained(["t@5"], 4), trained(["t@6"], 5))
     write(tmp_path, sample(id="sampled/t/0", step=5, split="eval/sampled"))
@@ -265,8 +336,11 @@ def test_a_resumed_run_takes_back_what_was_rolled_back(tmp_path: Path):
     assert {row.train.step for row in rows if row.train} == {4, 5, 6}
 
 
-def test_a_resumed_run_counts_though_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """By the clock alone everything that the resumed run made would have been taken back by the killed one."""
+def test_a_resumed_run_counts_though_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """By the clock alone everything that the resumed run made would have been taken back by the
+    killed one."""
     now = 1.7e9
     monkeypatch.setattr(time, "time", lambda: now)
     write(tmp_path, *(sample(id=f"t@{step}", step=step) for step in (4, 5)))
@@ -298,12 +372,15 @@ def test_a_killed_process_loses_at_most_what_it_had_not_flushed(tmp_path: Path):
         "from realhf.monitor.rollouts.records import Selection\n"
         "from tests.monitor.rollouts.made_rollouts import sample\n"
         "writer.FLUSH_S = 0.05\n"
-        "recorder = writer.RolloutWriter(pathlib.Path(sys.argv[1]), 'w/0', Selection(), limit_bytes=10**9)\n"
+        "recorder = writer.RolloutWriter(pathlib.Path(sys.argv[1]), 'w/0', Selection(), "
+        "limit_bytes=10**9)\n"
         "for number in range(10**6):\n"
         "    recorder.played(sample(id=f's@{number}'))\n"
         "    time.sleep(0.001)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[3])
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[3]
+    )
     store = RolloutStore(tmp_path)
     due = time.monotonic() + 60
     while len(store.play.lines) < 40 and time.monotonic() < due:
@@ -330,8 +407,20 @@ def test_recording_stops_at_its_bound_and_says_so_once(tmp_path: Path, caplog: p
     recorder.close()
     store = read(tmp_path)
     assert 0 < len(store.play.lines) < 2 * number
-    assert "recording stopped: the folder of rollouts holds 3000 bytes (monitor.rollout_bytes)" in store.problems[0]
-    assert len([r for r in caplog.records if "no longer recorded" in r.message and r.levelno == logging.WARNING]) == 1
+    assert (
+        "recording stopped: the folder of rollouts holds 3000 bytes (monitor.rollout_bytes)"
+        in store.problems[0]
+    )
+    assert (
+        len(
+            [
+                r
+                for r in caplog.records
+                if "no longer recorded" in r.message and r.levelno == logging.WARNING
+            ]
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize("fault", ["gone", "full", "file"])
@@ -371,7 +460,9 @@ def test_a_reward_may_be_a_large_integer(tmp_path: Path):
     assert [row.play.reward for row in read(tmp_path).rows()] == [2.0**70, 1.0, 0.0]
 
 
-def test_a_rollout_that_cannot_be_described_is_lost_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_rollout_that_cannot_be_described_is_lost_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     write(tmp_path, sample(id="bad@0", texts=_broken), sample())
     assert {row.play.sample for row in read(tmp_path).rows()} == {"make-bucket@0"}
     assert "cannot be described" in caplog.text

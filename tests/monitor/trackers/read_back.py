@@ -1,5 +1,6 @@
 """Reads what trackers kept of a run with the packages themselves, and prints it as JSON: python -m
-tests.monitor.trackers.read_back FOLDER NAME. ``loss`` and ``evaluation`` are [step, value] in the order of arrival."""
+tests.monitor.trackers.read_back FOLDER NAME. ``loss`` and ``evaluation`` are [step, value] in the
+order of arrival."""
 
 from __future__ import annotations
 
@@ -26,9 +27,14 @@ def of_wandb(folder: Path) -> dict[str, Any]:
             record.ParseFromString(data)
             if record.HasField("run"):
                 found["runs"].append(record.run.run_id)
-                found["config"] |= {entry.key: json.loads(entry.value_json) for entry in record.run.config.update}
+                found["config"] |= {
+                    entry.key: json.loads(entry.value_json) for entry in record.run.config.update
+                }
             if record.HasField("history"):
-                row = {entry.key or "/".join(entry.nested_key): entry.value_json for entry in record.history.item}
+                row = {
+                    entry.key or "/".join(entry.nested_key): entry.value_json
+                    for entry in record.history.item
+                }
                 step = json.loads(row["step"]) if "step" in row else None
                 for name, key in (("loss", LOSS), ("evaluation", EVALUATION)):
                     found[name] += [[step, json.loads(row[key])]] if key in row else []
@@ -37,8 +43,9 @@ def of_wandb(folder: Path) -> dict[str, Any]:
 
 
 def _records(log: bytes) -> Iterator[bytes]:
-    """Yield the records of a log in blocks of 32 KiB behind 7 bytes: each piece has a checksum (4 bytes), its
-    length (2) and its kind (1: whole, 2: first, 3: middle, 4: last). What a killed process left of a record ends it."""
+    """Yield the records of a log in blocks of 32 KiB behind 7 bytes: each piece has a checksum (4
+    bytes), its length (2) and its kind (1: whole, 2: first, 3: middle, 4: last). What a killed
+    process left of a record ends it."""
     at = 7
     held = b""
     while at + 7 <= len(log):
@@ -79,12 +86,16 @@ def of_mlflow(folder: Path) -> dict[str, Any]:
 
 
 def of_trackio(folder: Path) -> dict[str, Any]:
-    """Its own programming interface lists runs and no histories; its store is a SQLite file for each project."""
+    """Its own programming interface lists runs and no histories; its store is a SQLite file for
+    each project."""
     import trackio  # type: ignore[import-not-found]
 
-    with contextlib.closing(sqlite3.connect(folder / "trackio" / f"{folder.parent.name}.db")) as store:
+    with contextlib.closing(
+        sqlite3.connect(folder / "trackio" / f"{folder.parent.name}.db")
+    ) as store:
         rows = [
-            (step, json.loads(text)) for step, text in store.execute("SELECT step, metrics FROM metrics ORDER BY id")
+            (step, json.loads(text))
+            for step, text in store.execute("SELECT step, metrics FROM metrics ORDER BY id")
         ]
         configs = [json.loads(text) for (text,) in store.execute("SELECT config FROM configs")]
     return {

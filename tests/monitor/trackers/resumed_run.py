@@ -1,5 +1,5 @@
-"""A run that is killed after its checkpoint and goes on, as its trackers see it, in an environment that has their
-packages: python -m tests.monitor.trackers.resumed_run FOLDER NAME killed|resumed."""
+"""A run that is killed after its checkpoint and goes on, as its trackers see it, in an environment
+that has their packages: python -m tests.monitor.trackers.resumed_run FOLDER NAME killed|resumed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ STEPS = 6
 CHECKPOINT = 3
 KILLED_AFTER = 4
 MANY = {f"other/{number}": 0.5 for number in range(1500)}
-"""More than a tracker keeps in memory, so that the killed process leaves something of every step."""
+"""More than a tracker keeps in memory, so that the killed process leaves something of every
+step."""
 
 
 def evaluation(step: int) -> dict[str, float]:
-    return evaluation_metrics({"sampled": {"overall": {"success": step / 10, "low": 0.0, "high": 1.0}}}, "heldout")
+    return evaluation_metrics(
+        {"sampled": {"overall": {"success": step / 10, "low": 0.0, "high": 1.0}}}, "heldout"
+    )
 
 
 def main() -> int:
@@ -27,11 +30,15 @@ def main() -> int:
     name = sys.argv[2]
     killed = sys.argv[3] == "killed"
     warnings: list[str] = []
-    past = [(step, {"policy/loss": float(step)}) for step in range(1, CHECKPOINT + 1)] + [(2, evaluation(2))]
+    past = [(step, {"policy/loss": float(step)}) for step in range(1, CHECKPOINT + 1)] + [
+        (2, evaluation(2))
+    ]
     done = 0 if killed else CHECKPOINT
     log = TrackerStream(folder, [name], completed_steps=done, warn=warnings.append, past=past)
     for step in range(1 if killed else CHECKPOINT + 1, (KILLED_AFTER if killed else STEPS) + 1):
-        log.metrics(step, {"policy/loss": float(step), "success/a<b": 0.5, "broken": float("nan"), **MANY})
+        log.metrics(
+            step, {"policy/loss": float(step), "success/a<b": 0.5, "broken": float("nan"), **MANY}
+        )
         if killed and step in (1, KILLED_AFTER):
             log.metrics(step, {"rare": float(step)})
         log.rollouts(step, [f"a transcript of step {step}"])

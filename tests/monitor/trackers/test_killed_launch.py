@@ -1,5 +1,5 @@
-"""A launch that is killed with all its processes and started again is one run to W&B and to MLflow, evaluations
-included: the packages themselves wrote what is read back here."""
+"""A launch that is killed with all its processes and started again is one run to W&B and to MLflow,
+evaluations included: the packages themselves wrote what is read back here."""
 
 from __future__ import annotations
 
@@ -20,20 +20,46 @@ from tests.process_family import gone, kill_all
 STEPS = 24
 CHECKPOINT = 4
 KILLED_AFTER = 6
-"""The run is killed when so many steps are complete, and goes on from the last checkpoint before."""
+"""The run is killed when so many steps are complete, and goes on from the last checkpoint
+before."""
 PATIENCE_S = 400.0
 OPTIONS = (
-    *("experiment=grpo", "env=countdown", "actor.path=builtin_tiny", "experiment_name=grpo", "trial_name=killed"),
-    *("dataset.train_bs_n_seqs=2", "ppo.group_size=2", "rollout.sessions=4", "gen.max_new_tokens=8"),
-    *("rollout.max_total_tokens=900", "torch_threads=1", f"total_train_steps={STEPS}", "monitor.progress=false"),
-    *("evaluation.episodes_per_task=1", "evaluation.greedy_episodes_per_task=0", "evaluation.templates=2"),
-    *("evaluation.every_steps=8", f"exp_ctrl.ckpt_freq_steps={CHECKPOINT}", "monitor.trackers=[wandb,mlflow]"),
+    *(
+        "experiment=grpo",
+        "env=countdown",
+        "actor.path=builtin_tiny",
+        "experiment_name=grpo",
+        "trial_name=killed",
+    ),
+    *(
+        "dataset.train_bs_n_seqs=2",
+        "ppo.group_size=2",
+        "rollout.sessions=4",
+        "gen.max_new_tokens=8",
+    ),
+    *(
+        "rollout.max_total_tokens=900",
+        "torch_threads=1",
+        f"total_train_steps={STEPS}",
+        "monitor.progress=false",
+    ),
+    *(
+        "evaluation.episodes_per_task=1",
+        "evaluation.greedy_episodes_per_task=0",
+        "evaluation.templates=2",
+    ),
+    *(
+        "evaluation.every_steps=8",
+        f"exp_ctrl.ckpt_freq_steps={CHECKPOINT}",
+        "monitor.trackers=[wandb,mlflow]",
+    ),
 )
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(2 * PATIENCE_S),
     pytest.mark.skipif(
-        not (ROOT / ".venv-trackers" / ".installed").exists(), reason="make test-trackers installs them"
+        not (ROOT / ".venv-trackers" / ".installed").exists(),
+        reason="make test-trackers installs them",
     ),
 ]
 
@@ -45,7 +71,12 @@ def launched(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         launcher = subprocess.Popen(
             [str(PYTHON), "-m", "realhf.launch", *OPTIONS, f"fileroot={folder}"],
             cwd=ROOT,
-            env={**os.environ, "WANDB_MODE": "offline", "MLFLOW_DISABLE_TELEMETRY": "true", "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "WANDB_MODE": "offline",
+                "MLFLOW_DISABLE_TELEMETRY": "true",
+                "OMP_NUM_THREADS": "1",
+            },
             stdout=log,
             stderr=log,
         )
@@ -70,7 +101,9 @@ def test_a_killed_and_resumed_launch_is_one_run(tmp_path: Path) -> None:
     with launched(tmp_path) as launcher:
         while len(rows(run)) < KILLED_AFTER:
             said = (tmp_path / "log").read_text("utf-8", "replace")[-2000:]
-            assert launcher.poll() is None and time.monotonic() < end, f"the run does not get on: {said}"
+            assert launcher.poll() is None and time.monotonic() < end, (
+                f"the run does not get on: {said}"
+            )
             time.sleep(0.05)
     assert len(rows(run)) < STEPS, "it was killed too late to be a test"
     with launched(tmp_path) as again:
@@ -78,7 +111,9 @@ def test_a_killed_and_resumed_launch_is_one_run(tmp_path: Path) -> None:
 
     losses = {step: row["policy/loss"] for step, row in rows(run).items()}
     reports = json.loads((run / "evaluations.json").read_text())
-    success = {int(step): report["sampled"]["overall"]["success"] for step, report in reports.items()}
+    success = {
+        int(step): report["sampled"]["overall"]["success"] for step, report in reports.items()
+    }
     assert set(losses) == set(range(1, STEPS + 1)) and set(success) == {0, 8, 16, 24}
     for name in ("wandb", "mlflow"):
         read = call(run, "read_back", name)

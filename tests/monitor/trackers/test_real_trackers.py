@@ -1,4 +1,5 @@
-"""The packages of the trackers themselves keep a killed and resumed run as one run, evaluations included."""
+"""The packages of the trackers themselves keep a killed and resumed run as one run, evaluations
+included."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ PYTHON = ROOT / ".venv-trackers" / "bin" / "python"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not (ROOT / ".venv-trackers" / ".installed").exists(), reason="make test-trackers installs them"
+        not (ROOT / ".venv-trackers" / ".installed").exists(),
+        reason="make test-trackers installs them",
     ),
 ]
 
@@ -51,7 +53,9 @@ def kept(tmp_path: Path, name: str) -> dict[str, Any]:
 def test_a_killed_and_resumed_run_is_one_run(tmp_path: Path, name: str) -> None:
     found = kept(tmp_path, name)
     assert len(set(found["runs"])) == 1
-    assert {(step, value) for step, value in found["loss"]} == {(step, float(step)) for step in range(1, 7)}
+    assert {(step, value) for step, value in found["loss"]} == {
+        (step, float(step)) for step in range(1, 7)
+    }
     assert {(step, value) for step, value in found["evaluation"]} == {(2, 0.2), (5, 0.5)}
     assert "group_size" in json.dumps(found["config"]) and "seed" in found["config"]
     if name != "trackio":
@@ -59,4 +63,6 @@ def test_a_killed_and_resumed_run_is_one_run(tmp_path: Path, name: str) -> None:
         assert len(found["loss"]) == 6, "the step after the checkpoint was taken back"
         assert len(found["evaluation"]) == 2
     if name == "mlflow":
-        assert found["rare"] == 1.0, "where the last value was taken back, the one before is the latest"
+        assert found["rare"] == 1.0, (
+            "where the last value was taken back, the one before is the latest"
+        )

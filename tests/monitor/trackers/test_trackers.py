@@ -1,4 +1,5 @@
-"""One stream for every tracker: none of them can hold up or end a run; what W&B keeps offline is read back."""
+"""One stream for every tracker: none of them can hold up or end a run; what W&B keeps offline is
+read back."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ class Kept:
         self.closed.set()
 
 
-def opened(folder: Path, completed: int = 0, **bad: str) -> tuple[TrackerStream, dict[str, Kept], list[str]]:
+def opened(
+    folder: Path, completed: int = 0, **bad: str
+) -> tuple[TrackerStream, dict[str, Kept], list[str]]:
     made = dict[str, Kept]()
     warnings = list[str]()
 
@@ -61,7 +64,9 @@ def opened(folder: Path, completed: int = 0, **bad: str) -> tuple[TrackerStream,
 
     adapters = {name: adapter(name) for name in bad}
     return (
-        TrackerStream(folder, list(bad), completed_steps=completed, warn=warnings.append, adapters=adapters),
+        TrackerStream(
+            folder, list(bad), completed_steps=completed, warn=warnings.append, adapters=adapters
+        ),
         made,
         warnings,
     )
@@ -83,9 +88,13 @@ def test_one_that_fails_is_left_out_and_named_once(tmp_path: Path) -> None:
     for step in range(1, 4):
         log.metrics(step, {"b": 1.0})
     log.close()
-    assert made["good"].got[:3] == [(step, {"b": 1.0}) for step in (1, 2, 3)] and made["good"].closed.is_set()
+    assert (
+        made["good"].got[:3] == [(step, {"b": 1.0}) for step in (1, 2, 3)]
+        and made["good"].closed.is_set()
+    )
     assert warnings == [
-        "monitor.trackers: bad is left out from now on: OSError: no such host; it lacks what came from step 1 on"
+        "monitor.trackers: bad is left out from now on: OSError: no such host; it lacks what came "
+        "from step 1 on"
     ]
 
 
@@ -100,12 +109,16 @@ def test_one_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.Monk
         return Kept(facts)
 
     try:
-        log = TrackerStream(tmp_path, ["slow"], completed_steps=0, warn=warnings.append, adapters={"slow": hang})
+        log = TrackerStream(
+            tmp_path, ["slow"], completed_steps=0, warn=warnings.append, adapters={"slow": hang}
+        )
         for step in range(20):
             log.metrics(step, {"a": 1.0})
         log.close()
         assert len(warnings) == 1 and "5 entries behind" in warnings[0]
-        other = TrackerStream(tmp_path, ["slow"], completed_steps=0, warn=warnings.append, adapters={"slow": hang})
+        other = TrackerStream(
+            tmp_path, ["slow"], completed_steps=0, warn=warnings.append, adapters={"slow": hang}
+        )
         other.close()
         assert len(warnings) == 2 and "was not done" in warnings[1]
     finally:
@@ -116,7 +129,10 @@ def test_a_resumed_run_has_its_id_and_a_fresh_one_another(tmp_path: Path) -> Non
     first, resumed, afresh = (run_info(tmp_path, completed) for completed in (0, 5, 0))
     assert first.id == resumed.id != afresh.id and resumed.resumed and not first.resumed
     resumed.remember("mlflow", "abc")
-    assert run_info(tmp_path, 7).known("mlflow") == "abc" and run_info(tmp_path, 0).known("mlflow") is None
+    assert (
+        run_info(tmp_path, 7).known("mlflow") == "abc"
+        and run_info(tmp_path, 0).known("mlflow") is None
+    )
     (tmp_path / "trackers.json").write_text("[torn")
     assert run_info(tmp_path, 7).id
 
@@ -125,7 +141,9 @@ def test_a_package_that_is_missing_is_said_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"monitor\.trackers has mlflow.*pip install -e '.*\[mlflow\]'"):
+    with pytest.raises(
+        RuntimeError, match=r"monitor\.trackers has mlflow.*pip install -e '.*\[mlflow\]'"
+    ):
         TrackerStream(tmp_path, ["mlflow"], completed_steps=0, warn=print)
 
 
@@ -155,7 +173,10 @@ def test_tensorboard_reads_what_a_run_logs_without_torch(tmp_path: Path) -> None
     log.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("policy/loss")] == [(1, 0.5), (2, 0.25)]
+    assert [(event.step, event.value) for event in events.Scalars("policy/loss")] == [
+        (1, 0.5),
+        (2, 0.25),
+    ]
     assert set(events.Tags()["scalars"]) == {"policy/loss", "eval/heldout/sampled/success/overall"}
     assert "warning" not in {json.loads(line)["kind"] for line in output.getvalue().splitlines()}
 
@@ -187,8 +208,13 @@ def log_of(*rows: dict[str, Any]) -> bytes:
 
 def parse(data: bytes) -> Any:
     row = json.loads(data)
-    items = [SimpleNamespace(key="", nested_key=[name], value_json=json.dumps(value)) for name, value in row.items()]
-    return SimpleNamespace(HasField=lambda name: name == "history", history=SimpleNamespace(item=items))
+    items = [
+        SimpleNamespace(key="", nested_key=[name], value_json=json.dumps(value))
+        for name, value in row.items()
+    ]
+    return SimpleNamespace(
+        HasField=lambda name: name == "history", history=SimpleNamespace(item=items)
+    )
 
 
 def write(run: Path, log: bytes, at: str = "20260101_000000") -> Path:
@@ -219,5 +245,7 @@ def test_a_log_that_is_not_ours_to_cut_stays(tmp_path: Path, fault: str) -> None
         log.with_name("run-abc.wandb.synced").touch()
     if fault == "gone":
         log.unlink()
-    assert set(truncate_logs([log], 5, parse)) == ({"step", "loss", "text"} if fault == "sent" else set())
+    assert set(truncate_logs([log], 5, parse)) == (
+        {"step", "loss", "text"} if fault == "sent" else set()
+    )
     assert fault == "gone" or log.read_bytes() == content

@@ -1,4 +1,5 @@
-"""The clients: what they send, how they wait, and that nothing is lost or doubled when connections break."""
+"""The clients: what they send, how they wait, and that nothing is lost or doubled when connections
+break."""
 
 from __future__ import annotations
 
@@ -54,7 +55,10 @@ TRAINER: dict[str, Any] = {"batch_size": 4, "max_token_len": 64, "num_steps": 10
 @pytest.fixture
 def clients(api: httpx.Client, url: str) -> Iterator[tuple[TrajectoryClient, TrajectoryClient]]:
     """A producer and a trainer of a server that was just reset."""
-    with TrajectoryClient(url, retry_for_s=60) as producer, TrajectoryClient(url, retry_for_s=60) as trainer:
+    with (
+        TrajectoryClient(url, retry_for_s=60) as producer,
+        TrajectoryClient(url, retry_for_s=60) as trainer,
+    ):
         yield producer, trainer
 
 
@@ -68,7 +72,9 @@ def plain(pulled: Batch) -> list[dict[str, Any]]:
     """Groups with lists for arrays and without the keys that nobody sent."""
     lists = [
         {
-            name: [row.tolist() for row in value] if name in ("tokens", "masks", "inference_logprobs") else value
+            name: [row.tolist() for row in value]
+            if name in ("tokens", "masks", "inference_logprobs")
+            else value
             for name, value in item.items()
             if value is not None
         }
@@ -81,7 +87,9 @@ def plain(pulled: Batch) -> list[dict[str, Any]]:
 
 
 def test_both_forms_say_the_same_and_the_server_reads_them():
-    sent = {name: value for name, value in EVERYTHING.items() if name != "group_overrides"} | {"policy_version": 3}
+    sent = {name: value for name, value in EVERYTHING.items() if name != "group_overrides"} | {
+        "policy_version": 3
+    }
     body, headers = encode_groups([sent], listed=False, binary=False, compression="none")
     assert headers == {"Content-Type": "application/json"}
     assert json.loads(body) == sent
@@ -102,7 +110,11 @@ def test_arrays_keep_their_precision():
         "inference_logprobs": logprobs,
     }
     body, _ = encode_groups([sent], listed=False, binary=True, compression="none")
-    kinds = {name: tensor["dtype"] for name, tensor in msgspec.msgpack.decode(body).items() if name != "scores"}
+    kinds = {
+        name: tensor["dtype"]
+        for name, tensor in msgspec.msgpack.decode(body).items()
+        if name != "scores"
+    }
     assert kinds == {"tokens": "i8", "masks": "i4", "inference_logprobs": "f4"}
     packed = read_msgpack(body, ["body"])
     answer = b"".join(encode.msgpack_pieces([(packed.present, packed.data)]))
@@ -143,17 +155,29 @@ def test_compression_where_it_pays():
     for binary, coding, inflate in ((True, "zstd", unzstd), (False, "gzip", gunzip)):
         body, headers = encode_groups([large], listed=True, binary=binary, compression=coding)
         assert headers["Content-Encoding"] == coding
-        assert inflate(body, 1 << 20) == encode_groups([large], listed=True, binary=binary, compression="none")[0]
-        assert "Content-Encoding" not in encode_groups([small], listed=False, binary=binary, compression=coding)[1]
-    noise = group() | {"tokens": np.random.default_rng(1).integers(-(2**63), 2**63 - 1, size=(1, 500))}
-    assert "Content-Encoding" not in encode_groups([noise], listed=False, binary=True, compression="zstd")[1]
+        assert (
+            inflate(body, 1 << 20)
+            == encode_groups([large], listed=True, binary=binary, compression="none")[0]
+        )
+        assert (
+            "Content-Encoding"
+            not in encode_groups([small], listed=False, binary=binary, compression=coding)[1]
+        )
+    noise = group() | {
+        "tokens": np.random.default_rng(1).integers(-(2**63), 2**63 - 1, size=(1, 500))
+    }
+    assert (
+        "Content-Encoding"
+        not in encode_groups([noise], listed=False, binary=True, compression="zstd")[1]
+    )
 
 
 # ---- how it waits
 
 
 async def drive(monkeypatch, outcomes, seconds) -> tuple[dict[str, Any], list[float]]:
-    """The status by a client to whom these answers (or their errors) come, and the pauses it made by its clock."""
+    """The status by a client to whom these answers (or their errors) come, and the pauses it made
+    by its clock."""
     pauses: list[float] = []
 
     async def pause(wait_s):
@@ -174,7 +198,9 @@ async def drive(monkeypatch, outcomes, seconds) -> tuple[dict[str, Any], list[fl
 
 async def test_failures_are_retried_with_growing_pauses(monkeypatch):
     failures = [httpx.ConnectError("refused"), httpx.Response(502), httpx.ReadTimeout("")]
-    result, pauses = await drive(monkeypatch, [*failures, httpx.Response(200, json={"current_step": 1})], 60)
+    result, pauses = await drive(
+        monkeypatch, [*failures, httpx.Response(200, json={"current_step": 1})], 60
+    )
     assert result == {"current_step": 1}
     assert len(pauses) == 3 and 0.08 <= pauses[0] <= 0.12 and pauses[0] < pauses[1] < pauses[2]
 
@@ -189,7 +215,9 @@ async def test_a_full_queue_is_asked_again_when_it_says(monkeypatch):
 
 async def test_the_deadline_ends_it_with_the_cause(monkeypatch):
     failures = [httpx.ConnectError("[Errno 111] Connection refused") for _ in range(99)]
-    with pytest.raises(Unreachable, match=r"http://server: GET /status: ConnectError: .*refused; gave up after"):
+    with pytest.raises(
+        Unreachable, match=r"http://server: GET /status: ConnectError: .*refused; gave up after"
+    ):
         await drive(monkeypatch, failures, 5)
     assert len(failures) > 90
 
@@ -200,9 +228,16 @@ async def test_a_client_error_is_not_retried(monkeypatch):
 
 
 def test_pacing_follows_the_reference():
-    env = EnvRegistration(0, "a_0", "c", 10, 0, 100, batch_size=64, group_size=4, min_batch_allocation=0.25, epoch=1)
+    env = EnvRegistration(
+        0, "a_0", "c", 10, 0, 100, batch_size=64, group_size=4, min_batch_allocation=0.25, epoch=1
+    )
     status = EnvStatus(
-        current_step=5, queue_size=8, self_queue_size=3, max_group_size=4, unallocated_fraction=0.5, env_weight=1.0
+        current_step=5,
+        queue_size=8,
+        self_queue_size=3,
+        max_group_size=4,
+        unallocated_fraction=0.5,
+        env_weight=1.0,
     )
     now = pace(status, env)
     assert (now.pause, now.workers, now.done) == (False, 3 * 48 // 4 - 8, False)
@@ -223,9 +258,18 @@ def test_groups_come_back_as_they_were_sent(api, url, binary, coding):
     with TrajectoryClient(url, binary=binary, compression=coding) as client:
         started(client)
         receipt = client.push_many(sent, policy_version=7)
-        assert (receipt.groups, receipt.buffered, receipt.quarantined, receipt.replayed) == (2, 0, (), False)
+        assert (receipt.groups, receipt.buffered, receipt.quarantined, receipt.replayed) == (
+            2,
+            0,
+            (),
+            False,
+        )
         batch = client.pull(60)
-        assert batch.n_sequences == 4 and (batch.step, batch.min_version, batch.max_version) == (0, 7, 7)
+        assert batch.n_sequences == 4 and (batch.step, batch.min_version, batch.max_version) == (
+            0,
+            7,
+            7,
+        )
         if not binary:
             assert [{name: item[name] for name in sent[0]} for item in batch.groups] == sent
         else:
@@ -264,7 +308,9 @@ def test_leases_end_when_they_are_told_to(clients, url):
         one = trainer.pull(60)
         two = trainer.pull(60)
         assert (one.step, two.step) == (0, 1)
-        assert {lease["owner"] for lease in trainer.leases()} == {"me"} and len(trainer.leases()) == 2
+        assert {lease["owner"] for lease in trainer.leases()} == {"me"} and len(
+            trainer.leases()
+        ) == 2
         trainer.nack(one.lease_id)
         again = trainer.pull(60)
         assert again.redelivered and again.step == 0 and plain(again) == plain(one)
@@ -293,7 +339,9 @@ def test_without_explicit_acks_the_next_pull_acknowledges(clients):
     assert batch.min_version == 9
     trainer.nack(batch.lease_id)
     again = trainer.pull(60)
-    assert again.redelivered and plain(again) == plain(batch), "what was given back is not acknowledged"
+    assert again.redelivered and plain(again) == plain(batch), (
+        "what was given back is not acknowledged"
+    )
 
 
 def test_a_batch_that_went_to_another_trainer_meanwhile_stops_nobody(caplog):
@@ -356,7 +404,9 @@ def test_a_refusal_says_what_is_wrong(clients):
 
 def test_no_server_and_the_wrong_server(tmp_path):
     with TrajectoryClient("http://127.0.0.1:9", retry_for_s=0.3) as client:
-        with pytest.raises(Unreachable, match=r"http://127\.0\.0\.1:9: POST /scored_data: ConnectError"):
+        with pytest.raises(
+            Unreachable, match=r"http://127\.0\.0\.1:9: POST /scored_data: ConnectError"
+        ):
             client.push(group())
         with pytest.raises(Unreachable, match="GET /batch"):
             client.pull(1)
@@ -380,9 +430,13 @@ def test_a_push_whose_answer_was_lost_counts_once(clients, url):
 
 @pytest.mark.parametrize("explicit", [True, False])
 def test_a_batch_that_broke_off_comes_again(clients, url, explicit):
-    """The server sent all of it and would take the next pull of the same trainer for its acknowledgement."""
+    """The server sent all of it and would take the next pull of the same trainer for its
+    acknowledgement."""
     producer, _ = clients
-    with cutting_relay(url) as relay, TrajectoryClient(relay.url, retry_for_s=60, explicit_acks=explicit) as trainer:
+    with (
+        cutting_relay(url) as relay,
+        TrajectoryClient(relay.url, retry_for_s=60, explicit_acks=explicit) as trainer,
+    ):
         started(trainer)
         sent = [group(2, 20, seed=seed) for seed in range(4)]
         producer.push_many(sent)
@@ -428,7 +482,9 @@ async def test_a_pull_that_was_cancelled_is_not_acknowledged_by_the_next():
             got = []
             for wait_s in [0.001 * number for number in range(12)] + [60.0] * len(sent):
                 with contextlib.suppress(asyncio.TimeoutError, NoBatchYet):
-                    got += plain(await asyncio.wait_for(trainer.pull(50 if wait_s == 60.0 else 0), wait_s))
+                    got += plain(
+                        await asyncio.wait_for(trainer.pull(50 if wait_s == 60.0 else 0), wait_s)
+                    )
                 if len(got) == len(sent):
                     break
             assert sorted(map(str, got)) == sorted(map(str, sent))
@@ -439,7 +495,11 @@ async def test_a_pull_that_was_cancelled_is_not_acknowledged_by_the_next():
 
 def test_the_async_client_is_the_same():
     def methods(kind: type) -> set[str]:
-        return {name for name, item in inspect.getmembers(kind) if callable(item) and not name.startswith("_")}
+        return {
+            name
+            for name, item in inspect.getmembers(kind)
+            if callable(item) and not name.startswith("_")
+        }
 
     assert methods(AsyncTrajectoryClient) == methods(TrajectoryClient) - {"run"}
     assert inspect.signature(AsyncTrajectoryClient) == inspect.signature(TrajectoryClient)
@@ -450,7 +510,9 @@ def test_threads_and_children_of_one_blocking_client(api, url, monkeypatch):
     with TrajectoryClient(url) as client:
         with ThreadPoolExecutor(4) as threads:
             receipts = list(threads.map(lambda seed: client.push(group(1, seed=seed)), range(8)))
-        assert [receipt.groups for receipt in receipts] == [1] * 8 and client.status()["queue_size"] == 8
+        assert [receipt.groups for receipt in receipts] == [1] * 8 and client.status()[
+            "queue_size"
+        ] == 8
         with monkeypatch.context() as forked, pytest.raises(RuntimeError, match="forked child"):
             forked.setattr(client.thread, "pid", os.getppid())
             client.status()

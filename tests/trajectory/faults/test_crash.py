@@ -1,5 +1,5 @@
-"""Servers that are killed, and stores that fail, lose nothing unsaid: docs/reference/trajectory.md 5. The long runs are
-``make crash-ledger``."""
+"""Servers that are killed, and stores that fail, lose nothing unsaid: docs/reference/trajectory.md
+5. The long runs are ``make crash-ledger``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from tests.trajectory.crash_ledger import LOSS, Ledger, compare, run, start_serv
 
 pytestmark = pytest.mark.slow
 
-needs_redis = pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
+needs_redis = pytest.mark.skipif(
+    shutil.which("redis-server") is None, reason="redis-server is not installed"
+)
 
 
 @pytest.mark.nightly
@@ -21,7 +23,11 @@ needs_redis = pytest.mark.skipif(shutil.which("redis-server") is None, reason="r
 def test_the_books_balance(tmp_path, store):
     with ExitStack() as stack:
         servers, _ = start_servers(store, tmp_path, stack)
-        ledger = asyncio.run(run(servers, pushes=120, producers=8, trainers=2, duration_s=3, kill_every_s=1.0, seed=5))
+        ledger = asyncio.run(
+            run(
+                servers, pushes=120, producers=8, trainers=2, duration_s=3, kill_every_s=1.0, seed=5
+            )
+        )
         assert sum(server.kills for server in servers) >= 1
         assert compare(servers) == []
     assert ledger.balance() == []
@@ -33,7 +39,9 @@ def test_a_store_that_fails_at_random_loses_nothing(tmp_path):
     """The long run kills the server between the failures, too."""
     with ExitStack() as stack:
         servers, _ = start_servers("sqlite", tmp_path, stack, fault_rate=0.04)
-        ledger = asyncio.run(run(servers, pushes=80, producers=8, trainers=2, duration_s=1, kill_every_s=1e6, seed=5))
+        ledger = asyncio.run(
+            run(servers, pushes=80, producers=8, trainers=2, duration_s=1, kill_every_s=1e6, seed=5)
+        )
         assert compare(servers) == []
         assert servers[0].said("fault that was set off") >= 1
     assert ledger.balance() == []
@@ -47,7 +55,16 @@ def test_a_redis_that_comes_back_empty_is_told_and_ends_the_epoch(tmp_path):
     with ExitStack() as stack:
         servers, redis = start_servers("redis", tmp_path, stack, forgetful=True)
         ledger = asyncio.run(
-            run(servers, pushes=120, producers=8, trainers=2, duration_s=3, kill_every_s=1.0, seed=5, redis=redis)
+            run(
+                servers,
+                pushes=120,
+                producers=8,
+                trainers=2,
+                duration_s=3,
+                kill_every_s=1.0,
+                seed=5,
+                redis=redis,
+            )
         )
         assert redis is not None
         assert redis.restarts >= 1

@@ -43,7 +43,10 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 def pushed(server: ServerProcess, first: int, count: int, tokens: int = 16) -> None:
-    items = [group(4, tokens, seed=number, group_overrides={"id": number}) for number in range(first, first + count)]
+    items = [
+        group(4, tokens, seed=number, group_overrides={"id": number})
+        for number in range(first, first + count)
+    ]
     answer = httpx.post(server.url + "/scored_data_list", json=items, timeout=300)
     assert answer.json() == {"status": "received", "groups_processed": count}
 
@@ -67,7 +70,10 @@ def test_killed_in_the_middle_of_a_response(server):
     pushed(server, 0, 2, tokens=150_000)
     pushed(server, 2, 2)
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(b"GET /batch HTTP/1.1\r\nHost: x\r\nX-Trainer-Id: me\r\nAccept-Encoding: identity\r\n\r\n")
+        connection.sendall(
+            b"GET /batch HTTP/1.1\r\nHost: x\r\nX-Trainer-Id: me\r\nAccept-Encoding: "
+            b"identity\r\n\r\n"
+        )
         assert connection.recv(1000).startswith(b"HTTP/1.1 200")
         time.sleep(0.3)
         kill_and_start(server)
@@ -81,7 +87,9 @@ def test_killed_when_it_knows_that_a_batch_was_sent(server):
     pushed(server, 0, 4)
     assert pull(server) == (0, [0, 1])
     deadline = time.monotonic() + 60
-    while [lease["state"] for lease in httpx.get(server.url + "/leases").json()["leases"]] != ["sent"]:
+    while [lease["state"] for lease in httpx.get(server.url + "/leases").json()["leases"]] != [
+        "sent"
+    ]:
         assert time.monotonic() < deadline, "it never learns that the batch was sent"
     kill_and_start(server)
     assert pull(server, "another") == (1, [2, 3]), "the first one stays with its trainer"
@@ -111,17 +119,22 @@ class Asked:
 
 @pytest.mark.nightly
 def test_killed_around_a_batch_and_a_push(server):
-    """A batch that arrived is never given to another trainer and never again after the next pull; one that did not
-    arrive comes again; a list of groups is there whole or not at all."""
+    """A batch that arrived is never given to another trainer and never again after the next pull;
+    one that did not arrive comes again; a list of groups is there whole or not at all."""
     rng = random.Random(3)
     lists = {n: [n * LIST + i for i in range(LIST)] for n in range(KILLS + 1)}
-    bodies = {n: json.dumps([group(4, 64, seed=i, group_overrides={"id": i}) for i in ids]) for n, ids in lists.items()}
+    bodies = {
+        n: json.dumps([group(4, 64, seed=i, group_overrides={"id": i}) for i in ids])
+        for n, ids in lists.items()
+    }
     certain = {0}
     assert httpx.post(server.url + "/scored_data_list", content=bodies[0]).status_code == 200
     received: dict[int, list[int]] = {}
     for round_ in range(1, KILLS + 1):
         asked = Asked()
-        asked.add("push", method="POST", url=server.url + "/scored_data_list", content=bodies[round_])
+        asked.add(
+            "push", method="POST", url=server.url + "/scored_data_list", content=bodies[round_]
+        )
         asked.add("batch", method="GET", url=server.url + "/batch", headers=HEADERS)
         asked.go()
         time.sleep(rng.uniform(0, 0.012))
@@ -172,7 +185,9 @@ def test_killed_during_an_acknowledgement(server):
         if asked.push is not None:
             assert asked.push.status_code == 200
             assert answer.headers["x-lease-id"] not in leases, "what was acknowledged is gone"
-        assert httpx.post(server.url + "/batch/ack", content=body).status_code == 200, "once more does no harm"
+        assert httpx.post(server.url + "/batch/ack", content=body).status_code == 200, (
+            "once more does no harm"
+        )
     assert pull(server) == (-1, [])
     assert httpx.get(server.url + "/status").json() == {"current_step": 4, "queue_size": 0}
 
@@ -197,7 +212,9 @@ async def test_our_clients_lose_and_double_nothing(server):
     options: dict[str, Any] = {"retry_for_s": 60.0}
     numbers = iter(range(CLIENT_GROUPS))
     got = []
-    async with AsyncTrajectoryClient(server.url, **options, explicit_acks=True, trainer_id="me") as trainer:
+    async with AsyncTrajectoryClient(
+        server.url, **options, explicit_acks=True, trainer_id="me"
+    ) as trainer:
         await trainer.register(batch_size=4, max_token_len=64, num_steps=99)
         with pytest.raises(NoBatchYet):
             await trainer.pull(0)
@@ -206,7 +223,9 @@ async def test_our_clients_lose_and_double_nothing(server):
             async with AsyncTrajectoryClient(server.url, **options) as client:
                 await client.register_env(name, group_size=2, max_token_length=64, wait_s=60)
                 for number in numbers:
-                    await client.push(group(2, 50, seed=number) | {"group_overrides": {"number": number}})
+                    await client.push(
+                        group(2, 50, seed=number) | {"group_overrides": {"number": number}}
+                    )
                     await asyncio.sleep(0.05)
 
         work = [asyncio.create_task(produce(f"env{index}")) for index in range(4)]
@@ -217,4 +236,7 @@ async def test_our_clients_lose_and_double_nothing(server):
         await asyncio.wait_for(asyncio.gather(*work), 300)
         assert sorted(got) == list(range(CLIENT_GROUPS))
         status = await trainer.status()
-        assert status == {"current_step": CLIENT_GROUPS // 2, "queue_size": 0} and await trainer.leases() == []
+        assert (
+            status == {"current_step": CLIENT_GROUPS // 2, "queue_size": 0}
+            and await trainer.leases() == []
+        )

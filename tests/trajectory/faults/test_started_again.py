@@ -22,12 +22,17 @@ def names(batch: list[dict]) -> list[str]:  # type: ignore[type-arg]
 
 def push(url: str, env_id: int, numbers: range) -> None:
     for number in numbers:
-        assert ask(url, "POST", "/scored_data", group(4, env_id=env_id, group_overrides={"name": str(number)}))
+        assert ask(
+            url,
+            "POST",
+            "/scored_data",
+            group(4, env_id=env_id, group_overrides={"name": str(number)}),
+        )
 
 
 def test_a_stock_trainer_goes_on_where_it_was_and_environments_notice_nothing(tmp_path):
-    """Also where the server was started again in between. The batch that the trainer held when it died comes again:
-    its first pull used to acknowledge it."""
+    """Also where the server was started again in between. The batch that the trainer held when it
+    died comes again: its first pull used to acknowledge it."""
     with running_server(store=f"sqlite:{tmp_path}") as url:
         ask(url, "POST", "/register", STOCK)
         assert ask(url, "GET", "/batch") == {"batch": None}
@@ -68,7 +73,9 @@ def test_another_run_or_a_wish_to_begin_anew_resets():
             start(api, batch_size=8)
             api.post("/scored_data", json=group(4))
             epoch = int(api.get("/status").headers["x-epoch"])
-            again = api.post("/register", json=REGISTRATION | {"batch_size": 8} | changed, headers=header)
+            again = api.post(
+                "/register", json=REGISTRATION | {"batch_size": 8} | changed, headers=header
+            )
             assert int(again.headers["x-epoch"]) == epoch + 1
             assert "x-run-continued" not in again.headers
             assert api.get("/status").json()["queue_size"] == 0
@@ -83,16 +90,29 @@ def test_what_a_trainer_that_goes_on_may_change():
     driver.push(4, 4)
     driver.batch()
     env = driver.env()
-    wanted = {"num_steps": 20, "checkpoint_dir": "d", "max_token_len": 128, "starting_step": 0, "max_staleness": 2}
+    wanted = {
+        "num_steps": 20,
+        "checkpoint_dir": "d",
+        "max_token_len": 128,
+        "starting_step": 0,
+        "max_staleness": 2,
+    }
     body, headers = registry.register(driver.state, driver.now, REGISTRATION | wanted, False)
     run = driver.state.run
-    assert (run.num_steps, run.checkpoint_dir, run.max_token_len, run.max_staleness) == (20, "d", 128, 2)
+    assert (run.num_steps, run.checkpoint_dir, run.max_token_len, run.max_staleness) == (
+        20,
+        "d",
+        128,
+        2,
+    )
     assert (run.step, run.epoch, run.started, env in driver.state.envs) == (4, 0, True, True)
     assert headers["X-Run-Continued"] == "1"
     assert body["uuid"].bit_length() > 64
     driver.register(starting_step=50)
     assert driver.state.run.step == 50, "a trainer that is ahead is followed"
-    assert driver.state.run.max_staleness == 2, "another rank does not lift the bound by keeping silent"
+    assert driver.state.run.max_staleness == 2, (
+        "another rank does not lift the bound by keeping silent"
+    )
 
 
 def test_an_option_resets_in_any_case():
@@ -112,5 +132,7 @@ def test_who_may_not_reset_may_go_on():
     registry.register(driver.state, driver.now, REGISTRATION, False, may_reset=False)
     for request, anew in ((REGISTRATION | {"batch_size": 16}, False), (REGISTRATION, True)):
         with pytest.raises(Refusal, match="admin token"):
-            registry.register(driver.state, driver.now, request, False, may_reset=False, force_new=anew)
+            registry.register(
+                driver.state, driver.now, request, False, may_reset=False, force_new=anew
+            )
     assert driver.state.waiting_groups == 1

@@ -1,4 +1,5 @@
-"""Tokens, resets, strict mode, metrics and the status page: docs/reference/trajectory.md 3.11, 3.12."""
+"""Tokens, resets, strict mode, metrics and the status page: docs/reference/trajectory.md 3.11,
+3.12."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def test_tokens_and_their_roles():
         for method, path, body, roles in allowed:
             for token in "pta":
                 join = {"X-Join": "1"} if path == "/register" else {}
-                status = api.request(method, path, json=body, headers=bearer(token) | join).status_code
+                status = api.request(
+                    method, path, json=body, headers=bearer(token) | join
+                ).status_code
                 assert (status != 403) == (token in roles), (method, path, token)
 
 
@@ -53,24 +56,39 @@ def test_one_token_for_both_and_guarded_resets():
         assert api.get("/reset_data", headers=bearer("s")).status_code == 403
         again = api.post("/register", json=REGISTRATION, headers=bearer("s") | {"X-Reset": "1"})
         assert again.status_code == 403, "it would reset"
-        other = api.post("/register", json=REGISTRATION | {"wandb_group": "other"}, headers=bearer("s"))
+        other = api.post(
+            "/register", json=REGISTRATION | {"wandb_group": "other"}, headers=bearer("s")
+        )
         assert other.status_code == 403, "another run"
-        assert api.post("/register", json=REGISTRATION, headers=bearer("s")).status_code == 200, "the same run"
-        assert api.post("/register", json=REGISTRATION, headers=bearer("s") | {"X-Join": "1"}).status_code == 200
+        assert api.post("/register", json=REGISTRATION, headers=bearer("s")).status_code == 200, (
+            "the same run"
+        )
+        assert (
+            api.post(
+                "/register", json=REGISTRATION, headers=bearer("s") | {"X-Join": "1"}
+            ).status_code
+            == 200
+        )
         assert api.get("/status", headers=bearer("s")).json()["queue_size"] == 1
         assert api.get("/reset_data", headers=bearer("a")).status_code == 200
 
 
 @pytest.mark.parametrize(("policy", "status"), [("open", 200), ("off", 403), ("token", 403)])
 def test_reset_policies_without_tokens(policy, status):
-    with running_server(reset_policy=policy, token="s") as url, httpx.Client(base_url=url, headers=bearer("s")) as api:
+    with (
+        running_server(reset_policy=policy, token="s") as url,
+        httpx.Client(base_url=url, headers=bearer("s")) as api,
+    ):
         assert api.get("/reset_data").status_code == status
 
 
 def test_other_than_loopback_needs_a_token_or_insecure():
     with pytest.raises(SettingError, match="--insecure"):
         TrajectoryConfig(host="0.0.0.0")
-    assert TrajectoryConfig(host="0.0.0.0", token="x").host == TrajectoryConfig(host="0.0.0.0", insecure=True).host
+    assert (
+        TrajectoryConfig(host="0.0.0.0", token="x").host
+        == TrajectoryConfig(host="0.0.0.0", insecure=True).host
+    )
     for host in ("127.0.0.1", "::1", "localhost"):
         TrajectoryConfig(host=host)
 
@@ -94,7 +112,10 @@ def test_tokens_come_from_files(tmp_path):
     assert TrajectoryConfig.resolve(None, environment).has_tokens
     assert TrajectoryConfig(host="0.0.0.0", **files).has_tokens, "as good as a flag"
     with running_server(**files) as url, httpx.Client(base_url=url) as api:
-        assert api.post("/scored_data", json=group(), headers=bearer("producer-secret")).status_code == 200
+        assert (
+            api.post("/scored_data", json=group(), headers=bearer("producer-secret")).status_code
+            == 200
+        )
         assert api.get("/reset_data", headers=bearer("producer-secret")).status_code == 403
         assert api.get("/reset_data", headers=bearer("admin-secret")).status_code == 200
         assert api.get("/status").status_code == 401
@@ -113,7 +134,11 @@ def test_token_files_that_hold_no_token(tmp_path):
 
 
 def test_flags_win_over_variables_and_unknown_ones_are_refused():
-    environment = {"REALHF_TRAJ_PORT": "9", "REALHF_TRAJ_STRICT": "1", "REALHF_TRAJ_HEARTBEAT_TIMEOUT_S": "7"}
+    environment = {
+        "REALHF_TRAJ_PORT": "9",
+        "REALHF_TRAJ_STRICT": "1",
+        "REALHF_TRAJ_HEARTBEAT_TIMEOUT_S": "7",
+    }
     config = TrajectoryConfig.resolve(command_line().parse_args(["--port", "11"]), environment)
     assert (config.port, config.heartbeat_timeout_s, config.reregister) == (11, 7.0, "ignore")
     assert config.is_strict(*STRICT_ROWS)
@@ -130,13 +155,18 @@ def test_flags_win_over_variables_and_unknown_ones_are_refused():
 @pytest.mark.parametrize(("flags", "rows", "reregister", "heartbeat_timeout_s"), [
     ([], "", "continue", 300.0), (["--strict"], ",".join(STRICT_ROWS), "ignore", math.inf),
     (["--strict", "--reregister", "reset", "--heartbeat-timeout-s", "300"], ",".join(STRICT_ROWS), "reset", 300.0),
-    (["--strict=weighted-fill, divisor_packing"], "divisor_packing,weighted_fill", "continue", 300.0),
+    (["--strict=weighted-fill, "
+      "divisor_packing"], "divisor_packing,weighted_fill", "continue", 300.0),
     (["--strict=heartbeat_timeout_s"], "heartbeat_timeout_s", "continue", math.inf),
     (["--strict=none"], "", "continue", 300.0),
 ])  # fmt: skip
 def test_the_strict_switch_takes_names_of_rows(flags, rows, reregister, heartbeat_timeout_s):
     config = TrajectoryConfig.resolve(command_line().parse_args(flags), {"REALHF_TRAJ_STRICT": "0"})
-    assert (config.strict, config.reregister, config.heartbeat_timeout_s) == (rows, reregister, heartbeat_timeout_s)
+    assert (config.strict, config.reregister, config.heartbeat_timeout_s) == (
+        rows,
+        reregister,
+        heartbeat_timeout_s,
+    )
     assert all(config.is_strict(row) == (row in rows.split(",")) for row in STRICT_ROWS)
     assert TrajectoryConfig.resolve(None, config.to_environment()) == config
 
@@ -147,10 +177,19 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     for flags, said in (
         (["--host", "0.0.0.0"], "(--host) is '0.0.0.0', not a loopback address; it needs --token"),
         (["--store", "/etc/passwd"], "run-api: --store is '/etc/passwd'; give sqlite:DIR"),
-        (["--store", f"sqlite:{tmp_path / 'file'}", "--port", "0"], "the store does not open: --store sqlite:"),
+        (
+            ["--store", f"sqlite:{tmp_path / 'file'}", "--port", "0"],
+            "the store does not open: --store sqlite:",
+        ),
         (["--store", "redis://[::"], "run-api: --store: no address of a Redis: Invalid IPv6 URL"),
-        (["--store", "redis://x?y=1"], "run-api: --store: no address of a Redis: unknown option 'y'; known is prefix"),
-        (["--store", "redis://127.0.0.1:1", "--port", "0"], "the store does not open: --store redis://127.0.0.1:1"),
+        (
+            ["--store", "redis://x?y=1"],
+            "run-api: --store: no address of a Redis: unknown option 'y'; known is prefix",
+        ),
+        (
+            ["--store", "redis://127.0.0.1:1", "--port", "0"],
+            "the store does not open: --store redis://127.0.0.1:1",
+        ),
     ):
         assert main(flags) == 2
         told = capsys.readouterr().err
@@ -179,13 +218,26 @@ def test_every_route_says_who_may_use_it():
     assert len(paths) > 20
     assert [path for path in paths if needed_roles("GET", path) is None] == []
     assert needed_roles("GET", "/batch/more") is None
-    calls = [("POST", "/register"), ("GET", "/batch"), ("DELETE", "/quarantine"), ("POST", "/quarantine/requeue")]
+    calls = [
+        ("POST", "/register"),
+        ("GET", "/batch"),
+        ("DELETE", "/quarantine"),
+        ("POST", "/quarantine/requeue"),
+    ]
 
     async def asked(root_path: str) -> list[int]:
         transport = httpx.ASGITransport(app, root_path=root_path)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=bearer("p")) as client:
-            statuses = [(await client.request(method, root_path + path)).status_code for method, path in calls]
-            unknown = [(await client.get(root_path + path)).status_code for path in ("/nothing", "/batch/more")]
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://x", headers=bearer("p")
+        ) as client:
+            statuses = [
+                (await client.request(method, root_path + path)).status_code
+                for method, path in calls
+            ]
+            unknown = [
+                (await client.get(root_path + path)).status_code
+                for path in ("/nothing", "/batch/more")
+            ]
             slash = await client.get(root_path + "/status/")
             return [*statuses, *unknown, slash.status_code]
 
@@ -196,26 +248,43 @@ def test_every_route_says_who_may_use_it():
 def test_strict_mode_over_http():
     with running_server(strict="all") as url, httpx.Client(base_url=url) as api:
         api.post("/scored_data", json=group(4))
-        assert api.get("/status").json() == {"current_step": 0, "queue_size": 0}, "as the original, before a trainer"
+        assert api.get("/status").json() == {"current_step": 0, "queue_size": 0}, (
+            "as the original, before a trainer"
+        )
         start_uuid = api.post("/register", json=REGISTRATION).json()["uuid"]
-        assert api.post("/register", json=REGISTRATION | {"batch_size": 99}).json()["uuid"] != start_uuid
+        assert (
+            api.post("/register", json=REGISTRATION | {"batch_size": 99}).json()["uuid"]
+            != start_uuid
+        )
         assert api.get("/info").json()["batch_size"] == 8, "the first registration wins"
         api.get("/batch")
         env = register_env(api, 2, weight=5.0)
         api.post("/scored_data", json=group(4))
-        assert api.get("/batch").json()["batch"], "what came before the registration is served, strict or not"
-        assert api.post("/scored_data", json=group(4, env_id=env)).json() == {"status": "buffered", "buffer_size": 4}
+        assert api.get("/batch").json()["batch"], (
+            "what came before the registration is served, strict or not"
+        )
+        assert api.post("/scored_data", json=group(4, env_id=env)).json() == {
+            "status": "buffered",
+            "buffer_size": 4,
+        }
         body = api.post("/scored_data", json=group(1) | {"tokens": [[2**70]]})
         assert body.status_code == 200, "any integer"
         assert api.post("/scored_data", json=group(4), headers={"X-Epoch": "77"}).status_code == 200
-        assert api.post("/scored_data", content='{"tokens":[[1]],"masks":[[1]],"scores":[NaN]}').status_code == 422
+        assert (
+            api.post(
+                "/scored_data", content='{"tokens":[[1]],"masks":[[1]],"scores":[NaN]}'
+            ).status_code
+            == 422
+        )
 
 
 def test_metrics_parse_and_reconcile(api):
     def read() -> dict[str, float]:
         families = text_string_to_metric_families(api.get("/metrics").text)
         samples = [sample for family in families for sample in family.samples]
-        return {sample.name + str(sorted(sample.labels.items())): sample.value for sample in samples}
+        return {
+            sample.name + str(sorted(sample.labels.items())): sample.value for sample in samples
+        }
 
     before = read()
     start(api)
@@ -251,7 +320,10 @@ def test_the_status_page_shows_the_latest_example_as_text(tmp_path):
         assert "<script" in page
         assert "http://" not in page.replace("http://www.w3.org", ""), "nothing from elsewhere"
         assert api.get("/ui/data").json()["example"] is None
-        api.post("/scored_data", json={"tokens": [[1, 2], [2]], "masks": [[1, 2], [2]], "scores": [1.0, 0.0]})
+        api.post(
+            "/scored_data",
+            json={"tokens": [[1, 2], [2]], "masks": [[1, 2], [2]], "scores": [1.0, 0.0]},
+        )
         data = api.get("/ui/data").json()
     assert data["example"]["texts"] == ["hello cloud", "cloud"]
     assert data["example"]["lengths"] == [2, 1]
@@ -264,4 +336,6 @@ def test_a_server_for_development_is_started_anew_at_changes(monkeypatch, tmp_pa
     monkeypatch.setattr("uvicorn.run", lambda app, **more: started.append((app, more)))
     monkeypatch.setattr("os.environ", dict(os.environ))
     assert main(["--reload", "--port", "0", "--store", f"sqlite:{tmp_path / 'store'}"]) == 0
-    assert [app for app, _ in started] == ["realhf.trajectory.http.server:app"] and started[0][1]["reload"] is True
+    assert [app for app, _ in started] == ["realhf.trajectory.http.server:app"] and started[0][1][
+        "reload"
+    ] is True

@@ -1,4 +1,5 @@
-"""Leases, idempotency, epochs, back-pressure and restarts over HTTP: docs/reference/trajectory.md 5."""
+"""Leases, idempotency, epochs, back-pressure and restarts over HTTP: docs/reference/trajectory.md
+5."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.trajectory.conftest import ENV, REGISTRATION, register_env, running_server, start, wait_until
+from tests.trajectory.conftest import (
+    ENV,
+    REGISTRATION,
+    register_env,
+    running_server,
+    start,
+    wait_until,
+)
 from tests.trajectory.groups import binary, encoded, group
 
 pytestmark = pytest.mark.slow
@@ -25,7 +33,9 @@ MSGPACK = {"Content-Type": "application/msgpack"}
 
 def pushed(api: httpx.Client, count: int, first: int = 0, **more: Any) -> None:
     for number in range(first, first + count):
-        answer = api.post("/scored_data", json=group(4, 8, seed=number, group_overrides={"id": number}, **more))
+        answer = api.post(
+            "/scored_data", json=group(4, 8, seed=number, group_overrides={"id": number}, **more)
+        )
         assert answer.json() == {"status": "received"}
 
 
@@ -43,11 +53,21 @@ def test_acks_renewals_and_returns(api):
     second = api.get("/batch", headers=headers | {"X-Ack": lease["lease_id"]})
     assert api.post("/batch/ack", json=lease).status_code == 200, "once more does no harm"
     assert api.post("/batch/nack", json=lease).status_code == 409
-    assert api.post("/batch/nack", json={"lease_id": second.headers["x-lease-id"]}).status_code == 200
-    assert api.post("/batch/renew", json={"lease_id": second.headers["x-lease-id"]}).status_code == 409
+    assert (
+        api.post("/batch/nack", json={"lease_id": second.headers["x-lease-id"]}).status_code == 200
+    )
+    assert (
+        api.post("/batch/renew", json={"lease_id": second.headers["x-lease-id"]}).status_code == 409
+    )
     again = api.get("/batch", params={"trainer_id": "b"})
-    assert (ids(again), again.headers["x-batch-step"], again.headers["x-redelivered"]) == (ids(second), "1", "1")
-    assert api.post("/batch/ack", json={"lease_id": second.headers["x-lease-id"]}).status_code == 409
+    assert (ids(again), again.headers["x-batch-step"], again.headers["x-redelivered"]) == (
+        ids(second),
+        "1",
+        "1",
+    )
+    assert (
+        api.post("/batch/ack", json={"lease_id": second.headers["x-lease-id"]}).status_code == 409
+    )
     assert api.post("/batch/ack", json={"lease_id": "x"}).status_code == 404
     assert api.get("/batch", headers={"X-Ack": "x"}).status_code == 404
 
@@ -62,19 +82,25 @@ def test_a_client_that_leaves_in_the_middle_loses_nothing(url, api):
         connection.sendall(b"GET /batch HTTP/1.1\r\nHost: x\r\nAccept-Encoding: identity\r\n\r\n")
         assert connection.recv(1000).startswith(b"HTTP/1.1 200")
         assert [lease["state"] for lease in api.get("/leases").json()["leases"]] == ["sending"]
-    wait_until(lambda: [lease["state"] for lease in api.get("/leases").json()["leases"]] == ["returned"])
+    wait_until(
+        lambda: [lease["state"] for lease in api.get("/leases").json()["leases"]] == ["returned"]
+    )
     again = api.get("/batch")
     assert again.headers["x-batch-step"] == "0"
     assert again.json()["batch"][0]["tokens"] == large["tokens"]
     assert api.get("/status").json()["current_step"] == 1
-    wait_until(lambda: [lease["state"] for lease in api.get("/leases").json()["leases"]] == ["sent"])
+    wait_until(
+        lambda: [lease["state"] for lease in api.get("/leases").json()["leases"]] == ["sent"]
+    )
 
 
 @pytest.mark.nightly
 def test_a_slow_reader_gets_everything(url, api):
     start(api, batch_size=4)
     assert api.post("/scored_data", content=encoded(group(4, 300_000))).status_code == 200
-    with httpx.stream("GET", url + "/batch", headers={"Accept-Encoding": "identity"}, timeout=300) as answer:
+    with httpx.stream(
+        "GET", url + "/batch", headers={"Accept-Encoding": "identity"}, timeout=300
+    ) as answer:
         parts = []
         for number, part in enumerate(answer.iter_raw(1 << 20)):
             parts.append(part)
@@ -111,12 +137,17 @@ def test_keys_make_pushes_and_registrations_safe_to_repeat(url, api):
     assert again.headers["idempotency-replayed"] == "true"
     assert again.headers["x-epoch"] == first.headers["x-epoch"]
     for _ in range(2):
-        assert api.post("/register-env", json=ENV, headers={"Idempotency-Key": "e"}).json()["env_id"] == 0
+        assert (
+            api.post("/register-env", json=ENV, headers={"Idempotency-Key": "e"}).json()["env_id"]
+            == 0
+        )
     assert api.post("/register-env", json=ENV).json()["env_id"] == 1
     answers = []
 
     def push() -> None:
-        answers.append(httpx.post(url + "/scored_data", json=group(4), headers={"Idempotency-Key": "p"}))
+        answers.append(
+            httpx.post(url + "/scored_data", json=group(4), headers={"Idempotency-Key": "p"})
+        )
 
     threads = [threading.Thread(target=push) for _ in range(8)]
     for thread in threads:
@@ -126,13 +157,22 @@ def test_keys_make_pushes_and_registrations_safe_to_repeat(url, api):
     assert [answer.json() for answer in answers] == [{"status": "received"}] * 8
     assert sum("idempotency-replayed" in answer.headers for answer in answers) == 7
     assert api.get("/status").json()["queue_size"] == 1
-    assert api.post("/scored_data", json=group(2), headers={"Idempotency-Key": "p"}).status_code == 422
-    assert api.post("/scored_data_list", json=[group(4)], headers={"Idempotency-Key": "p"}).status_code == 422
-    assert api.post("/scored_data", json=group(4), headers={"Idempotency-Key": "x" * 129}).status_code == 422
+    assert (
+        api.post("/scored_data", json=group(2), headers={"Idempotency-Key": "p"}).status_code == 422
+    )
+    assert (
+        api.post("/scored_data_list", json=[group(4)], headers={"Idempotency-Key": "p"}).status_code
+        == 422
+    )
+    assert (
+        api.post("/scored_data", json=group(4), headers={"Idempotency-Key": "x" * 129}).status_code
+        == 422
+    )
 
 
 def test_the_answer_to_wait_is_not_repeated_for_a_key(api):
-    """An environment that asks again under one key takes part as soon as the trainer has asked, and then once."""
+    """An environment that asks again under one key takes part as soon as the trainer has asked, and
+    then once."""
     key = {"Idempotency-Key": "this environment"}
     for _ in range(2):
         waits = api.post("/register-env", json=ENV, headers=key)
@@ -178,23 +218,35 @@ def test_full_is_503_never_429_and_passes():
 def test_versions_and_staleness(api):
     start(api, max_staleness=1)
     api.post("/scored_data", json=group(4, policy_version=0, group_overrides={"id": 0}))
-    api.post("/scored_data", json=group(4, group_overrides={"id": 1}), headers={"X-Policy-Version": "4"})
+    api.post(
+        "/scored_data", json=group(4, group_overrides={"id": 1}), headers={"X-Policy-Version": "4"}
+    )
     api.post("/scored_data_list", json=[group(4, policy_version=5, group_overrides={"id": 2})])
     assert api.post("/policy_version", json={"version": 5}).json()["policy_version"] == 5
     answer = api.get("/batch")
     assert ids(answer) == [1, 2]
-    assert (answer.headers["x-min-policy-version"], answer.headers["x-max-policy-version"]) == ("4", "5")
+    assert (answer.headers["x-min-policy-version"], answer.headers["x-max-policy-version"]) == (
+        "4",
+        "5",
+    )
     assert api.get("/quarantine").json()["by_reason"] == {"too_stale": 1}
-    assert api.post("/scored_data", json=group(4), headers={"X-Policy-Version": "x"}).status_code == 422
+    assert (
+        api.post("/scored_data", json=group(4), headers={"X-Policy-Version": "x"}).status_code
+        == 422
+    )
     assert api.delete("/quarantine").json()["deleted"] == 1
 
 
 def test_the_binary_wire_both_ways(api):
     start(api, batch_size=12)
     plain = group(4, 600, group_overrides={"id": 7})
-    assert api.post("/scored_data", content=binary(plain), headers=MSGPACK).json() == {"status": "received"}
+    assert api.post("/scored_data", content=binary(plain), headers=MSGPACK).json() == {
+        "status": "received"
+    }
     body = msgspec.msgpack.encode([msgspec.Raw(binary(plain, floats="f8"))])
-    assert api.post("/scored_data_list", content=body, headers=MSGPACK).json()["groups_processed"] == 1
+    assert (
+        api.post("/scored_data_list", content=body, headers=MSGPACK).json()["groups_processed"] == 1
+    )
     assert api.post("/scored_data", json=plain).status_code == 200
     latest = api.get("/latest_example", headers={"Accept": "application/msgpack"})
     assert latest.headers["content-type"] == "application/msgpack"
@@ -217,7 +269,10 @@ def test_everything_survives_a_restart(tmp_path):
         api.post("/scored_data", json=group(5))
         api.post("/scored_data", json=last, headers={"Idempotency-Key": "k"})
         first = api.get("/batch", headers={"X-Trainer-Id": "a", "X-Ack-Mode": "explicit"})
-        before = {path: api.get(path).json() for path in ("/status", "/info", "/wandb_info", "/quarantine")}
+        before = {
+            path: api.get(path).json()
+            for path in ("/status", "/info", "/wandb_info", "/quarantine")
+        }
     with running_server(store=store) as url, httpx.Client(base_url=url) as api:
         after = {path: api.get(path).json() for path in before}
         for answers in (before, after):
@@ -229,7 +284,10 @@ def test_everything_survives_a_restart(tmp_path):
         replay = api.post("/scored_data", json=last, headers={"Idempotency-Key": "k"})
         assert replay.headers["idempotency-replayed"] == "true"
         assert register_env(api) == 1
-        assert api.post("/batch/ack", json={"lease_id": first.headers["x-lease-id"]}).status_code == 200
+        assert (
+            api.post("/batch/ack", json={"lease_id": first.headers["x-lease-id"]}).status_code
+            == 200
+        )
         assert ids(api.get("/batch")) == [2, 3]
         assert ids(api.get("/batch")) == [4, 5]
         assert api.get("/latest_example").json()["group_overrides"] == {"id": 5}
@@ -244,7 +302,10 @@ def test_a_damaged_payload_goes_to_quarantine_and_the_others_are_served(tmp_path
             file.seek(10)
             file.write(b"?")
         refused = api.get("/batch")
-        assert (refused.json(), refused.headers["x-batch-reason"]) == ({"batch": None}, "payload_lost")
+        assert (refused.json(), refused.headers["x-batch-reason"]) == (
+            {"batch": None},
+            "payload_lost",
+        )
         served = api.get("/batch")
         assert (sorted(ids(served)), served.headers["x-batch-step"]) == ([1, 2], "0")
         assert api.get("/quarantine").json()["by_reason"] == {"payload_lost": 1}
@@ -271,7 +332,11 @@ print(faults() - before)
 
 def page_faults(way: str) -> int:
     done = subprocess.run(
-        [sys.executable, "-c", ALLOCATIONS, way], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", ALLOCATIONS, way],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     if done.returncode == 77:
         pytest.skip("this C library has no mallopt")

@@ -1,4 +1,5 @@
-"""Nonsense at every endpoint: no 500, and the state stays whole. Source: docs/reference/trajectory.md 5."""
+"""Nonsense at every endpoint: no 500, and the state stays whole. Source:
+docs/reference/trajectory.md 5."""
 
 from __future__ import annotations
 
@@ -26,8 +27,33 @@ KEYS = (
     *REGISTRATION, "env_id", "tokens", "masks", "scores", "messages", "images", "lease_id", "ids", "version", "weight",
     "desired_name", "group_size", "max_token_length", "min_batch_allocation", "__t__", "dtype",
 )  # fmt: skip
-SCALARS = (None, True, 0, -1, 2**63, 10**30, 1.5, 1e308, "", "x", "\x00", "8", -(2**63), 3, 1, "\u2028")
-HEADERS = ("X-Ack", "X-Epoch", "X-Trainer-Id", "X-Policy-Version", "Idempotency-Key", "X-Join", "Accept")
+SCALARS = (
+    None,
+    True,
+    0,
+    -1,
+    2**63,
+    10**30,
+    1.5,
+    1e308,
+    "",
+    "x",
+    "\x00",
+    "8",
+    -(2**63),
+    3,
+    1,
+    "\u2028",
+)
+HEADERS = (
+    "X-Ack",
+    "X-Epoch",
+    "X-Trainer-Id",
+    "X-Policy-Version",
+    "Idempotency-Key",
+    "X-Join",
+    "Accept",
+)
 
 
 @pytest.mark.nightly
@@ -80,7 +106,9 @@ def test_random_bodies_and_headers(api):
     statuses: set[int] = set()
     for _ in range(1500):
         body, headers = body_of(rng)
-        answer = api.request(rng.choice(["GET", "POST", "DELETE"]), rng.choice(PATHS), content=body, headers=headers)
+        answer = api.request(
+            rng.choice(["GET", "POST", "DELETE"]), rng.choice(PATHS), content=body, headers=headers
+        )
         statuses.add(answer.status_code)
         assert answer.status_code < 500, (answer.request.url, body, headers, answer.text)
     assert {200, 400, 405, 422} <= statuses

@@ -12,7 +12,10 @@ import pytest
 from tests.trajectory.conftest import ENV, REGISTRATION, register_env, running_server, start
 from tests.trajectory.groups import EVERYTHING, encoded, group
 
-STOCK_KEYS = "tokens masks scores advantages ref_logprobs inference_logprobs generation_params messages images"
+STOCK_KEYS = (
+    "tokens masks scores advantages ref_logprobs inference_logprobs generation_params messages "
+    "images"
+)
 EMPTY_EXAMPLE = {name: [] for name in STOCK_KEYS.split()}
 
 
@@ -62,14 +65,20 @@ def test_registration(api):
 
 def test_half_a_surrogate_pair_has_no_place_in_a_registration(api):
     half = json.dumps("half \ud800")
-    for path, field, values in (("/register", "wandb_group", REGISTRATION), ("/register-env", "desired_name", ENV)):
+    for path, field, values in (
+        ("/register", "wandb_group", REGISTRATION),
+        ("/register-env", "desired_name", ENV),
+    ):
         answer = api.post(path, content=json.dumps(values | {field: "@@"}).replace('"@@"', half))
         assert (answer.status_code, answer.json()["detail"][0]["loc"]) == (422, ["body", field])
     assert api.get("/wandb_info").json() == {"group": None, "project": None}
 
 
 @pytest.mark.parametrize(("method", "path", "status", "body"), [
-    ("GET", "/nothing", 404, {"detail": "Not Found"}), ("GET", "/register", 405, {"detail": "Method Not Allowed"}),
+    ("GET", "/nothing", 404, {"detail": "Not "
+                                        "Found"}), ("GET", "/register", 405, {"detail": "Method "
+                                                                                        "Not "
+                                                                                        "Allowed"}),
     ("POST", "/batch", 405, {"detail": "Method Not Allowed"}),
     ("PUT", "/scored_data", 405, {"detail": "Method Not Allowed"}),
 ])  # fmt: skip
@@ -87,31 +96,56 @@ def test_a_trailing_slash_is_redirected(api):
 def test_docs_list_every_endpoint(api):
     assert api.get("/docs").status_code == 200
     paths = api.get("/openapi.json").json()["paths"]
-    stock = "register wandb_info info status register-env disconnect-env status-env scored_data scored_data_list batch"
-    assert {f"/{name}" for name in (*stock.split(), "", "latest_example", "reset_data", "batch/ack")} <= set(paths)
+    stock = (
+        "register wandb_info info status register-env disconnect-env status-env scored_data "
+        "scored_data_list batch"
+    )
+    assert {
+        f"/{name}" for name in (*stock.split(), "", "latest_example", "reset_data", "batch/ack")
+    } <= set(paths)
     assert {"get", "post"} <= set(paths["/status-env"])
     assert "tokens" in json.dumps(paths["/scored_data"])
 
 
 def test_lax_types_and_missing_fields(api):
-    lax = REGISTRATION | {"batch_size": "8", "max_token_len": 64.0, "num_steps": True, "unknown": [1]}
+    lax = REGISTRATION | {
+        "batch_size": "8",
+        "max_token_len": 64.0,
+        "num_steps": True,
+        "unknown": [1],
+    }
     assert api.post("/register", content=json.dumps(lax)).status_code == 200, "no Content-Type"
     assert api.get("/info").json() == {"batch_size": 8, "max_token_len": 64}
-    for wrong in ({"batch_size": 8.5}, {"batch_size": None}, {"wandb_group": 3}, {"batch_size": 2**63}):
+    for wrong in (
+        {"batch_size": 8.5},
+        {"batch_size": None},
+        {"wandb_group": 3},
+        {"batch_size": 2**63},
+    ):
         answer = api.post("/register", json=REGISTRATION | wrong)
         assert answer.status_code == 422
         assert set(answer.json()["detail"][0]) == {"type", "loc", "msg", "input"}
         assert answer.json()["detail"][0]["loc"] == ["body", next(iter(wrong))]
-    missing = api.post("/register", json={name: value for name, value in REGISTRATION.items() if name != "num_steps"})
+    missing = api.post(
+        "/register",
+        json={name: value for name, value in REGISTRATION.items() if name != "num_steps"},
+    )
     assert missing.json()["detail"][0]["type"] == "missing"
-    text = api.post("/register", content=json.dumps(REGISTRATION), headers={"Content-Type": "text/plain"})
+    text = api.post(
+        "/register", content=json.dumps(REGISTRATION), headers={"Content-Type": "text/plain"}
+    )
     assert text.status_code == 422
     assert api.post("/register-env", json=ENV | {"weight": None}).status_code == 422
     assert api.post("/register-env", json=ENV | {"desired_name": None}).status_code == 422
-    assert api.post("/register-env", content=json.dumps(ENV | {"weight": float("nan")})).status_code == 422
+    assert (
+        api.post("/register-env", content=json.dumps(ENV | {"weight": float("nan")})).status_code
+        == 422
+    )
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"null", b"[]", b"NaN", b"\xff", b"9" * 5000, b"[" * 50_000])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"null", b"[]", b"NaN", b"\xff", b"9" * 5000, b"[" * 50_000]
+)
 @pytest.mark.parametrize("path", [
     "/register", "/register-env", "/disconnect-env", "/status-env", "/scored_data", "/scored_data_list",
     "/batch/ack", "/policy_version", "/quarantine/requeue",
@@ -128,7 +162,9 @@ def test_status_env_in_its_three_forms(api):
     second = register_env(api, 4)
     for env, size, count in ((first, 2, 2), (second, 4, 3)):
         for _ in range(count):
-            assert api.post("/scored_data", json=group(size, env_id=env)).json() == {"status": "received"}
+            assert api.post("/scored_data", json=group(size, env_id=env)).json() == {
+                "status": "received"
+            }
     expected = {
         "current_step": 0, "queue_size": 8, "unallocated_fraction": 1.0, "self_queue_size": 2, "max_group_size": 4,
         "env_weight": 0.5,
@@ -165,7 +201,11 @@ def test_a_group_travels_unchanged(api):
 def test_gzip_in_and_out(api, encoding, tokens):
     start(api, batch_size=2)
     plain = group(2, tokens)
-    sent = api.post("/scored_data", content=gzip.compress(encoded(plain)), headers={"Content-Encoding": encoding})
+    sent = api.post(
+        "/scored_data",
+        content=gzip.compress(encoded(plain)),
+        headers={"Content-Encoding": encoding},
+    )
     assert sent.json() == {"status": "received"}
     answer = api.get("/batch", headers={"Accept-Encoding": "gzip"})
     assert answer.headers.get("content-encoding") == ("gzip" if tokens == 400 else None)
@@ -183,9 +223,15 @@ def test_damaged_and_oversized_bodies():
         good = gzip.compress(encoded(group()))
         for path in ("/scored_data", "/register"):
             for bad in (good[:-3], b"nonsense", good[:20] + b"?" + good[21:]):
-                assert api.post(path, content=bad, headers={"Content-Encoding": "gzip"}).status_code == 400
+                assert (
+                    api.post(path, content=bad, headers={"Content-Encoding": "gzip"}).status_code
+                    == 400
+                )
             bomb = gzip.compress(b" " * 200_000)
-            assert api.post(path, content=bomb, headers={"Content-Encoding": "gzip"}).status_code == 413
+            assert (
+                api.post(path, content=bomb, headers={"Content-Encoding": "gzip"}).status_code
+                == 413
+            )
             assert api.post(path, content=b" " * 100_001).status_code == 413
         assert api.get("/status").json() == {"current_step": 0, "queue_size": 0}
 
@@ -207,13 +253,18 @@ def test_cors_allows_any_origin_with_credentials(api):
     preflight = api.options("/scored_data", headers=headers)
     assert preflight.headers["access-control-allow-origin"] == "http://somewhere"
     assert preflight.headers["access-control-allow-credentials"] == "true"
-    assert api.get("/status", headers=headers).headers["access-control-allow-origin"] in ("*", "http://somewhere")
+    assert api.get("/status", headers=headers).headers["access-control-allow-origin"] in (
+        "*",
+        "http://somewhere",
+    )
 
 
 def test_half_a_request_does_no_harm(url, api):
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(b"POST /scored_data HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        connection.sendall(
+            b"POST /scored_data HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
+        )
     assert api.get("/status").status_code == 200
 
 

@@ -1,8 +1,10 @@
-"""Stock clients: the requests of an Atropos environment and of the example trainer, replayed without a change.
+"""Stock clients: the requests of an Atropos environment and of the example trainer, replayed
+without a change.
 
-Taken from the behaviour of atroposlib 0.4.0 (``envs/base.py``, ``example_trainer/api.py``): a new connection for each
-request, gzip from 1024 bytes, three tries on connection errors and 5xx, data dropped on 4xx, ``/status-env`` polled by
-GET with a JSON body, batches pulled anonymously. Source: docs/reference/trajectory.md 5.
+Taken from the behaviour of atroposlib 0.4.0 (``envs/base.py``, ``example_trainer/api.py``): a new
+connection for each request, gzip from 1024 bytes, three tries on connection errors and 5xx, data
+dropped on 4xx, ``/status-env`` polled by GET with a JSON body, batches pulled anonymously. Source:
+docs/reference/trajectory.md 5.
 """
 
 from __future__ import annotations
@@ -29,14 +31,20 @@ BATCH = 16
 POLL_S = 0.01
 
 
-def send(url: str, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
+def send(
+    url: str, method: str, path: str, body: bytes, headers: dict[str, str]
+) -> tuple[int, bytes]:
     """One request over a connection of its own: status and plain body. Raises OSError."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=300)
     try:
-        connection.request(method, path, body or None, headers | {"Accept-Encoding": "gzip, deflate"})
+        connection.request(
+            method, path, body or None, headers | {"Accept-Encoding": "gzip, deflate"}
+        )
         answer = connection.getresponse()
         raw = answer.read()
-        return answer.status, gzip.decompress(raw) if answer.headers["Content-Encoding"] == "gzip" else raw
+        return answer.status, gzip.decompress(raw) if answer.headers[
+            "Content-Encoding"
+        ] == "gzip" else raw
     except http.client.HTTPException as error:
         raise OSError(str(error)) from error
     finally:
@@ -46,7 +54,9 @@ def send(url: str, method: str, path: str, body: bytes, headers: dict[str, str])
 def ask(url: str, method: str, path: str, value: Any = None) -> Any:
     """JSON of an answer that must be a success."""
     body = b"" if value is None else json.dumps(value).encode()
-    status, raw = send(url, method, path, body, {"Content-Type": "application/json"} if body else {})
+    status, raw = send(
+        url, method, path, body, {"Content-Type": "application/json"} if body else {}
+    )
     assert status == 200, (path, status, raw)
     return json.loads(raw)
 
@@ -76,7 +86,9 @@ class StockEnvironment(threading.Thread):
     def _register(self) -> int:
         while True:
             wanted = ENV | {"desired_name": f"env{self._number}", "group_size": self._group_size}
-            answer = ask(self._url, "POST", "/register-env", wanted | {"min_batch_allocation": None})
+            answer = ask(
+                self._url, "POST", "/register-env", wanted | {"min_batch_allocation": None}
+            )
             if answer["status"] == "success":
                 return answer["env_id"]
             time.sleep(POLL_S)
@@ -93,7 +105,13 @@ class StockEnvironment(threading.Thread):
             headers["Content-Encoding"] = "gzip"
         for _ in range(3):
             try:
-                status, _ = send(self._url, "POST", "/scored_data_list" if listed else "/scored_data", body, headers)
+                status, _ = send(
+                    self._url,
+                    "POST",
+                    "/scored_data_list" if listed else "/scored_data",
+                    body,
+                    headers,
+                )
             except OSError:
                 continue
             if status < 400:
@@ -126,7 +144,9 @@ def train(url: str, steps: int) -> list[list[dict[str, Any]]]:
 def test_a_hundred_steps_of_stock_clients(tmp_path, strict):
     with running_server(store=f"sqlite:{tmp_path}", strict=strict) as url:
         stop = threading.Event()
-        environments = [StockEnvironment(url, number, size, stop) for number, size in enumerate((2, 4, 4))]
+        environments = [
+            StockEnvironment(url, number, size, stop) for number, size in enumerate((2, 4, 4))
+        ]
         for environment in environments:
             environment.start()
         batches = train(url, STEPS)
@@ -141,7 +161,11 @@ def test_a_hundred_steps_of_stock_clients(tmp_path, strict):
         assert all(sum(len(item["tokens"]) for item in batch) == BATCH for batch in batches)
         assert all(len(item) == 14 for batch in batches for item in batch)
         for environment in environments:
-            mine = sorted(int(name.partition("-")[2]) for name in seen if name.startswith(f"{environment._number}-"))
+            mine = sorted(
+                int(name.partition("-")[2])
+                for name in seen
+                if name.startswith(f"{environment._number}-")
+            )
             assert mine == list(range(len(mine))), "oldest first, without a gap"
             assert mine, "nobody starves"
         left = ask(url, "GET", "/status")["queue_size"]
@@ -149,11 +173,14 @@ def test_a_hundred_steps_of_stock_clients(tmp_path, strict):
 
 
 def test_sessions_behind_one_address_do_not_acknowledge_each_other():
-    """They carry a cookie without knowing; who carries none has the address for a name, as before."""
+    """They carry a cookie without knowing; who carries none has the address for a name, as
+    before."""
     with running_server() as url, ExitStack() as stack:
         first, second, third = (stack.enter_context(httpx.Client(base_url=url)) for _ in range(3))
         for rank in (first, second):
-            assert rank.post("/register", json=STOCK | {"batch_size": 4}).cookies, "told apart from the beginning"
+            assert rank.post("/register", json=STOCK | {"batch_size": 4}).cookies, (
+                "told apart from the beginning"
+            )
         assert third.get("/batch").cookies
         assert not third.get("/batch").cookies, "a name is given once"
         for number in range(6):
@@ -162,13 +189,22 @@ def test_sessions_behind_one_address_do_not_acknowledge_each_other():
             answer = session.get("/batch")
             assert len(answer.json()["batch"]) == 1
             assert not answer.cookies
-        assert len(first.get("/leases").json()["leases"]) == 3, "none was acknowledged by another's pull"
+        assert len(first.get("/leases").json()["leases"]) == 3, (
+            "none was acknowledged by another's pull"
+        )
         assert first.get("/batch").json()["batch"]
         assert [lease["step"] for lease in first.get("/leases").json()["leases"]] == [1, 2, 3]
         for _ in range(2):
-            assert httpx.get(url + "/batch").json()["batch"], "one without cookies acknowledges by its next pull"
+            assert httpx.get(url + "/batch").json()["batch"], (
+                "one without cookies acknowledges by its next pull"
+            )
         assert [lease["step"] for lease in first.get("/leases").json()["leases"]] == [1, 2, 3, 5]
         for bad in ("x", "0" * 33, "é"):
-            assert httpx.get(url + "/batch", headers={"Cookie": f"realhf_trainer={bad}".encode()}).status_code == 200
+            assert (
+                httpx.get(
+                    url + "/batch", headers={"Cookie": f"realhf_trainer={bad}".encode()}
+                ).status_code
+                == 200
+            )
         named = httpx.get(url + "/batch", headers={"X-Trainer-Id": "n"})
         assert "set-cookie" not in named.headers

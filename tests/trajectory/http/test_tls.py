@@ -1,4 +1,5 @@
-"""The trajectory server behind a certificate: tokens and rollouts go encrypted, to clients that know it."""
+"""The trajectory server behind a certificate: tokens and rollouts go encrypted, to clients that
+know it."""
 
 from __future__ import annotations
 
@@ -26,13 +27,20 @@ async def test_clients_with_the_certificate_push_and_pull(tmp_path):
         assert url.startswith("https://")
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
             httpx.get(f"{url}/info")
-        with TrajectoryClient(url, retry_for_s=0) as doubter, pytest.raises(Unreachable, match="VERIFY_FAILED"):
+        with (
+            TrajectoryClient(url, retry_for_s=0) as doubter,
+            pytest.raises(Unreachable, match="VERIFY_FAILED"),
+        ):
             doubter.info()
         async with AsyncTrajectoryClient(url, token="sesame", ca_file=cert) as client:
             await client.register(batch_size=2, max_token_len=64, num_steps=3)
         with TrajectoryClient(url, token="sesame", ca_file=cert) as client:
-            with httpx.Client(verify=believing(cert), headers={"Authorization": "Bearer sesame"}) as asking:
-                asking.get(f"{url}/batch").raise_for_status()  # from then on environments may register
+            with httpx.Client(
+                verify=believing(cert), headers={"Authorization": "Bearer sesame"}
+            ) as asking:
+                asking.get(
+                    f"{url}/batch"
+                ).raise_for_status()  # from then on environments may register
             client.register_env("e", group_size=2, max_token_length=64, wait_s=60)
             client.push(group(2))
             assert client.pull(60).n_sequences == 2
@@ -45,7 +53,10 @@ def test_a_batch_that_waits_to_be_encrypted_or_sent_was_not_sent(tmp_path):
     """As without TLS, a client that leaves in the middle loses nothing."""
     cert, key = self_signed(tmp_path)
     large = group(4, 200_000)
-    with running_server(tls_cert=cert, tls_key=key) as url, httpx.Client(base_url=url, verify=believing(cert)) as api:
+    with (
+        running_server(tls_cert=cert, tls_key=key) as url,
+        httpx.Client(base_url=url, verify=believing(cert)) as api,
+    ):
         start(api, batch_size=4)
         assert api.post("/scored_data", content=encoded(large)).status_code == 200
         with (
@@ -55,9 +66,15 @@ def test_a_batch_that_waits_to_be_encrypted_or_sent_was_not_sent(tmp_path):
             deaf.sendall(b"GET /batch HTTP/1.1\r\nHost: x\r\nAccept-Encoding: identity\r\n\r\n")
             assert deaf.recv(12) == b"HTTP/1.1 200"
             assert [lease["state"] for lease in api.get("/leases").json()["leases"]] == ["sending"]
-        wait_until(lambda: [lease["state"] for lease in api.get("/leases").json()["leases"]] == ["returned"])
+        wait_until(
+            lambda: (
+                [lease["state"] for lease in api.get("/leases").json()["leases"]] == ["returned"]
+            )
+        )
         assert api.get("/batch").json()["batch"][0]["tokens"] == large["tokens"]
-        wait_until(lambda: [lease["state"] for lease in api.get("/leases").json()["leases"]] == ["sent"])
+        wait_until(
+            lambda: [lease["state"] for lease in api.get("/leases").json()["leases"]] == ["sent"]
+        )
 
 
 def test_a_server_that_others_may_overhear_says_so(tmp_path, caplog):

@@ -21,7 +21,10 @@ from tests.chromium import ABSENT, PROGRAM, Chromium
 from tests.trajectory.conftest import REGISTRATION, running_server, serving, start
 from tests.trajectory.groups import group
 
-CHROME = "Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36 (KHTML, like Gecko) Chrome/140.0.0.0 Safari/537.36"
+CHROME = (
+    "Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36 (KHTML, like Gecko) Chrome/140.0.0.0 "
+    "Safari/537.36"
+)
 FOREIGN: list[dict[str, str]] = [
     {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"},
     {"Sec-Fetch-Site": "same-site", "Origin": "http://127.0.0.1:1"}, {"Origin": "http://evil.example"},
@@ -29,8 +32,8 @@ FOREIGN: list[dict[str, str]] = [
     {"User-Agent": CHROME, "Referer": "http://evil.example/page"}, {"Host": "evil.example"},
     {"Sec-Fetch-Site": "none", "Host": "evil.example:80"}, {"Host": "[nonsense"}, {"Origin": "http://[nonsense"},
 ]  # fmt: skip
-"""Requests as pages of elsewhere cause them: an image, another port, a form, an old browser, a name that was given
-the address of this machine."""
+"""Requests as pages of elsewhere cause them: an image, another port, a form, an old browser, a name
+that was given the address of this machine."""
 CHANGING: list[tuple[str, str, Any]] = [
     ("GET", "/reset_data", None), ("GET", "/batch", None), ("POST", "/register", REGISTRATION),
     ("POST", "/scored_data", group(4)), ("POST", "/scored_data_list", [group(4)]), ("DELETE", "/quarantine", None),
@@ -72,12 +75,17 @@ def test_numbers_stay_open_to_any_origin_and_examples_do_not(api):
         assert answer.status_code == 200, path
         assert answer.headers["access-control-allow-origin"] in ("*", "http://somewhere")
     for path in ("/latest_example", "/ui/data"):
-        assert api.get(path, headers=elsewhere).status_code == 403, "what is trained on is nobody else's"
+        assert api.get(path, headers=elsewhere).status_code == 403, (
+            "what is trained on is nobody else's"
+        )
         assert api.get(path).status_code == 200
 
 
 def test_names_of_the_server_can_be_allowed():
-    with running_server(allowed_hosts="traj.example, other.example") as url, httpx.Client(base_url=url) as api:
+    with (
+        running_server(allowed_hosts="traj.example, other.example") as url,
+        httpx.Client(base_url=url) as api,
+    ):
         assert api.get("/status", headers={"Host": "traj.example:8000"}).status_code == 200
         refused = api.get("/status", headers={"Host": "evil.example"})
         assert refused.status_code == 403
@@ -91,11 +99,15 @@ def test_with_a_token_pages_load_and_their_data_needs_it():
         policy = api.get("/ui").headers["content-security-policy"]
         assert "default-src 'self'" in policy and "unsafe" not in policy
         assert "<script>" not in api.get("/ui").text and " style=" not in api.get("/ui").text
-        assert api.get("/openapi.json").json()["security"] == [{"token": []}], "the page can be told the token"
+        assert api.get("/openapi.json").json()["security"] == [{"token": []}], (
+            "the page can be told the token"
+        )
         assert api.get("/ui/data").status_code == 401
         bearer = {"Authorization": "Bearer s", "Origin": "http://dashboard.example"}
         assert api.get("/ui/data", headers=bearer).status_code == 200
-        assert api.post("/scored_data", json=group(4), headers=bearer).status_code == 200, "who knows the token may"
+        assert api.post("/scored_data", json=group(4), headers=bearer).status_code == 200, (
+            "who knows the token may"
+        )
         for header in ({}, {"Origin": url}):
             assert api.get("/reset_data", headers=header).status_code == 401
 
@@ -123,7 +135,8 @@ def test_a_browser_shows_the_data_with_the_token_from_the_address():
 
 @pytest.fixture
 def plain_uvicorn() -> Iterator[Any]:
-    """Runs an app as ``uvicorn module:app`` does, without the settings of the house. Gives its port."""
+    """Runs an app as ``uvicorn module:app`` does, without the settings of the house. Gives its
+    port."""
     with ExitStack() as running:
 
         def run(host: str, **options: Any) -> int:
@@ -134,7 +147,8 @@ def plain_uvicorn() -> Iterator[Any]:
 
 
 def test_the_app_itself_serves_no_other_machine_without_a_token(plain_uvicorn):
-    """However it is started: a connection to another address of this machine than loopback is one from outside."""
+    """However it is started: a connection to another address of this machine than loopback is one
+    from outside."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -149,7 +163,10 @@ def test_the_app_itself_serves_no_other_machine_without_a_token(plain_uvicorn):
         assert refused.status_code == 403
         assert "--token" in refused.text
         assert httpx.get(f"http://127.0.0.1:{port}{path}").status_code == 200
-    assert httpx.get(f"http://{outside}:{plain_uvicorn('0.0.0.0', insecure=True)}/status").status_code == 200
+    assert (
+        httpx.get(f"http://{outside}:{plain_uvicorn('0.0.0.0', insecure=True)}/status").status_code
+        == 200
+    )
 
 
 def test_a_plain_uvicorn_hands_out_batches(plain_uvicorn):
@@ -160,7 +177,8 @@ def test_a_plain_uvicorn_hands_out_batches(plain_uvicorn):
 
 
 async def test_writes_count_when_they_have_left_the_process():
-    """The transport of a real connection, as an ASGI server holds it, keeps nothing back without saying so."""
+    """The transport of a real connection, as an ASGI server holds it, keeps nothing back without
+    saying so."""
 
     class Cycle:
         def __init__(self, transport: asyncio.BaseTransport) -> None:

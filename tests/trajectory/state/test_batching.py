@@ -1,4 +1,5 @@
-"""Batch forming: sums, fairness, minimums, and that nothing jams. Source: docs/reference/trajectory.md 2.7, 3.3 to 3.6.
+"""Batch forming: sums, fairness, minimums, and that nothing jams. Source:
+docs/reference/trajectory.md 2.7, 3.3 to 3.6.
 
 The references below are slow and written from that page's sentences, not from the code under test.
 """
@@ -38,8 +39,15 @@ def numbered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [item | {"number": number} for number, item in enumerate(groups)]
 
 
-def env(number: int, weight: float = 1.0, minimum: float | None = None, connected: bool = True) -> dict[str, Any]:
-    return {"registered_id": number, "weight": weight, "min_batch_allocation": minimum, "connected": connected}
+def env(
+    number: int, weight: float = 1.0, minimum: float | None = None, connected: bool = True
+) -> dict[str, Any]:
+    return {
+        "registered_id": number,
+        "weight": weight,
+        "min_batch_allocation": minimum,
+        "connected": connected,
+    }
 
 
 def sizes(batch: list[Any] | None) -> list[int]:
@@ -55,7 +63,8 @@ def index_of(units: list[tuple[int, int | None]]) -> QueueIndex:
 
 
 queues = st.lists(
-    st.tuples(st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 16]), st.sampled_from([None, 0, 1, 2, 9])), max_size=40
+    st.tuples(st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 16]), st.sampled_from([None, 0, 1, 2, 9])),
+    max_size=40,
 )
 batch_sizes = st.sampled_from([1, 2, 4, 6, 8, 12, 16, 24])
 allocations = st.sampled_from([None, 0.0, 0.1, 0.25, 0.5, 0.9])
@@ -64,7 +73,12 @@ allocations = st.sampled_from([None, 0.0, 0.1, 0.25, 0.5, 0.9])
 @pytest.mark.nightly
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None)
-@given(queue=queues, batch_size=batch_sizes, minimums=st.tuples(allocations, allocations), strict=st.booleans())
+@given(
+    queue=queues,
+    batch_size=batch_sizes,
+    minimums=st.tuples(allocations, allocations),
+    strict=st.booleans(),
+)
 def test_a_batch_sums_exactly_and_nothing_is_lost_or_reordered(queue, batch_size, minimums, strict):
     groups = numbered([group(size, env_id) for size, env_id in queue])
     envs = [env(0, 1.0, minimums[0]), env(1, 3.0, minimums[1]), env(2)]
@@ -78,8 +92,12 @@ def test_a_batch_sums_exactly_and_nothing_is_lost_or_reordered(queue, batch_size
     assert rest == [item for item in groups if item in rest], "what stays keeps its order"
     if not strict:
         for lane in {(item["env_id"], len(item["tokens"])) for item in batch}:
-            first = [item["number"] for item in groups if (item["env_id"], len(item["tokens"])) == lane]
-            mine = [item["number"] for item in batch if (item["env_id"], len(item["tokens"])) == lane]
+            first = [
+                item["number"] for item in groups if (item["env_id"], len(item["tokens"])) == lane
+            ]
+            mine = [
+                item["number"] for item in batch if (item["env_id"], len(item["tokens"])) == lane
+            ]
             assert mine == sorted(mine)
             if minimums != (None, None):
                 assert mine == first[: len(mine)], "oldest of its kind first"
@@ -91,7 +109,8 @@ def test_a_batch_sums_exactly_and_nothing_is_lost_or_reordered(queue, batch_size
 
 
 def packable(queue: list[tuple[int, int | None]], batch_size: int) -> bool:
-    """Whether 3.3 can form a batch: some set of sizes, largest ones left out, has enough complete packs."""
+    """Whether 3.3 can form a batch: some set of sizes, largest ones left out, has enough complete
+    packs."""
     present = sorted({size for size, _ in queue if batch_size % size == 0})
     while present:
         unit = lcm(*present)
@@ -134,10 +153,15 @@ def original_rule(queue: list[int], batch_size: int) -> list[int] | None:
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
-@given(queue=st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), max_size=30), batch_size=st.sampled_from([8, 12, 16, 24]))
+@given(
+    queue=st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), max_size=30),
+    batch_size=st.sampled_from([8, 12, 16, 24]),
+)
 def test_strict_is_the_originals_rule(queue, batch_size):
     batch, _, _ = select_batch(
-        numbered([group(size, index % 3) for index, size in enumerate(queue)]), batch_size, strict=True
+        numbered([group(size, index % 3) for index, size in enumerate(queue)]),
+        batch_size,
+        strict=True,
     )
     expected = original_rule(queue, batch_size)
     assert (None if batch is None else [item["number"] for item in batch]) == expected
@@ -161,7 +185,9 @@ def test_a_late_large_group_does_not_make_a_ready_batch_unready():
 def test_left_overs_of_several_environments_are_packed_together():
     groups = numbered([group(4, 0), group(2, 0), group(2, 1), group(4, 3)])
     batch, rest, _ = select_batch(groups, 8)
-    assert [item["number"] for item in batch or ()] == [0, 1, 2], "the pack that 0 and 1 share is older than 3"
+    assert [item["number"] for item in batch or ()] == [0, 1, 2], (
+        "the pack that 0 and 1 share is older than 3"
+    )
     assert [item["number"] for item in rest] == [3]
 
 
@@ -173,18 +199,25 @@ def test_minimums_are_met_scaled_or_missed():
     assert Counter(item["env_id"] for item in batch or ()) == {0: 2, 1: 2}, "scaled to the batch"
     assert select_batch([group(2, 0)] * 10, 8, [env(0), env(1, 1.0, 0.5)])[2] == "min_unmet:1"
     assert select_batch([group(8, 0), group(2, 1)], 8, [env(1, 1.0, 0.5)])[2] == "min_unmet:1"
-    assert select_batch([group(2, 0)] * 4, 8, [env(1, 1.0, 0.05)])[0], "a need that rounds to nothing"
+    assert select_batch([group(2, 0)] * 4, 8, [env(1, 1.0, 0.05)])[0], (
+        "a need that rounds to nothing"
+    )
     assert select_batch([group(2, 0)] * 4, 8, [env(1, 1.0, 0.5, connected=False)])[0]
-    assert select_batch([group(2, None)] * 4 + [group(2, 1)] * 4, 8, [env(1, 1.0, 0.25)])[0], "nobody's groups fill"
+    assert select_batch([group(2, None)] * 4 + [group(2, 1)] * 4, 8, [env(1, 1.0, 0.25)])[0], (
+        "nobody's groups fill"
+    )
 
 
 def test_minimums_do_not_jam_on_units_that_leave_a_gap():
-    batch, _, _ = select_batch([group(2, 1)] * 2 + [group(3, 0)] * 4, 6, [env(0, 1.0, 0.5), env(1, 5.0)])
+    batch, _, _ = select_batch(
+        [group(2, 1)] * 2 + [group(3, 0)] * 4, 6, [env(0, 1.0, 0.5), env(1, 5.0)]
+    )
     assert sizes(batch) == [3, 3]
 
 
 def exhaustive(groups: list[dict[str, Any]], batch_size: int, needs: dict[int, int]) -> bool:
-    """Whether any subset of complete packs (all sizes present) sums to the batch and meets the needs."""
+    """Whether any subset of complete packs (all sizes present) sums to the batch and meets the
+    needs."""
     usable = [item for item in groups if batch_size % len(item["tokens"]) == 0]
     kinds = Counter((item["env_id"], len(item["tokens"])) for item in usable)
     unit = lcm(*{size for _, size in kinds}) if kinds else 1
@@ -203,7 +236,8 @@ def exhaustive(groups: list[dict[str, Any]], batch_size: int, needs: dict[int, i
                     grown.add(tuple(more))
         reach = grown
     return any(
-        state[0] == batch_size and all(got >= need for got, need in zip(state[1:], needs.values(), strict=True))
+        state[0] == batch_size
+        and all(got >= need for got, need in zip(state[1:], needs.values(), strict=True))
         for state in reach
     )
 
@@ -211,7 +245,9 @@ def exhaustive(groups: list[dict[str, Any]], batch_size: int, needs: dict[int, i
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
-    queue=st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([0, 1, 2])), max_size=14),
+    queue=st.lists(
+        st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([0, 1, 2])), max_size=14
+    ),
     minimum=st.sampled_from([0.25, 0.5, 0.75]),
 )
 def test_one_minimum_is_met_whenever_packs_allow_it(queue, minimum):
@@ -239,7 +275,9 @@ def test_an_idle_heavy_environment_never_blocks():
 
 
 def test_one_environment_is_first_in_first_out():
-    batch, _, _ = select_batch(numbered([group(2, 0), group(4, 0), group(2, 0), group(4, 0)]), 8, [env(0)])
+    batch, _, _ = select_batch(
+        numbered([group(2, 0), group(4, 0), group(2, 0), group(4, 0)]), 8, [env(0)]
+    )
     assert [item["number"] for item in batch or ()] == [0, 2, 1]
 
 
@@ -261,7 +299,11 @@ def test_selection_does_not_grow_with_the_queue(minimums, monkeypatch):
     for length in (400, 40_000):
         index = index_of([(2 ** (number % 3), number % 4) for number in range(length)])
         fair = FairShare({0: 0.25, 1: 0.25, 2: 0.25, 3: 0.25}, {}, 0.0, 0.01)
-        selected = select_with_minimums(index, 64, fair, minimums) if minimums else select_exact(index, 64, fair)
+        selected = (
+            select_with_minimums(index, 64, fair, minimums)
+            if minimums
+            else select_exact(index, 64, fair)
+        )
         assert isinstance(selected, Selected)
         seen[length] = sum(getattr(lane, "seen", 0) for lane in index.lanes.values())
     assert seen[40_000] <= seen[400] * 1.5 + 64
@@ -280,7 +322,9 @@ def test_turns_grow_with_the_batch_and_not_with_its_square(monkeypatch):
     seen = {}
     for batch_size in (256, 2048):
         pushes = 0
-        assert isinstance(select_exact(index, batch_size, FairShare({0: 1.0}, {}, 0.0, 0.01)), Selected)
+        assert isinstance(
+            select_exact(index, batch_size, FairShare({0: 1.0}, {}, 0.0, 0.01)), Selected
+        )
         seen[batch_size] = pushes
     assert seen[2048] <= seen[256] * 9
 
@@ -315,7 +359,9 @@ def test_the_index_counts_what_is_there(units, data):
         if record.bundle is None:
             expected.setdefault((record.env_id, record.size), []).append(record.order)
         elif whole[record.bundle] == record.bundle[1] and record.order == record.bundle[0]:
-            expected.setdefault((record.env_id, record.size * record.bundle[1]), []).append(record.order)
+            expected.setdefault((record.env_id, record.size * record.bundle[1]), []).append(
+                record.order
+            )
     assert {key: [unit.order for unit in lane] for key, lane in index.lanes.items()} == expected
 
 
@@ -332,7 +378,11 @@ def test_sets_of_the_mix_buffer(sizes_, target, expected):
 @given(st.lists(st.integers(1, 9), max_size=9), st.integers(1, 20))
 def test_a_set_is_found_exactly_when_there_is_one(sizes_, target):
     found = find_set(sizes_, target)
-    exists = any(sum(some) == target for count in range(1, len(sizes_) + 1) for some in combinations(sizes_, count))
+    exists = any(
+        sum(some) == target
+        for count in range(1, len(sizes_) + 1)
+        for some in combinations(sizes_, count)
+    )
     assert bool(found) == exists
     assert found == sorted(set(found))
     if found:

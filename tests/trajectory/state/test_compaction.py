@@ -1,4 +1,5 @@
-"""What little is in use keeps no room of files that are mostly empty, and giving that back loses nothing.
+"""What little is in use keeps no room of files that are mostly empty, and giving that back loses
+nothing.
 
 Source: docs/reference/trajectory.md 3.5, 3.11.
 """
@@ -35,7 +36,9 @@ def data_of(number: int) -> bytes:
 
 async def over(folder: Path, **options: Any) -> Engine:
     """An engine over small files, whose housekeeping is the test's."""
-    engine = Engine(SqliteStore(folder, segment_bytes=SEGMENT), StateOptions(**options), tidy_every_s=1e6)
+    engine = Engine(
+        SqliteStore(folder, segment_bytes=SEGMENT), StateOptions(**options), tidy_every_s=1e6
+    )
     await engine.open()
     await engine.write(registry.register, REGISTRATION | {"batch_size": 4}, False)
     return engine
@@ -64,15 +67,17 @@ def disk_bytes(folder: Path) -> int:
 
 @pytest.mark.slow
 async def test_one_group_in_each_file_keeps_little_of_them(tmp_path):
-    """Queued, buffered, in quarantine, leased and the latest example: each is found where it was, also after a
-    restart."""
+    """Queued, buffered, in quarantine, leased and the latest example: each is found where it was,
+    also after a restart."""
     engine = await over(tmp_path)
     await engine.write(delivery.pull, PullRequest("t", anonymous=False))
     await engine.write(registry.register_env, ENV)
     for number in range(1000):
         kept = number % 10 == 0
         early = number < 500
-        await put(engine, number, 3 if kept and early else 5 if kept else 4, 0 if kept and early else None)
+        await put(
+            engine, number, 3 if kept and early else 5 if kept else 4, 0 if kept and early else None
+        )
         if not kept:
             await consume(engine, 1)
     await put(engine, 5000)
@@ -80,16 +85,22 @@ async def test_one_group_in_each_file_keeps_little_of_them(tmp_path):
     leased = await engine.write(delivery.pull, PullRequest("l", anonymous=False, explicit=True))
     assert isinstance(leased, LeasedBatch)
     await engine.write(delivery.mark_sent, leased)
-    before = {key: (each.place, each.order, each.reason) for key, each in engine.state.groups.items()}
+    before = {
+        key: (each.place, each.order, each.reason) for key, each in engine.state.groups.items()
+    }
     assert disk_bytes(tmp_path) > 8 * held_bytes(engine.state)
     assert await compact(engine) > 6 * held_bytes(engine.state)
     assert disk_bytes(tmp_path) <= 2 * held_bytes(engine.state) + 3 * SEGMENT
     assert await compact(engine) == 0, "there is nothing to gain any more"
     await engine.close()
     again = await over(tmp_path)
-    assert {key: (each.place, each.order, each.reason) for key, each in again.state.groups.items()} == before
+    assert {
+        key: (each.place, each.order, each.reason) for key, each in again.state.groups.items()
+    } == before
     payloads = [each.payload for each in again.state.groups.values()]
-    assert sorted(await again.store.read(payloads)) == [data_of(n) for n in (*range(0, 1000, 10), 5000, 5001)]
+    assert sorted(await again.store.read(payloads)) == [
+        data_of(n) for n in (*range(0, 1000, 10), 5000, 5001)
+    ]
     latest = await again.read(views.latest)
     assert latest is not None
     assert await again.store.read([latest.payload]) == [data_of(5001)]
@@ -124,7 +135,9 @@ async def test_nothing_is_lost_or_reordered_while_room_is_given_back(tmp_path):
     done.set()
     await beside
     assert sum(map(bool, freed)) > 3
-    leased = [engine.state.groups[key] for lease in engine.state.leases.values() for key in lease.groups]
+    leased = [
+        engine.state.groups[key] for lease in engine.state.leases.values() for key in lease.groups
+    ]
     rest = await engine.store.read([each.payload for each in leased])
     assert sorted(order + rest) == [data_of(number) for number in range(1500) if number % 50]
     isolated = [each.payload for each in engine.state.quarantine.values()]
@@ -151,23 +164,30 @@ async def test_what_a_failed_round_acknowledged_is_not_given_back(tmp_path, monk
     [lease] = engine.state.leases
     with monkeypatch.context() as failure:
         failure.setattr(SqliteStore, "_write", failing)
-        results = await asyncio.gather(engine.write(delivery.ack, lease), compact(engine), return_exceptions=True)
+        results = await asyncio.gather(
+            engine.write(delivery.ack, lease), compact(engine), return_exceptions=True
+        )
     assert [type(result) for result in results] == [StoreFailure, StoreFailure]
     engine._failure = None
     assert await compact(engine) > 0
     payloads = [each.payload for each in engine.state.groups.values()]
-    assert sorted(await engine.store.read(payloads)) == [data_of(number) for number in range(0, 100, 10)]
+    assert sorted(await engine.store.read(payloads)) == [
+        data_of(number) for number in range(0, 100, 10)
+    ]
     await engine.close()
 
 
 async def test_what_a_file_that_is_written_again_held_before_counts(tmp_path):
-    """Large payloads do not fit beside small ones, which are kept: each file is begun anew over the last large one."""
+    """Large payloads do not fit beside small ones, which are kept: each file is begun anew over the
+    last large one."""
     engine = await over(tmp_path)
     rest = b"r" * (SEGMENT - 2000)
     await engine.write(delivery.pull, PullRequest("t", anonymous=False))
     for number in range(40):
         small = b"%06d" % number * 500
-        await engine.write(push.push, [incoming(small, 5)], await engine.store.stage([small]), False)
+        await engine.write(
+            push.push, [incoming(small, 5)], await engine.store.stage([small]), False
+        )
         await engine.write(push.push, [incoming(rest, 4)], await engine.store.stage([rest]), False)
         assert await consume(engine, 1) == [rest]
     assert disk_bytes(tmp_path) > 2 * held_bytes(engine.state) + 4 * SEGMENT
@@ -180,7 +200,8 @@ async def test_what_a_file_that_is_written_again_held_before_counts(tmp_path):
 
 
 async def test_gaps_without_a_whole_block_are_not_asked_for(tmp_path, monkeypatch):
-    """Between small payloads there are hundreds of thousands in a file, and each is a call on the writer's thread."""
+    """Between small payloads there are hundreds of thousands in a file, and each is a call on the
+    writer's thread."""
     asked = list[tuple[int, int]]()
     real = segments._fallocate
 
@@ -191,15 +212,22 @@ async def test_gaps_without_a_whole_block_are_not_asked_for(tmp_path, monkeypatc
     monkeypatch.setattr(segments, "_fallocate", counted)
     engine = await over(tmp_path)
     data = [b"%08d" % number * 16 for number in range(3000)]
-    groups = [incoming(each, 4 if number % 8 == 0 or number >= 2000 else 5) for number, each in enumerate(data)]
+    groups = [
+        incoming(each, 4 if number % 8 == 0 or number >= 2000 else 5)
+        for number, each in enumerate(data)
+    ]
     await engine.write(push.push, groups, await engine.store.stage(data), True)
     await engine.write(quarantine.clear)
     ended = engine.store.files.closed_files()
-    freed = await engine.store.compact([group.payload for group in engine.state.groups.values()], ended)
+    freed = await engine.store.compact(
+        [group.payload for group in engine.state.groups.values()], ended
+    )
     assert freed == 1750 * 128
     assert asked == []
     payloads = [each.payload for each in engine.state.groups.values()]
-    assert await engine.store.read(payloads) == [each for number, each in enumerate(data) if groups[number].size == 4]
+    assert await engine.store.read(payloads) == [
+        each for number, each in enumerate(data) if groups[number].size == 4
+    ]
     await engine.close()
 
 
@@ -213,5 +241,7 @@ async def test_a_disk_without_holes_is_told_of_once(tmp_path, monkeypatch, caplo
     assert [await compact(engine) for _ in range(2)] == [0, 0]
     assert caplog.text.count("knows no holes") == 1
     payloads = [each.payload for each in engine.state.groups.values()]
-    assert sorted(await engine.store.read(payloads)) == [data_of(number) for number in range(0, 100, 10)]
+    assert sorted(await engine.store.read(payloads)) == [
+        data_of(number) for number in range(0, 100, 10)
+    ]
     await engine.close()

@@ -86,7 +86,9 @@ def test_the_same_trainer_gets_its_unsent_batch_under_the_same_lease():
     assert (ids(again), again.lease_id, again.step) == (ids(lost), lost.lease_id, lost.step)
     delivery.mark_lost(driver.state, driver.now, lost)
     delivery.mark_sent(driver.state, driver.now, again)
-    assert isinstance(driver.pull("a"), NoBatch), "the end of the first response must not undo the second one"
+    assert isinstance(driver.pull("a"), NoBatch), (
+        "the end of the first response must not undo the second one"
+    )
 
 
 def test_an_anonymous_puller_beside_another_one_gets_a_batch_of_its_own():
@@ -127,11 +129,14 @@ def test_an_expired_explicit_batch_goes_to_anyone():
 
 @pytest.mark.parametrize("explicit", [False, True])
 def test_who_renews_a_batch_has_received_it(explicit):
-    """Also where the server could not note that it was sent: the same trainer used to be given it again."""
+    """Also where the server could not note that it was sent: the same trainer used to be given it
+    again."""
     driver = started()
     driver.push(4, 4, 4, 4)
     first = driver.batch("a", sent=False, explicit=explicit)
-    assert ids(driver.batch("a", sent=False, explicit=explicit)) == ids(first), "nobody knows that it arrived"
+    assert ids(driver.batch("a", sent=False, explicit=explicit)) == ids(first), (
+        "nobody knows that it arrived"
+    )
     (lease,) = driver.state.leases
     delivery.renew(driver.state, driver.now, lease)
     assert not set(ids(driver.batch("a", explicit=explicit))) & set(ids(first))
@@ -194,8 +199,9 @@ def test_ended_leases_are_forgotten_after_a_while():
 
 
 def test_a_trainer_without_a_name_gets_none_while_a_batch_is_on_its_way_to_it():
-    """Of two pulls at once one gets the batch and the other none. The answer without a batch says that one is held
-    under the address, so that no cookie goes with it: the pull after that has to acknowledge the batch."""
+    """Of two pulls at once one gets the batch and the other none. The answer without a batch says
+    that one is held under the address, so that no cookie goes with it: the pull after that has to
+    acknowledge the batch."""
     driver = started()
     peer = PullRequest("peer 10.0.0.1")
     driver.push(4, 4)
@@ -208,4 +214,6 @@ def test_a_trainer_without_a_name_gets_none_while_a_batch_is_on_its_way_to_it():
     delivery.mark_sent(driver.state, driver.now, batch)
     later = delivery.pull(driver.state, driver.now, peer)
     assert isinstance(later, NoBatch) and not later.holding
-    assert not driver.state.leases and not driver.state.groups, "the batch is acknowledged, so nobody gets it again"
+    assert not driver.state.leases and not driver.state.groups, (
+        "the batch is acknowledged, so nobody gets it again"
+    )

@@ -33,7 +33,12 @@ def reasons(driver: Driver) -> dict[str, int]:
 
 def test_groups_without_an_environment_or_of_an_unknown_one_are_queued_whatever_their_size():
     driver = started()
-    assert driver.push(2)[0] == driver.push(4, env=77)[0] == driver.push(1, env=-5)[0] == {"status": "received"}
+    assert (
+        driver.push(2)[0]
+        == driver.push(4, env=77)[0]
+        == driver.push(1, env=-5)[0]
+        == {"status": "received"}
+    )
     assert views.status(driver.state, driver.now)["queue_size"] == 3
 
 
@@ -43,7 +48,9 @@ def test_odd_sizes_wait_in_the_mix_buffer_until_a_set_adds_up():
     assert driver.push(3, env=env)[0] == {"status": "buffered", "buffer_size": 3}
     assert driver.push(3, env=env)[0] == {"status": "buffered", "buffer_size": 6}
     assert views.latest(driver.state, driver.now) is None
-    assert driver.push(1, env=env)[0] == {"status": "buffered", "buffer_size": 3}, "the first 3 and the 1 are out"
+    assert driver.push(1, env=env)[0] == {"status": "buffered", "buffer_size": 3}, (
+        "the first 3 and the 1 are out"
+    )
     assert views.status(driver.state, driver.now)["queue_size"] == 2
     assert views.latest(driver.state, driver.now).size == 1
     assert views.buffers(driver.state, driver.now)["buffers"] == [
@@ -86,7 +93,8 @@ def test_a_list_answers_for_all_of_it():
 
 
 @pytest.mark.parametrize(
-    ("size", "reason"), [(0, "zero_sequences"), (16, "larger_than_batch"), (3, "size_does_not_divide_batch")]
+    ("size", "reason"),
+    [(0, "zero_sequences"), (16, "larger_than_batch"), (3, "size_does_not_divide_batch")],
 )
 def test_what_can_never_be_served_is_set_aside(size, reason):
     driver = started()
@@ -103,7 +111,10 @@ def test_larger_than_its_environments_groups():
     assert body == {"status": "buffered", "buffer_size": 0}
     assert headers == {"X-Quarantined": "larger_than_env_group_size"}
     driver = started(strict="divisor_packing")
-    assert driver.push(4, env=driver.env(group_size=2)) == ({"status": "buffered", "buffer_size": 4}, {})
+    assert driver.push(4, env=driver.env(group_size=2)) == (
+        {"status": "buffered", "buffer_size": 4},
+        {},
+    )
 
 
 def test_early_groups_are_judged_when_the_batch_size_is_known():
@@ -112,7 +123,11 @@ def test_early_groups_are_judged_when_the_batch_size_is_known():
         driver.push(size)
     assert reasons(driver) == {"zero_sequences": 1}
     driver.register()
-    assert reasons(driver) == {"zero_sequences": 1, "size_does_not_divide_batch": 1, "larger_than_batch": 1}
+    assert reasons(driver) == {
+        "zero_sequences": 1,
+        "size_does_not_divide_batch": 1,
+        "larger_than_batch": 1,
+    }
     assert views.status(driver.state, driver.now)["queue_size"] == 1
 
 
@@ -265,7 +280,9 @@ def test_stale_groups_are_set_aside_when_a_batch_is_formed():
     assert [group.policy_version for group in batch.groups] == [5, 6]
     assert reasons(driver) == {"too_stale": 1}
     held = views.quarantine(driver.state, driver.now, 1, None)["items"][0]["id"]
-    assert quarantine.requeue(driver.state, driver.now, [held])["refused"] == {str(held): "too_stale"}
+    assert quarantine.requeue(driver.state, driver.now, [held])["refused"] == {
+        str(held): "too_stale"
+    }
 
 
 def test_a_stale_member_of_a_set_does_not_strand_the_others():
@@ -294,8 +311,12 @@ def test_payloads_that_are_lost_hold_nobody_up():
     state.put("groups", lost.id, msgspec.structs.replace(lost, payload=unique))
     delivery.isolate_lost(state, driver.now, batch, frozenset([b"gone"]))
     assert reasons(driver) == {"payload_lost": 1}
-    assert sorted(ids(driver.batch())) == sorted([batch.groups[1].id, *(set(state.groups) - set(ids(batch)))])
-    assert quarantine.requeue(state, driver.now, [lost.id])["requeued"] == [lost.id], "somebody repaired the disk"
+    assert sorted(ids(driver.batch())) == sorted(
+        [batch.groups[1].id, *(set(state.groups) - set(ids(batch)))]
+    )
+    assert quarantine.requeue(state, driver.now, [lost.id])["requeued"] == [lost.id], (
+        "somebody repaired the disk"
+    )
 
 
 def test_stale_groups_may_fill_what_nothing_fresher_fills():
@@ -321,14 +342,22 @@ def test_a_group_without_a_version_gets_the_current_one():
 
 def test_a_stale_group_behind_a_fresh_one_fills_what_nothing_fresher_does():
     """Whatever the order of the policy versions."""
-    for per_batch, versions in ((3, [5, 0, 5]), (4, [5, 0, 5, 0]), (2, [5, 0]), (2, [0, 5, 1, 5]), (2, [5, 5, 0, 5])):
+    for per_batch, versions in (
+        (3, [5, 0, 5]),
+        (4, [5, 0, 5, 0]),
+        (2, [5, 0]),
+        (2, [0, 5, 1, 5]),
+        (2, [5, 5, 0, 5]),
+    ):
         driver = started(max_staleness=1, stale_policy="last", batch_size=4 * per_batch)
         for version in versions:
             driver.push(4, version=version)
         driver.at_version(5)
         batches = [driver.batch() for _ in range(len(versions) // per_batch)]
         found = [group.policy_version for batch in batches for group in batch.groups]
-        assert found == sorted(versions, key=lambda version: version < 5), "fresh ones first, then the oldest policy"
+        assert found == sorted(versions, key=lambda version: version < 5), (
+            "fresh ones first, then the oldest policy"
+        )
         assert isinstance(driver.pull(), NoBatch)
 
 
@@ -389,7 +418,9 @@ def test_what_was_good_when_it_was_taken_stays_until_somebody_deletes_it():
     for _ in range(4):
         driver.push(4)
     for batch in (driver.batch("a", sent=False), driver.batch("b", sent=False)):
-        delivery.isolate_lost(driver.state, driver.now, batch, frozenset(group.payload.ref for group in batch.groups))
+        delivery.isolate_lost(
+            driver.state, driver.now, batch, frozenset(group.payload.ref for group in batch.groups)
+        )
     for _ in range(5):
         driver.push(5)
     driver.push(4, 4)

@@ -134,7 +134,10 @@ def test_strict_reset_keeps_what_the_original_keeps():
     driver.push(4)
     registry.reset(driver.state, driver.now)
     assert views.latest(driver.state, 0) is not None
-    assert views.info(driver.state, 0) == {"batch_size": -1, "max_token_len": REGISTRATION["max_token_len"]}
+    assert views.info(driver.state, 0) == {
+        "batch_size": -1,
+        "max_token_len": REGISTRATION["max_token_len"],
+    }
     assert not driver.state.take_changes().freed
 
 
@@ -147,7 +150,10 @@ def test_a_silent_environment_stops_blocking_and_a_poll_revives_it():
     assert driver.pull() == NoBatch(f"min_unmet:{silent}")
     driver.now += 301
     registry.heartbeat(driver.state, driver.now, other)
-    assert [env["state"] for env in views.envs(driver.state, driver.now)["envs"]] == ["stale", "connected"]
+    assert [env["state"] for env in views.envs(driver.state, driver.now)["envs"]] == [
+        "stale",
+        "connected",
+    ]
     assert sizes(driver.batch()) == [4, 4]
     assert registry.heartbeat_due(driver.state, driver.now, silent)
     registry.heartbeat(driver.state, driver.now, silent)
@@ -196,7 +202,8 @@ def test_who_returns_gets_no_burst(late):
 
 
 def test_environments_that_each_had_a_name_of_their_own_are_forgotten_too():
-    """The latest names count on, so that a name stays unique; a name for each process must not cost for ever."""
+    """The latest names count on, so that a name stays unique; a name for each process must not cost
+    for ever."""
     driver = Driver(env_expiry_s=1000.0)
     driver.start()
     for number in range(maintenance.NAMES_KEPT + 50):
@@ -226,4 +233,8 @@ def test_environments_that_are_long_gone_are_forgotten():
     assert not maintenance.is_due(driver.state, driver.now)
     assert list(driver.state.envs) == [1, 2, 4, alive], "what waits, and the newest of each name"
     assert [driver.env(), driver.env(desired_name="other")] == [6, 7]
-    assert [driver.state.envs[number].name for number in (alive, 6, 7)] == ["env_4", "env_5", "other_1"]
+    assert [driver.state.envs[number].name for number in (alive, 6, 7)] == [
+        "env_4",
+        "env_5",
+        "other_1",
+    ]

@@ -1,4 +1,5 @@
-"""What a failed round did is undone: the state is the one that the store holds, in every order that counts."""
+"""What a failed round did is undone: the state is the one that the store holds, in every order that
+counts."""
 
 from __future__ import annotations
 
@@ -18,8 +19,17 @@ from tests.trajectory.driver import Driver
 
 
 def shape(index: QueueIndex) -> Any:
-    lanes = {key: [[member.id for member in unit.members] for unit in lane] for key, lane in index.lanes.items()}
-    totals = (index.groups, index.sequences, index.nbytes, dict(index.env_sequences()), set(index.sizes()))
+    lanes = {
+        key: [[member.id for member in unit.members] for unit in lane]
+        for key, lane in index.lanes.items()
+    }
+    totals = (
+        index.groups,
+        index.sequences,
+        index.nbytes,
+        dict(index.env_sequences()),
+        set(index.sizes()),
+    )
     return lanes, totals
 
 
@@ -28,7 +38,9 @@ def seen(state: TrajectoryState) -> Any:
     held = {env_id: list(groups.items()) for env_id, groups in state.buffers.items()}
     numbers = (state.quarantine_bytes, state.leased_groups, state.waiting_bytes, set(state.stale))
     tables = {table: dict(rows) for table, rows in state.tables.items()}
-    queued = {(group.order, group.id) for group in state.groups.values() if group.place is Place.QUEUE}
+    queued = {
+        (group.order, group.id) for group in state.groups.values() if group.place is Place.QUEUE
+    }
     versions = sorted(entry for entry in set(state._versions) if entry[1:] in queued)
     return tables, list(state.envs), held, list(state.quarantine), numbers, versions, shape(state.queue), shape(
         state.with_stale
@@ -40,7 +52,9 @@ def steps(driver: Driver, rng: random.Random) -> list[Callable[[], Any]]:
     state = driver.state
     leases = [*state.leases, "none"]
     return [
-        lambda: driver.push(*rng.choices((1, 2, 3, 4, 5, 8, 9), k=rng.randint(1, 3)), env=rng.choice((None, 0, 1))),
+        lambda: driver.push(
+            *rng.choices((1, 2, 3, 4, 5, 8, 9), k=rng.randint(1, 3)), env=rng.choice((None, 0, 1))
+        ),
         lambda: driver.push(4, version=rng.randint(0, 6), key=f"k{rng.randrange(5)}"),
         lambda: driver.batch(rng.choice("abc"), sent=rng.random() < 0.5),
         lambda: delivery.ack(state, driver.now, rng.choice(leases)),
@@ -66,7 +80,9 @@ def play(driver: Driver, rng: random.Random, count: int) -> None:
 def test_random_rounds_leave_nothing_behind(policy):
     for seed in range(25):
         rng = random.Random(seed)
-        driver = Driver(max_staleness=3, stale_policy=policy, max_quarantine_groups=6, max_queue_groups=60)
+        driver = Driver(
+            max_staleness=3, stale_policy=policy, max_quarantine_groups=6, max_queue_groups=60
+        )
         driver.start()
         driver.env()
         for _ in range(6):

@@ -20,7 +20,14 @@ import pytest
 from isal import isal_zlib
 
 from realhf.trajectory.http.service import Metrics
-from realhf.trajectory.records import Encoding, GroupRecord, Payload, PayloadRef, Place, StateOptions
+from realhf.trajectory.records import (
+    Encoding,
+    GroupRecord,
+    Payload,
+    PayloadRef,
+    Place,
+    StateOptions,
+)
 from realhf.trajectory.state import delivery, push, registry, views
 from realhf.trajectory.state import engine as engine_module
 from realhf.trajectory.state.delivery import LeasedBatch, PullRequest
@@ -44,8 +51,9 @@ def data_of(number: int) -> bytes:
 
 
 class FailingStore(SqliteStore):
-    """A SQLite store in which the test sets off failures. ``before``: of the payloads' write; ``refuses``: of the rows'
-    transaction, a moment later; ``after``: of that which was made; ``housekeeping``: of what follows a commit."""
+    """A SQLite store in which the test sets off failures. ``before``: of the payloads' write;
+    ``refuses``: of the rows' transaction, a moment later; ``after``: of that which was made;
+    ``housekeeping``: of what follows a commit."""
 
     before = refuses = after = housekeeping = False
     reloads = 0
@@ -80,7 +88,9 @@ async def test_a_payload_that_was_given_up_leaves_its_neighbours_where_they_are(
     kept = {0: first[0], 2: later[0][0], 3: later[1][0]}
     groups = [record(number, ref, data_of(number)) for number, ref in kept.items()]
     await store.commit(Changes(rows={("groups", group.id): group for group in groups}))
-    assert await store.read([group.payload for group in groups]) == [data_of(number) for number in kept]
+    assert await store.read([group.payload for group in groups]) == [
+        data_of(number) for number in kept
+    ]
     await store.close()
     again = SqliteStore(tmp_path)
     assert sorted(group.id for group in (await again.open())["groups"]) == [0, 2, 3]  # type: ignore[union-attr]
@@ -89,7 +99,8 @@ async def test_a_payload_that_was_given_up_leaves_its_neighbours_where_they_are(
 
 @pytest.mark.slow
 async def test_everything_acknowledged_can_be_read_after_failures_at_random(tmp_path):
-    """Pushes, some of them in lists, through an engine whose store fails at every third commit or so."""
+    """Pushes, some of them in lists, through an engine whose store fails at every third commit or
+    so."""
     store, rng = FailingStore(tmp_path, segment_bytes=4000), random.Random(7)
     engine = await opened(store, registered=False)
     acknowledged: dict[int, bytes] = {}
@@ -102,7 +113,9 @@ async def test_everything_acknowledged_can_be_read_after_failures_at_random(tmp_
                 for _ in range(rng.randrange(4)):
                     await asyncio.sleep(0)
                 try:
-                    await engine.write(push.push, [incoming(data, number + 1)], refs, False, f"key {number}", "f")
+                    await engine.write(
+                        push.push, [incoming(data, number + 1)], refs, False, f"key {number}", "f"
+                    )
                     acknowledged[number] = data
                 except StoreFailure:
                     await store.unstage(refs)
@@ -124,7 +137,8 @@ async def test_everything_acknowledged_can_be_read_after_failures_at_random(tmp_
 
 
 async def test_an_error_after_the_transaction_does_not_free_what_it_kept(tmp_path):
-    """Whether it was kept is looked up, so it is neither refused to its producer nor freed later."""
+    """Whether it was kept is looked up, so it is neither refused to its producer nor freed
+    later."""
     store = await opening(FailingStore(tmp_path, segment_bytes=300))
     store.after = True
     await put(store, [1], 60)
@@ -261,7 +275,9 @@ async def test_a_failed_round_is_undone_without_reading_everything_anew(tmp_path
     pulling = asyncio.create_task(engine.write(delivery.pull, PullRequest("t", anonymous=False)))
     while not engine._committing:
         await asyncio.sleep(0)
-    assert (await engine.read(views.status))["current_step"] == 0, "nobody is shown what was not kept"
+    assert (await engine.read(views.status))["current_step"] == 0, (
+        "nobody is shown what was not kept"
+    )
     with pytest.raises(StoreFailure):
         await pulling
     assert engine.state.tables == before
@@ -318,11 +334,14 @@ async def test_that_a_batch_was_sent_is_recorded_as_soon_as_the_store_recovers(t
         await asyncio.sleep(0)
     store.refuses = False
     await engine.close()
-    assert [lease.sent for lease in engine.state.leases.values()] == [True], "at the latest when it stops"
+    assert [lease.sent for lease in engine.state.leases.values()] == [True], (
+        "at the latest when it stops"
+    )
 
 
 async def test_the_machines_clock_may_be_set(tmp_path, monkeypatch):
-    """Back two days: an error of yesterday used to be told for as long. On 700 seconds: all leases used to end."""
+    """Back two days: an error of yesterday used to be told for as long. On 700 seconds: all leases
+    used to end."""
     store, engine = await refusing(tmp_path)
     batch = await engine.write(delivery.pull, PullRequest("t", anonymous=False))
     await engine.write(delivery.mark_sent, batch)
@@ -340,13 +359,16 @@ async def test_the_machines_clock_may_be_set(tmp_path, monkeypatch):
     await engine.close()
     monkeypatch.setattr(time, "time", lambda: real - 2 * 86400)
     again = await opened(SqliteStore(tmp_path), registered=False)
-    [one, _] = await again.read(lambda state, now: [lease.expires_at - now for lease in state.leases.values()])
+    [one, _] = await again.read(
+        lambda state, now: [lease.expires_at - now for lease in state.leases.values()]
+    )
     assert 0 < one <= 600, "leases end in time also where a server starts with another clock"
     await again.close()
 
 
 async def test_payloads_that_were_not_written_wait_on(tmp_path, monkeypatch):
-    """The rows of the commit that failed are in the database already, by chance: that says nothing of payloads."""
+    """The rows of the commit that failed are in the database already, by chance: that says nothing
+    of payloads."""
     store = await opening(SqliteStore(tmp_path))
     rows = {("groups", 1): None}
     [ref] = await store.stage([data_of(2)])

@@ -1,4 +1,5 @@
-"""Several servers over one Redis are one server: docs/reference/trajectory.md 3.11. Needs a real redis-server."""
+"""Several servers over one Redis are one server: docs/reference/trajectory.md 3.11. Needs a real
+redis-server."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from tests.trajectory.cutting_relay import cutting_relay
 from tests.trajectory.driver import incoming, opened, pushed
 from tests.trajectory.redis_server import RedisServer
 
-pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
+pytestmark = pytest.mark.skipif(
+    shutil.which("redis-server") is None, reason="redis-server is not installed"
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,9 @@ async def test_what_one_commits_the_other_follows(address):
     assert await two.follow() == [run_of(1)]
     assert await two.follow() == []
     assert await two.begin() == []
-    await two.commit(Changes(rows={("run", "run"): RunRecord(epoch=2), ("closed", "x"): None}, cleared=True))
+    await two.commit(
+        Changes(rows={("run", "run"): RunRecord(epoch=2), ("closed", "x"): None}, cleared=True)
+    )
     [seen] = await one.begin()
     assert seen.cleared
     await one.abandon()
@@ -165,21 +170,28 @@ async def test_a_payload_stays_when_its_group_is_leased_in_the_round_of_its_push
     groups = [incoming()] * 2
     request = PullRequest("t", anonymous=False)
     refs = await engine.store.stage([b"x", b"x"])
-    _, batch = await asyncio.gather(engine.write(push.push, groups, refs, True), engine.write(delivery.pull, request))
+    _, batch = await asyncio.gather(
+        engine.write(push.push, groups, refs, True), engine.write(delivery.pull, request)
+    )
     assert isinstance(batch, LeasedBatch)
     refs += await engine.store.stage([b"x", b"x"])
     with redis.Redis.from_url(address) as client:
         assert [client.ttl(f"realhf:p:{ref}") for ref in refs[:2]] == [-1, -1]
         client.delete(f"realhf:p:{refs[2]}")
     results = await asyncio.gather(
-        engine.write(push.push, groups, refs[2:], True), engine.write(delivery.pull, request), return_exceptions=True
+        engine.write(push.push, groups, refs[2:], True),
+        engine.write(delivery.pull, request),
+        return_exceptions=True,
     )
-    assert all(isinstance(result, StoreFailure) for result in results), "not acknowledged without its payload"
+    assert all(isinstance(result, StoreFailure) for result in results), (
+        "not acknowledged without its payload"
+    )
     await engine.close()
 
 
 class Cut:
-    """Stands between a store and Redis, and breaks the connection after a commit went through, before its reply."""
+    """Stands between a store and Redis, and breaks the connection after a commit went through,
+    before its reply."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -194,7 +206,13 @@ class Cut:
         while data := await reader.read(1 << 20):
             down.write(data)
             reply = await up.read(1 << 20)
-            if self.armed and b"EVALSHA" in data and b":version" in data and b"wandb" not in reply and b"cut" in data:
+            if (
+                self.armed
+                and b"EVALSHA" in data
+                and b":version" in data
+                and b"wandb" not in reply
+                and b"cut" in data
+            ):
                 self.armed = False
                 break
             writer.write(reply)
@@ -236,14 +254,18 @@ async def test_two_servers_interleaved_are_one(address):
             refs = await engine.store.stage([group.data for group in groups])
             await engine.write(push.push, groups, refs, True, f"{name}-{number}", "f")
             second = await engine.store.stage([group.data for group in groups])
-            again, _ = await rng.choice(engines).write(push.push, groups, second, True, f"{name}-{number}", "f")
+            again, _ = await rng.choice(engines).write(
+                push.push, groups, second, True, f"{name}-{number}", "f"
+            )
             assert again["groups_processed"] == len(groups)
             pushed += len(groups)
 
     async def trainer(name: str) -> None:
         while True:
             engine = rng.choice(engines)
-            batch = await engine.write(delivery.pull, PullRequest(name, anonymous=False, explicit=True))
+            batch = await engine.write(
+                delivery.pull, PullRequest(name, anonymous=False, explicit=True)
+            )
             if not isinstance(batch, LeasedBatch):
                 if done.is_set():
                     return
@@ -259,7 +281,9 @@ async def test_two_servers_interleaved_are_one(address):
     done.set()
     await asyncio.gather(*trainers)
     assert len(delivered) == len(set(delivered)) == pushed - pushed % 2
-    views_of = [[await engine.read(view) for view in (views.status, views.info)] for engine in engines]
+    views_of = [
+        [await engine.read(view) for view in (views.status, views.info)] for engine in engines
+    ]
     assert views_of[0] == views_of[1]
     assert views_of[0][0]["current_step"] == len(delivered) // 2
     assert engines[0].state.tables == engines[1].state.tables
@@ -307,8 +331,8 @@ async def test_servers_whose_clocks_differ_keep_each_others_leases(address, monk
 
 
 async def test_a_redis_without_memory_can_be_drained(address):
-    """Pulls and acknowledgements write a little before they free much: they were refused with the pushes, and a server
-    that was started again did not come up."""
+    """Pulls and acknowledgements write a little before they free much: they were refused with the
+    pushes, and a server that was started again did not come up."""
     with redis.Redis(port=int(address.rpartition(":")[2])) as client:
         engine = await opened(RedisStore(address))
         await pushed(engine, b"x", size=8)
@@ -329,7 +353,8 @@ async def test_a_redis_without_memory_can_be_drained(address):
 
 
 async def test_after_a_failover_the_new_master_is_found(address, server, tmp_path):
-    """The old master lives on as a replica, and its connections with it: everything was refused for ever."""
+    """The old master lives on as a replica, and its connections with it: everything was refused for
+    ever."""
     heir = RedisServer(tmp_path)
     with (
         redis.Redis(port=server.port) as old,
@@ -339,7 +364,10 @@ async def test_after_a_failover_the_new_master_is_found(address, server, tmp_pat
         engine = await opened(RedisStore(f"redis://{relay.url.removeprefix('http://')}"))
         old.config_set("repl-diskless-sync-delay", 0)
         new.replicaof("127.0.0.1", server.port)  # type: ignore[no-untyped-call]
-        while new.info("replication")["master_link_status"] != "up" or new.get("realhf:version") != b"1":
+        while (
+            new.info("replication")["master_link_status"] != "up"
+            or new.get("realhf:version") != b"1"
+        ):
             await asyncio.sleep(0.05)
         new.replicaof("NO", "ONE")  # type: ignore[no-untyped-call]
         old.replicaof("127.0.0.1", heir.port)  # type: ignore[no-untyped-call]

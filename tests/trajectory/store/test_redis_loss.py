@@ -1,4 +1,5 @@
-"""A Redis that forgot is noticed: nothing acknowledged afterwards is lost, and a new epoch says that something was.
+"""A Redis that forgot is noticed: nothing acknowledged afterwards is lost, and a new epoch says
+that something was.
 
 Needs a real redis-server. Source: docs/reference/trajectory.md 3.2, 3.11."""
 
@@ -23,7 +24,9 @@ from realhf.web.refusal import Refusal
 from tests.trajectory.driver import opened, pushed
 from tests.trajectory.redis_server import RedisServer
 
-pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
+pytestmark = pytest.mark.skipif(
+    shutil.which("redis-server") is None, reason="redis-server is not installed"
+)
 
 
 @pytest.fixture
@@ -74,7 +77,9 @@ async def test_what_is_acknowledged_after_a_restart_without_data_is_kept(forgetf
     with pytest.raises(Refusal, match="has ended"):
         await engine.read(registry.check_epoch, str(before))
     assert (await answered(idle, views.status))["queue_size"] == 1300
-    assert (idle.state.run.epoch, idle.state.counters["store_losses"]) == (after, 1), "one epoch, told by both"
+    assert (idle.state.run.epoch, idle.state.counters["store_losses"]) == (after, 1), (
+        "one epoch, told by both"
+    )
     for each in (engine, idle):
         await each.close()
 
@@ -92,8 +97,8 @@ async def test_a_mere_reading_server_notices_too_and_begins_the_epoch(forgetful)
 
 
 async def test_a_redis_that_lost_its_last_commits_begins_an_epoch_and_keeps_the_rest(forgetful):
-    """As an append-only file does that is flushed once a second: the last commits are gone, others took their
-    numbers."""
+    """As an append-only file does that is flushed once a second: the last commits are gone, others
+    took their numbers."""
     engine = await opened(RedisStore(forgetful.url))
     other = RedisStore(forgetful.url)
     with redis.Redis(port=forgetful.port) as client:
@@ -140,7 +145,8 @@ async def test_a_payload_number_that_is_taken_is_never_written_over(forgetful):
 
 
 async def test_two_losses_noticed_by_different_servers_are_two_epochs(forgetful):
-    """The second server never heard of the epoch that the first loss began, and must not begin one of its number."""
+    """The second server never heard of the epoch that the first loss began, and must not begin one
+    of its number."""
     first = await opened(RedisStore(forgetful.url))
     second = await opened(RedisStore(forgetful.url), registered=False)
     await answered(second, views.info)

@@ -41,7 +41,8 @@ from tests.trajectory.driver import data, opened, opening, put
 
 @pytest.fixture
 def limit_file_size() -> Iterator[Any]:
-    """Files cannot grow beyond a number of bytes while this is set; writes fail as on a full disk."""
+    """Files cannot grow beyond a number of bytes while this is set; writes fail as on a full
+    disk."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
@@ -55,7 +56,9 @@ def ids(snapshot: dict[str, list[Any]]) -> list[int]:
 
 def aside(snapshot: dict[str, list[Any]]) -> list[tuple[int, str]]:
     """Ids and reasons of the groups in quarantine."""
-    return sorted((group.id, group.reason) for group in snapshot["groups"] if group.place is Place.QUARANTINE)
+    return sorted(
+        (group.id, group.reason) for group in snapshot["groups"] if group.place is Place.QUARANTINE
+    )
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -78,7 +81,9 @@ async def test_everything_committed_comes_back(tmp_path, durable):
     assert snapshot["envs"] == [rows[("envs", 0)]]
     assert snapshot["leases"] == [rows[("leases", "x")]]
     kept = sorted(snapshot["groups"], key=lambda group: group.id)
-    assert await store.read([group.payload for group in kept]) == [data(number) for number in (0, 1, 2, 4)]
+    assert await store.read([group.payload for group in kept]) == [
+        data(number) for number in (0, 1, 2, 4)
+    ]
     await store.commit(Changes(rows={("run", "run"): RunRecord(epoch=4)}, cleared=True))
     await store.close()
     store = SqliteStore(tmp_path)
@@ -109,7 +114,11 @@ async def files(folder: Path, count: int) -> None:
 async def test_the_log_of_changes_does_not_grow_for_ever(tmp_path):
     store = await opening(SqliteStore(tmp_path))
     for number in range(12_000):
-        await store.commit(Changes(rows={("run", "run"): RunRecord(epoch=number), ("closed", f"x{number % 50}"): None}))
+        await store.commit(
+            Changes(
+                rows={("run", "run"): RunRecord(epoch=number), ("closed", f"x{number % 50}"): None}
+            )
+        )
     assert (tmp_path / "state.sqlite-wal").stat().st_size < 60 << 20
     await store.close()
     again = SqliteStore(tmp_path)
@@ -161,7 +170,9 @@ async def test_a_torn_or_damaged_tail_goes_to_quarantine_and_the_rest_is_served(
         file.write(b"?")
     store = SqliteStore(tmp_path)
     snapshot = await store.open()
-    assert aside(snapshot) == [(8, "payload_lost"), (9, "payload_lost")], "9 is cut off, 8 is damaged"
+    assert aside(snapshot) == [(8, "payload_lost"), (9, "payload_lost")], (
+        "9 is cut off, 8 is damaged"
+    )
     assert snapshot["leases"] == []
     rest = [group for group in snapshot["groups"] if group.id < 8]
     assert all(group.place is Place.QUEUE for group in rest), "the other group of the lost batch"
@@ -232,8 +243,14 @@ async def test_kill_9_while_committing_loses_nothing_that_was_committed(tmp_path
 async def test_concurrent_staging_and_committing(tmp_path):
     store = await opening(SqliteStore(tmp_path, segment_bytes=5000))
     batches = [list(range(start, start + 3)) for start in range(0, 90, 3)]
-    groups = [group for batch in await asyncio.gather(*(put(store, batch) for batch in batches)) for group in batch]
-    assert await store.read([group.payload for group in groups]) == [data(group.id) for group in groups]
+    groups = [
+        group
+        for batch in await asyncio.gather(*(put(store, batch) for batch in batches))
+        for group in batch
+    ]
+    assert await store.read([group.payload for group in groups]) == [
+        data(group.id) for group in groups
+    ]
     await store.close()
 
 
@@ -252,10 +269,14 @@ async def test_emptied_files_are_written_again_and_never_mistaken(tmp_path):
     store = await opening(SqliteStore(tmp_path, segment_bytes=3000))
     groups = await put(store, range(12))
     freed = [group.payload.ref for group in groups[:9]]
-    await store.commit(Changes(rows={("groups", group.id): None for group in groups[:9]}, freed=freed))
+    await store.commit(
+        Changes(rows={("groups", group.id): None for group in groups[:9]}, freed=freed)
+    )
     await files(tmp_path, 1)
     later = await put(store, range(20, 24), size=900)
-    assert await store.read([group.payload for group in later]) == [data(number, 900) for number in range(20, 24)]
+    assert await store.read([group.payload for group in later]) == [
+        data(number, 900) for number in range(20, 24)
+    ]
     with pytest.raises(StoreFailure):
         await store.read([groups[0].payload])
     assert len(list(tmp_path.glob("*.spare"))) <= 1
@@ -283,7 +304,10 @@ async def test_damaged_rows_are_set_aside_and_everything_else_is_served(tmp_path
     groups = await put(store, range(60))
     leased = [GroupRecord(n, n, Place.LEASED, None, 4, groups[n].payload, 0, 1.5) for n in range(4)]
     rows: dict[Any, Any] = {("groups", group.id): group for group in leased}
-    rows |= {("leases", name): LeaseRecord(name, "t", 0, ids, 1.0, 2.0) for name, ids in (("x", (0, 1)), ("y", (2, 3)))}
+    rows |= {
+        ("leases", name): LeaseRecord(name, "t", 0, ids, 1.0, 2.0)
+        for name, ids in (("x", (0, 1)), ("y", (2, 3)))
+    }
     rows["envs", 0] = EnvRecord(0, "a", "a_0", 10, 1.0, 4, None, True, 5.0)
     await store.commit(Changes(rows=rows))
     await store.close()
@@ -300,7 +324,9 @@ async def test_damaged_rows_are_set_aside_and_everything_else_is_served(tmp_path
     for _ in range(2):
         store = SqliteStore(tmp_path, segment_bytes=3000)
         snapshot = await store.open()
-        assert not store.files.is_wasteful(0), "nothing is given back that a row set aside may refer to"
+        assert not store.files.is_wasteful(0), (
+            "nothing is given back that a row set aside may refer to"
+        )
         assert ids(snapshot) == [number for number in range(60) if number not in flipped]
         assert snapshot["envs"] == []
         assert [lease.lease_id for lease in snapshot["leases"]] == ["y"]
@@ -360,7 +386,9 @@ async def test_what_cannot_be_read_now_is_not_lost(tmp_path, monkeypatch):
             await store.read([group.payload for group in groups])
         assert not isinstance(failure.value, PayloadLost)
         monkeypatch.setattr(os, "pread", real)
-        assert await store.read([group.payload for group in groups]) == [data(number) for number in range(3)]
+        assert await store.read([group.payload for group in groups]) == [
+            data(number) for number in range(3)
+        ]
         assert aside({"groups": groups}) == []
     await store.close()
 
@@ -377,12 +405,15 @@ async def test_a_file_that_somebody_deleted_takes_only_its_own_groups_along(tmp_
     assert aside(snapshot) == [(number, "payload_lost") for number in (0, 1, 2, 6, 7, 8)]
     later = await put(store, range(10, 12))
     refs = {group.payload.ref for group in later}
-    assert refs.isdisjoint(group.payload.ref for group in snapshot["groups"]), "its places are not used again"
+    assert refs.isdisjoint(group.payload.ref for group in snapshot["groups"]), (
+        "its places are not used again"
+    )
     await store.close()
 
 
 async def test_the_rest_of_a_broken_set_stands_alone(tmp_path):
-    """A set of which a group was damaged could never be complete again, and stayed queued for ever."""
+    """A set of which a group was damaged could never be complete again, and stayed queued for
+    ever."""
     engine = await opened(SqliteStore(tmp_path))
     groups = await put(engine.store, range(1, 7))
     rows: dict[Any, Any] = {}
@@ -404,9 +435,12 @@ async def test_the_rest_of_a_broken_set_stands_alone(tmp_path):
     await engine.close()
 
 
-async def test_a_folder_that_could_not_be_flushed_is_flushed_by_the_next_commit(tmp_path, monkeypatch):
-    """``durable``: nothing is acknowledged whose file could lose its name with the power. The first flush of the folder
-    fails, and with it the commit; the second one must not believe that the new file's name is on the disk already."""
+async def test_a_folder_that_could_not_be_flushed_is_flushed_by_the_next_commit(
+    tmp_path, monkeypatch
+):
+    """``durable``: nothing is acknowledged whose file could lose its name with the power. The first
+    flush of the folder fails, and with it the commit; the second one must not believe that the new
+    file's name is on the disk already."""
     flushed: list[bool] = []
     real = os.fsync
 
@@ -425,5 +459,7 @@ async def test_a_folder_that_could_not_be_flushed_is_flushed_by_the_next_commit(
             with pytest.raises(StoreFailure):
                 await put(store, [number])
         await put(store, [number])
-    assert flushed == [False, True], "again after the failure, and not for names that have been flushed"
+    assert flushed == [False, True], (
+        "again after the failure, and not for names that have been flushed"
+    )
     await store.close()

@@ -1,4 +1,5 @@
-"""Batches as samples to train on, and what becomes of their leases: consumed, saved, restarted, lost."""
+"""Batches as samples to train on, and what becomes of their leases: consumed, saved, restarted,
+lost."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from tests.trajectory.conftest import running_server
 from tests.trajectory.groups import group
 
 RUN: dict[str, Any] = {
-    "group": "mine", "project": "a b", "batch_size": 4, "num_steps": 9, "max_tokens": 16, "min_group_size": 2,
+    "group": "mine", "project": "a "
+                                "b", "batch_size": 4, "num_steps": 9, "max_tokens": 16, "min_group_size": 2,
     "temperature": 1.0, "wait_s": 5.0,
 }  # fmt: skip
 
@@ -31,9 +33,13 @@ class FakeEngine:
 
     version = 0
 
-    def logprobs(self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec) -> torch.Tensor:
+    def logprobs(
+        self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec
+    ) -> torch.Tensor:
         assert temperature == 1.0
-        return torch.full((sum(length - 1 for length in sample.lengths("packed_input_ids").values),), -7.0)
+        return torch.full(
+            (sum(length - 1 for length in sample.lengths("packed_input_ids").values),), -7.0
+        )
 
 
 class FakeTokenizer:
@@ -61,7 +67,9 @@ def make(api: httpx.Client, tmp_path: Any) -> Iterator[Maker]:
         one.close()
 
 
-def generate(interface: TrajectoryStreamInterface, step: int, url: str, tmp_path: Any) -> tuple[SequenceSample, dict]:
+def generate(
+    interface: TrajectoryStreamInterface, step: int, url: str, tmp_path: Any
+) -> tuple[SequenceSample, dict]:
     """What the calls of a step do: generate with the weights of its number, then train."""
     MODEL.engine.version = step
     context = CallContext(step, 1, MicroBatchSpec(), tmp_path, {"trajectory": [url]})
@@ -97,9 +105,13 @@ def test_a_batch_fills_the_places(make, url, tmp_path):
     assert sample.seqlens["packed_input_ids"] == [[4, 4], [4, 4]]
     assert set(sample["packed_logprobs"].tolist()) == {-7.0}
     assert stats["n_rescored"] == 4 and stats["n_sequences"] == 4 and stats["redelivered"] == 0
-    # Pushed before anybody had said a version: they count as of the weights that were current when they came.
+    # Pushed before anybody had said a version: they count as of the weights that were current when
+    # they came.
     assert (stats["server_step"], stats["staleness_min"], stats["staleness_max"]) == (3, 3, 3)
-    assert stats["episodes"] == ["step 3, sample slot0@6\n4 tokens", "step 3, sample slot1@7\n4 tokens"]
+    assert stats["episodes"] == [
+        "step 3, sample slot0@6\n4 tokens",
+        "step 3, sample slot1@7\n4 tokens",
+    ]
     with TrajectoryClient(url) as client:
         assert client.run_names() == {"group": "mine", "project": "a b"}
     assert [lease["owner"] for lease in leases(url)] == ["mine/a%20b"]
@@ -120,7 +132,8 @@ def test_a_lease_ends_with_the_checkpoint_that_holds_its_batch(make, url, tmp_pa
 
 
 def test_a_batch_that_was_not_trained_on_when_the_run_stopped_comes_again(make, url, tmp_path):
-    """A checkpoint within a step held its lease as if it had been trained on, and the batch was lost."""
+    """A checkpoint within a step held its lease as if it had been trained on, and the batch was
+    lost."""
     push(url, *range(6))
     first = make()
     generate(first, 0, url, tmp_path)

@@ -1,4 +1,5 @@
-"""Groups of a batch as samples: every key, what is left out and why, and what the producers did not say."""
+"""Groups of a batch as samples: every key, what is left out and why, and what the producers did not
+say."""
 
 from __future__ import annotations
 
@@ -53,7 +54,10 @@ def outcome(status: str, reward: float | None, n: int) -> RolloutOutcome:
 
 def test_pushed_episodes_arrive_as_if_played_here():
     """The same tensors as the rollout interface makes of them, over the binary wire."""
-    groups = [[outcome("achieved", 1.0, 4), outcome("max_turns", 0.25, 3)], [outcome("finished", 0.5, 2)] * 2]
+    groups = [
+        [outcome("achieved", 1.0, 4), outcome("max_turns", 0.25, 3)],
+        [outcome("finished", 0.5, 2)] * 2,
+    ]
     pieces = []
     for played in groups:
         group = group_of(played)
@@ -61,7 +65,9 @@ def test_pushed_episodes_arrive_as_if_played_here():
         body, _ = encode_groups([group], listed=False, binary=True, compression="none")
         packed = read_group(body, ["body"])
         pieces.append((packed.present, packed.data))
-    batch = decode_batch(b"".join(encode.msgpack_pieces(pieces)), "application/msgpack", "url")["batch"]
+    batch = decode_batch(b"".join(encode.msgpack_pieces(pieces)), "application/msgpack", "url")[
+        "batch"
+    ]
     found = converted(*batch, places=2, limits=RowLimits(100, 64, 2)).sample
     expected = outcomes_to_sample(found.ids, groups)
     assert found.keys == expected.keys
@@ -70,7 +76,12 @@ def test_pushed_episodes_arrive_as_if_played_here():
         assert found.seqlens[key] == expected.seqlens[key]
     assert found.metadata["rewards"] == expected.metadata["rewards"]
     assert group_of([outcome("env_error", None, 2)]) is None
-    assert len((group_of([outcome("env_error", None, 2), outcome("achieved", 1.0, 2)]) or {})["tokens"]) == 1
+    assert (
+        len(
+            (group_of([outcome("env_error", None, 2), outcome("achieved", 1.0, 2)]) or {})["tokens"]
+        )
+        == 1
+    )
 
 
 def test_places_without_a_group_hold_nothing():
@@ -117,7 +128,13 @@ def test_too_few_sequences_teach_nothing():
 
 
 def test_overrides_of_a_sequence():
-    found = converted(plain(2, overrides=[{"set_advantage_to_zero": True}, {"truncated": True}], policy_version=2**40))
+    found = converted(
+        plain(
+            2,
+            overrides=[{"set_advantage_to_zero": True}, {"truncated": True}],
+            policy_version=2**40,
+        )
+    )
     assert found.sample["loss_mask"].tolist() == [False] * 4 + [False, False, True, True]
     assert found.sample["seq_no_eos_mask"].tolist() == [False, True]
     assert found.sample["outcome"].tolist() == [0, 0]
@@ -125,11 +142,17 @@ def test_overrides_of_a_sequence():
 
 
 def test_a_producer_says_which_sequences_are_rows_of_one_rollout():
-    """They are one member of their group, which then is too small; without a word each is a rollout."""
+    """They are one member of their group, which then is too small; without a word each is a
+    rollout."""
     rows = [{"rollout": "a"}, {}, {"rollout": "a"}, {"rollout": 1}, {"rollout": "1"}]
     assert converted(plain(5, overrides=rows)).sample["rollout_index"].tolist() == [0, 1, 0, 2, 3]
     found = converted(plain(2), plain(2, overrides=[{"rollout": 3}] * 2)).sample
-    assert found["rollout_index"].tolist() == [0, 1, 0, 0] and found["outcome"].tolist() == [0, 0, 2, 2]
+    assert found["rollout_index"].tolist() == [0, 1, 0, 0] and found["outcome"].tolist() == [
+        0,
+        0,
+        2,
+        2,
+    ]
 
 
 def test_missing_log_probabilities_are_computed_and_others_kept():

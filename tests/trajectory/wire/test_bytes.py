@@ -31,7 +31,9 @@ from tests.trajectory.groups import EVERYTHING, binary, encoded, group, tensor
 MSGPACK = "application/msgpack"
 
 
-def read(body: bytes, encoding: str = "gzip", cap: int = 1 << 20, pieces: int = 1000, **options: Any) -> bytes:
+def read(
+    body: bytes, encoding: str = "gzip", cap: int = 1 << 20, pieces: int = 1000, **options: Any
+) -> bytes:
     async def chunks() -> AsyncIterator[bytes]:
         for start in range(0, len(body), pieces):
             yield body[start : start + pieces]
@@ -40,7 +42,9 @@ def read(body: bytes, encoding: str = "gzip", cap: int = 1 << 20, pieces: int = 
 
 
 def parse(body: bytes, content_type: str | None = None, listed: bool = False) -> list[Incoming]:
-    return asyncio.run(parse_groups(body, content_type, listed=listed, int64=True, offload=Offload()))
+    return asyncio.run(
+        parse_groups(body, content_type, listed=listed, int64=True, offload=Offload())
+    )
 
 
 def payload(incoming: Incoming) -> Payload:
@@ -59,9 +63,15 @@ def batch(incoming: list[Incoming], *, msgpack: bool = False, coding: str = "") 
     )
     joined = b"".join(pieces)
     if used == "gzip":
-        assert zlib.decompressobj(31).decompress(joined), "one member: readers that stop after the first see it all"
+        assert zlib.decompressobj(31).decompress(joined), (
+            "one member: readers that stop after the first see it all"
+        )
         return gzip.decompress(joined)
-    return zstandard.ZstdDecompressor().decompressobj(read_across_frames=True).decompress(joined) if used else joined
+    return (
+        zstandard.ZstdDecompressor().decompressobj(read_across_frames=True).decompress(joined)
+        if used
+        else joined
+    )
 
 
 @pytest.mark.parametrize("size", [0, 1, 999, 300_000])
@@ -90,7 +100,10 @@ def test_a_bomb_is_413_and_is_not_inflated():
     deflater = zlib.compressobj(9, zlib.DEFLATED, 31)
     frame = zstandard.ZstdCompressor().compressobj()
     zeros = bytes(1 << 20)
-    bombs = [b"".join(map(compressor.compress, [zeros] * 200)) + compressor.flush() for compressor in (deflater, frame)]
+    bombs = [
+        b"".join(map(compressor.compress, [zeros] * 200)) + compressor.flush()
+        for compressor in (deflater, frame)
+    ]
     for encoding, body in zip(("gzip", "zstd"), bombs, strict=True):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with refused(413):
@@ -119,7 +132,9 @@ def test_floods_of_members_are_400():
         assert (refusal.value.status, str(MOST_MEMBERS) in refusal.value.detail) == (400, True)
 
 
-@pytest.mark.parametrize("plain", [random.Random(1).randbytes(700_000), bytes(3 << 20), b"ab" * 130_000])
+@pytest.mark.parametrize(
+    "plain", [random.Random(1).randbytes(700_000), bytes(3 << 20), b"ab" * 130_000]
+)
 def test_members_end_anywhere_in_a_body(plain):
     parts = [plain[:1], plain[1:300_000], b"", plain[300_000:]]
     assert read(b"".join(map(gzip.compress, parts)), cap=1 << 22, pieces=1 << 20) == plain
@@ -160,13 +175,18 @@ def test_binary_groups_in_every_dtype(integers, floats):
     [incoming] = parse(binary(plain, integers, floats), MSGPACK)
     assert (incoming.size, incoming.env_id, incoming.policy_version) == (3, 2, 4)
     item = msgspec.msgpack.decode(encode.msgpack_group((incoming.present, incoming.data)))
-    assert np.frombuffer(item["tokens"]["data"], f"<{integers}").tolist() == [*chain(*plain["tokens"])]
+    assert np.frombuffer(item["tokens"]["data"], f"<{integers}").tolist() == [
+        *chain(*plain["tokens"])
+    ]
     assert len(item) == 15
     assert item["messages"] is None
     seen = json.loads(asyncio.run(encode_group(payload(incoming), incoming.data, msgpack=False)))
     assert seen["tokens"] == plain["tokens"]
     assert seen["advantages"] == plain["advantages"]
-    exact = [[float(np.dtype(floats).type(number)) for number in row] for row in plain["inference_logprobs"]]
+    exact = [
+        [float(np.dtype(floats).type(number)) for number in row]
+        for row in plain["inference_logprobs"]
+    ]
     assert seen["inference_logprobs"] == exact
 
 
@@ -227,10 +247,15 @@ def test_binary_numbers_are_finite(bad, dtype):
     ]
     for place in places:
         with pytest.raises(Refusal):
-            parse(msgspec.msgpack.encode({"tokens": [[1]], "masks": [[1]], "scores": [1.0]} | place), MSGPACK)
+            parse(
+                msgspec.msgpack.encode({"tokens": [[1]], "masks": [[1]], "scores": [1.0]} | place),
+                MSGPACK,
+            )
 
 
-@pytest.mark.parametrize("plain", [EVERYTHING, group(policy_version=3), group(4, 1, env_id=None, images=None)])
+@pytest.mark.parametrize(
+    "plain", [EVERYTHING, group(policy_version=3), group(4, 1, env_id=None, images=None)]
+)
 def test_json_to_binary_and_back_is_the_same(plain):
     [incoming] = parse(encoded(plain))
     packed = msgspec.msgpack.decode(batch([incoming], msgpack=True))["batch"][0]
@@ -250,7 +275,10 @@ def test_integers_that_messagepack_cannot_say_become_text():
 def test_whatever_was_accepted_can_be_pulled(depth):
     """A pull that fails would come back to the head of the queue for ever."""
     nest = "[" * depth + str(10**30) + "]" * depth
-    plain = f'{{"tokens": [[1]], "masks": [[1]], "scores": [1], "advantages": [[{10**25}]], "images": {nest}}}'
+    plain = (
+        f'{{"tokens": [[1]], "masks": [[1]], "scores": [1], "advantages": [[{10**25}]], "images": '
+        f"{nest}}}"
+    )
     [incoming] = parse(plain.encode())
     packed = msgspec.msgpack.decode(batch([incoming], msgpack=True))["batch"][0]
     assert np.frombuffer(packed["advantages"]["data"], "<f8").tolist() == [1e25]
@@ -263,11 +291,15 @@ def test_integers_of_float_fields_are_floats_in_binary_too():
     for body, kind in ((encoded(plain), None), (msgspec.msgpack.encode(plain), MSGPACK)):
         [incoming] = parse(body, kind)
         packed = msgspec.msgpack.decode(batch([incoming], msgpack=True))["batch"][0]
-        seen = json.loads(asyncio.run(encode_group(payload(incoming), incoming.data, msgpack=False)))
+        seen = json.loads(
+            asyncio.run(encode_group(payload(incoming), incoming.data, msgpack=False))
+        )
         if isinstance(packed["advantages"], dict):
             packed["advantages"] = [np.frombuffer(packed["advantages"]["data"], "<f8").tolist()]
         for found in (packed, seen):
-            assert all("." in each for name in names for each in repr(found[name]).strip("[]").split(",")), found
+            assert all(
+                "." in each for name in names for each in repr(found[name]).strip("[]").split(",")
+            ), found
 
 
 def test_tokens_beyond_64_bits_become_text_for_binary_readers():

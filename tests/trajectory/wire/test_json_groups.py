@@ -1,5 +1,5 @@
-"""JSON groups: what is accepted, what is refused, and that nothing changes on the way; rows of numbers told from their
-bytes, never with another verdict than the decoder's.
+"""JSON groups: what is accepted, what is refused, and that nothing changes on the way; rows of
+numbers told from their bytes, never with another verdict than the decoder's.
 
 Source: docs/reference/trajectory.md 2.1, 2.6, 3.8.
 """
@@ -24,8 +24,12 @@ from realhf.web.refusal import Refusal
 from tests.trajectory.groups import EVERYTHING, encoded, group
 
 
-def parse(body: bytes, content_type: str | None = None, listed: bool = False, int64: bool = True) -> list[Incoming]:
-    return asyncio.run(parse_groups(body, content_type, listed=listed, int64=int64, offload=Offload()))
+def parse(
+    body: bytes, content_type: str | None = None, listed: bool = False, int64: bool = True
+) -> list[Incoming]:
+    return asyncio.run(
+        parse_groups(body, content_type, listed=listed, int64=int64, offload=Offload())
+    )
 
 
 def delivered(incoming: Incoming) -> dict[str, Any]:
@@ -81,7 +85,9 @@ def leaves(value):
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" ,\n", " : ")])
 def test_floats_that_were_pushed_as_integers_are_floats(listed, unknown, separators):
     """A trainer's ``torch.tensor(scores).mean()`` raised: the original answers floats."""
-    pushed = json.dumps([WHOLE | unknown] if listed else WHOLE | unknown, separators=separators).encode()
+    pushed = json.dumps(
+        [WHOLE | unknown] if listed else WHOLE | unknown, separators=separators
+    ).encode()
     [incoming] = parse(pushed, listed=listed)
     seen = delivered(incoming)
     assert {name: seen[name] for name in WHOLE} == WHOLE
@@ -97,7 +103,9 @@ def test_floats_that_were_pushed_as_integers_are_floats(listed, unknown, separat
 def test_what_is_said_in_floats_is_kept_as_it_came():
     for said in (b"[[1.0,-2.5],[0.0]]", b"[1.5e-05]", b"[]", b"[[]]"):
         assert json_groups.convert_integers(said) == said
-    assert json_groups.convert_integers(b"[[1,-2.5],[],[1e-05, 0]]") == b"[[1.0,-2.5],[],[1e-05, 0.0]]"
+    assert (
+        json_groups.convert_integers(b"[[1,-2.5],[],[1e-05, 0]]") == b"[[1.0,-2.5],[],[1e-05, 0.0]]"
+    )
 
 
 def test_a_minimal_group_gets_all_fourteen_keys():
@@ -117,11 +125,18 @@ def test_a_policy_version_is_echoed_only_when_it_was_sent():
 
 
 def test_shapes_are_not_compared():
-    value = {"tokens": [[1], [2, 3]], "masks": [[1, 2, 3]], "scores": [], "advantages": [[], [], [], [1]]}
+    value = {
+        "tokens": [[1], [2, 3]],
+        "masks": [[1, 2, 3]],
+        "scores": [],
+        "advantages": [[], [], [], [1]],
+    }
     assert delivered(parse(encoded(value))[0])["masks"] == [[1, 2, 3]]
 
 
-@pytest.mark.parametrize(("literal", "number"), [('"8"', 8), ("8.0", 8), ("true", 1), ("-0", 0), ('" 8 "', 8)])
+@pytest.mark.parametrize(
+    ("literal", "number"), [('"8"', 8), ("8.0", 8), ("true", 1), ("-0", 0), ('" 8 "', 8)]
+)
 def test_lax_integers(literal, number):
     value = delivered(parse(with_value(["tokens", 0, 0], literal))[0])
     assert value["tokens"][0] == [number, 2, 3]
@@ -138,7 +153,9 @@ def test_what_is_no_integer_is_located(literal):
 def test_unknown_and_repeated_keys():
     body = b'{"x": "tokens", "tokens": [[1]], "masks": [[1]], "scores": [1], "tokens": [[2], [3]]}'
     [incoming] = parse(body)
-    assert delivered(incoming)["tokens"] == [[2], [3]], "as in every JSON reader, the last one counts"
+    assert delivered(incoming)["tokens"] == [[2], [3]], (
+        "as in every JSON reader, the last one counts"
+    )
     assert "x" not in delivered(incoming)
     assert incoming.data.count(b"tokens") == 1
     assert incoming.size == 2
@@ -163,13 +180,18 @@ def test_tokens_fit_64_bits_unless_strict(number):
     body = with_value(["tokens", 0, 0], str(number))
     assert refused(body)[0]["loc"] == ["body", "tokens", 0, 0]
     assert delivered(parse(body, int64=False)[0])["tokens"][0][0] == number
-    assert delivered(parse(with_value(["masks", 0, 0], str(2**63 - 1)))[0])["masks"][0][0] == 2**63 - 1
+    assert (
+        delivered(parse(with_value(["masks", 0, 0], str(2**63 - 1)))[0])["masks"][0][0] == 2**63 - 1
+    )
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("body", [
-    b"", b"{", b"nonsense", b"[1]", b"null", b"{} {}", b'{"tokens": [[1]]', b"\xff\xfe", b'{"tokens":"\xff"}',
-    b"[" * 100_000, b'{"tokens":' * 50_000, b'{"tokens": [[' + b"9" * 5000 + b']], "masks": [], "scores": []}',
+    b"", b"{", b"nonsense", b"[1]", b"null", b"{} "
+                                             b"{}", b'{"tokens": '
+                                                    b'[[1]]', b"\xff\xfe", b'{"tokens":"\xff"}',
+    b"[" * 100_000, b'{"tokens":' * 50_000, b'{"tokens": '
+                                            b'[[' + b"9" * 5000 + b']], "masks": [], "scores": []}',
     b'{"tokens": [[1]], "masks": [[1]], "scores": [1], "images": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
     b'{"tokens": [[1]], "masks": [[1]], "scores": [1' + b"0" * 400 + b"]}",
 ])  # fmt: skip
@@ -179,7 +201,9 @@ def test_nonsense_is_a_clear_422(body):
 
 
 @pytest.mark.parametrize("messages", [
-    '[[{"role": "a"}]]', '[[{"content": "a"}]]', "[[null]]", "[[1]]", '[["x"]]', "[[[]]]", "[null]", '"x"', "{}",
+    '[[{"role": '
+    '"a"}]]', '[[{"content": '
+              '"a"}]]', "[[null]]", "[[1]]", '[["x"]]', "[[[]]]", "[null]", '"x"', "{}",
     "[[{}]]",
 ])  # fmt: skip
 def test_messages_need_role_and_content(messages):
@@ -191,14 +215,18 @@ def test_messages_need_role_and_content(messages):
     '[[{"content": {}, "role": "x", "reward": -1, "tool_calls": [{}]}]]',
 ])  # fmt: skip
 def test_messages_of_any_values_are_kept(messages):
-    assert delivered(parse(with_value(["messages"], messages))[0])["messages"] == json.loads(messages)
+    assert delivered(parse(with_value(["messages"], messages))[0])["messages"] == json.loads(
+        messages
+    )
 
 
 def test_a_list_is_checked_whole_and_errors_say_which_item():
     good = encoded(group())
     assert len(parse(b"[" + good + b" ,\n" + good + b"]", listed=True)) == 2
     assert parse(b" [ ] ", listed=True) == []
-    problems = refused(b"[" + good + b',{"tokens": [["x"]], "masks": [], "scores": []}]', listed=True)
+    problems = refused(
+        b"[" + good + b',{"tokens": [["x"]], "masks": [], "scores": []}]', listed=True
+    )
     assert problems[0]["loc"] == ["body", 1, "tokens", 0, 0]
     assert refused(good, listed=True)[0]["type"] == "list_type"
 
@@ -230,16 +258,28 @@ def test_what_the_process_beside_returns_is_what_was_sent():
     """Spans of the body for groups kept as they came, bytes for those that were encoded again."""
     group_8k = group(8, 1024)
     texts = encoded(group_8k | {"masks": [["1"] * 9_000]})
-    body = b" [" + b" ,\n".join([encoded(group_8k), texts, encoded(group_8k)[:-1] + b',"unknown":1}']) + b"]"
+    body = (
+        b" ["
+        + b" ,\n".join([encoded(group_8k), texts, encoded(group_8k)[:-1] + b',"unknown":1}'])
+        + b"]"
+    )
     first, second, third = parse(body, listed=True)
     assert first.data == third.data == encoded(group_8k)
     assert json.loads(second.data)["masks"] == [[1] * 9_000]
-    assert [zlib.crc32(item.data) for item in (first, second, third)] == [first.crc, second.crc, third.crc]
-    nests = b'{"tokens":[[1]],"masks":[[1]],"scores":[1.0],"images":[' + b"{}," * INLINE_NESTS + b"1]}"
+    assert [zlib.crc32(item.data) for item in (first, second, third)] == [
+        first.crc,
+        second.crc,
+        third.crc,
+    ]
+    nests = (
+        b'{"tokens":[[1]],"masks":[[1]],"scores":[1.0],"images":[' + b"{}," * INLINE_NESTS + b"1]}"
+    )
     assert parse(nests)[0].data == nests
 
 
-@pytest.mark.parametrize("free", ['"\\ud800"', '{"\\udfff": 1}', '{"\\ud800": NaN}', '["ok", {"a": "\\udc00x"}]'])
+@pytest.mark.parametrize(
+    "free", ['"\\ud800"', '{"\\udfff": 1}', '{"\\ud800": NaN}', '["ok", {"a": "\\udc00x"}]']
+)
 def test_half_a_surrogate_pair_is_refused(free):
     for path in (["images"], ["group_overrides", "x"]):
         problems = refused(with_value(path, free))
@@ -250,18 +290,26 @@ def test_half_a_surrogate_pair_is_refused(free):
 def test_a_million_bad_numbers_are_one_error():
     bad = ",".join(['"x"'] * 8_000)
     body = f'{{"tokens":[[{bad}]],"masks":[[1],[{bad}]],"scores":[1,{bad}]}}'.encode()
-    assert [problem["loc"][1:] for problem in refused(body)] == [["tokens", 0, 0], ["masks", 1, 0], ["scores", 1]]
+    assert [problem["loc"][1:] for problem in refused(body)] == [
+        ["tokens", 0, 0],
+        ["masks", 1, 0],
+        ["scores", 1],
+    ]
 
 
 numbers = st.floats(allow_nan=False, allow_infinity=False, width=64) | st.integers(-(2**40), 2**40)
 free = st.recursive(
     st.none() | st.booleans() | numbers | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 drawn_integers = st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4), max_size=3)
 drawn_floats = st.lists(st.lists(numbers, max_size=4), max_size=3)
-message = st.fixed_dictionaries({"role": free, "content": free}, optional={"extra": free, '"': free})
+message = st.fixed_dictionaries(
+    {"role": free, "content": free}, optional={"extra": free, '"': free}
+)
 groups = st.fixed_dictionaries(
     {"tokens": drawn_integers, "masks": drawn_integers, "scores": st.lists(numbers, max_size=4)},
     optional={
@@ -279,7 +327,9 @@ groups = st.fixed_dictionaries(
 @settings(max_examples=150, deadline=None)
 @given(value=groups, indent=st.sampled_from([None, 1]), ascii_only=st.booleans())
 def test_both_paths_agree_on_valid_groups(value, indent, ascii_only):
-    body = json.dumps(value, indent=indent, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+    body = json.dumps(value, indent=indent, ensure_ascii=ascii_only).encode(
+        "utf-8", "surrogatepass"
+    )
     known = {name: item for name, item in value.items() if name in FIELDS}
     slow = lax_groups.from_object(lax_groups.parse(body, ["body"]), ["body"], int64=True)
     fast = json_groups.read_group(body)
@@ -297,7 +347,21 @@ DECODERS: dict[Any, Any] = {
     float_rows: msgspec.json.Decoder(list[list[float]]),
 }
 EITHER = pytest.mark.parametrize("tell", [integer_rows, float_rows])
-NUMBERS = ("0", "-7", "150000", "1.5", "-0.25", "1e-05", "2.5E-7", "1e5", "1E+5", "1e999", "9" * 19, "9" * 400, "-0")
+NUMBERS = (
+    "0",
+    "-7",
+    "150000",
+    "1.5",
+    "-0.25",
+    "1e-05",
+    "2.5E-7",
+    "1e5",
+    "1E+5",
+    "1e999",
+    "9" * 19,
+    "9" * 400,
+    "-0",
+)
 OTHERS = ("null", "true", '"1"', '""', "{}", "[]", "[1]", "[[1]]", "NaN")
 
 
@@ -316,8 +380,12 @@ def test_small_logprobs_are_told():
 
 @EITHER
 @pytest.mark.parametrize("text", [
-    "[1]", "[1, 2]", "[[1], 2]", "[1, [2]]", "[[1], 2, [3]]", "[[1, [2]]]", "[[[1]]]", "1", "[[1],[2],3]", "null",
-    "[[1e400]]", "[[1e+5]]", "{}", "[[" + "9" * 310 + "]]", '[["1"]]', "[[1],null]", "[[1] , 2, [3]]",
+    "[1]", "[1, "
+           "2]", "[[1], "
+                 "2]", "[1, "
+                       "[2]]", "[[1], 2, [3]]", "[[1, [2]]]", "[[[1]]]", "1", "[[1],[2],3]", "null",
+    "[[1e400]]", "[[1e+5]]", "{}", "[[" + "9" * 310 + "]]", '[["1"]]', "[[1],null]", "[[1] , 2, "
+                                                                                     "[3]]",
 ])  # fmt: skip
 def test_what_may_be_wrong_is_left_to_the_decoder(tell, text):
     assert tell(text.encode()) is None
@@ -338,7 +406,9 @@ def test_no_long_integer_slips_between_blocks(position, digits):
 def test_no_overflowing_float_slips_between_blocks(length):
     for before in range(0, 140, 3):
         for after in ("", ",1" * before):
-            assert float_rows(b"[[" + b"1," * before + b"9" * length + after.encode() + b"]]") is None
+            assert (
+                float_rows(b"[[" + b"1," * before + b"9" * length + after.encode() + b"]]") is None
+            )
 
 
 item = st.sampled_from(NUMBERS + OTHERS)

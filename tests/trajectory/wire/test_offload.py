@@ -48,7 +48,9 @@ def test_a_child_that_died_is_replaced():
             deadline = time.monotonic() + DEADLINE_S
             while alive(second) and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
-            assert await offload.run(os.getpid) not in (first, second), "idle when it died: nobody is refused"
+            assert await offload.run(os.getpid) not in (first, second), (
+                "idle when it died: nobody is refused"
+            )
         finally:
             await offload.close()
 
@@ -58,7 +60,9 @@ def test_a_child_that_died_is_replaced():
 def test_no_child_outlives_a_killed_server(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         assert alive(child)

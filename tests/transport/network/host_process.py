@@ -1,5 +1,5 @@
-"""A worker on another host: ``python host_process.py MASTER BIND KEY_FILE NAME``. It answers ``echo``, and
-serves an endpoint of each kind that a worker has."""
+"""A worker on another host: ``python host_process.py MASTER BIND KEY_FILE NAME``. It answers
+``echo``, and serves an endpoint of each kind that a worker has."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def serve() -> None:
     network = Network.of_worker(NetworkConfig(bind), RunKeys.read(Path(key_file)), master)
     plane = DataPlane(name, "run", TensorStore(name), network=network)
     plane.start()
-    service = ServiceServer(name, "run", lambda request: request.reply(request.payload), network=network)
+    service = ServiceServer(
+        name, "run", lambda request: request.reply(request.payload), network=network
+    )
     stream = StreamReceiver("run", lambda batch: None, credits=1, network=network)
 
     try:

@@ -27,7 +27,8 @@ def listeners(process: str) -> dict[int, str]:
 
 
 def takes_a_stranger(address: str, port: int) -> bool:
-    """Whether a ZeroMQ listener shakes hands with somebody who has no key. Raises TimeoutError when it says neither."""
+    """Whether a ZeroMQ listener shakes hands with somebody who has no key. Raises TimeoutError when
+    it says neither."""
     context = zmq.Context()
     client = context.socket(zmq.DEALER)
     client.setsockopt(zmq.LINGER, 0)

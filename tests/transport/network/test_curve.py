@@ -50,7 +50,9 @@ def listener(folder: Path) -> Iterator[tuple[Network, str]]:
     """A process that listens, with few descriptors; a network that reaches it, and its endpoint."""
     keys = RunKeys.make()
     keys.write(folder / "keys")
-    with subprocess.Popen([sys.executable, "-c", LISTENER, str(folder / "keys")], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", LISTENER, str(folder / "keys")], stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         try:
             yield Network(keys=keys), process.stdout.readline().decode().strip()
@@ -59,7 +61,8 @@ def listener(folder: Path) -> Iterator[tuple[Network, str]]:
 
 
 def asked(context: zmq.Context, network: Network, endpoint: str) -> tuple[int, float]:
-    """The answer of the listener to a friend who has just come: how many descriptors it holds, and how busy it is."""
+    """The answer of the listener to a friend who has just come: how many descriptors it holds, and
+    how busy it is."""
     with context.socket(zmq.DEALER) as friend:
         friend.setsockopt(zmq.LINGER, 0)
         network.connect(friend, endpoint)
@@ -72,15 +75,21 @@ def asked(context: zmq.Context, network: Network, endpoint: str) -> tuple[int, f
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "first_words", [b"", b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0CURVE" + bytes(47)], ids=["silent", "greet"]
+    "first_words",
+    [b"", b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0CURVE" + bytes(47)],
+    ids=["silent", "greet"],
 )
 def test_strangers_leave_descriptors_and_a_way_in_for_friends(tmp_path: Path, first_words: bytes):
-    """They used to take all descriptors of the master in seconds, after which it ended, or a core of it span. Friends
-    who came before the strangers stay."""
+    """They used to take all descriptors of the master in seconds, after which it ended, or a core
+    of it span. Friends who came before the strangers stay."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 2 * STRANGERS), hard), hard))
     held: list[socket.socket] = []
-    with listener(tmp_path) as (network, endpoint), zmq.Context() as context, contextlib.ExitStack() as stack:
+    with (
+        listener(tmp_path) as (network, endpoint),
+        zmq.Context() as context,
+        contextlib.ExitStack() as stack,
+    ):
         port = int(endpoint.rpartition(":")[2])
         early = stack.enter_context(context.socket(zmq.DEALER))
         early.setsockopt(zmq.LINGER, 0)
@@ -93,11 +102,15 @@ def test_strangers_leave_descriptors_and_a_way_in_for_friends(tmp_path: Path, fi
                 held.append(socket.create_connection(("127.0.0.1", port), timeout=WAIT_S))
                 held[-1].sendall(first_words)
             deadline = time.monotonic() + WAIT_S
-            while (seen := asked(context, network, endpoint))[0] > LIMIT // 2 and time.monotonic() < deadline:
+            while (seen := asked(context, network, endpoint))[
+                0
+            ] > LIMIT // 2 and time.monotonic() < deadline:
                 pass
             assert seen[0] <= LIMIT // 2 and seen[1] < 0.5, seen
             early.send(b"still here")
-            assert early.poll(int(WAIT_S * 1000)) and not broken.poll(0), "a friend was taken for a stranger"
+            assert early.poll(int(WAIT_S * 1000)) and not broken.poll(0), (
+                "a friend was taken for a stranger"
+            )
         finally:
             early.disable_monitor()
             for connection in held:

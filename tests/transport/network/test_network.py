@@ -1,5 +1,5 @@
-"""Where sockets listen: on the loopback without keys, on the address that was chosen with them, and what is said when
-that is not possible."""
+"""Where sockets listen: on the loopback without keys, on the address that was chosen with them, and
+what is said when that is not possible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ import zmq
 
 from realhf.api.config import NetworkConfig
 from realhf.transport.errors import AddressTaken, NetworkError
-from realhf.transport.network import LOOPBACK, Network, RunKeys, address_towards, host_of, on_loopback, own_addresses
+from realhf.transport.network import (
+    LOOPBACK,
+    Network,
+    RunKeys,
+    address_towards,
+    host_of,
+    on_loopback,
+    own_addresses,
+)
 from realhf.transport.rpc_master import RpcMaster
 
 KEYS = RunKeys.make()
@@ -40,7 +48,9 @@ def test_without_bind_everything_is_on_the_loopback_and_plain(router):
     "bind", [f"tcp://{ELSEWHERE}:0", "tcp://0.0.0.0:0", "tcp://*:0", "ipc:///tmp/socket", "tcp://"]
 )
 def test_without_keys_nothing_listens_beyond_the_loopback(router, bind):
-    with pytest.raises(NetworkError, match=r"refusing to listen .* loopback .*network\.bind.*--key-file"):
+    with pytest.raises(
+        NetworkError, match=r"refusing to listen .* loopback .*network\.bind.*--key-file"
+    ):
         LOOPBACK.listen(router, bind)
 
 
@@ -50,13 +60,17 @@ def test_without_keys_no_process_gets_another_address(host):
         Network(host, host)
 
 
-@pytest.mark.parametrize("endpoint", [f"tcp://{ELSEWHERE}:1", "tcp://127.0.0.1;10.0.0.1:1", "ipc:///tmp/socket"])
+@pytest.mark.parametrize(
+    "endpoint", [f"tcp://{ELSEWHERE}:1", "tcp://127.0.0.1;10.0.0.1:1", "ipc:///tmp/socket"]
+)
 def test_without_keys_nothing_connects_beyond_the_loopback(router, endpoint):
     with pytest.raises(NetworkError, match=r"not on the loopback, .* no keys"):
         LOOPBACK.connect(router, endpoint)
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1;10.0.0.1:1", "ipc:///tmp/socket", "inproc://x", ""])
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://127.0.0.1;10.0.0.1:1", "ipc:///tmp/socket", "inproc://x", ""]
+)
 def test_with_keys_an_endpoint_is_a_host_and_a_port(router, endpoint):
     with pytest.raises(NetworkError, match="tcp://HOST:PORT"):
         Network(keys=KEYS).connect(router, endpoint)
@@ -72,7 +86,9 @@ def test_the_master_is_known_by_what_is_advertised(router):
 
 
 def test_a_worker_listens_where_it_reaches_the_master():
-    assert Network.of_worker(NetworkConfig("10.0.0.1"), KEYS, "tcp://127.0.0.1:1").host == "127.0.0.1"
+    assert (
+        Network.of_worker(NetworkConfig("10.0.0.1"), KEYS, "tcp://127.0.0.1:1").host == "127.0.0.1"
+    )
     for own in own_addresses():
         there = Network.of_worker(NetworkConfig(own), KEYS, f"tcp://{own}:1")
         assert (there.host, there.advertised) == (own, own) == (address_towards(own), own)
@@ -89,26 +105,33 @@ def test_host_names_are_resolved_and_unknown_ones_are_named():
 
 
 def test_a_name_that_means_the_loopback_here_is_named(monkeypatch):
-    """Systems list the name of the machine itself at 127.0.1.1: listening there, no other host would reach it."""
+    """Systems list the name of the machine itself at 127.0.1.1: listening there, no other host
+    would reach it."""
     monkeypatch.setattr("realhf.transport.network.resolve_host", lambda name, option: "127.0.1.1")
     with pytest.raises(NetworkError, match=r"network\.bind=myhost: .* loopback \(127\.0\.1\.1\)"):
         Network.of_master(NetworkConfig("myhost"), KEYS)
 
 
 def test_an_address_that_is_not_of_this_host_is_named(router):
-    with pytest.raises(NetworkError, match=rf"{ELSEWHERE}:0: no address of this host, which has .* \(network\.bind\)"):
+    with pytest.raises(
+        NetworkError,
+        match=rf"{ELSEWHERE}:0: no address of this host, which has .* \(network\.bind\)",
+    ):
         Network(ELSEWHERE, ELSEWHERE, KEYS).listen(router)
 
 
 def test_a_port_that_is_taken_is_named(router):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(AddressTaken, match=f"cannot listen on {address}: Address already in use"):
+        with pytest.raises(
+            AddressTaken, match=f"cannot listen on {address}: Address already in use"
+        ):
             LOOPBACK.listen(router, address)
 
 
 def test_a_socket_without_a_doorkeeper_takes_nobody(router):
-    """What listens in a context that nobody watches over must not take everybody who knows the public key."""
+    """What listens in a context that nobody watches over must not take everybody who knows the
+    public key."""
     network = Network(keys=KEYS)
     endpoint = network.listen(router)
     context = zmq.Context(io_threads=1)
@@ -123,19 +146,28 @@ def test_a_socket_without_a_doorkeeper_takes_nobody(router):
 
 def test_only_what_is_loopback_by_itself_counts():
     assert all(map(on_loopback, ("tcp://127.0.0.1:1", "tcp://127.3.2.1:1", "tcp://localhost:1")))
-    assert not any(map(on_loopback, ("tcp://10.0.0.1:1", "tcp://loopback.example:1", "tcp://*:1", "udp://127.0.0.1:1")))
+    assert not any(
+        map(
+            on_loopback,
+            ("tcp://10.0.0.1:1", "tcp://loopback.example:1", "tcp://*:1", "udp://127.0.0.1:1"),
+        )
+    )
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://[::1]:0", "tcp://::1:7788", "tcp://[fe80::1%eth0]:1"])
 def test_ipv6_is_refused_by_name(endpoint):
-    with pytest.raises(NetworkError, match=r"not an address of the form tcp://HOST:PORT; IPv6 is not supported"):
+    with pytest.raises(
+        NetworkError, match=r"not an address of the form tcp://HOST:PORT; IPv6 is not supported"
+    ):
         host_of(endpoint)
     assert not on_loopback(endpoint)
 
 
 def test_a_token_stands_before_the_host_where_there_are_keys():
     assert LOOPBACK.with_token("http://127.0.0.1:1") == "http://127.0.0.1:1"
-    assert Network(keys=KEYS).with_token("http://127.0.0.1:1") == f"http://:{KEYS.token}@127.0.0.1:1"
+    assert (
+        Network(keys=KEYS).with_token("http://127.0.0.1:1") == f"http://:{KEYS.token}@127.0.0.1:1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,9 +175,18 @@ def test_a_token_stands_before_the_host_where_there_are_keys():
     [
         (NetworkConfig(advertise="a"), ["network.advertise: has no effect without network.bind"]),
         (NetworkConfig(trusted=True), ["network.trusted: has no effect without network.bind"]),
-        (NetworkConfig("localhost", "a"), ["network.advertise: has no effect while network.bind=localhost is the"]),
-        (NetworkConfig("127.0.0.1", "", True), ["network.trusted: has no effect while network.bind=127.0.0.1 is"]),
-        (NetworkConfig("0.0.0.0"), ["network.bind=0.0.0.0: workers cannot be told to connect there; set"]),
+        (
+            NetworkConfig("localhost", "a"),
+            ["network.advertise: has no effect while network.bind=localhost is the"],
+        ),
+        (
+            NetworkConfig("127.0.0.1", "", True),
+            ["network.trusted: has no effect while network.bind=127.0.0.1 is"],
+        ),
+        (
+            NetworkConfig("0.0.0.0"),
+            ["network.bind=0.0.0.0: workers cannot be told to connect there; set"],
+        ),
         (NetworkConfig("a", "0.0.0.0"), ["network.advertise=0.0.0.0: nobody can connect there"]),
         (NetworkConfig("tcp://a"), ["network.bind=tcp://a: give an IPv4 address or a host name"]),
         (NetworkConfig("fe80::1"), ["network.bind=fe80::1: give an IPv4 address or a host name"]),

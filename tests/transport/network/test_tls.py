@@ -1,5 +1,5 @@
-"""TLS between processes of a run: both directions deliver what was sent, and records that were changed, dropped,
-repeated or reordered on the way end the connection."""
+"""TLS between processes of a run: both directions deliver what was sent, and records that were
+changed, dropped, repeated or reordered on the way end the connection."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def connected(*, trusted: bool = False) -> tuple[socket.socket, socket.socket, socket.socket, socket.socket]:
-    """The caller, two raw ends of a person in the middle (towards the caller, towards the listener), the listener.
+def connected(
+    *, trusted: bool = False
+) -> tuple[socket.socket, socket.socket, socket.socket, socket.socket]:
+    """The caller, two raw ends of a person in the middle (towards the caller, towards the
+    listener), the listener.
 
     The handshake went through the middle unchanged; from then on nothing is passed on.
     """
@@ -149,7 +152,8 @@ def flipped(record: bytes, at: int) -> bytes:
     ],
 )
 def test_what_was_done_to_records_on_the_way_ends_the_connection(relayed, attack):
-    """Only what the sender sent, in its order, is ever returned; then an error, never a regular end."""
+    """Only what the sender sent, in its order, is ever returned; then an error, never a regular
+    end."""
     caller, towards_caller, towards_listener, listener = relayed
     towards_listener.sendall(b"".join(attack(records(caller, towards_caller, MESSAGES))))
     towards_listener.shutdown(socket.SHUT_WR)

@@ -1,5 +1,5 @@
-"""Sockets with keys: they serve their run as ever, and refuse everybody else by name, each at its deadline at the
-latest."""
+"""Sockets with keys: they serve their run as ever, and refuse everybody else by name, each at its
+deadline at the latest."""
 
 from __future__ import annotations
 
@@ -25,17 +25,30 @@ from realhf.transport.sockets import LoopDealer
 KEYS, OTHERS = RunKeys.make(), RunKeys.make()
 OURS = Network(keys=KEYS)
 STRANGERS = {
-    "another client key": replace(KEYS, client_public=OTHERS.client_public, client_secret=OTHERS.client_secret),
-    "another server key": replace(KEYS, server_public=OTHERS.server_public, server_secret=OTHERS.server_secret),
+    "another client key": replace(
+        KEYS, client_public=OTHERS.client_public, client_secret=OTHERS.client_secret
+    ),
+    "another server key": replace(
+        KEYS, server_public=OTHERS.server_public, server_secret=OTHERS.server_secret
+    ),
     "other keys": OTHERS,
 }
 DEADLINE_S = 30.0
 
 
-def worker_of(master: RpcMaster, network: Network, timeout_s: float = DEADLINE_S, name: str = "w") -> RpcWorker:
+def worker_of(
+    master: RpcMaster, network: Network, timeout_s: float = DEADLINE_S, name: str = "w"
+) -> RpcWorker:
     echo = {"echo": lambda value: value}
     return RpcWorker(
-        name, "model", 0, "run", master.endpoint, ordered=echo, network=network, connect_timeout_s=timeout_s
+        name,
+        "model",
+        0,
+        "run",
+        master.endpoint,
+        ordered=echo,
+        network=network,
+        connect_timeout_s=timeout_s,
     )
 
 
@@ -63,7 +76,9 @@ async def test_a_worker_with_another_key_is_refused_by_name(stranger):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("there", "here"), [(OURS, LOOPBACK), (LOOPBACK, OURS)])
-async def test_keys_at_one_end_only_are_named_where_they_are_and_refused_where_they_are_not(there, here):
+async def test_keys_at_one_end_only_are_named_where_they_are_and_refused_where_they_are_not(
+    there, here
+):
     master = RpcMaster("run", network=there)
     await master.start()
     worker = worker_of(master, here, timeout_s=2.0)
@@ -75,7 +90,9 @@ async def test_keys_at_one_end_only_are_named_where_they_are_and_refused_where_t
 
 
 async def test_a_service_refuses_the_key_of_a_stranger():
-    server = ServiceServer("answers", "run", lambda request: request.reply(request.payload), network=OURS)
+    server = ServiceServer(
+        "answers", "run", lambda request: request.reply(request.payload), network=OURS
+    )
     client = ServiceClient(server.endpoint, "answers", "me", "run", OURS)
     stranger = ServiceClient(server.endpoint, "answers", "me", "run", Network(keys=OTHERS))
     try:
@@ -113,9 +130,12 @@ async def test_other_versions_are_refused_with_both_names(monkeypatch):
     master = RpcMaster("run")
     await master.start()
     monkeypatch.setattr(
-        "realhf.transport.rpc_worker.own_versions", lambda: {"realhf": "9.9", "Python": "3.10", "protocol": "1"}
+        "realhf.transport.rpc_worker.own_versions",
+        lambda: {"realhf": "9.9", "Python": "3.10", "protocol": "1"},
     )
-    with pytest.raises(ProtocolError, match=r"versions differ: realhf 9.9 on .*, .* on .*; Python 3.10 on"):
+    with pytest.raises(
+        ProtocolError, match=r"versions differ: realhf 9.9 on .*, .* on .*; Python 3.10 on"
+    ):
         await asyncio.to_thread(worker_of(master, LOOPBACK).run)
     await master.close()
 
@@ -127,7 +147,9 @@ async def test_a_greeting_that_cannot_be_refused_keeps_nothing_else_from_being_r
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.connect(master.endpoint)
         for size in (envelope.MAX_HEADER_BYTES - 120, 16):
-            stranger.send(of_protocol(99, envelope.pack_header("hello", "", bytes(size), versions={})))
+            stranger.send(
+                of_protocol(99, envelope.pack_header("hello", "", bytes(size), versions={}))
+            )
         time.sleep(0.3)  # both have come before the loop takes the first
         async with asyncio.timeout(DEADLINE_S):
             while not await asyncio.to_thread(stranger.poll, 100):
@@ -150,12 +172,16 @@ async def test_what_waits_behind_an_answer_over_which_its_reader_fails_is_read()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as listener:
         port = listener.bind_to_random_port("tcp://127.0.0.1")
         told = []
-        asyncio.get_running_loop().set_exception_handler(lambda loop, about: told.append(about["exception"]))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda loop, about: told.append(about["exception"])
+        )
         dealer = LoopDealer(f"tcp://127.0.0.1:{port}", LOOPBACK, take, told.append)
         dealer.send(b"hello")
         who, _ = await asyncio.to_thread(listener.recv_multipart)
         for number in (1, 2):
-            listener.send_multipart([who, envelope.pack_header("answer", "run", b"", number=number)])
+            listener.send_multipart(
+                [who, envelope.pack_header("answer", "run", b"", number=number)]
+            )
         time.sleep(0.3)  # both have come before the loop takes the first
         async with asyncio.timeout(DEADLINE_S):
             while len(read) < 2:
@@ -170,8 +196,12 @@ async def test_another_protocol_is_refused_at_once(monkeypatch):
     await master.start()
     worker = worker_of(master, LOOPBACK)
     pack = envelope.pack_header
-    monkeypatch.setattr("realhf.transport.rpc_worker.pack_header", lambda *a, **k: of_protocol(99, pack(*a, **k)))
-    with pytest.raises(ProtocolError, match=r"refused worker 'w': versions differ: protocol 99 on .*, 3 on"):
+    monkeypatch.setattr(
+        "realhf.transport.rpc_worker.pack_header", lambda *a, **k: of_protocol(99, pack(*a, **k))
+    )
+    with pytest.raises(
+        ProtocolError, match=r"refused worker 'w': versions differ: protocol 99 on .*, 3 on"
+    ):
         await asyncio.to_thread(worker.run)
     assert master.dropped_messages == 1
     await master.close()
@@ -179,7 +209,9 @@ async def test_another_protocol_is_refused_at_once(monkeypatch):
 
 def of_protocol(version: int, header: bytes) -> bytes:
     fields = msgpack.unpackb(header)
-    return msgpack.packb({**fields, "v": version, "versions": {**fields["versions"], "protocol": str(version)}})
+    return msgpack.packb(
+        {**fields, "v": version, "versions": {**fields["versions"], "protocol": str(version)}}
+    )
 
 
 def test_keys_are_in_no_text_of_theirs(tmp_path):
@@ -188,7 +220,13 @@ def test_keys_are_in_no_text_of_theirs(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600
     assert RunKeys.read(path) == KEYS
     shown = repr(KEYS) + repr(OURS) + str(OURS)
-    secrets = (KEYS.server_secret, KEYS.client_secret, KEYS.server_public, KEYS.client_public, KEYS.token)
+    secrets = (
+        KEYS.server_secret,
+        KEYS.client_secret,
+        KEYS.server_public,
+        KEYS.client_public,
+        KEYS.token,
+    )
     assert not [secret for secret in secrets if secret in shown]
     with pytest.raises(FileExistsError):
         KEYS.write(path)
@@ -222,16 +260,25 @@ def test_a_file_that_holds_no_keys_is_named(tmp_path, text, mode, reason):
     [
         ({"server_public": "\\" * 40}, "a key server_public that is no Z85"),
         ({"client_secret": "~" * 40}, "a key client_secret that is no Z85"),
-        ({"server_secret": KEYS.server_secret[1:]}, "a key server_secret of another length than 40"),
-        ({"client_public": OTHERS.client_public}, "keys client_public and client_secret that do not belong together"),
-        ({"token": "a b\r\nHost: elsewhere ok"}, "a token with other characters than letters, digits, - and _"),
+        (
+            {"server_secret": KEYS.server_secret[1:]},
+            "a key server_secret of another length than 40",
+        ),
+        (
+            {"client_public": OTHERS.client_public},
+            "keys client_public and client_secret that do not belong together",
+        ),
+        (
+            {"token": "a b\r\nHost: elsewhere ok"},
+            "a token with other characters than letters, digits, - and _",
+        ),
         ({"certificate": "none"}, "a certificate that is no PEM"),
         ({"certificate_key": KEYS.certificate}, "a certificate_key that is no PEM"),
     ],
 )
 def test_keys_that_cannot_be_keys_are_refused_where_they_are_read(tmp_path, changed, reason):
-    """Forty characters of any kind were keys, and a socket failed with them later, without the name of the file. What
-    a value is wrong with is told, the value is not."""
+    """Forty characters of any kind were keys, and a socket failed with them later, without the name
+    of the file. What a value is wrong with is told, the value is not."""
     path = tmp_path / "keys"
     replace(KEYS, **changed).write(path)
     with pytest.raises(NetworkError, match=f"keys of the run: {path} holds {reason}; ") as refused:
@@ -240,7 +287,8 @@ def test_keys_that_cannot_be_keys_are_refused_where_they_are_read(tmp_path, chan
 
 
 def test_keys_that_cannot_be_written_leave_no_half_file(tmp_path):
-    """It would be refused by every later launcher. The limit fails a write in its middle, as a full disk does."""
+    """It would be refused by every later launcher. The limit fails a write in its middle, as a full
+    disk does."""
     path = tmp_path / "keys"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
@@ -273,5 +321,7 @@ def test_keys_of_another_user_are_refused_though_the_mode_is_right(tmp_path, mon
     KEYS.write(path)
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
-    with pytest.raises(NetworkError, match=f"{path} belongs to user {own}, and this process runs as user {own + 1}"):
+    with pytest.raises(
+        NetworkError, match=f"{path} belongs to user {own}, and this process runs as user {own + 1}"
+    ):
         RunKeys.read(path)

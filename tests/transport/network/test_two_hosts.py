@@ -1,5 +1,5 @@
-"""Master and worker in network namespaces of their own, as on two hosts: with keys, without them, with others, and with
-a firewall between them."""
+"""Master and worker in network namespaces of their own, as on two hosts: with keys, without them,
+with others, and with a firewall between them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,15 @@ class Lan:
         file = self.folder / f"keys-{len(list(self.folder.iterdir()))}"
         (keys or self.keys).write(file)
         script = str(Path(__file__).with_name("host_process.py"))
-        command = [*self.second.enter, sys.executable, script, master.endpoint, self.first.address, str(file), "w"]
+        command = [
+            *self.second.enter,
+            sys.executable,
+            script,
+            master.endpoint,
+            self.first.address,
+            str(file),
+            "w",
+        ]
         return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
@@ -73,7 +81,9 @@ async def said_or_killed(process: subprocess.Popen[str]) -> None:
     assert gone([process.pid], 60)
 
 
-async def test_a_worker_on_another_host_serves_and_every_socket_of_the_run_refuses_strangers(lan: Lan):
+async def test_a_worker_on_another_host_serves_and_every_socket_of_the_run_refuses_strangers(
+    lan: Lan,
+):
     master = lan.master()
     await master.start()
     process = lan.worker(master)
@@ -110,7 +120,8 @@ async def test_a_worker_with_the_keys_of_another_run_says_so_and_is_not_in_the_r
 
 @pytest.mark.nightly
 async def test_a_firewall_in_one_direction_is_named_long_before_the_deadline_of_the_start(lan: Lan):
-    """The worker's packets arrive, but those of the master do not. The start itself may take a minute."""
+    """The worker's packets arrive, but those of the master do not. The start itself may take a
+    minute."""
     master = lan.master()
     await master.start()
     try:

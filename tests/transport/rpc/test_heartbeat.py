@@ -1,5 +1,6 @@
-"""Both ends of the heartbeat after they stood still themselves: they count no silence for the time. Every worker is
-told what it has yet to know of the others, and those that serve nobody hear less."""
+"""Both ends of the heartbeat after they stood still themselves: they count no silence for the time.
+Every worker is told what it has yet to know of the others, and those that serve nobody hear
+less."""
 
 from __future__ import annotations
 
@@ -58,8 +59,11 @@ print("lost" if lost.is_set() else "still there", flush=True)
 @pytest.mark.nightly
 @pytest.mark.parametrize("side", ["master", "worker"])
 def test_who_stood_still_gives_the_others_their_time(side: str):
-    """They were taken for dead as soon as it went on, before it could read what they had said meanwhile."""
-    with subprocess.Popen([sys.executable, "-c", LISTENS, side], stdout=subprocess.PIPE, text=True) as process:
+    """They were taken for dead as soon as it went on, before it could read what they had said
+    meanwhile."""
+    with subprocess.Popen(
+        [sys.executable, "-c", LISTENS, side], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "listens\n"
         process.send_signal(signal.SIGSTOP)
@@ -71,8 +75,11 @@ def test_who_stood_still_gives_the_others_their_time(side: str):
 
 
 def test_a_worker_of_another_host_says_how_busy_it_is(context: zmq.Context[zmq.Socket[bytes]]):
-    """The load of its host comes with its signs of life; one beside the master says none, and nonsense is none."""
-    server = HeartbeatServer("run", context, LOOPBACK, interval_s=0.05, dead_after_s=60.0, on_death=lambda *_: None)
+    """The load of its host comes with its signs of life; one beside the master says none, and
+    nonsense is none."""
+    server = HeartbeatServer(
+        "run", context, LOOPBACK, interval_s=0.05, dead_after_s=60.0, on_death=lambda *_: None
+    )
     clients: list[HeartbeatClient] = []
     try:
         for session, host in ((b"far", "another host"), (b"near", host_token())):
@@ -171,7 +178,9 @@ async def test_what_is_called_next_is_told_at_once_and_once() -> None:
     told.unlisted.add("engine")
     told.announcer.announce_later(told.roster["engine"])
     told.announcer.announce("player")
-    assert told.sent["player"][-1][1]["workers"][0]["endpoints"] == {}, "its services are not shown any more"
+    assert told.sent["player"][-1][1]["workers"][0]["endpoints"] == {}, (
+        "its services are not shown any more"
+    )
     told.announcer.close()
 
 

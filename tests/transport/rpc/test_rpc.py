@@ -16,7 +16,14 @@ import pytest
 import zmq
 
 from realhf.transport.envelope import MAX_PAYLOAD_BYTES, PROTOCOL, pack_header
-from realhf.transport.errors import MasterLost, ProtocolError, RemoteError, RpcError, RpcTimeout, WorkerDied
+from realhf.transport.errors import (
+    MasterLost,
+    ProtocolError,
+    RemoteError,
+    RpcError,
+    RpcTimeout,
+    WorkerDied,
+)
 from realhf.transport.rpc_master import RpcMaster
 from realhf.transport.rpc_worker import RpcWorker
 from tests.transport.fixed_port import At
@@ -30,14 +37,24 @@ class Cluster:
     def __init__(self, dead_after_s: float) -> None:
         self.deaths: list[str] = []
         self.master = RpcMaster(
-            "run", heartbeat_s=0.5, dead_after_s=dead_after_s, on_death=lambda name, _: self.deaths.append(name)
+            "run",
+            heartbeat_s=0.5,
+            dead_after_s=dead_after_s,
+            on_death=lambda name, _: self.deaths.append(name),
         )
         self.processes: list[subprocess.Popen[str]] = []
 
     def launch(
         self, name: str, run_id: str = "run", leave_within_s: str = "", endpoint: str = ""
     ) -> subprocess.Popen[str]:
-        command = [sys.executable, SCRIPT, endpoint or self.master.endpoint, run_id, name, leave_within_s]
+        command = [
+            sys.executable,
+            SCRIPT,
+            endpoint or self.master.endpoint,
+            run_id,
+            name,
+            leave_within_s,
+        ]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.processes.append(process)
         return process
@@ -68,7 +85,9 @@ async def test_calls_run_in_order_while_the_immediate_lane_lives(cluster):
         cluster.master.call("w", "append", {"seconds": delay, "number": i}, timeout_s=60)
         for i, delay in enumerate(delays)
     ]
-    assert await cluster.master.call("w", "status", timeout_s=60) == [], "answered during the first call"
+    assert await cluster.master.call("w", "status", timeout_s=60) == [], (
+        "answered during the first call"
+    )
     assert await asyncio.gather(*calls) == [1, 2, 3, 4]
     assert await cluster.master.call("w", "log", timeout_s=60) == [0, 1, 2, 3]
 
@@ -85,7 +104,9 @@ async def test_replies_may_come_out_of_order_across_workers(cluster):
 async def test_remote_exceptions_carry_the_remote_traceback(cluster):
     await cluster.join("w")
     with pytest.raises(RemoteError) as caught:
-        await cluster.master.call("w", "boom", {"meal": "pebbles"}, timeout_s=60, step=3, mfc="actor_train")
+        await cluster.master.call(
+            "w", "boom", {"meal": "pebbles"}, timeout_s=60, step=3, mfc="actor_train"
+        )
     text = str(caught.value)
     assert "ValueError: cannot digest pebbles" in text
     assert "worker_process.py" in text and "in boom" in text
@@ -115,14 +136,19 @@ async def test_unknown_names_and_unsendable_values_are_protocol_errors(cluster):
 @pytest.mark.nightly
 async def test_a_deadline_names_the_worker_and_its_state(cluster):
     await cluster.join("w")
-    late = cluster.master.call("w", "append", {"seconds": 6, "number": 0}, timeout_s=2.5, mfc="ref_inf")
+    late = cluster.master.call(
+        "w", "append", {"seconds": 6, "number": 0}, timeout_s=2.5, mfc="ref_inf"
+    )
     skipped = cluster.master.call("w", "append", {"seconds": 0, "number": 1}, timeout_s=2.0)
     with pytest.raises(RpcTimeout, match=r"ref_inf did not answer within 2.5 s.* was in append"):
         await late
-    assert not skipped.done(), "it had to wait for its turn, which begins when the other has had its time"
+    assert not skipped.done(), (
+        "it had to wait for its turn, which begins when the other has had its time"
+    )
     with pytest.raises(RpcTimeout, match=r"append of worker 'w'.* within 2 s"):
         await skipped
-    # The late reply is dropped, the call that had not begun is never made, and the order of calls holds.
+    # The late reply is dropped, the call that had not begun is never made, and the order of calls
+    # holds.
     assert await cluster.master.call("w", "log", timeout_s=60) == [0]
 
 
@@ -131,7 +157,8 @@ async def test_a_deadline_names_the_worker_and_its_state(cluster):
 async def test_a_short_deadline_does_not_run_while_a_long_call_is_before_it(cluster, ended):
     await cluster.join("w")
     long = cluster.master.call("w", "append", {"seconds": 3.0, "number": 0}, timeout_s=60)
-    # Cancelled in its turn it is skipped, and cancelled while it runs it is in the way until its end, all the same.
+    # Cancelled in its turn it is skipped, and cancelled while it runs it is in the way until its
+    # end, all the same.
     between = cluster.master.call("w", "append", {"seconds": 0, "number": 1}, timeout_s=60)
     short = cluster.master.call("w", "append", {"seconds": 0, "number": 2}, timeout_s=2.0)
     await asyncio.sleep(0.2)
@@ -139,13 +166,18 @@ async def test_a_short_deadline_does_not_run_while_a_long_call_is_before_it(clus
         long.cancel()
         between.cancel()
     assert await short == (3 if ended == "answered" else 2)
-    assert await cluster.master.call("w", "status", timeout_s=60) == ([0, 1, 2] if ended == "answered" else [0, 2])
+    assert await cluster.master.call("w", "status", timeout_s=60) == (
+        [0, 1, 2] if ended == "answered" else [0, 2]
+    )
     assert not cluster.master._pending
 
 
 async def test_a_lane_is_not_waited_for_when_its_worker_dies(cluster):
     (process,) = await cluster.join("w")
-    calls = [cluster.master.call("w", "append", {"seconds": 60, "number": i}, timeout_s=100) for i in range(3)]
+    calls = [
+        cluster.master.call("w", "append", {"seconds": 60, "number": i}, timeout_s=100)
+        for i in range(3)
+    ]
     calls[1].cancel()
     await asyncio.sleep(0.1)
     process.kill()
@@ -172,7 +204,10 @@ async def test_a_cancelled_call_is_not_made(cluster):
 
 async def test_a_killed_worker_fails_its_calls_at_once(cluster):
     (process, _) = await cluster.join("w", "other")
-    calls = [cluster.master.call("w", "append", {"seconds": 60, "number": i}, timeout_s=100) for i in range(3)]
+    calls = [
+        cluster.master.call("w", "append", {"seconds": 60, "number": i}, timeout_s=100)
+        for i in range(3)
+    ]
     await asyncio.sleep(0.2)
     process.kill()
     for call in calls:
@@ -253,7 +288,8 @@ async def test_a_frozen_worker_is_dead_after_the_silence_limit(cluster):
 
 
 async def until_noticed(master: RpcMaster, name: str) -> None:
-    """Waits for a worker again and again: a broken connection fails a call before the death is known."""
+    """Waits for a worker again and again: a broken connection fails a call before the death is
+    known."""
     while True:
         await master.wait_for([name], timeout_s=60)
         await asyncio.sleep(0.02)
@@ -264,7 +300,9 @@ async def test_a_worker_may_return_under_its_name(cluster):
     version = cluster.master.announcer.version
     process.kill()
     with pytest.raises(WorkerDied):
-        await asyncio.wait_for(cluster.master.call("w", "append", {"seconds": 60, "number": 0}, timeout_s=60), 60)
+        await asyncio.wait_for(
+            cluster.master.call("w", "append", {"seconds": 60, "number": 0}, timeout_s=60), 60
+        )
     with pytest.raises(WorkerDied):
         await asyncio.wait_for(until_noticed(cluster.master, "w"), 60)
     cluster.master.expect("w")
@@ -285,7 +323,9 @@ async def test_registration_publishes_the_roster(cluster):
 
 
 async def test_addresses_can_be_kept_back_from_the_roster(cluster):
-    cluster.master._on_join = lambda info: info.name == "a" and cluster.master.list_services("a", False)
+    cluster.master._on_join = lambda info: (
+        info.name == "a" and cluster.master.list_services("a", False)
+    )
     await cluster.join("a", "b")
     listed = {"a": [], "b": ["env"]}
     assert await cluster.master.call("b", "services", timeout_s=60) == listed
@@ -329,8 +369,8 @@ async def test_refusals_say_why(cluster):
 
 
 async def test_a_successor_takes_the_place_of_one_that_is_out_of_reach_and_that_one_leaves(cluster):
-    """A worker whose host agent hangs is lost for the launcher and lives on for the master, who used to refuse the one
-    that was started elsewhere in its place."""
+    """A worker whose host agent hangs is lost for the launcher and lives on for the master, who
+    used to refuse the one that was started elsewhere in its place."""
     (before,) = await cluster.join("w")
     pid = cluster.master.roster["w"].pid
     after = cluster.launch("w")
@@ -399,7 +439,9 @@ async def test_a_taken_port_is_an_error(cluster):
 
 
 def test_a_master_that_does_not_answer_is_a_timeout():
-    worker = RpcWorker("w", "model", 0, "run", "tcp://127.0.0.1:9", ordered={}, connect_timeout_s=0.3)
+    worker = RpcWorker(
+        "w", "model", 0, "run", "tcp://127.0.0.1:9", ordered={}, connect_timeout_s=0.3
+    )
     with pytest.raises(RpcTimeout, match=r"127.0.0.1:9 did not answer worker 'w'"):
         worker.run()
     worker.stop()
@@ -407,7 +449,15 @@ def test_a_master_that_does_not_answer_is_a_timeout():
 
 def test_handlers_have_one_lane():
     with pytest.raises(ValueError, match="echo"):
-        RpcWorker("w", "k", 0, "r", "tcp://127.0.0.1:9", ordered={"echo": print}, immediate={"echo": print})
+        RpcWorker(
+            "w",
+            "k",
+            0,
+            "r",
+            "tcp://127.0.0.1:9",
+            ordered={"echo": print},
+            immediate={"echo": print},
+        )
 
 
 MASTER = """
@@ -446,7 +496,9 @@ def test_a_worker_notices_the_death_of_the_master():
 
 
 async def test_stop_leaves_politely(cluster, caplog):
-    worker = RpcWorker("local", "model", 0, "run", cluster.master.endpoint, ordered={}, connect_timeout_s=60)
+    worker = RpcWorker(
+        "local", "model", 0, "run", cluster.master.endpoint, ordered={}, connect_timeout_s=60
+    )
     thread = threading.Thread(target=worker.run, daemon=True)
     thread.start()
     await cluster.master.wait_for(["local"], timeout_s=60)
@@ -472,7 +524,9 @@ async def test_a_reply_of_a_previous_process_is_dropped(cluster):
     with zmq.Context() as context, context.socket(zmq.DEALER) as ghost:
         ghost.setsockopt(zmq.LINGER, 1000)
         ghost.connect(cluster.master.endpoint)
-        ghost.send_multipart([pack_header("reply", "run", b"previous session", id=request_id), msgpack.packb(666)])
+        ghost.send_multipart(
+            [pack_header("reply", "run", b"previous session", id=request_id), msgpack.packb(666)]
+        )
         assert await call == 1
     assert cluster.master.dropped_messages == 1
 
@@ -480,9 +534,14 @@ async def test_a_reply_of_a_previous_process_is_dropped(cluster):
 async def test_a_worker_that_leaves_by_itself_is_announced_and_is_no_death():
     left: list[tuple[str, str]] = []
     deaths: list[str] = []
-    master = RpcMaster("run", on_death=lambda name, _: deaths.append(name), on_left=lambda *who: left.append(who))
+    master = RpcMaster(
+        "run", on_death=lambda name, _: deaths.append(name), on_left=lambda *who: left.append(who)
+    )
     await master.start()
-    stays, leaves = (RpcWorker(name, "model", 0, "run", master.endpoint, ordered={}) for name in ("stays", "leaves"))
+    stays, leaves = (
+        RpcWorker(name, "model", 0, "run", master.endpoint, ordered={})
+        for name in ("stays", "leaves")
+    )
     threads = [threading.Thread(target=worker.run) for worker in (stays, leaves)]
     for thread in threads:
         thread.start()

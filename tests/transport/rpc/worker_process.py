@@ -1,4 +1,5 @@
-"""A real worker process for the tests: ``python worker_process.py ENDPOINT RUN_ID NAME LEAVE_WITHIN_S``."""
+"""A real worker process for the tests: ``python worker_process.py ENDPOINT RUN_ID NAME
+LEAVE_WITHIN_S``."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def main() -> None:
         immediate={
             "status": lambda _: list(LOG),
             "nap": time.sleep,
-            "services": lambda _: {peer.name: sorted(peer.endpoints) for peer in worker.roster.values()},
+            "services": lambda _: {
+                peer.name: sorted(peer.endpoints) for peer in worker.roster.values()
+            },
             "roster": lambda _: {peer.name: peer.kind for peer in worker.roster.values()},
         },
         data_endpoint="tcp://127.0.0.1:1",

@@ -1,4 +1,5 @@
-"""A real producer for the tests: ``python push_process.py ENDPOINT FIRST COUNT``; pushes, then waits to be killed."""
+"""A real producer for the tests: ``python push_process.py ENDPOINT FIRST COUNT``; pushes, then
+waits to be killed."""
 
 from __future__ import annotations
 

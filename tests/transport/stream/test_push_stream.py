@@ -70,7 +70,9 @@ async def producer_of():
     made: list[StreamProducer] = []
 
     def make(*receivers: Sink | str, name: str = "w0") -> StreamProducer:
-        endpoints = [each if isinstance(each, str) else each.receiver.endpoint for each in receivers]
+        endpoints = [
+            each if isinstance(each, str) else each.receiver.endpoint for each in receivers
+        ]
         made.append(StreamProducer(endpoints, name, "run"))
         return made[-1]
 
@@ -89,7 +91,9 @@ async def test_samples_arrive_in_order_with_their_frames(sinks, producer_of):
     sink = sinks()
     producer = producer_of(sink)
     for number in range(100):
-        await producer.push(f"s{number}", number % 3, [bytes([number]), memoryview(b"x" * 100_000)], timeout_s=60)
+        await producer.push(
+            f"s{number}", number % 3, [bytes([number]), memoryview(b"x" * 100_000)], timeout_s=60
+        )
     assert await producer.drain(60)
     assert producer.unacked == 0
     assert sink.names == [(f"s{number}", number % 3) for number in range(100)]
@@ -105,7 +109,9 @@ async def test_without_a_credit_nothing_is_sent(sinks, producer_of):
     for name in "ab":
         await producer.push(name, 0, [b"1"], timeout_s=60)
     assert producer.unacked == 2
-    with pytest.raises(TimeoutError, match=rf"{sink.receiver.endpoint} gave 'w0' no credit .*2 samples"):
+    with pytest.raises(
+        TimeoutError, match=rf"{sink.receiver.endpoint} gave 'w0' no credit .*2 samples"
+    ):
         await producer.push("c", 0, [b"1"], timeout_s=0.05)
     waiting = [asyncio.ensure_future(producer.push(name, 0, [b"1"], timeout_s=60)) for name in "cd"]
     await sink.until(2)
@@ -123,7 +129,9 @@ async def test_a_cancelled_push_leaves_its_credit_to_the_next(sinks, producer_of
     sink = sinks(credits=1, ack=False)
     producer = producer_of(sink)
     await producer.push("a", 0, [b"1"], timeout_s=60)
-    waiting = [asyncio.ensure_future(producer.push(name, 0, [b"1"], timeout_s=60)) for name in "bcd"]
+    waiting = [
+        asyncio.ensure_future(producer.push(name, 0, [b"1"], timeout_s=60)) for name in "bcd"
+    ]
     await sink.until(1)
     waiting[0].cancel()
     sink.release()
@@ -150,7 +158,9 @@ async def test_a_receiver_that_comes_back_gets_what_was_not_acked(sinks, produce
     assert second.names == [(f"s{number}", 0) for number in range(2, 6)]
 
 
-async def test_an_open_sample_that_is_sent_again_is_delivered_once_and_acked_on_the_last_connection(sinks):
+async def test_an_open_sample_that_is_sent_again_is_delivered_once_and_acked_on_the_last_connection(
+    sinks,
+):
     sink = sinks(ack=False)
     with zmq.Context() as context, contextlib.ExitStack() as stack:
         for number in range(5):
@@ -158,7 +168,9 @@ async def test_an_open_sample_that_is_sent_again_is_delivered_once_and_acked_on_
             connection.connect(sink.receiver.endpoint)
             connection.send_multipart(request(b"x"))
             connection.send_multipart(request(method="credits"))
-            assert len(await asyncio.to_thread(connection.recv_multipart)) == 2, f"connection {number} is served"
+            assert len(await asyncio.to_thread(connection.recv_multipart)) == 2, (
+                f"connection {number} is served"
+            )
         assert sink.names == [("a", 0)], "what comes again waits nowhere"
         sink.release()
         assert (await asyncio.to_thread(connection.recv_multipart))[1] == b"\xc0"
@@ -201,7 +213,9 @@ async def test_a_producer_of_another_run_is_told_so(sinks):
     producer.close()
 
 
-def request(*frames: bytes, method: str = "push", client: Any = "w0", run: str = "run", **fields: Any) -> list[bytes]:
+def request(
+    *frames: bytes, method: str = "push", client: Any = "w0", run: str = "run", **fields: Any
+) -> list[bytes]:
     about = {"sample": "a", "attempt": 0, **fields}
     return [pack_header("request", run, b"", id=7, method=method, client=client, **about), *frames]
 
@@ -246,7 +260,9 @@ async def test_hostile_bytes_are_counted_or_answered_and_harm_nobody(sinks, prod
     assert sink.receiver.dropped_messages == len(NO_MESSAGES)
 
 
-async def test_every_sample_goes_to_one_receiver_and_their_bytes_are_about_equal(sinks, producer_of):
+async def test_every_sample_goes_to_one_receiver_and_their_bytes_are_about_equal(
+    sinks, producer_of
+):
     three = [sinks() for _ in range(3)]
     producer = producer_of(*three)
     sizes = {}
@@ -256,9 +272,13 @@ async def test_every_sample_goes_to_one_receiver_and_their_bytes_are_about_equal
         await all_give_credit(producer)
         await producer.push(f"s{number}", number % 2, [bytes(sizes[f"s{number}"])], timeout_s=60)
     assert await producer.drain(60) and producer.unacked == 0
-    assert sorted(name for sink in three for name in sink.names) == sorted((f"s{n}", n % 2) for n in range(120))
+    assert sorted(name for sink in three for name in sink.names) == sorted(
+        (f"s{n}", n % 2) for n in range(120)
+    )
     loads = [sum(sizes[name] for name, _ in sink.names) for sink in three]
-    assert loads == [link.sent_bytes for link in producer.links] and max(loads) - min(loads) <= 20_000
+    assert (
+        loads == [link.sent_bytes for link in producer.links] and max(loads) - min(loads) <= 20_000
+    )
 
 
 async def test_a_receiver_without_credit_is_passed_over(sinks, producer_of):
@@ -285,7 +305,9 @@ async def test_who_waits_gets_the_first_credit_of_any_in_turn(sinks, producer_of
     with pytest.raises(TimeoutError) as caught:
         await producer.push("late", 0, [b"1"], timeout_s=0.05)
     assert all(sink.receiver.endpoint in str(caught.value) for sink in (one, other))
-    waiting = [asyncio.ensure_future(producer.push(name, 0, [b"1"], timeout_s=60)) for name in "cde"]
+    waiting = [
+        asyncio.ensure_future(producer.push(name, 0, [b"1"], timeout_s=60)) for name in "cde"
+    ]
     await asyncio.sleep(0.01)
     waiting[0].cancel()
     other.release()
@@ -338,7 +360,8 @@ async def test_a_killed_producer_loses_only_what_it_had_not_sent_and_may_return(
 
 
 class FakeBreakingNet:
-    """Between producers and a receiver: forwards bytes, and ends each connection after some of them."""
+    """Between producers and a receiver: forwards bytes, and ends each connection after some of
+    them."""
 
     def __init__(self, target: str, seed: int) -> None:
         self.random = random.Random(seed)

@@ -1,5 +1,5 @@
-"""A real process that serves a store: ``python store_process.py shm|tcp``. Prints its endpoint, then obeys
-lines on stdin: ``put ID ROWS``, ``clear ID``, ``nbytes``, ``quit``."""
+"""A real process that serves a store: ``python store_process.py shm|tcp``. Prints its endpoint,
+then obeys lines on stdin: ``put ID ROWS``, ``clear ID``, ``nbytes``, ``quit``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def main() -> None:
         if command == "put":
             name = arguments[0]
             rows = int(arguments[1])
-            data = {"x": torch.arange(rows) + int(name), "m": torch.arange(2 * rows).reshape(-1, 2) % 2 == 0}
+            data = {
+                "x": torch.arange(rows) + int(name),
+                "m": torch.arange(2 * rows).reshape(-1, 2) % 2 == 0,
+            }
             lengths = {"x": [[rows]], "m": [[rows]]}
             store.put(SequenceSample.from_tensors([name], data, lengths, {"from": ["owner"]}))
         elif command == "clear":

@@ -1,5 +1,5 @@
-"""Bulk connections: pieces arrive whole, encrypted or as on a trusted network; strangers, replays, cut connections and
-wrong requests bring nothing and harm nobody."""
+"""Bulk connections: pieces arrive whole, encrypted or as on a trusted network; strangers, replays,
+cut connections and wrong requests bring nothing and harm nobody."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ class Owner:
         self.tls = RunTls(KEYS, trusted=trusted)
         outgoing = Outgoing()
         self.number = outgoing.open([FRAME], ["a"])
-        self.server = BulkServer("owner", Network(keys=KEYS, trusted=trusted), self.tls, outgoing.piece)
+        self.server = BulkServer(
+            "owner", Network(keys=KEYS, trusted=trusted), self.tls, outgoing.piece
+        )
         self.server.start()
 
     def lane(self, port: int = 0, tls: RunTls | None = None) -> BulkConnection:
@@ -52,7 +54,9 @@ def owner() -> Iterator[Owner]:
     made.server.close()
 
 
-def got(lane: BulkConnection, number: bytes, piece: Piece = WHOLE, limit_s: float = LIMIT_S) -> bytes:
+def got(
+    lane: BulkConnection, number: bytes, piece: Piece = WHOLE, limit_s: float = LIMIT_S
+) -> bytes:
     """What a lane brings; the lane stays open."""
     into = bytearray(piece.length)
     lane.fetch(number, piece, memoryview(into), process_clock.now() + limit_s)
@@ -68,8 +72,8 @@ def until(condition: Callable[[], object]) -> None:
 
 
 class Tap:
-    """Relays connections to a port, keeps what either end sends, and cuts the first ``cuts`` connections after 100 KB
-    of answers."""
+    """Relays connections to a port, keeps what either end sends, and cuts the first ``cuts``
+    connections after 100 KB of answers."""
 
     def __init__(self, port: int, cuts: int = 0) -> None:
         self._target = port
@@ -88,8 +92,13 @@ class Tap:
                 self.connections += 1
                 far = socket.create_connection((HOST, self._target))
                 limit = 100_000 if self.connections <= self._cuts else 1 << 40
-                for source, sink, kept, most in ((near, far, self.asked, 1 << 40), (far, near, self.answered, limit)):
-                    threading.Thread(target=self._relay, args=(source, sink, kept, most), daemon=True).start()
+                for source, sink, kept, most in (
+                    (near, far, self.asked, 1 << 40),
+                    (far, near, self.answered, limit),
+                ):
+                    threading.Thread(
+                        target=self._relay, args=(source, sink, kept, most), daemon=True
+                    ).start()
 
     @staticmethod
     def _relay(source: socket.socket, sink: socket.socket, kept: bytearray, most: int) -> None:
@@ -158,7 +167,9 @@ def test_the_certificate_of_another_run_is_refused_at_both_ends(end, trusted):
         owner.server.close()
 
 
-@pytest.mark.parametrize("greeting", [b"", b"\xff\0\0\0\0\0\0\0\1\x7f\3", b"GET / HTTP/1.1\r\n\r\n", bytes(100_000)])
+@pytest.mark.parametrize(
+    "greeting", [b"", b"\xff\0\0\0\0\0\0\0\1\x7f\3", b"GET / HTTP/1.1\r\n\r\n", bytes(100_000)]
+)
 def test_a_stranger_without_tls_is_sent_away(owner, greeting):
     with (
         socket.create_connection((HOST, owner.server.port), timeout=LIMIT_S) as stranger,
@@ -173,9 +184,12 @@ def test_a_stranger_without_tls_is_sent_away(owner, greeting):
 
 
 def test_silent_strangers_do_not_keep_the_run_out(owner, monkeypatch):
-    """The one that has been silent for longest makes room, long before its handshake has to be over."""
+    """The one that has been silent for longest makes room, long before its handshake has to be
+    over."""
     monkeypatch.setattr(owner.server, "_max_unauthenticated", 2)
-    silent = [socket.create_connection((HOST, owner.server.port), timeout=LIMIT_S) for _ in range(3)]
+    silent = [
+        socket.create_connection((HOST, owner.server.port), timeout=LIMIT_S) for _ in range(3)
+    ]
     try:
         assert silent[0].recv(1) == b""
         assert got(owner.lane(), owner.number) == FRAME
@@ -196,7 +210,9 @@ def test_connections_have_a_limit(owner, monkeypatch):
     assert got(owner.lane(), owner.number) == FRAME
 
 
-@pytest.mark.parametrize("piece", [Piece(1, 0, 1), Piece(0, len(FRAME), 1), Piece(0, 0, 0), Piece(0, 0, (1 << 26) + 1)])
+@pytest.mark.parametrize(
+    "piece", [Piece(1, 0, 1), Piece(0, len(FRAME), 1), Piece(0, 0, 0), Piece(0, 0, (1 << 26) + 1)]
+)
 def test_a_piece_that_there_is_not_is_refused_with_a_reason(owner, piece):
     with pytest.raises(DataError, match="broke off a transfer: piece"):
         got(owner.lane(), owner.number, piece)
@@ -228,23 +244,30 @@ def test_a_truncated_answer_is_a_lost_peer(answer):
 
 def test_a_peer_that_stops_in_the_middle_ends_at_the_deadline():
     started = bulk.ANSWER.pack(bulk.PIECE, 10) + b"half"
-    # On a machine so busy that this process could not run for a second, the socket's limit ends before the deadline,
-    # which leaves such seconds out: the peer counts as lost, and the caller asks again.
-    with answering(started, then_close=False) as port, pytest.raises((FetchTimeout, PeerLost), match=ENDED_IN_TIME):
+    # On a machine so busy that this process could not run for a second, the socket's limit ends
+    # before the deadline, which leaves such seconds out: the peer counts as lost, and the caller
+    # asks again.
+    with (
+        answering(started, then_close=False) as port,
+        pytest.raises((FetchTimeout, PeerLost), match=ENDED_IN_TIME),
+    ):
         got(BulkConnection(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 10), limit_s=2.0)
 
 
 def test_a_peer_that_sends_a_byte_now_and_then_ends_at_the_deadline():
     """It used to go on for as long as something came."""
     begun = bulk.ANSWER.pack(bulk.PIECE, 5000)
-    with answering(begun, b"x" * 5000) as port, pytest.raises(FetchTimeout, match="before the deadline"):
+    with (
+        answering(begun, b"x" * 5000) as port,
+        pytest.raises(FetchTimeout, match="before the deadline"),
+    ):
         got(BulkConnection(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 5000), limit_s=0.5)
 
 
 @contextlib.contextmanager
 def answering(answer: bytes, slowly: bytes = b"", *, then_close: bool = True) -> Iterator[int]:
-    """A listener with the run's certificate that answers the first request with ``answer``, and then with a byte of
-    ``slowly`` now and then; its port."""
+    """A listener with the run's certificate that answers the first request with ``answer``, and
+    then with a byte of ``slowly`` now and then; its port."""
     done = threading.Event()
 
     def serve() -> None:
@@ -270,7 +293,8 @@ def answering(answer: bytes, slowly: bytes = b"", *, then_close: bool = True) ->
 
 
 def test_a_fetch_goes_on_after_its_connections_were_cut(owner, monkeypatch):
-    """Each of the first three connections breaks in the middle of a piece; what had arrived is not fetched again."""
+    """Each of the first three connections breaks in the middle of a piece; what had arrived is not
+    fetched again."""
     monkeypatch.setattr("realhf.transport.bulk.PIECE_BYTES", 64_000)
     tap = Tap(owner.server.port, cuts=3)
     lanes = [owner.lane(tap.port) for _ in range(4)]
@@ -320,8 +344,27 @@ def test_hosts_whose_clocks_are_apart_talk_to_each_other(tmp_path):
     key, request, made = (str(tmp_path / name) for name in ("key", "request", "made"))
     asked = [word for word in run_keys._COMMAND if word != "-x509"]
     asked[asked.index("-keyout") + 1], asked[asked.index("-out") + 1] = key, request
-    signed = ["openssl", "ca", "-batch", "-selfsign", "-notext", "-config", str(tmp_path / "ca"), "-keyfile", key]
-    dates = ["-startdate", "700101000000Z", "-enddate", "700102000000Z", "-in", request, "-out", made]
+    signed = [
+        "openssl",
+        "ca",
+        "-batch",
+        "-selfsign",
+        "-notext",
+        "-config",
+        str(tmp_path / "ca"),
+        "-keyfile",
+        key,
+    ]
+    dates = [
+        "-startdate",
+        "700101000000Z",
+        "-enddate",
+        "700102000000Z",
+        "-in",
+        request,
+        "-out",
+        made,
+    ]
     for command in (asked, signed + dates):
         subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_S)
     keys = replace(KEYS, certificate=Path(made).read_text(), certificate_key=Path(key).read_text())

@@ -83,7 +83,8 @@ def planes():
 
 
 def mapped_segments() -> int:
-    """How many there are, without those that tests before left to the collector, which runs rarely here."""
+    """How many there are, without those that tests before left to the collector, which runs rarely
+    here."""
     gc.collect()
     return Path("/proc/self/maps").read_text().count("memfd:realhf")
 
@@ -157,13 +158,18 @@ def test_missing_values_are_listed(owner, planes):
 def test_own_values_come_from_the_store(planes):
     sample = SequenceSample.from_tensors(["a"], {"x": torch.arange(9)}, {"x": [[9]]})
     planes[0]._store.put(sample)
-    assert planes[0].fetch(planes[0].endpoint, ["a"], ["x"], 1)["x"].data_ptr() == sample["x"].data_ptr()
+    assert (
+        planes[0].fetch(planes[0].endpoint, ["a"], ["x"], 1)["x"].data_ptr()
+        == sample["x"].data_ptr()
+    )
 
 
 def test_two_busy_workers_serve_each_other(planes):
     a, b = planes
     for plane, name in ((a, "a"), (b, "b")):
-        plane._store.put(SequenceSample.from_tensors([name], {"x": torch.arange(ROWS)}, {"x": [[ROWS]]}))
+        plane._store.put(
+            SequenceSample.from_tensors([name], {"x": torch.arange(ROWS)}, {"x": [[ROWS]]})
+        )
     results: list[SequenceSample] = []
 
     def work(plane: DataPlane, peer: DataPlane, name: str) -> None:
@@ -275,7 +281,9 @@ def test_a_mapping_is_used_again_unless_it_was_written_to(write):
         if write:
             views[0][50_000] = 0
         addresses.append(views[0].obj)
-        assert mapped_segments() == (1 if letter == b"a" else 2), "ours and the producer's, no third"
+        assert mapped_segments() == (1 if letter == b"a" else 2), (
+            "ours and the producer's, no third"
+        )
         addresses.clear()
         del views
     segment.close()
@@ -308,13 +316,16 @@ def test_spare_segments_are_bounded():
 
 
 def test_tensors_are_fetched_by_their_run_only():
-    """With keys, a reader of the run gets values over an encrypted socket; one with other keys is refused by name."""
+    """With keys, a reader of the run gets values over an encrypted socket; one with other keys is
+    refused by name."""
     ours = Network(keys=RunKeys.make())
     store = TensorStore("owner")
     store.put(SequenceSample.from_tensors(["a"], {"x": torch.arange(3)}, {"x": [[3]]}))
     owner = DataPlane("owner", "run", store, network=ours)
     reader = DataPlane("reader", "run", TensorStore("reader"), shm=False, network=ours)
-    stranger = DataPlane("stranger", "run", TensorStore("stranger"), network=Network(keys=RunKeys.make()))
+    stranger = DataPlane(
+        "stranger", "run", TensorStore("stranger"), network=Network(keys=RunKeys.make())
+    )
     planes = (owner, reader, stranger)
     try:
         for plane in planes:
@@ -328,20 +339,29 @@ def test_tensors_are_fetched_by_their_run_only():
 
 
 def test_beyond_the_loopback_large_values_come_in_pieces(monkeypatch):
-    """A small piece stands for a large one: what is larger is cut, and the owner keeps nothing when all is there."""
+    """A small piece stands for a large one: what is larger is cut, and the owner keeps nothing when
+    all is there."""
     monkeypatch.setattr("realhf.transport.bulk.PIECE_BYTES", 10_000)
     monkeypatch.setattr("realhf.transport.data_plane.BULK_FROM_BYTES", 10_000)
     ours = Network(keys=RunKeys.make())
     store = TensorStore("owner")
     values = torch.arange(20_000)
-    store.put(SequenceSample.from_tensors(["a"], {"x": values, "y": values + 1}, {"x": [[20_000]], "y": [[20_000]]}))
+    store.put(
+        SequenceSample.from_tensors(
+            ["a"], {"x": values, "y": values + 1}, {"x": [[20_000]], "y": [[20_000]]}
+        )
+    )
     owner = DataPlane("owner", "run", store, network=ours)
     reader = DataPlane("reader", "run", TensorStore("reader"), shm=False, network=ours)
     try:
         owner.start()
         reader.start()
         data = reader.fetch(owner.endpoint, ["a"], ["x", "y"], 30.0).data
-        assert data is not None and torch.equal(data["x"], values) and torch.equal(data["y"], values + 1)
+        assert (
+            data is not None
+            and torch.equal(data["x"], values)
+            and torch.equal(data["y"], values + 1)
+        )
         assert not owner._outgoing
         store.clear(["a"])
         with pytest.raises(DataMissing):

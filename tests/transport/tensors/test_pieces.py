@@ -1,5 +1,5 @@
-"""Large answers in pieces: all bytes in their places, over connections that break, and nothing that nobody has asked
-for."""
+"""Large answers in pieces: all bytes in their places, over connections that break, and nothing that
+nobody has asked for."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def test_sizes_that_no_sample_has_are_refused_before_memory_is_taken(sizes):
         fetch_pieces(sizes, lambda *asked: pytest.fail("nothing is asked for"))
 
 
-@pytest.mark.parametrize("piece", [(0, 0, 101), (0, 1200, 100), (9, 0, 1), (-1, 0, 1), (0, -1, 5), (0, 0, 0)])
+@pytest.mark.parametrize(
+    "piece", [(0, 0, 101), (0, 1200, 100), (9, 0, 1), (-1, 0, 1), (0, -1, 5), (0, 0, 0)]
+)
 def test_a_piece_that_there_is_not_is_refused(piece):
     outgoing = Outgoing()
     number = outgoing.open(FRAMES, ["a"])

@@ -1,4 +1,5 @@
-"""Memory for what is fetched: used again when the last tensor in it is gone, never before, and kept within a limit."""
+"""Memory for what is fetched: used again when the last tensor in it is gone, never before, and kept
+within a limit."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ torch.set_num_threads(1)
 
 def batch(ids: str, key: str = "x", rows: int = 2, offset: int = 0) -> SequenceSample:
     tensor = torch.arange(len(ids) * rows) + offset
-    return SequenceSample.from_tensors(list(ids), {key: tensor}, {key: [[rows]] * len(ids)}, {"m": list(ids)})
+    return SequenceSample.from_tensors(
+        list(ids), {key: tensor}, {key: [[rows]] * len(ids)}, {"m": list(ids)}
+    )
 
 
 def test_get_joins_batches_and_keys_in_the_asked_order():
@@ -153,7 +156,9 @@ def test_what_is_idle_has_a_limit_and_fits_what_it_is_used_for():
     while taken:
         del taken[0]
     assert 2 * SIZE <= memory.idle_bytes <= 3 * SIZE
-    assert place(memory.take(SIZE)) in places[1:], "the one that has been idle for longest was given up"
+    assert place(memory.take(SIZE)) in places[1:], (
+        "the one that has been idle for longest was given up"
+    )
     kept = memory.idle_bytes
     large = memory.take(3 * SIZE)
     assert memory.idle_bytes == kept and len(large) == 3 * SIZE

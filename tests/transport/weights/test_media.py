@@ -1,4 +1,5 @@
-"""Weights over every medium within one process: what arrives, what is refused, what is left behind."""
+"""Weights over every medium within one process: what arrives, what is refused, what is left
+behind."""
 
 from __future__ import annotations
 
@@ -29,12 +30,23 @@ from realhf.transport import bulk
 from realhf.transport.bulk import BulkConnection, Piece
 from realhf.transport.errors import PeerLost
 from realhf.transport.network import Network, RunKeys
-from realhf.transport.weights import Medium, WeightPublisher, WeightsError, WeightsGone, WeightsTimeout, receive
+from realhf.transport.weights import (
+    Medium,
+    WeightPublisher,
+    WeightsError,
+    WeightsGone,
+    WeightsTimeout,
+    receive,
+)
 from tests.transport.shared_segments import named_segments
 
 torch.set_num_threads(1)
 MEDIA: list[Medium] = ["shm", "disk", "fetch"]
-TENSORS = {"a": torch.arange(24.0).reshape(4, 6), "b": torch.arange(7, dtype=torch.int16), "c": torch.ones(300).half()}
+TENSORS = {
+    "a": torch.arange(24.0).reshape(4, 6),
+    "b": torch.arange(7, dtype=torch.int16),
+    "c": torch.ones(300).half(),
+}
 
 
 def descriptors() -> Iterator[str]:
@@ -67,7 +79,8 @@ def assert_same(got: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> 
 
 @st.composite
 def tensors(draw: Any) -> torch.Tensor:
-    """Any bits, any supported type, up to three dimensions, also empty, scalar and with foreign strides."""
+    """Any bits, any supported type, up to three dimensions, also empty, scalar and with foreign
+    strides."""
     tag = draw(st.sampled_from(sorted(ITEMSIZE)))
     shape = draw(st.lists(st.integers(0, 9), max_size=3))
     tensor = torch.empty(shape, dtype=getattr(torch, TORCH_NAMES[tag]))
@@ -97,10 +110,15 @@ def test_any_tensors_arrive_bit_by_bit(medium: Medium) -> None:
 
 
 @pytest.mark.parametrize("medium", MEDIA)
-def test_the_last_two_versions_are_kept_and_what_is_received_is_the_receivers_own(medium: Medium) -> None:
+def test_the_last_two_versions_are_kept_and_what_is_received_is_the_receivers_own(
+    medium: Medium,
+) -> None:
     with publishing(medium) as publisher:
         assert publisher.latest is None
-        old = [publisher.publish(version, {"x": torch.full((50,), float(version))}) for version in range(4)]
+        old = [
+            publisher.publish(version, {"x": torch.full((50,), float(version))})
+            for version in range(4)
+        ]
         assert publisher.latest == old[3]
         for manifest in old[:2]:
             with pytest.raises(WeightsGone, match=f"version {manifest.version} by {medium}"):
@@ -127,15 +145,23 @@ def test_a_closed_publisher_leaves_nothing_behind(medium: Medium, tmp_path: Path
     for version in range(3):
         receive(publisher.publish(version, TENSORS), 60.0)
     publisher.close()
-    assert not [thread for thread in set(threading.enumerate()) - threads if thread.name.startswith("weights-")]
+    assert not [
+        thread
+        for thread in set(threading.enumerate()) - threads
+        if thread.name.startswith("weights-")
+    ]
     deadline = time.monotonic() + 60
     while held() - before and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert held() <= before  # fewer, where an earlier test's threads were still closing what it had open
+    assert (
+        held() <= before
+    )  # fewer, where an earlier test's threads were still closing what it had open
 
 
 @pytest.mark.parametrize("medium", ["shm", "disk"])
-def test_without_room_nothing_is_published_and_the_version_before_stays(medium: Medium, tmp_path: Path) -> None:
+def test_without_room_nothing_is_published_and_the_version_before_stays(
+    medium: Medium, tmp_path: Path
+) -> None:
     publisher = WeightPublisher("run", "w", tmp_path, medium)
     first = publisher.publish(1, TENSORS)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -241,13 +267,19 @@ def test_a_damaged_file_is_never_handed_out() -> None:
 def test_files_are_safetensors_both_ways(tmp_path: Path) -> None:
     with publishing("disk") as publisher:
         flags = torch.tensor([True, False, True])
-        manifest = publisher.publish(7, {"flags": flags, **TENSORS, 'é\n"': torch.tensor(5, dtype=torch.bfloat16)})
+        manifest = publisher.publish(
+            7, {"flags": flags, **TENSORS, 'é\n"': torch.tensor(5, dtype=torch.bfloat16)}
+        )
         loaded = load_file(manifest.location)
         content = Path(manifest.location).read_bytes()
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         assert header.pop("__metadata__")["version"] == "7"
-        assert all(header[name]["data_offsets"][0] % loaded[name].element_size() == 0 for name in header)
-        assert_same(receive(manifest, 60.0), {slot.name: loaded[slot.name] for slot in manifest.slots})
+        assert all(
+            header[name]["data_offsets"][0] % loaded[name].element_size() == 0 for name in header
+        )
+        assert_same(
+            receive(manifest, 60.0), {slot.name: loaded[slot.name] for slot in manifest.slots}
+        )
         save_file(loaded, tmp_path / "theirs.safetensors")
         theirs = receive(replace(manifest, location=str(tmp_path / "theirs.safetensors")), 60.0)
         assert_same(theirs, {slot.name: loaded[slot.name] for slot in manifest.slots})
@@ -259,7 +291,9 @@ def test_a_fetch_from_somebody_who_says_nothing_ends_at_the_deadline() -> None:
         manifest = publisher.publish(1, TENSORS)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         location = f"127.0.0.1:{silent.getsockname()[1]}#{'0' * 32}"
-        with pytest.raises(WeightsTimeout, match=f"version 1 by fetch: {location[:-33]} sent nothing"):
+        with pytest.raises(
+            WeightsTimeout, match=f"version 1 by fetch: {location[:-33]} sent nothing"
+        ):
             receive(replace(manifest, location=location), 0.1)
 
 
@@ -276,7 +310,9 @@ def test_fetched_weights_come_in_pieces_over_the_bulk_lanes_with_the_keys_of_the
     sent = {"a": torch.arange(100_001, dtype=torch.int64), "b": torch.ones(3)}
     lanes: set[int] = set()
     fetch = BulkConnection.fetch
-    monkeypatch.setattr(BulkConnection, "fetch", lambda self, *given: (lanes.add(id(self)), fetch(self, *given))[1])
+    monkeypatch.setattr(
+        BulkConnection, "fetch", lambda self, *given: (lanes.add(id(self)), fetch(self, *given))[1]
+    )
     try:
         manifest = publisher.publish(1, sent)
         assert_same(receive(manifest, 30.0, network=network), sent)
@@ -293,7 +329,9 @@ def test_fetched_weights_come_in_pieces_over_the_bulk_lanes_with_the_keys_of_the
         receive(manifest, 30.0, network=network)
 
 
-def test_a_fetch_goes_on_after_a_connection_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fetch_goes_on_after_a_connection_broke(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It asks for the pieces that are missing, and not for all of them again."""
     monkeypatch.setattr("realhf.transport.bulk.PIECE_BYTES", 50_000)
     asked: list[int] = []
@@ -319,11 +357,22 @@ def test_a_server_of_weights_goes_on_after_nonsense(tmp_path: Path) -> None:
         endpoint, _, ticket = manifest.location.partition("#")
         host, _, port = endpoint.rpartition(":")
         number = bytes.fromhex(ticket)
-        asked = [(number, 1, 0, 8), (number, 0, 1 << 60, 8), (number, 0, 0, 0), (number, 0, 0, manifest.nbytes + 1)]
+        asked = [
+            (number, 1, 0, 8),
+            (number, 0, 1 << 60, 8),
+            (number, 0, 0, 0),
+            (number, 0, 0, manifest.nbytes + 1),
+        ]
         for each in (b"", b"\xff" * 99, *(bulk.REQUEST.pack(*said) for said in asked)):
             with socket.create_connection((host, int(port)), timeout=30.0) as stranger:
                 stranger.sendall(each)
-        for location in ("", "#", f"{endpoint}#00", f"{endpoint}#{'z' * 32}", f"192.0.2.1:7#{ticket}"):
+        for location in (
+            "",
+            "#",
+            f"{endpoint}#00",
+            f"{endpoint}#{'z' * 32}",
+            f"192.0.2.1:7#{ticket}",
+        ):
             with pytest.raises(WeightsError, match=r"location|no such"):
                 receive(replace(manifest, location=location), 1.0)
         assert_same(receive(manifest, 30.0), TENSORS)

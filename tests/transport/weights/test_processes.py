@@ -35,7 +35,9 @@ class Peer:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(60)
-        self._pid = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        self._pid = struct.unpack(
+            "iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        )[0]
         self._lines = connection.makefile("rw")
 
     def tell(self, *command: Any) -> None:
@@ -85,7 +87,9 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Peer]]:
 def test_weights_reach_another_process(medium: Medium, crowd: list[Peer], tmp_path: Path) -> None:
     publisher = WeightPublisher("run", "model_worker/0", tmp_path, medium)
     for version in (1, 2):
-        assert crowd[0].ask("take", to_payload(publisher.publish(version, values(version)))) == "same"
+        assert (
+            crowd[0].ask("take", to_payload(publisher.publish(version, values(version)))) == "same"
+        )
     gone = to_payload(publisher.publish(3, values(3)))
     publisher.close()
     assert crowd[0].ask("take", gone).startswith(f"WeightsGone: weights version 3 by {medium}")
@@ -93,14 +97,18 @@ def test_weights_reach_another_process(medium: Medium, crowd: list[Peer], tmp_pa
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("medium", ["shm", "disk"])
-def test_a_receiver_reads_to_the_end_what_is_retired_meanwhile(medium: Medium, tmp_path: Path) -> None:
+def test_a_receiver_reads_to_the_end_what_is_retired_meanwhile(
+    medium: Medium, tmp_path: Path
+) -> None:
     from realhf.transport.weights import read_memory_file, read_weight_file, unpack
 
     publisher = WeightPublisher("run", "model_worker/0", tmp_path, medium)
     manifest = publisher.publish(1, values(1))
     buffer = (read_memory_file if medium == "shm" else read_weight_file)(manifest)
     publisher.close()
-    assert all(torch.equal(tensor, values(1)[name]) for name, tensor in unpack(manifest, buffer).items())
+    assert all(
+        torch.equal(tensor, values(1)[name]) for name, tensor in unpack(manifest, buffer).items()
+    )
 
 
 @pytest.mark.nightly
@@ -110,7 +118,9 @@ def test_a_killed_publisher_leaves_nothing_that_its_successor_does_not_remove(
     shared = named_segments()
     manifests = {}
     for medium in MEDIA:
-        manifests[medium] = from_payload(WeightsManifest, crowd[1].ask("publish", medium, str(tmp_path), 4))
+        manifests[medium] = from_payload(
+            WeightsManifest, crowd[1].ask("publish", medium, str(tmp_path), 4)
+        )
         assert torch.equal(receive(manifests[medium], 60.0)["layer.0"], values(4)["layer.0"])
     other = WeightPublisher("run", "model_worker/1", tmp_path, "disk")
     other.publish(1, values(1))
@@ -125,7 +135,9 @@ def test_a_killed_publisher_leaves_nothing_that_its_successor_does_not_remove(
     successor = WeightPublisher("run", "model_worker/0", tmp_path, "disk")
     with pytest.raises(WeightsGone, match="version 4 by disk"):
         receive(manifests["disk"], 60.0)
-    assert other.latest is not None and torch.equal(receive(other.latest, 60.0)["layer.0"], values(1)["layer.0"])
+    assert other.latest is not None and torch.equal(
+        receive(other.latest, 60.0)["layer.0"], values(1)["layer.0"]
+    )
     other.close()
     successor.close()
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

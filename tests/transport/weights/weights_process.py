@@ -1,5 +1,6 @@
-"""Processes that publish or receive weights: forked from one that has imported torch, a line on its stdin each. They
-connect to the Unix socket named on the command line and take a command per line of JSON, an answer per line."""
+"""Processes that publish or receive weights: forked from one that has imported torch, a line on its
+stdin each. They connect to the Unix socket named on the command line and take a command per line of
+JSON, an answer per line."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def take(manifest: dict[str, Any]) -> str:
         return f"{type(error).__name__}: {error}"
     held.append(tensors)
     expected = values(manifest["version"])
-    same = list(tensors) == list(expected) and all(torch.equal(tensors[k], expected[k]) for k in expected)
+    same = list(tensors) == list(expected) and all(
+        torch.equal(tensors[k], expected[k]) for k in expected
+    )
     return "same" if same else "other"
 
 

@@ -1,8 +1,9 @@
 """Is a process that an environment lives in, with the sessions that the server gives it.
 
-The module is run as a zygote, which imports what every such process needs and forks them (``fork_server``); the
-author's code is loaded behind the fork, so the zygote never runs it and has one thread. A process has a control socket,
-on which the server opens and breaks off sessions, and a channel for each session, on which one frame answers another.
+The module is run as a zygote, which imports what every such process needs and forks them
+(``fork_server``); the author's code is loaded behind the fork, so the zygote never runs it and has
+one thread. A process has a control socket, on which the server opens and breaks off sessions, and a
+channel for each session, on which one frame answers another.
 """
 
 from __future__ import annotations
@@ -40,13 +41,15 @@ _TELL_S = 0.25
 
 
 def run(request: dict[str, Any], fds: list[int]) -> None:
-    """Load the environment, say what it is, and play sessions until the server closes the control socket. ``fds``: that
-    socket, and a file for the stack of a crash."""
+    """Load the environment, say what it is, and play sessions until the server closes the control
+    socket. ``fds``: that socket, and a file for the stack of a crash."""
     for descriptor in fds:
         os.set_inheritable(descriptor, False)
     control = socket.socket(fileno=fds[0])
     faulthandler.enable(fds[1], all_threads=False)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     keep_this_process()
     try:
         spec = build_environment(request["reference"], request["options"])
@@ -102,7 +105,8 @@ class _Sessions:
                 channel.sendall(frame({}))
 
     def _tell_stuck(self) -> None:
-        """Say how many threads are left behind, if that has changed; later, if the server has not read for long."""
+        """Say how many threads are left behind, if that has changed; later, if the server has not
+        read for long."""
         if (stuck := self._host.places.stuck) != self._told:
             with suppress(OSError):
                 self._control.send(json.dumps({STUCK: stuck}).encode(), socket.MSG_DONTWAIT)
@@ -111,10 +115,19 @@ class _Sessions:
 
 def _answer(player: SpecPlayer, request: dict[str, Any]) -> dict[str, Any]:
     try:
-        reply = player.reset(request["data"]) if request["what"] == RESET else player.step(request["data"])
+        reply = (
+            player.reset(request["data"])
+            if request["what"] == RESET
+            else player.step(request["data"])
+        )
         return {"reply": reply, "state": player.state()}
     except WireError as error:
-        found = {"code": error.code, "message": error.message, "retryable": error.retryable, "kind": error.kind}
+        found = {
+            "code": error.code,
+            "message": error.message,
+            "retryable": error.retryable,
+            "kind": error.kind,
+        }
         field = ".".join(error.errors[0]["loc"]) if error.errors else ""
         return {"error": found | {"field": field}, "state": player.state()}
     except Exception as error:

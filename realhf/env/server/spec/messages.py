@@ -1,7 +1,7 @@
 """Defines and checks the messages between a client and any environment.
 
-A frame that is wrong is refused. A tool call that is wrong is the policy's mistake: it reaches the environment with its
-problem, and is answered.
+A frame that is wrong is refused. A tool call that is wrong is the policy's mistake: it reaches the
+environment with its problem, and is answered.
 """
 
 from __future__ import annotations
@@ -35,14 +35,19 @@ class SpecAction(BaseModel):
     """What the policy said in a turn. Content alone is enough."""
 
     model_config = ConfigDict(extra="forbid")
-    content: str | None = Field(default=None, description="what the policy said, without reasoning and tool calls")
+    content: str | None = Field(
+        default=None, description="what the policy said, without reasoning and tool calls"
+    )
     tool_calls: list[Any] | None = Field(
         default=None,
-        description='calls of tools, {"name", "arguments"} or in the form of the OpenAI chat API; a call that is '
+        description='calls of tools, {"name", "arguments"} or in the form of the OpenAI chat API; '
+        "a call that is "
         "wrong is answered by the environment",
     )
     reasoning: str | None = Field(default=None, description="what the policy thought")
-    text: str | None = Field(default=None, description="all that the policy wrote; the content where it is absent")
+    text: str | None = Field(
+        default=None, description="all that the policy wrote; the content where it is absent"
+    )
     token_count: int | None = Field(default=None, ge=0, description="how many tokens were sampled")
     metadata: dict[str, Any] | None = Field(default=None, description="is not read")
 
@@ -51,16 +56,27 @@ class SpecObservation(BaseModel):
     """What the environment answers. Reward and done lie beside it in the reply."""
 
     model_config = ConfigDict(extra="allow")
-    messages: list[dict[str, Any]] = Field(description="chat messages: role, content, perhaps name and tool_call_id")
-    tools: list[dict[str, Any]] | None = Field(
-        default=None, description="after a reset: the episode's tools, in the form of the OpenAI chat API"
+    messages: list[dict[str, Any]] = Field(
+        description="chat messages: role, content, perhaps name and tool_call_id"
     )
-    metrics: dict[str, float] = Field(default_factory=dict, description="numbers: success, progress and others")
-    rewards: dict[str, float] | None = Field(default=None, description="named components of the reward")
-    final: bool | None = Field(default=None, description="true: the reward replaces the sum of those before")
+    tools: list[dict[str, Any]] | None = Field(
+        default=None,
+        description="after a reset: the episode's tools, in the form of the OpenAI chat API",
+    )
+    metrics: dict[str, float] = Field(
+        default_factory=dict, description="numbers: success, progress and others"
+    )
+    rewards: dict[str, float] | None = Field(
+        default=None, description="named components of the reward"
+    )
+    final: bool | None = Field(
+        default=None, description="true: the reward replaces the sum of those before"
+    )
     info: dict[str, Any] | None = Field(default=None, description="for people; with --info true")
     state_key: str | None = Field(
-        default=None, description="the same wherever episodes of one task are in the same state; absent: not said"
+        default=None,
+        description="the same wherever episodes of one task are in the same state; absent: not "
+        "said",
     )
 
 
@@ -83,14 +99,18 @@ _NEEDED = "step needs data: an object with content, tool_calls or both"
 
 
 def checked_reset(data: Any) -> dict[str, Any]:
-    """Return the data of a reset without what is null. Raises WireError, also for a key that is not known: a wrong name
-    must not become another task."""
+    """Return the data of a reset without what is null. Raises WireError, also for a key that is not
+    known: a wrong name must not become another task."""
     given = {key: value for key, value in wire.checked_reset(data).items() if value is not None}
     if extra := given.keys() - wire.RESET_TYPES.keys():
         name = min(extra)[:64]
-        raise WireError(VALIDATION_ERROR, f"unexpected key {name!a} in reset data", field=f"data.{name}")
+        raise WireError(
+            VALIDATION_ERROR, f"unexpected key {name!a} in reset data", field=f"data.{name}"
+        )
     if given.get("split", SPLITS[0]) not in SPLITS:
-        raise WireError(VALIDATION_ERROR, f"split is one of {', '.join(SPLITS)}", field="data.split")
+        raise WireError(
+            VALIDATION_ERROR, f"split is one of {', '.join(SPLITS)}", field="data.split"
+        )
     if "task" in given and (both := given.keys() & {"task_id", "split"}):
         name = min(both)
         raise WireError(VALIDATION_ERROR, f"a whole task needs no {name}", field=f"data.{name}")
@@ -99,10 +119,14 @@ def checked_reset(data: Any) -> dict[str, Any]:
 
 def checked_action(data: Any) -> dict[str, Any]:
     """Return an action, the data of a step, without what is null. Raises WireError."""
-    given = {key: value for key, value in checked_object(data, _NEEDED).items() if value is not None}
+    given = {
+        key: value for key, value in checked_object(data, _NEEDED).items() if value is not None
+    }
     if extra := given.keys() - _ACTION_KEYS:
         name = min(extra)[:64]
-        raise WireError(VALIDATION_ERROR, f"unexpected key {name!a} in the action", field=f"data.{name}")
+        raise WireError(
+            VALIDATION_ERROR, f"unexpected key {name!a} in the action", field=f"data.{name}"
+        )
     if not given.keys() & {"content", "text", "tool_calls"}:
         raise WireError(VALIDATION_ERROR, _NEEDED, field="data.content")
     for key in _TEXTS:
@@ -111,21 +135,30 @@ def checked_action(data: Any) -> dict[str, Any]:
         raise WireError(VALIDATION_ERROR, "tool_calls must be a list", field="data.tool_calls")
     count = given.get("token_count", 0)
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= wire.MAX_NUMBER:
-        raise WireError(VALIDATION_ERROR, "token_count must be a whole number from 0", field="data.token_count")
+        raise WireError(
+            VALIDATION_ERROR, "token_count must be a whole number from 0", field="data.token_count"
+        )
     if not isinstance(given.get("metadata", {}), dict):
-        raise WireError(VALIDATION_ERROR, "metadata must be an object or null", field="data.metadata")
+        raise WireError(
+            VALIDATION_ERROR, "metadata must be an object or null", field="data.metadata"
+        )
     return given
 
 
 def message_of(action: Mapping[str, Any]) -> AssistantMessage:
-    """Return what the policy said by a checked action. ``text`` is the content where it is not given."""
+    """Return what the policy said by a checked action. ``text`` is the content where it is not
+    given."""
     content = action.get("content", action.get("text", ""))
     calls = action.get("tool_calls", [])
     read = [_call(entry, position) for position, entry in enumerate(calls[:MAX_CALLS])]
     if len(calls) > MAX_CALLS:
         read.append(broken_call(f"a turn has at most {MAX_CALLS} calls", "", MAX_CALLS))
     return AssistantMessage(
-        content, tuple(read), action.get("reasoning", ""), action.get("text", content), action.get("token_count", 0)
+        content,
+        tuple(read),
+        action.get("reasoning", ""),
+        action.get("text", content),
+        action.get("token_count", 0),
     )
 
 
@@ -135,12 +168,14 @@ def _check_text(key: str, value: Any) -> None:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise WireError(VALIDATION_ERROR, f"{key} is not valid Unicode text", field=f"data.{key}") from None
+        raise WireError(
+            VALIDATION_ERROR, f"{key} is not valid Unicode text", field=f"data.{key}"
+        ) from None
 
 
 def _call(entry: Any, position: int) -> ToolCall:
-    """Return a call in the short form, ``{"name", "arguments"}``, or in that of the OpenAI API, whose arguments are
-    JSON text. What is neither has a ``problem``."""
+    """Return a call in the short form, ``{"name", "arguments"}``, or in that of the OpenAI API,
+    whose arguments are JSON text. What is neither has a ``problem``."""
     try:
         text = json.dumps(entry, separators=(",", ":"))
     except RecursionError:
@@ -152,7 +187,12 @@ def _call(entry: Any, position: int) -> ToolCall:
             value["arguments"] = _whole(value["arguments"])
     except CallProblem as problem:
         name = inner.get("name") if isinstance(inner, dict) else None
-        return broken_call(str(problem), text, position, name=name if isinstance(name, str) and name.isascii() else "")
+        return broken_call(
+            str(problem),
+            text,
+            position,
+            name=name if isinstance(name, str) and name.isascii() else "",
+        )
     call = call_of(value, text, position, arguments_key="arguments")
     given = entry.get("id") if isinstance(entry, dict) else None
     if isinstance(given, str) and given and not wire.size_problem(given):
@@ -170,8 +210,8 @@ def _whole(text: str) -> Any:
 
 
 def of_opening(opening: Any, system_prompt: str) -> dict[str, Any]:
-    """Return the observation of a reset; ``system_prompt`` comes first, unless the environment opens with one of its
-    own. Raises BrokenContract."""
+    """Return the observation of a reset; ``system_prompt`` comes first, unless the environment
+    opens with one of its own. Raises BrokenContract."""
     if not isinstance(opening, Opening):
         raise BrokenContract(f"reset must return an Opening, not {shown(opening)}")
     messages = [dict(message) for message in checked_messages(opening.messages, "messages")]
@@ -184,7 +224,8 @@ def of_opening(opening: Any, system_prompt: str) -> dict[str, Any]:
 
 
 def of_turn(turn: Any) -> tuple[dict[str, Any], float | None, bool]:
-    """Return the observation of a step, its reward and whether the episode is over. Raises BrokenContract."""
+    """Return the observation of a step, its reward and whether the episode is over. Raises
+    BrokenContract."""
     if not isinstance(turn, Turn):
         raise BrokenContract(f"step must return a Turn, not {shown(turn)}")
     checked(turn, turn_problems(turn))

@@ -1,4 +1,5 @@
-"""Plays the episodes of a session on any environment: picks the task, calls the environment, counts its failures."""
+"""Plays the episodes of a session on any environment: picks the task, calls the environment, counts
+its failures."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from realhf.api.environment import SPLITS, TRAIN, Environment, EnvironmentFailure, EnvironmentSpec, Task, TaskSet, Turn
+from realhf.api.environment import (
+    SPLITS,
+    TRAIN,
+    Environment,
+    EnvironmentFailure,
+    EnvironmentSpec,
+    Task,
+    TaskSet,
+    Turn,
+)
 from realhf.base.text import shorten
 from realhf.env.server import wire
 from realhf.env.server.interfaces import Reply
@@ -28,11 +38,12 @@ class ChosenTask:
 
 
 class TaskChoice:
-    """Knows the tasks of an environment. The task of seed n in a split is its template number n, counted round, drawn
-    with the seed n; a reset that names nothing plays the next n of the training split.
+    """Knows the tasks of an environment. The task of seed n in a split is its template number n,
+    counted round, drawn with the seed n; a reset that names nothing plays the next n of the
+    training split.
 
-    Raises ValueError when the environment has no training tasks. A held-out split that cannot be made is refused when
-    somebody asks for it.
+    Raises ValueError when the environment has no training tasks. A held-out split that cannot be
+    made is refused when somebody asks for it.
     """
 
     def __init__(self, spec: EnvironmentSpec) -> None:
@@ -48,12 +59,18 @@ class TaskChoice:
                     raise ValueError(f"there are no tasks in the split {split}")
             except Exception as error:
                 if split == TRAIN:
-                    raise ValueError(f"no tasks to play: {type(error).__name__}: {error}") from error
-                self._missing[split] = f"the split {split} cannot be played ({type(error).__name__}: {error})"
+                    raise ValueError(
+                        f"no tasks to play: {type(error).__name__}: {error}"
+                    ) from error
+                self._missing[split] = (
+                    f"the split {split} cannot be played ({type(error).__name__}: {error})"
+                )
 
     def counts(self) -> dict[str, int]:
         """Return how many templates each split has; 0 for one that cannot be played."""
-        return {split: 0 if split in self._missing else len(self._templates[split]) for split in SPLITS}
+        return {
+            split: 0 if split in self._missing else len(self._templates[split]) for split in SPLITS
+        }
 
     def groups(self) -> list[str]:
         """Return the groups of the training split, the easiest first."""
@@ -65,13 +82,16 @@ class TaskChoice:
         if "task" in data:
             return
         if split in self._missing:
-            raise WireError(VALIDATION_ERROR, shorten(self._missing[split], 300), field="data.split")
+            raise WireError(
+                VALIDATION_ERROR, shorten(self._missing[split], 300), field="data.split"
+            )
         if "task_id" in data and str(data["task_id"]) not in self._sets[split].group_of:
             text = f"no task {str(data['task_id'])[:64]!a} in the split {split}"
             raise WireError(VALIDATION_ERROR, text, field="data.task_id")
 
     def choose(self, data: Mapping[str, Any]) -> ChosenTask:
-        """Return the task that checked reset data mean. It runs the environment's own code, whatever that raises."""
+        """Return the task that checked reset data mean. It runs the environment's own code,
+        whatever that raises."""
         if "task" in data:
             return ChosenTask(Task("", payload=data["task"], seed=data.get("seed", 0)))
         split = data.get("split", TRAIN)
@@ -87,10 +107,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class SpecPlayer:
-    """Implements ``realhf.env.server.interfaces.Player`` on a ``place`` of ``places``. Use it from one thread at a
-    time, except ``kill``. ``info``: whether observations carry it."""
+    """Implements ``realhf.env.server.interfaces.Player`` on a ``place`` of ``places``. Use it from
+    one thread at a time, except ``kill``. ``info``: whether observations carry it."""
 
-    def __init__(self, place: Place, places: Places, choice: TaskChoice, system_prompt: str, *, info: bool) -> None:
+    def __init__(
+        self, place: Place, places: Places, choice: TaskChoice, system_prompt: str, *, info: bool
+    ) -> None:
         self._place = place
         self._places = places
         self._choice = choice
@@ -103,7 +125,8 @@ class SpecPlayer:
         self._tools: Sequence[Mapping[str, Any]] = ()
 
     def reset(self, data: dict[str, Any]) -> Reply:
-        """Start an episode of the task that ``data`` mean; one that is open is given up. Raises WireError."""
+        """Start an episode of the task that ``data`` mean; one that is open is given up. Raises
+        WireError."""
         self._choice.check(data)
         self._playing = False
         self._steps = 0
@@ -136,8 +159,13 @@ class SpecPlayer:
         return self._shown(seen), reward, done
 
     def state(self) -> dict[str, Any]:
-        """Return what ``SpecState`` describes; never the task itself, which may hold its solution."""
-        found = {"episode_id": self._episode_id, "step_count": self._steps, "playing": self._playing}
+        """Return what ``SpecState`` describes; never the task itself, which may hold its
+        solution."""
+        found = {
+            "episode_id": self._episode_id,
+            "step_count": self._steps,
+            "playing": self._playing,
+        }
         if self._chosen is not None:
             task = self._chosen.task
             found |= {"task_id": task.id, "template": self._chosen.template, "group": task.group}
@@ -168,7 +196,9 @@ class SpecPlayer:
         except EnvironmentFailure as failure:
             if failure.kind != "unavailable":
                 self._playing = False
-            told = EnvironmentFailure(failure.kind, f"{shorten(str(failure), _LONGEST_MESSAGE)}{self._of_task()}")
+            told = EnvironmentFailure(
+                failure.kind, f"{shorten(str(failure), _LONGEST_MESSAGE)}{self._of_task()}"
+            )
             self._places.count(told.kind)
             _LOG.warning("%s: %s", told.kind, told)
             again = failure.kind == "unavailable"
@@ -180,14 +210,17 @@ class SpecPlayer:
         if self._chosen is None:
             return ""
         task = self._chosen.task
-        name = task.id or (f"of template {self._chosen.template}" if self._chosen.template else "without an id")
+        name = task.id or (
+            f"of template {self._chosen.template}" if self._chosen.template else "without an id"
+        )
         return f" (task {name}, seed {task.seed})"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the server says about an environment: whether it is ``deterministic``, how many instances may live at once,
-    how many templates each split has, and the groups of the training split, the easiest first."""
+    """What the server says about an environment: whether it is ``deterministic``, how many
+    instances may live at once, how many templates each split has, and the groups of the training
+    split, the easiest first."""
 
     name: str
     deterministic: bool
@@ -197,14 +230,15 @@ class Facts:
 
 
 class Host:
-    """Makes places and players for at most ``size`` sessions. ``timeout_s`` bounds a call of the environment; ``info``:
-    whether observations carry it. Raises ValueError for an environment that has no tasks, or that lives on a service of
-    its own."""
+    """Makes places and players for at most ``size`` sessions. ``timeout_s`` bounds a call of the
+    environment; ``info``: whether observations carry it. Raises ValueError for an environment that
+    has no tasks, or that lives on a service of its own."""
 
     def __init__(self, spec: EnvironmentSpec, size: int, timeout_s: float, *, info: bool) -> None:
         if spec.launch is not None:
             raise ValueError(
-                f"the environment {spec.name} is played on a server of its own: python -m {spec.launch.module}"
+                f"the environment {spec.name} is played on a server of its own: python -m "
+                f"{spec.launch.module}"
             )
         self._spec = spec
         self._info = info
@@ -216,4 +250,6 @@ class Host:
 
     def player(self, place: Place) -> SpecPlayer:
         """Return what plays the episodes of a session on its place."""
-        return SpecPlayer(place, self.places, self._choice, self._spec.system_prompt, info=self._info)
+        return SpecPlayer(
+            place, self.places, self._choice, self._spec.system_prompt, info=self._info
+        )

@@ -1,7 +1,8 @@
-"""Keeps an environment in processes of its own: what ends one of them ends its sessions, and not the server.
+"""Keeps an environment in processes of its own: what ends one of them ends its sessions, and not
+the server.
 
-A session stays in the process in which its first episode began, as long as that lives. A process that died, or does not
-answer, is replaced when a session needs it.
+A session stays in the process in which its first episode began, as long as that lives. A process
+that died, or does not answer, is replaced when a session needs it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _ZYGOTE_S = 60.0
 _LOAD_S = 300.0
 """How long the environment may take to load: it may import much."""
 _LATE_S = 2 * GRACE_S + CLOSE_S + 3.0
-"""How much longer than a call may take its answer is waited for: the process itself ends the call in this time."""
+"""How much longer than a call may take its answer is waited for: the process itself ends the call
+in this time."""
 _SEND_S = 5.0
 _GONE_S = 1.0
 """A process that crashes closes its channels a moment before it is gone."""
@@ -48,10 +50,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class _Process:
-    """Is one process, as the server sees it. ``session``: the one of the kernel that it and what it forks are in;
-    ``sessions``: how many have a channel to it; ``counted``: its death is."""
+    """Is one process, as the server sees it. ``session``: the one of the kernel that it and what it
+    forks are in; ``sessions``: how many have a channel to it; ``counted``: its death is."""
 
-    def __init__(self, forked: ForkedProcess, control: socket.socket, crash: int, session: int) -> None:
+    def __init__(
+        self, forked: ForkedProcess, control: socket.socket, crash: int, session: int
+    ) -> None:
         self.forked = forked
         self._control = control
         self._crash = crash
@@ -64,8 +68,8 @@ class _Process:
         self.counted = False
 
     def facts(self) -> Facts:
-        """Wait until the environment is loaded, and return what it says of itself. Raises ValueError with what is wrong
-        with it."""
+        """Wait until the environment is loaded, and return what it says of itself. Raises
+        ValueError with what is wrong with it."""
         with self._lock:
             if self._ready is None:
                 self._ready = self._greeted()
@@ -75,21 +79,24 @@ class _Process:
         return self._ready
 
     def open(self) -> tuple[int, socket.socket]:
-        """Return number and channel of a new session. Raises OSError for a process that ended, or has read nothing for
-        so long that it takes no more."""
+        """Return number and channel of a new session. Raises OSError for a process that ended, or
+        has read nothing for so long that it takes no more."""
         number = next(self._numbers)
         ours, theirs = socket.socketpair()
         try:
             with theirs:
                 sent = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [theirs.fileno()]))]
-                self._control.sendmsg([json.dumps([OPEN, number]).encode()], sent, socket.MSG_DONTWAIT)
+                self._control.sendmsg(
+                    [json.dumps([OPEN, number]).encode()], sent, socket.MSG_DONTWAIT
+                )
         except BaseException:
             ours.close()
             raise
         return number, ours
 
     def break_off(self, number: int) -> None:
-        """Have the call of a session end. Waits for nobody: it is called on the server's event loop."""
+        """Have the call of a session end. Waits for nobody: it is called on the server's event
+        loop."""
         with suppress(OSError):
             self._control.send(json.dumps([KILL, number]).encode(), socket.MSG_DONTWAIT)
 
@@ -100,11 +107,13 @@ class _Process:
 
     @property
     def stuck(self) -> int:
-        """How many threads it has left behind in the environment's code, by what it has said last. One at a time
-        asks."""
+        """How many threads it has left behind in the environment's code, by what it has said last.
+        One at a time asks."""
         if self._ready is None or not self.alive:
             return 0
-        with suppress(OSError, ValueError, KeyError, TypeError):  # nothing there; or what the environment's code wrote
+        with suppress(
+            OSError, ValueError, KeyError, TypeError
+        ):  # nothing there; or what the environment's code wrote
             while data := self._control.recv(DATAGRAM, socket.MSG_DONTWAIT):
                 self._stuck = int(json.loads(data)[STUCK])
         return self._stuck
@@ -116,13 +125,17 @@ class _Process:
         if cause is None:
             return "its process has ended"
         frames = _FRAME.findall(text)
-        own = [each for each in frames if "/lib/python" not in each[0] and "/site-packages/" not in each[0]]
+        own = [
+            each
+            for each in frames
+            if "/lib/python" not in each[0] and "/site-packages/" not in each[0]
+        ]
         where = " ({}, line {}, in {})".format(*own[0]) if own else ""
         return f"its process has crashed: {cause[1]}{where}"
 
     def end(self) -> None:
-        """Kill it and whatever it forked, and wait until it is gone. What the server holds of it stays: a session may
-        be waiting at its descriptor."""
+        """Kill it and whatever it forked, and wait until it is gone. What the server holds of it
+        stays: a session may be waiting at its descriptor."""
         if self.alive or self._has_left():
             with suppress(OSError):
                 os.killpg(self.forked.pid, signal.SIGKILL)
@@ -142,8 +155,8 @@ class _Process:
         os.close(self._crash)
 
     def _has_left(self) -> bool:
-        """Return whether a process that has ended left others in its group. They are known by the session, too: where
-        none is left, the number may be that of a stranger."""
+        """Return whether a process that has ended left others in its group. They are known by the
+        session, too: where none is left, the number may be that of a stranger."""
         for each in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
                 _, _, group, session, *_ = each.read_bytes().rpartition(b")")[2].split()
@@ -155,24 +168,45 @@ class _Process:
         poll = select.poll()
         for descriptor in (self._control.fileno(), self.forked.pidfd):
             poll.register(descriptor, select.POLLIN)
-        ready = {descriptor for descriptor, _ in process_clock.wait(lambda left_s: poll.poll(left_s * 1000), _LOAD_S)}
+        ready = {
+            descriptor
+            for descriptor, _ in process_clock.wait(
+                lambda left_s: poll.poll(left_s * 1000), _LOAD_S
+            )
+        }
         data = self._control.recv(DATAGRAM) if self._control.fileno() in ready else b""
         if not data:
-            return f"while it was loaded, {self.death()}" if ready else f"it was not loaded within {_LOAD_S:g} s"
+            return (
+                f"while it was loaded, {self.death()}"
+                if ready
+                else f"it was not loaded within {_LOAD_S:g} s"
+            )
         found = json.loads(data)
         return Facts(**found[FIRST]) if FIRST in found else str(found["error"])
 
 
 class Processes(SessionSlots):
-    """Keeps the processes; a slot is the player of a session. ``count`` processes at
-    most hold at most ``size`` sessions together. Raises ValueError with what is wrong with the environment,
+    """Keeps the processes; a slot is the player of a session. ``count`` processes at most hold at
+    most ``size`` sessions together. Raises ValueError with what is wrong with the environment,
     RuntimeError when no process can be started."""
 
     def __init__(
-        self, reference: str, options: Mapping[str, Any], count: int, size: int, timeout_s: float, *, info: bool
+        self,
+        reference: str,
+        options: Mapping[str, Any],
+        count: int,
+        size: int,
+        timeout_s: float,
+        *,
+        info: bool,
     ) -> None:
         super().__init__(size)
-        self._request = {"reference": reference, "options": dict(options), "timeout_s": timeout_s, "info": info}
+        self._request = {
+            "reference": reference,
+            "options": dict(options),
+            "timeout_s": timeout_s,
+            "info": info,
+        }
         self._request["size"] = size
         self._count = count
         self.limit_s = timeout_s + _LATE_S
@@ -231,8 +265,9 @@ class Processes(SessionSlots):
         return next(self._numbers)
 
     def opened(self) -> tuple[_Process, int, socket.socket]:
-        """Return a channel for a session, with its process and number: the process with the fewest sessions, or a new
-        one while there are fewer than there may be. Raises RuntimeError or ValueError when there is none."""
+        """Return a channel for a session, with its process and number: the process with the fewest
+        sessions, or a new one while there are fewer than there may be. Raises RuntimeError or
+        ValueError when there is none."""
         for _ in range(2):  # a process may end just now
             process = self._chosen()
             try:
@@ -246,11 +281,13 @@ class Processes(SessionSlots):
         raise RuntimeError("no process of it stays alive, or takes a session")
 
     def _chosen(self) -> _Process:
-        """Return a process that counts one more session. One at a time chooses: sessions that begin at once would each
-        start a process."""
+        """Return a process that counts one more session. One at a time chooses: sessions that begin
+        at once would each start a process."""
         with self._choosing:
             with self._lock:
-                for ended in [each for each in self._processes if not each.alive and not each.sessions]:
+                for ended in [
+                    each for each in self._processes if not each.alive and not each.sessions
+                ]:
                     self._forget(ended)
                 living = [each for each in self._processes if each.alive]
                 process = min(living, key=lambda each: each.sessions, default=None)
@@ -276,7 +313,12 @@ class Processes(SessionSlots):
         if not process.counted:
             process.counted = True
             self._deaths += 1
-            _LOG.error("environment %s: %s; sessions in it: %d", self.name, process.death(), process.sessions)
+            _LOG.error(
+                "environment %s: %s; sessions in it: %d",
+                self.name,
+                process.death(),
+                process.sessions,
+            )
 
     def _forget(self, process: _Process) -> None:
         self._count_death(process)
@@ -289,7 +331,9 @@ class Processes(SessionSlots):
         crash = os.memfd_create("crash")
         try:
             with theirs:
-                forked = self._zygote.fork(self._request, [theirs.fileno(), crash], "an environment's process")
+                forked = self._zygote.fork(
+                    self._request, [theirs.fileno(), crash], "an environment's process"
+                )
         except BaseException:
             ours.close()
             os.close(crash)
@@ -306,8 +350,8 @@ class Processes(SessionSlots):
 
 
 class ProcessPlayer:
-    """Implements ``realhf.env.server.interfaces.Player`` by a process's ``SpecPlayer``. Use it from one thread at a
-    time, except ``kill``."""
+    """Implements ``realhf.env.server.interfaces.Player`` by a process's ``SpecPlayer``. Use it from
+    one thread at a time, except ``kill``."""
 
     def __init__(self, pool: Processes) -> None:
         self._pool = pool
@@ -316,7 +360,8 @@ class ProcessPlayer:
         self._tools: Sequence[Mapping[str, Any]] = ()
 
     def reset(self, data: dict[str, Any]) -> Reply:
-        """Start an episode of the task that ``data`` mean; one that is open is given up. Raises WireError."""
+        """Start an episode of the task that ``data`` mean; one that is open is given up. Raises
+        WireError."""
         if not data.keys() & {"seed", "task_id", "task"}:
             data = data | {"seed": self._pool.next_number()}
         reply = self._asked(RESET, data)
@@ -366,8 +411,8 @@ class ProcessPlayer:
         return observation, reward, done
 
     def _exchanged(self, request: dict[str, Any], what: str) -> dict[str, Any]:
-        """Send a frame and return the one that answers it. Raises WireError for a process that cannot be had, ended, or
-        does not answer, which is ended then."""
+        """Send a frame and return the one that answers it. Raises WireError for a process that
+        cannot be had, ended, or does not answer, which is ended then."""
         if self._seat is None:
             try:
                 self._seat = self._pool.opened()
@@ -389,7 +434,11 @@ class ProcessPlayer:
             why = why if silent else process.death() if ended else f"its process was ended: {error}"
             others = process.sessions - 1
             self._leave()
-            also = f"; with it {others} other session{'s' if others > 1 else ''} ended" if others > 0 else ""
+            also = (
+                f"; with it {others} other session{'s' if others > 1 else ''} ended"
+                if others > 0
+                else ""
+            )
             raise self._failure("timeout" if silent else "lost", what, f"{why}{also}") from None
 
     def _failure(self, kind: str, what: str, why: str) -> WireError:
@@ -410,12 +459,15 @@ class ProcessPlayer:
 
 
 def _wait_readable(channel: socket.socket, pidfd: int, timeout_s: float) -> None:
-    """Wait for an answer, or the end of the process: what it forked may hold its end of the channel open. Raises
-    TimeoutError, BadFrame."""
+    """Wait for an answer, or the end of the process: what it forked may hold its end of the channel
+    open. Raises TimeoutError, BadFrame."""
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     poll.register(pidfd, select.POLLIN)
-    ready = {descriptor for descriptor, _ in process_clock.wait(lambda left_s: poll.poll(left_s * 1000), timeout_s)}
+    ready = {
+        descriptor
+        for descriptor, _ in process_clock.wait(lambda left_s: poll.poll(left_s * 1000), timeout_s)
+    }
     if not ready:
         raise TimeoutError
     if channel.fileno() not in ready:

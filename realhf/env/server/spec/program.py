@@ -1,4 +1,5 @@
-"""Puts the server of any environment of the registry together and describes it to the environment server."""
+"""Puts the server of any environment of the registry together and describes it to the environment
+server."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from realhf.base.process import keep_this_process
 from realhf.env.loader.load import build_environment, parse_options
 from realhf.env.server.config import ServerConfig
 from realhf.env.server.interfaces import Player, ServedEnvironment
-from realhf.env.server.spec.messages import SpecAction, SpecObservation, SpecState, checked_action, checked_reset
+from realhf.env.server.spec.messages import (
+    SpecAction,
+    SpecObservation,
+    SpecState,
+    checked_action,
+    checked_reset,
+)
 from realhf.env.server.spec.player import Facts, Host, SpecPlayer
 from realhf.env.server.spec.processes import Processes, ProcessPlayer
 from realhf.env.server.spec.slots import Places
@@ -22,16 +29,21 @@ from realhf.web.settings import SettingError, setting
 
 @dataclass(frozen=True)
 class SpecServerConfig(ServerConfig):
-    """Holds the settings of one server process. Raises SettingError naming variable and flag of a bad one."""
+    """Holds the settings of one server process. Raises SettingError naming variable and flag of a
+    bad one."""
 
     call_timeout_s: float = setting(
         30.0, "seconds that the environment may take for a reset or a step", limits=(0.01, 3600)
     )
-    info: bool = setting(False, "observations carry info, which is for people and may hold the solution")
+    info: bool = setting(
+        False, "observations carry info, which is for people and may hold the solution"
+    )
     processes: int = setting(
         -1,
-        "processes that the environment lives in, apart from the server's; a crash ends the sessions of one of them. "
-        "0: the server's own, which is faster for cheap environments; -1: 4, and 0 for a registered environment",
+        "processes that the environment lives in, apart from the server's; a crash ends the "
+        "sessions of one of them. "
+        "0: the server's own, which is faster for cheap environments; -1: 4, and 0 for a "
+        "registered environment",
         limits=(-1, 256),
     )
 
@@ -40,8 +52,8 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
 class SpecServed(ServedEnvironment):
-    """Is an environment of the registry as the server sees it, known by its ``facts``: the wire carries the messages
-    of its contract."""
+    """Is an environment of the registry as the server sees it, known by its ``facts``: the wire
+    carries the messages of its contract."""
 
     slots_are = "environment"
     slot_label = "kind"
@@ -50,7 +62,11 @@ class SpecServed(ServedEnvironment):
     state_model = SpecState
 
     def __init__(
-        self, facts: Facts, pool: Places | Processes, player: Callable[[Any], Player], config: SpecServerConfig
+        self,
+        facts: Facts,
+        pool: Places | Processes,
+        player: Callable[[Any], Player],
+        config: SpecServerConfig,
     ) -> None:
         super().__init__(config, pool, player)
         self.title = f"realhf environment {facts.name}"
@@ -71,7 +87,9 @@ class SpecServed(ServedEnvironment):
         success = observation["metrics"].get("success")
         return "finished" if success is None else "achieved" if success >= 1 else "failed"
 
-    def tools(self, player: SpecPlayer | ProcessPlayer | None) -> Sequence[Mapping[str, Any]] | None:
+    def tools(
+        self, player: SpecPlayer | ProcessPlayer | None
+    ) -> Sequence[Mapping[str, Any]] | None:
         """Return the tools of the player's episode. Raises WireError without an episode."""
         if player is None:
             return None
@@ -85,18 +103,27 @@ class SpecServed(ServedEnvironment):
         ]
 
     def call_problem(self, params: Any) -> str:
-        """Say what is wrong with the frame of a call; the environment answers a wrong call itself."""
-        if not isinstance(params, Mapping) or not isinstance(params.get("name"), str) or not params["name"]:
+        """Say what is wrong with the frame of a call; the environment answers a wrong call
+        itself."""
+        if (
+            not isinstance(params, Mapping)
+            or not isinstance(params.get("name"), str)
+            or not params["name"]
+        ):
             return "params name a tool"
         return "" if isinstance(params.get("arguments", {}), Mapping) else "arguments are an object"
 
     def call_action(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return a turn of the policy that consists of the call."""
-        return {"tool_calls": [{"name": params["name"], "arguments": dict(params.get("arguments", {}))}]}
+        return {
+            "tool_calls": [{"name": params["name"], "arguments": dict(params.get("arguments", {}))}]
+        }
 
     def call_answer(self, observation: Mapping[str, Any]) -> tuple[str, bool]:
         """Return the messages of the environment. What a call did wrong is told in their words."""
-        return "\n".join(str(message.get("content") or "") for message in observation["messages"]), False
+        return "\n".join(
+            str(message.get("content") or "") for message in observation["messages"]
+        ), False
 
     def metadata(self) -> dict[str, Any]:
         """Return what clients want to know: that messages are spoken, deadline and tasks."""
@@ -116,7 +143,10 @@ class SpecServed(ServedEnvironment):
 
     def announcement(self) -> str:
         """Say how many tasks there are."""
-        counts = (f"{count} templates of the split {split}" for split, count in self._facts.templates.items())
+        counts = (
+            f"{count} templates of the split {split}"
+            for split, count in self._facts.templates.items()
+        )
         return f"{self._facts.name}: {', '.join(counts)}"
 
 
@@ -127,10 +157,17 @@ _LOG = logging.getLogger(__name__)
 
 
 def prepare(arguments: argparse.Namespace, config: ServerConfig) -> tuple[SpecServed, ServerConfig]:
-    """Return the environment as the server sees it, and the settings, with no more sessions than the environment
-    allows. Raises SettingError that names what is wrong with the environment or its options."""
+    """Return the environment as the server sees it, and the settings, with no more sessions than
+    the environment allows. Raises SettingError that names what is wrong with the environment or its
+    options."""
     assert isinstance(config, SpecServerConfig)
-    count = config.processes if config.processes >= 0 else 0 if arguments.env in environments else PROCESSES
+    count = (
+        config.processes
+        if config.processes >= 0
+        else 0
+        if arguments.env in environments
+        else PROCESSES
+    )
     pool: Places | Processes
     player: Callable[[Any], Player]
     try:
@@ -152,7 +189,11 @@ def prepare(arguments: argparse.Namespace, config: ServerConfig) -> tuple[SpecSe
     except ValueError as error:
         raise SettingError(f"--env {arguments.env}: {error}") from error
     if facts.concurrency is not None and facts.concurrency < config.pool_size:
-        _LOG.warning("%s allows %d instances at once, so there are no more sessions", facts.name, facts.concurrency)
+        _LOG.warning(
+            "%s allows %d instances at once, so there are no more sessions",
+            facts.name,
+            facts.concurrency,
+        )
         config = replace(config, pool_size=facts.concurrency)
         pool.size = config.pool_size
     return SpecServed(facts, pool, player, config), config

@@ -1,7 +1,9 @@
-"""Holds the environment of each session on an event loop and a thread of its own, and hands these slots out.
+"""Holds the environment of each session on an event loop and a thread of its own, and hands these
+slots out.
 
-So an environment that hangs or blocks its loop costs its own session alone. A thread cannot be killed: one that is
-still in the environment's code after its deadline is asked to end by an exception, and is left behind and counted.
+So an environment that hangs or blocks its loop costs its own session alone. A thread cannot be
+killed: one that is still in the environment's code after its deadline is asked to end by an
+exception, and is left behind and counted.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class Place:
-    """Runs an environment's calls for threads that block. One call at a time; ``kill`` from anywhere.
+    """Runs an environment's calls for threads that block. One call at a time; ``kill`` from
+    anywhere.
 
     Args:
         name: of the environment, for messages. make: returns a new instance, on the loop. timeout_s: of one call.
@@ -54,8 +57,9 @@ class Place:
         self._over = False
 
     def run(self, what: str, call: Callable[[Environment], Awaitable[T]]) -> T:
-        """Return what ``call`` returns for the instance, which is made when there is none. Raises EnvironmentFailure;
-        unless that is of the kind ``unavailable`` the instance is gone, and the next call makes another one."""
+        """Return what ``call`` returns for the instance, which is made when there is none. Raises
+        EnvironmentFailure; unless that is of the kind ``unavailable`` the instance is gone, and the
+        next call makes another one."""
         if self._thread is None:
             self._thread = self._started()
         try:
@@ -66,8 +70,8 @@ class Place:
             raise
 
     def kill(self, *, for_good: bool = False) -> None:
-        """Break off the call in flight; its caller gets EnvironmentFailure (lost). ``for_good``: the process ends, and
-        the environment is not even waited for when it is closed."""
+        """Break off the call in flight; its caller gets EnvironmentFailure (lost). ``for_good``:
+        the process ends, and the environment is not even waited for when it is closed."""
         self._over = self._over or for_good
         if (call := self._call) is not None:
             call.cancel()
@@ -95,16 +99,24 @@ class Place:
             _LOG.warning("environment %s: close: %s", self._name, told(error))
 
     def _wait(self, thread: LoopThread, what: str, work: Any, timeout_s: float) -> Any:
-        """Wait for a coroutine on the loop. One that does not even end when it is cancelled loses its thread."""
-        self._call = asyncio.run_coroutine_threadsafe(_within(self._name, what, work, timeout_s), thread.loop)
+        """Wait for a coroutine on the loop. One that does not even end when it is cancelled loses
+        its thread."""
+        self._call = asyncio.run_coroutine_threadsafe(
+            _within(self._name, what, work, timeout_s), thread.loop
+        )
         try:
             return event_loops.result(self._call, timeout_s + GRACE_S)
         except CancelledError:
-            raise EnvironmentFailure("lost", f"environment {self._name}: {what}: broken off") from None
+            raise EnvironmentFailure(
+                "lost", f"environment {self._name}: {what}: broken off"
+            ) from None
         except TimeoutError:
             where = thread.watch().place()
             self._leave(thread)
-            text = f"{what}: no end within {timeout_s:g} s, nor when it was cancelled; its thread is at {where}"
+            text = (
+                f"{what}: no end within {timeout_s:g} s, nor when it was cancelled; its thread is "
+                f"at {where}"
+            )
             text = f"environment {self._name}: {text}"
             raise EnvironmentFailure("timeout", text) from None
         finally:
@@ -133,12 +145,16 @@ class Place:
         except (EnvironmentFailure, asyncio.CancelledError):
             raise
         except BrokenContract as error:
-            raise EnvironmentFailure("internal", f"environment {self._name}: {what}: {error}") from None
+            raise EnvironmentFailure(
+                "internal", f"environment {self._name}: {what}: {error}"
+            ) from None
         except BaseException as error:
             text = f"environment {self._name}: {what}: {told(error)}"
             raise EnvironmentFailure("internal", text) from error
         finally:
-            if os.getpid() != server:  # the environment forked, and its child must not serve in the server's place
+            if (
+                os.getpid() != server
+            ):  # the environment forked, and its child must not serve in the server's place
                 os._exit(1)
 
 
@@ -157,7 +173,11 @@ async def _within(name: str, what: str, work: Awaitable[T], timeout_s: float) ->
 def told(error: BaseException) -> str:
     """Return an error in one line, with the innermost line that is not of a library."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [each for each in frames if "/lib/python" not in each.filename and "/site-packages/" not in each.filename]
+    own = [
+        each
+        for each in frames
+        if "/lib/python" not in each.filename and "/site-packages/" not in each.filename
+    ]
     where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
     text = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}{f': {text}' if text else ''}{where}"
@@ -168,12 +188,14 @@ async def _closed(env: Environment) -> None:
 
 
 MOST_STUCK = 64
-"""Threads that were left behind in the environment's code; beyond, no session is opened until some of them end."""
+"""Threads that were left behind in the environment's code; beyond, no session is opened until some
+of them end."""
 
 
 class SessionSlots:
-    """Implements ``realhf.env.server.interfaces.SlotPool``: at most ``size`` slots at once, each made for its session
-    and closed after it. ``name`` is the environment's; subclasses say what a slot is and which threads are stuck."""
+    """Implements ``realhf.env.server.interfaces.SlotPool``: at most ``size`` slots at once, each
+    made for its session and closed after it. ``name`` is the environment's; subclasses say what a
+    slot is and which threads are stuck."""
 
     name: str
 
@@ -241,10 +263,12 @@ class SessionSlots:
 
 
 class Places(SessionSlots):
-    """Hands out places in this process. ``make`` returns an instance of the environment ``name``; ``timeout_s`` bounds
-    each of its calls."""
+    """Hands out places in this process. ``make`` returns an instance of the environment ``name``;
+    ``timeout_s`` bounds each of its calls."""
 
-    def __init__(self, name: str, make: Callable[[], Environment], size: int, timeout_s: float) -> None:
+    def __init__(
+        self, name: str, make: Callable[[], Environment], size: int, timeout_s: float
+    ) -> None:
         super().__init__(size)
         self.name = name
         self._make = make

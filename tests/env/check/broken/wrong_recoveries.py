@@ -1,4 +1,5 @@
-"""Broken on purpose: the recoveries of its scripted solver end at the mistake. The solutions are right."""
+"""Broken on purpose: the recoveries of its scripted solver end at the mistake. The solutions are
+right."""
 
 from realhf.api.environment import RECOVERY, SOLUTION, Demonstration, Task
 

@@ -1,4 +1,5 @@
-"""An environment whose payload says how it misbehaves, and when: ``{"reset": mode, "step": mode}``."""
+"""An environment whose payload says how it misbehaves, and when: ``{"reset": mode, "step":
+mode}``."""
 
 from __future__ import annotations
 
@@ -11,11 +12,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from realhf.api.environment import AssistantMessage, EnvironmentFailure, EnvironmentSpec, Opening, Task, Turn
+from realhf.api.environment import (
+    AssistantMessage,
+    EnvironmentFailure,
+    EnvironmentSpec,
+    Opening,
+    Task,
+    Turn,
+)
 
 TOOL = {
     "type": "function",
-    "function": {"name": "say", "description": "says it", "parameters": {"type": "object", "properties": {}}},
+    "function": {
+        "name": "say",
+        "description": "says it",
+        "parameters": {"type": "object", "properties": {}},
+    },
 }
 
 
@@ -30,19 +42,28 @@ class FakeOddEnvironment:
         self._task = task
         self._steps = 0
         await self._misbehave(task.get("reset", ""))
-        return Opening([{"role": "user", "content": f"seed {seed}"}], [TOOL], info={"solution": "end"})
+        return Opening(
+            [{"role": "user", "content": f"seed {seed}"}], [TOOL], info={"solution": "end"}
+        )
 
     async def step(self, message: AssistantMessage) -> Turn:
         self._steps += 1
         mode = self._task.get("step", "")
         await self._misbehave(mode)
-        calls = "; ".join(f"{call.name}{dict(call.arguments)}{call.id}: {call.problem}" for call in message.tool_calls)
+        calls = "; ".join(
+            f"{call.name}{dict(call.arguments)}{call.id}: {call.problem}"
+            for call in message.tool_calls
+        )
         text = [{"role": "user", "content": f"{message.content}|{calls}"}]
         if mode == "not messages":
             return Turn(["text"])  # type: ignore[list-item]
         reward = float("nan") if mode == "nan" else 0.25
         return Turn(
-            text, done=message.content == "end", reward=reward, rewards={"said": 0.25}, metrics={"success": 1.0}
+            text,
+            done=message.content == "end",
+            reward=reward,
+            rewards={"said": 0.25},
+            metrics={"success": 1.0},
         )
 
     async def close(self) -> None:
@@ -74,13 +95,17 @@ class FakeOddEnvironment:
         elif mode == "fork":
             os.fork()
         elif mode == "crash":
-            if self._task.get("fork") and os.fork() == 0:  # a child that stays holds what the process held
+            if (
+                self._task.get("fork") and os.fork() == 0
+            ):  # a child that stays holds what the process held
                 time.sleep(60)
                 os._exit(0)
             faulthandler._sigsegv()  # type: ignore[attr-defined]
         elif mode == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(60)  # Another thread may take the signal, while this one goes on for a moment.
+            time.sleep(
+                60
+            )  # Another thread may take the signal, while this one goes on for a moment.
         elif mode == "unavailable" and self._steps < 2:
             raise EnvironmentFailure("unavailable", "the backend is away")
 

@@ -43,16 +43,20 @@ def wait_for(places: Places, stuck: int) -> None:
         time.sleep(0.01)
 
 
-def test_no_session_opens_beside_too_many_threads(hold: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The places come back at once; when as many threads as allowed hang in the environment's code, nothing is free
-    until one of them returns."""
+def test_no_session_opens_beside_too_many_threads(
+    hold: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The places come back at once; when as many threads as allowed hang in the environment's code,
+    nothing is free until one of them returns."""
     monkeypatch.setattr("realhf.env.server.spec.slots.MOST_STUCK", 2)
     monkeypatch.setattr("realhf.env.server.spec.slots.GRACE_S", 0.05)
     kind = blocked_by(hold)
     places = Places("odd", lambda: kind(""), 8, 0.05)
     for number in range(2):
         place = places.acquire()
-        with pytest.raises(EnvironmentFailure, match=r"test_places.py, line \d+, in step") as failure:
+        with pytest.raises(
+            EnvironmentFailure, match=r"test_places.py, line \d+, in step"
+        ) as failure:
             place.run("step", lambda env: env.step(GO))
         assert failure.value.kind == "timeout"
         places.release(place)
@@ -96,7 +100,9 @@ def test_an_instance_is_closed_once_and_on_its_own_loop() -> None:
 
     place = Place("odd", FakeWatched, 30.0, lambda thread: None)
     place.run("reset", opened)
-    with pytest.raises(EnvironmentFailure, match=r"LookupError: away \(.*test_places.py, line \d+\)"):
+    with pytest.raises(
+        EnvironmentFailure, match=r"LookupError: away \(.*test_places.py, line \d+\)"
+    ):
         place.run("step", failing)
     place.run("reset", opened)
     place.close()

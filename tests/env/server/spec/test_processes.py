@@ -1,4 +1,5 @@
-"""An environment in processes of its own: what ends one of them costs its sessions, and never the server."""
+"""An environment in processes of its own: what ends one of them costs its sessions, and never the
+server."""
 
 from __future__ import annotations
 
@@ -36,21 +37,27 @@ def _of_group(group: int) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("fork", [False, True])
-def test_a_crash_ends_the_sessions_of_one_process_with_one_clear_error(pool: Processes, fork: bool) -> None:
-    """Two sessions share a process and one is in the other: the error names cause and line, also in the session that
-    was idle; the other process goes on; the next reset is played in a new process. A fork that the environment left
-    holds the channel open and keeps nobody waiting."""
+def test_a_crash_ends_the_sessions_of_one_process_with_one_clear_error(
+    pool: Processes, fork: bool
+) -> None:
+    """Two sessions share a process and one is in the other: the error names cause and line, also in
+    the session that was idle; the other process goes on; the next reset is played in a new process.
+    A fork that the environment left holds the channel open and keeps nobody waiting."""
     deaths = pool.metrics()["process_deaths"]
     players = [pool.acquire() for _ in range(3)]
     for number, player in enumerate(players):
-        player.reset({"task": {"step": "crash" if number == 0 else "", "fork": fork}, "seed": number})
+        player.reset(
+            {"task": {"step": "crash" if number == 0 else "", "fork": fork}, "seed": number}
+        )
     assert pool.metrics()["processes"] == 2
     group = players[0]._seat[0].forked.pid  # type: ignore[index]
     with pytest.raises(WireError) as crashed:
         players[0].step(GO)
     told = crashed.value
     assert (told.code, told.kind) == ("EXECUTION_ERROR", "lost")
-    assert told.message.startswith("environment odd: step: its process has crashed: Segmentation fault (")
+    assert told.message.startswith(
+        "environment odd: step: its process has crashed: Segmentation fault ("
+    )
     assert "odd_environment.py, line" in told.message and "1 other session ended" in told.message
     assert players[1].step(GO)[1] == 0.25
     with pytest.raises(WireError, match="step: its process has crashed: Segmentation fault"):
@@ -66,12 +73,16 @@ def test_a_crash_ends_the_sessions_of_one_process_with_one_clear_error(pool: Pro
     assert pool.free_count == 8
 
 
-def test_a_process_that_does_not_answer_is_ended(pool: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_answer_is_ended(
+    pool: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Code that holds the interpreter, or a stopped process, cannot end its own call."""
     player = pool.acquire()
     player.reset({"task": {"step": "freeze"}, "seed": 1})
     monkeypatch.setattr(pool, "limit_s", 0.3)
-    with pytest.raises(WireError, match=r"its process did not answer for 0\.3 s and was ended") as silent:
+    with pytest.raises(
+        WireError, match=r"its process did not answer for 0\.3 s and was ended"
+    ) as silent:
         player.step(GO)
     assert silent.value.kind == "timeout"
     monkeypatch.undo()
@@ -90,7 +101,8 @@ def test_a_call_is_broken_off_from_another_thread(pool: Processes) -> None:
 
 
 def test_nobody_waits_until_a_frozen_process_reads(pool: Processes) -> None:
-    """The event loop breaks calls off, again and again while they do not end; a new session takes another process."""
+    """The event loop breaks calls off, again and again while they do not end; a new session takes
+    another process."""
     player = pool.acquire()
     player.reset({})
     (process,) = [each for each in pool._processes if each.sessions]
@@ -129,7 +141,9 @@ def test_resets_that_name_nothing_play_the_next_of_all_processes() -> None:
     pool = Processes(ODD, {}, 2, 4, 5.0, info=False)
     players = [pool.acquire() for _ in range(4)]
     try:
-        assert [player.reset({})[0]["messages"][-1]["content"] for player in players] == [f"seed {n}" for n in range(4)]
+        assert [player.reset({})[0]["messages"][-1]["content"] for player in players] == [
+            f"seed {n}" for n in range(4)
+        ]
         assert pool.metrics()["processes"] == 2 and pool.free_count == 0
         with pytest.raises(RuntimeError, match="no place is free"):
             pool.acquire()
@@ -138,7 +152,8 @@ def test_resets_that_name_nothing_play_the_next_of_all_processes() -> None:
 
 
 def test_sessions_that_begin_at_once_get_no_more_processes_than_there_may_be() -> None:
-    """A trainer opens all its sessions in one moment; each process loads the environment, which may be large."""
+    """A trainer opens all its sessions in one moment; each process loads the environment, which may
+    be large."""
     pool = Processes(ODD, {}, 2, 16, 5.0, info=False)
     players, begin = [pool.acquire() for _ in range(16)], threading.Barrier(16)
 
@@ -158,7 +173,8 @@ def test_sessions_that_begin_at_once_get_no_more_processes_than_there_may_be() -
 
 
 def test_no_process_holds_a_listening_socket_and_none_is_left() -> None:
-    """What an environment forks lives in its process: it cannot keep the port, and ends with the pool."""
+    """What an environment forks lives in its process: it cannot keep the port, and ends with the
+    pool."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         before = {*psutil.Process().children(recursive=True)}
         pool = Processes(ODD, {}, 1, 1, 5.0, info=False)
@@ -168,7 +184,9 @@ def test_no_process_holds_a_listening_socket_and_none_is_left() -> None:
         assert len(family) == 2
         socket_of_the_port = os.readlink(f"/proc/self/fd/{listener.fileno()}")
         for each in family:
-            assert socket_of_the_port not in [os.readlink(entry) for entry in Path(f"/proc/{each.pid}/fd").iterdir()]
+            assert socket_of_the_port not in [
+                os.readlink(entry) for entry in Path(f"/proc/{each.pid}/fd").iterdir()
+            ]
         pool.release(player)
         pool.stop()
         assert not psutil.wait_procs([*family], timeout=60)[1]
@@ -179,11 +197,16 @@ def test_no_process_holds_a_listening_socket_and_none_is_left() -> None:
     ("code", "says"),
     [
         ("x = 1", "the file defines nothing of"),
-        ("import faulthandler; faulthandler._sigsegv()", "while it was loaded, its process has crashed: Segmentation"),
+        (
+            "import faulthandler; faulthandler._sigsegv()",
+            "while it was loaded, its process has crashed: Segmentation",
+        ),
         ("import os; os._exit(3)", "while it was loaded, its process has ended"),
     ],
 )
-def test_what_is_wrong_with_an_environment_is_said_at_the_start(tmp_path: Path, code: str, says: str) -> None:
+def test_what_is_wrong_with_an_environment_is_said_at_the_start(
+    tmp_path: Path, code: str, says: str
+) -> None:
     """Also when it ends the process that loads it."""
     (tmp_path / "wrong.py").write_text(code)
     with pytest.raises(ValueError, match=says):

@@ -1,4 +1,5 @@
-"""What a client sends is read or refused; what the policy wrote is never refused, however wrong its calls are."""
+"""What a client sends is read or refused; what the policy wrote is never refused, however wrong its
+calls are."""
 
 from __future__ import annotations
 
@@ -12,8 +13,32 @@ from realhf.env.server import wire
 from realhf.env.server.spec.messages import checked_action, checked_reset, message_of
 from realhf.env.server.wire import WireError
 
-TEXTS = ["", "say", "\ud800", "\x00", "{", '{"a": 1}', '{"a": 1} x', "[1]", "null", "é" * 300, '{"a": 1, "a": 2}']
-KEYS = ["name", "arguments", "function", "id", "type", "content", "tool_calls", "text", "reasoning", "token_count", "x"]
+TEXTS = [
+    "",
+    "say",
+    "\ud800",
+    "\x00",
+    "{",
+    '{"a": 1}',
+    '{"a": 1} x',
+    "[1]",
+    "null",
+    "é" * 300,
+    '{"a": 1, "a": 2}',
+]
+KEYS = [
+    "name",
+    "arguments",
+    "function",
+    "id",
+    "type",
+    "content",
+    "tool_calls",
+    "text",
+    "reasoning",
+    "token_count",
+    "x",
+]
 
 
 def drawn(draw: random.Random, depth: int = 0) -> Any:
@@ -30,8 +55,8 @@ def drawn(draw: random.Random, depth: int = 0) -> Any:
 
 
 def test_no_action_raises_anything_but_a_refusal() -> None:
-    """Ten thousand values that are nearly actions; whatever is taken becomes a message whose calls are sound or say
-    why they are not."""
+    """Ten thousand values that are nearly actions; whatever is taken becomes a message whose calls
+    are sound or say why they are not."""
     draw = random.Random(1)
     taken = 0
     sound = 0
@@ -48,7 +73,9 @@ def test_no_action_raises_anything_but_a_refusal() -> None:
         taken += 1
         for call in message.tool_calls:
             assert (
-                isinstance(call.name, str) and (call.problem or call.name) and (not call.problem or not call.arguments)
+                isinstance(call.name, str)
+                and (call.problem or call.name)
+                and (not call.problem or not call.arguments)
             )
             json.dumps(dict(call.arguments)).encode()
             sound = sound + (not call.problem)
@@ -74,7 +101,9 @@ def test_no_action_raises_anything_but_a_refusal() -> None:
 def test_arguments_are_objects_or_their_json(arguments: Any, problem: str) -> None:
     message = message_of(checked_action({"tool_calls": [{"name": "say", "arguments": arguments}]}))
     call = message.tool_calls[0]
-    assert call.name == "say" and (problem in call.problem if problem else call.arguments == {"a": 1})
+    assert call.name == "say" and (
+        problem in call.problem if problem else call.arguments == {"a": 1}
+    )
 
 
 def test_no_nesting_is_too_deep_to_be_answered() -> None:
@@ -82,7 +111,11 @@ def test_no_nesting_is_too_deep_to_be_answered() -> None:
     read = 0
     for depth in (40, 300, 700, 900, 940, 960, 975, 990, 3000):
         nested = "[" * depth + "]" * depth
-        text = '{"type":"step","data":{"tool_calls":[{"name":"say","arguments":{"a":' + nested + "}}]}}"
+        text = (
+            '{"type":"step","data":{"tool_calls":[{"name":"say","arguments":{"a":'
+            + nested
+            + "}}]}}"
+        )
         try:
             request = wire.parse_request(text, checked_reset, checked_action)
         except WireError as refused:
@@ -95,9 +128,20 @@ def test_no_nesting_is_too_deep_to_be_answered() -> None:
 
 def test_what_is_said_beside_the_content_arrives() -> None:
     """``text`` is the content where it is absent, and the content is ``text``."""
-    said = {"content": "a", "text": "<think>b</think>a", "reasoning": "b", "token_count": 7, "metadata": {}}
+    said = {
+        "content": "a",
+        "text": "<think>b</think>a",
+        "reasoning": "b",
+        "token_count": 7,
+        "metadata": {},
+    }
     message = message_of(checked_action(said))
-    assert (message.content, message.text, message.reasoning, message.token_count) == ("a", said["text"], "b", 7)
+    assert (message.content, message.text, message.reasoning, message.token_count) == (
+        "a",
+        said["text"],
+        "b",
+        7,
+    )
     assert message_of(checked_action({"content": "a"})).text == "a"
     assert message_of(checked_action({"text": "a"})).content == "a"
     assert message_of(checked_action({"tool_calls": [], "content": None})).content == ""

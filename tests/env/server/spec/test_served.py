@@ -52,7 +52,10 @@ def pipe(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     yield path
-    with suppress(OSError), open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w", encoding="utf-8") as end:
+    with (
+        suppress(OSError),
+        open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w", encoding="utf-8") as end,
+    ):
         end.write("done")
 
 
@@ -66,7 +69,9 @@ async def session(server: ServerProcess) -> AsyncIterator[Callable[..., Any]]:
     async with connect(address(server), proxy=None, compression=None) as socket:
 
         async def ask(kind: str, data: Any = None, **more: Any) -> dict[str, Any]:
-            return await exchange(socket, json.dumps({"type": kind, **({"data": data} if data else {}), **more}))
+            return await exchange(
+                socket, json.dumps({"type": kind, **({"data": data} if data else {}), **more})
+            )
 
         yield ask
 
@@ -79,7 +84,9 @@ async def exchange(socket: ClientConnection, frame: str | bytes) -> dict[str, An
 def metric(server: ServerProcess, name: str) -> float:
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=DEADLINE_S) as page:
         lines = page.read().decode().splitlines()
-    return next((float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == name), 0.0)
+    return next(
+        (float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == name), 0.0
+    )
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -101,29 +108,41 @@ async def test_every_demonstration_plays_to_success(sql: ServerProcess) -> None:
     await env.connect()
     played = 0
     for demonstration in spec.demonstrate(DemonstrationRequest(1, seed=3)):
-        result = await env.reset(task=dict(demonstration.task.payload), seed=demonstration.task.seed)
+        result = await env.reset(
+            task=dict(demonstration.task.payload), seed=demonstration.task.seed
+        )
         assert [message["role"] for message in result.observation["messages"]] == ["system", "user"]
         earned = 0.0
         for turn in demonstration.turns:
             assert not result.done
             result = await env.step({"content": turn})
             earned += result.reward or 0.0
-        assert result.done and result.observation["metrics"]["success"] == 1.0 and earned == pytest.approx(1.0)
+        assert (
+            result.done
+            and result.observation["metrics"]["success"] == 1.0
+            and earned == pytest.approx(1.0)
+        )
         played += 1
     assert played == 18
     await env.close()
 
 
 async def test_a_template_and_a_seed_name_a_task(sql: ServerProcess) -> None:
-    """The server draws the same instance as a trainer does, in either split; with nothing given it goes through the
-    templates."""
+    """The server draws the same instance as a trainer does, in either split; with nothing given it
+    goes through the templates."""
     async with session(sql) as ask:
         for split in ("train", "heldout"):
             task = build_environment("sql", {}).tasks(split).instantiate("total", 7)
-            named = await ask("reset", {"split": split, "task_id": "total", "seed": 7, "episode_id": "mine"})
+            named = await ask(
+                "reset", {"split": split, "task_id": "total", "seed": 7, "episode_id": "mine"}
+            )
             state = (await ask("state"))["data"]
             assert (state["task_id"], state["split"], state["seed"]) == (task.id, split, task.seed)
-            assert (state["episode_id"], state["template"], state["step_count"]) == ("mine", "total", 0)
+            assert (state["episode_id"], state["template"], state["step_count"]) == (
+                "mine",
+                "total",
+                0,
+            )
             whole = await ask("reset", {"task": dict(task.payload), "seed": task.seed})
             assert named == whole
         counted = []
@@ -161,21 +180,30 @@ async def test_a_wrong_frame_is_answered_and_the_session_goes_on(
 ) -> None:
     async with connect(address(sql), proxy=None) as socket:
         answer = await exchange(socket, frame)
-        assert (answer["type"], answer["data"]["code"]) == ("error", code) and answer["data"]["message"]
-        assert (await exchange(socket, '{"type":"reset","data":{"seed":1}}'))["type"] == "observation"
+        assert (answer["type"], answer["data"]["code"]) == ("error", code) and answer["data"][
+            "message"
+        ]
+        assert (await exchange(socket, '{"type":"reset","data":{"seed":1}}'))[
+            "type"
+        ] == "observation"
 
 
 async def test_sixty_four_sessions_play_at_once_and_one_more_is_refused(sql: ServerProcess) -> None:
-    """Every session has a place to itself; the client too many is told to come back; all places are free afterwards."""
+    """Every session has a place to itself; the client too many is told to come back; all places are
+    free afterwards."""
     spec = build_environment("sql", {})
     assert spec.demonstrate is not None
     scripts = [*spec.demonstrate(DemonstrationRequest(4, seed=5))][:SESSIONS]
-    clients = [OpenEnvClient(sql.url, correlate=True, connect_timeout_s=DEADLINE_S) for _ in scripts]
+    clients = [
+        OpenEnvClient(sql.url, correlate=True, connect_timeout_s=DEADLINE_S) for _ in scripts
+    ]
     await asyncio.gather(*(client.connect() for client in clients))
     with pytest.raises(CapacityError) as refused:
         await OpenEnvClient(sql.url, connect_timeout_s=DEADLINE_S).connect()
     assert refused.value.retry_after_s == 1.0
-    request = urllib.request.Request(f"{sql.url}/reset", b"{}", {"Content-Type": "application/json"}, method="POST")
+    request = urllib.request.Request(
+        f"{sql.url}/reset", b"{}", {"Content-Type": "application/json"}, method="POST"
+    )
     with pytest.raises(urllib.error.HTTPError) as full:
         await asyncio.to_thread(urllib.request.urlopen, request, timeout=DEADLINE_S)
     assert full.value.code == 503 and full.value.headers["Retry-After"] == "1"
@@ -201,9 +229,14 @@ async def test_a_client_that_is_killed_frees_its_place(odd: ServerProcess) -> No
     )
     await wait_until(lambda: metric(odd, "realhf_env_pool_free") == 3)
     with subprocess.Popen(
-        [sys.executable, "-c", code, address(odd)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, address(odd)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as client:
-        assert client.stdout is not None and "seed" in await asyncio.to_thread(client.stdout.readline)
+        assert client.stdout is not None and "seed" in await asyncio.to_thread(
+            client.stdout.readline
+        )
         assert metric(odd, "realhf_env_pool_free") == 2
         client.kill()
         await wait_until(lambda: metric(odd, "realhf_env_pool_free") == 3)
@@ -237,7 +270,8 @@ async def test_a_fork_of_the_environment_does_not_serve(odd: ServerProcess) -> N
 async def test_a_failure_has_a_kind_and_costs_its_own_session_alone(
     odd: ServerProcess, pipe: Path, mode: str, kind: str, named: str
 ) -> None:
-    """The error names environment, task and cause; the next reset plays on a new instance; meanwhile others play."""
+    """The error names environment, task and cause; the next reset plays on a new instance;
+    meanwhile others play."""
     async with session(odd) as ask, session(odd) as other:
         await other("reset", {"seed": 1})
         await ask("reset", {"task": {"step": mode, "pipe": str(pipe)}, "seed": 9})
@@ -248,16 +282,23 @@ async def test_a_failure_has_a_kind_and_costs_its_own_session_alone(
         assert (answer["code"], answer["kind"]) == ("EXECUTION_ERROR", kind)
         assert "environment odd: step" in answer["message"] and named in answer["message"]
         assert "seed 9" in answer["message"] and "reward" not in answer
-        assert pipe.name not in answer["message"], "a payload, which may hold the answer, is not quoted"
+        assert pipe.name not in answer["message"], (
+            "a payload, which may hold the answer, is not quoted"
+        )
         late = (await ask("step", {"content": "go"}))["data"]
         assert late["code"] == "VALIDATION_ERROR" and "send a reset" in late["message"]
-        assert (await ask("reset", {"seed": 2}))["data"]["observation"]["messages"][-1]["content"] == "seed 2"
+        assert (await ask("reset", {"seed": 2}))["data"]["observation"]["messages"][-1][
+            "content"
+        ] == "seed 2"
         assert (await ask("step", {"content": "end"}))["data"]["done"] is True
     await wait_until(lambda: metric(odd, "realhf_env_pool_free") == 3)
 
 
-async def test_threads_that_were_left_behind_are_counted_and_end(odd: ServerProcess, pipe: Path) -> None:
-    """A loop without a pause is ended by force; what waits in the system is counted until it returns."""
+async def test_threads_that_were_left_behind_are_counted_and_end(
+    odd: ServerProcess, pipe: Path
+) -> None:
+    """A loop without a pause is ended by force; what waits in the system is counted until it
+    returns."""
     async with session(odd) as ask:
         await ask("reset", {"task": {"step": "spin"}})
         await ask("step", {"content": "go"})
@@ -275,7 +316,11 @@ async def test_a_step_that_was_not_executed_may_be_sent_again(odd: ServerProcess
     async with session(odd) as ask:
         await ask("reset", {"task": {"step": "unavailable"}})
         first = (await ask("step", {"content": "go"}))["data"]
-        assert (first["code"], first["kind"], first["retryable"]) == ("UNAVAILABLE", "unavailable", True)
+        assert (first["code"], first["kind"], first["retryable"]) == (
+            "UNAVAILABLE",
+            "unavailable",
+            True,
+        )
         assert (await ask("step", {"content": "go"}))["type"] == "observation"
 
 
@@ -285,7 +330,10 @@ async def test_a_reset_that_hangs_or_raises_is_an_error(odd: ServerProcess) -> N
             answer = (await ask("reset", {"task": {"reset": mode}}))["data"]
             assert answer["kind"] == kind and "environment odd: " in answer["message"]
         absent = (await ask("reset", {"split": "heldout"}))["data"]
-        assert absent["code"] == "VALIDATION_ERROR" and "the held-out file is not there" in absent["message"]
+        assert (
+            absent["code"] == "VALIDATION_ERROR"
+            and "the held-out file is not there" in absent["message"]
+        )
         assert (await ask("reset", {"seed": 2}))["type"] == "observation"
 
 
@@ -315,19 +363,30 @@ async def test_calls_reach_the_environment_as_the_policy_wrote_them(odd: ServerP
 
 
 async def test_the_tools_are_those_of_a_protocol_server(odd: ServerProcess) -> None:
-    call = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "say", "arguments": {"a": 1}}}
+    call = {
+        "jsonrpc": "2.0",
+        "id": 1,
+        "method": "tools/call",
+        "params": {"name": "say", "arguments": {"a": 1}},
+    }
     listing = {"jsonrpc": "2.0", "id": 2, "method": "tools/list"}
     async with session(odd) as ask:
         assert "send a reset" in (await ask("mcp", listing))["data"]["error"]["message"]
         await ask("reset", {"seed": 1})
         tools = (await ask("mcp", listing))["data"]["result"]["tools"]
-        assert [(tool["name"], tool["inputSchema"]["type"]) for tool in tools] == [("say", "object")]
+        assert [(tool["name"], tool["inputSchema"]["type"]) for tool in tools] == [
+            ("say", "object")
+        ]
         result = (await ask("mcp", call))["data"]["result"]
-        assert "say{'a': 1}" in result["content"][0]["text"] and result["structuredContent"]["reward"] == 0.25
+        assert (
+            "say{'a': 1}" in result["content"][0]["text"]
+            and result["structuredContent"]["reward"] == 0.25
+        )
 
 
 def test_descriptors_and_threads_balance(sql: ServerProcess, odd: ServerProcess) -> None:
-    """After sessions of all kinds there is as much as before them. Runs behind the tests above, which warm it up."""
+    """After sessions of all kinds there is as much as before them. Runs behind the tests above,
+    which warm it up."""
 
     def held(server: ServerProcess) -> tuple[int, int]:
         folder = Path(f"/proc/{server.process.pid}")
@@ -337,16 +396,21 @@ def test_descriptors_and_threads_balance(sql: ServerProcess, odd: ServerProcess)
         for _ in range(count):
             async with session(server) as ask, session(server) as other:
                 await asyncio.gather(ask("reset", {"seed": 1}), other("reset", {"seed": 2}))
-                await asyncio.gather(ask("step", {"content": "go"}), other("step", {"content": "end"}))
+                await asyncio.gather(
+                    ask("step", {"content": "go"}), other("step", {"content": "end"})
+                )
             await wait_until(lambda: metric(server, "realhf_env_sessions_active") == 0)
 
     def balances(server: ServerProcess, free: int) -> bool:
-        """Whether five rounds leave no more than there was. Threads of a pool are made when all others are busy."""
+        """Whether five rounds leave no more than there was. Threads of a pool are made when all
+        others are busy."""
         before = held(server)
         asyncio.run(rounds(server, 5))
         wait_for(lambda: metric(server, "realhf_env_pool_free") == free)
         deadline = time.monotonic() + 3.0
-        while not (level := all(now <= then for now, then in zip(held(server), before, strict=True))):
+        while not (
+            level := all(now <= then for now, then in zip(held(server), before, strict=True))
+        ):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.05)
@@ -354,7 +418,9 @@ def test_descriptors_and_threads_balance(sql: ServerProcess, odd: ServerProcess)
 
     for server, free in ((sql, SESSIONS), (odd, 3)):
         wait_for(lambda server=server, free=free: metric(server, "realhf_env_pool_free") == free)
-        assert any(balances(server, free) for _ in range(6)), "there was more after every five rounds"
+        assert any(balances(server, free) for _ in range(6)), (
+            "there was more after every five rounds"
+        )
 
 
 @pytest.mark.slow
@@ -363,14 +429,20 @@ async def test_sigterm_lets_a_step_end_and_leaves_nothing(tmp_path: Path) -> Non
     began = tmp_path / "began"
     with ServerProcess("--env", ODD, "--call-timeout-s", "30") as server:
         children = [server.process.pid, *family(server.process.pid)]
-        async with connect(address(server), proxy=None) as idle, connect(address(server), proxy=None) as busy:
+        async with (
+            connect(address(server), proxy=None) as idle,
+            connect(address(server), proxy=None) as busy,
+        ):
             await exchange(idle, '{"type":"reset"}')
             task = {"step": "pause", "began": str(began)}
             await exchange(busy, json.dumps({"type": "reset", "data": {"task": task}}))
             await busy.send('{"type":"step","data":{"content":"slow"}}')
             await wait_until(began.exists)
             server.process.send_signal(signal.SIGTERM)
-            assert json.loads(await asyncio.wait_for(busy.recv(), DEADLINE_S))["data"]["reward"] == 0.25
+            assert (
+                json.loads(await asyncio.wait_for(busy.recv(), DEADLINE_S))["data"]["reward"]
+                == 0.25
+            )
             for socket in (idle, busy):
                 with pytest.raises(ConnectionClosed) as closed:
                     await asyncio.wait_for(socket.recv(), DEADLINE_S)
@@ -400,7 +472,8 @@ async def test_a_silent_session_gives_its_place_back() -> None:
 
 
 def test_there_are_no_more_sessions_than_instances(tmp_path: Path) -> None:
-    """What the environment allows at once bounds the sessions, also in what the server says of itself."""
+    """What the environment allows at once bounds the sessions, also in what the server says of
+    itself."""
     file = tmp_path / "narrow.py"
     file.write_text(
         "class Narrow:\n    concurrency = 3\n"
@@ -409,7 +482,9 @@ def test_there_are_no_more_sessions_than_instances(tmp_path: Path) -> None:
     )
     arguments = argparse.Namespace(env=f"{file}:Narrow", option=[])
     served, config = prepare(arguments, SpecServerConfig(pool_size=8))
-    assert config.pool_size == served.pool.free_count == served.metadata()["max_concurrent_envs"] == 3
+    assert (
+        config.pool_size == served.pool.free_count == served.metadata()["max_concurrent_envs"] == 3
+    )
     served.pool.stop()
 
 
@@ -419,17 +494,26 @@ def test_there_are_no_more_sessions_than_instances(tmp_path: Path) -> None:
         (("--env", "sqll"), "did you mean 'sql'"),
         (("--env", "sql", "--option", "max_rows=0"), "max_rows"),
         (("--env", "sql", "--option", "rows=1"), "rows"),
-        (("--env", "sql", "--call-timeout-s", "0"), "REALHF_ENV_CALL_TIMEOUT_S (--call-timeout-s) is 0.0"),
+        (
+            ("--env", "sql", "--call-timeout-s", "0"),
+            "REALHF_ENV_CALL_TIMEOUT_S (--call-timeout-s) is 0.0",
+        ),
         (("--env", "sql", "--host", "0.0.0.0"), "REALHF_ENV_TOKEN (--token)"),
         (("--env", "aws"), "is played on a server of its own"),
     ],
 )
 def test_a_wrong_start_is_one_line(
-    arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from workers import env_worker
 
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert env_worker.main([*arguments, "--port", "0"] if "--port" not in arguments else [*arguments]) == 2
+    assert (
+        env_worker.main([*arguments, "--port", "0"] if "--port" not in arguments else [*arguments])
+        == 2
+    )
     error = capsys.readouterr().err
     assert error.startswith("env_worker: ") and told in error and error.count("\n") == 1
