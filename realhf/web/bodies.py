@@ -56,15 +56,16 @@ def declared_length(scope: Scope) -> int | None:
 
 
 def check_declared_length(
-    scope: Scope, max_bytes: int, *, required: bool = False, hint: str = ""
+    scope: Scope, max_bytes: int, *, required: bool = False, hint: str = "", code: str = ""
 ) -> None:
     """Raise Refusal (413) where the Content-Length of a request is larger than ``max_bytes``, or is
-    ``required`` and missing. ``hint``: the option that sets the limit."""
+    ``required`` and missing. ``hint``: the option that sets the limit; ``code``: that of the
+    refusal."""
     length = declared_length(scope)
     if length is None and required:
-        raise Refusal(413, f"a body has a Content-Length of at most {max_bytes}{hint}")
+        raise Refusal(413, f"a body has a Content-Length of at most {max_bytes}{hint}", code=code)
     if length is not None and length > max_bytes:
-        raise Refusal(413, f"the body is larger than {max_bytes} bytes{hint}")
+        raise Refusal(413, f"the body is larger than {max_bytes} bytes{hint}", code=code)
 
 
 def _count_nothing(nbytes: int) -> None:

@@ -22,7 +22,7 @@ from realhf.web.guard import (
     refusal_response,
 )
 from realhf.web.refusal import Refusal
-from realhf.web.tokens import TokenTable
+from realhf.web.tokens import TokenTable, encode_token
 
 MAX_BODY_BYTES = 64 * 1024
 """Largest body of a request."""
@@ -72,7 +72,7 @@ class BrowserAuth:
             _check_local(request)
         if request.method == "POST":
             _check_own_page(request)
-            check_declared_length(request.scope, MAX_BODY_BYTES, required=True)
+            check_declared_length(request.scope, MAX_BODY_BYTES, required=True, code="TOO_LARGE")
         if open_to_all:
             return
         visitor = self.visitor(request)
@@ -106,7 +106,7 @@ class BrowserAuth:
 
     def knows(self, token: str) -> bool:
         """Return whether this is the server's token; compares in constant time."""
-        return bool(self._tokens.grants_of(token.encode("utf-8", "replace")))
+        return bool(self._tokens.grants_of(encode_token(token)))
 
     def new_visitor(self) -> str:
         """Return the id of a new browser, which has no cookie yet."""
@@ -122,7 +122,7 @@ class BrowserAuth:
         )
 
     def _sign(self, text: str) -> str:
-        return hmac.new(self._key, text.encode("utf-8", "replace"), hashlib.sha256).hexdigest()
+        return hmac.new(self._key, encode_token(text), hashlib.sha256).hexdigest()
 
     def _cookie_name(self, request: Request) -> str:
         """Return the name of the cookie. Browsers share cookies between the ports of a host, so the

@@ -67,7 +67,8 @@ class ServedHosts:
     """
 
     remedy: str
-    """The reason given to all others, with the option that would let them in."""
+    """The reason given to all others, with the option that would let them in; ``{host}`` stands for
+    the host that was named."""
     names: frozenset[str] = frozenset()
     """Further names and addresses, in lower case."""
     addresses: bool = False
@@ -140,7 +141,8 @@ class PageRules:
         headers = _Headers(scope)
         hosts = headers.all(b"host")
         if not self.hosts.serves(hosts):
-            return self.hosts.remedy
+            named = ", ".join(hosts)[:80]
+            return self.hosts.remedy.replace("{host}", repr(named))
         protected = self.is_protected(scope)
         if self.open_reads and not protected:
             return ""

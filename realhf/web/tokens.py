@@ -3,6 +3,7 @@ time."""
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 from collections.abc import Iterable
 from pathlib import Path
@@ -39,10 +40,25 @@ class TokenTable(Generic[Grant]):
 
 
 def _encodings(token: str) -> set[bytes]:
-    encodings = {token.encode("utf-8", "replace")}
+    """Return the bytes that stand for a token, and for no other text.
+
+    No character is ever replaced: a token with characters outside Latin-1 has no Latin-1 form, and
+    bytes of a variable that are not UTF-8 (surrogates here) stay the bytes that they were.
+    """
+    encodings = {encode_token(token)}
     if not token.isascii():
-        encodings.add(token.encode("latin-1", "replace"))
+        with contextlib.suppress(UnicodeEncodeError):
+            encodings.add(token.encode("latin-1"))
     return encodings
+
+
+def encode_token(token: str) -> bytes:
+    """Encode a token as UTF-8; surrogates become the bytes that they stand for, or their own
+    encoding."""
+    try:
+        return token.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # a surrogate that stands for no byte
+        return token.encode("utf-8", "surrogatepass")
 
 
 def bearer_token(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from realhf.web.settings import SettingError
-from realhf.web.tokens import TokenTable, bearer_token, read_token_lines
+from realhf.web.tokens import TokenTable, bearer_token, encode_token, read_token_lines
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,28 @@ def test_a_token_grants_what_it_stands_for_and_an_empty_one_nothing() -> None:
         == [5]
     )
     assert table and not TokenTable([("", 1)])
+
+
+@pytest.mark.parametrize(
+    ("token", "sent"),
+    [
+        ("пароль-секрет", b"??????-??????"),
+        ("日本", b"??"),
+        ("geheim\udcff", b"geheim?"),
+        ("geheim\ud800", b"geheim?"),
+    ],
+)
+def test_a_character_that_an_encoding_lacks_is_not_replaced_by_another(
+    token: str, sent: bytes
+) -> None:
+    """Question marks in their place would be a token that anybody can guess."""
+    table = TokenTable([(token, 1)])
+    assert table.grants_of(sent) == []
+    assert table.grants_of(encode_token(token)) == [1]
+
+
+def test_a_variable_that_is_not_utf_8_is_compared_by_its_bytes() -> None:
+    assert TokenTable([("geheim\udcff", 1)]).grants_of(b"geheim\xff") == [1]
 
 
 def test_what_is_wrong_with_a_file_of_tokens_is_named(tmp_path) -> None:

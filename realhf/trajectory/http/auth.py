@@ -152,7 +152,7 @@ def guard_rules(config: TrajectoryConfig) -> GuardRules:
             pages=None, form=error_body, authorize=lambda scope: _authorize(scope, roles)
         )
     hosts = ServedHosts(
-        "this server is not known by the name in Host; --allowed-hosts names it",
+        "this server is not known as {host}; --allowed-hosts names it",
         names=config.allowed_names | {socket.gethostname().lower()},
         addresses=True,
         local_names=True,

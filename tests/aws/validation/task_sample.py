@@ -26,15 +26,10 @@ COMMITS = 20
 SAMPLE_SIZE = 25
 """How many of the other tasks are drawn."""
 TASK_FOLDER = "realhf/aws/tasks/"
-JUDGING_CODE = (
-    "constraints.txt",
-    "realhf/aws/cli/",
-    "realhf/aws/episode/",
-    "realhf/aws/grading/",
-    "realhf/aws/simulator/",
-)
-"""What decides about the verdict of every task; ``constraints.txt`` names the simulator's
-version."""
+JUDGING_CODE = ("constraints.txt", "realhf/aws/", "realhf/env/containment/")
+"""What takes part in the verdict of every task; ``constraints.txt`` names the simulator's version."""
+OTHER_CODE = ("realhf/aws/client/", "realhf/aws/playground/", "realhf/aws/training/")
+"""Folders below ``JUDGING_CODE`` that validation does not run."""
 
 
 def choose_tasks(root: Path, task_ids: Sequence[int]) -> list[int]:
@@ -43,7 +38,7 @@ def choose_tasks(root: Path, task_ids: Sequence[int]) -> list[int]:
     try:
         base = _git(root, "rev-parse", "--verify", f"HEAD~{COMMITS}").strip()
         commit = _git(root, "rev-parse", "HEAD").strip()
-        changed = _git(root, "diff", "--name-only", base).splitlines()
+        changed = _git(root, "diff", "--name-only", "--no-renames", base).splitlines()
         changed += _git(root, "ls-files", "--others", "--exclude-standard").splitlines()
         edited = _edited_tasks(root, base, changed)
     except (OSError, subprocess.SubprocessError, yaml.YAMLError):
@@ -56,8 +51,7 @@ def choose_tasks(root: Path, task_ids: Sequence[int]) -> list[int]:
 
 def _judges(path: str) -> bool:
     """Return whether a file takes part in the verdict of every task."""
-    shared_by_tasks = path.startswith(TASK_FOLDER) and not _holds_tasks(path)
-    return path.startswith(JUDGING_CODE) or shared_by_tasks
+    return path.startswith(JUDGING_CODE) and not (path.startswith(OTHER_CODE) or _holds_tasks(path))
 
 
 def _holds_tasks(path: str) -> bool:
