@@ -200,11 +200,10 @@ def weighted_part(
 def component_weights(
     part: SequenceSample, aggregation: str, loss_scale_len: int = 1
 ) -> dict[str, Tensor]:
-    """Return the weight of every predicted token of a minibatch in each component of the loss.
+    """Return the loss weights of each component, f32 (L-1).
 
-    ``loss_weights`` holds the weights of the aggregation over all trained tokens. Each key of
-    ``COMPONENTS`` in ``part`` holds the weights of the aggregation over the component's tokens,
-    times the token weights in ``part``. All are f32 (L-1).
+    ``loss_weights`` covers all trained tokens. Each key of ``COMPONENTS`` that ``part`` holds
+    covers its own tokens: their aggregation weights times ``part[key]``.
     """
     tokens = PredictedTokens.of(part)
     turn = predicted(part, TURN_IDS) if TURN_IDS in part.keys else None

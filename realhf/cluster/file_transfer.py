@@ -201,7 +201,7 @@ def needed_paths(run_dir: Path) -> dict[str, str]:
 
 
 def _check_path(test: Callable[[Path], bool], text: str) -> bool:
-    """Apply ``test`` to a path; return False for a text that cannot be a path, such as a prompt
+    """Apply ``test`` to a path. Return False for a text that cannot be a path, such as a prompt
     that begins with a slash, and for a path without permission."""
     try:
         return test(Path(text))

@@ -395,8 +395,8 @@ def _find_defect(folder: Path) -> str | None:
 
 
 def _find_rough_defect(folder: Path) -> str | None:
-    """Return why a checkpoint cannot be used, without reading its large files; None if it looks
-    intact."""
+    """Return why a checkpoint is unusable, judged without reading its large files; None if no
+    defect was found."""
     return _compare(folder, lambda name: name == STATE)
 
 

@@ -286,7 +286,7 @@ class StepSource:
         """Wait until no evaluation is being played."""
 
     async def pause(self) -> None:
-        """Finish the samples in play and make no more, at the end of the run."""
+        """Finish the samples in progress and start no new ones."""
 
     async def step_metrics(self, report: StepReport) -> dict[str, float]:
         """Return the metrics about the making of a step's samples."""

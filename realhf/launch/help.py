@@ -131,7 +131,8 @@ def options_reference(config_dir: Path = CONFIGS) -> str:
 
 
 def environment_schemas() -> Mapping[str, Schema]:
-    """Return a schema with the section ``env`` of each registered environment."""
+    """Return one schema per registered environment, by name, each with the section ``env`` of that
+    environment."""
     return {name: Schema(with_environment(ExperimentConfig, name)) for name in environments}
 
 

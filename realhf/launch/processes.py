@@ -550,8 +550,7 @@ class Supervisor:
         self._join_deadlines[spec.name] = process_clock.now() + self._join_s
 
     def on_deferred_start(self, name: str) -> None:
-        """Record that a worker whose start was deferred is started now; its time to register begins
-        again."""
+        """Record that a deferred worker has started, and restart the time that it has to register."""
         if name in self._running:
             self.on_start(self._specs[name][0])
 

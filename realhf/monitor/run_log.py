@@ -47,11 +47,8 @@ class ParsedMetrics(NamedTuple):
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics file, in order, by public names, also for runs of earlier
-    versions.
-
-    A truncated last line and damaged lines are skipped. Raises OSError.
-    """
+    """Return the metric rows of a run in order, keyed by public metric names, also those that an
+    earlier version wrote."""
     return parse_metrics(run_dir).rows
 
 

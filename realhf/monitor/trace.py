@@ -182,7 +182,7 @@ def merge_traces(run_dir: Path) -> Path | None:
 
 
 def _host_labels(run_dir: Path) -> Iterator[bytes]:
-    """Yield an event for each process of a run on several hosts that labels it with its hosts."""
+    """For a run on several hosts, yield one event per process that labels it with its hosts."""
     lanes = HostLanes(run_dir)
     for process in sorted({process for host in lanes.hosts for process in lanes.processes(host)}):
         hosts = [host for host in lanes.hosts if process in lanes.processes(host)]

@@ -254,10 +254,11 @@ def find_logs(run_dir: Path, run: str) -> list[Path]:
 
 
 def truncate_logs(logs: Sequence[Path], first_step: int, parse: Parse) -> dict[str, set[int]]:
-    """Truncate logs before ``first_step``, from which a resumed run repeats; return the steps left
-    of each metric.
+    """Cut records from ``first_step`` on, because the resumed run repeats them, and return the
+    remaining steps of each metric.
 
-    A log that was sent is not changed, nor one that cannot be parsed, whose steps count as lost.
+    Logs that were synced already or cannot be parsed are not changed; the steps of the latter count
+    as lost.
     """
     kept: dict[str, set[int]] = {}
     for log in logs:

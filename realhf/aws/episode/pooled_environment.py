@@ -100,9 +100,11 @@ class SlotSession:
 
 
 class PooledEnvironment:
-    """Plays episodes on a slot that is leased at the first reset. Commands block, so they run in
-    ``threads``. After a failure ``close`` returns the slot; if a command is cancelled, its thread
-    returns the slot when it finishes."""
+    """An environment that plays episodes on a slot of the pool, leased at the first reset.
+
+    Commands block, so they run in ``threads``. ``close`` returns the slot, also after a failure; if
+    a command is cancelled, its thread returns the slot when it finishes.
+    """
 
     def __init__(
         self,

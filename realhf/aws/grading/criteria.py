@@ -315,7 +315,8 @@ def _check_types(data: Mapping[str, Any], types: Mapping[str, type], where: str)
 
 
 def _is_cli_word(operation: str) -> bool:
-    """Return whether an operation is given in the words of the CLI ("create-table")."""
+    """Return whether an operation is written as in the CLI (``create-table``), not as
+    ``service:Operation``."""
     return operation != "" and ":" not in operation
 
 

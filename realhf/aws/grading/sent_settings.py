@@ -260,8 +260,8 @@ class MemberTable:
         return known
 
     def subject(self, write: SentWrite) -> Subject:
-        """Return the subject of a request: by the name that it gives, or by the ids generated for
-        it."""
+        """The resource that a write request is about, by the name that the request gives or by the
+        generated ids."""
         service = service_of(write.operation)
         values = [write.params.get(member) for member in self.about(write)]
         named = [identity(service, value) for value in values if isinstance(value, str)]

@@ -676,7 +676,8 @@ def _is_version_of(resource: str, resources: set[str]) -> bool:
 
 
 def _as_sorted_lists(value: Any) -> Any:
-    """Return a value as a sorted list of texts, recursively for a mapping."""
+    """Normalize a value to a sorted list of distinct texts (other values as JSON), and the values
+    of a mapping likewise."""
     if isinstance(value, Mapping):
         return {str(name): _as_sorted_lists(item) for name, item in value.items()}
     items = value if isinstance(value, list) else [value]

@@ -62,8 +62,8 @@ class _Question:
 
 
 def _only_filter(filters: str, key: str, value: str) -> str:
-    """Return the JMESPath of the values of the filter ``value``. It matches nothing if the request
-    has another filter as well."""
+    """Return a JMESPath expression for the values of the filter whose key is ``value``. It matches
+    nothing if the request has other filters as well."""
     return f"!{filters}[1] && {filters}[?{key}=='{value}'].Values[]"
 
 

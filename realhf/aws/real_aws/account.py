@@ -271,7 +271,7 @@ class RealAwsSlot:
         )
 
     def reset(self, seed: int = 0) -> None:
-        """Empty the session's files; the account is not changed."""
+        """Delete the session's files; the AWS account is left as it is."""
         self.files.clear()
 
 

@@ -184,8 +184,8 @@ AsgiApp = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class HttpConnection(asyncio.Protocol):
-    """One client connection, by the ``entrance`` that ``parsed`` records. Bytes that are not a
-    request close it."""
+    """One client connection. Its requests are recorded in ``parsed`` under ``entrance``; malformed
+    bytes close it."""
 
     def __init__(
         self, app: AsgiApp, loop: asyncio.AbstractEventLoop, parsed: ParsedRequests, entrance: str

@@ -284,7 +284,7 @@ def copy(scene: FilesScene) -> FilesInstance:
 
 
 def replace(scene: FilesScene) -> FilesInstance:
-    """Replace a word of a file."""
+    """Make a task: replace a word in a file."""
     scene.others()
     path, old = _with_word(scene)
     new = scene.word()

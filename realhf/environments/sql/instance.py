@@ -287,7 +287,7 @@ class SqlScene:
 
 
 def draw_scene(rng: random.Random, split: str) -> SqlScene:
-    """Draw a main table. Raises ValueError for an unknown split."""
+    """Draw a scene: the main table, its rows, the row that the task is about and another row."""
     text = rng.choice([*TEXT_COLUMNS])
     table, number = draw_table(rng, split)
     rows = _draw_rows(rng, split, text, rng.randint(FEWEST_ROWS, MOST_ROWS))

@@ -120,7 +120,8 @@ def total_above(scene: SqlScene) -> SqlInstance:
 
 
 def linked_value(scene: SqlScene) -> SqlInstance:
-    """What a second table says about a row with a given name."""
+    """Make a question whose answer is in a second table, for a row of the first that is given by
+    name."""
     linked = linked_table(scene)
     row = scene.target
     return question(

@@ -248,7 +248,8 @@ class RedisStore(Store):
         self._staged.difference_update(refs)
 
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
-        """Return payloads, checked."""
+        """Return the payloads after checking their CRCs. Raises PayloadLost for one that is missing
+        or damaged."""
         try:
             values = (
                 await self._redis.mget([self._payload(payload.ref) for payload in payloads])

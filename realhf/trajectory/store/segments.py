@@ -272,8 +272,8 @@ class Segments:
         }
 
     def punch_holes(self, number: int, file: SegmentFile, gaps: Sequence[tuple[int, int]]) -> int:
-        """Punch holes for parts of a file, each (offset, length), and return the freed bytes. Call
-        it on the thread of ``remove``. Raises OSError."""
+        """Punch holes at the gaps (offset, length) of a file, and return the number of bytes freed.
+        Call it on the thread of ``remove``."""
         if self._files.get(number) is not file or file.handle is None or not self._knows_holes:
             return 0  # the file was deleted or reused
         for offset, length in gaps:
