@@ -1,10 +1,10 @@
-"""Trains a model by low-rank adapters of peft: puts them on, merges them for generation, and scores
-without them.
+"""Training with low-rank adapters (LoRA) of peft: adding them to a model, merging them for
+generation, and scoring without them.
 
-What generates is a second skeleton over the same tensors. Only layers with adapters have weights of
-their own, and those only from ``merge`` to ``drop``. A merge is proven: rounding a sum is off by at
-most half the distance of neighbouring numbers, so whatever is further off was computed wrongly,
-however small the adapters are.
+The model that generates is a second module tree over the same tensors. Only layers with adapters
+have weights of their own there, and only from ``merged`` to ``changed``. Every merge is checked:
+rounding a sum is off by at most half the distance between neighbouring numbers, so a larger
+difference means that the merge is wrong, however small the adapters are.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from realhf.base.installation import install_command
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers of the blocks by their names: a block has a number, which embeddings
-    and the head have not."""
+    """Return the linear layers of the decoder blocks, by name. The names of blocks contain a
+    number; those of embeddings and of the head do not."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -52,8 +52,8 @@ def head_name(model: Any) -> str:
 
 
 def side_product(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the factors of what the adapter of a layer adds to the layer's product with ``hidden``
-    (m, in), fp32 (m, rank) and (out, rank); None while adapters are off."""
+    """Return the two factors of the product that a layer's adapter adds to the layer's output for
+    ``hidden`` (m, in): fp32 (m, rank) and (out, rank). None while adapters are off."""
     if layer.disable_adapters:
         return None
     down = layer.lora_A[_NAME].weight
@@ -64,9 +64,12 @@ def side_product(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
 def chosen_layers(
     model: nn.Module, targets: Sequence[str], role: str, *, head: bool = False
 ) -> list[str]:
-    """Return the names of the layers that ``targets`` name, or end the names of; all without
-    targets. Only with ``head`` is the language-model head one of them. Raises ValueError that names
-    a target without a layer, and what there is."""
+    """Return the names of the layers selected by ``targets``: full dotted names, or ends of them.
+    Without targets, all linear layers of the blocks are selected. The language-model head can be
+    selected only with ``head``.
+
+    Raises ValueError for a target without a layer; the message lists the existing names.
+    """
     layers = linear_layers(model)
     if head:
         layers[head_name(model)] = model.get_output_embeddings()  # type: ignore[operator]
@@ -88,37 +91,46 @@ def chosen_layers(
 
 
 def is_named(name: str, target: str) -> bool:
-    """Whether ``target`` is the dotted name of a layer, or its end."""
+    """Return whether ``target`` is the dotted name of a layer, or the end of it."""
     return name == target or name.endswith(f".{target}")
 
 
 def short_names(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return last parts of ``names`` where these, as ends of names, mean the same layers among all
-    modules of the model; else ``names``. It is what a file says that others read."""
+    """Return the last parts of ``names`` if they select exactly the same modules of the model, and
+    otherwise ``names``. Other programs read these names in the file of adapters."""
     ends = sorted({name.rpartition(".")[2] for name in names})
     meant = {name for name, _ in model.named_modules() if any(is_named(name, end) for end in ends)}
     return ends if meant == {*names} else list(names)
 
 
 def weight_of(model: Any, name: str) -> nn.Parameter:
-    """Return the weight of the layer of this name."""
+    """Return the weight of the layer with this name."""
     return model.get_submodule(name).weight
 
 
 _CHUNK = 1 << 20
-"""Elements that are looked at together."""
+"""Number of elements that are compared at once."""
 _CLOSELY = 4096
-"""Elements of a chunk that differ, of which so many, evenly spread, are computed again in fp64: of
-a wrong merge most differ, of a right one those between two numbers."""
+"""Maximum number of differing elements of a chunk, evenly spaced, that are recomputed in fp64. In a
+wrong merge most elements differ; in a correct one only those that lie halfway between two
+numbers."""
 
 
 def worst_element(
     merged: Tensor, base: Tensor, up: Tensor, down: Tensor, scale: float
 ) -> tuple[float, float]:
-    """Compare ``merged`` with ``base`` + ``scale`` * ``up`` @ ``down``; (out, in) each, of one
-    type, and (out, rank) and (rank, in). Return how far the worst element is off, as a multiple of
-    what rounding allows (1 and less is right), and as a multiple of what the adapters add there.
-    Not a number counts as infinitely wrong."""
+    """Compare ``merged`` with ``base`` + ``scale`` * ``up`` @ ``down`` and return the error of the
+    worst element.
+
+    Args:
+        merged, base: (out, in), of the same dtype.
+        up: (out, rank).
+        down: (rank, in).
+
+    Returns:
+        The error as a multiple of what rounding allows (at most 1 is correct), and as a multiple
+        of what the adapters add to that element. NaN counts as infinitely wrong.
+    """
     rows = max(1, _CHUNK // max(1, merged.shape[1]))
     found = [(0.0, 0.0)]
     for first in range(0, len(merged), rows):
@@ -140,8 +152,8 @@ def _worst(
     start = base[row, column].double()
     wanted = start + added
     off = (merged[row, column].double() - wanted).abs()
-    # One rounding to the type of the weights, two of sums in fp32, and those of the product of the
-    # adapters.
+    # Allowed: one rounding to the dtype of the weights, two of sums in fp32, and the roundings in
+    # the product of the adapters.
     allowed = _half_step(wanted, merged.dtype) + 2 * _half_step(wanted, torch.float32)
     allowed += (len(down) + 2) * torch.finfo(torch.float32).eps * terms.abs().sum(1)
     times = torch.nan_to_num(off / allowed, nan=float("inf"))
@@ -150,22 +162,23 @@ def _worst(
 
 
 def _half_step(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return half the distance of neighbouring numbers of ``dtype`` at ``x`` f64 (n,)."""
+    """Return half the distance between neighbouring numbers of ``dtype`` at ``x``, fp64 (n,)."""
     info = torch.finfo(dtype)
     _, exponent = torch.frexp(x.abs().clamp(min=info.smallest_normal))
     return torch.ldexp(torch.full_like(x, info.eps / 4), exponent)
 
 
 _PROBE_TOKENS = 8
+"""Number of tokens that a merge is checked with."""
 _MISSED = 0.2
-"""Distance of the merged model from the one with adapters, as a share of how far the adapters move
-it, in types that are narrower than fp32: they round the weights of one model and the sums of the
-other. A layer whose adapters are lost is near 1; how much of them is merged is told by the weights
-themselves (``check_weights``)."""
+"""Maximum distance between the hidden states of the merged model and of the model with adapters, as
+a share of the distance by which the adapters move them, for dtypes narrower than fp32. These round
+the weights of one model and the sums of the other. If the adapters of a layer are lost, the share
+is near 1; ``check_weights`` detects adapters that are merged only in part."""
 _ROUNDINGS = 256
-"""So many roundings of fp32 the two models may be apart after one layer."""
+"""Maximum distance between the two models after one layer, in multiples of the fp32 epsilon."""
 Adapter = tuple[Tensor, Tensor, float]
-"""What is trained of an adapter: (out, rank), (rank, in), and how often their product counts."""
+"""Trained part of an adapter: up (out, rank), down (rank, in), and the factor of their product."""
 
 
 class MergeDiffers(RuntimeError):
@@ -176,9 +189,9 @@ class MergeDiffers(RuntimeError):
 def check_weights(
     plain: Any, base: Mapping[str, Tensor], adapter: Callable[[str], Adapter]
 ) -> None:
-    """Raise MergeDiffers unless the weight of each layer of ``plain`` is that of ``base`` and what
-    its ``adapter`` adds, rounded once. Weights whose shape is not (out, in) lie the other way
-    round."""
+    """Raise MergeDiffers unless the weight of each layer of ``plain`` is the one in ``base`` plus
+    the product of its ``adapter``, rounded once. Weights whose layer is not an ``nn.Linear`` are
+    transposed: (in, out)."""
     for name, before in base.items():
         up, down, scale = adapter(name)
         weight: Tensor = plain.get_submodule(name).weight
@@ -201,9 +214,13 @@ def check_weights(
 
 @torch.no_grad()
 def check_merge(adapted: Any, plain: Any, off: Callable[[], Any]) -> None:
-    """Raise MergeDiffers unless ``plain`` computes what ``adapted`` does, up to rounding: an
-    adapter that is not in the merged weights would train and never reach what generates. ``off``
-    makes a context without adapters. Three passes over a few tokens."""
+    """Raise MergeDiffers unless ``plain`` computes the same hidden states as ``adapted``, up to
+    rounding. Without this check, an adapter missing from the merged weights would train without any
+    effect on generation.
+
+    ``off`` returns a context manager that disables the adapters. Runs three forward passes over a
+    few tokens.
+    """
     config = adapted.config.get_text_config()
     ids = ((torch.arange(_PROBE_TOKENS) * 7919 + 3) % config.vocab_size)[None].to(adapted.device)
     was_training = adapted.training
@@ -231,8 +248,8 @@ def _hidden(model: Any, ids: Tensor) -> Tensor:
 
 
 def _rounding(dtype: torch.dtype, layers: int, moved: float) -> float:
-    """Return how far two ways of computing the same model may be apart, of which adapters move one
-    by ``moved``."""
+    """Return the maximum relative distance between the hidden states of two ways of computing the
+    same model, if its adapters move them by ``moved``."""
     steps = max(1, layers) ** 0.5
     if dtype in (torch.float32, torch.float64):
         return _ROUNDINGS * torch.finfo(dtype).eps * steps
@@ -242,21 +259,29 @@ def _rounding(dtype: torch.dtype, layers: int, moved: float) -> float:
 ADAPTER = "adapter"
 """Folder of the adapters, in the format of peft, in a checkpoint and in an exported policy."""
 WEIGHTS = "adapter_model.safetensors"
+"""File of the adapters' weights in that folder."""
 CONFIG = "adapter_config.json"
+"""File of the adapters' options in that folder."""
 _NAME = "default"
+"""Name of the adapter in peft, which supports several for each layer."""
 _MUST_AGREE = ("r", "lora_alpha", "target_modules")
+"""Options that must be the same in a checkpoint and in the run that loads it."""
 
 
 class LoraAdapters:
-    """Holds the adapters of ``model`` (transformers, of any dtype; changed in place), which are
-    fp32, start at 0 and are the only weights of it that train. ``role`` is for errors, ``path`` is
-    where the weights of the model came from.
+    """The adapters of ``model``, a transformers model of any dtype, which is changed in place.
 
-    ``merged()`` is the same model as a plain one, for what generates, is published and exported; it
-    is proven against the model with its adapters whenever it is made. With ``head`` a target may be
-    the language-model head, which then has a weight of its own in the merged model, also where it
-    shares that of the embedding. Raises ValueError for targets that the model has not, ConfigError
-    without peft.
+    Adapters are fp32, start at 0, and are the only weights of the model that train. ``merged()``
+    returns the same model with plain layers, for generation, publishing and export; each merge is
+    checked against the model with its adapters.
+
+    Args:
+        role: Name of the role in error messages.
+        path: Where the model's weights were loaded from.
+        head: Whether a target may be the language-model head. It then has a separate weight in
+            the merged model, even if it shares the weight of the embedding.
+
+    Raises ValueError for targets that the model does not have, and ConfigError without peft.
     """
 
     def __init__(
@@ -272,7 +297,7 @@ class LoraAdapters:
         names = chosen_layers(model, options.targets, role, head=head)
         base = {name: weight_of(model, name) for name in names}
         shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
-        plain = copy.deepcopy(model, shared).eval()  # The same modules over the same tensors.
+        plain = copy.deepcopy(model, shared).eval()  # copies of the modules over the same tensors
         if head and head_name(model) in names:
             plain.config.get_text_config().tie_word_embeddings = (
                 plain.config.tie_word_embeddings
@@ -288,9 +313,7 @@ class LoraAdapters:
             ),
         )
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # It asks the model things that transformers calls by other names now.
+            warnings.simplefilter("ignore")  # peft uses names of transformers that are deprecated
             self._peft = peft.get_peft_model(model, self._options)
         self._options.base_model_name_or_path = path or None
         self._model = model
@@ -299,18 +322,18 @@ class LoraAdapters:
         for layer in self._layers.values():
             layer.__class__ = _few_passes(type(layer))
         self._stirred: list[tuple[str, Tensor, Tensor | None]] = []
-        self.skeleton = plain  # Its weights are ``merged()`` only after that was called.
+        self.skeleton = plain  # has merged weights only after ``merged()``
         self._base = base
         self._held = False
         self._prove_by_other_values()
 
     @property
     def names(self) -> frozenset[str]:
-        """The weights with adapters, by their names in the merged model."""
+        """Names of the weights with adapters in the merged model."""
         return frozenset(f"{name}.weight" for name in self._layers)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the adapters' tensors, themselves, by the names that they have in peft's files."""
+        """Return the adapters' tensors (not copies), by their names in peft's files."""
         from peft import get_peft_model_state_dict
 
         return get_peft_model_state_dict(self._peft, save_embedding_layers=False)
@@ -319,7 +342,8 @@ class LoraAdapters:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Compute without adapters inside: what the model was before it trained."""
+        """Return a context manager that disables the adapters: the model computes as before
+        training."""
         self._enable(False)
         try:
             yield
@@ -331,27 +355,27 @@ class LoraAdapters:
             layer.enable_adapters(on)
 
     def training(self, on: bool) -> None:
-        """Let adapters drop inputs, or no longer."""
+        """Turn the dropout of the adapters' inputs on or off."""
         for layer in self._layers.values():
             layer.lora_dropout.train(on)
 
     # ---- merged weights
 
     def merged(self) -> Any:
-        """Return the plain model with merged weights, up to ``changed``. Raises MergeDiffers where
-        it is not the model with its adapters."""
+        """Return the plain model with merged weights, which are kept until ``changed``. Raises
+        MergeDiffers if it does not compute the same as the model with its adapters."""
         if not self._held:
             self._merge()
             try:
                 self._prove()
             except BaseException:
-                self.changed()  # Nobody may find them there and believe them.
+                self.changed()  # never keep weights that failed the check
                 raise
         return self.skeleton
 
     def changed(self) -> None:
-        """Forget the merged weights: the adapters have changed, or their memory is wanted. The
-        layers of the plain model have base weights meanwhile."""
+        """Drop the merged weights, because the adapters have changed or the memory is needed. Until
+        the next merge the plain model has the base weights."""
         if self._held:
             for name, weight in self._base.items():
                 self._place(name, weight)
@@ -366,9 +390,9 @@ class LoraAdapters:
         self._held = True
 
     def _merged(self, name: str) -> Tensor:
-        """Return the weight of one layer, as it lies there, and what its adapter adds to it, summed
-        up in fp32."""
-        # Tensors made in inference mode could not be written to later.
+        """Return the weight of one layer plus the product of its adapter, summed in fp32, in the
+        layout of the layer's weight."""
+        # A tensor created in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
             base = self._base[name]
             delta = self._layers[name].get_delta_weight(_NAME)
@@ -383,8 +407,8 @@ class LoraAdapters:
             check_merge(self._model, self.skeleton, self.off)
 
     def _adapter(self, name: str) -> Adapter:
-        """Return what trains of a layer, and how often it counts by the options, whatever peft
-        makes of it."""
+        """Return the trained tensors of a layer and their factor computed from the options,
+        independently of the factor that peft uses."""
         layer = self._layers[name]
         return (
             layer.lora_B[_NAME].weight,
@@ -393,7 +417,8 @@ class LoraAdapters:
         )
 
     def _prove_by_other_values(self) -> None:
-        """Adapters start at 0, which proves nothing: try merging with others."""
+        """Check a merge with random adapters, because adapters start at 0 and a check with those
+        would prove nothing."""
         self._merge()
         self.disturb(self.names)
         try:
@@ -406,8 +431,8 @@ class LoraAdapters:
 
     @torch.no_grad()
     def disturb(self, names: Iterable[str]) -> None:
-        """Give the adapters of these weights other values, and merge them in place; ``restore``
-        undoes it."""
+        """Replace the adapters of these weights by random ones, and merge them in place;
+        ``restore`` undoes this."""
         generator = torch.Generator().manual_seed(0)
         for name in sorted(names):
             layer_name = name.removesuffix(".weight")
@@ -415,7 +440,7 @@ class LoraAdapters:
             down = layer.lora_A[_NAME].weight
             up = layer.lora_B[_NAME].weight
             before = up.detach().clone()
-            # The product is then about as large as the weight that it is added to.
+            # Scale the product to about the size of the weight that it is added to.
             size = layer.get_base_layer().weight.float().std() / (
                 down.std().clamp(min=1e-6) * self._options.r**0.5 * layer.scaling[_NAME]
             )
@@ -424,7 +449,7 @@ class LoraAdapters:
             self._stirred.append((layer_name, before, merged))
 
     def _rewritten(self, name: str, new: Tensor) -> Tensor:
-        """Write the merged weight of one layer in its place; return a copy of the one before."""
+        """Overwrite the merged weight of one layer in place; return a copy of the previous one."""
         with torch.inference_mode(False), torch.no_grad():
             weight = weight_of(self.skeleton, name)
             before = weight.detach().clone()
@@ -433,7 +458,7 @@ class LoraAdapters:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Undo ``disturb`` to the bit."""
+        """Undo ``disturb``, exactly to the bit."""
         while self._stirred:
             name, before, merged = self._stirred.pop()
             self._layers[name].lora_B[_NAME].weight.copy_(before)
@@ -443,8 +468,8 @@ class LoraAdapters:
     # ---- files
 
     def save(self, folder: Path) -> None:
-        """Write the adapters for ``peft.PeftModel.from_pretrained``; ``folder`` is made if
-        missing."""
+        """Write the adapters in the format of ``peft.PeftModel.from_pretrained``; create ``folder``
+        if missing."""
         folder.mkdir(parents=True, exist_ok=True)
         save_file(
             {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors().items()},
@@ -459,8 +484,11 @@ class LoraAdapters:
             self._options.inference_mode = training
 
     def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote. Raises FileNotFoundError, or ValueError that says how the
-        saved adapters differ; then nothing has changed."""
+        """Load adapters written by ``save``.
+
+        Raises FileNotFoundError if there are none, and ValueError if they do not fit this model;
+        then nothing has changed.
+        """
         if not (folder / WEIGHTS).is_file():
             raise FileNotFoundError(f"no adapters in {folder}")
         self._check_options(folder)
@@ -485,8 +513,8 @@ class LoraAdapters:
         self.changed()
 
     def _check_options(self, folder: Path) -> None:
-        """An adapter of another rank has other shapes; one with another alpha only computes
-        something else."""
+        """Raise ValueError if the saved options differ. Another rank would show in the shapes, but
+        another alpha would only change the results."""
         try:
             said = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -510,8 +538,9 @@ class LoraAdapters:
 
 @functools.cache
 def _few_passes(kind: Any) -> Any:
-    """Return ``kind``, a layer of peft, with a forward pass by ``adapted_product`` where that is
-    the same."""
+    """Return a subclass of ``kind``, a layer class of peft, whose forward pass uses
+    ``adapted_product`` where that gives the same result: fp32 on a CPU, without hooks, active
+    dropout or compilation."""
 
     class FewPassAdapter(kind):
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -546,8 +575,8 @@ def _peft() -> Any:
 
 
 class BaseEngine:
-    """Implements ``Engine`` for a frozen role: ``engine`` with its ``adapters`` off, that is with
-    the weights that it was loaded with. It only scores; ``version`` is its own."""
+    """``Engine`` of a frozen role: ``engine`` with its ``adapters`` off, that is, with the weights
+    that it was loaded with. It only scores, and has a version of its own."""
 
     def __init__(self, engine: Forwards, adapters: LoraAdapters, tokenizer: Any) -> None:
         self._engine = engine

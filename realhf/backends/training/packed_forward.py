@@ -1,13 +1,12 @@
-"""Computes hidden states of packed sequences by any decoder, and log-probabilities and values of
-them.
+"""Hidden states, log-probabilities and values of packed sequences, for any decoder.
 
-All rows of a pass lie behind each other, without padding or masks, where the model is proven to
-follow that: on a GPU with a kernel for attention over sequences of different lengths, on a CPU with
-attention by pieces of the rows. Elsewhere rows of similar length run in one right-padded batch.
-Rows of one sequence each have no attention mask then: under causal attention no real token sees
-padding behind it, and the maskless kernels are the fast ones. Rows whose sequences share what they
-have in common bring a mask and positions of their own, if the model is proven to follow them.
-Hidden states are kept only at positions whose prediction is scored.
+If a test at construction shows that the model computes it correctly, all rows of a pass are
+concatenated without padding or masks: on a GPU by a variable-length attention kernel, on a CPU by
+attention over pieces of the rows. Otherwise rows of similar length run as one right-padded batch. A
+row of a single sequence needs no attention mask: under causal attention no real token sees the
+padding after it, and the kernels without masks are the fast ones. Rows of sequences that share
+prefixes have a mask and explicit positions, if the test shows that the model follows them. Hidden
+states are kept only at positions whose prediction is scored.
 """
 
 from __future__ import annotations
@@ -53,35 +52,45 @@ from realhf.backends.training.varlen_attention import (
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Holds the asked-for positions of one pass through the model. ``hidden`` (m, width);
-    ``target`` i64 (m,): the token that follows; ``place`` i64 (m,): where each stands in the packed
-    L-1 layout; ``logits`` (m, vocabulary) only where nothing is known of the model's head."""
+    """Hidden states of the m scored positions of one forward pass."""
 
     hidden: Tensor
+    """(m, width)."""
     target: Tensor
+    """Token that follows each position, int64 (m,)."""
     place: Tensor
+    """Index of each position in the packed L-1 layout, int64 (m,)."""
     logits: Tensor | None = None
+    """(m, vocabulary), only if the head of the model is unknown."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Says what a model has on top of its hidden states. ``language`` returns the weight
-    (vocabulary, width) of a head that is a product with it, plus what ``side`` returns for hidden
-    states (the factors of an adapter's product, or None) and what ``bias`` returns, times
-    ``factor``, with ``cap`` bounded to that by tanh; ``value`` is a projection to one number, which
-    stands in the place of a language-model head, of whatever kind."""
+    """The head of a model: at most one of ``language`` and ``value``; neither if it is unknown."""
 
     language: Callable[[], Tensor] | None = None
+    """Return the weight (vocabulary, width) of a language-model head that is a linear
+    projection."""
     side: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None
+    """Return the factors of the product that the head's adapter adds for given hidden states, None
+    while adapters are off (see ``lora.side_product``). None without an adapter."""
     bias: Callable[[], Tensor] | None = None
+    """Return the bias (vocabulary,) of the language-model head. None without a bias."""
     factor: float = 1.0
+    """Factor of the logits."""
     cap: float | None = None
+    """Soft cap: logits are bounded to it by tanh after the factor."""
     value: nn.Module | None = None
+    """Projection to one number, of any kind, in place of the language-model head."""
 
 
 class PackedOutputs:
-    """Implements ``ForwardOutputs``. ``size`` is the sum of L-1 over the sequences of the
-    micro-batch, ``rows`` is None where nothing of it is asked for."""
+    """``ForwardOutputs`` of one micro-batch.
+
+    Args:
+        rows: Scored positions; None if there are none.
+        size: Sum of L-1 over the sequences of the micro-batch.
+    """
 
     def __init__(
         self, rows: ScoredRows | None, size: int, heads: Heads, device: torch.device
@@ -167,14 +176,16 @@ class PackedOutputs:
         return torch.zeros(0, dtype=torch.int64, device=self._device)
 
     def _spread(self, numbers: Tensor | None) -> Tensor:
-        """Put what was computed into the packed L-1 layout."""
+        """Return values (m,) of the scored positions as an fp32 tensor of the packed L-1 layout, 0
+        elsewhere."""
         blank = torch.zeros(self._size, device=self._device)
         return blank if numbers is None else blank.index_copy(0, self.place, numbers)
 
     def _score(
         self, rows: ScoredRows, ids: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities of ``ids`` i64 (m, K), f32, and entropies f32 (m,)."""
+        """Return log-probabilities of ``ids`` int64 (m, K), fp32 of that shape, and entropies fp32
+        (m,)."""
         heads = self._heads
         (hidden, logits) = (rows.hidden, rows.logits)
         if heads.language is not None and logits is None:
@@ -198,14 +209,15 @@ class PackedOutputs:
 
 
 _LONGEST = 512
-"""Widest window of a model's own making, in columns, that is tried out; a row to try it is a bit
-longer."""
+"""Maximum size, in columns, of a model-specific window that the test covers; the row of the test is
+slightly longer."""
 _OURS = "sliding_window"
+"""Option of the one kind of window that the attention masks implement."""
 
 
 def own_windows(config: Any) -> list[int]:
-    """Return the options of a model that may be windows or chunks in tokens, but for the one that
-    our masks have."""
+    """Return the values of a model's options that may be windows or chunks in tokens, except the
+    sliding window, which the attention masks implement."""
     options = config.get_text_config().to_dict()
     named = {name: value for name, value in options.items() if "window" in name or "chunk" in name}
     named = {name: value for name, value in named.items() if name != _OURS and "layers" not in name}
@@ -213,9 +225,11 @@ def own_windows(config: Any) -> list[int]:
 
 
 def probe(config: Any) -> SequenceInputs | None:
-    """Make sequences that part twice, all of whose positions are scored. In a row of all of them
-    columns part by more than every window of the model's own, tokens do not. None if that takes too
-    long a row."""
+    """Return test sequences that branch twice, all of whose positions are scored.
+
+    In one row of all of them, positions within one sequence lie further apart in columns than every
+    model-specific window, but not in tokens. Returns None if that would need too long a row.
+    """
     widest = max(own_windows(config), default=0)
     if widest > _LONGEST:
         return None
@@ -235,20 +249,21 @@ def probe(config: Any) -> SequenceInputs | None:
 
 
 def strayed(found: Tensor, expected: Tensor) -> float:
-    """Return how far hidden states (n, width) are from expected ones at the worst position, of the
-    length there."""
+    """Return the largest distance between hidden states (n, width) and the expected ones, relative
+    to the norm of the expected one at that position."""
     far = (found - expected).float().norm(dim=-1) / expected.float().norm(dim=-1).clamp(min=1e-6)
     return float(far.max())
 
 
 def tolerance(dtype: torch.dtype, own: float) -> float:
-    """Return how far shared rows may be off. ``own``: how far a model of ``dtype`` is off from
-    itself when only the composition of a batch changes."""
+    """Return the maximum error of shared rows. ``own`` is the error of the same model, of
+    ``dtype``, if only the composition of a batch changes."""
     return min(0.1, max(1e-3, 2 * torch.finfo(dtype).eps, 4 * own))
 
 
 _AGAIN = 5
-"""Rows that are computed once more, each alone, which tells how a model rounds."""
+"""Number of rows that are computed a second time, each alone, to measure the rounding of the
+model."""
 _UNFIT = (
     AttributeError,
     IndexError,
@@ -258,17 +273,25 @@ _UNFIT = (
     TypeError,
     ValueError,
 )
+"""Errors of a forward pass that mean that the model does not support a layout."""
 _log = logging.getLogger(__name__)
 
 
 class PackedForward:
-    """Runs packed sequences through ``model``, a causal language model or a decoder with a
-    ``value_head``; keeps no state between calls. ``pace`` is called before each pass. ``shares``
-    says whether rows may share prefixes, in rows of up to ``row_tokens`` positions, and ``packs``
-    whether they are computed without padding; the constructor finds that out by a few tokens. On a
-    CPU attention is computed by pieces of the rows (``row_tree_attention``) if the model follows
-    that; not without ``pieces``: layers that are computed again in the backward pass, where nobody
-    tells them how, or compiled, which would be done anew for every tree."""
+    """Forward passes of packed sequences through ``model``, a causal language model or a decoder
+    with a ``value_head``; without state between calls.
+
+    The constructor tests with a few tokens whether rows may share prefixes (``shares``), in rows of
+    up to ``row_tokens`` positions, and whether they are computed without padding (``packs``). On a
+    CPU, attention is computed over pieces of the rows (``row_tree_attention``) if the model
+    supports it.
+
+    Args:
+        pieces: Whether attention over pieces may be used. It may not if layers are recomputed in the
+            backward pass, which does not pass the pieces on, or compiled, which would recompile for
+            every tree.
+        pace: Called before each forward pass.
+    """
 
     def __init__(
         self, model: Any, *, pieces: bool = True, pace: Callable[[], None] = lambda: None
@@ -279,16 +302,18 @@ class PackedForward:
         self._kernel = self._proven_kernel()
         self.packs = self._kernel is not None or (pieces and self._follows_trees())
         self.shares = self.packs or self._follows_masks()
-        # What hides columns from each other has at worst the square of a row, but for kernels that
-        # need no mask.
+        # The size of a mask may grow with the square of a row; kernels without masks have no limit.
         self.row_tokens = (
             None if self._kernel is not None else BATCH_TOKENS if self.packs else ROW_TOKENS
         )
 
     def __call__(self, sample: SequenceSample, rows: Sequence[Row] | None = None) -> PackedOutputs:
-        """Return what is known of the positions whose prediction is asked for: where ``loss_mask``
-        is True at the predicted token, or everywhere without one. ``rows`` are computed, in one
-        pass; without them every sequence is a row. Raises ValueError on an empty sequence."""
+        """Return the outputs at scored positions: where ``loss_mask`` is True at the predicted
+        token, or everywhere without one.
+
+        ``rows`` are computed in one forward pass; by default every sequence is a row. Raises
+        ValueError for an empty sequence.
+        """
         inputs = SequenceInputs.of(sample)
         chosen = plain_rows(inputs.scored, inputs.tokens) if rows is None else rows
         self.pace()
@@ -301,8 +326,8 @@ class PackedForward:
         return PackedOutputs(found, inputs.size, self.heads, self.model.device)
 
     def nothing(self) -> Tensor:
-        """Run one token through the decoder; return a 0 with its graph, which every weight is part
-        of."""
+        """Run one token through the decoder; return a scalar 0 whose autograd graph contains every
+        weight."""
         decoder = self.model.get_decoder()
         tokens = torch.full(
             (1, 1), _no_padding(decoder), dtype=torch.int64, device=self.model.device
@@ -324,7 +349,7 @@ class PackedForward:
             )
         if chosen.packed is not None:
             given["position_ids"], given[LAYOUT] = chosen.depth.to(device), chosen.packed.to(device)
-            # Models make no mask where they are given one; nobody looks at it.
+            # Models build no mask if they get one; attention over packed rows ignores it.
             one = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
             given["attention_mask"] = masks(self.model.config, one, one[0].long(), self._dtype)
         if chosen.trees is None:
@@ -334,7 +359,7 @@ class PackedForward:
             return self._read(given, chosen)
 
     def _read(self, given: dict[str, Any], chosen: RowPass) -> ScoredRows:
-        """Run the model, and keep what is scored."""
+        """Run the model, and return the hidden states of the scored positions."""
         device = self.model.device
         column, target, place = (t.to(device) for t in (chosen.column, chosen.target, chosen.place))
         if self.heads.value is None and self.heads.language is None:
@@ -349,8 +374,8 @@ class PackedForward:
         return next(self.model.parameters()).dtype
 
     def _proven_kernel(self) -> Kernel | None:
-        """Return the device's kernel for packed rows if the model follows it; else say why rows are
-        padded, where that is not the usual."""
+        """Return the device's kernel for packed rows if the model passes the test with it;
+        otherwise log why rows are padded, except where that is usual."""
         kernel, reason = kernel_for(self.model.device, self._dtype, head_sizes(self.model.config))
         if kernel is not None:
             if not can_pack(self.model):
@@ -369,15 +394,14 @@ class PackedForward:
         return None
 
     def _follows_trees(self) -> bool:
-        """Return whether the model takes attention by pieces; if not, rows are padded, and may have
-        masks."""
+        """Return whether the model supports attention over pieces. If not, rows are padded, and may
+        have masks."""
         if self.model.device.type != "cpu" or sliding_window(self.model.config) is not None:
             return False
         return not self._strays(lambda rows, inputs: packed_pass(rows, inputs, None))
 
     def _follows_masks(self) -> bool:
-        """Return whether the model follows the masks of shared rows, with a warning if it does
-        not."""
+        """Return whether the model follows the masks of shared rows; log a warning if not."""
         reason = self._strays(row_pass)
         if reason:
             _log.warning("prefixes are computed for each sequence: %s", reason)
@@ -385,9 +409,12 @@ class PackedForward:
 
     @torch.no_grad()
     def _strays(self, laid_out: Callable[[Sequence[Row], SequenceInputs], RowPass]) -> str:
-        """Compare hidden states of sequences that share prefixes, in rows that ``laid_out`` lays
-        out, with those of the same sequences in padded rows of their own: a model may have
-        positions, masks or states that follow the order of columns. Return why it does, or ""."""
+        """Compare hidden states of sequences with common prefixes, in rows laid out by
+        ``laid_out``, with those of the same sequences in separate padded rows. They differ if a
+        model has positions, masks or states that depend on the order of columns.
+
+        Return the reason why the layout cannot be used, or "" if it can.
+        """
         inputs = probe(self.model.config)
         if inputs is None:
             return "the model has a window of its own, too wide to try"
@@ -413,15 +440,15 @@ class PackedForward:
 
 
 def _no_padding(decoder: Any) -> int:
-    """Return a token other than the one for padding, at whose embedding of zeros some models have
-    no gradient."""
+    """Return a token other than the padding token: some models have no gradient at its zero
+    embedding."""
     return 1 if getattr(decoder.get_input_embeddings(), "padding_idx", None) == 0 else 0
 
 
 def _missed_window(config: Any, windows: Sequence[int | None]) -> str:
-    """Return what is wrong with the windows that layers gave to their attention, or "": some models
-    have theirs in the mask alone, which packed rows do not have, and sequences of a trial are
-    shorter than most windows."""
+    """Return an error text if the windows that the layers passed to their attention are not those
+    of the configuration, or "". Some models apply the window only in the mask, which packed rows do
+    not have, and test sequences are shorter than most windows."""
     window = sliding_window(config)
     sliding = n_sliding_layers(config)
     if [each for each in windows if each is not None] == [window] * sliding:
@@ -430,14 +457,15 @@ def _missed_window(config: Any, windows: Sequence[int | None]) -> str:
 
 
 _WIDE = 100.0
-"""Size of the logits that a head is tried out with: bounds of usual size show."""
+"""Largest logit that a head is tested with, large enough that soft caps of usual size take
+effect."""
 
 
 @torch.no_grad()
 def heads_of(model: Any) -> Heads:
-    """Return what ``model`` has on top of its decoder: a value head, or what its configuration says
-    of the language head, if the model then gives the same logits, for small ones and for large
-    ones; else ``Heads()``."""
+    """Return the head of ``model``: its value head, or the language-model head that its
+    configuration describes, if that gives the same logits as the model, both small and large ones.
+    Otherwise return ``Heads()``."""
     if (value := getattr(model, "value_head", None)) is not None:
         return Heads(value=value)
     layer = model.get_output_embeddings()
@@ -471,7 +499,7 @@ def heads_of(model: Any) -> Heads:
     off = (found - expected).abs().amax((1, 2)) / expected.abs().amax((1, 2)).clamp(min=1e-6)
     if not float(off.max()) <= max(1e-4, 2 * torch.finfo(model.dtype).eps):
         return Heads()
-    # A layer's parameters are replaced where they are cut over ranks.
+    # Look the layer up at each call: its parameters are replaced when they are sharded over ranks.
     head: Callable[[], Any] = model.get_output_embeddings
     bias = None if plain.bias is None else lambda: head().bias
     side = None if plain is layer else lambda hidden: side_product(head(), hidden)
@@ -479,16 +507,16 @@ def heads_of(model: Any) -> Heads:
 
 
 def _at(hidden: Tensor, column: Tensor) -> Tensor:
-    # The gradient of index_select adds the rows of a repeated column up in order; that of indexing
-    # does not on several threads.
+    # The gradient of index_select sums the rows of a repeated column in a fixed order; that of
+    # indexing does not if there are several threads.
     return hidden.flatten(0, 1).index_select(0, column)
 
 
 def _through_the_whole_model(
     model: Any, given: dict[str, Any], column: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return hidden states and logits at some columns, for a head of which nothing is known: it
-    sees those positions only."""
+    """Return hidden states and logits at these columns, by running the whole model, whose head is
+    unknown. The head gets only these positions."""
     kept: list[Tensor] = []
 
     def keep(_module: Any, _args: Any, output: Any) -> Any:
