@@ -287,9 +287,9 @@ class PackedForward:
     supports it.
 
     Args:
-        pieces: Whether attention over pieces may be used. It may not if layers are recomputed in the
-            backward pass, which does not pass the pieces on, or compiled, which would recompile for
-            every tree.
+        pieces: Whether attention over pieces may be used. It may not if layers are recomputed in
+            the backward pass, which does not pass the pieces on, or compiled, which would
+            recompile for every tree.
         pace: Called before each forward pass.
     """
 

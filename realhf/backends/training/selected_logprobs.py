@@ -1,6 +1,9 @@
-"""Computes log-probabilities of chosen tokens from hidden states, without ever holding the logits
-of a batch: under a head that is a projection, or one and a bit more (a bias, a factor, a bound, as
-in Phi, Granite, Cohere, Gemma 2)."""
+"""Log-probabilities of selected tokens from hidden states, computed in chunks so that the logits of
+a whole batch never exist at once.
+
+The head is a linear projection, optionally with a bias, a factor, and a soft cap, as in Phi,
+Granite, Cohere and Gemma 2.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +21,34 @@ from realhf.backends.embedded.kernels import product, trains_faster
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 3 << 24
-"""Bytes of logits (fp32) held at once: 256 rows of a vocabulary of 49,152 tokens. Smaller chunks
-read the weight of the head too often."""
+"""Bytes of fp32 logits that exist at once: 256 rows for a vocabulary of 49,152 tokens. Smaller
+chunks read the weight of the head too often."""
 GPU_CHUNK_BYTES = 1 << 30
+"""``CHUNK_BYTES`` on a GPU: 1,766 rows for a vocabulary of 151,936 tokens. The backward pass needs
+two and a half times as much. A product of fewer rows is bound by reading the weight of the head and
+writing its gradient."""
 _LEAST_GPU_SHARE = 64
-"""The same on a GPU: 1,766 rows of a vocabulary of 151,936 tokens, if that is at most one part in
-64 of its memory. The backward pass holds two and a half times as much. A product of fewer rows is
-bound by reading the weight of the head and by writing its gradient."""
+"""A chunk on a GPU uses at most one part in this many of the GPU's memory."""
 _KEPT_BYTES = 1 << 24
-"""Logits of a call up to this size are kept for the backward pass; more of them are computed
-again."""
+"""Logits of a call are kept for the backward pass up to this size in bytes; larger ones are
+recomputed."""
 
 
 def chunk_rows(vocabulary: int, gpu_bytes: int = 0) -> int:
-    """Return how many rows of logits, fp32, make a chunk; ``gpu_bytes`` is the memory of the GPU
-    that computes them."""
+    """Return the number of rows of fp32 logits in a chunk. ``gpu_bytes`` is the memory of the GPU
+    that computes them, 0 on a CPU."""
     nbytes = max(CHUNK_BYTES, min(GPU_CHUNK_BYTES, gpu_bytes // _LEAST_GPU_SHARE))
     return max(1, nbytes // (4 * vocabulary))
 
 
 class _Products:
-    """Multiplies by the weight of a head (vocabulary, width), with fp32 sums and results. On the
-    tensor cores of a GPU bf16 factors stay what they are: a product of two bf16 numbers is exact in
-    fp32, so that logits are those of fp32 factors but for the order of their sums; gradients of
-    logits are rounded to bf16 before they are multiplied, as those of every other layer of the
-    model are. All other factors become fp32."""
+    """Products with the weight of a head (vocabulary, width), with fp32 sums and results.
+
+    bf16 factors are multiplied as bf16 on the tensor cores of a GPU. The product of two bf16
+    numbers is exact in fp32, so these logits equal those of fp32 factors up to the order of the
+    sums. Gradients of logits are rounded to bf16 before they are multiplied, as in every other
+    layer of the model. All other factors are converted to fp32.
+    """
 
     def __init__(self, hidden: Tensor, weight: Tensor) -> None:
         self.narrow = hidden.dtype == weight.dtype == torch.bfloat16 and multiplies_bf16(
@@ -51,7 +57,8 @@ class _Products:
         self._head = weight if self.narrow else weight.float()
 
     def logits(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
-        """Return (n, vocabulary) of ``hidden`` (n, width), plus ``bias``."""
+        """Return ``hidden`` (n, width) times the transposed head, plus ``bias``: fp32 (n,
+        vocabulary)."""
         if self.narrow:
             logits = torch.mm(hidden, self._head.t(), out_dtype=torch.float32)
         else:
@@ -59,20 +66,20 @@ class _Products:
         return logits if bias is None else logits.add_(bias)
 
     def rounded(self, slope: Tensor) -> Tensor:
-        """Return the gradient of logits as the next two take it."""
+        """Return the gradient of logits in the dtype that ``of_hidden`` and ``of_head`` expect."""
         return slope.to(torch.bfloat16) if self.narrow else slope
 
     def of_hidden(self, slope: Tensor) -> Tensor:
-        """Return the gradient of ``hidden``."""
+        """Return the gradient of ``hidden`` for a gradient of logits."""
         return torch.mm(slope, self._head) if self.narrow else _product(slope, self._head.t())
 
     def of_head(self, slope: Tensor, hidden: Tensor, so_far: Tensor | None) -> Tensor:
-        """Add to the gradient of the head ``so_far``, which may be overwritten."""
+        """Return ``so_far`` (None: zeros) plus the gradient of the head; ``so_far`` may be
+        overwritten."""
         if self.narrow:
             if so_far is None:
                 return torch.mm(slope.t(), hidden, out_dtype=torch.float32)
-            # The product adds to what is there, instead of writing a second gradient of that size
-            # for every chunk.
+            # Accumulate in place instead of allocating a second gradient of this size per chunk.
             return torch.addmm(so_far, slope.t(), hidden, out_dtype=torch.float32, out=so_far)
         if so_far is not None and so_far.is_cuda:
             return so_far.addmm_(slope.t(), hidden.float())
@@ -82,9 +89,11 @@ class _Products:
 
 @functools.cache
 def multiplies_bf16(device: torch.device) -> bool:
-    """Return whether torch multiplies bf16 with fp32 sums and results on this device. It is tried,
-    since not every release does on every GPU; without it the head is several times as slow, and a
-    warning says so."""
+    """Return whether torch multiplies bf16 matrices with fp32 sums and results on this device.
+
+    This is tested, since not every release supports it on every GPU. Without it the head is several
+    times slower, and a warning is logged.
+    """
     return device.type == "cuda" and _tried(device)
 
 
@@ -121,17 +130,24 @@ def selected_logprobs(
     cap: float | None = None,
     side: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of ``ids`` int64 (m,) or (m, K), fp32 of the same shape, and
-    entropies fp32 (m,).
+    """Return log-probabilities of ``ids``, fp32 of the same shape, and entropies, fp32 (m,).
 
-    Logits are ``hidden`` (m, width) times the transpose of ``head_weight`` (vocabulary, width),
-    plus the same of ``side``, fp32 (m, rank) and (vocabulary, rank), plus ``bias`` (vocabulary,),
-    ``bent`` by ``factor`` and ``cap``, divided by ``temperature``; all of that in fp32, whatever
-    the type of the factors (of bf16 ones on a GPU see ``_Products``). ``chunk`` rows of logits
-    exist at once; the backward pass computes them again, unless the head is frozen and nothing else
-    is asked for. Without ``with_entropy`` entropies are 0. Gradients reach ``hidden``,
-    ``head_weight``, ``side`` and ``bias``; there are no second derivatives. Raises ValueError on a
-    temperature that is not positive.
+    Everything is computed in fp32, whatever the dtype of the factors (for bf16 on a GPU see
+    ``_Products``). The backward pass recomputes the logits, unless the head is frozen and only the
+    gradient of ``hidden`` is needed. Gradients reach ``hidden``, ``head_weight``, ``side`` and
+    ``bias``; there are no second derivatives.
+
+    Args:
+        hidden: (m, width).
+        head_weight: (vocabulary, width). Logits are ``hidden`` times its transpose.
+        ids: int64 (m,) or (m, K).
+        temperature: Divides the logits. Raises ValueError if it is not positive.
+        chunk: Number of rows of logits that exist at once; None chooses it by the device.
+        with_entropy: Without it, entropies are 0.
+        bias: (vocabulary,), added to the logits.
+        factor, cap: Applied to the logits by ``bent``, before the temperature.
+        side: Factors fp32 (m, rank) and (vocabulary, rank) of a product that is added to the
+            logits: the first times the transpose of the second.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
@@ -148,7 +164,7 @@ def selected_logprobs(
 
 
 def bent(logits: Tensor, factor: float, cap: float | None) -> Tensor:
-    """Multiply logits by ``factor``, and with ``cap`` bound them to that by tanh; in place."""
+    """Multiply logits by ``factor`` and, with ``cap``, bound them to it by tanh; in place."""
     logits = logits.mul_(factor) if factor != 1.0 else logits
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
@@ -178,8 +194,9 @@ class _Selected(torch.autograd.Function):
             and len(ids) <= chunk
         )
         kept = None
-        # Of a frozen head nothing but the gradient of ``hidden`` is wanted, which is that of the
-        # log-probability, known here, times what comes back: nothing has to be computed again.
+        # With a frozen head only the gradient of ``hidden`` is needed. It is the gradient of the
+        # log-probability, which is known here, times the incoming gradient, so the backward pass
+        # recomputes nothing.
         early = ids.shape[1] == 1 and not with_entropy and cap is None and ctx.needs_input_grad[0]
         early = early and not any(ctx.needs_input_grad[1:])
         slopes = torch.empty_like(hidden) if early else None
@@ -269,8 +286,8 @@ class _Selected(torch.autograd.Function):
 
 
 def _with_slope(logits: Tensor, ids: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities (n, 1) of ``ids`` (n, 1), and ``factor`` times their gradients by
-    ``logits`` (n, vocabulary), in place of these."""
+    """Return log-probabilities (n, 1) of ``ids`` (n, 1), and ``factor`` times their gradients with
+    respect to ``logits`` (n, vocabulary), which overwrite ``logits``."""
     chosen = logits.gather(-1, ids)
     most = logits.amax(-1, keepdim=True)
     total = logits.sub_(most).exp_().sum(-1, keepdim=True)
@@ -287,5 +304,5 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply ``x`` (n, in) by the transpose of ``weight`` (out, in), both fp32."""
+    """Return ``x`` (n, in) times the transpose of ``weight`` (out, in), both fp32."""
     return product(x, weight) if trains_faster(weight) else functional.linear(x, weight)

@@ -116,8 +116,8 @@ def shared_rows(
         members: Indices of the sequences.
         inputs: Input tokens of all sequences.
         most: Maximum number of positions of a row with several sequences.
-        longest: Up to this number, a row may also have twice the positions of its first sequence. Otherwise
-            a prefix of about ``most`` tokens would be computed for each sequence.
+        longest: Up to this number, a row may also have twice the positions of its first sequence.
+            Otherwise a prefix of about ``most`` tokens would be computed for each sequence.
     """
     order = sorted(members, key=lambda i: (inputs[i].astype(">u4").tobytes(), i))
     rows: list[Row] = []
@@ -167,17 +167,18 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Says where the tokens of a row's sequences are. ``tokens`` and ``depth`` int64 (length,): the
-    token of each column, and its position in its sequence; ``columns``: for each member the column
-    of each of its tokens."""
+    """Columns of the sequences of a row."""
 
     tokens: np.ndarray
+    """Token of each column, int64 (length,)."""
     depth: np.ndarray
+    """Position of each column's token in its sequence, int64 (length,)."""
     columns: tuple[np.ndarray, ...]
+    """For each sequence, the columns of its tokens, int64."""
 
 
 def layout(row: Row, inputs: Sequence[np.ndarray]) -> RowLayout:
-    """Lay out the columns of a row."""
+    """Return the layout of the columns of a row."""
     tokens = np.empty(row.length, dtype=np.int64)
     depth = np.empty(row.length, dtype=np.int64)
     columns: list[np.ndarray] = []
@@ -191,8 +192,8 @@ def layout(row: Row, inputs: Sequence[np.ndarray]) -> RowLayout:
 
 
 def visible(row: Row, lay: RowLayout, width: int) -> np.ndarray:
-    """Return bool (width, width): which column (second) each column (first) sees. A column beyond
-    the row sees itself, because a softmax over nothing is not a number."""
+    """Return bool (width, width), indexed [query column, key column]: whether the query sees the
+    key. A padding column sees itself, because a softmax over nothing is NaN."""
     seen = np.eye(width, dtype=bool)
     for shared, path in zip(row.shared, lay.columns, strict=True):
         for_new = np.tril(np.ones((len(path) - shared, len(path)), dtype=bool), shared)
@@ -201,19 +202,22 @@ def visible(row: Row, lay: RowLayout, width: int) -> np.ndarray:
 
 
 BATCH_TOKENS = 4096
-"""Most positions of one batch where nobody says how many. A larger one is not faster, and on a CPU
-the caches make it slower."""
+"""Default of the maximum number of positions of a batch. A larger batch is not faster, and on a CPU
+it is slower because of the caches."""
 _MAX_PADDING = 0.05
-"""Share of a batch's positions that may be padding."""
+"""Maximum share of padding in the positions of a batch."""
 SMALL = BATCH_TOKENS // 8
 """Number of positions up to which a batch may have more padding, because that costs less than
 another pass."""
 
 
 def packed_batches(lengths: Sequence[int], most: int | None = None) -> list[list[int]]:
-    """Batch rows of these lengths, which need no padding, from longest to shortest: into few
-    batches of about equal size, since a small one computes slower. None has more than ``most``
-    positions; a longer row is a batch of its own. Deterministic."""
+    """Return the indices of rows of these lengths in batches without padding, from longest to
+    shortest.
+
+    There are few batches, of about equal size, since small ones compute slower. A batch has at most
+    ``most`` positions, unless it is a single longer row. Deterministic.
+    """
     most = BATCH_TOKENS if most is None else most
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     batches = [[i] for i in order if lengths[i] > most]
@@ -236,11 +240,10 @@ def packed_batches(lengths: Sequence[int], most: int | None = None) -> list[list
 def row_batches(
     members: Sequence[int], lengths: np.ndarray, most: int | None = None
 ) -> list[list[int]]:
-    """Batch the rows ``members``, from longest to shortest, to be padded.
+    """Return the rows ``members`` in batches that are to be padded, from longest to shortest.
 
-    A batch ends where it would have more than ``most`` positions, or too much of it would be
-    padding. ``lengths`` int64 (n,) are those of all rows; one that is longer than ``most`` is a
-    batch of its own. Deterministic.
+    A batch has at most ``most`` positions, and limited padding. A row longer than ``most`` is a
+    separate batch. ``lengths`` int64 (n,) are those of all rows. Deterministic.
     """
     most = BATCH_TOKENS if most is None else most
     batches: list[list[int]] = []
@@ -262,27 +265,36 @@ def row_batches(
 
 @dataclass(frozen=True)
 class RowPass:
-    """Holds n rows of a common width. ``tokens``, ``depth`` int64 (n, width): token and its
-    position in its sequence; ``seen`` bool (n, width, width): which column each column sees, None
-    for rows of one sequence each, which causal attention serves, and where ``packed`` or ``trees``
-    says it; ``column`` int64 (m,): the column, of all rows one after another, that each scored
-    prediction is read from; ``target``, ``place`` int64 (m,). With ``packed`` or ``trees`` all rows
-    lie behind each other in one."""
+    """Inputs of one forward pass: n rows of a common width, or with ``packed`` or ``trees`` all
+    rows concatenated in one."""
 
     tokens: Tensor
+    """int64 (n, width)."""
     depth: Tensor
+    """Position of each token in its sequence, int64 (n, width)."""
     seen: Tensor | None
+    """Which column each column sees, bool (n, width, width). None for rows of one sequence each,
+    which causal attention serves, and with ``packed`` or ``trees``."""
     column: Tensor
+    """Column that each scored prediction is read from, in the rows one after another, int64
+    (m,)."""
     target: Tensor
+    """Token that each of them predicts, int64 (m,)."""
     place: Tensor
+    """Index of each of them in the packed L-1 layout, int64 (m,)."""
     packed: PackedLayout | None = None
+    """Layout for attention by a variable-length kernel."""
     trees: RowTrees | None = None
+    """Layout for attention by pieces of the rows."""
 
 
 def row_pass(rows: Sequence[Row], inputs: SequenceInputs) -> RowPass:
-    """Lay out ``rows`` (at least one), whose members are sequences of ``inputs``, with ``seen`` for
-    those that hold several sequences. Each is padded on the right by its own first token: that for
-    padding may have an embedding of zeros, at which some models have no gradient (Gemma 3n)."""
+    """Return the padded pass of ``rows`` (at least one) over sequences of ``inputs``, with ``seen``
+    if any row has several sequences.
+
+    Each row is padded on the right by its first token. The padding token may have a zero embedding,
+    at which some models have no gradient (Gemma 3n).
+    """
     width = max(row.length for row in rows)
     tokens, depth = np.zeros((2, len(rows), width), dtype=np.int64)
     columns: list[np.ndarray] = []
@@ -307,8 +319,8 @@ def row_pass(rows: Sequence[Row], inputs: SequenceInputs) -> RowPass:
 
 
 def packed_pass(rows: Sequence[Row], inputs: SequenceInputs, kernel: Kernel | None) -> RowPass:
-    """Lay out ``rows`` (at least one) behind each other, without padding, for attention by
-    ``kernel``, or by trees."""
+    """Return the pass of ``rows`` (at least one) concatenated without padding, for attention by
+    ``kernel``, or by trees if it is None."""
     tokens: list[np.ndarray] = []
     depth: list[np.ndarray] = []
     paths: list[list[np.ndarray]] = []
@@ -350,7 +362,7 @@ def masks(
     config: Any, seen: Tensor, depth: Tensor, dtype: torch.dtype
 ) -> Tensor | dict[str, Tensor]:
     """Return additive masks (n, 1, width, width) of ``dtype`` for a model with this configuration:
-    one, or one for each kind of layer where the model takes several. ``seen`` and ``depth`` are
+    one mask, or one for each kind of layer if the model expects several. ``seen`` and ``depth`` are
     those of a ``RowPass``."""
     far = lambda window: depth[:, None, :, None] - depth[:, None, None, :] >= window
     return layer_masks(config, dtype, ~seen[:, None], far)

@@ -1,5 +1,5 @@
-"""Loads a tokenizer without the machinery of models, for processes that only read and write
-tokens."""
+"""Loading and checks of tokenizers and model configurations, without loading model code, for
+processes that only handle tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from realhf.base.text import first_line
 
 
 class ModelLoadError(ValueError):
-    """Is raised when a model cannot be loaded. The message is one line: role, path and cause."""
+    """Failure to load a model. The message is one line with role, path and cause."""
 
 
 def load_tokenizer(path: str, role: str) -> Any:
-    """Load the tokenizer of a folder or hub id. Raises ModelLoadError."""
+    """Return the tokenizer of a folder or hub id. Raises ModelLoadError."""
     from transformers import AutoTokenizer
 
     check_folder(path, role)
@@ -29,9 +29,11 @@ def load_tokenizer(path: str, role: str) -> Any:
 
 
 def check_same_tokens(tokenizer: Any, role: str, path: str, other_path: str) -> None:
-    """Raise ModelLoadError unless ``tokenizer``, that of a role whose model lies in ``path``, gives
-    every token that it shares with the one in ``other_path`` the same id. What one of them added is
-    not missed in the other."""
+    """Raise ModelLoadError unless a tokenizer gives every token that it shares with the tokenizer
+    in ``other_path`` the same id. Tokens that only one of them has are accepted.
+
+    ``role`` and ``path`` are the role that uses ``tokenizer`` and the path of its model.
+    """
     mine = tokenizer.get_vocab()
     theirs = load_tokenizer(other_path, "actor").get_vocab()
     words = {number: word for word, number in theirs.items()}
@@ -47,7 +49,8 @@ def check_same_tokens(tokenizer: Any, role: str, path: str, other_path: str) -> 
 
 
 def check_context(path: str, role: str, max_total_tokens: int) -> None:
-    """Raise ModelLoadError when the model there cannot hold an episode of ``max_total_tokens``."""
+    """Raise ModelLoadError if the context length of the model in ``path`` is below
+    ``max_total_tokens``, the maximum length of an episode."""
     described = _described(path, role)
     if max_total_tokens > (limit := context_limit(described)):
         reason = context_reason(described)
@@ -58,8 +61,9 @@ def check_context(path: str, role: str, max_total_tokens: int) -> None:
 
 
 def check_dense(path: str, role: str) -> None:
-    """Raise ModelLoadError for a mixture of experts, which a server cannot be handed anew after
-    every step: it keeps a tensor for each expert, the trainer one for all of them."""
+    """Raise ModelLoadError for a mixture of experts. A vLLM server cannot be updated with its
+    weights after each step, because vLLM has a tensor for each expert and the trainer one for all
+    experts."""
     if experts := routed_experts(_described(path, role)):
         raise ModelLoadError(
             f"{role}.path={path}: vLLM takes no new weights of its {experts} experts; use "
@@ -68,7 +72,7 @@ def check_dense(path: str, role: str) -> None:
 
 
 def _described(path: str, role: str) -> Mapping[str, Any]:
-    """Read the configuration of the model in a folder or of a hub id. Raises ModelLoadError."""
+    """Return the configuration of the model in a folder or of a hub id. Raises ModelLoadError."""
     from transformers import AutoConfig
 
     check_folder(path, role)
@@ -81,8 +85,8 @@ def _described(path: str, role: str) -> Mapping[str, Any]:
 
 
 def check_folder(path: str, role: str) -> None:
-    """Raise ModelLoadError when ``path`` can only be a folder but is not one; the hub client would
-    report a bad repository name."""
+    """Raise ModelLoadError if ``path`` has the form of a folder but is none. Otherwise the hub
+    client would complain about an invalid repository name."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not Path(path).is_dir():
         raise ModelLoadError(f"{role}.path={path}: no such folder")

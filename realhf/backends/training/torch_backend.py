@@ -1,6 +1,9 @@
-"""Builds a ``TorchEngine`` from a folder or a hub id, with one-line errors for what is not there.
-Of a critic that is the decoder of a causal language model with one number on top of every hidden
-state."""
+"""Backend that builds a ``TorchEngine`` from a folder or a hub id, with one-line errors for models
+that cannot be used.
+
+A critic is the decoder of a causal language model with a head that maps every hidden state to one
+number.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _HEADS = ("lm", "value")
 
 
 class TorchBackend:
-    """Builds engines of a single process. ``device``: ``auto`` (CUDA if there is one), ``cpu``,
+    """Builder of engines in a single process. ``device``: ``auto`` (CUDA if available), ``cpu``,
     ``cuda`` or ``cuda:N``."""
 
     def __init__(self, device: str = "auto") -> None:
@@ -37,9 +40,12 @@ class TorchBackend:
         self._device = torch.device(name)
 
     def build(self, spec: ModelSpec, *, seed: int, total_train_steps: int) -> TorchEngine:
-        """Load weights and tokenizer of ``spec.path``. ``total_train_steps`` bounds the
-        learning-rate schedule. Raises ModelLoadError, or ValueError on an unknown dtype or head, or
-        a trainable role without optimizer."""
+        """Load weights and tokenizer from ``spec.path``, and return an engine.
+        ``total_train_steps`` is the length of the learning-rate schedule.
+
+        Raises ModelLoadError, and ValueError for an unknown dtype or head, or a trainable role
+        without an optimizer.
+        """
         if spec.dtype not in _DTYPES:
             raise ValueError(
                 f"{spec.role}.dtype {spec.dtype!r} is not one of {', '.join(sorted(_DTYPES))}"
@@ -67,7 +73,8 @@ class TorchBackend:
             )
 
     def _model(self, spec: ModelSpec, dtype: torch.dtype) -> Any:
-        """Load the model; a backend that cuts it does not load all of it."""
+        """Load the model. Backends that shard it override this, so that no process loads all of
+        it."""
         head = spec.head == "lm"
         model = load_causal_lm(
             spec.path, spec.role, dtype, with_head=head, experts=spec.experts
@@ -75,14 +82,15 @@ class TorchBackend:
         return load_value_model(model, spec.path, spec.role) if spec.head == "value" else model
 
     def _engine(self, spec: ModelSpec, model: Any, tokenizer: Any, **options: Any) -> TorchEngine:
-        """Make the engine around the loaded model; a backend for several workers makes another."""
+        """Create the engine of the loaded model. Backends with several workers override this."""
         return TorchEngine(model, tokenizer, role=spec.role, **options)
 
 
 def named_loading_shortage(
     spec: ModelSpec, device: torch.device
 ) -> contextlib.AbstractContextManager[None]:
-    """Raise RuntimeError that names options where there is no memory for a model."""
+    """Return a context manager that turns an out-of-memory error of loading a model into a
+    RuntimeError that names options to change."""
     narrower = (
         f", {spec.role}.dtype=bfloat16 (it is {spec.dtype})" if spec.dtype == "float32" else ""
     )
@@ -102,10 +110,16 @@ def named_loading_shortage(
 def load_causal_lm(
     path: str, role: str, dtype: torch.dtype, *, with_head: bool = True, experts: bool | None = None
 ) -> Any:
-    """Load the model of a folder or hub id, in evaluation mode. Where no projection to the
-    vocabulary is wanted (``with_head``), the checkpoint may lack it. ``experts`` says whether a
-    mixture of experts is accepted; None, where nothing trains, takes both kinds. Raises
-    ModelLoadError for what is not there, not whole or no such decoder."""
+    """Load the model of a folder or hub id, in evaluation mode.
+
+    Args:
+        with_head: Whether the projection to the vocabulary is needed; without it, the checkpoint
+            may lack this projection.
+        experts: Whether a mixture of experts is accepted; None, for a model that does not train,
+            accepts both kinds.
+
+    Raises ModelLoadError if there is no model, or it is incomplete or not a causal decoder.
+    """
     check_folder(path, role)
     transformers_logging.disable_progress_bar()
     kernel = attention_for(path, role, experts)
@@ -115,7 +129,7 @@ def load_causal_lm(
             dtype=dtype,
             attn_implementation=kernel,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # They are told below, by name.
+            ignore_mismatched_sizes=True,  # ``_unlike`` reports them by name
         )
     except (OSError, ValueError, RuntimeError) as error:
         if oom_message(error) is not None:
@@ -133,8 +147,8 @@ def load_causal_lm(
 
 
 def attention_for(path: str, role: str, experts: bool | None = None) -> str:
-    """Return the attention implementation for the model there. Raises ModelLoadError when it is no
-    decoder, and for a mixture of experts where ``experts`` is False."""
+    """Return the attention implementation for a model. Raises ModelLoadError if it is no decoder,
+    and for a mixture of experts if ``experts`` is False."""
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
@@ -153,13 +167,13 @@ def attention_for(path: str, role: str, experts: bool | None = None) -> str:
         problem = problem or expert_problem(described, role, accepted=experts)
     if problem:
         raise ModelLoadError(f"{role}.path={path}: {problem}")
-    # Attention with soft caps or sinks, as in Gemma 2 and gpt-oss, has no fused kernel here.
+    # There is no fused kernel for attention with soft caps or sinks, as in Gemma 2 and gpt-oss.
     return "sdpa" if getattr(known[type(config)], "_supports_sdpa", True) else "eager"
 
 
 def _unlike(model: Any, report: Mapping[str, Any], with_head: bool) -> str | None:
-    """Return how a checkpoint differs from the model that its configuration describes. What is
-    missing would be random numbers, and nobody would say so."""
+    """Return the difference between a checkpoint and the model that its configuration describes, as
+    text, or None. transformers would fill missing tensors with random numbers without an error."""
     name = type(model).__name__
     head = model.get_output_embeddings()
     unwanted = (
@@ -181,9 +195,9 @@ def _unlike(model: Any, report: Mapping[str, Any], with_head: bool) -> str | Non
 
 @torch.no_grad()
 def odd_logits(model: Any) -> str | None:
-    """Return why a model cannot be sampled from: its logits are no numbers, or depend on later
-    tokens, as those of an encoder do that is loaded as a causal model. Of a model with a value head
-    the hidden states are looked at."""
+    """Return why a model cannot generate, or None: its logits are not finite, or depend on later
+    tokens, as those of an encoder loaded as a causal model. For a model with a value head, the
+    hidden states are tested."""
     size = int(model.config.get_text_config().vocab_size)
     texts = torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]], device=model.device) % size
     if isinstance(model, ValueModel):
@@ -210,9 +224,11 @@ def check_chat_template(tokenizer: Any, path: str, role: str = "actor") -> None:
 
 
 class ValueHead(nn.Linear):
-    """Projects hidden states (..., width) to one number each, f32 (..., 1), computed in fp32. It
-    starts at 0, so that a critic that has learned nothing predicts the mean return and disturbs no
-    estimate."""
+    """Projection of hidden states (..., width) to one number each, fp32 (..., 1), computed in fp32.
+
+    It starts at 0, so that an untrained critic predicts the mean return and does not distort
+    advantage estimates.
+    """
 
     def __init__(self, width: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(width, 1, device=device, dtype=dtype)
@@ -225,38 +241,38 @@ class ValueHead(nn.Linear):
 
 
 class ValueModel(nn.Module):
-    """Holds the decoder of ``language_model`` (transformers) and a ``value_head``; the head of the
-    language model is left behind."""
+    """Decoder of ``language_model`` (transformers) with a ``value_head`` in place of the
+    language-model head."""
 
     def __init__(self, language_model: Any) -> None:
         super().__init__()
         self.model = language_model.get_decoder()
         self.config = language_model.config
         width = int(self.config.get_text_config().hidden_size)
-        # A decoder that gets its weights later has no memory yet; the head has.
+        # A decoder on the meta device gets its weights later; the head is allocated now.
         device = torch.device("cpu") if self.device.type == "meta" else self.device
         self.value_head = ValueHead(width, device=device, dtype=self.dtype)
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
+        """Device of the weights."""
         return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights."""
+        """Dtype of the weights."""
         return self.model.dtype
 
     def get_decoder(self) -> Any:
-        """Return the decoder: tokens to hidden states."""
+        """Return the decoder, which maps tokens to hidden states."""
         return self.model
 
     def activation_checkpointing_enable(self) -> None:
-        """Compute activations again in the backward pass."""
+        """Enable activation checkpointing: recompute activations in the backward pass."""
         self.model.activation_checkpointing_enable()
 
     def save_pretrained(self, folder: Path | str) -> None:
-        """Write decoder and value head; ``critic.path`` takes the folder."""
+        """Write decoder and value head to a folder that ``critic.path`` accepts."""
         self.model.save_pretrained(folder)
         save_file(
             {name: t.detach().contiguous() for name, t in self.value_head.state_dict().items()},
@@ -265,8 +281,9 @@ class ValueModel(nn.Module):
 
 
 def load_value_model(language_model: Any, path: str, role: str) -> ValueModel:
-    """Put a value head on the decoder of a model that was loaded from ``path``: the one beside its weights, or one at
-    0. Raises ModelLoadError when the head there does not fit."""
+    """Return a value model with the decoder of ``language_model``, which was loaded from ``path``.
+    Its value head is loaded from there too; without a file, it starts at 0. Raises ModelLoadError
+    if the saved head does not fit."""
     model = ValueModel(language_model)
     if _file(path).is_file():
         try:

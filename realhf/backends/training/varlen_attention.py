@@ -1,17 +1,16 @@
-"""Computes attention over packed rows with a variable-length kernel, which is proven before it is
-used.
+"""Attention over packed rows by a variable-length kernel, which is tested before it is used.
 
-The kernel is that of ``torch.nn.attention.varlen`` (from torch 2.10 on), whose options have changed
-from version to version: which it has is read from its signature. It runs on CUDA devices of
-capability 8.0 and more, in bf16 and fp16.
+The kernel is that of ``torch.nn.attention.varlen`` (torch 2.10 and later), for bf16 and fp16 on
+CUDA devices of compute capability 8.0 and higher. Its options differ between versions, and are read
+from its signature.
 
-All sequences of a pass lie behind each other in one row, without padding. Each has queries, its own
-new tokens, and keys, which may begin with tokens that an earlier sequence of the row has computed:
-what sequences have in common is computed once. The last query of a sequence sees all of its keys,
-the one before all but the last, and so on.
+All sequences of a pass are concatenated in one row, without padding. The queries of a sequence are
+its own new tokens; its keys may begin with tokens that an earlier sequence of the row computes, so
+that common prefixes are computed once. The last query of a sequence sees all of its keys, the one
+before it all but the last, and so on.
 
-A pass that brings no layout is computed as by ``sdpa``, with the same masks, so that a model can
-keep the implementation.
+A pass without a layout is computed by ``sdpa``, with the same masks, so the model can keep this
+attention implementation.
 """
 
 from __future__ import annotations
@@ -34,23 +33,25 @@ from realhf.backends.embedded.attention import HARMLESS
 from realhf.base.text import first_line
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, "int | None", float], Tensor]
-"""(query (q, heads, dim), key (k, kv heads, dim), value, ends of queries int32 (n + 1,), ends of
-keys, most queries of a sequence, most keys, window, scale) -> (q, heads, dim). Causal: the last
-query of a sequence sees all of its keys, or the last ``window`` of them, the query's own
-included."""
+"""(query (q, heads, dim), key (k, kv heads, dim), value, cumulative ends of queries int32 (n + 1,),
+cumulative ends of keys, maximum number of queries of a sequence, maximum number of keys, window,
+scale) -> (q, heads, dim). Causal: the last query of a sequence sees all of its keys, or the last
+``window`` of them, including its own."""
 _CAPABILITY = (8, 0)
+"""Minimum compute capability of the device."""
 _TYPES = (torch.bfloat16, torch.float16)
 _CLOSE = 0.03
-"""Largest difference from the plain computation, relative to the largest number; one rounding of
+"""Maximum error against the reference computation, relative to the largest number; one rounding of
 bf16 is 0.008."""
 _UNFIT = (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""Errors of a kernel that mean that it does not support the case."""
 
 
 def kernel_for(
     device: torch.device, dtype: torch.dtype, head_sizes: Sequence[int] = (64,)
 ) -> tuple[Kernel | None, str]:
-    """Return a kernel that was proven on ``device`` for heads of all these sizes, or None and why
-    there is none. Without a GPU there is none and nothing to say."""
+    """Return a kernel that passed a test on ``device`` for heads of all these sizes, and ""; or
+    None and the reason. Without a GPU there is no kernel, and the reason is ""."""
     if device.type != "cuda":
         return None, ""
     if dtype not in _TYPES:
@@ -82,8 +83,7 @@ def kernel_for(
 def _first_fault(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, head_sizes: Sequence[int]
 ) -> str:
-    """Return what is wrong with a kernel for the first of these sizes of heads that it does not
-    serve, or ""."""
+    """Return an error text for the first head size that a kernel does not support, or ""."""
     for size in head_sizes:
         if reason := fault(kernel, device, dtype, size):
             return f"for heads of {size}, {reason}"
@@ -91,9 +91,9 @@ def _first_fault(
 
 
 def adapted(function: Callable[..., Any]) -> Iterator[Kernel]:
-    """Make kernels of a ``varlen_attn`` by the options that its signature has: first one that hands
-    it fewer heads of keys than of queries, where it says that it takes them, then one that repeats
-    them."""
+    """Yield kernels that call a ``varlen_attn`` with the options in its signature: first, if it has
+    grouped-query attention, one that uses it, then one that repeats keys and values for each query
+    head."""
     known = inspect.signature(function).parameters
     for grouped in (True, False) if "enable_gqa" in known else (False,):
         yield _adapted(function, frozenset(known), grouped)
@@ -118,7 +118,7 @@ def _adapted(function: Callable[..., Any], known: frozenset[str], grouped: bool)
         elif times > 1:
             key = key.repeat_interleave(times, 1)
             value = value.repeat_interleave(times, 1)
-        if "window_size" in known:  # It counts the tokens before the query's own.
+        if "window_size" in known:  # number of tokens before the query's own
             options["window_size"] = (-1 if window is None else window - 1, 0)
         elif window is None:
             options["is_causal"] = True
@@ -137,7 +137,7 @@ def _adapted(function: Callable[..., Any], known: frozenset[str], grouped: bool)
 
 
 def noting_windows(kernel: Kernel, windows: list[int | None]) -> Kernel:
-    """Return the kernel, which then adds the window of each call to ``windows``."""
+    """Return the kernel with a wrapper that appends the window of each call to ``windows``."""
 
     def run(*given: Any) -> Tensor:
         windows.append(given[-2])
@@ -157,8 +157,8 @@ def plain_attention(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """Is a ``Kernel`` for any device, one sequence after another in fp32: what others are compared
-    with."""
+    """Compute attention one sequence after another in fp32: the reference ``Kernel``, for any
+    device."""
     del longest_q, longest_k
     times = query.shape[1] // key.shape[1]
     outputs = []
@@ -175,11 +175,13 @@ def plain_attention(
 
 
 def fault(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int = 64) -> str:
-    """Return what is wrong with a kernel, or "": it is compared with the plain computation,
-    gradients included, on sequences that have more keys than queries, and fewer heads of keys, of
-    the size that the model has: kernels have backward passes of their own for wide heads, and not
-    on every device. A window that it does not know is no fault: a model that has one is tried out
-    by itself."""
+    """Return an error text for a kernel that fails or is inaccurate, or "".
+
+    Outputs and gradients are compared with the reference, on sequences with more keys than queries
+    and fewer key heads than query heads. Heads have the size of the model's, because kernels have
+    separate backward passes for wide heads, and not on every device. Lack of support for windows is
+    no error here: models with a window are tested themselves.
+    """
     for window in (None, 16):
         try:
             found = _trial(kernel, device, dtype, window, head_size)
@@ -204,6 +206,7 @@ def fault(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: i
 def _trial(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, window: int | None, dim: int
 ) -> list[Tensor]:
+    """Return outputs and gradients of query, key and value, fp32, of fixed random inputs."""
     draw = torch.Generator().manual_seed(0)
     queries = (5, 130, 1)
     keys = (9, 130, 70)
@@ -233,17 +236,20 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Holds the n sequences of a packed row. ``ends_q``, ``ends_k`` int32 (n + 1,): 0, then where
-    the queries, and the keys, of each sequence end; ``longest_q``, ``longest_k``: the most of one
-    sequence; ``keys`` int64 (all keys,): the column of each key, None where every sequence has its
-    own columns only; ``kernel`` computes."""
+    """Layout of the n sequences of a packed row."""
 
     ends_q: Tensor
+    """0, then the end of the queries of each sequence, int32 (n + 1,)."""
     ends_k: Tensor
+    """0, then the end of the keys of each sequence, int32 (n + 1,)."""
     longest_q: int
+    """Maximum number of queries of a sequence."""
     longest_k: int
+    """Maximum number of keys of a sequence."""
     keys: Tensor | None
+    """Column of each key, int64 (all keys,); None if no sequence uses columns of another one."""
     kernel: Kernel
+    """Kernel that computes the attention."""
 
     def to(self, device: torch.device) -> PackedLayout:
         """Return the layout with its tensors on ``device``."""
@@ -255,9 +261,13 @@ class PackedLayout:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float
     ) -> Tensor:
-        """Return the outputs (columns, heads, dim) of causal attention within each sequence.
-        ``query`` (columns, heads, dim), ``key`` and ``value`` (columns, kv heads, dim); ``window``:
-        a token sees that many, itself included."""
+        """Compute causal attention within each sequence; return (columns, heads, dim).
+
+        Args:
+            query: (columns, heads, dim).
+            key, value: (columns, kv heads, dim).
+            window: Number of tokens that a token sees, including itself; None for all.
+        """
         if self.keys is not None:
             key = _Taken.apply(key, self.keys)
             value = _Taken.apply(value, self.keys)
@@ -275,8 +285,8 @@ class PackedLayout:
 
 
 class _Taken(torch.autograd.Function):
-    """Takes rows of (rows, heads, dim), some of them often. Their gradients add up in fp32 and are
-    rounded once: what many branches give to a shared row would lose its digits in a narrow sum."""
+    """Selection of rows of (rows, heads, dim), with repetition. Gradients are summed in fp32 and
+    rounded once: a sum in a narrow dtype would lose precision where many branches share a row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
@@ -296,17 +306,21 @@ class _Taken(torch.autograd.Function):
 def packed_layout(
     paths: Sequence[np.ndarray], shared: Sequence[int], kernel: Kernel
 ) -> PackedLayout:
-    """Lay out sequences, at least one. ``paths``: for each the column of each of its tokens, int64;
-    ``shared``: how many of them, at its beginning, an earlier sequence computes. One that computes
-    nothing itself has no queries. Raises ValueError where the columns of new tokens do not follow
-    each other."""
+    """Return the layout of sequences (at least one). A sequence without own tokens has no queries.
+
+    Args:
+        paths: For each sequence, the columns of its tokens, int64.
+        shared: For each sequence, the number of tokens at its beginning that an earlier sequence
+            computes.
+
+    Raises ValueError if the columns of new tokens are not consecutive.
+    """
     sizes_k = [len(path) for path in paths]
     sizes_q = [size - common for size, common in zip(sizes_k, shared, strict=True)]
     new = np.concatenate([path[common:] for path, common in zip(paths, shared, strict=True)])
     if not np.array_equal(new, np.arange(len(new))):
         raise ValueError("the new tokens of a packed row must lie behind each other")
-    # A sequence without queries has nothing to compute, and kernels are not asked how they treat
-    # it.
+    # Omit sequences without queries, so that kernels need not support them.
     kept = [i for i, size in enumerate(sizes_q) if size]
     keys = (
         None
@@ -328,9 +342,9 @@ def _ends(sizes: Sequence[int]) -> Tensor:
 
 
 PACKED_ROWS = "packed_rows"
+"""Name of the attention implementation."""
 LAYOUT = "packed_layout"
-"""The implementation's name, and the keyword argument of a forward pass that brings a
-``PackedLayout``."""
+"""Keyword argument of a forward pass with its ``PackedLayout``."""
 
 
 def packed_attention(
@@ -346,8 +360,10 @@ def packed_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     """Attend with ``query`` (1, heads, columns, dim) over ``key``/``value`` (1, kv heads, columns,
-    dim) within each sequence of the layout; return ((1, columns, heads, dim), None). The mask is
-    not looked at. Raises ValueError for kinds of attention that a layout does not describe."""
+    dim) within each sequence of the layout; return ((1, columns, heads, dim), None).
+
+    The mask is ignored. Raises ValueError for kinds of attention that a layout cannot describe.
+    """
     if packed_layout is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -372,8 +388,8 @@ AttentionMaskInterface.register(PACKED_ROWS, sdpa_mask)
 
 
 def can_pack(model: Any) -> bool:
-    """Return whether the model computes attention by ``sdpa``, whose place ``packed_rows`` can take
-    or has taken: models may share their configuration."""
+    """Return whether the attention implementation of the model is ``sdpa``, which ``packed_rows``
+    can replace, or is ``packed_rows`` already: models may share their configuration."""
     return getattr(model.get_decoder().config, "_attn_implementation", None) in (
         "sdpa",
         PACKED_ROWS,
@@ -381,6 +397,6 @@ def can_pack(model: Any) -> bool:
 
 
 def pack(model: Any) -> None:
-    """Let the model attend by ``packed_rows`` from now on. It stays so: a backward pass that
-    computes activations again must find what the forward pass had."""
+    """Switch the model to ``packed_rows`` permanently: with activation checkpointing, the backward
+    pass must use the same implementation as the forward pass."""
     model.get_decoder().config._attn_implementation = PACKED_ROWS
