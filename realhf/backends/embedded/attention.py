@@ -1,14 +1,14 @@
-"""Computes attention over cached rows: the masks of a model's layers, and the products for one new
-token per row.
+"""Attention over cached rows: the masks of a model's layers, and attention of one new token per
+row.
 
-For a single query the blocked kernel behind ``scaled_dot_product_attention`` spends most of its
-time on bookkeeping; on a CPU with small heads the plain products are two to five times faster.
-Registered with transformers as the attention implementation ``row_decode``, which passes all other
-cases on.
+For a single query the blocked kernel of ``scaled_dot_product_attention`` spends most of its time on
+overhead; on a CPU with small heads, plain matrix products are two to five times faster. They are
+registered with transformers as the attention implementation ``row_decode``, which delegates all
+other cases to ``sdpa``.
 
-Each block is as wide as its longest row, and rows of a block that begin alike read their common
-part once. For small models decoding is bound by reading keys and values, and the rollouts of a
-group have their prompt in common.
+Rows are processed in blocks. Each block is as wide as its longest row, and the rows of a block read
+their common prefix only once: decoding of small models is bound by reading keys and values, and the
+rollouts of a group share their prompt.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 _FULL = "full_attention"
+"""Kind of a layer that sees all tokens."""
 _SLIDING = "sliding_attention"
+"""Kind of a layer with a sliding window."""
 
 
 def layers_differ(config: Any) -> bool:
-    """Return whether layers have values of their own for some options (``per_layer_config``), as in
-    Gemma 4."""
+    """Return whether some options differ between layers (``per_layer_config``), as in Gemma 4."""
     return bool(getattr(config.get_text_config(), "is_heterogeneous", False))
 
 
 def layer_configs(config: Any) -> list[Any]:
-    """Return the configuration of each layer. Options that differ between layers can be read from
-    these only."""
+    """Return the configuration of each layer, which is the only place for options that differ
+    between layers."""
     text = config.get_text_config()
     return (
         list(text.per_layer_config)
@@ -46,8 +47,8 @@ def layer_configs(config: Any) -> list[Any]:
 
 
 def sliding_window(config: Any) -> int | None:
-    """Return how many tokens the layers with a sliding window see, their own included; None if no
-    layer has one. Raises ValueError where windows differ."""
+    """Return the number of tokens that the layers with a sliding window see, including their own;
+    None if no layer has a window. Raises ValueError if the sizes of windows differ."""
     windows = {window for window in _windows(config) if window is not None}
     if len(windows) > 1:
         raise ValueError(
@@ -58,7 +59,7 @@ def sliding_window(config: Any) -> int | None:
 
 
 def n_sliding_layers(config: Any) -> int:
-    """Return how many layers of a model with this configuration have a sliding window."""
+    """Return the number of layers with a sliding window in a model with this configuration."""
     return sum(window is not None for window in _windows(config))
 
 
@@ -79,8 +80,8 @@ def _windows(config: Any) -> list[int | None]:
 
 
 def _window(layer: Any) -> int | None:
-    """Return the window of a layer, if it slides, by what its configuration says beside the kind of
-    the layer."""
+    """Return the sliding window of a layer by its configuration, regardless of the kind of the
+    layer; None if it does not slide."""
     window = getattr(layer, "sliding_window", None)
     slides = getattr(layer, "layer_types", None) or getattr(layer, "use_sliding_window", True)
     return int(window) if window and slides else None
@@ -89,9 +90,13 @@ def _window(layer: Any) -> int | None:
 def layer_masks(
     config: Any, dtype: torch.dtype, closed: Tensor, far: Callable[[int], Tensor]
 ) -> Tensor | dict[str, Tensor]:
-    """Return the additive mask for a model with this configuration, 0 or -inf in ``dtype``, or one
-    for each kind of layer where it takes several. ``closed`` bool says what no layer sees, ``far``
-    what layers with a sliding window of so many tokens do not see either."""
+    """Return the additive mask, 0 or -inf in ``dtype``, for a model with this configuration, or one
+    mask for each kind of layer if the model expects several.
+
+    Args:
+        closed: bool, true for what no layer sees.
+        far: Return bool for a window in tokens, true for what layers with that window do not see.
+    """
     full = additive_mask(closed, dtype)
     window = sliding_window(config)
     if window is None:
@@ -105,7 +110,7 @@ def layer_masks(
 
 
 def check_layer_kinds(config: Any) -> None:
-    """Raise ValueError for layers that see anything else than all tokens or the last ones."""
+    """Raise ValueError for layers that do not see all tokens or a sliding window of them."""
     kinds = frozenset(getattr(config.get_text_config(), "layer_types", None) or ())
     if odd := sorted(kinds - {_FULL, _SLIDING}):
         raise ValueError(
@@ -122,8 +127,8 @@ def additive_mask(closed: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextlib.contextmanager
 def attending_by(config: Any, name: str) -> Iterator[None]:
-    """Let the model of a configuration attend by the registered implementation ``name`` within the
-    block, if it is on the ``sdpa`` implementation."""
+    """Return a context manager that replaces the attention implementation ``sdpa`` of a model by
+    the registered implementation ``name``; other implementations stay."""
     before = config._attn_implementation
     if before == "sdpa":
         config._attn_implementation = name
@@ -135,10 +140,11 @@ def attending_by(config: Any, name: str) -> Iterator[None]:
 
 
 ROW_DECODE = "row_decode"
+"""Name of the attention implementation for decoding."""
 HARMLESS = frozenset(
     {"position_ids", "use_cache", "is_causal", "cache_position", "output_attentions"}
 )
-"""Keyword arguments that do not change attention where a mask or a layout says what a query
+"""Keyword arguments that do not change attention if a mask or a layout defines what a query
 sees."""
 
 
@@ -154,7 +160,10 @@ def row_decode_attention(
 ) -> tuple[Tensor, None]:
     """Attend with ``query`` (n, heads, n_query, dim) over ``key``/``value`` (n, kv heads, width,
     dim) under the additive ``attention_mask`` (n, 1, n_query, width); return ((n, n_query, heads,
-    dim), None)."""
+    dim), None).
+
+    Computes by plain products for a single query per row on a CPU, and by ``sdpa`` otherwise.
+    """
     n, heads, n_query, dim = query.shape
     odd = any(v for k, v in kwargs.items() if k not in HARMLESS and k != "sliding_window")
     if n_query != 1 or attention_mask is None or dropout or odd or query.is_cuda:
@@ -164,7 +173,7 @@ def row_decode_attention(
     kv_heads = key.shape[1]
     width = key.shape[2]
     scale = dim**-0.5 if scaling is None else scaling
-    # Scores are fp32 whatever the type of the model, as in the kernels of the trainer.
+    # Scores are fp32 for every dtype of the model, as in the kernels of the trainer.
     packed = (query.float() * scale).reshape(n * kv_heads, heads // kv_heads, dim)
     scores = torch.bmm(packed, key.flatten(0, 1).float().transpose(1, 2))
     scores.view(n, heads, width).add_(attention_mask[:, 0])
@@ -177,30 +186,37 @@ AttentionInterface.register(ROW_DECODE, row_decode_attention)
 
 
 _MIN_SHARED = 64
-"""Least number of columns worth sharing; for fewer the additional calls cost more than reading less
-saves."""
+"""Minimum number of common columns of a block; for fewer, the additional calls cost more than the
+saved reads."""
 _MIN_KEPT = 0.75
-"""Least part of a block's common columns that a row must keep; a row that keeps less begins a new
-block."""
+"""Minimum share of a block's common columns that a row must have in common too; otherwise it starts
+a new block."""
 _MAX_ROWS = 16
-"""Largest number of rows of a block that shares nothing."""
+"""Maximum number of rows of a block without common columns."""
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Describes cache rows [first, end). Those of them that decode have their first ``shared``
-    columns in common with row ``leader``; none reads beyond ``width``."""
+    """Consecutive rows of the cache that are computed together."""
 
     first: int
+    """First row."""
     end: int
+    """Row after the last."""
     leader: int
+    """Row whose first ``shared`` columns are read for all rows of the block."""
     shared: int
+    """Number of columns that the decoding rows of the block have in common."""
     width: int
+    """Number of columns that the rows read at most."""
 
 
 def row_blocks(tokens: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> list[RowBlock]:
-    """Divide the decoding ``rows`` int64 (n,), ascending, into blocks. Their new tokens stand at
-    ``positions`` int64 (n,); ``tokens`` int64 (rows, columns) are those of the cache."""
+    """Return the blocks of the decoding ``rows`` int64 (n,), ascending.
+
+    ``positions`` int64 (n,) are those of their new tokens; ``tokens`` int64 (rows, columns) are the
+    tokens of all rows of the cache.
+    """
     held = tokens[rows, : int(positions.max()) + 1]
     differs = held[1:] != held[:-1]
     common = np.where(differs.any(1), differs.argmax(1), held.shape[1])
@@ -233,9 +249,9 @@ def block_attention(
     """Attend with ``query`` (n, heads, dim) of the block's rows over their ``keys`` and ``values``.
 
     ``keys`` and ``values`` are (rows of the cache, kv heads, columns, dim), the additive ``mask``
-    is (n, 1, 1, width or more); returns (n, heads * dim). Scores and softmax are fp32 in any type,
-    as in the kernels of the trainer: rounding a score of 16 to bfloat16 changes its weight by six
-    percent.
+    is (n, 1, 1, width or more); returns (n, heads * dim). Scores and softmax are fp32 for every
+    dtype, as in the kernels of the trainer: rounding a score of 16 to bfloat16 changes its weight
+    by six percent.
     """
     n = len(query)
     kv_heads = keys.shape[1]
@@ -276,7 +292,7 @@ def blocks_attention(
     blocks: Sequence[RowBlock],
     scale: float,
 ) -> Tensor:
-    """Attend with ``query`` (height, heads, dim) of all rows up to the last that decodes; return
+    """Attend with ``query`` (height, heads, dim) of all rows up to the last decoding one; return
     (height, heads * dim), zeros for rows between blocks."""
     if len(blocks) == 1 and blocks[0].first == 0:
         return block_attention(query, keys, values, mask, blocks[0], scale)

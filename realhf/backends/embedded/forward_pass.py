@@ -1,9 +1,9 @@
-"""Runs a forward pass over cache rows, through the modules of transformers or, for Llama and Qwen,
-without them.
+"""Forward pass over cached rows, by the modules of transformers or, for Llama and Qwen, without
+them.
 
-A pass mixes two kinds of work: *decoding* feeds one token to each of many rows, *pieces* are the
-missing tokens of rows that join. For small models on a CPU, the layers of Python around the
-arithmetic cost more than the arithmetic, so Llama and Qwen have a way without them.
+A pass consists of *decoding*, which feeds one token to each of many rows, and *pieces*, the missing
+tokens of rows that join. For small models on a CPU, the Python layers around the arithmetic cost
+more than the arithmetic, so ``FastDecoder`` computes Llama and Qwen without them.
 """
 
 from __future__ import annotations
@@ -39,42 +39,47 @@ from realhf.backends.embedded.kernels import (
 from realhf.backends.embedded.kv_cache import RowCache
 
 _PASS_TOKENS = 4096
-"""Largest number of padded tokens of one pass over pieces. It bounds the memory of the mask and the
+"""Maximum number of padded tokens of one pass over pieces, which bounds the memory of mask and
 activations."""
-_PADDING_TOKENS = (
-    768  # computing this many padded tokens costs a small model as much as another pass
-)
+_PADDING_TOKENS = 768
+"""Padding tokens that cost a small model as much as another pass."""
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """Feeds one token to each of ``rows`` int64 (n,), ascending: ``tokens`` int64 (n,) at
-    ``positions`` int64 (n,). ``cached`` int64 (rows, columns) are the tokens of all cache rows;
-    rows that begin alike may read their common part from one of them."""
+    """Decoding of one token for each of n rows of the cache."""
 
     rows: np.ndarray
+    """Rows, int64 (n,), ascending."""
     tokens: np.ndarray
+    """Token to feed to each row, int64 (n,)."""
     positions: np.ndarray
+    """Position of each of these tokens, int64 (n,)."""
     cached: np.ndarray
+    """Tokens of all rows of the cache, int64 (rows, columns), which show the common prefixes of
+    rows."""
 
 
 @dataclass(frozen=True)
 class PrefillPiece:
-    """Feeds ``tokens`` int64 (m,) to ``row``, from position ``start`` on."""
+    """Consecutive tokens to feed to one row."""
 
     row: int
+    """Row of the cache."""
     start: int
+    """Position of the first token."""
     tokens: np.ndarray
+    """int64 (m,)."""
 
     @property
     def end(self) -> int:
-        """The position after the last token."""
+        """Position after the last token."""
         return self.start + len(self.tokens)
 
 
 class ModulePass:
-    """Computes logits through any causal language model of transformers, which has ``limit``
-    positions, and writes keys and values of all tokens into ``cache``."""
+    """Logits of any causal language model of transformers; keys and values of all tokens are
+    written to ``cache``. ``limit`` is the maximum number of positions of the model."""
 
     def __init__(self, model: Any, cache: RowCache, limit: int) -> None:
         self._model = model
@@ -83,8 +88,8 @@ class ModulePass:
         check_layer_kinds(model.config)
 
     def run(self, decoding: Decoding | None, pieces: Sequence[PrefillPiece]) -> Tensor:
-        """Return logits (rows of decoding + pieces, vocabulary) after the last token of each,
-        decoding first."""
+        """Return logits (decoding rows + pieces, vocabulary) after the last token of each, decoding
+        rows first."""
         with attending_by(self._model.config, ROW_DECODE):
             logits = [] if decoding is None else [self._decode(decoding)]
             by_piece: list[Tensor | None] = [None] * len(pieces)
@@ -97,8 +102,8 @@ class ModulePass:
         return torch.cat(logits)
 
     def _decode(self, decoding: Decoding) -> Tensor:
-        """Feed all rows up to the last one. Rows that do not decode are fed in their last column,
-        which nothing reads: the last token of a sequence is drawn but never fed."""
+        """Feed all rows up to the last decoding one. The idle rows among them get a token in their
+        last column, which is never read: the last token of a sequence is sampled but not fed."""
         n = int(decoding.rows[-1]) + 1
         spare = min(self._cache.columns, self._limit) - 1
         tokens = np.full(n, decoding.tokens[0], dtype=np.int64)
@@ -107,16 +112,16 @@ class ModulePass:
         width = int(decoding.positions.max()) + 1
         at = self._index(positions)
         self._cache.bind_decode(at, torch.arange(n, device=at.device), width)
-        # A position beyond the others would let a rotary embedding that depends on the length take
-        # the text for longer.
+        # Clamp the positions of idle rows, from which a rotary embedding that depends on the
+        # length would infer a longer text.
         logits = self._forward(
             self._index(tokens)[:, None], at.clamp(max=width - 1)[:, None], width
         )
         return logits[self._index(decoding.rows)]
 
     def _prefill(self, pieces: Sequence[PrefillPiece]) -> Tensor:
-        """Feed pieces padded on the left, by their own first tokens, so that the last query is the
-        last token of every row."""
+        """Feed pieces, padded on the left by their own first tokens so that the last query of every
+        row is its last token."""
         starts = np.array([p.start for p in pieces])
         ends = np.array([p.end for p in pieces])
         n_query = int((ends - starts).max())
@@ -133,12 +138,11 @@ class ModulePass:
         return self._forward(self._index(tokens), columns, width)
 
     def _forward(self, tokens: Tensor, positions: Tensor, width: int) -> Tensor:
-        """Feed ``tokens`` at ``positions``, int64 (n, n_query) each, over the first ``width``
-        columns of their rows."""
+        """Feed ``tokens`` at ``positions``, int64 (n, n_query) each, with attention over the first
+        ``width`` columns of their rows; return logits (n, vocabulary) after the last one."""
         column = torch.arange(width, device=positions.device)
         at = positions[:, None, :, None]
-        # A row that idles beyond the width must see something too: a softmax over nothing is not a
-        # number.
+        # An idle row beyond the width must see something too: a softmax over nothing is NaN.
         far = lambda window: column <= at.clamp(max=width - 1) - window
         out = self._model(
             input_ids=tokens,
@@ -155,8 +159,8 @@ class ModulePass:
 
 
 def _chunks(pieces: Sequence[PrefillPiece]) -> list[list[int]]:
-    """Group the indices of pieces by number of tokens; a chunk ends where padding or the pass would
-    grow too large."""
+    """Group the indices of pieces by number of tokens, with limits of the padding and of the tokens
+    of a pass."""
     sizes = [len(piece.tokens) for piece in pieces]
     chunks: list[list[int]] = []
     for i in sorted(range(len(pieces)), key=lambda i: (sizes[i], i)):
@@ -172,17 +176,19 @@ def _chunks(pieces: Sequence[PrefillPiece]) -> list[list[int]]:
 
 _log = logging.getLogger(__name__)
 _FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+"""Architectures that ``FastDecoder`` implements."""
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+"""Rotary embeddings that do not depend on the length of the text."""
 _PROBE_TOKENS = LEAST_ROWS + 6
-"""Length of the text on which the decoder is compared with the model: long enough for oneDNN's
+"""Length of the text that the decoder is compared with the model on, long enough for oneDNN's
 products."""
 _TOLERANCE = 1e-4
-"""Allowed difference from the module's logits: root mean square, relative to that of the logits."""
+"""Maximum difference from the model's logits: root mean square, relative to that of the logits."""
 
 
 def fast_decoder(model: Any, cache: RowCache) -> FastDecoder | None:
-    """Make a decoder of ``model`` after comparing the two on a short text; None, with a warning,
-    where it does not apply."""
+    """Return a decoder of ``model`` if its logits on a short text equal those of the model.
+    Otherwise log a warning and return None."""
     reason = _unsuitable(model)
     if reason is None:
         decoder = FastDecoder(model, cache)
@@ -202,14 +208,15 @@ def fast_decoder(model: Any, cache: RowCache) -> FastDecoder | None:
 
 
 def _tolerance(model: Any) -> float:
-    """Return the allowed difference for the model's type. In a short type every layer rounds, and
-    two ways of computing the same differ by the errors that both gather: measured 0.9 to 1.1 times
-    the type's step times the root of the number of layers."""
+    """Return the maximum relative difference for the model's dtype. In a narrow dtype every layer
+    rounds, and two correct computations differ by their accumulated errors: measured 0.9 to 1.1
+    times the dtype's epsilon times the square root of the number of layers."""
     step = torch.finfo(model.dtype).eps
     return _TOLERANCE if step < _TOLERANCE else 2 * step * model.config.num_hidden_layers**0.5
 
 
 def _unsuitable(model: Any) -> str | None:
+    """Return why ``FastDecoder`` does not support a model, or None."""
     config = model.config
     if type(model).__name__ not in _FAMILY:
         return "another architecture"
@@ -238,8 +245,8 @@ def _unsuitable(model: Any) -> str | None:
 
 
 def _difference(model: Any) -> float:
-    """Return the relative difference of logits after a text that is fed as a piece and then token
-    by token."""
+    """Return the relative difference of the logits of decoder and model, on a text that is fed as a
+    piece and then token by token."""
     device = model.device
     ids = (torch.arange(_PROBE_TOKENS) * 7919 + 3) % model.config.vocab_size
     expected = model(input_ids=ids[None].to(device), use_cache=False).logits[0]
@@ -262,6 +269,8 @@ def _difference(model: Any) -> float:
 
 
 class _Norm:
+    """RMS norm with the weight of a module."""
+
     def __init__(self, module: Any) -> None:
         self._parameters = module._parameters
         self._eps = module.variance_epsilon
@@ -272,7 +281,7 @@ class _Norm:
 
 
 class _Linear:
-    """Maps ``x`` (n, in) to (n, out), by the way of computing it that is fastest for so many
+    """Map of ``x`` (n, in) to (n, out) by a linear layer, with the faster kernel for that number of
     rows."""
 
     def __init__(self, module: nn.Linear) -> None:
@@ -287,7 +296,7 @@ class _Linear:
 
 
 class _Layer:
-    """Holds the parts of one decoder layer."""
+    """Parts of one decoder layer."""
 
     def __init__(self, module: Any) -> None:
         attention = module.self_attn
@@ -309,7 +318,7 @@ class _Layer:
 
 
 class _Plan:
-    """Says where the tokens of one pass stand; it is the same for all layers."""
+    """Rows, columns and masks of the tokens of one pass, which are the same for all layers."""
 
     def __init__(
         self,
@@ -359,10 +368,13 @@ class _Plan:
 
 
 class FastDecoder:
-    """Computes what ``ModulePass`` does. Attention of decoding rows is batched products over the
-    cache as it lies; idle rows in between are computed and thrown away. Parameters are read from
-    the module at every pass, so weights that were copied in place, or replaced, take effect. The
-    tokens of all rows lie behind each other without padding; only attention tells rows apart."""
+    """Same as ``ModulePass``, for Llama and Qwen, without the modules of transformers.
+
+    The tokens of all rows are concatenated without padding; only attention separates rows.
+    Attention of decoding rows is computed by batched products over the cache in place; idle rows
+    between them are computed too, and discarded. Parameters are read from the model in every pass,
+    so weights that are copied into it, or replaced, take effect.
+    """
 
     def __init__(self, model: Any, cache: RowCache) -> None:
         self._cache = cache
@@ -438,8 +450,8 @@ class FastDecoder:
         return mixed[rows] if plan.scattered else mixed
 
     def _rotations(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and signed sin per position, (columns, dim). The sine of the first half is
-        negated, which turns the half rotation of rotary embeddings into a roll."""
+        """Return cosine and signed sine for each position, (columns, dim). The sine of the first
+        half is negated, so that the half rotation of rotary embeddings becomes a roll."""
         columns = self._cache.columns
         if self._rotation is None or len(self._rotation[0]) < columns:
             cos, sin = self._base.rotary_emb(like, torch.arange(columns, device=like.device)[None])

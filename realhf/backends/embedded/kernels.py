@@ -1,15 +1,15 @@
-"""Computes linear layers with oneDNN, and those with adapters and root-mean-square norms with few
+"""Linear layers computed by oneDNN, and layers with adapters and root-mean-square norms with few
 passes over memory, forward and backward.
 
-On processors that MKL does not favour it multiplies float32 half as fast as oneDNN (100 against 220
-GFLOP/s on one core of an AMD EPYC), and PyTorch offers no switch between the two. On those of Intel
-MKL is the faster one, by a tenth in forward products and up to twice in those of the gradients of
-weights (1.4 against 2.1 ms for 1,664 rows of 384 and 128), since it reads both factors as they lie;
-and oneDNN keeps half a MB of code for every shape that it has met.
+On processors that are not from Intel, MKL multiplies float32 half as fast as oneDNN (100 against
+220 GFLOP/s on one core of an AMD EPYC), and PyTorch has no option to choose between the two. On
+Intel processors MKL is faster, by a tenth in forward products and up to twice in those of the
+gradients of weights (1.4 against 2.1 ms for 1,664 rows of 384 and 128), because it reads both
+factors in any layout. oneDNN also keeps half a MB of code for every shape.
 
-In a model of a million parameters the norms took a seventh of a train step: autograd goes through
-fourteen tensors of the size of the activations to differentiate what takes seven by hand, and keeps
-three of them where one will do.
+In a model of a million parameters the norms took a seventh of a train step. Autograd reads and
+writes fourteen tensors of the size of the activations for a gradient that needs seven, and keeps
+three of them for the backward pass where one is enough.
 """
 
 from __future__ import annotations
@@ -27,28 +27,31 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 LEAST_ROWS = 32
-"""Least number of rows worth the call; for fewer it costs more than it saves."""
+"""Minimum number of rows for ``product``; for fewer, the call costs more than it saves."""
 _LARGE = 1 << 22
+"""Minimum number of elements of a large weight, such as the projection to the vocabulary."""
 _LEAST_OF_LARGE = 4
-"""A weight with that many elements, as the projection to the vocabulary of a real model, is worth
-it from four rows on: a product of 4 to 16 rows with one of 49,152 x 576 takes half to two thirds of
-MKL's time."""
+"""Minimum number of rows for a large weight: a product of 4 to 16 rows with a weight of 49,152 x
+576 takes half to two thirds of MKL's time."""
 _MIDDLE = 3 << 18
+"""Minimum number of elements of a weight for which oneDNN can be faster on Intel processors."""
 _MOST_OF_MIDDLE = 16
+"""Number of rows from which on MKL is used there: with a weight of 1,536 x 576, oneDNN is a quarter
+faster with 8 rows and as fast with 16."""
 _MOST_OF_LARGE = 33
-"""On processors that MKL favours: a weight of 1,536 x 576 is read a quarter faster by oneDNN with 8
-rows and as fast with 16; one of 49,152 x 576 twice as fast with 8, a quarter with 32."""
+"""The same for a large weight: with 49,152 x 576, oneDNN is twice as fast with 8 rows, and a
+quarter faster with 32."""
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply ``x`` (..., in) by the transpose of ``weight`` (out, in); float32 on the CPU, in any
-    layout."""
+    """Return ``x`` (..., in) times the transpose of ``weight`` (out, in), plus ``bias``; float32 on
+    the CPU, in any memory layout."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 class OneDnnLinear(nn.Linear):
-    """Computes what ``nn.Linear`` computes, up to rounding, with ``product`` where it is worth it;
-    its weight must suit that. It has no second derivatives."""
+    """``nn.Linear`` that uses ``product`` where that is faster. The result is the same up to
+    rounding. There are no second derivatives. The weight must satisfy ``suits``."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
@@ -61,8 +64,8 @@ class OneDnnLinear(nn.Linear):
 
 
 def use_onednn(model: nn.Module) -> int:
-    """Turn the plain float32 layers on the CPU into ``OneDnnLinear``, in place, where that trains
-    faster; return how many. Parameters and their names stay."""
+    """Convert plain float32 linear layers on the CPU to ``OneDnnLinear``, in place, if that trains
+    faster; return their number. Parameters and their names stay the same."""
     found = [
         module
         for module in model.modules()
@@ -74,8 +77,8 @@ def use_onednn(model: nn.Module) -> int:
 
 
 def rows_of_product(weight: Tensor) -> range:
-    """Return the numbers of rows for which ``product`` is faster than MKL with this weight, without
-    a gradient."""
+    """Return the range of the number of rows for which ``product`` is faster than MKL with this
+    weight, without gradients."""
     large = weight.numel() >= _LARGE
     if not favoured_by_mkl():
         return range(_LEAST_OF_LARGE if large else LEAST_ROWS, sys.maxsize)
@@ -85,13 +88,13 @@ def rows_of_product(weight: Tensor) -> range:
 
 
 def trains_faster(weight: Tensor) -> bool:
-    """Return whether ``product`` accepts this weight and is the faster one with many rows and for
-    gradients."""
+    """Return whether ``product`` supports this weight and is faster than MKL in training, that is,
+    with many rows and for gradients."""
     return suits(weight) and not favoured_by_mkl()
 
 
 def suits(weight: Tensor) -> bool:
-    """Return whether ``product`` accepts this weight, and oneDNN is not switched off
+    """Return whether ``product`` supports this weight, and oneDNN is not disabled
     (``torch.backends.mkldnn``)."""
     plain = weight.device.type == "cpu" and weight.dtype == torch.float32
     return plain and _has_onednn() and bool(torch.backends.mkldnn.enabled)
@@ -104,8 +107,8 @@ def _has_onednn() -> bool:
 
 @functools.cache
 def favoured_by_mkl() -> bool:
-    """Return whether PyTorch has MKL, on a processor of Intel, whose instructions it uses to the
-    full."""
+    """Return whether PyTorch has MKL and the processor is from Intel, the only vendor for which MKL
+    is fully optimised."""
     try:
         return torch.backends.mkl.is_available() and "GenuineIntel" in Path(
             "/proc/cpuinfo"
@@ -115,9 +118,9 @@ def favoured_by_mkl() -> bool:
 
 
 def _owned(fresh: Tensor) -> Tensor:
-    """Return ``fresh``, which nothing else holds, as a tensor that is no view of another one.
-    Products of inputs with more than two dimensions are views of a matrix, and autograd refuses to
-    change a view from a custom function in place, as models do that clamp or scale a projection."""
+    """Return ``fresh``, a tensor without other references, such that it is not a view. Products of
+    inputs with more than two dimensions are views of a matrix. Autograd does not allow in-place
+    changes of a view from a custom function, which models make that clamp or scale a projection."""
     return torch.ops.aten._unsafe_view(fresh, fresh.shape) if fresh._is_view() else fresh
 
 
@@ -145,11 +148,14 @@ class _Product(torch.autograd.Function):
 def adapted_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float
 ) -> Tensor:
-    """Multiply ``x`` (..., in) by the transpose of ``weight`` (out, in) + ``scale`` ``up``
-    ``down``, (out, rank) and (rank, in), all of them float32 on the CPU, without the sum;
-    ``weight`` and ``bias`` are frozen. What the adapter adds goes where the product of the weight
-    is, forward and backward: as autograd does it, a tensor of the size of the output is written
-    three times more. There are no second derivatives."""
+    """Return ``x`` (..., in) times the transpose of ``weight`` (out, in) + ``scale`` * ``up`` @
+    ``down``, without computing that sum, plus ``bias``.
+
+    ``up`` is (out, rank), ``down`` (rank, in); all are float32 on the CPU. ``weight`` and ``bias``
+    are frozen. The product of the adapter is added in place to that of the weight, forward and
+    backward; autograd would write a tensor of the size of the output three more times. There are no
+    second derivatives.
+    """
     return _Adapted.apply(x, weight, bias, down, up, scale)
 
 
@@ -191,11 +197,12 @@ class _Adapted(torch.autograd.Function):
 
 
 _TOLERANCE = 1e-5
+"""Maximum difference, relative and absolute, of a norm that ``FewPassNorm`` replaces."""
 
 
 class FewPassNorm(nn.Module):
-    """Computes what the RMS norms of transformers compute, up to rounding: ``weight`` times the
-    input over its root mean square. It has no second derivatives."""
+    """RMS norm of transformers with few passes over memory: ``weight`` times the input divided by
+    its root mean square. The result is the same up to rounding. There are no second derivatives."""
 
     weight: nn.Parameter
     variance_epsilon: float
@@ -236,8 +243,8 @@ class _Norm(torch.autograd.Function):
 
 
 def use_few_pass_norms(model: nn.Module) -> int:
-    """Turn the plain float32 RMS norms on the CPU into ``FewPassNorm``, in place; return how many.
-    Parameters and their names stay."""
+    """Convert plain float32 RMS norms on the CPU to ``FewPassNorm``, in place; return their number.
+    Parameters and their names stay the same."""
     found = [module for module in model.modules() if _plain(module)]
     for module in found:
         module.__class__ = FewPassNorm
@@ -246,8 +253,9 @@ def use_few_pass_norms(model: nn.Module) -> int:
 
 @torch.no_grad()
 def _plain(module: nn.Module) -> bool:
-    """Return whether a module is an RMS norm without anything else, which a copy of it is asked by
-    one computation: its own weight may be cut over ranks, or not be read yet."""
+    """Return whether a module is an RMS norm without additions. A copy of it with its own weight is
+    tested on one input, since the weight of the module may be sharded over ranks, or not be loaded
+    yet."""
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or not hasattr(module, "variance_epsilon"):
         return False

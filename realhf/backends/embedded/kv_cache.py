@@ -159,12 +159,12 @@ class RowCache(Cache):
 
     @property
     def rows(self) -> int:
-        """The number of rows allocated."""
+        """Number of allocated rows."""
         return self._shared.rows
 
     @property
     def columns(self) -> int:
-        """The number of columns allocated."""
+        """Number of allocated columns."""
         return self._shared.columns
 
     @property
@@ -176,7 +176,7 @@ class RowCache(Cache):
 
     def storage(self, layer: int, heads: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer, (rows, heads, columns, dim) each, for a forward pass
-        that writes them itself; ``like`` gives type and device."""
+        that writes them itself. They have dtype and device of ``like``."""
         while len(self.layers) <= layer:
             self.layers.append(RowLayer(self._shared))
         held = self.layers[layer]
@@ -186,15 +186,15 @@ class RowCache(Cache):
         return held.keys, held.values
 
     def columns_for(self, columns: int) -> int:
-        """Return how many columns there are when that many are reserved."""
+        """Return the number of columns that are allocated if this number is reserved."""
         held = self._shared.columns
         if columns <= held:
             return held
         return -(-max(columns, held + held // 4) // _COLUMN_BLOCK) * _COLUMN_BLOCK
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Make room for that many rows and columns; what is stored stays. Columns grow in blocks,
-        and by at least a quarter."""
+        """Enlarge the cache to at least this number of rows and columns, keeping its contents.
+        Columns grow in blocks, and by at least a quarter."""
         shared = self._shared
         if rows <= shared.rows and columns <= shared.columns:
             return
@@ -204,18 +204,18 @@ class RowCache(Cache):
             layer.resize(shared.rows, shared.columns)
 
     def clear(self) -> None:
-        """Forget everything and give the memory back."""
+        """Drop all contents and free the memory."""
         self._shared.rows = self._shared.columns = 0
         self.layers.clear()
 
     def bind_decode(self, positions: Tensor, row_of: Tensor, width: int) -> None:
-        """Let the next pass feed one token to each of the first n rows, at column ``positions``
+        """Prepare a pass that feeds one token to each of the first n rows, at column ``positions``
         (n,)."""
         self._shared.access = _Access(None, len(positions), width, row_of, positions)
 
     def bind_prefill(self, rows: Tensor, columns: Tensor, valid: Tensor, width: int) -> None:
-        """Let the next pass feed ``columns`` (n, n_query) to ``rows`` (n,), where ``valid`` (n,
-        n_query) is set."""
+        """Prepare a pass that feeds tokens at ``columns`` (n, n_query) to ``rows`` (n,), where
+        ``valid`` bool (n, n_query) is true."""
         source = valid.reshape(-1).nonzero()[:, 0]
         row_of = rows[:, None].expand_as(columns).reshape(-1)[source]
         self._shared.access = _Access(
@@ -223,7 +223,7 @@ class RowCache(Cache):
         )
 
     def copy_rows(self, source: Tensor, target: Tensor, columns: int) -> None:
-        """Copy the first ``columns`` columns of row ``source[i]`` to row ``target[i]``, as if all
-        at once."""
+        """Copy the first ``columns`` columns of row ``source[i]`` to row ``target[i]``; all sources
+        are read first."""
         for layer in self.layers:
             layer.copy_rows(source, target, columns)

@@ -1,4 +1,4 @@
-"""Draws next tokens from logits, with one uniform number per row."""
+"""Sampling of next tokens from logits, with one uniform number per row."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from realhf.api.config import GenConfig
 from realhf.api.model import GenRequest
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""Increment of splitmix64: 2**64 divided by the golden ratio."""
 
 
 def _mixed(z: np.ndarray) -> np.ndarray:
-    """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014), uint64."""
+    """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014) to uint64."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
 
 def stream_of(seed: int) -> int:
-    """Return the 64-bit start of a sequence's stream of random numbers; seeds that differ little
-    give starts far apart."""
+    """Return the 64-bit start of a sequence's stream of random numbers. Similar seeds give starts
+    that are far apart."""
     start = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64)
     return int(_mixed(start + _GOLDEN)[0])
 
 
 def uniform_at(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return uniform numbers fp64 in [0, 1) with 53 random bits, one per stream.
+    """Return uniform random numbers in [0, 1) with 53 random bits, fp64, one per stream.
 
     A number is a function of ``streams`` (uint64, from ``stream_of``) and ``positions`` (int64,
     index of the token in its whole sequence) only. There is no state, so the number does not depend
@@ -38,7 +39,8 @@ def uniform_at(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def check_request(request: GenRequest, config: GenConfig) -> None:
-    """Raise ValueError on a request without tokens, or naming the option that is out of range."""
+    """Raise ValueError for a request without tokens, or for an option out of range, which the
+    message names."""
     if len(request.token_ids) == 0:
         raise ValueError(f"generate: the request for slot {request.slot} has no tokens")
     if config.max_new_tokens < 1:
@@ -62,12 +64,16 @@ def check_request(request: GenRequest, config: GenConfig) -> None:
 def sample_tokens(
     logits: Tensor, uniform: Tensor, config: GenConfig, banned: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Draw the next tokens int64 (n,) and return them with their log-probabilities fp32 (n,).
+    """Return sampled next tokens, int64 (n,), with their log-probabilities, fp32 (n,).
 
-    ``logits`` (n, vocabulary); ``uniform`` fp64 (n,) in [0, 1); ``banned`` bool (n, vocabulary):
-    tokens that may not be drawn now. The log-probability is that of the temperature-scaled softmax
-    over the whole vocabulary (of the plain softmax when greedy), which is what a trainer
-    recomputes: truncation by top_p and top_k changes what is drawn, not what is reported.
+    The log-probability is that of the temperature-scaled softmax over the whole vocabulary (with
+    greedy sampling, of the plain softmax), as a trainer recomputes it. Truncation by top_p and
+    top_k changes the sampled tokens, but not their log-probabilities.
+
+    Args:
+        logits: (n, vocabulary).
+        uniform: Random numbers in [0, 1), fp64 (n,).
+        banned: bool (n, vocabulary), true for tokens that may not be sampled now.
     """
     logits = logits.float()
     scaled = logits if config.temperature in (0.0, 1.0) else logits / config.temperature
@@ -93,8 +99,9 @@ def _reported(scaled: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Set logits (n, vocabulary) to -inf outside the ``top_k`` largest and outside the smallest set
-    of most probable tokens whose mass reaches ``top_p``; the most probable token always stays."""
+    """Return logits (n, vocabulary) with -inf outside of the ``top_k`` largest, and outside of the
+    smallest set of most probable tokens whose probability reaches ``top_p``. The most probable
+    token always remains."""
     if 0 < top_k < logits.shape[-1]:
         smallest_kept = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))

@@ -1,5 +1,5 @@
-"""Names the weights of a model, copies new ones into its own tensors, all or, on an error, none,
-and says what it holds."""
+"""Names and digests of a model's weights, and copies of new weights into them: either all or, on an
+error, none."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from realhf.base.tensor_digest import TensorDigester
 
 
 def named_weights(model: Any) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers of a model by the names of its state dict. Those
-    that share memory are named once, which is what ``copy_weights`` accepts."""
+    """Return parameters and persistent buffers of a model by their names in its state dict. Of
+    tensors that share memory only the first is returned, as ``copy_weights`` accepts it."""
     found: dict[tuple[int, tuple[int, ...]], tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         found.setdefault(_place(tensor), (name, tensor.detach()))
@@ -24,9 +24,12 @@ def named_weights(model: Any) -> dict[str, Tensor]:
 
 
 def copy_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Copy ``tensors``, named as in the model's state dict, into it. Names that share memory (tied
-    embeddings) may be given once. Raises ValueError that names a tensor which is missing, unknown
-    or of another shape; then nothing has changed."""
+    """Copy ``tensors``, by their names in the model's state dict, into the model. Of names that
+    share memory (tied embeddings), one is enough.
+
+    Raises ValueError naming a tensor that is missing, unknown, or of another shape or kind of
+    dtype; then nothing has changed.
+    """
     targets: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
     unknown = sorted(set(tensors) - set(targets))
     if unknown:
@@ -49,8 +52,7 @@ def copy_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
 
 
 def held_digests(model: Any, names: Sequence[str]) -> dict[str, HeldTensor]:
-    """Return digests of the tensors that a model has under these names of its state dict, as they
-    are now."""
+    """Return digests of the model's current tensors with these names in its state dict."""
     own: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
     digester = TensorDigester()
     return {
