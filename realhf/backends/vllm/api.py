@@ -1,8 +1,8 @@
-"""Calls the endpoints of a vLLM server (0.32 or later) that a generation worker uses, with types.
+"""Typed client for the endpoints of a vLLM server (0.32 or later) that a generation worker uses.
 
-Tokens: ``/inference/v1/generate`` (``--enable-scale-out``), which takes and gives token ids and
-reports which version of the weights sampled each. Weights: ``/pause``, ``/resume``,
-``/collective_rpc`` and ``/update_weight_version``, which exist in development mode
+Tokens: ``/inference/v1/generate`` (``--enable-scale-out``) accepts and returns token ids, and
+reports the version of the weights that sampled each token. Weights: ``/pause``, ``/resume``,
+``/collective_rpc`` and ``/update_weight_version``, which exist only in development mode
 (``VLLM_SERVER_DEV_MODE=1``).
 """
 
@@ -16,54 +16,62 @@ from typing import Any
 import httpx
 
 _KEEP_ALIVE_S = 2.0
-"""How long an idle connection is kept, in seconds: less than the server keeps it (5 s), so that no
-request is sent on a connection that is being closed."""
+"""Seconds that an idle connection is kept: less than the server keeps it (5 s), so that no request
+is sent on a connection that is being closed."""
 _NOT_FINITE = -9999.0
-"""The value that vLLM reports for a log-probability that is -inf or not a number."""
+"""Value that vLLM reports for a log-probability that is -inf or NaN."""
 EXTENSION = "realhf.backends.vllm.extension.WeightExtension"
-"""The class that the workers of our servers are given."""
+"""Worker extension class of servers that are started by this package."""
 _LOGPROBS_MODE = "processed_logprobs"
+"""Required option of the server: log-probabilities after the temperature, as a trainer computes
+them."""
 _DEVELOPMENT = ("/pause", "/resume", "/collective_rpc", "/server_info")
+"""Endpoints that exist only in development mode."""
 
 
 class VllmError(RuntimeError):
-    """Is raised when a vLLM server does not answer, refuses, or lacks something that it needs to
-    serve us."""
+    """A vLLM server does not respond, rejects a request, or lacks a required feature."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Describes what a server serves.
-
-    ``root``: the folder or hub name it was started with. ``max_tokens``: longest sequence, prompt
-    included. ``extension``: the class that its workers were given, if any. ``device``: cpu, cuda...
-    """
+    """Model and configuration of a server."""
 
     root: str
+    """Folder or hub id that the server was started with."""
     max_tokens: int
+    """Maximum length of a sequence, including the prompt."""
     extension: str | None
+    """Worker extension class of the server, if any."""
     device: str
+    """cpu, cuda or another device type."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Holds the tokens of one request. ``versions``: the server's label of its weights for each
-    token. ``finish_reason``: stop, length or abort."""
+    """Result of one request."""
 
     token_ids: list[int]
+    """Sampled tokens."""
     logprobs: list[float]
+    """Log-probability of each sampled token."""
     versions: list[str]
+    """Label of the server's weights that sampled each token."""
     finish_reason: str
+    """stop, length or abort."""
     prompt_tokens: int
+    """Number of tokens of the prompt."""
     cached_tokens: int
+    """Number of tokens of the prompt that were read from the server's cache."""
 
 
 class VllmApi:
-    """Is a client of one server, used on one event loop. Every call raises VllmError or
-    TimeoutError, which name the server."""
+    """Client of one server, for use on one event loop. Every call raises VllmError or TimeoutError
+    naming the server."""
 
     def __init__(self, url: str, *, connections: int, timeout_s: float) -> None:
-        """Make a client. ``timeout_s`` bounds every call that names no other timeout."""
+        """Create the client. ``connections`` is the maximum number of connections; ``timeout_s``
+        applies to every call without an explicit timeout."""
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         limits = httpx.Limits(
@@ -78,8 +86,8 @@ class VllmApi:
         await self._http.aclose()
 
     async def model(self) -> ServedModel:
-        """Return what the server serves. Raises VllmError when it was not started in the way that
-        training needs."""
+        """Return the model that the server serves. Raises VllmError if the server lacks options
+        that training needs."""
         row = (await self._call("GET", "/v1/models"))["data"][0]
         config = (await self._call("GET", "/server_info", params={"config_format": "json"}))[
             "vllm_config"
@@ -91,7 +99,7 @@ class VllmApi:
             )
         device = config["device_config"]["device"]
         if device == "cpu" and config["scheduler_config"]["enable_chunked_prefill"]:
-            # In this case vLLM 0.32 dies of a seeded request whose prompt is computed in parts.
+            # With it, vLLM 0.32 crashes on a request with a seed whose prompt is split.
             raise VllmError(
                 f"{self.url} computes on the CPU: it must run with --no-enable-chunked-prefill"
             )
@@ -102,7 +110,7 @@ class VllmApi:
     async def generate(
         self, request_id: str, token_ids: Sequence[int], params: Mapping[str, Any], timeout_s: float
     ) -> Completion:
-        """Run one request to its end. Raises FloatingPointError when the model's logits are not
+        """Run one request to its end. Raises FloatingPointError if the model's logits are not
         finite."""
         body = {
             "request_id": request_id,
@@ -139,28 +147,30 @@ class VllmApi:
         return versions
 
     async def abort(self, request_id: str) -> None:
-        """End a request with the tokens it has; harmless if there is none."""
+        """End a request, which then returns the tokens sampled so far. Does nothing if there is no
+        such request."""
         names = [f"generate-tokens-{request_id}"]
         await self._call("POST", "/inference/v1/abort_requests", json={"request_ids": names})
 
     async def pause(self, *, clear_cache: bool, timeout_s: float) -> None:
-        """Stop sampling and return when it has stopped; running requests stay. ``clear_cache``
+        """Pause sampling, and wait until it has paused; running requests stay. ``clear_cache``
         drops their keys and values."""
         query = {"mode": "keep", "clear_cache": str(clear_cache).lower()}
         await self._call("POST", "/pause", params=query, timeout_s=timeout_s)
 
     async def resume(self) -> None:
-        """Go on after ``pause``."""
+        """Resume sampling after ``pause``."""
         await self._call("POST", "/resume")
 
     async def set_version(self, version: str) -> None:
-        """Name the weights in use; the tokens sampled from now on carry the name."""
+        """Set the label of the current weights, which is reported for the tokens sampled from now
+        on."""
         await self._call("POST", "/update_weight_version", json={"new_version": version})
 
     async def on_workers(
         self, method: str, arguments: Mapping[str, Any], timeout_s: float
     ) -> list[Any]:
-        """Call a method of every worker of the server; return their answers."""
+        """Call a method of every worker of the server; return their results."""
         body = {"method": method, "kwargs": dict(arguments)}
         return (await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s)).get(
             "results", []
@@ -184,7 +194,7 @@ class VllmApi:
 
 
 def position_seed(seed: int, position: int) -> int:
-    """Return the seed of a request that continues at ``position`` of a sequence. vLLM begins its
-    random numbers anew per request, and a turn must not repeat those of the turn before."""
+    """Return the seed of a request that continues at ``position`` of a sequence. vLLM restarts its
+    random numbers for each request, and a turn must not repeat those of the turn before."""
     digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,14 +1,14 @@
-"""Brings weights to a vLLM server on the same GPUs over CUDA IPC, with handles as plain JSON
+"""Transfer of weights to a vLLM server on the same GPUs over CUDA IPC, with handles as plain JSON
 instead of pickles.
 
-vLLM's own client pickles them, and a server that takes pickles runs what anybody who reaches its
-port sends. This module runs on both sides: in a trainer, and inside the server, whose environment
-has torch and of ours this package alone.
+vLLM's client pickles the handles, and a server that accepts pickles executes code from anyone who
+can reach its port. This module runs on both sides: in a trainer, and inside the server, whose
+environment has torch but only this package of realhf.
 
-The tensors are copied, some at a time, into a buffer on each GPU of the server, which its workers
-open by a handle and read before the next ones come. Nothing goes through the host's memory that is
-on a GPU already. The other transfer that vLLM has, NCCL, cannot have a trainer and a server on one
-GPU.
+The tensors are copied in chunks into a buffer on each GPU of the server. The workers open the
+buffer by its handle, and read a chunk before the next one is written. Tensors on a GPU do not pass
+through host memory. vLLM's alternative transfer, NCCL, does not support a trainer and a server on
+one GPU.
 """
 
 from __future__ import annotations
@@ -24,25 +24,27 @@ import torch
 from torch import Tensor
 
 MOST_PARTS = 32
+"""Maximum number of parts of a handle; real ones have about 15."""
 MOST_BYTES = 4096
-"""A handle has about 15 parts, the largest of which is a few dozen bytes."""
+"""Maximum size of a part in bytes; real ones have a few dozen."""
 _CLASSES: dict[str, Any] = {
     "Tensor": torch.Tensor,
     "Parameter": torch.nn.Parameter,
     "TypedStorage": torch.storage.TypedStorage,
     "UntypedStorage": torch.storage.UntypedStorage,
 }
+"""Classes that a handle may contain."""
 
 
 def to_json(handle: Sequence[Any]) -> list[Any]:
-    """Return the arguments that ``torch.multiprocessing`` rebuilds a tensor of CUDA from, as JSON
-    has them. Raises TypeError on a part of another kind."""
+    """Return the JSON form of a handle: the arguments from which ``torch.multiprocessing`` rebuilds
+    a CUDA tensor. Raises TypeError for a part of another kind."""
     return [_written(part) for part in handle]
 
 
 def from_json(parts: Any) -> tuple[Any, ...]:
-    """Return the arguments that ``to_json`` wrote. Raises ValueError on anything else: it came over
-    a socket."""
+    """Return the handle that ``to_json`` encoded. Raises ValueError for anything else: the input is
+    untrusted."""
     if not isinstance(parts, list) or len(parts) > MOST_PARTS:
         raise ValueError("a handle of device memory is a list of at most 32 parts")
     return tuple(_read(part) for part in parts)
@@ -91,27 +93,32 @@ def _read(part: Any) -> Any:
 
 
 BUFFER_BYTES = 256 << 20
-"""Size of the buffer on each GPU; a larger tensor gets a buffer of its size."""
+"""Size of the buffer on each GPU in bytes; a larger tensor gets a buffer of its size."""
 NO_COMMON_PLACE = (
     "it computes on a GPU that this process does not see, or was started without "
     "--weight-transfer-config for ipc"
 )
+"""Reason for a transfer through host memory, in warnings."""
 Step = tuple[str, dict[str, Any]]
-"""A method of the server's workers, and its arguments."""
+"""Method of the server's workers, and its arguments."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Is a GPU that the server computes on, as this process names it, and by its ``uuid``."""
+    """GPU that the server uses."""
 
     device: torch.device
+    """Device in this process."""
     uuid: str
+    """UUID of the GPU, which is the same in all processes."""
 
 
 def common_places(asked: Sequence[Any]) -> list[Place]:
-    """Return the server's GPUs. ``asked``: what each of its workers said of itself
-    (``WeightExtension.place``). Empty where one of them has another GPU than this process sees, or
-    no transfer."""
+    """Return the server's GPUs; empty if this process does not see all of them, or a worker lacks
+    the transfer.
+
+    ``asked`` are the results of ``WeightExtension.place`` on the workers.
+    """
     if not asked or not torch.cuda.is_available():
         return []
     own = {
@@ -128,9 +135,8 @@ def common_places(asked: Sequence[Any]) -> list[Place]:
 
 
 def chunks(tensors: Mapping[str, Tensor], most: int = BUFFER_BYTES) -> list[list[str]]:
-    """Return the names of tensors that travel together, at most ``most`` bytes, or one tensor
-    alone. Wide element types come first, so that each tensor begins at a multiple of its element's
-    size."""
+    """Return the names of tensors in chunks of at most ``most`` bytes, or with a single larger
+    tensor. Wide dtypes come first, so that each tensor starts at a multiple of its element size."""
     found: list[list[str]] = []
     room = 0
     for name in sorted(tensors, key=lambda name: -tensors[name].element_size()):
@@ -144,7 +150,7 @@ def chunks(tensors: Mapping[str, Tensor], most: int = BUFFER_BYTES) -> list[list
 
 
 def described(names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what the server has to know of a chunk beside its handles."""
+    """Return the metadata of a chunk that the server needs in addition to the handles."""
     return {
         "names": list(names),
         "dtype_names": [str(tensors[name].dtype).removeprefix("torch.") for name in names],
@@ -154,7 +160,7 @@ def described(names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def fill(buffer: Tensor, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-    """Copy a chunk's tensors behind each other into ``buffer`` uint8 (bytes,)."""
+    """Copy the tensors of a chunk one after another into ``buffer``, uint8 (bytes,)."""
     at = 0
     for name in names:
         flat = tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
@@ -171,10 +177,13 @@ def steps(
     most: int = BUFFER_BYTES,
     export: Callable[[Tensor], Sequence[Any]] | None = None,
 ) -> Iterator[Iterator[Step]]:
-    """Yield the calls by which the server takes ``tensors``, each to be made when the one before
-    has been answered. The buffers are allocated before the first: a shortage is found while the
-    server has its old weights. They are given back when the block is left, however it is left.
-    ``export`` makes the handle of a buffer, by default that of CUDA IPC."""
+    """Yield the calls to the server's workers that transfer ``tensors``. Each call must have been
+    answered before the next one is taken.
+
+    The buffers are allocated before the first call, so that a shortage of memory is found while the
+    server still has its old weights. They are freed at the end of the block, also after an error.
+    ``export`` makes the handle of a buffer, by default for CUDA IPC.
+    """
     parts = chunks(tensors, most)
     size = max((sum(tensors[name].nbytes for name in part) for part in parts), default=1)
     buffers = [
@@ -182,10 +191,11 @@ def steps(
     ]
 
     def made() -> Iterator[Step]:
-        # No name here means a buffer: this generator stays where it is when a transfer breaks off.
+        # Keep no local variable of a buffer: if a transfer fails, this generator stays suspended,
+        # and would keep the buffer alive.
         yield "begin_transfer", {}
-        # Handed out only now: memory that another process may open is freed when that process says
-        # so.
+        # Export only after ``begin_transfer``: exported memory is freed only when the other
+        # process releases it.
         handles = {
             place.uuid: to_json((export or _exported)(buffers[index]))
             for index, place in enumerate(places)
@@ -202,7 +212,7 @@ def steps(
     try:
         yield made()
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # They hold the buffer that was being filled.
+        traceback.clear_frames(error.__traceback__)  # these refer to the buffer being filled
         raise
     finally:
         buffers.clear()

@@ -1,10 +1,11 @@
-"""Runs inside a vLLM server: takes new weights between two tokens, read from a safetensors file or
-from memory of the same GPU, and says what is there.
+"""Worker extension inside a vLLM server that loads new weights between two tokens, from a
+safetensors file or from memory of the same GPU, and reports digests of the weights.
 
 vLLM loads it (``--worker-extension-cls realhf.backends.vllm.extension.WeightExtension``) in the
-server's own environment, which has torch and no package of ours but this one: it imports nothing
-else of ours than the digest and the handles of device memory. vLLM mixes the class into its worker.
-The server must be paused while weights change; ``realhf.backends.vllm.generation`` ensures that.
+server's environment and mixes the class into its worker. That environment has torch, but only this
+package of realhf, so nothing else of it is imported than the digest and the handles of device
+memory. The server must be paused while weights change; ``realhf.backends.vllm.generation`` ensures
+that.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ from realhf.backends.vllm.device_transfer import from_json
 from realhf.base.tensor_digest import TensorDigester
 
 Digests = dict[str, list[str]]
-"""Name in the checkpoint -> element type and digest."""
+"""Name in the checkpoint -> dtype and digest."""
 
 
 class WeightExtension:
-    """Holds the methods that ``/collective_rpc`` reaches. Answers are maps, because errors lose
-    their text on the way."""
+    """Methods that can be called by ``/collective_rpc``. They return errors in maps, because the
+    texts of exceptions get lost on the way."""
 
     realhf_arrived: Digests
+    """Digests of the layers whose weights have arrived in the current transfer."""
     realhf_open: contextlib.ExitStack | None
+    """Open context managers of the current transfer; None without one."""
 
     def take_weights(self, path: str, version: str) -> dict[str, Any]:
-        """Replace the model's weights by those of a safetensors file, names and shapes as in the
-        model's folder.
+        """Replace the model's weights by those of a safetensors file, with names and shapes as in
+        the model's folder.
 
         Returns ``{"ok": True, "version": n}``, or ``{"ok": False, "error": text, "touched": whether
         weights were changed}``.
@@ -44,7 +47,7 @@ class WeightExtension:
         try:
             model = self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]
             with _seen_before_packing(model) as seen:
-                # This is vLLM's own way from checkpoint names to kernel layouts (packed, fused,
+                # vLLM's conversion from checkpoint names to kernel layouts (packed, fused,
                 # quantised).
                 self.reload_weights(weights_iterator=iter(tensors.items()))  # pyright: ignore[reportAttributeAccessIssue]
             _refresh_tied_head(model)
@@ -54,8 +57,8 @@ class WeightExtension:
         return {"ok": True, "version": int(version)}
 
     def place(self) -> dict[str, Any]:
-        """Return ``{"uuid": that of this worker's GPU or None, "transfer": whether vLLM's transfer
-        over CUDA IPC was configured}``."""
+        """Return ``{"uuid": UUID of this worker's GPU or None, "transfer": whether vLLM's transfer
+        over CUDA IPC is configured}``."""
         engine = getattr(self, "weight_transfer_engine", None)
         device = getattr(self, "device", None)
         if engine is None or getattr(device, "type", "") != "cuda":
@@ -66,8 +69,8 @@ class WeightExtension:
         return {"uuid": uuid, "transfer": engine.config.backend == "ipc"}
 
     def begin_transfer(self) -> dict[str, Any]:
-        """Begin to take weights by vLLM's own transfer, chunk by chunk (``take_chunk``,
-        ``end_transfer``). All of them answer as ``take_weights`` does."""
+        """Start to receive weights by vLLM's transfer, in chunks (``take_chunk``,
+        ``end_transfer``). All three methods return results like ``take_weights``."""
 
         def begin() -> None:
             self._leave_transfer()
@@ -88,8 +91,11 @@ class WeightExtension:
         tensor_sizes: list[int],
         handles: dict[str, list[Any]],
     ) -> dict[str, Any]:
-        """Take the tensors that lie behind each other in a buffer on each GPU. ``handles``: by the
-        GPU's uuid, as ``device_handles`` writes them."""
+        """Load tensors that lie one after another in a buffer on each GPU.
+
+        ``handles`` are those of the buffers, by UUID of the GPU, encoded by
+        ``device_transfer.to_json``.
+        """
 
         def take() -> None:
             chunk = {
@@ -104,8 +110,8 @@ class WeightExtension:
         return self._answered(take)
 
     def end_transfer(self, version: str, names: list[str]) -> dict[str, Any]:
-        """Compute with the weights that arrived, which are called ``version``; ``names`` are all of
-        them."""
+        """Activate the received weights as ``version``; ``names`` are all tensors that were
+        sent."""
 
         def end() -> None:
             self.finish_weight_update()  # pyright: ignore[reportAttributeAccessIssue]
@@ -126,28 +132,29 @@ class WeightExtension:
         return {"ok": True}
 
     def _leave_transfer(self) -> None:
-        """Stop looking at what arrives; one that broke off may have left that."""
+        """Stop collecting digests of weights that arrive, also of a transfer that was broken
+        off."""
         held = getattr(self, "realhf_open", None)
         self.realhf_open = None
         if held is not None:
             held.close()
 
     def _let_go(self) -> None:
-        """Close the memory of a transfer that broke off: the trainer does not get it back
+        """Close the device memory of a transfer that was broken off; the trainer cannot free it
         before."""
         engine = getattr(self, "weight_transfer_engine", None)
         if engine is not None and engine.config.backend == "ipc":
-            with contextlib.suppress(Exception):  # It is over in any case, and why is told already.
+            with contextlib.suppress(Exception):  # the first error has been reported already
                 engine.shutdown()
 
     def _note(self, seen: Digests, names: Iterable[str]) -> None:
-        """Keep what is known of the tensors that arrived."""
+        """Store the digests of the received tensors, and the names of those without a digest."""
         now = {**seen, **self._live_digests()}
         self.realhf_seen = seen
         self.realhf_unproven = [name for name in names if name not in now]
 
     def weight_digests(self) -> dict[str, Any]:
-        """Return ``{"held": {name in the checkpoint: [element type, digest]}, "unproven": names}``.
+        """Return ``{"held": {name in the checkpoint: [dtype, digest]}, "unproven": names}``.
 
         ``held`` are the digests of the current tensors of the model's layers. For a layer that
         keeps only a copy in the format of a kernel, it is the digest of the tensor that was copied.
@@ -170,8 +177,8 @@ class WeightExtension:
 
 @contextlib.contextmanager
 def _seen_before_packing(model: Any) -> Iterator[Digests]:
-    """Fill a map with digests of what each layer holds at the moment its kernel's own format is
-    made from it."""
+    """Yield a map that is filled with digests of each layer's tensors just before vLLM converts
+    them to the format of a kernel."""
     seen, digester, wrapped = Digests(), TensorDigester(), []
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
@@ -193,7 +200,7 @@ def _seen_before_packing(model: Any) -> Iterator[Digests]:
 
 
 def _digests_of(model: Any, name: str, layer: Any, digester: TensorDigester) -> Digests:
-    """Return digests of the parameters and buffers of one layer by their names in the
+    """Return digests of the parameters and buffers of one layer, by their names in the
     checkpoint."""
     found = Digests()
     parts = getattr(model, "packed_modules_mapping", {}).get(name.rpartition(".")[2], [])
@@ -224,9 +231,9 @@ def _row(digester: TensorDigester, tensor: Any) -> list[str]:
 
 
 def _refresh_tied_head(model: Any) -> None:
-    """Renew the packed head. vLLM's reload leaves a head that is tied to the embedding alone, and
-    on the CPU the head computes with a packed copy, which would still hold the weights that the
-    server was started with."""
+    """Convert a tied head again. vLLM's reload skips a head that is tied to the embedding. On the
+    CPU the head computes with a packed copy, which would keep the weights that the server was
+    started with."""
     config = model.config
     head = getattr(model, "lm_head", None)
     if head is not None and getattr(config, "tie_word_embeddings", False):

@@ -135,7 +135,7 @@ class _Entry:
     id: str
     """Id of the request on the server."""
     request: GenRequest
-    """The request."""
+    """Prefix and seed."""
     config: GenConfig
     """Sampling parameters."""
     stop_ids: tuple[int, ...]
@@ -331,8 +331,8 @@ class VllmGenerator:
                 )
             return
         if self._model.device == "cpu" and TIED_HEAD not in tensors:
-            # vLLM 0.32 computes with a packed copy of the head there, which its own reload does not
-            # renew.
+            # On the CPU vLLM 0.32 computes with a packed copy of the head, which its reload does
+            # not update.
             raise VllmError(
                 f"{self._api.url} cannot renew a tied head: it must run with "
                 f"--worker-extension-cls {EXTENSION}"
@@ -341,8 +341,8 @@ class VllmGenerator:
             self._commit(version, iter([("reload_weights", {"weights_path": folder})]))
 
     def _common_places(self) -> list[Place]:
-        """Return the GPUs of a server that takes weights by CUDA IPC from this process; none for
-        other servers."""
+        """Return the GPUs of a server that can receive weights by CUDA IPC from this process; []
+        for other servers."""
         if self._model.extension != EXTENSION or self._model.device != "cuda":
             return []
         places = common_places(
@@ -365,7 +365,7 @@ class VllmGenerator:
                 )
 
     async def _swap(self, version: int, made: Iterator[Step]) -> list[Any]:
-        """Stop sampling, change all weights or none, and go on."""
+        """Pause sampling, replace all weights or none, and resume."""
         began = time.monotonic()
         try:
             await self._api.pause(clear_cache=self._clear_cache, timeout_s=self._pause_timeout_s)
@@ -390,8 +390,8 @@ class VllmGenerator:
             self._fail(VllmError(f"{self._api.url} does not go on after an update: {error}"))
 
     async def _change(self, made: Iterator[Step]) -> list[Any]:
-        """Make one call after another; return the answers to the last, or to the first that a
-        worker did not take."""
+        """Call the workers step by step; return the results of the last step, or of the first that
+        a worker rejected."""
         answers: list[Any] = []
         try:
             while (step := await asyncio.to_thread(next, made, None)) is not None:
@@ -502,8 +502,8 @@ class VllmGenerator:
                 self._spawn(self._end(entry))
 
     async def _end(self, entry: _Entry) -> None:
-        """Repeat the abort until the request is over: the server may not have seen the request
-        yet."""
+        """Repeat the abort until the request has ended: the server may not have received the
+        request yet."""
         assert entry.task is not None
         deadline = process_clock.now() + _ABORT_TIMEOUT_S
         while not entry.task.done():
@@ -544,7 +544,7 @@ class VllmGenerator:
 
     async def _connect(self, version: int) -> ServedModel:
         model = await self._api.model()
-        # An earlier client may have died while it had paused the server.
+        # An earlier client may have paused the server and then been killed.
         await self._api.resume()
         if version >= 0:
             await self._api.set_version(str(version))

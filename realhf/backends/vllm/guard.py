@@ -1,10 +1,10 @@
-"""Runs a command in a session of its own and ends all of it when standard input closes: when its
-owner is gone.
+"""Guard process that runs a command in a new session, and ends the whole session when standard
+input closes, that is, when the process that started the guard is gone.
 
     python -m realhf.backends.vllm.guard COMMAND ARGUMENT...
 
-vLLM is several processes; whoever starts it may be killed at any moment. It imports nothing heavy
-and starts at once.
+vLLM consists of several processes, and its owner may be killed at any moment. The guard imports
+nothing heavy, and starts at once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from types import FrameType
 from realhf.base.process import share_niceness
 
 _PR_SET_PDEATHSIG = 1
+"""Option of prctl: the signal that a process gets when its parent dies."""
 _GRACE_S = 6.0
+"""Seconds that processes have to end after a signal."""
 _POLL_S = 0.1
+"""Seconds between checks whether processes are left."""
 
 
 def main() -> None:
-    """Run the command of ``sys.argv`` and end its session when it ends, on a signal, or when
+    """Run the command in ``sys.argv``. End its session when it ends, on SIGTERM or SIGINT, or when
     standard input closes."""
     woken, wake = os.pipe()
 
@@ -36,7 +39,8 @@ def main() -> None:
         del signum, frame
         os.write(wake, b".")
 
-    # Handlers come before the child: a guard that dies between the two would leave the child alone.
+    # Install the handlers before the child starts: a guard that a signal kills in between would
+    # leave the child without one.
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     child = subprocess.Popen(
@@ -52,17 +56,19 @@ def main() -> None:
 
 
 def _die_with_guard() -> None:
+    """Let the kernel send SIGTERM to the child when the guard dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def _report_end(child: subprocess.Popen[bytes]) -> None:
+    """Wait for the command, end the rest of its session, and exit with its exit status."""
     code = child.wait()
     _clear(child.pid)
     os._exit(code if code >= 0 else 128 - code)
 
 
 def _end(child: subprocess.Popen[bytes], reporter: threading.Thread) -> None:
-    """Ask the command to end its own processes, then end those that are left."""
+    """Signal the command to end its processes, then kill it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, number)
@@ -70,8 +76,8 @@ def _end(child: subprocess.Popen[bytes], reporter: threading.Thread) -> None:
 
 
 def _clear(group: int) -> None:
-    """End what is left of a session. Python's resource trackers outlive a polite signal: they
-    unlink shared memory."""
+    """End the remaining processes of a session. Python's resource trackers ignore SIGTERM until
+    they have unlinked shared memory, so they get some time before SIGKILL."""
     deadline = time.monotonic() + _GRACE_S / 2
     left = _signal_group(group, signal.SIGTERM)
     while left and time.monotonic() < deadline:
@@ -81,7 +87,7 @@ def _clear(group: int) -> None:
 
 
 def _signal_group(group: int, number: int) -> bool:
-    """Send a signal to all processes of the group; return False when none is left."""
+    """Send a signal to all processes of the group; return whether there were any."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:

@@ -1,9 +1,8 @@
-"""Asks a server for the log-probabilities that its model gives to tokens of another one: a teacher
-behind a URL.
+"""Log-probabilities of tokens under the model of an HTTP server: a teacher behind a URL.
 
-The wire is ``/v1/completions`` of the OpenAI API with the ids of a whole sequence as prompt. The
-server says the log-probabilities of a prompt as vLLM does (``prompt_logprobs``) or by ``echo`` and
-``logprobs``.
+Requests are ``/v1/completions`` of the OpenAI API, with the token ids of a whole sequence as the
+prompt. The server returns the log-probabilities of the prompt either as vLLM does
+(``prompt_logprobs``), or by ``echo`` and ``logprobs``.
 """
 
 from __future__ import annotations
@@ -22,23 +21,28 @@ from realhf.api.sample import SequenceSample
 from realhf.base import event_loops
 
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Before a request that failed by the network, or by the server's own fault or load, is sent
-again."""
+"""Seconds before each retry of a request that failed because of the network, or of an error or
+overload of the server."""
 _BUSY = 429
+"""HTTP status of an overloaded server."""
 _SPACES = str.maketrans("\u0120\u2581", "  ")
-"""What servers that do not decode tokens have in the place of a space."""
+"""Map of the characters that stand for a space in tokens of servers that do not decode them."""
 
 
 class ServedLogprobInterface:
-    """Computes ``teacher_logprobs`` f32 (L-1) from ``packed_input_ids`` and ``loss_mask``: of every
-    trainable token, at temperature 1, under the model behind ``url``; 0 elsewhere. The model of the
-    call lends its tokenizer alone, which must be that of the server's: the first answers are
-    compared with it.
+    """Interface that computes ``teacher_logprobs`` fp32 (L-1) from ``packed_input_ids`` and
+    ``loss_mask``: of every trainable token, at temperature 1, under the model behind ``url``; 0
+    elsewhere.
+
+    Of the model that the interface is called with, only the tokenizer is used. It must be that of
+    the server, which is checked with the first results.
 
     Args:
-        url: of the server, without /v1. served_model: its name there; "" for the first that the server lists.
-        token_file: holds the bearer token, "" for none. connections: sequences that are asked about at once.
-        timeout_s: of a whole call.
+        url: Address of the server, without /v1.
+        served_model: Name of the model on the server; "" for the first one that it lists.
+        token_file: File with the bearer token, "" for none.
+        connections: Maximum number of concurrent requests, of one sequence each.
+        timeout_s: Timeout of a whole call, seconds.
     """
 
     def __init__(
@@ -59,9 +63,12 @@ class ServedLogprobInterface:
     def inference(
         self, model: Model, sample: SequenceSample, context: CallContext
     ) -> tuple[SequenceSample, dict[str, float]]:
-        """Return the sample of ``teacher_logprobs`` and the statistic ``n_tokens``, the tokens that
-        were sent. Raises RuntimeError that names the server when it does not answer, or not with
-        log-probabilities, TimeoutError, and ValueError for another tokenizer."""
+        """Return the sample of ``teacher_logprobs``, and the statistic ``n_tokens``, the number of
+        tokens sent.
+
+        Raises RuntimeError naming the server if it does not return log-probabilities, TimeoutError,
+        and ValueError for a different tokenizer.
+        """
         del context
         lengths = np.asarray(sample.lengths("packed_input_ids").values).tolist()
         ids = [part.tolist() for part in sample["packed_input_ids"].cpu().split(lengths)]
@@ -123,7 +130,7 @@ class ServedLogprobInterface:
     async def _one(
         self, http: httpx.AsyncClient, ids: Sequence[int], tokenizer: Any
     ) -> list[float]:
-        """Return the log-probability of every token but the first."""
+        """Return the log-probability of every token except the first."""
         body = {"model": self._name, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0}
         body |= {"prompt_logprobs": 0, "echo": True, "logprobs": 1}
         answer = await self._sent(http, "POST", "/v1/completions", json=body)
@@ -143,9 +150,9 @@ class ServedLogprobInterface:
         return values
 
     def _compare(self, ids: Sequence[int], texts: Sequence[str | None], tokenizer: Any) -> None:
-        """Raise ValueError where the server reads another word in a token than the actor's
-        tokenizer wrote. Pieces of characters and special tokens are spelt differently by many
-        servers, and say nothing."""
+        """Raise ValueError if the server's text of a token differs from that of the actor's
+        tokenizer. Only tokens that are words in both are compared, because many servers write parts
+        of characters and special tokens differently."""
         for number, theirs in zip(ids, texts, strict=True):
             mine = tokenizer.decode([number], clean_up_tokenization_spaces=False).strip()
             other = (theirs or "").translate(_SPACES).strip()
@@ -160,7 +167,7 @@ class ServedLogprobInterface:
                     )
 
     async def _sent(self, http: httpx.AsyncClient, verb: str, path: str, **fields: Any) -> Any:
-        """Return the JSON of an answer; a failure that may pass is tried again."""
+        """Return the JSON of a response; retry temporary errors."""
         failed = ""
         for pause_s in (*_PAUSES_S, None):
             try:
@@ -181,8 +188,8 @@ class ServedLogprobInterface:
 
 
 def _of_rows(rows: Sequence[Any], ids: Sequence[int]) -> tuple[list[str | None], list[float]]:
-    """Read ``prompt_logprobs``: for each token of the prompt but the first a map from ids to what
-    is said of them."""
+    """Return texts and log-probabilities from ``prompt_logprobs``: a map from ids to their entries
+    for each token of the prompt, except the first."""
     if len(rows) != len(ids):
         raise ValueError(f"{len(rows)} rows")
     said = [row[str(number)] for row, number in zip(rows[1:], ids[1:], strict=True)]
@@ -190,8 +197,8 @@ def _of_rows(rows: Sequence[Any], ids: Sequence[int]) -> tuple[list[str | None],
 
 
 def _of_echo(logprobs: Any, count: int) -> tuple[list[str | None], list[float]]:
-    """Read the log-probabilities of an echoed prompt of ``count`` tokens, behind which a sampled
-    one may stand."""
+    """Return texts and log-probabilities of an echoed prompt of ``count`` tokens, which a sampled
+    token may follow."""
     texts = logprobs["tokens"]
     values = logprobs["token_logprobs"]
     if len(values) < count or len(texts) != len(values):

@@ -1,5 +1,5 @@
-"""Runs a vLLM server as a child: starts it, waits for it, watches it and stops it, leaving nothing
-behind."""
+"""vLLM server as a child process: start, wait until ready, watch, and stop with all of its
+processes."""
 
 from __future__ import annotations
 
@@ -21,39 +21,44 @@ from realhf.base.installation import PACKAGE
 from realhf.base.loopback import free_port
 
 _POLL_S = 0.25
+"""Seconds between checks whether the server is ready."""
 _STOP_TIMEOUT_S = 20.0
+"""Seconds that the server has to stop before it is killed."""
 _OF_MEMORY = re.compile(r"gpu.memory.utilization|out of memory|cache blocks", re.IGNORECASE)
-"""What vLLM's last words say when it found too little memory, among them the name of an option that
-is not ours."""
+"""Pattern of vLLM's last output if it found too little memory. Some of these messages name an
+option of vLLM, so the option of this package is added."""
 _WORDS = 3000
-"""Number of characters at the end of its log that are reported when the server fails."""
+"""Number of characters at the end of the log that are reported if the server fails."""
 
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """Holds options of a server.
-
-    ``dtype``: float32, bfloat16 or auto. ``threads``: of the CPU backend (None: its own choice).
-    ``max_model_len``: longest sequence (None: the model's). ``gpu_memory_utilization``: share of a
-    GPU's memory (None: its own choice); ``tensor_parallel_size``: devices that hold the model
-    together. ``cuda``: graphs are captured, prompts may be computed in parts (which ends a CPU
-    server when a request has a seed), prefixes are kept, and weights come from memory of the same
-    GPUs, by vLLM's own transfer over CUDA IPC. ``arguments``: further arguments of ``vllm serve``.
-    """
+    """Options of a server."""
 
     dtype: str = "float32"
+    """float32, bfloat16 or auto."""
     threads: int | None = None
+    """Number of threads of the CPU backend; None: the default of vLLM."""
     max_model_len: int | None = None
+    """Maximum length of a sequence; None: that of the model."""
     gpu_memory_utilization: float | None = None
+    """Share of a GPU's memory; None: the default of vLLM."""
     tensor_parallel_size: int = 1
+    """Number of devices that share the model."""
     cuda: bool = False
+    """Whether the server runs on CUDA. It then captures CUDA graphs, computes prompts in chunks
+    (which crashes a CPU server if a request has a seed), caches prefixes, and receives weights from
+    memory of its GPUs, by vLLM's transfer over CUDA IPC."""
     arguments: tuple[str, ...] = ()
+    """Further arguments of ``vllm serve``."""
 
 
 class VllmServer:
-    """Runs ``vllm serve`` on this host's loopback; use it as a context manager. The server ends
-    with the process that started it, however that one ends. ``url`` is its address; ``log``
-    collects its output."""
+    """``vllm serve`` on the loopback of this host; use it as a context manager.
+
+    The server ends with the process that started it, even if that is killed. ``url`` is its
+    address; ``log`` collects its output.
+    """
 
     def __init__(
         self,
@@ -63,9 +68,9 @@ class VllmServer:
         log: Path,
         options: VllmOptions = VllmOptions(),
     ) -> None:
-        """Start the server and return at once (see ``wait_until_up``).
+        """Start the server, without waiting for it (see ``wait_until_up``).
 
-        ``model``: folder or hub name. ``executable``: the ``vllm`` of its environment. Raises
+        ``model`` is a folder or hub id, ``executable`` the ``vllm`` of its environment. Raises
         FileNotFoundError without the executable.
         """
         if not executable.exists():
@@ -94,7 +99,7 @@ class VllmServer:
             )
 
     def wait_until_up(self, timeout_s: float = 180.0) -> None:
-        """Return when the server has sampled a first token. Otherwise stops it and raises
+        """Wait until the server has sampled a first token. If it does not, stop it, and raise
         TimeoutError or RuntimeError with the end of its log."""
         deadline = process_clock.now() + timeout_s
         body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "detokenize": False}}
@@ -135,7 +140,7 @@ class VllmServer:
         return f"the vLLM server at {self.url} ended (code {code}): {words}{advice}"
 
     def stop(self) -> None:
-        """End the server and all of its processes; a second call does no harm."""
+        """End the server and all of its processes. A second call does nothing."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -161,8 +166,9 @@ class VllmServer:
 
 
 def _command(executable: str, model: str, port: int, options: VllmOptions) -> Sequence[str]:
-    # Log-probabilities are taken after the temperature, as a trainer computes them; no sampling
-    # defaults of the model's folder; token ids in and out; cached prompt tokens are reported.
+    # In the order of the options: log-probabilities after the temperature, as a trainer computes
+    # them; no sampling defaults from the model's folder; token ids as input and output; a report
+    # of cached prompt tokens.
     command = [
         executable,
         "serve",
@@ -197,8 +203,8 @@ def _command(executable: str, model: str, port: int, options: VllmOptions) -> Se
 
 
 def _imports(folder: Path) -> Path:
-    """Make a folder with our package alone: the server has packages of its own, and ours may lie
-    among others."""
+    """Return a folder with only this package, for the server's import path. The server's
+    environment has its own packages, and other packages next to this one must not replace them."""
     folder.mkdir(exist_ok=True)
     link = folder / PACKAGE.name
     if not link.is_symlink():
