@@ -1,5 +1,5 @@
-"""Trains copies of a model, one on each rank: the backend ``ddp``, and what ``fsdp2`` has in common
-with it."""
+"""Backend ``ddp``, with a copy of the model on each rank, and the code that it shares with
+``fsdp2``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from realhf.base.tensor_digest import digests
 
 
 class JoinedEngine(TorchEngine):
-    """Is the ``TorchEngine`` of one of several ranks, which write a checkpoint together."""
+    """``TorchEngine`` of one of several ranks, which write a checkpoint together."""
 
     def __init__(
         self, model: Any, tokenizer: Any, *, ranks: GroupRanks, role: str, **options: Any
@@ -28,9 +28,9 @@ class JoinedEngine(TorchEngine):
         super().__init__(model, tokenizer, ranks=ranks, role=role, **options)
 
     def _check_layouts(self, forward: PackedForward) -> None:
-        """Raise RuntimeError unless all ranks lay rows out alike: of the rows that each makes of a
-        batch it computes its share, and of different rows some sequences would be nobody's, or two
-        ranks'. To be called inside ``together``."""
+        """Raise RuntimeError unless all ranks use the same layout of rows. Each rank lays out the
+        whole batch and computes its share of the rows, so with different layouts some sequences
+        would be computed by no rank, or by two. Call this inside ``together``."""
         own = {"packs": forward.packs, "shares": forward.shares, "row_tokens": forward.row_tokens}
         for rank, other in enumerate(self._group.gather(own)):
             if other != own:
@@ -43,8 +43,8 @@ class JoinedEngine(TorchEngine):
 
     def save_checkpoint(self, folder: Path) -> list[Path]:
         """Write the state into ``folder``, which all ranks share; return the files that this rank
-        wrote. Adapters are few, and equal on all ranks: the first one writes what one worker
-        would."""
+        wrote. Adapters are small and equal on all ranks, so only the first rank writes them, in the
+        format of a single worker."""
         group = self._group
         with group.together(f"saving {self._role}"):
             if self.adapters is not None:
@@ -65,15 +65,15 @@ class JoinedEngine(TorchEngine):
             )
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Restore what any number of ranks wrote. Raises FileNotFoundError or ValueError naming the
-        folder."""
+        """Load a checkpoint of any number of ranks. Raises FileNotFoundError or ValueError naming
+        the folder."""
         with self._group.together(f"loading {self._role}"):
             self._load(folder, self._group.group)
 
 
 class JoinedBackend(TorchBackend):
-    """Builds engines of several workers, which met in ``world``. Without one, and for a role on one
-    worker, it builds what the backend ``torch`` does."""
+    """Builder of engines of the workers in ``world``. Without it, and for a role with a single
+    worker, it builds the same as the backend ``torch``."""
 
     def __init__(self, device: str = "auto", world: World | None = None) -> None:
         super().__init__(device)
@@ -95,12 +95,12 @@ class JoinedBackend(TorchBackend):
 
 
 class CopiesDiffer(RuntimeError):
-    """Two ranks hold different weights."""
+    """Different weights on two ranks."""
 
 
 def check_copies(model: nn.Module, ranks: GroupRanks, role: str) -> None:
-    """Raise CopiesDiffer, naming a tensor and a rank, unless all ranks hold the same weights to the
-    bit. To be called inside ``together``."""
+    """Raise CopiesDiffer, naming a tensor and a rank, unless the weights of all ranks are bitwise
+    equal. Call this inside ``together``."""
     own = digests(model.state_dict())
     for rank, other in enumerate(ranks.gather(own)):
         if other != own:
@@ -111,8 +111,8 @@ def check_copies(model: nn.Module, ranks: GroupRanks, role: str) -> None:
 
 
 class DdpEngine(JoinedEngine):
-    """Is a ``TorchEngine`` with equal copies on all ranks. A call outside a group call is computed
-    by the own copy."""
+    """``TorchEngine`` with equal copies of the model on all ranks. A call outside of a group call
+    uses only the copy of this rank."""
 
     def __init__(
         self, model: Any, tokenizer: Any, *, ranks: GroupRanks, role: str, **options: Any
@@ -128,7 +128,7 @@ class DdpEngine(JoinedEngine):
 
 
 class DdpBackend(JoinedBackend):
-    """Builds engines with a copy of the model on each worker."""
+    """Builder of engines with a copy of the model on each worker."""
 
     def _joined(
         self, spec: ModelSpec, world: World, model: Any, tokenizer: Any, **options: Any

@@ -1,9 +1,9 @@
-"""Trains one model that is cut over ranks: loads it block by block, gathers it, and is the backend
-``fsdp2``.
+"""Backend ``fsdp2``: training of one model that is sharded over ranks, loading it block by block,
+and gathering it.
 
-The model is built without memory for its parameters; its buffers, which are computed, are real.
-Before a block is cut, its parameters are read from the folder, on every rank; what a rank does not
-keep of them is gone before the next block.
+The model is built with parameters on the device ``meta``, which takes no memory; its buffers, which
+are computed, are real. Before a block is sharded, every rank reads its parameters from the folder;
+the shards of other ranks are freed before the next block.
 """
 
 from __future__ import annotations
@@ -45,27 +45,35 @@ from realhf.backends.training.torch_backend import (
 from realhf.backends.training.torch_engine import blocks_of
 
 WHOLE = "model.safetensors"
+"""File of all weights."""
 INDEX = "model.safetensors.index.json"
+"""Index of the files if the weights are in several."""
 _log = logging.getLogger(__name__)
 
 
 class FolderWeights:
-    """Knows where the parameters of a model without memory, and its persistent buffers, are in a
-    folder, and reads them to ``device`` as ``dtype``. It is made before the model is wrapped or
-    changed, while parameters have the names of the folder."""
+    """Reader of the parameters of a model on the device ``meta``, and of its persistent buffers,
+    from a folder, to ``device`` as ``dtype``.
+
+    It must be created before the model is wrapped or changed, while parameters have the names in
+    the folder.
+    """
 
     def __init__(
         self, model: Any, folder: Path, device: torch.device, dtype: torch.dtype, *, with_head: bool
     ) -> None:
-        """Raises ValueError where the folder does not hold every tensor under its name, in its
-        shape; without ``with_head`` the projection to the vocabulary may be missing."""
+        """Find the tensors of the model in the folder.
+
+        Raises ValueError unless the folder has every tensor, with its name and shape; without
+        ``with_head`` the projection to the vocabulary may be missing.
+        """
         self._device = device
         self._dtype = dtype
         self._files = _files_of(folder)
         self._names: dict[int, str] = {}
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
         self._buffers: dict[int, str] = {}
-        self._kept: list[nn.Parameter] = []  # An id is good as long as its object lives.
+        self._kept: list[nn.Parameter] = []  # keeps objects alive, so that ids stay unique
         head = None if with_head else model.get_output_embeddings()
         inner = f"{model.base_model_prefix}."
         aliases: dict[int, list[str]] = {}
@@ -96,7 +104,8 @@ class FolderWeights:
 
     @torch.no_grad()
     def fill(self, module: nn.Module) -> None:
-        """Give the parameters of ``module`` that have no memory theirs; tied ones stay one."""
+        """Load the parameters of ``module`` that are on the device ``meta``; tied ones stay
+        tied."""
         for parameter in list(module.parameters()):
             if not parameter.is_meta:
                 continue
@@ -130,9 +139,12 @@ def build_without_memory(
     with_head: bool = True,
     experts: bool | None = None,
 ) -> tuple[Any, FolderWeights] | None:
-    """Return the model of a folder without memory for its parameters, in evaluation mode, and what
-    reads them. None, with a message, where the folder has no such form: then the model is loaded
-    whole, which also says what is wrong with it. Raises ModelLoadError."""
+    """Return the model of a folder with parameters on the device ``meta``, in evaluation mode, and
+    the reader of its weights.
+
+    Returns None, with a warning, if the folder does not support this; the model must then be loaded
+    whole, which also reports errors in it. Raises ModelLoadError.
+    """
     check_folder(path, role)
     kernel = attention_for(path, role, experts)
     config = AutoConfig.from_pretrained(path)
@@ -156,7 +168,8 @@ def build_without_memory(
 
 @contextlib.contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Put every parameter that a module gets within the block on the device ``meta``."""
+    """Return a context manager that moves every parameter registered with a module to the device
+    ``meta``."""
 
     def drop(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or parameter.is_meta:
@@ -171,12 +184,12 @@ def _parameters_without_memory() -> Iterator[None]:
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor. Raises ValueError where there are no safetensors files."""
+    """Return the file of each tensor. Raises ValueError if there are no safetensors files."""
     if (folder / INDEX).is_file():
         listed: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))[
             "weight_map"
         ]
-        # A name in the index is no path: it may not lead out of the folder.
+        # Use only the file name: an index must not refer to files outside of the folder.
         return {name: folder / Path(file).name for name, file in listed.items()}
     if not (folder / WHOLE).is_file():
         raise ValueError("it has no safetensors files")
@@ -185,23 +198,27 @@ def _files_of(folder: Path) -> dict[str, Path]:
 
 
 class Whole(nn.Module):
-    """Runs a pass as its own forward: what belongs to no block (embeddings, the last norm, the
-    head) is whole inside, also where a loss uses it after the decoder."""
+    """Wrapper whose forward pass calls a function. During that call, everything outside of the
+    blocks (embeddings, the last norm, the head) is unsharded, so that a loss can use it after the
+    decoder."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, run: Callable[[], Tensor]) -> Tensor:
-        """Return what ``run`` returns."""
+        """Return the result of ``run``."""
         return run()
 
 
 def cut(model: Any, mesh: DeviceMesh, fill: Callable[[nn.Module], None] = lambda _: None) -> Whole:
-    """Cut the parameters of ``model`` over the last dimension of ``mesh``, in place; gradients are
-    summed over the whole mesh, in fp32. ``fill`` is called with each part before it is cut: it
-    gives parameters without memory theirs. Tied weights stay tied: they belong to no block. Raises
-    ValueError on a model that does not say what its blocks are."""
+    """Shard the parameters of ``model`` over the last dimension of ``mesh``, in place. Gradients
+    are summed over the whole mesh, in fp32. Tied weights stay tied, because they belong to no
+    block.
+
+    ``fill`` is called with each part before it is sharded, to load its parameters. Raises
+    ValueError for a model that does not define its blocks.
+    """
     blocks = blocks_of(model)
     if not blocks:
         raise ValueError(
@@ -222,19 +239,19 @@ def cut(model: Any, mesh: DeviceMesh, fill: Callable[[nn.Module], None] = lambda
 
 
 def empty_like(model: Any) -> Any:
-    """Return an uncut model of the same kind without memory (on the device ``meta``), for
-    ``gather_into``."""
+    """Return an unsharded model of the same kind on the device ``meta``, for ``gather_into``."""
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
         whole = ValueModel(made) if isinstance(model, ValueModel) else made
     if (generation := getattr(model, "generation_config", None)) is not None:
-        whole.generation_config = generation  # It is exported with the weights.
+        whole.generation_config = generation  # is exported with the weights
     return whole.eval()
 
 
 def gather_into(copy: Any | None, model: Any) -> None:
-    """Bring the weights of a cut model together, one tensor at a time, in ``copy``, which
-    ``empty_like`` made; None: take part only. Every rank of the model calls this."""
+    """Gather the weights of a sharded model, one tensor at a time, into ``copy``, which
+    ``empty_like`` created. With None, this rank only sends its shards. All ranks of the model must
+    call this."""
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         tensor = parameter.detach()
@@ -263,7 +280,7 @@ def gather_into(copy: Any | None, model: Any) -> None:
 
 
 def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a tensor in the place of a parameter or a buffer."""
+    """Replace a parameter or a buffer by a tensor."""
     path, _, last = name.rpartition(".")
     owner = model.get_submodule(path)
     table: dict[str, Any] = owner._parameters if last in owner._parameters else owner._buffers
@@ -271,10 +288,12 @@ def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 class FsdpEngine(JoinedEngine):
-    """Is a ``TorchEngine`` that holds a part of the weights, and computes in group calls only.
-    ``unread`` gives parameters of ``model`` that have no memory theirs, part by part, before each
-    is cut. ``gather`` brings whole weights together; generation, export and publication use those,
-    until the next train step."""
+    """``TorchEngine`` with a shard of the weights, which computes in group calls only.
+
+    ``unread`` loads parameters of ``model`` on the device ``meta``, part by part, before each part
+    is sharded. ``gather`` collects the whole weights; generation, export and publication use these,
+    until the next train step.
+    """
 
     def __init__(
         self,
@@ -293,7 +312,7 @@ class FsdpEngine(JoinedEngine):
         self._copy: Any = None
         with ranks.together(f"the weights of {role}"):
             super().__init__(model, tokenizer, ranks=ranks, role=role, **options)
-        self._generator = None  # It would generate with parts of the weights.
+        self._generator = None  # it would use the shards of this rank
 
     def _build_forward(
         self, lora: LoraConfig | None, path: str, adapts_head: bool
@@ -324,7 +343,7 @@ class FsdpEngine(JoinedEngine):
         return run() if empty else self._whole(run)
 
     def _without_gradient(self) -> contextlib.AbstractContextManager[Any]:
-        # What is gathered in inference mode could not be used by a train step later.
+        # Tensors gathered in inference mode could not be used by a later train step.
         return torch.no_grad()
 
     def train_batch(
@@ -335,8 +354,8 @@ class FsdpEngine(JoinedEngine):
         mb_spec: MicroBatchSpec,
         normaliser: float = 1.0,
     ) -> TrainResult:
-        """See ``Engine.train_batch``. Whole weights are given up: they are about to change, and
-        their memory is wanted."""
+        """See ``Engine.train_batch``. Frees the gathered weights, which become stale and whose
+        memory is needed."""
         self._forget()
         result = super().train_batch(sample, loss_fn, mb_spec=mb_spec, normaliser=normaliser)
         self._cut_again()
@@ -351,18 +370,18 @@ class FsdpEngine(JoinedEngine):
         return found
 
     def _cut_again(self) -> None:
-        """Let go of the others' parts, which only a backward pass does by itself. After passes
-        without one the parameters outside of the blocks stay whole: that takes memory, and they are
-        not those that the optimizer has and checkpoints are made of."""
+        """Free the shards of other ranks, as only a backward pass does by itself. After a pass
+        without one, the parameters outside of the blocks would stay unsharded. These take memory,
+        and are not the tensors that the optimizer and checkpoints use."""
         cast(FSDPModule, self._whole).reshard()
 
     # ---- whole weights
 
     def gather(self, here: bool = True) -> None:
-        """Bring the whole weights together, on the ranks that want them ``here``, until the next
-        train step. Every rank calls this in a group call."""
+        """Gather the whole weights, on the ranks that need them (``here``), until the next train
+        step. All ranks must call this in a group call."""
         if here:
-            self._forget()  # Not two of them at once.
+            self._forget()  # free the previous copy first
         copy = empty_like(self.model) if here else None
         with torch.no_grad():
             gather_into(copy, self.model)
@@ -382,21 +401,21 @@ class FsdpEngine(JoinedEngine):
         return self._copy
 
     def generator(self) -> EmbeddedGenerator:
-        """Return the generation engine over the whole weights. Raises RuntimeError where they were
+        """Return the generation engine over the gathered weights. Raises RuntimeError if they were
         not gathered."""
         self._gathered()
         return super().generator()
 
     def weights(self) -> dict[str, Tensor]:
-        """See ``Engine.weights``. Raises RuntimeError where they were not gathered."""
+        """See ``Engine.weights``. Raises RuntimeError if the weights were not gathered."""
         return self._of_copy(super().weights)
 
     def export_hf(self, folder: Path) -> None:
-        """See ``Engine.export_hf``. Raises RuntimeError where the weights were not gathered."""
+        """See ``Engine.export_hf``. Raises RuntimeError if the weights were not gathered."""
         self._of_copy(lambda: super(FsdpEngine, self).export_hf(folder))
 
     def _of_copy(self, run: Callable[[], Any]) -> Any:
-        """Run what is about a whole model."""
+        """Call ``run`` with the gathered copy in place of the sharded model."""
         cut_model = self.model
         self.model = self._gathered()
         try:
@@ -410,12 +429,12 @@ class FsdpEngine(JoinedEngine):
 
 
 class FsdpBackend(JoinedBackend):
-    """Builds engines with a part of the model on each worker."""
+    """Builder of engines with a shard of the model on each worker."""
 
     _unread: FolderWeights | None = None
 
     def _model(self, spec: ModelSpec, dtype: torch.dtype) -> Any:
-        """Build the model without memory where its folder lets it be read part by part."""
+        """Build the model on the device ``meta`` if its folder can be read part by part."""
         found = None
         if spec.parallel.size > 1:
             head = spec.head == "lm"
