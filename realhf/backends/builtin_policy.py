@@ -36,6 +36,7 @@ SPLIT_PATTERN = (
     r"| ?[A-Za-z]+(?![A-Za-z-])"
     r"|-?[A-Za-z]+|-?\d+|[^\sA-Za-z0-9-]+|-+|\s"
 )
+"""Regular expression of the pieces of text within which BPE merges tokens."""
 CHAT_TEMPLATE = (
     "{% if tools and show_tools %}<|user|>{% for tool in tools %}{% set tool = tool.function or "
     "tool %}"
@@ -123,8 +124,9 @@ def build_model(
 
 
 def demonstration_texts(path: Path) -> Iterator[str]:
-    """Yield the text of every message of a JSONL file of demonstrations, and of every call, as the
-    template writes it. Raises ValueError that names file and line for what is no demonstration."""
+    """Yield the text of every message in a JSONL file of demonstrations, and of every tool call as
+    the chat template renders it. Raises ValueError naming file and line of an invalid
+    demonstration."""
     for row in read_json_lines(path):
         for problem in demonstration_problems(row.values):
             raise ValueError(f"{row.where}: {problem}")
@@ -147,8 +149,8 @@ def build_builtin_policy(
     demonstrations: Path | None, out: Path, config: BuiltinModelConfig, seed: int
 ) -> None:
     """Write tokenizer and random weights to ``out``; the folder appears only when complete. Without
-    demonstrations the tokenizer has one id for each byte and each special token, whatever
-    ``config.vocab_size`` says."""
+    demonstrations the tokenizer has one id for each byte and each special token, regardless of
+    ``config.vocab_size``."""
     texts = demonstration_texts(demonstrations) if demonstrations else ()
     vocab_size = config.vocab_size if demonstrations else len(SPECIAL_TOKENS) + 256
     tokenizer = train_tokenizer(texts, vocab_size, config.max_positions)
@@ -159,7 +161,7 @@ def build_builtin_policy(
 
 
 def main() -> None:
-    """Build the built-in policy as the command line says."""
+    """Build the built-in policy according to the command line."""
     defaults = BuiltinModelConfig()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

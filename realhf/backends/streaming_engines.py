@@ -1,5 +1,5 @@
-"""Makes the engine of a generation worker, by its name in ``engine.name``, and of a model worker
-whose generation engine is not its own module."""
+"""Factory of generation engines by ``engine.name``, for generation workers, and for model workers
+whose generation engine is not their own module."""
 
 from __future__ import annotations
 
@@ -43,13 +43,17 @@ def make_streaming_generator(
     on_death: Callable[[str], None],
     shared: bool = False,
 ) -> Iterator[StreamingGenerator]:
-    """Make an engine that has no weights until the first ``load_weights``; a server that it needs
-    is started, and ended with it. ``shared``: a trainer computes on the same device, so that half
-    of what is free there is the most that the engine takes, unless options say otherwise.
+    """Return a context manager with a generation engine, which has no weights until the first
+    ``load_weights``. If the engine needs a server, the server is started and stopped with it.
 
-    ``log`` is the file of such a server, ``timeout_s`` bounds its start, and ``on_death`` is called
-    on another thread when it ends by itself. Raises ModelLoadError, FileNotFoundError or
-    TimeoutError.
+    Args:
+        log: Output file of the server.
+        timeout_s: Timeout of its start, seconds.
+        on_death: Called with a reason, on another thread, if the server ends by itself.
+        shared: Whether a trainer computes on the same device. Unless options define it, the engine
+            then takes at most half of the free memory of the device.
+
+    Raises ModelLoadError, FileNotFoundError or TimeoutError.
     """
     with contextlib.ExitStack() as stack:
         if model.engine.name == "vllm":
@@ -112,7 +116,7 @@ def _vllm_server(
     on_death: Callable[[str], None],
     shared: bool,
 ) -> Iterator[str]:
-    """Run a server inside the block and yield its address."""
+    """Return a context manager that runs a server and yields its address."""
     from realhf.backends.vllm.server import VllmServer
 
     wanted = model.engine
@@ -140,10 +144,13 @@ def _vllm_server(
 
 
 def server_options(model: ModelSpec, options: AsyncConfig, shared: bool) -> VllmOptions:
-    """Return how a server is started. On CUDA it captures graphs, computes prompts in parts, keeps
-    prefixes and takes weights from the memory of its GPUs. ``shared``: it gets half of what a
-    trainer's GPU has beside the trainer, if no option says how much. Raises RuntimeError, which
-    names options, where that does not hold the weights."""
+    """Return the options of a server for a model.
+
+    On CUDA it captures CUDA graphs, computes prompts in chunks, caches prefixes, and receives
+    weights from the memory of its GPUs. With ``shared``, and unless an option defines its share, it
+    gets half of the GPU memory that the trainer does not use. Raises RuntimeError, naming options,
+    if the weights do not fit there.
+    """
     from realhf.backends.vllm.server import VllmOptions
 
     wanted = model.engine
@@ -163,10 +170,14 @@ def server_options(model: ModelSpec, options: AsyncConfig, shared: bool) -> Vllm
 
 
 def _beside_trainer(model: ModelSpec, free: int, total: int) -> int:
-    """Return the bytes of a GPU that a server gets beside the trainer of its model: half of what is
-    left for it and for the trainer's passes, when the trainer has all that it will hold. Gradients
-    and moments come with its first update, long after the server has taken its share; and whether
-    its weights are there by now, nobody knows."""
+    """Return the bytes of a GPU that a server gets if the trainer of its model uses the GPU too:
+    half of the memory that is left when the trainer holds everything; the other half is for the
+    trainer's passes.
+
+    Gradients and optimizer moments are allocated in the trainer's first update, long after the
+    server has taken its share, so they are subtracted here. Whether the trainer has already loaded
+    its weights is unknown, so the lower of two bounds is used.
+    """
     size = model_size(model.path)
     held = _held_by_trainer(model)
     if size is None or held is None:
@@ -193,8 +204,8 @@ def _beside_trainer(model: ModelSpec, free: int, total: int) -> int:
 
 
 def _held_by_trainer(model: ModelSpec) -> TrainerMemory | None:
-    """Return what the trainer of a model holds from its first update on; None where that cannot be
-    said."""
+    """Return the memory that the trainer of a model holds from its first update on; None if it is
+    unknown or the model does not train."""
     size = model_size(model.path)
     if size is None or not model.trainable:
         return None
@@ -206,8 +217,8 @@ def _held_by_trainer(model: ModelSpec) -> TrainerMemory | None:
 
 
 def longest_sequence(model: ModelSpec) -> int | None:
-    """Return the configured length of sequences, within the model's context: vLLM refuses a longer
-    one."""
+    """Return the configured maximum length of sequences, at most the model's context length,
+    because vLLM rejects a longer one."""
     config = Path(model.path) / "config.json"
     if model.engine.max_model_len is None or not config.is_file():
         return model.engine.max_model_len
