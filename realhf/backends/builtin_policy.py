@@ -137,6 +137,7 @@ def demonstration_texts(path: Path) -> Iterator[str]:
 
 
 def _call_text(function: Mapping[str, Any]) -> str:
+    """Return a tool call as the chat template renders it."""
     arguments = function["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return (

@@ -80,6 +80,7 @@ def make_streaming_generator(
 def _embedded(
     model: ModelSpec, options: AsyncConfig, tracer: Tracer, shared: bool
 ) -> StreamingGenerator:
+    """Return an embedded engine with the model loaded."""
     from realhf.backends.embedded.continuous_batching import ContinuousGenerator
     from realhf.backends.training.torch_backend import load_causal_lm, named_loading_shortage
 

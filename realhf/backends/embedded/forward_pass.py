@@ -443,6 +443,7 @@ class FastDecoder:
     def _decode_attention(
         self, plan: _Plan, scale: float, query: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
+        """Compute the attention of the decoding rows; return (rows, heads * dim)."""
         rows = plan.rows[: plan.n]
         if plan.scattered:
             query = query.new_zeros(plan.height, self._heads, self._dim).index_copy_(0, rows, query)
@@ -461,4 +462,6 @@ class FastDecoder:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply the rotary embedding to ``x`` (tokens, heads, dim), with the tables of
+    ``_rotations``."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

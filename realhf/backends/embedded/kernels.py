@@ -125,6 +125,8 @@ def _owned(fresh: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
+    """Autograd function of ``product``."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -160,6 +162,8 @@ def adapted_product(
 
 
 class _Adapted(torch.autograd.Function):
+    """Autograd function of ``adapted_product``."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -219,6 +223,8 @@ class FewPassNorm(nn.Module):
 
 
 class _Norm(torch.autograd.Function):
+    """Autograd function of ``FewPassNorm``."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)

@@ -95,6 +95,7 @@ def sample_tokens(
 
 
 def _reported(scaled: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tokens with their log-probabilities under the scaled logits."""
     return tokens, scaled.gather(-1, tokens[:, None])[:, 0] - scaled.logsumexp(-1)
 
 

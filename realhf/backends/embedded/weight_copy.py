@@ -63,4 +63,5 @@ def held_digests(model: Any, names: Sequence[str]) -> dict[str, HeldTensor]:
 
 
 def _place(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+    """Return address and shape, which are equal for tied tensors."""
     return tensor.data_ptr(), tuple(tensor.shape)

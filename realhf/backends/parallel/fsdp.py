@@ -391,9 +391,11 @@ class FsdpEngine(JoinedEngine):
             self._generator.threads = self._threads
 
     def _forget(self) -> None:
+        """Free the gathered weights and their generator."""
         self._copy = self._generator = None
 
     def _gathered(self) -> Any:
+        """Return the model with the gathered weights. Raises HeldInParts if there is none."""
         if self._copy is None:
             raise HeldInParts(
                 f"{self._role}: its whole weights were not brought together on this worker"

@@ -142,6 +142,7 @@ def worst_element(
 def _worst(
     merged: Tensor, base: Tensor, up: Tensor, down: Tensor, scale: float
 ) -> tuple[float, float]:
+    """Return the two errors of ``worst_element`` for some rows."""
     again = base.float().addmm(up, down, alpha=scale).to(merged.dtype)
     differs = (merged != again).nonzero()
     if not len(differs):
@@ -244,6 +245,7 @@ def check_merge(adapted: Any, plain: Any, off: Callable[[], Any]) -> None:
 
 
 def _hidden(model: Any, ids: Tensor) -> Tensor:
+    """Return the last hidden states of the decoder, fp64 (1, tokens, width)."""
     return model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state.double()
 
 
@@ -351,6 +353,7 @@ class LoraAdapters:
             self._enable(True)
 
     def _enable(self, on: bool) -> None:
+        """Turn all adapters on or off."""
         for layer in self._layers.values():
             layer.enable_adapters(on)
 
@@ -382,6 +385,7 @@ class LoraAdapters:
         self._held = False
 
     def _merge(self) -> None:
+        """Replace the weights of the plain model by merged ones, without a check."""
         for name, base in self._base.items():
             with torch.inference_mode(False):
                 self._place(
@@ -399,9 +403,11 @@ class LoraAdapters:
             return base + delta if base.dtype == torch.float32 else base.float().add_(delta.float())
 
     def _place(self, name: str, weight: nn.Parameter) -> None:
+        """Set the weight of one layer of the plain model."""
         self.skeleton.get_submodule(name)._parameters["weight"] = weight
 
     def _prove(self) -> None:
+        """Raise MergeDiffers unless the merged weights are correct."""
         with torch.inference_mode(False):
             check_weights(self.skeleton, self._base, self._adapter)
             check_merge(self._model, self.skeleton, self.off)
@@ -564,6 +570,7 @@ def _few_passes(kind: Any) -> Any:
 
 
 def _peft() -> Any:
+    """Import peft. Raises ConfigError if it is not installed."""
     try:
         import peft
     except ImportError as error:

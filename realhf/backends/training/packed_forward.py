@@ -173,6 +173,7 @@ class PackedOutputs:
         return heads.language() if heads.language is not None and plain else None
 
     def _nowhere(self) -> Tensor:
+        """Return an empty int64 tensor: there are no scored positions."""
         return torch.zeros(0, dtype=torch.int64, device=self._device)
 
     def _spread(self, numbers: Tensor | None) -> Tensor:
@@ -340,6 +341,7 @@ class PackedForward:
         return nothing
 
     def _scored(self, chosen: RowPass) -> ScoredRows:
+        """Run the model on one pass with the attention that its layout needs."""
         device = self.model.device
         given: dict[str, Any] = {"input_ids": chosen.tokens.to(device), "use_cache": False}
         if chosen.seen is not None:
@@ -371,6 +373,7 @@ class PackedForward:
 
     @property
     def _dtype(self) -> torch.dtype:
+        """Dtype of the model's weights."""
         return next(self.model.parameters()).dtype
 
     def _proven_kernel(self) -> Kernel | None:
@@ -507,6 +510,7 @@ def heads_of(model: Any) -> Heads:
 
 
 def _at(hidden: Tensor, column: Tensor) -> Tensor:
+    """Return the hidden states at these columns of all rows one after another, (m, width)."""
     # The gradient of index_select sums the rows of a repeated column in a fixed order; that of
     # indexing does not if there are several threads.
     return hidden.flatten(0, 1).index_select(0, column)

@@ -98,6 +98,7 @@ def multiplies_bf16(device: torch.device) -> bool:
 
 
 def _tried(device: torch.device) -> bool:
+    """Test bf16 products on a device; log a warning if they fail or are wrong."""
     ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     try:
         once = torch.mm(ones.t(), ones, out_dtype=torch.float32)
@@ -133,9 +134,9 @@ def selected_logprobs(
     """Return log-probabilities of ``ids``, fp32 of the same shape, and entropies, fp32 (m,).
 
     Everything is computed in fp32, whatever the dtype of the factors (for bf16 on a GPU see
-    ``_Products``). The backward pass recomputes the logits, unless the head is frozen and only the
-    gradient of ``hidden`` is needed. Gradients reach ``hidden``, ``head_weight``, ``side`` and
-    ``bias``; there are no second derivatives.
+    ``_Products``). Gradients reach ``hidden``, ``head_weight``, ``side`` and ``bias``; there are no
+    second derivatives. The backward pass recomputes the logits, except those of small calls, and
+    except if only ``hidden`` needs a gradient and there is one id per row, no entropy and no cap.
 
     Args:
         hidden: (m, width).
@@ -170,6 +171,8 @@ def bent(logits: Tensor, factor: float, cap: float | None) -> Tensor:
 
 
 class _Selected(torch.autograd.Function):
+    """Autograd function of ``selected_logprobs``."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -296,10 +299,12 @@ def _with_slope(logits: Tensor, ids: Tensor, factor: float) -> tuple[Tensor, Ten
 
 
 def _with_side(logits: Tensor, beside: Tensor | None, up: Tensor | None, rows: slice) -> Tensor:
+    """Add the product of the side factors to the logits of these rows, in place."""
     return logits if beside is None or up is None else logits.addmm_(beside[rows], up.t())
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Divide logits by the temperature, in place."""
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 

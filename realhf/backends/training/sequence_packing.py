@@ -153,6 +153,7 @@ def split_row(row: Row, inputs: Sequence[np.ndarray]) -> tuple[Row, Row]:
 
 
 def _row(members: tuple[int, ...], shared: tuple[int, ...], inputs: Sequence[np.ndarray]) -> Row:
+    """Return the row of these sequences, with its length."""
     return Row(
         members, shared, sum(len(inputs[i]) - s for i, s in zip(members, shared, strict=True))
     )

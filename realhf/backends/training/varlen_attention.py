@@ -100,6 +100,9 @@ def adapted(function: Callable[..., Any]) -> Iterator[Kernel]:
 
 
 def _adapted(function: Callable[..., Any], known: frozenset[str], grouped: bool) -> Kernel:
+    """Return a kernel that calls a ``varlen_attn`` with the options in ``known``. ``grouped``:
+    whether it uses grouped-query attention instead of repeated keys and values."""
+
     def run(
         query: Tensor,
         key: Tensor,
@@ -338,6 +341,7 @@ def packed_layout(
 
 
 def _ends(sizes: Sequence[int]) -> Tensor:
+    """Return 0 and the cumulative sums of sizes, int32 (n + 1,)."""
     return torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
 
 

@@ -137,6 +137,7 @@ class VllmApi:
         )
 
     def _versions(self, spans: list[dict[str, Any]] | None, count: int) -> list[str]:
+        """Return the label of the weights for each of ``count`` tokens, from spans of tokens."""
         versions = [
             span["version"] for span in spans or [] for _ in range(span["start"], span["end"])
         ]
@@ -179,6 +180,7 @@ class VllmApi:
     async def _call(
         self, verb: str, path: str, *, timeout_s: float | None = None, **fields: Any
     ) -> dict[str, Any]:
+        """Send a request and return the JSON of the response."""
         limit = self._timeout_s if timeout_s is None else timeout_s
         try:
             answer = await self._http.request(verb, path, timeout=limit, **fields)

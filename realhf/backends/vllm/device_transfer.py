@@ -3,7 +3,7 @@ instead of pickles.
 
 vLLM's client pickles the handles, and a server that accepts pickles executes code from anyone who
 can reach its port. This module runs on both sides: in a trainer, and inside the server, whose
-environment has torch but only this package of realhf.
+environment has torch and realhf, but not the other dependencies of realhf.
 
 The tensors are copied in chunks into a buffer on each GPU of the server. The workers open the
 buffer by its handle, and read a chunk before the next one is written. Tensors on a GPU do not pass
@@ -51,6 +51,7 @@ def from_json(parts: Any) -> tuple[Any, ...]:
 
 
 def _written(part: Any) -> Any:
+    """Return the JSON form of one part of a handle."""
     if part is None or isinstance(part, (bool, int)):
         return part
     if isinstance(part, bytes):
@@ -70,6 +71,7 @@ def _written(part: Any) -> Any:
 
 
 def _read(part: Any) -> Any:
+    """Return one part of a handle from its JSON form."""
     if part is None or isinstance(part, (bool, int)):
         return part
     if isinstance(part, dict) and len(part) == 1:
@@ -221,6 +223,7 @@ def steps(
 
 
 def _exported(buffer: Tensor) -> Sequence[Any]:
+    """Return the CUDA IPC handle of a buffer."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     return reduce_tensor(buffer)[1]

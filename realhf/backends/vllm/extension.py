@@ -2,10 +2,10 @@
 safetensors file or from memory of the same GPU, and reports digests of the weights.
 
 vLLM loads it (``--worker-extension-cls realhf.backends.vllm.extension.WeightExtension``) in the
-server's environment and mixes the class into its worker. That environment has torch, but only this
-package of realhf, so nothing else of it is imported than the digest and the handles of device
-memory. The server must be paused while weights change; ``realhf.backends.vllm.generation`` ensures
-that.
+server's environment and mixes the class into its worker. That environment has torch and realhf, but
+not the other dependencies of realhf, so the module imports only the digest and the handles of
+device memory from it. The server must be paused while weights change;
+``realhf.backends.vllm.generation`` ensures that.
 """
 
 from __future__ import annotations
@@ -123,6 +123,7 @@ class WeightExtension:
         return {**self._answered(end), "version": int(version)}
 
     def _answered(self, run: Callable[[], None]) -> dict[str, Any]:
+        """Call ``run`` and return its result as a map. An error ends the transfer."""
         try:
             run()
         except Exception as error:
@@ -167,6 +168,7 @@ class WeightExtension:
         }
 
     def _live_digests(self) -> Digests:
+        """Return digests of the current tensors of all layers."""
         model = self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]
         digester = TensorDigester()
         held = Digests()

@@ -317,9 +317,10 @@ class VllmGenerator:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CALL_TIMEOUT_S)
 
-    # Weights, on the caller's thread.
+    # ---- weight updates, on the caller's thread
 
     def _load(self, version: int, tensors: dict[str, Tensor]) -> None:
+        """Transfer weights by the fastest way that the server supports."""
         if self._places:
             with steps(version, tensors, self._places) as made:
                 self._commit(version, made)
@@ -357,6 +358,7 @@ class VllmGenerator:
         return places
 
     def _commit(self, version: int, made: Iterator[Step]) -> None:
+        """Run the update on the generator's thread. Raises VllmError if a worker rejected it."""
         limit = self._update_timeout_s + self._pause_timeout_s + _CALL_TIMEOUT_S
         for answer in self._call(self._swap(version, made), limit):
             if answer is not None and not answer["ok"]:
@@ -403,9 +405,10 @@ class VllmGenerator:
             raise
         return answers
 
-    # Requests, on the engine's thread.
+    # ---- requests, on the generator's thread
 
     def _begin(self, entry: _Entry) -> None:
+        """Register a request; it starts at once, or with the first weights."""
         slot = entry.request.slot
         if self._failure is not None or self._closed:
             self._tell(
@@ -420,6 +423,7 @@ class VllmGenerator:
             self._start_waiting()
 
     def _start_waiting(self) -> None:
+        """Start all waiting requests if the server has weights."""
         if self._version < 0:
             return
         for entry in self._entries.values():
@@ -429,6 +433,7 @@ class VllmGenerator:
             self._busy_since = process_clock.now()
 
     async def _play(self, entry: _Entry) -> None:
+        """Run a request and report its result or error."""
         outcome: GenOutput | Exception
         try:
             outcome = await self._exchange(entry)
@@ -444,6 +449,7 @@ class VllmGenerator:
         self._finish(entry, outcome)
 
     async def _exchange(self, entry: _Entry) -> GenOutput:
+        """Send a request to the server and return its output."""
         request = entry.request
         config = entry.config
         room = self._model.max_tokens - len(request.token_ids)
@@ -470,6 +476,7 @@ class VllmGenerator:
         return self._output(entry, made)
 
     def _output(self, entry: _Entry, made: Completion) -> GenOutput:
+        """Convert the server's result of a request, and update the counters."""
         if self._failure is not None:
             raise self._failure
         reason = (
@@ -491,6 +498,7 @@ class VllmGenerator:
         return GenOutput(made.token_ids, made.logprobs, versions, reason)
 
     def _abort(self, slots: tuple[int, ...]) -> None:
+        """Abort the requests of these slots."""
         for slot in slots:
             entry = self._entries.get(slot)
             if entry is None or entry.aborted:
@@ -515,6 +523,7 @@ class VllmGenerator:
             await asyncio.wait([entry.task], timeout=_ABORT_EVERY_S)
 
     def _finish(self, entry: _Entry, outcome: GenOutput | Exception) -> None:
+        """Remove a finished request and report its result."""
         if self._entries.get(entry.request.slot) is entry:
             del self._entries[entry.request.slot]
         if (
@@ -526,12 +535,14 @@ class VllmGenerator:
         self._tell(entry, outcome)
 
     def _tell(self, entry: _Entry, outcome: GenOutput | Exception) -> None:
+        """Call the callback of a request; log its errors."""
         try:
             entry.done(outcome)
         except Exception:
             _log.exception("the receiver of the output for slot %d raised", entry.request.slot)
 
     def _fail(self, error: VllmError) -> None:
+        """Fail all current and later requests with an error."""
         self._failure = error
         _log.error("%s", error)
         for entry in list(self._entries.values()):
@@ -540,9 +551,10 @@ class VllmGenerator:
             else:
                 entry.task.cancel()
 
-    # The thread.
+    # ---- the generator's thread
 
     async def _connect(self, version: int) -> ServedModel:
+        """Check the server and make it ready; return its model."""
         model = await self._api.model()
         # An earlier client may have paused the server and then been killed.
         await self._api.resume()
@@ -551,6 +563,7 @@ class VllmGenerator:
         return model
 
     async def _shut(self) -> None:
+        """End all requests and close the connections."""
         entries = list(self._entries.values())
         for entry in entries:
             if entry.task is None:
@@ -563,22 +576,25 @@ class VllmGenerator:
         await self._api.close()
 
     def _run(self) -> None:
+        """Run the event loop of the generator's thread."""
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run a coroutine as a task whose failure is only logged."""
         task = self._loop.create_task(work)
         task.add_done_callback(_log_failure)
 
     def _post(self, function: Any, argument: Any) -> None:
+        """Call a function on the generator's thread. Raises VllmError after ``close``."""
         if self._closed:
             raise VllmError(f"the client of {self._api.url} is closed")
         self._loop.call_soon_threadsafe(function, argument)
 
     def _call(self, work: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
-        """Run ``work`` on the engine's thread and return its result. Raises what it raises, or
+        """Run ``work`` on the generator's thread and return its result. Raises its errors, or
         TimeoutError."""
         future: Future[_T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:

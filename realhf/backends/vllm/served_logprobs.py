@@ -89,6 +89,7 @@ class ServedLogprobInterface:
         return made, {"n_tokens": float(sum(len(ids[number]) for number in asked))}
 
     async def _all(self, sequences: Sequence[Sequence[int]], tokenizer: Any) -> list[list[float]]:
+        """Return the log-probabilities of all sequences, requested concurrently."""
         token = (
             Path(self._token_file).expanduser().read_text(encoding="utf-8").strip()
             if self._token_file
@@ -119,6 +120,7 @@ class ServedLogprobInterface:
         return [task.result() for task in tasks]
 
     async def _first_model(self, http: httpx.AsyncClient) -> str:
+        """Return the name of the first model that the server lists."""
         answer = await self._sent(http, "GET", "/v1/models")
         try:
             return str(answer["data"][0]["id"])

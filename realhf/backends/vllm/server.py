@@ -162,10 +162,12 @@ class VllmServer:
         self.stop()
 
     def _last_words(self) -> str:
+        """Return the end of the server's log."""
         return self._log.read_text(encoding="utf-8", errors="replace")[-_WORDS:]
 
 
 def _command(executable: str, model: str, port: int, options: VllmOptions) -> Sequence[str]:
+    """Return the command line of a server."""
     # In the order of the options: log-probabilities after the temperature, as a trainer computes
     # them; no sampling defaults from the model's folder; token ids as input and output; a report
     # of cached prompt tokens.
@@ -213,6 +215,7 @@ def _imports(folder: Path) -> Path:
 
 
 def _environment(options: VllmOptions, imports: Path) -> dict[str, str]:
+    """Return the environment variables of a server."""
     more = {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
