@@ -1,4 +1,5 @@
-"""Finds an environment by name, or in a person's own file or module, and reads its options."""
+"""Lookup of environments by registered name or by the user's own file or module, and parsing of
+their options."""
 
 from __future__ import annotations
 
@@ -27,9 +28,12 @@ from realhf.registry import environments, registered_names
 
 
 def parse_options(texts: Sequence[str]) -> dict[str, Any]:
-    """Return ``["size=3", "names=[1, 2]"]`` as options. Values stay text, which the environment's
-    own types convert, but for lists, maps and ``null``, which are JSON. Raises ValueError with one
-    sentence."""
+    """Parse options such as ``["size=3", "names=[1, 2]"]`` into a map from name to value.
+
+    Lists, maps and ``null`` are parsed as JSON; other values stay text, which ``build_environment``
+    converts by the type hints of the environment's options. Raises ValueError for text without "="
+    or name, a repeated option or invalid JSON.
+    """
     options: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -45,7 +49,7 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _json_value(text: str, name: str) -> Any:
-    """Return a JSON value. Raises ValueError that begins with ``name``."""
+    """Parse a JSON value. Raises ValueError that begins with ``name``."""
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -58,13 +62,17 @@ EXPECTED = (
     "async "
     "reset(task, *, seed) and step(message), or a function reward(completion, **row)"
 )
+"""Supported kinds of objects, for error messages."""
 MOST_PROBLEMS = 8
+"""Maximum number of option errors listed in one message."""
 
 
 def definition_of(reference: str) -> EnvironmentDefinition:
-    """Return the environment that ``reference`` means: a registered name, ``file.py:Name``,
-    ``package.module:Name``, or ``file.py`` if it holds one environment. Raises ValueError with one
-    sentence that says what is wrong and where."""
+    """Return the definition of the environment that ``reference`` names: a registered name,
+    ``file.py:Name``, ``package.module:Name``, or ``file.py`` if it defines exactly one environment.
+
+    Raises ValueError with one sentence that says what is wrong and where.
+    """
     if reference in environments:
         return _definition(imported(reference, lambda: environments.get(reference)), reference)
     if not split_reference(reference).place:
@@ -80,9 +88,12 @@ def definition_of(reference: str) -> EnvironmentDefinition:
 
 
 def build_environment(reference: str, options: Mapping[str, Any]) -> EnvironmentSpec:
-    """Return the specification of the environment that ``reference`` means, with these options as
-    plain values. Raises ValueError with one sentence: what ``definition_of`` raises, an option that
-    is unknown or cannot be, or what the environment itself finds wrong with its options."""
+    """Build the specification of the environment that ``reference`` names, with these options as
+    plain values.
+
+    Raises ValueError like ``definition_of``, and for an unknown or invalid option or an error in
+    the environment's own ``build``.
+    """
     definition = definition_of(reference)
     try:
         chosen = coerced(options, definition.options, "env")
@@ -103,8 +114,11 @@ def build_environment(reference: str, options: Mapping[str, Any]) -> Environment
 
 
 def passport_file(reference: str) -> Path:
-    """Return where the passport of an environment lies, whether it is there or not: beside the
-    module that defines it, under its name. Raises ValueError when there is no such environment."""
+    """Return the path of the passport of an environment, which may not exist: the file is named
+    after the environment and lies in the folder of its module.
+
+    Raises ValueError for an unknown environment.
+    """
     if reference in environments:
         found = imported(reference, lambda: environments.get(reference))
         owner = found.options if isinstance(found, EnvironmentDefinition) else found
@@ -132,7 +146,8 @@ def _definition(found: Any, reference: str) -> EnvironmentDefinition:
 
 
 def _door(found: Any) -> Callable[[Any], EnvironmentDefinition] | None:
-    """What makes a definition of an object, None for an object that is no environment."""
+    """Return the function that builds a definition from an object of this kind; None if the object
+    is not an environment."""
     if isinstance(found, EnvironmentDefinition):
         return lambda definition: definition
     if isinstance(found, EnvironmentSpec):
@@ -149,9 +164,11 @@ def _only_one(module: ModuleType, reference: str) -> EnvironmentDefinition:
 
 
 def _only_name(module: ModuleType, reference: str) -> str:
-    """The name of the one environment that a file defines. Definitions and specifications come
-    first: a file that holds one has said what it is about; then classes, then functions whose first
-    argument is called ``completion``."""
+    """Return the name of the only environment that a file defines.
+
+    Definitions and specifications take precedence over classes, and classes over functions whose
+    first argument is called ``completion``. Raises ValueError if there is not exactly one.
+    """
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     finished = {
         name: v
@@ -201,30 +218,33 @@ C = TypeVar("C")
 
 
 class ChosenEnvironment(NamedTuple):
-    """An environment as an experiment names it: ``reference`` and ``options`` (plain values)
-    rebuild it anywhere."""
+    """An environment selected by an experiment; ``reference`` and ``options`` suffice to build it
+    again in another process."""
 
     reference: str
+    """Name of the environment, as ``definition_of`` takes it."""
     options: Mapping[str, Any]
+    """Options as plain JSON values."""
     spec: EnvironmentSpec
+    """The built specification."""
 
 
 def environment_section(reference: str) -> type[Any]:
-    """Return a dataclass with the options of an environment and ``path``, which names it. Raises
-    ValueError when there is no such environment."""
+    """Return a dataclass with the options of an environment and ``path``, which names the
+    environment. Raises ValueError for an unknown environment."""
     about = "The environment: a registered name, or FILE.py:Name for one of your own."
     return with_path(definition_of(reference).options, absolute(reference), about)
 
 
 def with_environment(config: type[C], reference: str) -> type[C]:
-    """Return ``config`` with the section of an environment as its ``env``. Raises ValueError when
-    there is no such environment."""
+    """Return ``config`` with the section of an environment as its field ``env``. Raises ValueError
+    for an unknown environment."""
     return with_section(config, "env", environment_section(reference))
 
 
 def chosen_environment(chosen: Any) -> ChosenEnvironment:
-    """Return what a section made by ``environment_section`` describes. Raises ValueError for
-    options that contradict each other."""
+    """Build the environment that a section made by ``environment_section`` describes. Raises
+    ValueError for contradictory options."""
     definition = definition_of(chosen.path)
     names = [field.name for field in fields(definition.options)]
     options = definition.options(**{name: getattr(chosen, name) for name in names})

@@ -1,6 +1,8 @@
 """Env format of a class that exchanges messages: ``async reset(task, *, seed)``, ``async
-step(message)``, and optionally ``async close()``. The methods may return plain mappings with the
-fields of ``Opening`` and ``Turn``."""
+step(message)``, and optionally ``async close()``.
+
+The methods may return plain mappings with the fields of ``Opening`` and ``Turn``.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ Said = TypeVar("Said", Opening, Turn)
 
 
 def message_class(kind: type[Any]) -> EnvironmentDefinition:
-    """The definition of a class. Raises ValueError that names the line for methods of another
-    form."""
+    """Build the definition of a message class. Raises ValueError, naming the line, if its methods
+    are not async or have the wrong signature."""
     for name in ("reset", "step"):
         method = inspect.getattr_static(kind, name, None)
         if not inspect.iscoroutinefunction(inspect.unwrap(method) if callable(method) else method):
@@ -54,11 +56,12 @@ def message_class(kind: type[Any]) -> EnvironmentDefinition:
 
 
 class MessageClassEnvironment:
-    """Plays an instance of the author's class, and checks what it returns.
+    """An environment that runs an instance of the author's class and validates what its methods
+    return.
 
-    What it raises, or returns against the contract, becomes EnvironmentFailure("internal") that
-    names the class, the seed and the line, never the payload; an EnvironmentFailure that it raises
-    itself is passed on.
+    An error in the author's code, or an invalid return value, becomes
+    EnvironmentFailure("internal") that names the class, the seed and the line, but never the
+    payload. An EnvironmentFailure that the author's code raises is passed on unchanged.
     """
 
     def __init__(self, kind: type[Any], make: Callable[[], Any]) -> None:
@@ -69,7 +72,7 @@ class MessageClassEnvironment:
         self._tools: Any = ()
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
-        """Begin an episode; the first one also makes the instance."""
+        """Start an episode; the first call also creates the instance."""
         self._seed = seed
         with self._guarded("reset"):
             if self._instance is None:
@@ -83,12 +86,12 @@ class MessageClassEnvironment:
             return opening
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """Answer a turn of the policy."""
+        """Return the environment's answer to a message of the policy."""
         with self._guarded("step"):
             return checked_turn(_read(Turn, await self._instance.step(message)))
 
     async def close(self) -> None:
-        """Close the instance if there is one and it can be closed."""
+        """Close the instance, if one exists and has a ``close`` method."""
         instance = self._instance
         self._instance = None
         if close := getattr(instance, "close", None):
@@ -102,7 +105,8 @@ class MessageClassEnvironment:
 
 
 def _read(kind: type[Said], found: Any) -> Said:
-    """An Opening or Turn as the author returned it, or made of a plain map."""
+    """Return an Opening or Turn as it is, or build one from a mapping of its fields. Raises
+    BrokenContract for other values and unknown fields."""
     if isinstance(found, kind):
         return found
     name = kind.__name__

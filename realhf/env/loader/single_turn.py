@@ -48,20 +48,26 @@ class DatasetOptions(VerifierOptions, RowOptions):
 
 
 class Verifier(NamedTuple):
-    """A function that judges a completion. ``needed``: the columns without a default; ``accepted``:
-    those that it takes, None for any; ``first``: the name of the completion, "" if it cannot be
-    given by name."""
+    """A function that computes the reward of a completion."""
 
     function: Callable[..., Any]
+    """The author's function."""
     first: str
+    """Name of the argument of the completion; "" if it is positional only."""
     needed: tuple[str, ...]
+    """Columns that the function requires: arguments without a default."""
     accepted: frozenset[str] | None
+    """Columns that the function accepts; None if it accepts any (``**row``)."""
     is_async: bool
+    """Whether the function is a coroutine function."""
 
 
 def dataset(function: Callable[..., Any]) -> EnvironmentDefinition:
-    """The definition of a verifier. Its rows come from ``env.data``, or from ``tasks(split)`` in
-    its module. Raises ValueError for a function that does not take a completion first."""
+    """Build the definition of a verifier. Its rows come from ``env.data``, or from ``tasks(split)``
+    in its module.
+
+    Raises ValueError for a function whose first argument cannot be the completion.
+    """
     verifier = read_verifier(function)
     bring = tasks_function(function)
     attributes = (
@@ -71,7 +77,8 @@ def dataset(function: Callable[..., Any]) -> EnvironmentDefinition:
     )
 
     def build(options: Any) -> EnvironmentSpec:
-        """Return the environment for these options."""
+        """Build the environment specification for these options. Raises ValueError without a data
+        set."""
         threads = Threads(function.__name__)
         check = partial(_check_row, verifier, options.prompt_column)
         if bring:
@@ -96,7 +103,7 @@ def dataset(function: Callable[..., Any]) -> EnvironmentDefinition:
 
 
 def is_verifier(found: Any) -> bool:
-    """Whether this is a function whose first argument is called ``completion``."""
+    """Return whether an object is a function whose first argument is called ``completion``."""
     return (
         inspect.isfunction(found)
         and next(iter(inspect.signature(found).parameters), "") == "completion"
@@ -104,7 +111,7 @@ def is_verifier(found: Any) -> bool:
 
 
 def read_verifier(function: Callable[..., Any]) -> Verifier:
-    """Look at the arguments of a verifier. Raises ValueError as ``dataset`` does."""
+    """Inspect the arguments of a verifier. Raises ValueError as ``dataset`` does."""
     parameters = [*inspect.signature(function).parameters.values()]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if not parameters or parameters[0].kind not in kinds:
@@ -130,7 +137,7 @@ def read_verifier(function: Callable[..., Any]) -> Verifier:
 
 
 class VerifierEnvironment:
-    """Asks the question of a row and judges the answer, which ends the episode."""
+    """An environment of a single turn: it asks the question of a row and judges the answer."""
 
     def __init__(self, verifier: Verifier, prompt_column: str, threads: Threads) -> None:
         self._verifier = verifier
@@ -140,7 +147,7 @@ class VerifierEnvironment:
         self._seed = 0
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
-        """Ask the question of the row ``task``; the seed changes nothing."""
+        """Return the question of the row ``task``; the seed has no effect."""
         accepted = self._verifier.accepted
         self._row = {
             name: value for name, value in task.items() if accepted is None or name in accepted
@@ -152,7 +159,7 @@ class VerifierEnvironment:
             return Opening(question_of(task[self._prompt_column], self._prompt_column))
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """Judge the answer, without its reasoning."""
+        """Return the final turn with the reward of the answer; the reasoning is not judged."""
         judge = partial(self._verifier.function, message.content, **copied(self._row))
         with self._guarded():
             if self._verifier.is_async:
@@ -164,10 +171,10 @@ class VerifierEnvironment:
         return Turn((), True, reward, components, {"success": float(reward >= SOLVED)}, final=True)
 
     async def close(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing: there are no resources to release."""
 
     def _judged(self, judge: Callable[[], Any]) -> Any:
-        """What the verifier returns; in a thread of its own, so whatever it raises is its own."""
+        """Call the verifier in a worker thread, where no error can come from the event loop."""
         with self._guarded(on_loop=False):
             return judge()
 
@@ -176,7 +183,8 @@ class VerifierEnvironment:
 
 
 def _check_row(verifier: Verifier, prompt_column: str, row: Row) -> None:
-    """Raise ValueError for a row that the verifier could not be called with."""
+    """Raise ValueError for a row that the verifier cannot be called with, or that holds no
+    question."""
     for column in (prompt_column, *verifier.needed):
         if column not in row.values:
             raise ValueError(

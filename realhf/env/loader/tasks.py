@@ -1,5 +1,5 @@
-"""Makes task sets for environments that bring none: one task per row of a data set, or one for
-every seed."""
+"""Task sets for environments without task sets of their own: one task per row of a data set, or one
+per seed."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from realhf.base.json_rows import Row, checked_row, read_json_lines
 from realhf.base.json_values import json_problem, shown
 
 ONE_GROUP = "all"
-"""The group of tasks that name none."""
+"""Group of tasks that name no group."""
 GROUP_COLUMN = "group"
+"""Name of the column that holds the group of a row, unless the options name another."""
 
 
 class RowTaskSet:
-    """A finite set: every row is a template, and its instance is the row. With ``seeded``,
-    instances of other seeds are other tasks, with other ids."""
+    """A finite task set: each task is a template with one instance. With ``seeded``, each seed
+    gives another instance with its own id.
+
+    Raises ValueError when two tasks have the same id.
+    """
 
     def __init__(self, tasks: Iterable[Task], *, seeded: bool = False) -> None:
-        """Raises ValueError when two tasks have one id."""
         self._tasks: dict[str, Task] = {}
         for task in tasks:
             if task.id in self._tasks:
@@ -40,7 +43,7 @@ class RowTaskSet:
         self.groups: Sequence[str] = tuple(dict.fromkeys(self.group_of.values()))
 
     def instantiate(self, template_id: str, seed: int) -> Task:
-        """Return the task of a row. Raises KeyError for an id that no row has."""
+        """Return the task of a template with this seed. Raises KeyError for an unknown id."""
         task = self._tasks[template_id]
         group = self.group_of[template_id]
         if not self._seeded:
@@ -53,8 +56,11 @@ class RowTaskSet:
 
 
 class SeedTaskSet:
-    """An endless set with one template: every seed is another task, and the two splits share no
-    seed. Raises ValueError for a split that does not exist."""
+    """An infinite task set with one template: each seed is another task, and the two splits share
+    no seed.
+
+    Raises ValueError for an unknown split.
+    """
 
     def __init__(self, name: str, split: str) -> None:
         self._name, self._split, self._place = name, split, SPLITS.index(split)
@@ -70,9 +76,18 @@ class SeedTaskSet:
 
 
 class GroupedTaskSet:
-    """The base of sets of endless templates, of which those in ``chosen`` groups are drawn.
-    ``templates``: each with its group; ``groups``: all that there are, the easiest first; ``what``:
-    what one is called. Raises ValueError for a group or split that does not exist."""
+    """Base class of task sets with infinite templates in groups, restricted to the ``chosen``
+    groups.
+
+    Raises ValueError for an unknown group or split.
+
+    Args:
+        templates: Group by template.
+        groups: All existing groups, easiest first.
+        chosen: Groups to draw from.
+        split: Name of the split.
+        what: The word for a group in error messages.
+    """
 
     def __init__(
         self,
@@ -97,19 +112,22 @@ class GroupedTaskSet:
 
 
 HELD_OUT_SHARE = 5
-"""One text in this many is held out."""
+"""One text in this many is held out for evaluation."""
 
 
 def is_held_out(text: str) -> bool:
-    """Return whether a text, such as a name that tasks are made of, is kept for evaluation: a
-    stable hash says so."""
+    """Return whether a text, such as a name that tasks are made of, is held out for evaluation, by
+    a stable hash of the text."""
     return zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0
 
 
 def tasks_of_rows(rows: Iterable[Row], group_column: str = GROUP_COLUMN) -> list[Task]:
-    """Make a task of every row. Its id is the row's ``id`` if it has one, else a hash of the row,
-    so it is stable when rows are added or moved. A named ``group_column`` must be in every row;
-    ``group`` may be missing. Raises ValueError that says where the row stands."""
+    """Build one task per row.
+
+    The id of a task is the row's ``id`` if it has one, else a hash of the row, so that it does not
+    change when rows are added or moved. Every row must have the ``group_column``, except that the
+    default column, ``group``, may be missing. Raises ValueError that names the position of the row.
+    """
     tasks: dict[str, Task] = {}
     copies: dict[str, int] = {}
     for row in rows:
@@ -131,8 +149,11 @@ def tasks_of_rows(rows: Iterable[Row], group_column: str = GROUP_COLUMN) -> list
 
 
 def _named(row: Row) -> str:
-    """Return the id that a row gives its task, "" where it gives none. Raises ValueError that says
-    where the row stands for an id that is neither text nor a whole number."""
+    """Return the id that a row gives its task; "" if it gives none.
+
+    Raises ValueError that names the position of the row for an id that is neither text nor an
+    integer.
+    """
     named = row.values.get("id")
     if named is None:
         return ""
@@ -142,9 +163,12 @@ def _named(row: Row) -> str:
 
 
 def check_ids(rows: Iterable[Row], places: dict[str, str]) -> None:
-    """Raise ValueError that says where they stand when two rows, of whichever split, name one id:
-    ``1`` and ``"1"`` are the same. ``places``: the ids of rows that were looked at before, with the
-    place of each; these are added."""
+    """Raise ValueError that names the positions when two rows, of the same or different splits,
+    have the same id; ``1`` and ``"1"`` are equal.
+
+    ``places`` maps the ids of rows checked before to their positions; the ids of ``rows`` are
+    added.
+    """
     for row in rows:
         if (name := _named(row)) and (other := places.setdefault(name, row.where)) != row.where:
             raise ValueError(f"{row.where}: an earlier row has the id {name!r}, too ({other})")
@@ -153,9 +177,12 @@ def check_ids(rows: Iterable[Row], places: dict[str, str]) -> None:
 def split_rows(
     rows: Sequence[Row], heldout_fraction: float, key: Callable[[Mapping[str, Any]], Any]
 ) -> dict[str, list[Row]]:
-    """Part rows into the two splits by a hash of ``key(row)``: equal keys stay together, and a row
-    stays on its side when others are added, unless a split were empty: where there are two keys,
-    each split has at least one."""
+    """Split rows into training and held-out rows by a hash of ``key(row)``.
+
+    Rows with equal keys stay together, and a row stays in its split when others are added. An
+    exception keeps splits from being empty: with two or more keys, and a positive
+    ``heldout_fraction``, each split gets at least one key.
+    """
     places = [_place(key(row.values)) for row in rows]
     bound = heldout_fraction
     if heldout_fraction > 0 and len(set(places)) > 1:
@@ -170,7 +197,7 @@ def split_rows(
 def shared_row(
     train: Sequence[Row], held_out: Sequence[Row], key: Callable[[Mapping[str, Any]], Any]
 ) -> str:
-    """Say where a key of the training rows is also held out, "" if there is no such row."""
+    """Describe a held-out row whose key is also that of a training row; "" if there is none."""
     places = {_digest(key(row.values)): row.where for row in train}
     for row in held_out:
         if other := places.get(_digest(key(row.values))):
@@ -179,7 +206,7 @@ def shared_row(
 
 
 def content(values: Mapping[str, Any]) -> Any:
-    """What makes a row the same task as another: everything but its id."""
+    """Return the content of a row that identifies its task: all columns except its id."""
     return {name: value for name, value in values.items() if name != "id"}
 
 
@@ -191,9 +218,12 @@ def set_of(
     check: Callable[[Row], None],
     places: dict[str, str] | None = None,
 ) -> TaskSet:
-    """The task set that ``tasks(split)`` meant: a ``TaskSet``, tasks or rows. Raises ValueError
-    that begins with ``what`` for anything else, and what ``check`` raises for a row, or
-    ``check_ids`` with ``places``."""
+    """Convert the result of an author's ``tasks(split)``, which is a ``TaskSet``, tasks or rows, to
+    a ``TaskSet``.
+
+    Raises ValueError that begins with ``what`` for other results, and what ``check`` and
+    ``check_ids`` (with ``places``) raise for rows.
+    """
     if isinstance(found, TaskSet):
         return found
     if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Iterable):
@@ -221,7 +251,7 @@ def _digest(value: Any) -> str:
 
 
 def _place(value: Any) -> float:
-    """A number in [0, 1) that the value alone decides."""
+    """Return a number in [0, 1) by a stable hash of a value."""
     return int(_digest(value)[:12], 16) / 16**12
 
 
@@ -244,8 +274,8 @@ class RowOptions:
 
 
 def row_options(chosen: Any) -> RowOptions:
-    """Return what the options of an environment say of its rows. Raises ValueError for one that has
-    no effect because of the others."""
+    """Extract the data set options from the options of an environment. Raises ValueError for an
+    option that has no effect in combination with the others."""
     default = RowOptions()
     options = RowOptions(**{each.name: getattr(chosen, each.name) for each in fields(RowOptions)})
     changed = [
@@ -268,9 +298,17 @@ def tasks_of_data(
     check: Callable[[Row], None] = lambda row: None,
     key: Callable[[Mapping[str, Any]], Any] = content,
 ) -> Callable[[str], TaskSet]:
-    """Read the files that the options name, and return the task set of a split. ``check`` raises
-    ValueError for a row that will not do; rows of one ``key`` are one task. Raises ValueError that
-    names the file and the line."""
+    """Read the files that the options name; return a function split -> task set.
+
+    Raises ValueError that names the file and the line.
+
+    Args:
+        options: The files and how to split them.
+        beside: Folder in which relative paths are searched if the working directory lacks them.
+        seeded: Whether instances with different seeds are different tasks.
+        check: Raises ValueError for an unusable row.
+        key: Returns the content that identifies the task of a row.
+    """
     parts = {TRAIN: read_rows(options.data, beside), HELD_OUT: []}
     if options.heldout_data:
         parts[HELD_OUT] = read_rows(options.heldout_data, beside, "heldout_data")
@@ -287,7 +325,7 @@ def tasks_of_data(
     }
 
     def tasks(split: str) -> TaskSet:
-        """Return the tasks of a split. Raises ValueError for one that has none."""
+        """Return the tasks of a split. Raises ValueError for a split without tasks."""
         if not sets[split].group_of:
             raise ValueError(
                 f"{options.data} leaves no task for the split {split!r} with env.heldout_fraction="
@@ -299,9 +337,12 @@ def tasks_of_data(
 
 
 def read_rows(path: str, beside: Path, option_name: str = "data") -> list[Row]:
-    """Read all rows of a file or folder; a relative path means the working directory, then the
-    folder ``beside``. Raises ValueError that names the file and the line for what is missing,
-    unreadable, empty or not JSON."""
+    """Read all rows of a file or folder. A relative path is searched in the working directory, then
+    in the folder ``beside``.
+
+    Raises ValueError that names the file and the line if data is missing, unreadable, empty or not
+    JSON.
+    """
     file = Path(path).expanduser()
     if not file.exists() and not file.is_absolute() and (beside / file).exists():
         file = beside / file

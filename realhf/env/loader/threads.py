@@ -1,9 +1,8 @@
-"""Runs an author's blocking code in threads, so that it stops neither the event loop nor the end of
-the process.
+"""Thread pool for an author's blocking code that blocks neither the event loop nor the exit of the
+process.
 
-``concurrent.futures`` is not used: it waits for its threads at exit, and a thread that never
-returns would keep the process alive. Here a job that nobody waits for any longer gives its place to
-another thread.
+``concurrent.futures`` waits for its threads at exit, so a call that never returns would keep the
+process alive. Here threads are daemons, and another thread replaces one whose job was abandoned.
 """
 
 from __future__ import annotations
@@ -19,14 +18,16 @@ from realhf.api.environment import EnvironmentFailure
 T = TypeVar("T")
 
 MOST_THREADS = 32
-"""Jobs of one environment that run at once; more wait in a queue."""
+"""Maximum number of jobs of one environment that run at once; further ones wait in a queue."""
 MOST_STUCK = 64
-"""Jobs that were given up and still run; beyond, the environment refuses new ones."""
+"""Maximum number of abandoned jobs that still run; beyond it, new jobs are refused."""
 IDLE_S = 20.0
-"""A thread without a job ends after these seconds."""
+"""Seconds without a job after which a thread ends."""
 
 
 class _Job:
+    """A call to run in a thread; its result is delivered to a future of an event loop."""
+
     __slots__ = ("after", "finished", "future", "given_up", "loop", "started", "work")
 
     def __init__(self, work: Callable[[], Any], after: Callable[[], Any] | None) -> None:
@@ -38,9 +39,11 @@ class _Job:
 
 
 class Threads:
-    """A bounded number of daemon threads that start when they are needed. Used from any number of
-    event loops. A thread without a job ends after ``idle_s`` seconds; None: it stays until
-    ``stop``."""
+    """A thread pool of limited size whose daemon threads start on demand. Jobs may come from
+    several event loops.
+
+    A thread without a job ends after ``idle_s`` seconds; with None, it runs until ``stop``.
+    """
 
     def __init__(self, name: str, size: int = MOST_THREADS, idle_s: float | None = IDLE_S) -> None:
         self._name = name
@@ -52,13 +55,16 @@ class Threads:
 
     @property
     def stuck(self) -> int:
-        """Jobs that were given up and have not returned yet."""
+        """Number of abandoned jobs that have not returned yet."""
         return self._stuck
 
     async def run(self, work: Callable[[], T], after: Callable[[], Any] | None = None) -> T:
-        """Return what ``work`` returns in a thread, or raise what it raises. When the caller is
-        cancelled, the job runs on without a reader, and then ``after`` in the same thread. Raises
-        EnvironmentFailure("capacity") when too many jobs have been given up and still run."""
+        """Run ``work`` in a thread and return its result or raise its error.
+
+        If the caller is cancelled, the job runs to its end, its result is dropped, and ``after`` is
+        called in the same thread. Raises EnvironmentFailure("capacity") while too many abandoned
+        jobs still run.
+        """
         if self._stuck >= MOST_STUCK:
             raise EnvironmentFailure(
                 "capacity", f"{self._name}: {self._stuck} calls have not returned"
@@ -75,7 +81,7 @@ class Threads:
         return result
 
     def stop(self) -> None:
-        """Let the threads end, each after the job that it has; no other is taken."""
+        """Let each thread end after its current job; queued jobs are not started."""
         with self._lock:
             self._size = 0
             for _ in range(self._idle):
@@ -98,7 +104,8 @@ class Threads:
             finished = job.finished
             self._stuck += job.started and not finished
         if finished:
-            self._submit(job)  # its thread could not know, so another one runs what comes after
+            # The job ended before it was abandoned, so another thread runs its follow-up.
+            self._submit(job)
 
     def _serve(self) -> None:
         while True:
@@ -117,8 +124,8 @@ class Threads:
                 return
 
     def _run(self, job: _Job) -> bool:
-        """Run a job and hand over its result; False if there are too many threads now, and this one
-        ends."""
+        """Run a job and deliver its result. Return False if there are too many threads and this one
+        must end."""
         with self._lock:
             self._waiting -= 1
             self._idle -= 1
@@ -147,6 +154,8 @@ class Threads:
 
 
 def _deliver(job: _Job, result: Any, error: BaseException | None) -> None:
+    """Set the result of the job's future on its event loop."""
+
     def hand_over() -> None:
         if not job.future.done():
             job.future.set_result((result, error))
@@ -154,13 +163,15 @@ def _deliver(job: _Job, result: Any, error: BaseException | None) -> None:
     try:
         job.loop.call_soon_threadsafe(hand_over)
     except RuntimeError:
-        return  # the loop is closed, nobody waits
+        return  # the loop is closed, so no caller waits
 
 
 def _run_after(job: _Job) -> None:
+    """Run the follow-up of an abandoned job; its errors are dropped, as no caller waits for
+    them."""
     if job.after is None:
         return
     try:
         job.after()
     except BaseException:
-        return  # nobody is left who could be told
+        return
