@@ -327,7 +327,7 @@ class LearnabilityCurriculum(Curriculum[T]):
         ):
             most = int(
                 self._untried_share * count + self._rng.random()
-            )  # of batches of one, too, that share
+            )  # random rounding keeps the share on average, even for batches of one
         chosen = untried[:most]
         if len(chosen) < count:
             templates = self._drawn_from(tried or untried)

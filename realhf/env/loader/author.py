@@ -1,5 +1,5 @@
-"""Looks at what an author wrote, and turns what it raised into the failure of an episode that names
-the line."""
+"""Helpers that inspect an author's class or function and turn its errors into episode failures that
+name the source line."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ ATTRIBUTES: Mapping[str, tuple[Any, Callable[[Any], bool], str]] = {
     "deterministic": (True, lambda value: isinstance(value, bool), "true or false"),
     "demonstrate": (None, lambda value: value is None or callable(value), "a static method"),
 }
-"""What a class or module may say of its environment by attributes: what holds without one, and what
-it must be."""
+"""Attributes by which a class or module describes its environment: name -> (default, check of a
+value, expected type in words for messages)."""
 
 
 def file_of(thing: Any) -> str:
-    """The file in which a class or function is written, "" if there is none."""
+    """Return the path of the file that defines a class or function; "" if there is none."""
     module = sys.modules.get(getattr(thing, "__module__", ""))
     return getattr(module, "__file__", None) or ""
 
 
 def place_of(thing: Any) -> str:
-    """``env.py, line 12``: where a class or function begins."""
+    """Return the file and line where a class or function is defined, such as ``env.py, line
+    12``."""
     thing = inspect.unwrap(thing) if callable(thing) else thing
     try:
         if code := getattr(thing, "__code__", None):
@@ -57,8 +58,8 @@ def place_of(thing: Any) -> str:
 
 
 def raised(error: BaseException, thing: Any) -> str:
-    """The error in one line, with the line of the author's file, or that of a base class, where it
-    arose."""
+    """Format an error in one line, with the line in the file of ``thing``, or of one of its base
+    classes, where it was raised."""
     files = {file_of(each) for each in (thing.__mro__ if isinstance(thing, type) else (thing,))}
     frames = [
         frame.filename
@@ -69,7 +70,7 @@ def raised(error: BaseException, thing: Any) -> str:
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function can be called with this keyword."""
+    """Return whether a function can be called with this keyword argument."""
     parameters = inspect.signature(function).parameters
     keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     if name in parameters and parameters[name].kind in keyword:
@@ -78,7 +79,10 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def own_options(kind: type[Any]) -> type[Any] | None:
-    """The nested dataclass ``Options`` of a class. Raises ValueError when it is something else."""
+    """Return the nested dataclass ``Options`` of a class; None if there is none.
+
+    Raises ValueError if ``Options`` is not a dataclass.
+    """
     found = getattr(kind, "Options", None)
     if found is None:
         return None
@@ -88,7 +92,10 @@ def own_options(kind: type[Any]) -> type[Any] | None:
 
 
 def attributes_of(kind: Any) -> dict[str, Any]:
-    """Read the ``ATTRIBUTES`` of a class or module. Raises ValueError for one of another type."""
+    """Return the ``ATTRIBUTES`` of a class or module by name, with defaults for missing ones.
+
+    Raises ValueError for a value of the wrong type.
+    """
     found = {name: getattr(kind, name, default) for name, (default, _, _) in ATTRIBUTES.items()}
     for name, (_, holds, expected) in ATTRIBUTES.items():
         if not holds(found[name]):
@@ -113,19 +120,26 @@ def class_definition(
     check: Callable[[Row], None] = lambda row: None,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> EnvironmentDefinition:
-    """The definition of a class. Its options are those of its nested dataclass ``Options`` and,
-    where neither it nor its module brings ``tasks(split)``, those that say where rows come from.
-    ``plays`` is given what makes an instance of the class, and its ``concurrency``, and returns
-    what makes an environment. ``seeded``: its reset draws from the seed what a row leaves open.
-    ``check`` raises ValueError for a row that will not do; ``tools`` are the schemas of its tools.
-    Raises ValueError for what the class declares wrongly."""
+    """Build the definition of an environment class.
+
+    Its options are those of the nested dataclass ``Options``. If neither the class nor its module
+    has ``tasks(split)``, the options that select a data set (``RowOptions``) are added. Raises
+    ValueError for a wrong declaration in the class.
+
+    Args:
+        kind: The author's class.
+        plays: (factory of instances of the class, ``concurrency``) -> factory of environments.
+        seeded: Whether ``reset`` uses the seed to draw what a row leaves open.
+        check: Raises ValueError for an unusable row.
+        tools: The JSON schemas of the tools of the class.
+    """
     own, function, attributes = own_options(kind), tasks_function(kind), attributes_of(kind)
     options = own or NoOptions
     if function is None and "data" not in {each.name for each in fields(options)}:
         options = _with_rows(options)
 
     def tasks(chosen: Any) -> Callable[[str], TaskSet]:
-        """Return what makes the task set of a split, for these options."""
+        """Return the factory of task sets, by split, for these options."""
         if function is not None:
             return sets_of(function, kind.__name__, chosen, seeded=seeded, check=check)
         if options is not own and (rows := row_options(chosen)).data:
@@ -133,7 +147,7 @@ def class_definition(
         return partial(SeedTaskSet, kind.__name__)
 
     def build(chosen: Any) -> EnvironmentSpec:
-        """Return the environment for these options."""
+        """Build the environment specification for these options."""
         make = plays(kind if own is None else partial(kind, chosen), attributes["concurrency"])
         return EnvironmentSpec(
             kind.__name__, lambda _: make(), tasks(chosen), tools=tools, **attributes
@@ -143,8 +157,7 @@ def class_definition(
 
 
 def _with_rows(options: type[Any]) -> type[Any]:
-    """The dataclass with the options of ``RowOptions`` added that it lacks; its instances are the
-    original's, too."""
+    """Return a subclass of the dataclass with the options of ``RowOptions`` that it lacks."""
     known = {each.name for each in fields(options)}
     added = [
         (each.name, each.type, field(default=each.default, metadata=each.metadata, kw_only=True))
@@ -156,8 +169,11 @@ def _with_rows(options: type[Any]) -> type[Any]:
 
 
 def tasks_function(thing: type[Any] | Callable[..., Any]) -> Callable[..., Any] | None:
-    """``tasks`` of a class, or else of the module of a class or function. Raises ValueError for one
-    that needs an instance."""
+    """Return ``tasks`` of a class, or else of the module of a class or function; None if there is
+    none.
+
+    Raises ValueError for a method that needs an instance.
+    """
     raw = inspect.getattr_static(thing, "tasks", None)
     if raw is None:
         found = getattr(sys.modules.get(thing.__module__), "tasks", None)
@@ -167,7 +183,7 @@ def tasks_function(thing: type[Any] | Callable[..., Any]) -> Callable[..., Any] 
 
 
 def _check_static(thing: Any, name: str) -> None:
-    """Raise ValueError for a method that needs an instance where there is none."""
+    """Raise ValueError if an attribute of a class is an instance method and not a static method."""
     raw = inspect.getattr_static(thing, name, None)
     if inspect.isfunction(raw) and "self" in inspect.signature(raw).parameters:
         raise ValueError(f"{thing.__name__}.{name} must be a static method ({place_of(raw)})")
@@ -181,15 +197,18 @@ def sets_of(
     seeded: bool,
     check: Callable[[Row], None],
 ) -> Callable[[str], TaskSet]:
-    """Call the author's ``tasks(split)``, or ``tasks(split, options)`` if it takes two. The result
-    raises ValueError that names the line for what the function raises, or returns against the
-    contract."""
+    """Return a function split -> task set that calls the author's ``tasks(split)``, or
+    ``tasks(split, options)`` if it takes two arguments.
+
+    The returned function raises ValueError, naming the line, if the author's function raises,
+    returns an invalid value or has no task for the split.
+    """
     what = f"tasks of {name} ({place_of(function)})"
     given = (chosen,) if len(inspect.signature(function).parameters) > 1 else ()
     places: dict[str, str] = {}
 
     def tasks(split: str) -> TaskSet:
-        """Return the task set of a split. Raises ValueError with the line of the author's
+        """Return the task set of a split. Raises ValueError that names the line of the author's
         function."""
         try:
             found = function(split, *given)
@@ -209,9 +228,15 @@ def sets_of(
 def author_code(
     author: Any, called: Callable[[], tuple[str, int]], *, on_loop: bool = True
 ) -> Iterator[None]:
-    """Let what the code of ``author``, a class or function, raises within be
-    ``EnvironmentFailure``; ``called`` says which method is called, "" for a function, and the seed
-    of the episode. See ``failure_of``."""
+    """Convert errors of the code of ``author`` into EnvironmentFailure within a ``with`` block (see
+    ``failure_of``).
+
+    Args:
+        author: The author's class or function.
+        called: Returns the name of the method that is running ("" for a function) and the seed of the
+            episode.
+        on_loop: Whether the code runs on an event loop.
+    """
     try:
         yield
     except BaseException as error:
@@ -224,9 +249,13 @@ def author_code(
 def failure_of(
     error: BaseException, author: Any, method: str, seed: int, *, on_loop: bool = True
 ) -> EnvironmentFailure | None:
-    """Return the failure for an error from an author's code; None for an error that must be passed
-    on: a failure already, or, on an event loop, what the loop and not the author raised. It names
-    the episode without its payload, which may hold the answer: failures travel to clients."""
+    """Return the EnvironmentFailure for an error from an author's code; None for an error that must
+    be re-raised unchanged.
+
+    The latter are an EnvironmentFailure and, on an event loop, KeyboardInterrupt, GeneratorExit and
+    the cancellation of the task. The message names the episode by its seed without its payload,
+    because failures are sent to clients and the payload may contain the answer.
+    """
     if isinstance(error, EnvironmentFailure):
         return None
     where = f"{author.__name__}{method and f'.{method}'} (seed {seed})"
@@ -244,6 +273,7 @@ def failure_of(
 
 
 def _is_cancellation(error: BaseException) -> bool:
-    """Whether this task was cancelled; an author's code may raise CancelledError, too."""
+    """Return whether the current task was cancelled; False for a CancelledError that the author's
+    code raised by itself."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0

@@ -1,9 +1,10 @@
-"""Plays a class with tools, the one that TRL's ``environment_factory`` takes: ``reset(**row)``,
-public methods as tools.
+"""Env format of a class with tools, compatible with TRL's ``environment_factory``:
+``reset(**row)``, ``get_reward()`` and public methods as tools.
 
-Source: TRL 1.16, GRPOTrainer, ``environment_factory``. What an author may add here: a dataclass
-``Options``, ``done``, ``metrics``, ``view``, ``state_key``, ``close()``, ``user_reply(text)``,
-``tasks(split)``, ``system_prompt``, ``deterministic``, ``concurrency``, ``demonstrate``.
+Source: TRL 1.16, GRPOTrainer, ``environment_factory``. Optional attributes and methods beyond
+TRL's: a dataclass ``Options``, ``done``, ``metrics``, ``view``, ``state_key``, ``close()``,
+``user_reply(text)``, ``tasks(split)``, ``system_prompt``, ``deterministic``, ``concurrency``,
+``demonstrate``.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ from realhf.env.loader.validation import (
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 TOOL_ERRORS = "tool_errors"
-"""The errors of the author's tools so far, in the info of a turn, and their number in its
-metrics."""
+"""Key of the errors of the author's tools in the current episode: the list in a turn's info and
+their number in its metrics."""
 LONGEST_RESULT = 1 << 18
-"""Characters of a tool's result that the policy gets to read."""
+"""Maximum length of a tool's result in characters; longer results are truncated."""
 MISTAKES = (
     AttributeError,
     ImportError,
@@ -73,29 +74,36 @@ MISTAKES = (
     TypeError,
     ZeroDivisionError,
 )
-"""What a tool that was called rightly does not raise on purpose: the mistake is its author's and
-not the policy's."""
+"""Errors that point to a bug in a tool rather than to a wrong call by the policy; they are
+logged."""
 SOLVED = 1 - 1e-9
-"""An episode that ends with at least this reward is a success, unless the class says otherwise."""
+"""Minimum reward at the end of an episode that counts as success, unless the class defines the
+metric itself."""
 
 
 class ToolClass(NamedTuple):
-    """A class with tools, read once. ``schemas`` are those of its tools; ``blocking``: it has no
-    async method, so that all of a turn runs in one thread job; ``seeded``: its reset takes a seed;
-    ``told``: mistakes that the log has."""
+    """Description of an author's class with tools, read once per class."""
 
     kind: type[Any]
+    """The author's class."""
     tools: Mapping[str, Tool]
+    """Tools by name."""
     schemas: Sequence[Mapping[str, Any]]
+    """JSON schemas of the tools."""
     blocking: bool
+    """Whether the class has no async method, so that each turn runs in a single thread job."""
     seeded: bool
+    """Whether ``reset`` takes a seed."""
     told: set[str]
+    """Keys of the tool errors that were already logged."""
 
 
 class ToolPlay:
-    """An instance of the author's class, and the episode that it is in. ``lost`` once a call was
-    cancelled whose thread may still be using the instance: it must not be used again, and closes
-    when the thread is done."""
+    """An instance of the author's class and the state of its current episode.
+
+    ``lost`` becomes True when a call is cancelled whose thread may still use the instance. The
+    instance must then not be used again; its thread closes it when the call returns.
+    """
 
     def __init__(self, about: ToolClass, make: Callable[[], Any], threads: Threads) -> None:
         self._class = about
@@ -109,28 +117,28 @@ class ToolPlay:
         self.lost = False
 
     async def open(self, task: Mapping[str, Any], seed: int) -> Opening:
-        """Begin an episode; the first one also makes the instance."""
+        """Start an episode; the first call also creates the instance."""
         self._seed = seed
         self._calls = self._failures = 0
         self._mistakes = []
         return await self._run(partial(self._opening, task, seed))
 
     async def turn(self, message: AssistantMessage) -> Turn:
-        """Make the calls of a turn, and ask for the reward."""
+        """Run the tool calls of a turn and compute the reward."""
         return await self._run(partial(self._turn, message))
 
     async def reward_again(self) -> float:
-        """Ask for the reward of the state that the last turn left."""
+        """Recompute the reward of the state after the last turn."""
         return await self._run(self._reward_again)
 
     async def close(self) -> None:
-        """Close the instance if there is one that can be closed."""
+        """Close the instance, if one exists and has a ``close`` method."""
         if not self.lost and callable(self._own("close")):
             await self._run(partial(self._call, "close", {}))
 
     def _own(self, name: str) -> Any:
-        """Return an attribute of the instance that the loader uses itself; None if there is none,
-        or if it is a tool."""
+        """Return an optional attribute of the instance for the loader's own use; None if it is
+        missing or is a tool."""
         return None if name in self._class.tools else getattr(self._instance, name, None)
 
     async def _opening(self, task: Mapping[str, Any], seed: int) -> Opening:
@@ -149,7 +157,7 @@ class ToolPlay:
         return Opening(messages, self._class.schemas, state_key=self._state_key())
 
     def _state_key(self) -> str:
-        """The author's ``state_key`` as it is now, "" where there is none."""
+        """Return the current ``state_key`` of the instance; "" if it has none."""
         self._method = "state_key"
         key = self._own("state_key")
         if callable(key):
@@ -201,8 +209,8 @@ class ToolPlay:
         )
 
     async def _user_reply(self, message: AssistantMessage) -> str | None:
-        """What the author's user says to a turn without a call; None where there is no user, or
-        where they leave."""
+        """Return the simulated user's reply to a turn without a call; None if the class has no
+        ``user_reply`` or the reply ends the episode."""
         if not callable(self._own(USER_REPLY)):
             return None
         said = await self._call(USER_REPLY, {"text": message.content})
@@ -216,8 +224,8 @@ class ToolPlay:
         return checked_rewards(await self._call("get_reward", {}), "the reward")[0]
 
     async def _answer(self, call: ToolCall) -> ChatMessage:
-        """Make one call. Whatever is wrong with it, the policy reads the reason, in the form of
-        TRL."""
+        """Run one tool call and return the ``tool`` message. Errors of the call are returned to the
+        policy as text in TRL's format."""
         self._calls += 1
         try:
             if call.problem:
@@ -246,7 +254,7 @@ class ToolPlay:
         return message | {"tool_call_id": call.id} if call.id else message
 
     def _note(self, error: Exception) -> None:
-        """Keep what a tool raised by mistake; the log has it once for each line."""
+        """Record an error that points to a bug in a tool; log it once per source line."""
         told = f"{self._class.kind.__name__}.{self._method}: {raised(error, self._class.kind)}"
         self._mistakes.append(told)
         line = error.__traceback__
@@ -262,7 +270,7 @@ class ToolPlay:
             )
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Call a method of the instance that is no tool."""
+        """Call a method of the instance that is not a tool."""
         self._method = name
         return await self._called(getattr(self._instance, name), arguments)
 
@@ -281,8 +289,12 @@ class ToolPlay:
     def _in_a_thread_of_its_own(
         self, method: Callable[..., Any], arguments: Mapping[str, Any]
     ) -> Any:
-        """Call a method. What is raised here cannot be the event loop's, though it may look so
-        there."""
+        """Call a method in a worker thread.
+
+        An error that is not an ``Exception``, such as KeyboardInterrupt, becomes
+        EnvironmentFailure, because on the event loop it would be mistaken for one of the loop's
+        own.
+        """
         try:
             return method(**arguments)
         except Exception:
@@ -294,8 +306,8 @@ class ToolPlay:
             ) from error
 
     async def _run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Do the work of a method: all of it in one thread if the class blocks, else on the event
-        loop."""
+        """Run the coroutine of ``work``: entirely in one thread if the class is blocking, else on
+        the event loop."""
         if self._class.blocking:
             return await self._in_thread(lambda: _finished(self._guarded(work())))
         return await self._guarded(work())
@@ -308,7 +320,8 @@ class ToolPlay:
             raise
 
     def _close_at_last(self) -> None:
-        """Close the instance from the thread that used it last, if that needs no event loop."""
+        """Close the instance in the thread that used it last, unless ``close`` is a coroutine
+        function."""
         close = self._own("close")
         if callable(close) and not inspect.iscoroutinefunction(close):
             close()
@@ -322,8 +335,10 @@ class ToolPlay:
 
 
 def messages_of(prompt: Any, what: str) -> Sequence[ChatMessage]:
-    """The messages that a prompt means: text of the user, or messages. Raises BrokenContract that
-    begins with ``what`` for anything else."""
+    """Return the messages of a prompt: a text becomes one user message, and messages are checked.
+
+    Raises BrokenContract that begins with ``what`` for invalid values.
+    """
     return (
         [{"role": "user", "content": prompt}]
         if isinstance(prompt, str)
@@ -332,8 +347,8 @@ def messages_of(prompt: Any, what: str) -> Sequence[ChatMessage]:
 
 
 def question_of(prompt: Any, what: str) -> Sequence[ChatMessage]:
-    """The messages that a prompt means, which ask the policy something. Raises BrokenContract that
-    begins with ``what``."""
+    """Return the messages of a prompt that must ask the policy something. Raises BrokenContract
+    that begins with ``what``."""
     messages = messages_of(prompt, what)
     if problem := silence(messages):
         raise BrokenContract(f"{what} {problem}")
@@ -341,7 +356,8 @@ def question_of(prompt: Any, what: str) -> Sequence[ChatMessage]:
 
 
 def _with_text(messages: Sequence[ChatMessage], text: str) -> Sequence[ChatMessage]:
-    """The messages with ``text`` at the end of the last one of the user."""
+    """Return the messages with ``text`` appended to the last user message, or as a new one if there
+    is none."""
     if not text:
         return messages
     for number in range(len(messages) - 1, -1, -1):
@@ -359,7 +375,10 @@ def _reason(error: Exception) -> str:
 
 
 def _finished(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that waits for nothing."""
+    """Run a coroutine that never suspends and return its result.
+
+    Raises EnvironmentFailure("internal") if it suspends.
+    """
     try:
         work.send(None)
     except StopIteration as end:
@@ -369,14 +388,17 @@ def _finished(work: Coroutine[Any, Any, T]) -> T:
 
 
 def tool_class(kind: type[Any]) -> EnvironmentDefinition:
-    """The definition of a class. Raises ValueError that names the line for a class without tools, a
-    tool without type hints or docstring, and a get_reward that needs arguments."""
+    """Build the definition of a class with tools.
+
+    Raises ValueError that names the line for a class without tools, a tool without type hints or
+    docstring, and a ``get_reward`` that requires arguments.
+    """
     about = read_class(kind)
 
     def plays(
         make: Callable[[], Any], concurrency: int | None
     ) -> Callable[[], ToolClassEnvironment]:
-        """Return what makes environments, which share their threads."""
+        """Return a factory of environments that share a thread pool."""
         threads = Threads(kind.__name__, max(MOST_THREADS, concurrency or 0))
         return lambda: ToolClassEnvironment(about, make, threads)
 
@@ -385,8 +407,8 @@ def tool_class(kind: type[Any]) -> EnvironmentDefinition:
 
 
 def read_class(kind: type[Any]) -> ToolClass:
-    """Look at the methods of a class. Raises ValueError as ``tool_class`` does, and for a
-    ``user_reply`` of another form."""
+    """Inspect the methods of a class. Raises ValueError as ``tool_class`` does, and for a
+    ``user_reply`` with a wrong signature."""
     tools = tools_of(kind)
     try:
         inspect.signature(kind.get_reward).bind(None)
@@ -414,12 +436,12 @@ def read_class(kind: type[Any]) -> ToolClass:
 
 
 class ToolClassEnvironment:
-    """Plays the author's class.
+    """An environment that runs an instance of the author's class.
 
-    What a tool raises, and a call that cannot be made, is answered by a ``tool`` message, as in
-    TRL. What reset, get_reward and the like raise or return against the contract is
-    EnvironmentFailure("internal") that names the class, the task and the line. Each turn has the
-    reward of the state after it, so the last one is right whenever the episode ends.
+    Errors of tools and invalid calls are answered with a ``tool`` message, as in TRL. Errors and
+    invalid return values of other methods, such as reset and get_reward, become
+    EnvironmentFailure("internal") that names the class, the seed and the line. Every turn has the
+    reward of the state after it, so the last reward is right whenever the episode ends.
     """
 
     def __init__(self, about: ToolClass, make: Callable[[], Any], threads: Threads) -> None:
@@ -427,15 +449,15 @@ class ToolClassEnvironment:
         self._play = self._make_play()
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
-        """Begin an episode; an instance whose last call was cancelled is left to its thread, and a
-        new one is made."""
+        """Start an episode. An instance whose last call was cancelled is left to its thread and
+        replaced."""
         if self._play.lost:
             self._play = self._make_play()
         return await self._play.open(task, seed)
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """Answer the tool calls of a turn. A turn without any is answered by the class's user, or
-        ends the episode."""
+        """Run the tool calls of a turn. A turn without calls gets the reply of ``user_reply``, or
+        ends the episode if the class has none."""
         if self._play.lost:
             raise EnvironmentFailure(
                 "lost", "the call before was cancelled and may still be running; reset begins anew"
@@ -443,11 +465,11 @@ class ToolClassEnvironment:
         return await self._play.turn(message)
 
     async def reward_again(self) -> float:
-        """Ask the class once more what the state is worth; it must say the same."""
+        """Recompute the reward of the current state, which must equal that of the last turn."""
         return await self._play.reward_again()
 
     async def close(self) -> None:
-        """Close the instance if there is one that can be closed."""
+        """Close the instance, if one exists and has a ``close`` method."""
         await self._play.close()
 
 

@@ -1,8 +1,8 @@
-"""Finds the tools of a class, makes their JSON schemas, and checks the arguments with which a
-policy calls one.
+"""Discovery of the tools of a class, their JSON schemas, and validation of the arguments of calls.
 
-The result is that of ``transformers.utils.get_json_schema`` for every signature that both take, so
-that one class serves TRL and this project; dataclasses and typed dictionaries are taken here alone.
+The schemas equal those of ``transformers.utils.get_json_schema`` for every signature that both
+support, so that the same class works with TRL and this project. Only this module supports
+dataclasses and typed dictionaries.
 """
 
 from __future__ import annotations
@@ -43,20 +43,28 @@ class Docstring(NamedTuple):
     """The parts of a Google-style docstring."""
 
     description: str
+    """Text before the first heading."""
     arguments: Mapping[str, str]
+    """Descriptions of the arguments by name."""
     returns: str | None
+    """Description of the result; None if there is no ``Returns:``."""
 
 
 class Signature(NamedTuple):
-    """What a function takes by name: type hints, and the names without a default."""
+    """The arguments that a function accepts by name."""
 
     hints: Mapping[str, Any]
+    """Type hints by argument name."""
     required: tuple[str, ...]
+    """Names of the arguments without a default."""
 
 
 def json_schema(function: Callable[..., Any], signature: Signature | None = None) -> dict[str, Any]:
-    """Return the schema of a function or method as a chat template takes it. Raises ValueError that
-    says what is missing or cannot be said in JSON."""
+    """Return the JSON schema of a function or method in the format of chat templates.
+
+    Raises ValueError for a missing docstring, type hint or argument description, and for a type
+    without a JSON schema.
+    """
     text = inspect.getdoc(function)
     if not text:
         raise ValueError("it has no docstring, which tells the policy what the tool does")
@@ -86,8 +94,10 @@ def json_schema(function: Callable[..., Any], signature: Signature | None = None
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
-    """What a function takes, without ``self``. Raises ValueError for an argument without a type
-    hint, and for one that cannot be given by name."""
+    """Return the arguments of a function, without ``self``.
+
+    Raises ValueError for an argument that has no type hint or cannot be passed by name.
+    """
     hints = _hints(function)
     taken: dict[str, Any] = {}
     required = []
@@ -111,7 +121,7 @@ def signature_of(function: Callable[..., Any]) -> Signature:
 
 
 def parse_docstring(text: str) -> Docstring:
-    """Part a docstring at its lines ``Args:``, ``Returns:`` and ``Raises:``."""
+    """Split a Google-style docstring at its headings ``Args:``, ``Returns:`` and ``Raises:``."""
     parts: dict[str, list[str]] = {"": []}
     part = ""
     for line in text.split("\n"):
@@ -125,8 +135,8 @@ def parse_docstring(text: str) -> Docstring:
 
 
 def _arguments(lines: typing.Iterable[str]) -> dict[str, str]:
-    """The descriptions of arguments; a line that is indented deeper than its argument goes on with
-    it."""
+    """Return the descriptions of arguments by name; lines indented deeper than their argument
+    continue its description."""
     found: dict[str, str] = {}
     name = ""
     indent = 0
@@ -149,8 +159,8 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _return_schema(function: Callable[..., Any]) -> dict[str, Any] | None:
-    """The schema of what a function returns; None without a hint, or with one that JSON cannot
-    say."""
+    """Return the schema of a function's result; None without a type hint or for a type without a
+    JSON schema."""
     hints = _hints(function)
     if "return" not in hints:
         return None
@@ -161,7 +171,8 @@ def _return_schema(function: Callable[..., Any]) -> dict[str, Any] | None:
 
 
 def _with_description(schema: dict[str, Any], description: str, name: str) -> dict[str, Any]:
-    """The schema with its description, whose end may be ``(choices: ["a", "b"])``."""
+    """Return the schema with its description; choices at its end, ``(choices: ["a", "b"])``, become
+    an ``enum``."""
     if choices := _CHOICES.search(description):
         try:
             found = json.loads(choices[1])
@@ -178,8 +189,8 @@ def _with_description(schema: dict[str, Any], description: str, name: str) -> di
 
 
 def _schema(hint: Any, what: str) -> dict[str, Any]:
-    """The schema of a type. Raises ValueError that begins with ``what`` for a type that JSON cannot
-    say."""
+    """Return the JSON schema of a type. Raises ValueError that begins with ``what`` for a type
+    without one."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if hint is None or hint is Any:
@@ -238,35 +249,45 @@ def _choices(values: list[Any], what: str) -> dict[str, Any]:
 
 
 USER_REPLY = "user_reply"
-"""The method that answers a turn without a call as the user would."""
+"""Name of the method that replies to a turn without a call as a simulated user."""
 NOT_TOOLS = frozenset({"reset", "get_reward", "tasks", "demonstrate", USER_REPLY})
-"""Public methods that are not tools: the loader calls them itself."""
+"""Public methods that are not tools, because the loader calls them itself."""
 NOT_TOOLS_ALONE = frozenset({"close", "metrics"})
-"""The same for methods without arguments; one that takes an argument, such as ``close(door)``, is a
-tool."""
+"""Methods that are not tools only if they take no arguments besides ``self``; for example,
+``close(door)`` is a tool."""
 LONGEST_NAME = 60
+"""Maximum number of characters of a name in messages."""
 
 
 class Tool(NamedTuple):
-    """A method that the policy may call. ``function`` is unbound; a class method takes the
-    class."""
+    """A method that the policy may call."""
 
     name: str
+    """Name of the method."""
     function: Callable[..., Any]
+    """The unbound function."""
     schema: Mapping[str, Any]
+    """JSON schema for the chat template."""
     signature: Signature
+    """Arguments without ``self``."""
     of_class: bool
+    """Whether it is a class method."""
     is_async: bool
+    """Whether it is a coroutine function."""
 
     def bound(self, instance: Any) -> Callable[..., Any]:
-        """The method of an instance, whatever attributes it has been given since."""
+        """Return the method bound to an instance; attributes of the instance with the same name do
+        not replace it."""
         return self.function.__get__(type(instance) if self.of_class else instance)
 
 
 def tools_of(kind: type[Any]) -> dict[str, Tool]:
-    """The tools of a class by name: its public methods, those of its bases included, in
-    alphabetical order. Raises ValueError that names the class, the method and the line for one that
-    has no schema, and for a class without tools."""
+    """Return the tools of a class by name, in alphabetical order: its public methods, including
+    inherited ones.
+
+    Raises ValueError that names the class, the method and the line for a method without a schema,
+    and for a class without tools.
+    """
     found = {}
     for name in sorted(dir(kind)):
         raw = inspect.getattr_static(kind, name)
@@ -300,8 +321,10 @@ def tools_of(kind: type[Any]) -> dict[str, Tool]:
 
 
 def arguments_for(tool: Tool, arguments: Any) -> dict[str, Any]:
-    """The arguments as the type hints of the tool want them. Raises ValueError that says what is
-    missing, unknown or of another type."""
+    """Convert the arguments of a call to the types of the tool's type hints.
+
+    Raises ValueError for missing or unknown arguments and for values of a wrong type.
+    """
     if not isinstance(arguments, Mapping):
         raise ValueError("the arguments must be an object")
     if problem := json_problem(arguments):
@@ -321,10 +344,10 @@ def arguments_for(tool: Tool, arguments: Any) -> dict[str, Any]:
 
 
 def unknown_tool(name: str, tools: Mapping[str, Tool]) -> str:
-    """What the policy reads when it calls a tool that does not exist."""
+    """Return the error text for a call of a tool that does not exist."""
     return f"Tool {short(name)} not found.{close_to(name, [*tools])}"
 
 
 def short(name: str) -> str:
-    """A name that may be of any length, for a message about it."""
+    """Return a name truncated to ``LONGEST_NAME`` characters."""
     return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."

@@ -1,8 +1,8 @@
-"""Turns plain JSON values into what type hints ask for, and checks what the code of an author
-returned.
+"""Conversion of plain JSON values to the types of type hints, and checks of the values that an
+author's code returns.
 
-Numbers and booleans written as text are accepted, because policies and command lines write them so;
-everything else that does not fit is refused with a sentence that says what was expected.
+Numbers and booleans written as text are accepted, because policies and command lines write them so.
+Other values of a wrong type are rejected with a message that names the expected type.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ _WORDS: Mapping[Any, str] = types.MappingProxyType(
 
 
 def coerced(value: Any, hint: Any, name: str, *, strict: bool = False) -> Any:
-    """Return ``value`` as the type that ``hint`` names. Raises ValueError that begins with
-    ``name``. With ``strict`` nothing is converted that has another JSON type."""
+    """Convert ``value`` to the type of ``hint``; with ``strict``, without conversion between JSON
+    types.
+
+    Raises ValueError that begins with ``name``.
+    """
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if hint is Any or hint is object:
@@ -75,7 +78,7 @@ def coerced(value: Any, hint: Any, name: str, *, strict: bool = False) -> Any:
 
 
 def described(hint: Any) -> str:
-    """What a value for ``hint`` is, in words."""
+    """Describe the values of a type hint in words."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if hint is None or hint in _WORDS:
@@ -95,7 +98,7 @@ def described(hint: Any) -> str:
 
 
 def copied(value: Any) -> Any:
-    """A JSON value that the author's code may change."""
+    """Return a deep copy of a JSON value, which the author's code may change."""
     if isinstance(value, Mapping):
         return {key: copied(item) for key, item in value.items()}
     return [copied(item) for item in value] if isinstance(value, (list, tuple)) else value
@@ -195,7 +198,8 @@ def _mapping(value: Any, hint: Any, args: Sequence[Any], name: str, strict: bool
 
 
 def _fields(value: Any, kind: Any, name: str, strict: bool) -> dict[str, Any]:
-    """The fields of a dataclass or TypedDict, from a map. Fields with a default may be missing."""
+    """Convert a map to the fields of a dataclass or TypedDict; fields with a default may be
+    missing."""
     if not isinstance(value, Mapping):
         raise _refused(value, kind, name)
     hints = field_hints(kind)
@@ -213,7 +217,7 @@ def _fields(value: Any, kind: Any, name: str, strict: bool) -> dict[str, Any]:
 
 
 def field_hints(kind: Any) -> dict[str, Any]:
-    """The type hints of what a dataclass takes, or of the keys of a TypedDict."""
+    """Return the type hints of the init fields of a dataclass, or of the keys of a TypedDict."""
     hints = typing.get_type_hints(kind)
     return (
         {each.name: hints[each.name] for each in fields(kind) if each.init}
@@ -223,7 +227,8 @@ def field_hints(kind: Any) -> dict[str, Any]:
 
 
 def required_fields(kind: Any) -> list[str]:
-    """The fields of a dataclass, or the keys of a TypedDict, that must be given."""
+    """Return the names of the fields of a dataclass, or of the keys of a TypedDict, that are
+    required."""
     if is_dataclass(kind):
         needed = (
             each
@@ -235,29 +240,31 @@ def required_fields(kind: Any) -> list[str]:
 
 
 class BrokenContract(ValueError):
-    """The environment's code returned what it must not; the text says what."""
+    """An invalid return value of an environment's code; the text describes the problem."""
 
 
 def whole_text(text: str) -> str:
-    """The text with halves of characters replaced, so that it can be encoded."""
+    """Return the text with lone surrogates replaced, so that it can be encoded as UTF-8."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def checked(found: T, problems: Iterable[str]) -> T:
-    """Return ``found``, which has no problems. Raises BrokenContract with the first."""
+    """Return ``found`` if there are no problems. Raises BrokenContract with the first problem."""
     for problem in problems:
         raise BrokenContract(problem)
     return found
 
 
 def checked_messages(found: Any, what: str) -> Sequence[ChatMessage]:
-    """Return messages without problems. Raises BrokenContract that begins with ``what``."""
+    """Return the messages if they are valid. Raises BrokenContract that begins with ``what``."""
     return checked(found, message_problems(found, what))
 
 
 def checked_number(found: Any, what: str) -> float:
-    """Return a finite number as float; true and false are 1 and 0. Raises BrokenContract that
-    begins with ``what``."""
+    """Return a finite number as float; true and false become 1 and 0.
+
+    Raises BrokenContract that begins with ``what``.
+    """
     number = finite_number(found)
     if number is None:
         raise BrokenContract(f"{what} must be a finite number, not {shown(found)}")
@@ -276,8 +283,11 @@ def checked_numbers(found: Any, what: str) -> dict[str, float]:
 
 
 def checked_rewards(found: Any, what: str) -> tuple[float, dict[str, float]]:
-    """Return the reward and its named components: a number, or a map whose ``reward`` or else sum
-    is the reward. Raises BrokenContract that begins with ``what``."""
+    """Return the reward and its named components.
+
+    ``found`` is a number, or a map whose item ``reward``, or else the sum of its values, is the
+    reward. Raises BrokenContract that begins with ``what``.
+    """
     if not isinstance(found, Mapping):
         return checked_number(found, what), {}
     if not found:
@@ -290,7 +300,7 @@ def checked_rewards(found: Any, what: str) -> tuple[float, dict[str, float]]:
 
 
 def info_problems(found: Any) -> Iterator[str]:
-    """Yield what is wrong with an info, which is a map of JSON."""
+    """Yield the problems of an ``info``, which must be a map of JSON values."""
     if not isinstance(found, Mapping):
         yield f"info must be a map, not {shown(found)}"
     elif found and (problem := json_problem(found)):
@@ -298,7 +308,7 @@ def info_problems(found: Any) -> Iterator[str]:
 
 
 def turn_problems(turn: Turn) -> Iterator[str]:
-    """Yield what is wrong with a turn, but for its numbers."""
+    """Yield the problems of a turn, except those of its numbers."""
     yield from message_problems(turn.messages, "messages", ANSWERING_ROLES)
     for name in ("done", "final"):
         if not isinstance(getattr(turn, name), bool):
@@ -308,14 +318,14 @@ def turn_problems(turn: Turn) -> Iterator[str]:
 
 
 def state_key_problems(key: Any) -> Iterator[str]:
-    """Yield what is wrong with the ``state_key`` of an opening or a turn."""
+    """Yield the problems of the ``state_key`` of an opening or a turn."""
     if not isinstance(key, str):
         yield f"state_key must be text, not {shown(key)}"
 
 
 def checked_turn(turn: Turn) -> Turn:
-    """Return a turn whose messages, numbers and info are what they must be, its numbers as floats.
-    Raises BrokenContract."""
+    """Return the turn with its numbers as floats. Raises BrokenContract for invalid messages,
+    numbers or info."""
     checked(turn, turn_problems(turn))
     reward = None if turn.reward is None else checked_number(turn.reward, "reward")
     rewards = checked_numbers(turn.rewards, "rewards") if turn.rewards else {}
