@@ -1,13 +1,13 @@
-"""Decides which task comes next, by priority, learnability or neither, and offers the tasks as a
-data source.
+"""Curricula, which choose the tasks to train on, and a data source that draws its tasks from one.
 
-Choosing reads statistics and draws from the seeded generator; ``record_template`` alone changes
-them. Thread-safe.
+Choosing tasks only reads the statistics and advances the seeded generator; only ``record_template``
+changes the statistics. Curricula are thread-safe. Three strategies exist:
 
-*priority* is the classic rule of docs/reference/environment.md 8. *learnability* draws where there is something to
-learn: most training goes to what succeeds sometimes, a little to everything (docs/reference/learning.md 2). Training
-uses the one that the learning benchmark shows to be better (``dataset.curriculum``). *uniform* draws all
-alike, also what never succeeds, about which a teacher has as much to say as about all else.
+*priority* follows the rule of docs/reference/environment.md 8. *learnability* mostly draws
+templates that succeed sometimes, and each of the others with a small weight
+(docs/reference/learning.md 2); it is the default (``dataset.curriculum``). *uniform* draws all
+templates equally often, including those that never succeed, from which distillation from a teacher
+learns as much as from others.
 """
 
 from __future__ import annotations
@@ -26,78 +26,89 @@ from realhf.api.source import SampleResult, SourceItem
 from realhf.env.loader.load import build_environment
 
 STATE_VERSION = 1
+"""Version of the format of ``Curriculum.state_dict``."""
 GROUP_SUCCESS = ("fraction", "any")
+"""Ways to count a group of rollouts, see ``Curriculum``."""
 WEAK_RATE = 0.7
+"""Success rate below which a template that has not graduated is reported as a weak spot."""
 _SEED_BITS = 31
+"""Bits of the seeds that are drawn for instances."""
 _FAILURES = 3
-"""After so many groups without a valid rollout a template that was never tried comes first no
-longer."""
+"""Number of groups without a valid rollout after which a template without results is no longer
+preferred as untried."""
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
 class TaskSet(Protocol[T_co]):
-    """Offers a curriculum templates, by name or number, in groups of rising difficulty, and
-    instances of them; ``realhf.api.environment.TaskSet`` is one."""
+    """The templates of a curriculum, by name or number, in groups of rising difficulty, and their
+    instances. ``realhf.api.environment.TaskSet`` satisfies it."""
 
     @property
     def group_of(self) -> Mapping[Any, str]:
-        """The group of every template that may be drawn."""
+        """Group of every template that may be drawn."""
         ...
 
     @property
     def groups(self) -> Sequence[str]:
-        """All groups there are, the easiest first, including those without a template here."""
+        """All existing groups, easiest first, including those without a template here."""
         ...
 
     def instantiate(self, template_id: Any, seed: int) -> T_co:
-        """Return the instance that ``seed`` draws for training."""
+        """Return the training instance of a template that ``seed`` draws."""
         ...
 
 
 @dataclass
 class TemplateRecord:
-    """Holds what is known about one template. ``results``: the last ones, oldest first;
-    ``failures``: groups without a valid rollout; ``successes``/``weight``: the decayed sums of the
-    learnability rate; ``interval`` (0 before graduation) and ``reference``: the spaced repetition
-    schedule."""
+    """Statistics of one template."""
 
     results: list[float] = field(default_factory=list)
+    """Most recent results, oldest first; at most ``PriorityRule.window``."""
     attempts: int = 0
+    """Number of groups with valid rollouts."""
     last_episode: int = -1
+    """Episode of the last result; -1 without one."""
     successes: float = 0.0
+    """Decayed sum of results, for the learnability strategy."""
     weight: float = 0.0
+    """Decayed number of results, for the learnability strategy."""
     interval: int = 0
+    """Episodes between two re-tests of the spaced repetition; 0 before graduation."""
     reference: int = 0
+    """Episode from which ``interval`` counts."""
     failures: int = 0
+    """Number of groups without a valid rollout."""
 
     @property
     def untried(self) -> bool:
-        """Whether the template has no result yet and can be expected to have one. One whose
-        environment always fails would else take a place in every batch."""
+        """Whether the template has no result yet and fewer than ``_FAILURES`` failed groups;
+        without this limit, a template whose environment always fails would be part of every
+        batch."""
         return not self.attempts and self.failures < _FAILURES
 
     @property
     def graduated(self) -> bool:
-        """Whether the template counts as mastered, so that it comes back only for re-tests."""
+        """Whether the template counts as mastered and is drawn only for re-tests."""
         return self.interval > 0
 
 
 class Curriculum(Generic[T]):
-    """Draws tasks, records results and keeps metrics and state: what the strategies have in common.
+    """Base class of the strategies: draws tasks, records results, and provides metrics and state.
 
-    Raises ValueError for a task set without templates, LookupError for a template that it does not
-    hold.
+    Raises ValueError for a task set without templates, and LookupError for results of an unknown
+    template.
 
     Args:
-        seed: of the draws.
-        tasks: what is drawn from.
-        group_success: what a group counts as: the ``fraction`` of its valid rollouts that achieved the task, or
-            ``any`` (1 when at least one did).
+        seed: Seed of the draws.
+        tasks: The templates to draw from.
+        group_success: Result of a group: the ``fraction`` of its valid rollouts that achieved the
+            task, or ``any`` (1 if at least one did).
     """
 
     strategy = ""
+    """Name of the strategy."""
 
     def __init__(
         self,
@@ -123,7 +134,7 @@ class Curriculum(Generic[T]):
         self.reset()
 
     def reset(self) -> None:
-        """Go back to the first episode: forget all results."""
+        """Discard all results and start again at the first episode."""
         with self._lock:
             self._rng = random.Random(f"curriculum:{self._seed}")
             self._records = {template_id: TemplateRecord() for template_id in self._group_of}
@@ -132,7 +143,7 @@ class Curriculum(Generic[T]):
             self._rewards: list[float] = []
 
     def draw(self, count: int) -> list[tuple[Any, int]]:
-        """Return template and seed of ``count`` training tasks for one batch, as different as the
+        """Return (template, seed) of ``count`` training tasks for one batch, as different as the
         strategy allows."""
         with self._lock:
             return [
@@ -141,27 +152,34 @@ class Curriculum(Generic[T]):
             ]
 
     def next_task(self, seed: int | None = None) -> T:
-        """Return the task to play now; ``seed`` fixes the instance instead of drawing it."""
+        """Draw one task; a given ``seed`` replaces the drawn seed of the instance."""
         template_id, drawn = self.draw(1)[0]
         return self._tasks.instantiate(template_id, drawn if seed is None else seed)
 
     def next_tasks(self, count: int) -> list[T]:
-        """Return ``count`` training tasks for one batch, as different as the strategy allows."""
+        """Draw ``count`` training tasks for one batch, as different as the strategy allows."""
         return [
             self._tasks.instantiate(template_id, seed) for template_id, seed in self.draw(count)
         ]
 
     def record_result(self, task: Any, achieved: bool | float | None, reward: float = 0.0) -> None:
-        """Record a result for the template of ``task``, its ``task_id``; see
-        ``record_template``."""
+        """Record a result for the template ``task.task_id``; see ``record_template``."""
         self.record_template(task.task_id, achieved, reward)
 
     def record_template(
         self, task_id: Any, achieved: bool | float | None, reward: float = 0.0
     ) -> None:
-        """Record a result; there is no other way in. A group counts as one episode; ``achieved`` is
-        the fraction of its valid rollouts that achieved the task, None for a group without valid
-        rollouts."""
+        """Record the result of a group, which counts as one episode.
+
+        Raises LookupError for an unknown template, and ValueError for an invalid ``achieved`` or a
+        reward that is not finite.
+
+        Args:
+            task_id: Id of the template.
+            achieved: Fraction of the valid rollouts that achieved the task; None for a group without
+                valid rollouts, which is counted as invalid and is not an episode.
+            reward: Mean reward of the valid rollouts.
+        """
         self._check_known(task_id)
         with self._lock:
             if achieved is None:
@@ -184,21 +202,26 @@ class Curriculum(Generic[T]):
             raise LookupError(f"task {template_id} is not in this curriculum")
 
     def success_rate(self, template_id: Any) -> float:
-        """Return the strategy's running success rate of a template, 0 if it was never tried."""
+        """Return the strategy's running success rate of a template; 0 if it was never tried."""
         raise NotImplementedError
 
     def _choose(self, count: int) -> list[Any]:
+        """Return ``count`` template ids."""
         raise NotImplementedError
 
     def _learn(self, template_id: Any, record: TemplateRecord, result: float) -> None:
+        """Update the strategy's statistics with a result in [0, 1]."""
         raise NotImplementedError
 
     def get_stats(self) -> dict[str, Any]:
-        """Return what a person asks for: ``episode_count``, ``invalid_groups``,
-        ``avg_reward_last_10``; ``skill_profile`` {task id: success rate} of what was tried; lists
-        of task ids ``graduated_tasks``, ``weak_spots`` (below 0.7, not graduated),
-        ``spaced_rep_due``; ``group``, ``group_episodes``, ``group_success_rate``, ``promotions``
-        [(episode, group)], empty in a strategy that takes all groups at once."""
+        """Return the state of the curriculum for display.
+
+        Keys: ``episode_count``; ``invalid_groups``; ``avg_reward_last_10``; ``skill_profile`` {task
+        id: success rate} of tried templates; the lists of task ids ``graduated_tasks``,
+        ``weak_spots`` (below 0.7, not graduated) and ``spaced_rep_due``; and ``group``,
+        ``group_episodes``, ``group_success_rate`` and ``promotions`` [(episode, group)], which are
+        empty or zero in strategies that draw from all groups at once.
+        """
         with self._lock:
             tried = {key: record for key, record in self._records.items() if record.attempts}
             rates = {key: self.success_rate(key) for key in tried}
@@ -223,8 +246,8 @@ class Curriculum(Generic[T]):
             }
 
     def stats(self) -> dict[str, float]:
-        """Return metrics for the step's log: episodes, invalid groups, mean reward, success rate by
-        group, untried."""
+        """Return metrics for the log of a step: episodes, invalid groups, mean of the last 10
+        rewards, number of untried templates, and success rate by group."""
         with self._lock:
             figures = {
                 "episodes": float(self._episodes),
@@ -242,7 +265,7 @@ class Curriculum(Generic[T]):
             return figures
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that decides later draws, as JSON can hold it."""
+        """Return the state that determines later draws, as JSON values."""
         with self._lock:
             version, internal, gauss = self._rng.getstate()
             return {
@@ -257,8 +280,11 @@ class Curriculum(Generic[T]):
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state. Another task set is a warning: known templates keep their
-        records, others start as new. Raises ValueError for another version or strategy."""
+        """Restore a saved state. With another task set, a warning is logged; known templates keep
+        their records and others start without results.
+
+        Raises ValueError for another version or strategy.
+        """
         if state.get("version") != STATE_VERSION or state.get("strategy") != self.strategy:
             raise ValueError(
                 f"curriculum state is of version {state.get('version')}, strategy "
@@ -282,13 +308,17 @@ class Curriculum(Generic[T]):
                 )
 
     def _task_set(self) -> str:
+        """Return a hash of the templates and their groups."""
         return hashlib.sha256(json.dumps(sorted(self._group_of.items())).encode()).hexdigest()[:16]
 
 
 class LearnabilityCurriculum(Curriculum[T]):
-    """Draws templates with weight p(1-p) + ``floor``; untried templates come first, but are no more
-    than ``untried_share`` of a batch once others succeed sometimes. ``decay`` forgets older
-    groups."""
+    """Curriculum that draws templates with weight p(1-p) + ``floor``, where p is the success rate.
+
+    Untried templates come first, but make up at most ``untried_share`` of a batch once others
+    succeed sometimes. ``decay`` is the factor by which each new group reduces the weight of older
+    ones.
+    """
 
     strategy = "learnability"
 
@@ -308,12 +338,12 @@ class LearnabilityCurriculum(Curriculum[T]):
         super().__init__(seed, tasks, group_success=group_success)
 
     def success_rate(self, template_id: Any) -> float:
-        """See ``Curriculum``."""
+        """Return the decayed success rate of a template."""
         record = self._records[template_id]
         return record.successes / record.weight if record.weight else 0.0
 
     def weight(self, template_id: Any) -> float:
-        """Return the share of draws, up to a constant, that a tried template gets."""
+        """Return the unnormalized draw weight of a tried template."""
         rate = self.success_rate(template_id)
         return rate * (1.0 - rate) + self._floor
 
@@ -348,27 +378,29 @@ class LearnabilityCurriculum(Curriculum[T]):
 
 
 class UniformCurriculum(LearnabilityCurriculum[T]):
-    """Draws all templates alike, but for those whose environment always fails; untried ones come
-    first."""
+    """Curriculum that draws all templates with equal probability, except those whose environment
+    always fails; untried ones come first."""
 
     strategy = "uniform"
 
     def weight(self, template_id: Any) -> float:
-        """See ``LearnabilityCurriculum``."""
+        """Return 1 for a template with results, else ``floor``."""
         return 1.0 if self._records[template_id].attempts else self._floor
 
     def _drawn_from(self, templates: list[Any]) -> list[Any]:
-        # Even draws walk through them in their order: with equal weights always the same ones would
-        # come together.
+        # Systematic resampling walks the templates in order; in a fixed order, with equal weights,
+        # the same ones would always share a batch.
         return self._rng.sample(templates, len(templates))
 
 
 def _even_draws(
     rng: random.Random, items: Sequence[Any], weights: Sequence[float], count: int
 ) -> list[Any]:
-    """Make ``count`` weighted draws that hit each item within one of its expected number
-    (systematic resampling), in random order: a batch then follows the weights as closely as it
-    can."""
+    """Make ``count`` weighted draws by systematic resampling, in random order.
+
+    Each item is drawn within one of its expected number of times, so that a batch follows the
+    weights as closely as possible.
+    """
     step = sum(weights) / count
     position = rng.random() * step
     cumulative = weights[0]
@@ -386,25 +418,37 @@ def _even_draws(
 
 @dataclass(frozen=True)
 class PriorityRule:
-    """Holds the constants of the priority strategy. ``promotion``: least episodes and success rate
-    that lead out of the first group, the second, ...; the last pair holds for all further ones.
-    ``untried``, ``weak``, ``due`` and ``recent``: what they add to a template's score (``weak``
-    times 1 - rate)."""
+    """Constants of the priority strategy."""
 
     untried: float = 100.0
+    """Score of an untried template."""
     weak: float = 50.0
+    """Score of weakness, multiplied by 1 - success rate."""
     due: float = 30.0
+    """Score added while a re-test is due."""
     recent: float = -20.0
+    """Score added (negative) for templates drawn in the last ``recent_episodes``."""
     decay: float = 0.85
+    """Decay of the weight of older results, per result."""
     window: int = 10
+    """Number of results kept per template."""
     mastery_attempts: int = 3
+    """Minimum number of results before a template can graduate."""
     mastery_rate: float = 0.7
+    """Minimum success rate to graduate and to pass a re-test."""
     first_interval: int = 3
+    """Episodes until the first re-test, and after a failed one."""
     longest_interval: int = 48
+    """Maximum number of episodes between re-tests; each passed re-test doubles the interval."""
     recent_episodes: int = 2
+    """Number of episodes that count as recent."""
     fast_track_episodes: int = 3
+    """Minimum number of episodes in a group for early promotion."""
     fast_track_rate: float = 0.9
+    """Minimum success rate in a group for early promotion."""
     promotion: Sequence[tuple[int, float]] = ((5, 0.6), (5, 0.6), (8, 0.65), (10, 0.7))
+    """(minimum episodes, minimum success rate) to leave the first group, the second, and so on; the
+    last pair applies to all further groups."""
 
     def __post_init__(self) -> None:
         if not self.promotion:
@@ -412,7 +456,7 @@ class PriorityRule:
 
     @classmethod
     def of(cls, preset: str = "standard", **changes: Any) -> PriorityRule:
-        """Return a preset with some constants changed. Raises ValueError for an unknown preset or
+        """Return a preset with some constants replaced. Raises ValueError for an unknown preset or
         constant."""
         if preset not in PRESETS:
             raise ValueError(
@@ -431,7 +475,8 @@ PRESETS: Mapping[str, PriorityRule] = {
 
 
 def decayed_rate(results: Sequence[float], decay: float) -> float:
-    """Return the success rate with weight decay**age, age 0 being the last; 0 without results."""
+    """Return the mean of the results with weights decay**age, where the last result has age 0; 0
+    without results."""
     weights = [decay**age for age in range(len(results))]
     return (
         sum(w * r for w, r in zip(weights, reversed(results), strict=True)) / sum(weights)
@@ -441,8 +486,8 @@ def decayed_rate(results: Sequence[float], decay: float) -> float:
 
 
 class PriorityCurriculum(Curriculum[T]):
-    """Draws the template with the highest priority, among the current group and what is due from
-    those before it."""
+    """Curriculum that draws the templates with the highest priority from the current group and from
+    those of earlier groups that are due for a re-test."""
 
     strategy = "priority"
 
@@ -458,7 +503,7 @@ class PriorityCurriculum(Curriculum[T]):
         super().__init__(seed, tasks, group_success=group_success)
 
     def reset(self) -> None:
-        """See ``Curriculum``; the group is the first again."""
+        """Discard all results and return to the first group."""
         with self._lock:
             super().reset()
             self._group_index = 0
@@ -471,11 +516,11 @@ class PriorityCurriculum(Curriculum[T]):
         return self._groups[self._group_index]
 
     def success_rate(self, template_id: Any) -> float:
-        """See ``Curriculum``."""
+        """Return the decayed success rate of a template."""
         return decayed_rate(self._records[template_id].results, self.rule.decay)
 
     def priority(self, template_id: Any) -> float:
-        """Return the score of docs/reference/environment.md 8."""
+        """Return the score of a template by docs/reference/environment.md 8."""
         record = self._records[template_id]
         rule = self.rule
         if not record.attempts:
@@ -485,7 +530,7 @@ class PriorityCurriculum(Curriculum[T]):
         return rule.weak * weakness + rule.due * self._due(record) + rule.recent * recent
 
     def _due(self, record: TemplateRecord, before: int = 0) -> bool:
-        """Return whether a re-test is due now, or was ``before`` the last recorded episodes."""
+        """Return whether a re-test is due now, or was due ``before`` episodes ago."""
         return record.graduated and self._episodes - before - record.reference >= record.interval
 
     def _choose(self, count: int) -> list[Any]:
@@ -524,7 +569,8 @@ class PriorityCurriculum(Curriculum[T]):
             self._promote()
 
     def _promote(self) -> None:
-        """Move to the next group when this one goes well; there is no way back."""
+        """Advance to the next group if the success rate of this one is sufficient; groups never go
+        back."""
         rule = self.rule
         count = len(self._group_results)
         if self._group_index + 1 == len(self._groups):
@@ -539,7 +585,7 @@ class PriorityCurriculum(Curriculum[T]):
             self._promotions.append((self._episodes, self.group))
 
     def get_stats(self) -> dict[str, Any]:
-        """See ``Curriculum``; adds the group, its results, re-tests that are due, and
+        """Return the state of the curriculum for display, including the group, due re-tests and
         promotions."""
         with self._lock:
             return super().get_stats() | {
@@ -553,8 +599,8 @@ class PriorityCurriculum(Curriculum[T]):
             }
 
     def stats(self) -> dict[str, float]:
-        """See ``Curriculum``; adds the group's number and episodes, and how many templates are
-        graduated and due."""
+        """Return the metrics of ``Curriculum``, and the index and episodes of the group and the
+        numbers of graduated and due templates."""
         with self._lock:
             records = self._records.values()
             return super().stats() | {
@@ -565,7 +611,7 @@ class PriorityCurriculum(Curriculum[T]):
             }
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``Curriculum``; adds the group, its results and the promotions."""
+        """Return the state of ``Curriculum``, and the group, its results and the promotions."""
         with self._lock:
             return super().state_dict() | {
                 "group": self.group,
@@ -574,7 +620,10 @@ class PriorityCurriculum(Curriculum[T]):
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See ``Curriculum``. A group that is not known starts at the first."""
+        """Restore a saved state; with an unknown group, start at the first.
+
+        Raises ValueError for another version or strategy, and for the state of an earlier release.
+        """
         with self._lock:
             if state.get("strategy") == self.strategy and "group" not in state:
                 raise ValueError(
@@ -593,6 +642,7 @@ STRATEGIES = (
     PriorityCurriculum.strategy,
     UniformCurriculum.strategy,
 )
+"""Names of the strategies."""
 
 
 def make_curriculum(
@@ -604,9 +654,18 @@ def make_curriculum(
     untried_share: float = 1.0,
     priority: Mapping[str, Any] | None = None,
 ) -> Curriculum[T]:
-    """Build the curriculum; ``untried_share`` is for all but ``priority``. For this, ``preset`` and
-    constants of ``PriorityRule`` that differ from it may be given. Raises ValueError for an unknown
-    strategy, preset or constant."""
+    """Build a curriculum.
+
+    Raises ValueError for an unknown strategy, preset or constant.
+
+    Args:
+        strategy: One of ``STRATEGIES``.
+        seed: Seed of the draws.
+        tasks: The templates to draw from.
+        group_success: See ``Curriculum``.
+        untried_share: See ``LearnabilityCurriculum``; without effect for ``priority``.
+        priority: ``preset`` and constants of ``PriorityRule`` for the strategy ``priority``.
+    """
     if strategy == LearnabilityCurriculum.strategy:
         return LearnabilityCurriculum(
             seed, tasks, untried_share=untried_share, group_success=group_success
@@ -624,10 +683,11 @@ def make_curriculum(
 
 
 class TaskSource:
-    """Draws tasks of the training split from a curriculum, without end.
+    """Infinite data source of tasks of the training split, drawn from a curriculum.
 
-    Ids are ``<task id>@<n>`` with n counting from 0. Metadata holds what ``parse_task`` reads, and
-    ``template``, the id in the curriculum. There are no values: the task travels as metadata.
+    The id of an item is ``<task id>@<n>`` with n counting from 0. Its metadata holds the task, in
+    the format that ``parse_task`` reads, and ``template``, its id in the curriculum. Items have no
+    values.
     """
 
     def __init__(
@@ -661,8 +721,8 @@ class TaskSource:
         return items
 
     def record(self, results: Sequence[SampleResult]) -> None:
-        """Report results to the curriculum; rollouts that failed through no fault of the policy do
-        not count."""
+        """Report results to the curriculum; rollouts without a reward, which failed through no
+        fault of the policy, do not count."""
         for result in results:
             valid = [i for i, reward in enumerate(result.rewards) if reward is not None]
             achieved = sum(bool(result.achieved[i]) for i in valid) / len(valid) if valid else None
@@ -670,11 +730,11 @@ class TaskSource:
             self._curriculum.record_template(result.metadata["template"], achieved, reward)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of tasks drawn and the curriculum's state."""
+        """Return the number of drawn tasks and the curriculum's state."""
         return {"drawn": self._drawn, "curriculum": self._curriculum.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
+        """Restore a state from ``state_dict``."""
         self._curriculum.load_state_dict(state["curriculum"])
         self._drawn = state["drawn"]
 

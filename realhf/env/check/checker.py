@@ -247,7 +247,7 @@ class Checker:
 
     async def _play_again(self, run: Run) -> None:
         run.harness.begin(_CHECK_S)
-        with suppress(CallFailed):  # it is a finding
+        with suppress(CallFailed):  # already reported as a finding
             self._tell(ABOUT, {FINGERPRINTS: fingerprints(await play_again(run))})
 
     async def _play(self, run: Run) -> None:

@@ -1,5 +1,4 @@
-"""Runs the command ``python -m realhf.env check``: holds what is found, and shows it to a
-person."""
+"""The command ``python -m realhf.env check``: collects and displays the findings of a check."""
 
 from __future__ import annotations
 
@@ -50,13 +49,18 @@ from realhf.env.loader.load import parse_options
 from realhf.registry import environments
 
 _NAME = 16
+"""Width of the column of names of checks."""
 _NO_PASSPORT = "Describe under `view` what an episode leaves"
 _STYLES = {FAULT: "red", READ: "yellow", SKIPPED: "yellow"}
 
 
 class Report:
-    """Holds what is known about an environment so far, and shows it on ``console``, unless that is
-    quiet: ``about`` it, and ``verdicts`` (check, outcome, remark)."""
+    """Results of a check, shown on ``console`` as they arrive.
+
+    Attributes:
+        about: Properties of the environment.
+        verdicts: (check, outcome, remark) of each completed check.
+    """
 
     def __init__(self, reference: str, console: Console | None = None) -> None:
         self.reference = reference
@@ -68,14 +72,14 @@ class Report:
         self._status: Status | None = None
 
     def begin(self) -> None:
-        """Say what is checked."""
+        """Show what is checked, and start the status display on a terminal."""
         self._line(f"check of {self.reference}", "bold")
         if self._console.is_terminal:
             self._status = self._console.status("starting a process")
             self._status.start()
 
     def hear(self, event: Sequence[Any]) -> None:
-        """Take in and show an event of the child."""
+        """Record and show an event of the child process."""
         kind, *values = event
         if kind == NOW and self._status is not None:
             check, call, task, _ = values
@@ -95,12 +99,12 @@ class Report:
                 )
 
     def add(self, finding: Finding) -> None:
-        """Take in a finding."""
+        """Record a finding."""
         self._findings.add(finding)
 
     def compare(self, other: Report) -> None:
-        """Compare what another process played, which draws its hashes otherwise; what went wrong
-        there counts."""
+        """Compare the fingerprints with those of another process, whose hash seed differs; faults
+        found there count, too."""
         if other.faults:
             for finding in other.findings:
                 if finding.is_fault:
@@ -129,7 +133,7 @@ class Report:
                     return
 
     def show_findings(self) -> None:
-        """Show each finding on a line of its own."""
+        """Show each finding on its own line."""
         for found in self.findings:
             self._line(
                 f"{'FAULT' if found.is_fault else 'note'} {found.line()}",
@@ -137,7 +141,7 @@ class Report:
             )
 
     def finish(self) -> None:
-        """Show the tools, what was found, and the sum."""
+        """Show the tools, the findings, and the totals."""
         self.close()
         skipped: dict[str, list[str]] = {}
         for name, outcome, why in self.verdicts:
@@ -159,23 +163,23 @@ class Report:
         )
 
     def close(self) -> None:
-        """Leave the terminal as it was found."""
+        """Stop the status display."""
         if self._status is not None:
             self._status.stop()
             self._status = None
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found, in the order in which it came."""
+        """Findings in order of arrival."""
         return self._findings.all
 
     @property
     def faults(self) -> int:
-        """How many findings are faults."""
+        """Number of findings that are faults."""
         return self._findings.faults()
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything that a person should know as a map for JSON."""
+        """Return the results as a map for JSON, without internal data."""
         inner = (FOLDER, FINGERPRINTS, EXIT, ENDED, PASSPORT)
         findings = [asdict(finding) | {"line": finding.line()} for finding in self.findings]
         return {
@@ -207,7 +211,9 @@ calls that block the event loop, hang, leak or end the process, judges tasks, to
 solver. The exit status is 0 without faults, 1 with some, 2 for wrong arguments, 130 after Ctrl-C."""
 """Shown by ``--help``."""
 _FIRST_SEED = 1
+"""Hash seed of the first process."""
 _OTHER_SEED = 2
+"""Hash seed of the second process, which repeats the episodes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -261,7 +267,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Check, show, and return the exit status."""
+    """Run the command and return the exit status. Raises ValueError for wrong arguments."""
     check_reference(arguments.reference)
     if arguments.passport and not arguments.mutate:
         raise ValueError("--passport says what --mutate found: give both")
@@ -300,8 +306,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def keep_passport(report: Report, arguments: argparse.Namespace) -> None:
-    """Write the passport of an environment whose mutants were played to the end; that this cannot
-    be is a fault."""
+    """Write the passport of an environment if all mutants were played; add a fault if it cannot be
+    written."""
     found = report.about.get(MUTANTS, {})
     file = report.about.get(PASSPORT)
     kinds = {name: Counts(**counts) for name, counts in found.get("kinds", {}).items()}
@@ -339,8 +345,8 @@ def keep_passport(report: Report, arguments: argparse.Namespace) -> None:
 
 
 def check_reference(reference: str) -> None:
-    """Raise ValueError with one sentence for a name that is not registered and a file that is not
-    there. What is in a file is found out by loading it."""
+    """Raise ValueError for an unknown name or a missing file; the contents of a file are checked
+    when it is loaded."""
     parts = split_reference(reference)
     if parts.file is not None:
         if not parts.file.is_file():
@@ -354,8 +360,11 @@ def check_reference(reference: str) -> None:
 
 
 def check(order: Order, report: Report, limit_s: float) -> None:
-    """Check an environment in a child process; one without faults is played by a second process
-    too, whose hashes are drawn otherwise. Both together take ``limit_s`` seconds at most."""
+    """Check an environment in a child process; without faults, play it again in a second process
+    with another hash seed.
+
+    Both together take at most ``limit_s`` seconds.
+    """
     began = time.monotonic()
     code = UserCode(folders_of(order.reference))
     Supervisor(order, code, report.hear).run(limit_s, _FIRST_SEED)
@@ -375,7 +384,7 @@ def _positive(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Return a number of seconds from the command line. Raises ArgumentTypeError."""
+    """Parse a number of seconds from the command line. Raises ArgumentTypeError."""
     try:
         number = float(text)
     except ValueError:

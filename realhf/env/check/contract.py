@@ -1,5 +1,5 @@
-"""Judges what an environment hands out: what the contract asks of messages and turns, and what a
-policy and a trainer need beyond it, such as described tools and bounded rewards."""
+"""Checks of the openings and turns of an environment: the contract, and requirements of policies
+and trainers beyond it, such as described tools and bounded rewards."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from realhf.base.json_values import json_problem, shown
 from realhf.env.loader import validation
 
 LARGEST_REWARD = 1000.0
+"""Largest absolute reward that is accepted."""
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TYPES = {"string", "integer", "number", "boolean", "array", "object", "null"}
 _SAYS_TYPE = ("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref")
+"""Keys of a JSON schema that define the type."""
 
 
 def opening_problems(opening: Any, system_prompt: str) -> Iterator[str]:
-    """Judge what ``reset`` returned, but for its tools."""
+    """Yield the problems of the result of ``reset``, except those of its tools."""
     if not isinstance(opening, Opening):
         yield f"it returns {_article(opening)} and not an Opening"
         return
@@ -37,7 +39,7 @@ def opening_problems(opening: Any, system_prompt: str) -> Iterator[str]:
 
 
 def tool_problems(tools: Any) -> Iterator[str]:
-    """Judge the JSON schemas of tools, in the form of the OpenAI chat API."""
+    """Yield the problems of tool schemas in the format of the OpenAI chat API."""
     if wrong := [*schema_problems(tools)]:
         yield from wrong
         return
@@ -84,7 +86,7 @@ def _function_problems(function: Mapping[str, Any]) -> Iterator[str]:
 
 
 def turn_problems(turn: Any) -> Iterator[str]:
-    """Judge what ``step`` returned."""
+    """Yield the problems of the result of ``step``."""
     if not isinstance(turn, Turn):
         yield f"it returns {_article(turn)} and not a Turn"
         return
@@ -132,25 +134,29 @@ def _article(value: Any) -> str:
 
 
 def solved(turn: Turn) -> bool:
-    """Return whether a turn says that the task is solved."""
+    """Return whether a turn reports that the task is solved."""
     return turn.metrics.get("success") == 1
 
 
 def ends(turn: Turn) -> bool:
-    """Return whether the episode is over after a turn: it is done, or the task is solved."""
+    """Return whether the episode ends with a turn: it is done, or the task is solved."""
     return turn.done or solved(turn)
 
 
 def plain(found: Opening | Turn) -> dict[str, Any]:
-    """Return what a policy and a trainer see of an opening or a turn, as plain JSON values;
-    ``info`` is for people and left out. Call it on what has no problems only."""
+    """Return the contents of an opening or a turn that a policy and a trainer see, as plain JSON
+    values.
+
+    ``info`` is left out, because it is for display only. The opening or turn must have no problems.
+    """
     names = ("messages", "tools") if isinstance(found, Opening) else _SEEN_OF_A_TURN
     return json.loads(json.dumps({name: getattr(found, name) for name in names}, default=_plain))
 
 
 _SEEN_OF_A_TURN = ("messages", "done", "reward", "rewards", "metrics", "final")
+"""Fields of a turn that a policy and a trainer see."""
 
 
 def _plain(value: Any) -> Any:
-    """A sequence or map of another type than JSON knows."""
+    """Convert a sequence or mapping of a type that JSON does not support."""
     return dict(value) if isinstance(value, Mapping) else [*value]
