@@ -1,11 +1,12 @@
-"""Calls an environment's methods, each with a deadline, and finds the line of the author's code
-that failed, hangs or blocks the event loop.
+"""Calls of an environment's methods with deadlines, and detection of the line of the author's code
+that fails, hangs or blocks the event loop.
 
-Every callback of the loop is timed: its processor time exactly, and the time that it sleeps by a
-thread that samples the stack. What one sample adds is bounded, so a process that the kernel did not
-run for a while is not blamed. Collecting garbage is not counted. The line is where most samples
-were. A call that held the interpreter leaves no sample; it is placed where its coroutine stands
-afterwards, or by the name of its task, where ``Caller`` puts the place of the method.
+Every callback of the loop is timed: its processor time by the thread's clock, and its sleeping time
+by a thread that samples the stack. The time counted per sample is bounded, so that a process that
+the kernel did not schedule for a while is not reported, and garbage collection is subtracted. The
+reported line is the one with the most samples. Code that holds the interpreter lock leaves no
+samples; it is located by the line at which its coroutine stands afterwards, or by the name of its
+task, which ``Caller`` sets to the location of the method.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from realhf.env.loader.validation import BrokenContract
 
 _DUMPED_FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$')
 _ENVIRONMENTS = ("environments", "aws")
-"""Folders of the package that hold environments: to a check, they are a person's code."""
+"""Folders of the package that hold environments, whose code a check treats as user code."""
 _MOST_LINKS = 50
+"""Maximum number of awaitables followed in a chain of awaits."""
 
 
 def folders_of(reference: str) -> list[Path]:
@@ -44,8 +46,11 @@ def folders_of(reference: str) -> list[Path]:
 
 
 class UserCode:
-    """Tells the environment's code from the code around it. ``folders``: where the environment
-    lies."""
+    """Classification of files as the environment's code or other code, and conversion of frames,
+    exceptions and dumps to locations in the environment's code.
+
+    ``folders`` are those of the environment.
+    """
 
     def __init__(self, folders: Sequence[Path] = ()) -> None:
         kinds = ("stdlib", "platstdlib", "purelib", "platlib")
@@ -59,14 +64,16 @@ class UserCode:
         self._owned: dict[str, bool] = {}
 
     def add(self, folder: str) -> None:
-        """Count what lies in a folder to the environment's code, from now on."""
+        """Treat the files in a folder as the environment's code from now on."""
         self._folders[os.path.realpath(folder)] = True
         self._owned.clear()
 
     def owns(self, file: str) -> bool:
-        """Return whether ``file`` is the environment's; the deepest known folder above it decides.
-        A file below none of them is the environment's, unless it is no file at all (``<frozen
-        ...>``, ``<string>``)."""
+        """Return whether ``file`` belongs to the environment.
+
+        The deepest known folder above it decides. A file outside the known folders belongs to the
+        environment, unless it is no real file (``<frozen ...>``, ``<string>``).
+        """
         if file not in self._owned:
             self._owned[file] = self._owns(file)
         return self._owned[file]
@@ -82,15 +89,15 @@ class UserCode:
         return os.path.isabs(path)
 
     def place(self, file: str, line: int, name: str) -> str:
-        """Return ``file:line in name``, the path relative to the working directory where it lies
-        below it."""
+        """Return ``file:line in name``; the path is relative if it lies in the working
+        directory."""
         path = os.path.realpath(file)
         shown = os.path.relpath(path, self._here) if path.startswith(self._here + os.sep) else path
         return f"{shown}:{line} in {name}"
 
     def of_exception(self, error: BaseException) -> str:
-        """Return the innermost line of the environment's code that led to ``error`` or to its
-        cause; "" if none did."""
+        """Return the innermost line of the environment's code that raised ``error`` or its cause;
+        "" if there is none."""
         for each in reversed([*_chain(error)]):
             if isinstance(each, SyntaxError) and each.filename and self.owns(each.filename):
                 return self.place(each.filename, each.lineno or 0, "its text")
@@ -105,7 +112,7 @@ class UserCode:
 
     def of_frame(self, frame: FrameType | None, below: CodeType | None = None) -> str:
         """Return the innermost line of the environment's code among a running frame and its
-        callers, up to the one that runs ``below``."""
+        callers, up to the frame that runs ``below``."""
         while frame is not None and frame.f_code is not below:
             if self.owns(frame.f_code.co_filename):
                 return self.place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
@@ -113,9 +120,11 @@ class UserCode:
         return ""
 
     def of_awaitable(self, awaited: Any) -> str:
-        """Return where a suspended coroutine, or what it awaits, stands in the environment's code;
-        else where another thread stands in it, because a method may have been handed to a
-        thread."""
+        """Return the line of the environment's code at which a suspended coroutine, or what it
+        awaits, stands.
+
+        If there is none, return that of another thread, because the method may run in a thread.
+        """
         if found := self.of_suspended(awaited):
             return found
         others = (
@@ -126,13 +135,14 @@ class UserCode:
         return next(filter(None, map(self.of_frame, others)), "")
 
     def of_suspended(self, awaited: Any) -> str:
-        """Return the innermost line of the environment's code in a suspended coroutine and in what
-        it awaits."""
+        """Return the innermost line of the environment's code in a suspended coroutine and the
+        awaitables it awaits."""
         found = ""
         task = None
         for _ in range(_MOST_LINKS):
             if awaited is None:
-                # A coroutine does not say which task it awaits, but the task that runs it does.
+                # A coroutine does not expose the task that it awaits, but the task that runs it
+                # does.
                 awaited = getattr(task, "_fut_waiter", None)
                 task = None
             if awaited is None:
@@ -155,15 +165,14 @@ class UserCode:
         return found
 
     def of_code(self, code: CodeType | None) -> str:
-        """Return where a function of the environment begins; "" for a function that is not its
-        own."""
+        """Return where a function of the environment is defined; "" for other functions."""
         if code is None or not self.owns(code.co_filename):
             return ""
         return self.place(code.co_filename, code.co_firstlineno, code.co_name)
 
     def of_dump(self, text: str) -> str:
-        """Return the innermost line of the environment's code in what ``faulthandler`` wrote; the
-        thread that it calls current comes first."""
+        """Return the innermost line of the environment's code in a dump of ``faulthandler``, whose
+        current thread is searched first."""
         threads = re.split(r"(?m)^(?=Thread |Current thread )", text)
         threads.sort(key=lambda thread: not thread.startswith("Current thread"))
         for thread in threads:
@@ -175,7 +184,7 @@ class UserCode:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, its cause, the cause of that, and so on."""
+    """Yield the error, its cause, the cause of that, and so on."""
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:
@@ -188,24 +197,29 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 BLOCKED_S = 0.05
+"""Seconds from which a callback counts as blocking the event loop."""
 CALL = "environment: "
-"""Tasks that call the environment have this before the place in their name."""
+"""Prefix of the names of tasks that call the environment; the location of the method follows."""
 _SAMPLE_S = 0.01
+"""Seconds between two samples of the stack."""
 _MOST_PER_SAMPLE_S = 0.025
+"""Maximum sleeping time, in seconds, that one sample adds."""
 _LEAST_SAMPLES = 3
-"""A callback that slept was seen so often at least; where samples are fewer, the machine had no
-time for it."""
+"""Minimum number of samples of a sleeping callback; with fewer, it only waited for a processor."""
 
 
 class Block(NamedTuple):
-    """Says that one callback kept the loop for ``seconds``, seen at ``where``."""
+    """A callback that blocked the event loop."""
 
     where: str
+    """Location in the environment's code, as ``UserCode.place`` formats it."""
     seconds: float
+    """Duration without garbage collection."""
 
 
 class LoopWatchdog:
-    """Watches the event loop of the thread that makes it, between ``start`` and ``stop``."""
+    """Detector of blocking callbacks on the event loop of the thread that creates it, between
+    ``start`` and ``stop``."""
 
     def __init__(self, code: UserCode) -> None:
         self._code = code
@@ -214,7 +228,7 @@ class LoopWatchdog:
         self._ended = threading.Event()
         self._found: list[Block] = []
         self._callback = 0
-        """Counts callbacks; negative while none runs."""
+        """Number of the current callback; negative while none runs."""
         self._slept_s = 0.0
         self._places: Counter[str] = Counter()
         self._collecting_s = 0.0
@@ -222,20 +236,20 @@ class LoopWatchdog:
         self._run = asyncio.Handle._run
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start watching."""
         gc.callbacks.append(self._on_collection)
         asyncio.Handle._run = lambda handle: self._timed(handle)  # type: ignore[method-assign]
         self._thread.start()
 
     def stop(self) -> None:
-        """End watching."""
+        """Stop watching."""
         asyncio.Handle._run = self._run  # type: ignore[method-assign]
         gc.callbacks.remove(self._on_collection)
         self._ended.set()
         self._thread.join(1.0)
 
     def take(self) -> list[Block]:
-        """Return the blocks since the last call. Call it on the loop."""
+        """Return the blocks detected since the last call. Must be called on the loop."""
         found = self._found
         self._found = []
         return found
@@ -258,8 +272,8 @@ class LoopWatchdog:
                 self._found.append(Block(where, seconds))
 
     def _place(self, callback: Any, busy_s: float) -> str:
-        """Where the callback was; "" if it was not in the environment's code, or only waited for a
-        processor."""
+        """Return the location of a callback that took too long; "" if it was outside of the
+        environment's code or only waited for a processor."""
         busy = busy_s - self._collecting_s >= BLOCKED_S
         if self._places:
             return (
@@ -301,15 +315,20 @@ class LoopWatchdog:
 
 
 _CANCELLED_S = 1.0
-"""How long a call that was cancelled may take to end, in seconds."""
+"""Seconds that a cancelled call may take to end."""
 
 
 class CallFailed(Exception):
-    """An episode cannot go on: a call raised, gave no answer, or returned what it must not.
-    ``what`` is a sentence, ``kind`` what it shares with others about the same fault, ``where`` the
-    line of the environment's code; ``hung``: there was no answer; ``shape``: what the environment
-    returned was refused; ``mend``: how to mend it, if that is not the same for all failures of the
-    call."""
+    """Failure of an episode: a call raised, did not return in time, or returned an invalid value.
+
+    Args:
+        what: Description in one sentence.
+        where: Line of the environment's code.
+        kind: Key shared by failures with the same cause; derived from ``what`` if empty.
+        hung: Whether the call did not return in time.
+        shape: Whether the returned value was invalid.
+        mend: How to fix it, if that is specific to this failure and not to the called method.
+    """
 
     def __init__(
         self,
@@ -328,9 +347,11 @@ class CallFailed(Exception):
 
 
 class Caller:
-    """Calls environments. ``timeout_s``: seconds until an answer must be there; ``announce`` is
-    told what begins and which task it concerns, so that whoever watches this process knows what it
-    was doing when it died."""
+    """Caller of environments, with a deadline of ``timeout_s`` seconds per call.
+
+    ``announce`` is called with the name of each call and its task before the call, so that the
+    supervising process knows what was running when this process died.
+    """
 
     def __init__(
         self, code: UserCode, timeout_s: float, announce: Callable[[str, str], None]
@@ -342,8 +363,11 @@ class Caller:
     async def call(
         self, name: str, task: str, method: Callable[[], Awaitable[Any]], place: str = ""
     ) -> Any:
-        """Await ``method()``, the call of ``name`` (``reset``, ``step``, ``close``), which is
-        defined at ``place``. Raises CallFailed."""
+        """Await ``method()``, the call ``name`` (``reset``, ``step``, ``close``) defined at
+        ``place``.
+
+        Raises CallFailed.
+        """
         self._announce(name, task)
         running = asyncio.create_task(_outcome(method), name=f"{CALL}{place}")
         done, _ = await asyncio.wait({running}, timeout=self._timeout_s)
@@ -364,7 +388,7 @@ class Caller:
         )
 
     def make(self, make: Callable[[str], Environment], address: str) -> Environment:
-        """Return a new instance. Raises CallFailed."""
+        """Create an instance. Raises CallFailed."""
         self._announce("make", "")
         try:
             return make(address)
@@ -374,8 +398,8 @@ class Caller:
     def _raised(self, name: str, error: BaseException) -> CallFailed:
         where = self.code.of_exception(error)
         if isinstance(error, EnvironmentFailure) and error.kind == "internal":
-            # The loader of an env format chains what the author's code raised as the cause; an
-            # error about a broken contract has no cause.
+            # The loader of an env format chains an error of the author's code as the cause; an
+            # error about a broken contract is the context.
             refused = error.__context__ if isinstance(error.__context__, BrokenContract) else None
             error = error.__cause__ or refused or error
         if isinstance(error, BrokenContract):
@@ -384,7 +408,8 @@ class Caller:
 
 
 def described(error: BaseException) -> str:
-    """Return the type and the text of an exception in one line; of a failure also its kind."""
+    """Return the type and the text of an exception in one line, with the kind of an
+    EnvironmentFailure."""
     text = quoted(error)
     if isinstance(error, EnvironmentFailure):
         return f"EnvironmentFailure({error.kind!r}): {text}"
@@ -392,8 +417,11 @@ def described(error: BaseException) -> str:
 
 
 async def _outcome(method: Callable[[], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
-    """What a call returned or raised: SystemExit and its like would leave the event loop past
-    everybody who waits."""
+    """Return (result, error) of a call.
+
+    SystemExit and KeyboardInterrupt are caught too, because they would otherwise leave the event
+    loop without reaching the awaiting code.
+    """
     try:
         return await method(), None
     except BaseException as error:

@@ -1,7 +1,6 @@
-"""Is the process that an environment is checked in: ``python -m realhf.env.check.checker DESCRIPTOR
-FOLDER``.
+"""Child process of a check: ``python -m realhf.env.check.checker DESCRIPTOR FOLDER``.
 
-It runs the checks one after another and reports each. It may hang, exit or crash at any point,
+It runs the checks one after another and reports each. It may hang, exit or crash at any time,
 because the environment's code runs in it; ``supervisor`` watches it.
 """
 
@@ -53,19 +52,22 @@ from realhf.env.loader.load import build_environment, passport_file
 
 T = TypeVar("T")
 _LONG = 1000
+"""Maximum length of a loading error in characters."""
 _READ_SHARE = 0.5
-"""The share of the time to make tasks that reading the demonstrations of a launch may take."""
+"""Share of the time limit for making tasks that reading the demonstrations of a launch may take."""
 _ONCE_S = 1.0
-"""A block that was seen a single time, and shorter than this, is a note: importing a module,
-reading a word list."""
+"""Seconds below which a block that occurs only once is a note and not a fault, such as importing a
+module or reading a word list."""
 _CHECK_S = 20.0
-"""Time of one check, in seconds: of an environment that is slow, less is played."""
+"""Time limit of one check in seconds; fewer episodes of a slow environment are played."""
 _WOULD_WAIT = "calls block the event loop, so many instances at once would only wait for each other"
 
 
 class Checker:
-    """Carries out an order; ``tell`` takes the events, and ``code`` tells the environment's lines
-    from others."""
+    """Runner of the checks that an order asks for; ``tell`` sends the events.
+
+    ``code`` classifies files as the environment's or other code.
+    """
 
     def __init__(self, order: Order, tell: Callable[..., None]) -> None:
         self._order = order
@@ -75,7 +77,7 @@ class Checker:
         self.code = UserCode(folders_of(order.reference))
 
     def run(self) -> None:
-        """Load the environment, judge its tasks, play it, and report all findings."""
+        """Load the environment and run its checks, or the mutants if the order asks for them."""
         spec = self._load()
         if spec is None:
             self._skip(
@@ -87,14 +89,14 @@ class Checker:
             self._judge(spec)
 
     def add(self, finding: Finding) -> None:
-        """Take in and report a finding."""
+        """Record and report a finding."""
         self._findings.add(finding)
         self._tell(FINDING, asdict(finding))
 
     @contextmanager
     def _checking(self, name: str, limit_s: float) -> Iterator[list[str]]:
-        """Announce a check that may take so long until something else is announced, and then its
-        verdict, with the remarks that are left in the list."""
+        """Announce a check with its time limit; on exit, report its verdict with the remarks in the
+        yielded list."""
         before = self._findings.hits
         remarks = list[str]()
         self._begin(name, limit_s)
@@ -135,7 +137,7 @@ class Checker:
                 "scripted": spec.demonstrate is not None,
                 "service": spec.launch.module if spec.launch else "",
             }
-            # The folder of ``module:Name`` holds the environment's code, also where it is an
+            # The folder of ``module:Name`` holds the environment's code, even if the module is an
             # installed package.
             module = sys.modules.get(self._order.reference.rpartition(":")[0])
             if file := getattr(module, "__file__", None):
@@ -164,12 +166,12 @@ class Checker:
             judge.twins,
             self._scripts(spec),
         )
-        # Whatever loop the environment's modules ask for, the watchdog knows this one.
+        # The watchdog supports this event loop, whichever one the environment's modules ask for.
         with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
             runner.run(self._play_again(run) if self._order.again else self._play(run))
 
     def _mutate(self, spec: EnvironmentSpec) -> None:
-        """Play mutants of demonstrations and say what became of them."""
+        """Play mutants of demonstrations and report the results."""
         order = self._order
         nothing = missing(spec)
         if nothing is None and self._lacks_service(spec, (MUTANTS,)):
@@ -181,7 +183,7 @@ class Checker:
         if scripts is None:
             self._tell(VERDICT, MUTANTS, FAULT, "")
             return
-        # What the check without mutants notes, it notes there.
+        # Notes are left out here, because the check without mutants reports them.
         harness = self._create_harness(
             spec, lambda finding: self.add(finding) if finding.is_fault else None
         )
@@ -217,8 +219,7 @@ class Checker:
         return CheckHarness(spec, caller, add, self._order.address)
 
     def _scripts(self, spec: EnvironmentSpec) -> Scripts:
-        """Choose the demonstrations that are played; none where there is no solver, or one that
-        raises."""
+        """Choose the demonstrations to play; none if there is no solver or it raises."""
         demonstrate = spec.demonstrate
         if demonstrate is None:
             return Scripts()
@@ -236,7 +237,7 @@ class Checker:
         return scripts
 
     def _solver(self, ask: Callable[[], T]) -> T | None:
-        """Ask the environment's solver; one that raises is a fault."""
+        """Call the environment's solver; report an error as a fault and return None."""
         try:
             return ask()
         except (Exception, SystemExit) as error:
@@ -299,14 +300,14 @@ class Checker:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check what the order says and report. Returns the exit status."""
+    """Run the checks of the order and report the results. Return the exit status."""
     die_with_parent()
     descriptor = int(argv[0])
     folder = Path(argv[1])
     order = Order(**json.loads((folder / ORDER).read_text(encoding="utf-8")))
     os.set_inheritable(descriptor, False)
     tell = reporter(descriptor)
-    # The file stays open as long as the process lives: a crash writes to it.
+    # The file stays open for the life of the process, because faulthandler writes a crash to it.
     file = open(folder / DUMP, "w")  # noqa: SIM115
     faulthandler.enable(file, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file, all_threads=True)
@@ -314,7 +315,7 @@ def main(argv: Sequence[str]) -> int:
     leave = os._exit
 
     def exits(status: int) -> Any:
-        """Say which line called it, and exit."""
+        """Report the line of the caller, and exit."""
         tell(ABOUT, {EXIT: [status, checker.code.of_frame(sys._getframe(1))]})
         leave(status)
 

@@ -1,5 +1,8 @@
-"""The checks that play episodes, in their order. Each takes what a ``Run`` holds and returns a
-remark for people; it raises CallFailed when nothing more can be played."""
+"""The checks that play episodes, in order.
+
+Each check takes a ``Run`` and returns a remark for display. It raises CallFailed when no further
+check can be played.
+"""
 
 from __future__ import annotations
 
@@ -22,36 +25,46 @@ from realhf.env.check.scripts import Said, policy_turn, talking, trying, wrong_m
 from realhf.env.loader.threads import MOST_THREADS
 
 _WRONG_TASKS = 2
+"""Number of tasks in which wrong messages are sent."""
 _SHOWN = 120
+"""Maximum length in characters of an answer quoted in a finding."""
 _KEPT_CHARS = 4000
+"""Maximum length in characters of a turn in a fingerprint."""
 _SCRIPTED_CASES = 4
+"""Number of demonstrations played as cases."""
 
 
 @dataclass
 class Run:
-    """What the checks share: the ``tasks`` to play, ``twins`` (tasks of one id and two seeds) and
-    ``demonstrations``; the tasks that opened, the transcripts of those played alone, and the
-    processor time of a turn."""
+    """State shared by the checks."""
 
     harness: CheckHarness
+    """Player of episodes that reports the findings."""
     order: Order
+    """What to check and the limits."""
     tasks: Sequence[Task] = ()
+    """Tasks to play."""
     twins: Sequence[tuple[Task, Task]] = ()
+    """Pairs of tasks with the same id and different seeds."""
     demonstrations: Scripts = field(default_factory=Scripts)
+    """Demonstrations to play."""
     playable: list[Task] = field(default_factory=list)
+    """Tasks whose reset succeeded."""
     transcripts: dict[str, list[Any]] = field(default_factory=dict)
+    """Transcripts of the cases played alone, by ``Case.key``."""
     comparable: bool = True
-    """Whether the transcripts are the same whenever they are played."""
+    """Whether every repetition gave the same transcripts."""
     busy_s: float = 0.0
+    """Mean processor time of a turn in seconds."""
 
     @property
     def scripts(self) -> Sequence[Demonstration]:
-        """The demonstrations that are played."""
+        """Demonstrations to play."""
         return self.demonstrations.played
 
     def cases(self) -> list[Case]:
-        """Return what is played: all tasks that opened, and the first few scripts, the longest of
-        each kind among them."""
+        """Return the cases to play: all tasks that opened, and the first few demonstrations, which
+        include the longest of each kind."""
         scripted = self.scripts[:_SCRIPTED_CASES]
         return [
             *map(Case, self.playable),
@@ -60,7 +73,7 @@ class Run:
 
 
 async def check_openings(run: Run) -> str:
-    """Reset every task, and close an instance that never played."""
+    """Reset every task; also close an instance that was never reset."""
     harness = run.harness
     await harness.close(harness.make())
     for task in run.tasks:
@@ -77,7 +90,8 @@ async def check_openings(run: Run) -> str:
 
 
 async def _opens_otherwise(harness: CheckHarness, one: Task, other: Task) -> bool:
-    """Open tasks that have one id and two seeds: the seed may not make another episode of them."""
+    """Open two tasks with the same id and different seeds; report and return whether their openings
+    differ."""
     openings = []
     for task in (one, other):
         async with harness.instance(task.id) as environment:
@@ -93,8 +107,8 @@ async def _opens_otherwise(harness: CheckHarness, one: Task, other: Task) -> boo
 
 
 async def check_determinism(run: Run) -> str:
-    """Play every case alone, again on another instance, and again on one that has played before and
-    left off."""
+    """Play every case alone, again on a new instance, and again on an instance that left another
+    episode unfinished; report differences."""
     harness = run.harness
     cases = run.cases()
     turns = harness.turns
@@ -130,9 +144,11 @@ async def check_determinism(run: Run) -> str:
 
 
 async def check_instances(run: Run) -> str:
-    """Play many instances concurrently, but no more than can answer in time: turns that compute run
-    one after another, and the loader of an env format makes a limited number of blocking calls at
-    the same time."""
+    """Play many instances concurrently.
+
+    Their number is limited to those that can answer in time: turns that compute run one after
+    another, and the loader of an env format runs a limited number of blocking calls concurrently.
+    """
     harness = run.harness
     most = run.order.instances
     half_s = run.order.timeout_s / 2
@@ -145,8 +161,11 @@ async def check_instances(run: Run) -> str:
 
 
 async def check_wrong_messages(run: Run) -> str:
-    """Send everything that a policy can get wrong. An episode goes on until it is over or failed.
-    Where a script solves a task by saying nothing, that is right there."""
+    """Send wrong messages of all kinds that a policy can write; an ended or failed episode is
+    started again.
+
+    A task that is solved by an empty message is a fault, unless a demonstration solves it that way.
+    """
     harness = run.harness
     before = run.harness.turns
     quiet = [
@@ -175,7 +194,8 @@ async def check_wrong_messages(run: Run) -> str:
 def _judge_payment(
     harness: CheckHarness, place: str, task: Task, said: Said, turn: Turn, *, meant: bool
 ) -> None:
-    """Nothing that says nothing may be paid, unless that is ``meant``."""
+    """Report a reward for a message without content; solving the task that way is no fault if
+    ``meant``."""
     name, message = said
     if message.tool_calls or (message.content.strip() and message.content.isprintable()):
         return
@@ -195,8 +215,11 @@ def _judge_payment(
 
 
 async def check_end(run: Run) -> str:
-    """Let a policy talk, and another one try its tools: one of the two episodes must end. Where
-    there are scripts that end, it is enough to say that nothing else does."""
+    """Play a policy that only talks, and another that tries the tools; one of the two episodes must
+    end.
+
+    If there are demonstrations, an episode without end is a note and not a fault.
+    """
     harness = run.harness
     task = run.playable[0]
     most = run.order.most_turns
@@ -221,7 +244,8 @@ async def check_end(run: Run) -> str:
 
 
 async def check_demonstrations(run: Run) -> str:
-    """Play scripts: each must end with its last turn, in success or without as it is labelled."""
+    """Play the demonstrations: each must end with its last turn, and succeed or not as it is
+    labelled."""
     played = Counter[str]()
     for script in run.scripts:
         if run.harness.is_over():
@@ -262,11 +286,12 @@ CHECKS: Mapping[str, Callable[[Run], Awaitable[str]]] = {
     "end": check_end,
     "demonstrations": check_demonstrations,
 }
+"""Checks by name, in the order in which they run."""
 
 
 async def play_again(run: Run) -> dict[str, list[Any]]:
-    """Play what the determinism check of another process has played, as far as it is there. Returns
-    the transcripts."""
+    """Play again the cases that the determinism check of another process played, if they exist
+    here. Return the transcripts."""
     await check_openings(run)
     return {
         case.key: (await run.harness.play(case)).transcript
@@ -276,8 +301,8 @@ async def play_again(run: Run) -> dict[str, list[Any]]:
 
 
 def fingerprints(transcripts: Mapping[str, Sequence[Any]]) -> dict[str, list[tuple[str, str]]]:
-    """Return for every case a digest and the beginning of the text of its opening and of every
-    turn, to compare with those of another process."""
+    """Return (SHA-256, beginning of the text) of the opening and every turn by case, for comparison
+    with another process."""
     texts = {
         key: [json.dumps(turn, sort_keys=True) for turn in turns]
         for key, turns in transcripts.items()

@@ -1,5 +1,5 @@
-"""Chooses the demonstrations that a check plays, from those that a launch with the default options
-would make."""
+"""Choice of the demonstrations that a check plays, from those of a launch with the default
+options."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from realhf.api.config import WarmStartConfig
 from realhf.api.environment import Demonstration, DemonstrationRequest
 
 _LAUNCH_SEED = 1
-"""The ``seed`` of a launch that names none."""
+"""``seed`` of a launch that sets none."""
 _MOST_SCRIPTS = 10_000
+"""Maximum number of demonstrations read from a solver."""
 
 
 @dataclass
 class Scripts:
-    """Holds the demonstrations that are played, and what is known of those that a launch would
-    play."""
+    """The demonstrations to play, and statistics of those that a launch would play."""
 
     played: Sequence[Demonstration] = ()
-    """The longest of each kind first, then one of each task and kind, one kind after the other."""
+    """The longest of each kind first, then one of each task and kind, in alternating kinds."""
     longest: int = 0
-    """Turns of the longest demonstration, among all that were read."""
+    """Number of turns of the longest demonstration read."""
     read: int = 0
-    """How many demonstrations of a launch were read."""
+    """Number of demonstrations of a launch that were read."""
     is_cut: bool = False
-    """Whether the launch would have made more than were read."""
+    """Whether reading stopped before the last demonstration of the launch."""
 
 
 def launch_request() -> DemonstrationRequest:
-    """Return what a launch with the default options asks the solver of an environment for."""
+    """Return the request that a launch with the default options sends to the solver of an
+    environment."""
     options = WarmStartConfig()
     return DemonstrationRequest(
         options.episodes_per_task, _LAUNCH_SEED, options.habit_fraction, options.recovery_fraction
@@ -40,8 +41,7 @@ def launch_request() -> DemonstrationRequest:
 
 
 def few_of_each_kind(whole: DemonstrationRequest) -> DemonstrationRequest:
-    """Return the smallest request of the same shares that asks for every kind that ``whole`` asks
-    for."""
+    """Return the smallest request with the same shares that contains every kind of ``whole``."""
     kinds = {*whole.kinds()}
     smaller = (replace(whole, episodes_per_task=number) for number in count(1))
     return next(request for request in smaller if {*request.kinds()} == kinds)
@@ -50,9 +50,12 @@ def few_of_each_kind(whole: DemonstrationRequest) -> DemonstrationRequest:
 def choose_scripts(
     demonstrate: Callable[[DemonstrationRequest], Iterable[Demonstration]], seconds: float
 ) -> Scripts:
-    """Choose from what the solver ``demonstrate`` yields; no two have the task and the kind in
-    common. Reading what a launch would play ends after ``seconds``. What the solver raises is
-    raised."""
+    """Choose from the demonstrations that the solver ``demonstrate`` yields, at most one per task
+    and kind.
+
+    Reading the demonstrations of a launch stops after ``seconds``. Errors of the solver are passed
+    on.
+    """
     whole = launch_request()
     few: list[Demonstration] = []
     for request in (DemonstrationRequest(1, 0), few_of_each_kind(whole)):
@@ -80,8 +83,8 @@ def _keep_longest(longest: dict[str, Demonstration], script: Demonstration) -> N
 
 
 def _kinds_in_turn(scripts: Iterable[Demonstration]) -> list[Demonstration]:
-    """Return the first of each task and kind, one kind after the other, so that the first few have
-    all kinds."""
+    """Return the first demonstration of each task and kind in alternating kinds, so that the first
+    few cover all kinds."""
     by_kind: dict[str, dict[str, Demonstration]] = {}
     for script in scripts:
         by_kind.setdefault(script.kind, {}).setdefault(script.task.id, script)
