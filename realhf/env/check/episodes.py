@@ -1,4 +1,4 @@
-"""Plays episodes and judges everything that an environment hands out on the way."""
+"""Player of episodes for checks, which validates everything that an environment returns."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ from realhf.env.check.scripts import policy_turn, trying
 from realhf.env.loader.tool_env import TOOL_ERRORS, ToolClassEnvironment
 
 _TRIED_TURNS = 6
+"""Number of turns of a case without a demonstration."""
 _MOST_FAILED = 3
-"""After so many failed episodes of a check, the next would say the same."""
+"""Number of failed episodes after which a check stops, because further ones would show the same."""
 _MOST_SEEN = 200
+"""Maximum number of objects searched for the definition of a method."""
 _INSTEAD = {"step": ("get_reward", "step")}
-"""What an author writes in the place of a method: a class with tools has no step."""
+"""Methods that an author writes instead of another one: a class with tools has no ``step``."""
 _MEND_HANG = "Give everything that waits a deadline of its own"
 _MEND = {
     "make": "Making an instance must work, and take no time; open what an episode needs in reset",
@@ -59,16 +61,17 @@ _MEND_WORTH = (
 
 
 class Case(NamedTuple):
-    """An episode to be played: a task, and what is said in it; ``texts`` None tries things.
-    ``kind`` is that of the demonstration whose turns ``texts`` are."""
+    """An episode to play."""
 
     task: Task
     texts: Sequence[str] | None = None
+    """Turns of the policy; None tries calls with random arguments, or random words."""
     kind: str = ""
+    """Kind of the demonstration that ``texts`` come from; "" without one."""
 
     @property
     def key(self) -> str:
-        """Names the case among others of one check."""
+        """Name of the case, unique within a check."""
         return (
             self.task.id
             if self.texts is None
@@ -76,15 +79,23 @@ class Case(NamedTuple):
         )
 
     def script(self, tools: Sequence[Mapping[str, Any]]) -> Sequence[str]:
-        """Return the policy's turns, for an opening with ``tools``."""
+        """Return the policy's turns for an opening with ``tools``."""
         return trying(tools, self.task.seed, _TRIED_TURNS) if self.texts is None else self.texts
 
 
 class Episode:
-    """What became of an episode so far: its ``transcript`` (opening and turns as plain values),
-    what was ``said`` in it, whether it has ``ended``, what was paid, whether it was solved, the
-    ``views`` of its states in their order (none for an environment that describes none), the texts
-    that the policy read, and those of the last answer among them."""
+    """Record of an episode so far.
+
+    Attributes:
+        tools: Tools of the opening.
+        transcript: Opening and turns as plain JSON values.
+        texts: Texts that the policy read.
+        said: Turns of the policy.
+        ended, solved: Whether the episode has ended, and whether the task was solved.
+        paid: Return of the episode.
+        views: Descriptions of its states in order; empty if the environment has none.
+        answer: Text of the last turn of the environment.
+    """
 
     def __init__(self, opening: Opening) -> None:
         self.tools = opening.tools
@@ -97,11 +108,11 @@ class Episode:
 
     @property
     def view(self) -> Any:
-        """What its last state is like, None for an environment that describes none."""
+        """Description of the last state; None if the environment has none."""
         return self.views[-1] if self.views else None
 
     def take(self, text: str, turn: Turn) -> None:
-        """Take what was said and the answer to it."""
+        """Record a turn of the policy and the environment's answer."""
         self.said.append(text)
         self.transcript.append(plain(turn))
         self.paid = (turn.reward or 0.0) + (0.0 if turn.final else self.paid)
@@ -113,17 +124,19 @@ class Episode:
 
 
 class _NotMade:
-    """Stands for an instance that could not be made, which is reported: a call of it fails with the
-    same error."""
+    """Placeholder for an instance whose creation failed, which is already reported; ``reset``
+    raises the same error."""
 
     def __init__(self, error: CallFailed) -> None:
         self.error = error
 
 
 class CheckHarness:
-    """Creates instances of ``spec`` and plays episodes on them. ``add`` is called with each finding
-    about an episode. A failure of an episode is reported to ``add`` before it is raised as
-    CallFailed."""
+    """Creator of instances of ``spec`` and player of episodes on them.
+
+    ``add`` is called with each finding. A failure of an episode is reported to ``add`` before it is
+    raised as CallFailed.
+    """
 
     def __init__(
         self,
@@ -138,9 +151,9 @@ class CheckHarness:
         self.tools: dict[str, Mapping[str, Any]] = {}
         self.turns = 0
         self.slowest_s = 0.0
-        """The longest that a turn has taken so far."""
+        """Longest duration of a turn so far in seconds."""
         self.was_cut = False
-        """Whether the check that is running left something out because its time was up."""
+        """Whether the running check left something out because its time was up."""
         self._late_at = math.inf
         self._failed = 0
         self._places: dict[str, str] = {}
@@ -149,25 +162,24 @@ class CheckHarness:
         self._caller = caller
 
     def begin(self, seconds: float) -> None:
-        """Give the next check its time; it may take longer by one episode."""
+        """Start the time limit of the next check, which may exceed it by one episode."""
         self._late_at = time.monotonic() + seconds
         self.was_cut = False
         self._failed = 0
 
     def is_over(self, played: bool = True) -> bool:
-        """Return whether a check has played enough: several episodes have failed, or its time is up
-        and it has ``played`` something."""
+        """Return whether a check should stop: several episodes have failed, or its time is up and
+        it has ``played`` something."""
         return self._failed >= _MOST_FAILED or (played and self.is_late())
 
     def is_late(self) -> bool:
-        """Return whether the time of the check is up; what it has not played yet it leaves out
-        then."""
+        """Return whether the time of the check is up; it then leaves out the rest."""
         late = time.monotonic() > self._late_at
         self.was_cut = self.was_cut or late
         return late
 
     def make(self) -> Environment:
-        """Return a new instance. Raises CallFailed."""
+        """Create an instance. Raises CallFailed."""
         try:
             return self._caller.make(self.spec.make, self._address)
         except CallFailed as error:
@@ -176,8 +188,11 @@ class CheckHarness:
 
     @asynccontextmanager
     async def instance(self, task: str) -> AsyncIterator[Environment]:
-        """Make an instance and close it. A failure on the way, or of its making, ends what is
-        played on it, and no more; one that hung is raised."""
+        """Create an instance, and close it on exit.
+
+        A failure of the creation or of a call ends the ``with`` block without an error, except that
+        a call that hung raises CallFailed.
+        """
         try:
             environment: Any = self.make()
         except CallFailed as error:
@@ -191,13 +206,13 @@ class CheckHarness:
                 await self.close(environment, task)
 
     def forgive(self, error: CallFailed) -> None:
-        """Count a failed episode; raises it again if it hung."""
+        """Count a failed episode; raise the error again if the call hung."""
         if error.hung:
             raise error
         self._failed += 1
 
     async def reset(self, environment: Environment, task: Task) -> Opening:
-        """Begin an episode of a task and judge its opening. Raises CallFailed."""
+        """Start an episode of a task and check its opening. Raises CallFailed."""
         if isinstance(environment, _NotMade):
             raise environment.error
         opening = await self._call(
@@ -222,8 +237,8 @@ class CheckHarness:
     async def step(
         self, environment: Environment, task: Task, message: AssistantMessage, said: str = ""
     ) -> Turn:
-        """Take a turn and judge the answer; ``said`` describes a message that is wrong on purpose.
-        Raises CallFailed."""
+        """Send a message and check the answer; ``said`` describes a message that is wrong on
+        purpose. Raises CallFailed."""
         self.turns += 1
         began = time.monotonic()
         turn = await self._call(
@@ -239,9 +254,13 @@ class CheckHarness:
         return turn
 
     async def _judge_reward(self, environment: ToolClassEnvironment, task: str, turn: Turn) -> None:
-        """The state is worth the same when it is asked again, and hardly nothing after it was worth
-        something: else the author adds up what turns earn. What tools raise by mistake is noted.
-        Raises CallFailed."""
+        """Check the reward of a class with tools, and note the errors of its tools. Raises
+        CallFailed.
+
+        ``get_reward`` must return the same value when it is called again. It is noted if it falls
+        to zero or below after a positive value, which indicates that the author returns the reward
+        of each turn.
+        """
         again = await self._call("get_reward", environment, task, environment.reward_again)
         place = self.place(environment, "get_reward")
         before = self._worth.get(environment, 0.0)
@@ -263,7 +282,7 @@ class CheckHarness:
             self.add(Finding("tools", what, mend, task=task, is_fault=False, kind=told))
 
     async def close(self, environment: Environment, task: str = "") -> None:
-        """Close an instance; a fault in it is reported and ends nothing, unless it hung."""
+        """Close an instance. A failure is reported; CallFailed is raised only if the call hung."""
         try:
             await self._call("close", environment, task, environment.close)
         except CallFailed as error:
@@ -271,8 +290,8 @@ class CheckHarness:
                 raise
 
     async def play(self, case: Case, left: Case | None = None, turns: int = 0) -> Episode:
-        """Play a case on an instance of its own, which has left another one before, after some
-        turns. Raises CallFailed."""
+        """Play a case on a new instance, after the first ``turns`` turns of the case ``left``, if
+        given. Raises CallFailed."""
         environment = self.make()
         try:
             if left is not None:
@@ -282,7 +301,8 @@ class CheckHarness:
             await self.close(environment, case.task.id)
 
     async def follow(self, case: Case) -> Episode | None:
-        """Play a case. Returns None when it failed, and raises CallFailed when it hung."""
+        """Play a case on a new instance; return None if it failed. Raises CallFailed if a call
+        hung."""
         async with self.instance(case.task.id) as environment:
             return await self._played(environment, case)
         return None
@@ -320,7 +340,7 @@ class CheckHarness:
         task: str = "",
         said: str = "",
     ) -> None:
-        """Report failures of a call, and raise the first, if there is one."""
+        """Report failures of a call, and raise the first one, if any."""
         for error in failures:
             mend = (
                 _MEND_HANG
@@ -336,8 +356,11 @@ class CheckHarness:
             raise error
 
     def place(self, environment: Environment | None, method: str) -> str:
-        """Return where the environment's own code defines ``method``, or what its env format calls
-        instead; without an instance, if that has been found out."""
+        """Return where the environment's code defines ``method``, or the method that replaces it in
+        its env format.
+
+        Without an instance, the location that was found earlier is returned, or "".
+        """
         if environment is not None and not self._places.get(method):
             self._places[method] = defined_at(environment, method, self.code)
         return self._places.get(method, "")
@@ -348,9 +371,11 @@ def _contents(found: Opening | Turn) -> list[str]:
 
 
 def defined_at(environment: Any, method: str, code: UserCode) -> str:
-    """Return where a method is defined, in the class of an instance or in what the adapter of an
-    env format holds: an object of the author's class, the class, or a function. Return "" if it is
-    defined nowhere."""
+    """Return where a method is defined; "" if the definition is not found.
+
+    The class of the instance is searched, and the objects that the adapter of an env format holds:
+    an instance of the author's class, the class, or a function.
+    """
     waiting = [environment]
     seen = 0
     while waiting and seen < _MOST_SEEN:
@@ -378,7 +403,7 @@ def _mend_shape(what: str) -> str:
 
 
 def first_difference(before: Sequence[Any], after: Sequence[Any]) -> str:
-    """Say where two transcripts differ first, "" if they do not."""
+    """Describe the first difference between two transcripts; "" if there is none."""
     for number, (one, other) in enumerate(zip(before, after, strict=False)):
         if one != other:
             place, texts = _differing(one, other)

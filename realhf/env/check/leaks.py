@@ -1,5 +1,5 @@
-"""Plays many instances at once and finds what they leave behind; they must not see each other
-either."""
+"""Concurrent play of many instances, to detect resources that they leak and state that they
+share."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ from realhf.env.check.episodes import Case, CheckHarness, first_difference
 from realhf.env.check.report import Finding
 
 THREADS = "threads"
+"""Kind of held resources with its own limit."""
 _OWN_THREADS = "check-"
+"""Prefix of the names of the check's own threads, which are ignored."""
 _LOADERS = str(PACKAGE / "env" / "loader")
-"""The loader of an env format keeps a bounded number of threads for an environment's blocking
-code."""
+"""Folder of the loaders of env formats, whose bounded threads for blocking code are ignored."""
 _REMEMBERED = 20_000
+"""Maximum number of paths remembered."""
 Held = Mapping[str, Mapping[Any, str]]
-"""What is held: kind to (name of the thing to the place that it comes from, "" if unknown)."""
+"""Held resources: kind -> (name -> location of the code that opened it, "" if unknown)."""
 
 
 def grown(before: Held, after: Held) -> Iterator[tuple[str, int, str]]:
-    """Yield (kind, how many more there are, the place that most of the new ones come from)."""
+    """Yield (kind, increase of the number, most frequent location of the new resources) for kinds
+    that grew."""
     for kind, things in after.items():
         more = len(things) - len(before[kind])
         if more > 0:
@@ -43,8 +46,11 @@ def grown(before: Held, after: Held) -> Iterator[tuple[str, int, str]]:
 
 
 class ResourceBook:
-    """Remembers which line of the environment opened what, by an audit hook, which cannot be
-    removed: make it in a process of its own. ``look`` must be called on the event loop."""
+    """Record of the lines of the environment that open resources, by an audit hook.
+
+    An audit hook cannot be removed, so the record must be created in a separate process. ``look``
+    must be called on the event loop.
+    """
 
     def __init__(self, code: UserCode) -> None:
         self._code = code
@@ -56,7 +62,7 @@ class ResourceBook:
         sys.addaudithook(self._hear)
 
     def look(self) -> Held:
-        """Return what this process holds now."""
+        """Return the resources that this process holds now."""
         return {
             THREADS: dict(self._threads()),
             "file descriptors": dict(self._files()),
@@ -73,7 +79,7 @@ class ResourceBook:
         self._busy.yes = True
         try:
             self._note(event, args)
-        except Exception:  # whatever is wrong here must not fail the environment's call
+        except Exception:  # errors here must not fail the environment's call
             pass
         finally:
             self._busy.yes = False
@@ -112,7 +118,7 @@ class ResourceBook:
             except OSError:
                 continue
             if not target.startswith("/proc/"):
-                # A number is given again to another file, so the target is part of the name.
+                # Descriptor numbers are reused for other files, so the target is part of the name.
                 path = target.removesuffix(" (deleted)")
                 known = (
                     self._sockets
@@ -132,27 +138,31 @@ _HEARD = frozenset((
     "open", "sqlite3.connect", "tempfile.mkstemp", "tempfile.mkdtemp", "socket.__new__", "subprocess.Popen", "os.fork",
     "os.posix_spawn",
 ))  # fmt: skip
+"""Audit events that open resources."""
 
 
 _ROUNDS = 3
-"""The first fills pools and caches; only what grows after it has leaked."""
+"""Number of rounds. The first fills pools and caches; only growth in the last one is a leak."""
 _LEAST_EPISODES = 20
 _SHARE = 10
 _THREAD_SHARE = 4
-"""One thing left behind by so many episodes is a leak. Pools of threads fill up slowly, so more of
-these may be new."""
+"""Numbers of episodes per leaked resource that is reported. Thread pools fill up slowly, so more
+new threads are allowed."""
 _ROUND_S = 8.0
-"""A round that took longer is followed by smaller ones, in seconds."""
+"""Duration of the first round, in seconds, above which further rounds are smaller."""
 _SETTLED_S = 0.5
-"""How long a closed instance may take to let go of what it held, in seconds."""
+"""Seconds that closed instances may take to release their resources."""
 
 
 async def check_crowd(
     harness: CheckHarness, cases: Sequence[Case], alone: Mapping[str, Sequence[Any]], count: int
 ) -> float:
-    """Play ``count`` instances at once, several times, turn by turn. ``alone``: transcripts of the
-    cases played one by one; without the one of a case nothing is compared. Returns how many turns
-    were played in a second. Raises CallFailed when an answer did not come."""
+    """Play ``count`` instances concurrently in several rounds; report leaks and differing
+    transcripts.
+
+    ``alone`` has the transcripts of the cases played one by one; cases that it lacks are not
+    compared. Return the number of turns per second. Raises CallFailed if a call hung.
+    """
     book = ResourceBook(harness.code)
     played = harness.turns
     seconds = 0.0
@@ -167,7 +177,7 @@ async def check_crowd(
         held.append(await _settled(book, held[-1] if held else None))
         episodes = waves * count
         if number == 0 and seconds > _ROUND_S:
-            # Those that go on must be as many in all further rounds, or nothing could be compared.
+            # All further rounds must have the same number of instances to be comparable.
             harness.was_cut = True
             count = max(2, int(count * _ROUND_S / seconds))
     for kind, more, place in grown(held[-2], held[-1]):
@@ -182,8 +192,8 @@ async def check_crowd(
 async def _play_at_once(
     harness: CheckHarness, cases: Sequence[Case], alone: Mapping[str, Sequence[Any]], count: int
 ) -> None:
-    # Each is played on an instance that has left another episode; the others go on between its
-    # turns.
+    # Each case is played on an instance that has left another episode, while the others play
+    # between its turns.
     played = [cases[index % len(cases)] for index in range(count)]
     crowd = [asyncio.create_task(harness.play(case, left=case)) for case in played]
     transcripts = await asyncio.gather(*crowd, return_exceptions=True)
@@ -204,7 +214,7 @@ async def _play_at_once(
 
 
 async def _settled(book: ResourceBook, before: Held | None) -> Held:
-    """Look once nothing goes away any more."""
+    """Return the held resources once they no longer shrink, or after ``_SETTLED_S``."""
     deadline = time.monotonic() + _SETTLED_S
     while True:
         await asyncio.sleep(0.02)

@@ -1,5 +1,4 @@
-"""Defines what a check is asked to do, what it finds, and the events that its child process
-sends."""
+"""Orders for checks, their findings, and the events that the child process of a check sends."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 _TEXT_CHARS = 300
-"""Longest quotation of what an environment said or raised."""
+"""Maximum length in characters of a quotation of an environment's text."""
 
 
 def quoted(value: object, limit: int = _TEXT_CHARS) -> str:
@@ -27,19 +26,18 @@ def quoted(value: object, limit: int = _TEXT_CHARS) -> str:
 
 
 def alike(what: str) -> str:
-    """Return what two sentences share that tell of one fault in two episodes: the beginning,
-    without its numbers."""
+    """Return a key that is equal for descriptions of the same fault in different episodes: the
+    beginning, without numbers."""
     return re.sub("[0-9]+", "0", what)[:80]
 
 
 def counted(number: int, thing: str) -> str:
-    """Return ``1 task``, ``2 tasks``, ``no tasks``."""
+    """Return ``1 task``, ``2 tasks`` or ``no tasks``."""
     return f"{f'{number:,}' if number else 'no'} {thing}{'' if number == 1 else 's'}"
 
 
 def difference(one: str, other: str, limit: int = 80) -> str:
-    """Say ``'...' and then '...'`` about two texts, from a little before the place where they
-    part."""
+    """Return ``... and then ...`` for two texts, starting shortly before their first difference."""
     same = next(
         (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
         min(len(one), len(other)),
@@ -51,23 +49,30 @@ def difference(one: str, other: str, limit: int = 80) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """Is one thing that is wrong, or that a person should know. ``check`` names the check; ``what``
-    is the fault in one sentence, ``mend`` how to mend it; ``where`` is ``file:line in function`` of
-    the environment's code, "" where it cannot be known; ``is_fault`` tells a fault from a note;
-    ``times`` counts how often it was seen. Findings with the same check, place and ``kind`` are
-    one; without a kind, ``what`` is it."""
+    """A fault of an environment, or a note about it.
+
+    Findings with the same check, location and ``kind`` are merged.
+    """
 
     check: str
+    """Name of the check."""
     what: str
+    """Description in one sentence."""
     mend: str = ""
+    """How to fix it."""
     where: str = ""
+    """``file:line in function`` of the environment's code; "" if unknown."""
     task: str = ""
+    """Id of the task; "" if it concerns no single task."""
     is_fault: bool = True
+    """Whether it is a fault or a note."""
     times: int = 1
+    """Number of occurrences."""
     kind: str = ""
+    """Key of the same fault; "" stands for ``what``."""
 
     def line(self) -> str:
-        """Return the finding as one line: what, where, task, how to mend it."""
+        """Return the finding as one line: description, location, task, and how to fix it."""
         place = f", at {self.where}" if self.where else ""
         seen = [f"task {quoted(self.task, 80)}"] if self.task else []
         if self.times > 1:
@@ -77,15 +82,15 @@ class Finding:
 
 
 class Findings:
-    """Collects findings; the count of one that is known goes up."""
+    """Collection of findings that merges equal ones and counts their occurrences."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str, str], Finding] = {}
         self.hits = 0
-        """How often a fault was seen, also one that is known."""
+        """Number of occurrences of faults, including repeated ones."""
 
     def add(self, finding: Finding) -> None:
-        """Take a finding in."""
+        """Add a finding."""
         self.hits += finding.is_fault
         key = (finding.check, finding.where, finding.kind or finding.what)
         known = self._found.get(key)
@@ -93,11 +98,11 @@ class Findings:
 
     @property
     def all(self) -> list[Finding]:
-        """The findings in the order in which they came."""
+        """Findings in order of their first occurrence."""
         return [*self._found.values()]
 
     def faults(self, *checks: str) -> int:
-        """Return how many faults there are, of these checks or of all."""
+        """Return the number of faults of these checks, or of all checks."""
         return sum(
             found.is_fault and (not checks or found.check in checks)
             for found in self._found.values()
@@ -108,50 +113,60 @@ NOW = "now"
 VERDICT = "verdict"
 FINDING = "finding"
 ABOUT = "about"
-"""Kinds of events. ``now``: a call begins (check, call, task, seconds that it may take);
-``verdict``: a check is over (name, outcome, remark); ``finding``: its fields; ``about``: a map of
-what is known of the environment and its process."""
+"""Kinds of events and their values. ``now``: a call starts (check, call, task, time limit in
+seconds); ``verdict``: a check has ended (name, outcome, remark); ``finding``: the fields of a
+finding; ``about``: a map of properties of the environment and its process."""
 FOLDER = "folder"
 FINGERPRINTS = "fingerprints"
 EXIT = "exit"
 ENDED = "ended"
 PASSPORT = "passport"
-"""What only the parent needs to know, among what an ``about`` says: the folder that holds the
-environment's code, what was played, how the environment ended its process (status, place), that all
-is done, and where its passport lies."""
+"""Keys of ``about`` that only the parent process uses: the folder of the environment's code, the
+fingerprints of the episodes, how the environment exited (status, location), that the checks are
+complete, and the path of the passport."""
 ORDER = "order.json"
 DUMP = "dump"
-"""Files of a check: what the child is to do, and where it writes the stacks of its threads."""
+"""Files of a check: the order for the child process, and the file for the stacks of its threads."""
 OK = "ok"
 FAULT = "fault"
 SKIPPED = "not run"
 READ = "read"
+"""Outcomes of a check; ``READ`` marks results that a person must judge."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """What is checked. ``timeout_s`` bounds one call of the environment, ``slow_s`` loading it and
-    making its tasks; ``instances`` live at once; ``most_turns`` must end an episode; ``most_tasks``
-    are played. ``address`` is that of the environment's service. ``again``: the cases that another
-    process played; if there are some, only their fingerprints are wanted. ``mutants``: if not 0, at
-    most so many mutants of demonstrations are played, which ``seed`` draws, and nothing else."""
+    """What to check, and the limits."""
 
     reference: str
+    """Name of the environment, as ``definition_of`` takes it."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the environment as plain values."""
     timeout_s: float = 10.0
+    """Time limit of one call of the environment in seconds."""
     slow_s: float = 60.0
+    """Time limit for loading the environment and for making its tasks in seconds."""
     instances: int = 100
+    """Number of instances played concurrently."""
     most_turns: int = 100
+    """Number of turns within which an episode must end."""
     most_tasks: int = 8
+    """Maximum number of tasks to play."""
     address: str = ""
+    """Address of the environment's service; "" if it has none."""
     again: tuple[str, ...] = ()
+    """Cases that another process played; if not empty, only their fingerprints are computed."""
     mutants: int = 0
+    """Maximum number of mutants of demonstrations; if not 0, only mutants are played."""
     seed: int = 0
+    """Seed that draws demonstrations and mutants."""
 
 
 def reporter(descriptor: int) -> Callable[..., None]:
-    """Return what writes an event, a kind and values, to a file descriptor. In a fork of this
-    process it does nothing, nor when nobody listens any more."""
+    """Return a function that writes an event (a kind and its values) to a file descriptor.
+
+    It does nothing in a fork of this process, or after the reader has closed the pipe.
+    """
     pid = os.getpid()
 
     def tell(kind: str, *values: Any) -> None:

@@ -1,8 +1,8 @@
-"""Writes what a check says to an environment: calls drawn from the schemas of the tools, and
-messages that are wrong.
+"""Messages that a check sends to an environment: calls with arguments drawn from the schemas of the
+tools, and wrong messages.
 
-Everything is written as text that a policy would write and parsed as a policy's turn is, so an
-environment sees nothing here that it could not see in training.
+All are written as text and parsed like the turns of a policy, so that an environment receives
+nothing that it could not receive in training.
 """
 
 from __future__ import annotations
@@ -16,32 +16,37 @@ from realhf.api.chat_template import parse_turn
 from realhf.api.environment import AssistantMessage
 
 _FAMILY = "hermes"
+"""Chat template family whose format of tool calls is used."""
 _LONG = 200_000
+"""Length of very long texts in characters."""
 _CONTROL = "\x00\x07\x08\x1b[31m\r\n\t\x7f\u202e"
 _FOREIGN = "naïve Σ π 你好 שלום 👩\u200d🚀 \ufeff e\u0301"
 _WORDS = ("1", "0", "7", "hello", "yes", "a b c", "I do not know.", "42")
+"""Messages of a policy without tools, and values of text arguments."""
 
 
 class Said(NamedTuple):
-    """A message and what it is, for people: ``an empty message``."""
+    """A message and its description for display, such as ``an empty message``."""
 
     name: str
+    """Description."""
     message: AssistantMessage
+    """The parsed message."""
 
 
 def policy_turn(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> AssistantMessage:
-    """Return what an environment gets when a policy wrote ``text``."""
+    """Return the message that an environment receives when a policy writes ``text``."""
     return parse_turn(text, _FAMILY, token_count=max(1, len(text) // 4), tools=tools)
 
 
 def call_text(name: str, arguments: Any) -> str:
-    """Return how a policy writes the call of a tool."""
+    """Return the text of a tool call as a policy writes it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def type_of(schema: Mapping[str, Any]) -> str:
-    """Return the type that a JSON schema names, of several the first that has values; "" where it
-    names none."""
+    """Return the type of a JSON schema: of several types, the first that is not null; "" if there
+    is none."""
     named = schema.get("type", "")
     return (
         named
@@ -51,7 +56,7 @@ def type_of(schema: Mapping[str, Any]) -> str:
 
 
 def sample(schema: Mapping[str, Any], rng: random.Random, depth: int = 0) -> Any:
-    """Draw a value that fits a JSON schema, as far as its type goes."""
+    """Draw a value that satisfies the type of a JSON schema."""
     if "const" in schema:
         return schema["const"]
     if schema.get("enum"):
@@ -85,7 +90,7 @@ def _sample_object(schema: Mapping[str, Any], rng: random.Random, depth: int) ->
 
 
 def properties_of(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the schemas of an object's properties, those that are well-formed."""
+    """Return the well-formed schemas of an object's properties by name."""
     found = schema.get("properties")
     return (
         {name: each for name, each in found.items() if isinstance(each, Mapping)}
@@ -95,7 +100,7 @@ def properties_of(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def functions(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return (name, schema of the parameters) of each tool that is well-formed."""
+    """Return (name, schema of the parameters) of each well-formed tool."""
     found = []
     for tool in tools:
         function = tool.get("function")
@@ -111,8 +116,8 @@ def functions(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str
 
 
 def trying(tools: Sequence[Mapping[str, Any]], seed: int, turns: int) -> list[str]:
-    """Return the turns of a policy that tries things: calls with drawn arguments where there are
-    tools, else words."""
+    """Return the turns of a policy that calls tools with random arguments, or writes random words
+    if there are no tools."""
     rng = random.Random(seed)
     known = functions(tools)
     texts = []
@@ -131,7 +136,7 @@ def talking(turns: int) -> list[str]:
 
 
 def wrong_messages(tools: Sequence[Mapping[str, Any]]) -> list[Said]:
-    """Return messages that are wrong in every way that a policy can bring about."""
+    """Return wrong messages of all kinds that a policy can write."""
     texts = [
         ("an empty message", ""),
         ("white space", " \n\t "),
@@ -156,7 +161,7 @@ def wrong_messages(tools: Sequence[Mapping[str, Any]]) -> list[Said]:
 
 
 def _wrong_arguments(parameters: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """(what is wrong, arguments) for one tool."""
+    """Return (description, arguments) of wrong calls of one tool."""
     good = _sample_object(parameters, random.Random(0), 0)
     found: list[tuple[str, dict[str, Any]]] = [
         ("with an argument that it does not have", {**good, "no_such": 1})

@@ -1,5 +1,5 @@
-"""Runs a check in a child process and ends it by its deadline, whatever the environment does in
-there."""
+"""Supervision of a check in a child process, which is ended at its deadline whatever the
+environment does in it."""
 
 from __future__ import annotations
 
@@ -36,20 +36,27 @@ from realhf.env.check.report import (
 )
 
 _GRACE_S = 3.0
-"""How much longer than a call may take its answer is waited for: the child itself reports it in
-this time."""
+"""Seconds beyond the limit of a call that are waited for its answer; the child itself reports a
+late call within this time."""
 _START_S = 30.0
+"""Seconds that the child may take to start."""
 _DUMP_S = 5.0
-"""How long the stacks of a silent child are waited for: the place is most of what helps, and a busy
+"""Seconds to wait for the stacks of a silent child; the location is most helpful, and a busy
 machine is slow."""
 _EXIT_S = 3.0
+"""Seconds that the child may take to exit after its last report."""
 _OUTPUT_BYTES = 8192
+"""Number of bytes of the child's output that are kept."""
 _READ_BYTES = 1 << 16
+"""Maximum number of bytes of one read."""
 
 
 class Supervisor:
-    """Runs one child for ``order``; ``hear`` gets every event as a list, also the findings that
-    only the end of the child shows."""
+    """Supervisor of one child process for ``order``.
+
+    ``hear`` is called with every event as a list, including findings that only the end of the child
+    shows.
+    """
 
     def __init__(self, order: Order, code: UserCode, hear: Callable[[list[Any]], None]) -> None:
         self._order = order
@@ -65,8 +72,11 @@ class Supervisor:
         self._output = b""
 
     def run(self, limit_s: float, hash_seed: int) -> None:
-        """Run the child to its end. ``hash_seed`` decides the order of its sets. The child is gone
-        when this returns or raises."""
+        """Run the child process to its end, for at most ``limit_s`` seconds; it no longer exists
+        when this returns or raises.
+
+        ``hash_seed`` determines the child's hashes and so the order of its sets.
+        """
         with tempfile.TemporaryDirectory(prefix="realhf-check-") as folder, ExitStack() as stack:
             (Path(folder) / ORDER).write_text(json.dumps(asdict(self._order)), encoding="utf-8")
             reading, writing = os.pipe()
@@ -102,8 +112,8 @@ class Supervisor:
                 while (now := process_clock.now()) < limit:
                     if exited in self._read(selector, max(0.0, min(self._silent_at, limit) - now)):
                         _kill_family(process)
-                        # Its own children may hold the pipes open, so nothing waits for what it
-                        # wrote before.
+                        # The child's own children may hold the pipes open, so only the data written
+                        # so far is read, without waiting.
                         while self._read(selector, 0) - {exited}:
                             pass
                         self._judge_end(process.returncode, dump)
@@ -115,7 +125,7 @@ class Supervisor:
             os.close(exited)
 
     def _read(self, selector: selectors.BaseSelector, wait_s: float) -> set[int]:
-        """Take in what has arrived; return the descriptors that have something."""
+        """Read the data that has arrived; return the descriptors that were ready."""
         ready = set()
         for key, _ in selector.select(wait_s):
             ready.add(key.fd)
@@ -156,7 +166,7 @@ class Supervisor:
         self._hear([FINDING, asdict(Finding(check, what, mend, where, task))])
 
     def _judge_end(self, status: int, dump: Path) -> None:
-        """The child has ended: was it time?"""
+        """Report the end of the child process if it ended early or with an error."""
         if self._ended and status == 0:
             return
         where = self._exit[1] if self._exit else self._code.of_dump(_text_of(dump))
@@ -174,7 +184,7 @@ class Supervisor:
         self._add("dies", what, mend, where, self._task)
 
     def _judge_silence(self, process: subprocess.Popen[bytes], dump: Path, *, late: bool) -> None:
-        """Nothing was heard in time: find out where the child is."""
+        """Report a child process that exceeded a time limit."""
         where = self._place(process, dump)
         if self._ended:
             what = f"the process does not end within {_EXIT_S:g} s after everything was closed"
@@ -197,8 +207,8 @@ class Supervisor:
             self._add("hangs", what, mend, where, self._task)
 
     def _place(self, process: subprocess.Popen[bytes], dump: Path) -> str:
-        """Ask the child's faulthandler for the stacks of its threads; it answers even when the
-        interpreter is held."""
+        """Return where the child stands, from a dump of its stacks by faulthandler, which works
+        even while the interpreter lock is held; "" if unknown."""
         with suppress(OSError):
             process.send_signal(signal.SIGUSR1)
         end = process_clock.now() + _DUMP_S
@@ -217,9 +227,12 @@ def _text_of(dump: Path) -> str:
 
 
 def _kill_family(process: subprocess.Popen[bytes]) -> None:
-    """End the child, its session and its descendants in others, unless that is done: its number may
-    then be another's. Descendants whose parent has ended, in a session of their own, are not
-    found."""
+    """Kill the child process, its session and its descendants in other sessions, and wait for the
+    child.
+
+    It does nothing if the child was already waited for, because its process id may be reused.
+    Orphaned descendants in sessions of their own are not found.
+    """
     if process.returncode is not None:
         return
     with suppress(psutil.Error):

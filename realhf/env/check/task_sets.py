@@ -1,4 +1,4 @@
-"""Judges the task sets of an environment, and chooses the tasks that a check plays."""
+"""Checks of the task sets of an environment, and choice of the tasks that a check plays."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from realhf.env.loader.tasks import GROUP_COLUMN
 from realhf.env.loader.validation import json_problem
 
 _MOST_TEMPLATES = 2000
+"""Maximum number of templates that are checked."""
 _SEEDS = (0, 1, 2, 12_345, 2**31 - 1)
+"""Seeds of the instances that are checked."""
 _MANY = 200
 _FEW_SEEDS = 2
-"""From this number of templates on, fewer seeds are tried of each."""
+"""Number of templates from which on only the first few seeds are checked, and the number of these
+seeds."""
 _MOST_TWINS = 4
+"""Maximum number of twins."""
 
 
 class TaskSetJudge:
-    """Judges the task sets of ``spec``; ``add`` takes what is wrong."""
+    """Checker of the task sets of ``spec``; ``add`` is called with each finding."""
 
     def __init__(
         self, spec: EnvironmentSpec, code: UserCode, add: Callable[[Finding], None]
@@ -31,13 +35,14 @@ class TaskSetJudge:
         self._code = code
         self._add = add
         self.groups: dict[str, Counter[str]] = {}
-        """For each split its groups, each with its number of templates."""
+        """Number of templates by group and split."""
         self.twins: list[tuple[Task, Task]] = []
-        """Tasks of one id and payload and two seeds: they must be the same episode."""
+        """Pairs of tasks with the same id and payload but different seeds, which must give the same
+        episode."""
         self._by_group: dict[tuple[str, str], list[Task]] = {}
 
     def judge(self) -> None:
-        """Look at both splits and at the two together."""
+        """Check each split, and that the two splits share no instance."""
         seen: dict[str, dict[str, Task]] = {}
         for split in SPLITS:
             try:
@@ -71,15 +76,14 @@ class TaskSetJudge:
                 return
 
     def remark(self) -> str:
-        """Return one line about the sizes of the splits."""
+        """Return the sizes of the splits as text."""
         return ", ".join(
             f"{split}: {counted(of.total(), 'template')} in {counted(len(of), 'group')}"
             for split, of in self.groups.items()
         )
 
     def chosen(self, most: int) -> list[Task]:
-        """Return the tasks that are played: one of every group of both splits in turns, up to
-        ``most``."""
+        """Return at most ``most`` tasks to play, in turn from every group of both splits."""
         rng = random.Random(0)
         by_group = [[*found] for found in self._by_group.values()]
         for found in by_group:
@@ -130,7 +134,8 @@ class TaskSetJudge:
             )
 
     def _instances(self, split: str, tasks: TaskSet) -> Iterator[tuple[str, Task]]:
-        """Yield a few instances of every template, with its name, up to the first that is wrong."""
+        """Yield (template, task) for a few instances of every template, up to the first invalid
+        one, which is reported."""
         templates = spread([*tasks.group_of], _MOST_TEMPLATES)
         seeds = _SEEDS if len(templates) < _MANY else _SEEDS[:_FEW_SEEDS]
         owner: dict[str, tuple[str, Task]] = {}
@@ -164,12 +169,15 @@ class TaskSetJudge:
 
 
 _LABELS = ("id", GROUP_COLUMN)
-"""Columns of a row that name its task and say nothing of the episode."""
+"""Columns of a row that label its task and do not affect the episode."""
 
 
 def instance_key(task: Task) -> str:
-    """Return a text that two tasks share when the same episode is played for both. A payload of
-    nothing but labels is one that the environment looks up by them."""
+    """Return a text that is equal for tasks with the same episode.
+
+    Labels are ignored, unless the payload has nothing else: then the environment looks the task up
+    by them.
+    """
     played = {
         name: value for name, value in task.payload.items() if name not in _LABELS
     } or task.payload
