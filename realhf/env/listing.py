@@ -1,4 +1,4 @@
-"""Is the command ``python -m realhf.env list``: a table of the registered environments."""
+"""The command ``python -m realhf.env list``: a table of the registered environments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ ABOUT = (
     "List the registered environments with their default options: tasks, tools, solver, what they "
     "are about."
 )
+"""Shown by ``--help``."""
 _RESET_S = 10.0
+"""Seconds that reset and close of an environment may take."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Print the table. Returns 0, or 1 when an environment does not load."""
+    """Print the table. Return 0, or 1 if an environment does not load."""
     rows = [about(name) for name in environments]
     if arguments.json:
         print(json.dumps(rows, indent=2))
@@ -41,7 +43,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def about(name: str) -> dict[str, Any]:
-    """Return what the list says of one environment; ``error`` is "" unless it does not load."""
+    """Return the row of an environment; ``error`` is "" unless it does not load."""
     row: dict[str, Any] = {
         "name": name,
         "groups": {},
@@ -71,7 +73,7 @@ def about(name: str) -> dict[str, Any]:
 
 
 async def _interface(spec: EnvironmentSpec) -> str:
-    """``3 tools`` or ``text``, as the first task says."""
+    """Return ``3 tools`` or ``text``, by the opening of the first task."""
     tasks = spec.tasks(TRAIN)
     task = tasks.instantiate(next(iter(tasks.group_of)), 0)
     environment = spec.make("")

@@ -1,9 +1,10 @@
-"""Drives OpenEnv sessions over a WebSocket and reads what a server reports about itself.
+"""Client of OpenEnv sessions over a WebSocket, and of the HTTP pages on which a server describes
+itself.
 
-Connecting is a handshake and a state probe. A request whose answer did not arrive (timeout,
-cancellation, lost connection) poisons the connection: it is closed at once and never used again, so
-a late reply can never be read as the answer to another request. Where the server echoes ids, every
-reply must carry its request's. Source: docs/reference/environment.md 2.1, 2.3, 2.4.
+Connecting consists of a handshake and a request of the state. A request without a reply (timeout,
+cancellation, lost connection) makes the connection unusable: it is closed at once, so that a late
+reply can never be taken for the reply to another request. If the server echoes ids, each reply must
+have the id of its request. Source: docs/reference/environment.md 2.1, 2.3, 2.4.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ from realhf.api.environment import FAILURE_KINDS
 
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 _MAX_REPLY_BYTES = 4 << 20
+"""Maximum size of a reply in bytes."""
 _CLOSE_S = 2.0
+"""Seconds that closing a connection may take."""
 _ARITHMETIC = (
     "a trainer opens one session per episode of its generation batch (per-device batch x "
     "accumulation steps x "
     "devices), and the server must have at least as many (--pool-size)"
 )
+"""Explanation of the number of sessions for errors of capacity."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,12 @@ class StepResult:
 
 
 class ConnectError(ConnectionError):
-    """The session could not be opened."""
+    """Failure to open a session."""
 
 
 class CapacityError(ConnectError):
-    """The server has no free session. ``retry_after_s`` is the server's advice."""
+    """Refusal of a session by a server without a free one; ``retry_after_s`` is the server's advice
+    in seconds."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -61,23 +66,28 @@ class CapacityError(ConnectError):
 
 
 class ConnectionLost(ConnectionError):
-    """The server closed the connection or vanished in the middle of a request."""
+    """Connection closed by the server, or lost during a request."""
 
 
 class ConnectionPoisoned(ConnectionError):
-    """The connection was given up after a request without an answer, or was never opened."""
+    """Use of a connection that was closed after a request without a reply, or was never opened."""
 
 
 class MessageTimeout(TimeoutError):
-    """No reply came within the message timeout."""
+    """Absence of a reply within the message timeout."""
 
 
 class EnvError(RuntimeError):
-    """The server answered with an error frame; the session stays usable. ``code`` is the wire's
-    error code; ``retryable``: the server reports that nothing was executed and the request may be
-    sent again; ``details`` is what a stock server says of each field of a message that it refuses,
-    any JSON; ``kind`` is how the environment failed (``realhf.api.environment.FAILURE_KINDS``), ""
-    where the server does not say it."""
+    """Error frame of the server; the session stays usable.
+
+    Args:
+        code: Error code on the wire.
+        message: Description of the error.
+        retryable: Whether the server reports that nothing was executed and the request may be repeated.
+        details: Description of invalid fields by a stock server, as any JSON value.
+        kind: Kind of the environment's failure (``realhf.api.environment.FAILURE_KINDS``); "" if the
+            server does not report it.
+    """
 
     def __init__(
         self,
@@ -96,8 +106,8 @@ class EnvError(RuntimeError):
 
 
 def failure_kind(error: EnvError | ConnectionError | TimeoutError) -> str:
-    """Return how an environment failed that answered with ``error``, or did not answer
-    (``FAILURE_KINDS``)."""
+    """Return the kind of failure (``FAILURE_KINDS``) that corresponds to an error of a request or a
+    connection."""
     if isinstance(error, EnvError):
         return "unavailable" if error.retryable else "internal"
     if isinstance(error, CapacityError):
@@ -106,19 +116,22 @@ def failure_kind(error: EnvError | ConnectionError | TimeoutError) -> str:
 
 
 class OpenEnvClient:
-    """Drives one session over the wire. One request at a time; use it on one event loop.
+    """Client of one session. It handles one request at a time, on one event loop.
+
+    After a lost connection, ``connect`` opens a new session. ``probe`` is the state that the server
+    returned at connecting.
 
     Args:
         base_url: ``http(s)://`` or ``ws(s)://`` address of the server.
-        connect_timeout_s: handshake and probe together. message_timeout_s: each request.
-        ping_interval_s, ping_timeout_s: the timeout tolerates a peer that is busy for minutes.
-        token: sent as ``Authorization: Bearer``. tls: what an https server is checked by (None: the authorities that
-            this machine believes, or those in the file that the variable SSL_CERT_FILE names).
-        correlate: number the requests and check the ids of the replies (for servers whose ``/metadata`` says
-            ``"correlation": true``).
-
-    After a loss ``connect`` opens a new session. ``probe`` is the state that the server showed at
-    connecting.
+        connect_timeout_s: Time limit of handshake and state request together.
+        message_timeout_s: Time limit of each request.
+        ping_interval_s: Interval of keep-alive pings.
+        ping_timeout_s: Time limit of a ping; by default, a server may be busy for minutes.
+        token: Sent as ``Authorization: Bearer``.
+        tls: Context to verify an https server; None uses the certificate authorities of this machine,
+            or those in the file that the variable SSL_CERT_FILE names.
+        correlate: Number the requests and check the ids of the replies, for servers whose ``/metadata``
+            has ``"correlation": true``.
     """
 
     def __init__(
@@ -150,7 +163,7 @@ class OpenEnvClient:
         return self._connection is not None and not self._asking
 
     async def connect(self) -> None:
-        """Open the socket and make one state round trip. Raises CapacityError or ConnectError."""
+        """Open the connection and request the state once. Raises CapacityError or ConnectError."""
         if self._connection is not None:
             return
         try:
@@ -191,7 +204,7 @@ class OpenEnvClient:
         return await self._result({"type": "reset", "data": kwargs})
 
     async def step(self, command: str | Mapping[str, Any]) -> StepResult:
-        """Run a command (or send another environment's action). Raises as ``reset``."""
+        """Run a command, or send the action of another kind of environment. Raises as ``reset``."""
         action = {"command": command} if isinstance(command, str) else dict(command)
         return await self._result({"type": "step", "data": action})
 
@@ -200,8 +213,8 @@ class OpenEnvClient:
         return (await self._reply({"type": "state"}, "state"))["data"]
 
     async def _first_state(self, connection: ClientConnection) -> dict[str, Any]:
-        """Probe the state. A full server says so and closes, perhaps before it is asked; that
-        answer counts all the same."""
+        """Request the state. If the connection is lost, raise the EnvError that a full server may
+        have sent before closing it."""
         try:
             return await self.state()
         except ConnectionLost:
@@ -218,8 +231,8 @@ class OpenEnvClient:
             raise self._not_the_wire(error) from error
 
     async def close(self) -> None:
-        """Say goodbye and close, within seconds; harmless when the server is gone or hangs, or when
-        repeated."""
+        """Send a close message and close the connection, within seconds; safe to repeat and if the
+        server is gone or hangs."""
         connection = self._connection
         self._connection = None
         if connection is None:
@@ -235,7 +248,7 @@ class OpenEnvClient:
             connection.transport.abort()
 
     def abort(self) -> None:
-        """Drop the connection without a word; call it on the loop."""
+        """Drop the connection without a close message; must be called on the loop."""
         connection = self._connection
         self._connection = None
         self._asking = False
@@ -243,7 +256,11 @@ class OpenEnvClient:
             connection.transport.abort()
 
     async def _reply(self, message: dict[str, Any], kind: str) -> dict[str, Any]:
-        """Send a request and return its reply."""
+        """Send a request and return its reply of type ``kind``.
+
+        Raises EnvError for an error frame, and ConnectionLost, after closing the connection, for an
+        invalid reply.
+        """
         connection = self._connection
         if connection is None:
             raise ConnectionPoisoned(f"no usable connection to {self.url}")
@@ -299,7 +316,8 @@ def _said(data: Mapping[str, Any]) -> EnvError:
 
 
 def websocket_url(base_url: str) -> str:
-    """Turn ``http://host:port`` into ``ws://host:port/ws``. Raises ValueError on another scheme."""
+    """Convert ``http://host:port`` to ``ws://host:port/ws``. Raises ValueError for another
+    scheme."""
     scheme, separator, rest = base_url.partition("://")
     schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
     if not separator or scheme not in schemes or not rest.strip("/"):
@@ -325,11 +343,12 @@ def _refusal(url: str, error: InvalidStatus) -> ConnectError:
 
 
 _MOST_BYTES = 1 << 20
+"""Maximum size of a page in bytes."""
 
 
 def without_token(url: str) -> tuple[str, str | None]:
-    """Return an address without the token that stands before its host (``http://:TOKEN@HOST``), and
-    the token; None where there is none."""
+    """Split an address ``http://:TOKEN@HOST`` into the address without the token and the token;
+    None if there is none."""
     scheme, separator, rest = url.partition("://")
     before, at, host = rest.partition("@")
     if not at or "/" in before:
@@ -340,8 +359,11 @@ def without_token(url: str) -> tuple[str, str | None]:
 async def fetch_metadata(
     base_url: str, token: str | None = None, timeout_s: float = 20.0, tls: SSLContext | None = None
 ) -> dict[str, Any]:
-    """Return the JSON object at ``/metadata``; {} when the server has none or does not answer in
-    time (connecting tells why). Raises ValueError for a bad address."""
+    """Return the JSON object at ``/metadata``; {} if the server has none or does not answer in
+    time.
+
+    The reason is left to ``connect``. Raises ValueError for an invalid address.
+    """
     websocket_url(base_url)
     try:
         found = await fetch_page(base_url, "metadata", token, timeout_s, tls)
@@ -357,9 +379,11 @@ async def fetch_page(
     timeout_s: float = 20.0,
     tls: SSLContext | None = None,
 ) -> Any:
-    """Return the JSON at ``/page`` of a server. ``tls``: as of ``OpenEnvClient``. Raises OSError
-    when nobody answers in time, and ValueError for a bad address, another status than 200, and what
-    is not JSON."""
+    """Return the JSON value at ``/page`` of a server; ``tls`` is that of ``OpenEnvClient``.
+
+    Raises OSError if the server does not answer in time, and ValueError for an invalid address, a
+    status other than 200 and an answer that is not JSON.
+    """
     address = urlsplit(websocket_url(base_url))
     path = f"{address.path.removesuffix('/ws')}/{page}"
     lines = [
@@ -402,13 +426,13 @@ async def _exchange(
 
 
 class _Received:
-    """Is the part of a socket that HTTPResponse reads."""
+    """The part of a socket's interface that HTTPResponse reads."""
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw
 
     def makefile(self, *_: Any) -> io.BytesIO:
-        """Return what was received, as a file."""
+        """Return the received bytes as a file."""
         return io.BytesIO(self._raw)
 
 

@@ -40,7 +40,7 @@ def typed_lines(console: Console, *, terminal: bool) -> Iterator[str]:
     next. A terminal has its editing and history; lines of a pipe are repeated, so that the output
     is a transcript."""
     if terminal:
-        import readline  # noqa: F401 (it is what gives ``input`` its editing)
+        import readline  # noqa: F401 (enables line editing in ``input``)
     text = ""
     while True:
         line = _line(text) if terminal else sys.stdin.readline()

@@ -1,5 +1,5 @@
-"""Writes a working start for an environment of one's own, with a test: ``python -m realhf.env
-init``."""
+"""The command ``python -m realhf.env init``: writes a working start for a user's own environment,
+with a test."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ DOORS = {
     "dataset": "questions of one turn, and a function that judges the answers",
     "agent": "a small world, and an agent that knows only a base URL",
 }
+"""Formats of environments and their descriptions."""
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _LONGEST = 60
+"""Maximum length of a name."""
 
 
 class Start(NamedTuple):
@@ -35,9 +37,11 @@ class Start(NamedTuple):
 
 
 def write_start(name: str, env_format: str, folder: Path) -> Start:
-    """Write ``NAME.py`` and ``test_NAME.py``, both or none. ``env_format`` is a key of ``DOORS``.
-    Raises ValueError for a name that is no valid module name or is taken by another module, and for
-    files that exist or cannot be written."""
+    """Write ``NAME.py`` and ``test_NAME.py``, both or none; ``env_format`` is a key of ``DOORS``.
+
+    Raises ValueError for a name that is not a valid module name or is taken by another module, and
+    for files that exist or cannot be written.
+    """
     check_name(name)
     title = "".join(part.capitalize() for part in name.split("_"))
     words = {
@@ -65,7 +69,7 @@ def write_start(name: str, env_format: str, folder: Path) -> Start:
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError if a name is no valid module name, or is taken by another module."""
+    """Raise ValueError for a name that is not a valid module name or is taken by another module."""
     if not _NAME.fullmatch(name) or len(name) > _LONGEST or keyword.iskeyword(name):
         raise ValueError(
             f"{name[:_LONGEST]!r} is no name: write a small letter, then letters, digits and "
@@ -125,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Write the files and say what comes next. Returns 0; raises ValueError for what cannot be
+    """Write the files and print the next commands. Return 0; raises ValueError if they cannot be
     written."""
     start = write_start(arguments.name, arguments.door, arguments.folder)
     lines = [

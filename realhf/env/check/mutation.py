@@ -1,9 +1,10 @@
-"""Plays mutants of an environment's demonstrations and lists those that are paid in full.
+"""Mutation of an environment's demonstrations, which lists the mutants that earn the full reward.
 
-A mutant is a demonstration with something changed: an argument, a word, the order, another name, a
-call too many. One that is paid in full leaves either the same state as the demonstration, or the
-reward can be bought. An environment that describes its state (``view`` in the info of a turn) has
-the two told apart; for others a person reads the list.
+A mutant is a demonstration with a change: to an argument, a word, the order or a name, or with an
+additional call. A mutant with the full reward either leaves the same state as the demonstration, or
+shows that the reward can be earned without solving the task. The two are distinguished
+automatically if the environment describes its state (``view`` in the info of a turn); otherwise a
+person must read the list.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ from realhf.env.check.scripts import (
 )
 
 OTHER_TOOL = "another tool"
+"""Kind of a change that calls another tool with the same arguments."""
 UNDONE = "undone"
+"""Kind of a change that undoes a call."""
 _OPPOSITES = {
     one: other
     for pair in (
@@ -63,15 +66,20 @@ _OPPOSITES = {
     )
     for one, other in (pair, pair[::-1])
 }  # fmt: skip
+"""Verbs in the names of tools, mapped to those that undo them."""
 _BESIDE_PER_TOOL = 8
+"""Additional calls drawn per tool."""
 _LIKELY = 8
+"""Number of words from which likely arguments are drawn."""
 
 
 class Action(NamedTuple):
-    """A turn of a policy: its text, and calls as (name, arguments)."""
+    """A turn of a policy."""
 
     content: str
+    """Text besides the calls."""
     calls: tuple[tuple[str, dict[str, Any]], ...] = ()
+    """Calls as (name, arguments)."""
 
     def text(self) -> str:
         """Return the turn as a policy writes it."""
@@ -83,7 +91,7 @@ class Action(NamedTuple):
         )
 
     def renamed(self, word: str, other: str) -> Action:
-        """Return the turn with another word in the place of one, also in the texts of arguments."""
+        """Return the turn with ``word`` replaced by ``other``, also in arguments that are texts."""
         put = lambda value: value.replace(word, other) if isinstance(value, str) else value
         calls = tuple(
             (name, {key: put(value) for key, value in given.items()}) for name, given in self.calls
@@ -92,7 +100,7 @@ class Action(NamedTuple):
 
 
 def read_action(text: str, tools: Sequence[Mapping[str, Any]]) -> Action:
-    """Read a turn; one with a call that cannot be read is a text."""
+    """Parse a turn; one with an invalid call becomes a turn of text only."""
     message = policy_turn(text, tools)
     if any(call.problem for call in message.tool_calls):
         return Action(text)
@@ -103,10 +111,16 @@ def read_action(text: str, tools: Sequence[Mapping[str, Any]]) -> Action:
 
 
 class Mutants:
-    """Changes ``actions``, which call ``tools``. ``words`` stand in the episode and may be names,
-    the likeliest first; ``rng`` draws the arguments of calls that the demonstration does not make.
-    ``described``: the state that is left can be compared, so something is also made beside the
-    work, and names are written nearly right."""
+    """Iterable of the mutants of ``actions``, which call ``tools``.
+
+    Args:
+        actions: The demonstration.
+        tools: Schemas of the tools.
+        words: Words of the episode that may be names, likeliest first.
+        rng: Draws the arguments of calls that the demonstration does not make.
+        described: Whether states can be compared; then mutants that leave something additional behind,
+            and mutants with slightly wrong names, are included.
+    """
 
     def __init__(
         self,
@@ -126,7 +140,7 @@ class Mutants:
         }
 
     def __iter__(self) -> Iterator[Change[tuple[Action, ...]]]:
-        """Yield the actions with something changed."""
+        """Yield the mutants."""
         beside = [
             Change(FIRST, f"{name} beside the task", Action("", ((name, self._filled(known)),)))
             for name, known in self._properties.items()
@@ -142,8 +156,8 @@ class Mutants:
             yield from self._nearly_named()
 
     def _left_over(self) -> Iterator[Change[tuple[Action, ...]]]:
-        """Yield the actions with something made beside them, and with the same made and removed
-        again."""
+        """Yield the actions with an additional thing created, and with the same thing created and
+        removed again."""
         all_of = self._actions
         for call in self._made_beside():
             beside = Action("", (call,))
@@ -159,7 +173,8 @@ class Mutants:
                 yield Change(REMOVED_AGAIN, f"{what} and removed again, first", (*removed, *all_of))
 
     def _made_beside(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield calls with own names and nearly those of the work in the place of each text."""
+        """Yield calls that create additional things: each text argument is replaced by unrelated
+        names and by names similar to those of the demonstration."""
         made = {name: given for action in self._actions for name, given in action.calls}
         for name, known in self._properties.items():
             for key, schema in known.items():
@@ -173,7 +188,7 @@ class Mutants:
                     yield name, {**base, key: other}
 
     def _nearly_named(self) -> Iterator[Change[tuple[Action, ...]]]:
-        """Yield the actions with a name written nearly right, everywhere and in one action."""
+        """Yield the actions with a slightly wrong name, in all actions and in a single one."""
         all_of = self._actions
         for word in self._names():
             for other in near_names(word):
@@ -185,7 +200,7 @@ class Mutants:
                         yield Change(EXACT_NAME, what, (*all_of[:at], action, *all_of[at + 1 :]))
 
     def _names(self) -> list[str]:
-        """The words that may be names: those of arguments, and what stands in quotes in a text."""
+        """Return the words that may be names: words of arguments, and quoted words of texts."""
         given = [
             value for action in self._actions for _, each in action.calls for value in each.values()
         ]
@@ -217,7 +232,7 @@ class Mutants:
                 yield Change(OTHER_TOOL, f"{other} and not {name}", (other, given))
 
     def _undone(self) -> Iterator[Change[tuple[Action, ...]]]:
-        """Yield the actions with each call undone right behind it, and before the last action."""
+        """Yield the actions with a call undone directly after it, and before the last action."""
         all_of = self._actions
         for at, action in enumerate(all_of):
             for inverse in (inverse for call in action.calls for inverse in self._inverses(*call)):
@@ -230,8 +245,8 @@ class Mutants:
                     )
 
     def _inverses(self, name: str, given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield calls that may undo one: the same with two arguments exchanged, and tools of the
-        opposite name."""
+        """Yield calls that may undo a call: the same call with two arguments exchanged, and tools
+        with the opposite verb."""
         texts = [key for key, value in given.items() if isinstance(value, str)]
         if len(texts) == 2:
             yield name, {**given, texts[0]: given[texts[1]], texts[1]: given[texts[0]]}
@@ -246,8 +261,8 @@ class Mutants:
                 yield other, shared
 
     def _to_neighbours(self) -> Iterator[Change[tuple[Action, ...]]]:
-        """Yield everything done to a namesake: a word that stands in several places or in one is
-        another everywhere."""
+        """Yield the actions applied to a similar name: a word is replaced by a similar one
+        everywhere."""
         for word in words_of(action.text() for action in self._actions):
             if word not in self._words or len(word) < 2:
                 continue
@@ -259,7 +274,7 @@ class Mutants:
                     yield Change(f"{NEIGHBOUR}, before", what, (*changed, *self._actions))
 
     def _filled(self, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments for a call, with words of the episode where a text is wanted."""
+        """Return arguments for a call; texts are drawn from the words of the episode."""
         named = {}
         for name, schema in known.items():
             is_text = type_of(schema) in ("", "string") and not schema.get("enum") and self._words
@@ -269,13 +284,16 @@ class Mutants:
 
 
 MUTANTS = "mutants"
+"""Name of the check."""
 _EPISODES_PER_TASK = 2
+"""Episodes requested per task from the solver."""
 _ALIKE = 1e-6
-"""Rewards that differ by less are the same."""
+"""Tolerance within which rewards count as equal."""
 _SHOWN_ACTIONS = 600
+"""Maximum length in characters of actions in a finding."""
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _MEMBER_SHARE = 4
-"""One part of so many of the plays asks whether each argument shows."""
+"""Divisor of the number of plays that gives those used to examine arguments."""
 _PUNISHED = "What was made and removed again costs nothing, unless the task says that it does"
 _UNSHOWN = "Show it under `view` and look at it in the reward, or refuse or leave out the argument"
 _NO_SCRIPT = (
@@ -296,19 +314,23 @@ _NO_VIEW = (
 
 @dataclass
 class Tally:
-    """Counts the mutants of one task: ``paid`` in full; of those, ``unequal`` leave another state;
-    ``underpaid`` leave the same state and earn less; of these, ``punished`` made something beside
-    the work and removed it again. ``members`` counts arguments whose value shows nowhere."""
+    """Counts of the mutants of one task."""
 
     mutants: int = 0
+    """Number of mutants played."""
     paid: int = 0
+    """Mutants with the full reward."""
     unequal: int = 0
+    """Mutants with the full reward that leave another state."""
     underpaid: int = 0
+    """Mutants that leave the same state with a smaller reward."""
     punished: int = 0
+    """Underpaid mutants that created something additional and removed it again."""
     members: int = 0
+    """Arguments whose value affects neither the view nor the reward."""
 
     def remark(self, *, described: bool) -> str:
-        """Return the counts as a line for people."""
+        """Return the counts as a line for display."""
         paid = f"{counted(self.mutants, 'mutant')}, {self.paid:,} paid in full"
         if not described:
             return f"{paid}{': read them' if self.paid else ''}"
@@ -322,29 +344,38 @@ class Tally:
 
 @dataclass
 class Outcome:
-    """Is what ``--json`` prints: the counts by template, and by kind of change where the state is
-    described, and every mutant that was paid in full and is not known to leave the same state;
-    ``members`` are the arguments whose value shows nowhere, by template, tool and argument."""
+    """Results of the mutation, which ``--json`` prints."""
 
     seed: int
+    """Seed of the demonstrations and mutants."""
     described: bool = False
+    """Whether the environment describes its state (``view``)."""
     tasks: dict[str, Tally] = field(default_factory=dict)
+    """Counts by template."""
     kinds: dict[str, Counts] = field(default_factory=dict)
+    """Counts by kind of change, if the state is described."""
     listed: list[dict[str, Any]] = field(default_factory=list)
+    """Mutants with the full reward that are not known to leave the same state."""
     members: list[dict[str, str]] = field(default_factory=list)
+    """Arguments whose value has no visible effect: template, tool and argument."""
 
 
 class Member(NamedTuple):
-    """An argument of a call: action and call by number, the tool, the argument and its schema."""
+    """An argument of a call in a demonstration."""
 
     action: int
+    """Index of the action."""
     call: int
+    """Index of the call in the action."""
     tool: str
+    """Name of the tool."""
     name: str
+    """Name of the argument."""
     schema: Mapping[str, Any]
+    """JSON schema of the argument."""
 
     def put(self, actions: Sequence[Action], value: Any) -> tuple[Action, ...]:
-        """Return the actions with another value of the argument."""
+        """Return the actions with the argument set to ``value``."""
         calls = [*actions[self.action].calls]
         calls[self.call] = (self.tool, {**calls[self.call][1], self.name: value})
         changed = actions[self.action]._replace(calls=tuple(calls))
@@ -362,7 +393,8 @@ class Member(NamedTuple):
 
 
 def missing(spec: EnvironmentSpec) -> Finding | None:
-    """Return why there is nothing to change, None where there are demonstrations."""
+    """Return a finding that says why there is nothing to mutate; None if there are
+    demonstrations."""
     if spec.demonstrate is not None:
         return None
     if spec.demonstrations is not None:
@@ -376,7 +408,7 @@ def missing(spec: EnvironmentSpec) -> Finding | None:
 
 
 def scripts_of(spec: EnvironmentSpec, seed: int) -> dict[str, list[Demonstration]]:
-    """Return a few solutions by template. Raises what the environment's own solver raises."""
+    """Return a few solutions by template. Errors of the environment's solver are passed on."""
     assert spec.demonstrate is not None
     tasks = spec.tasks(TRAIN)
     found = {}
@@ -400,7 +432,7 @@ def scripts_of(spec: EnvironmentSpec, seed: int) -> dict[str, list[Demonstration
 
 
 class Mutation:
-    """Plays at most ``most`` mutants in all. ``add`` takes what is found."""
+    """Player of mutants, at most ``most`` in total; ``add`` is called with each finding."""
 
     def __init__(
         self, harness: CheckHarness, most: int, seed: int, add: Callable[[Finding], None]
@@ -410,8 +442,8 @@ class Mutation:
         self._add = add
         self.outcome = Outcome(seed)
         self._shows: dict[tuple[str, str], bool] = {}
-        """By (tool, argument) of the template that is played, whether another value was ever told
-        from the first."""
+        """By (tool, argument) of the current template, whether different values had different
+        effects."""
 
     async def play(
         self,
@@ -419,8 +451,13 @@ class Mutation:
         begin: Callable[[str], None],
         end: Callable[[str, str, str], None],
     ) -> None:
-        """Play the mutants of all scripts. ``begin`` is told what comes next, ``end`` the verdict
-        on each template: name, outcome, remark. Raises CallFailed when an answer did not come."""
+        """Play the mutants of all demonstrations. Raises CallFailed if a call hung.
+
+        Args:
+            scripts: Demonstrations by template.
+            begin: Called with a description of the next step.
+            end: Called with the verdict on each template: name, outcome, remark.
+        """
         played = 0
         scripted = sum(map(len, scripts.values()))
         for template, solutions in scripts.items():
@@ -448,8 +485,8 @@ class Mutation:
     async def _script(
         self, template: str, script: Demonstration, most: int, rng: random.Random, tally: Tally
     ) -> int:
-        """Play a demonstration and its mutants. Returns how many faults were found in playing the
-        former."""
+        """Play a demonstration and at most ``most`` of its mutants; return the number of faults in
+        playing the demonstration."""
         whole = await self._create_harness.follow(Case(script.task, script.turns))
         if whole is None or not (whole.solved or whole.paid > 0):
             fate = (
@@ -473,7 +510,7 @@ class Mutation:
                 continue
             sent.add(change.value)
             mutant = await self._create_harness.follow(Case(script.task, change.value))
-            if mutant is None or (*mutant.said,) in seen:  # it was over before what was changed
+            if mutant is None or (*mutant.said,) in seen:  # the episode ended before the change
                 continue
             seen.add((*mutant.said,))
             tally.mutants += 1
@@ -490,8 +527,8 @@ class Mutation:
         most: int,
         rng: random.Random,
     ) -> None:
-        """Find out, by ``most`` plays or a few more, which arguments have values that nothing tells
-        apart."""
+        """Determine with about ``most`` plays which arguments have values without a visible
+        effect."""
         members = _members(actions, whole.tools)
         rng.shuffle(members)
         plays = 0
@@ -516,9 +553,12 @@ class Mutation:
         member: Member,
         values: Sequence[Any],
     ) -> bool | None:
-        """Return whether view or reward tell values of an argument apart, None where the call
-        changes nothing or too few of the values are accepted. What is refused leaves what the
-        episode leaves without the call."""
+        """Return whether view or reward depend on the value of an argument.
+
+        A rejected value is recognised by the state of the episode without the call. None is
+        returned if that state equals the one with the call, or if too few of the values are
+        accepted.
+        """
         refused = await self._left(script, member.without_call(actions))
         right = (whole.view, whole.paid, whole.solved)
         if refused is None or refused[0] == whole.view:
@@ -528,7 +568,7 @@ class Mutation:
             return True
         if left.count(right) < min(2, len(values)):
             return None
-        # A later action may cover it: what counts is then the state right behind the call.
+        # A later action may hide the effect, so the states directly after the call are compared.
         until = actions[: member.action + 1]
         first = await self._left(script, until)
         accepted = [value for value, one in zip(values, left, strict=True) if one == right]
@@ -539,8 +579,7 @@ class Mutation:
     async def _left(
         self, script: Demonstration, actions: Sequence[Action]
     ) -> tuple[Any, float, bool] | None:
-        """Play actions. Returns the view, the reward and whether the task is solved, None where it
-        cannot be played."""
+        """Play actions; return (view, reward, solved), or None if they cannot be played."""
         episode = await self._create_harness.follow(
             Case(script.task, tuple(action.text() for action in actions))
         )
@@ -569,8 +608,8 @@ class Mutation:
     ) -> None:
         described = whole.view is not None
         equal = described and mutant.view == whole.view
-        # Another state that counts as a success is bought, though a turn too many may have cost
-        # something.
+        # Any success with another state counts as the full reward, even if an additional turn
+        # reduced it.
         paid = mutant.paid >= whole.paid - _ALIKE or (described and mutant.solved and whole.solved)
         tally.paid += paid
         tally.underpaid += equal and not paid
@@ -612,7 +651,7 @@ class Mutation:
 
 
 def _members(actions: Sequence[Action], tools: Sequence[Mapping[str, Any]]) -> list[Member]:
-    """Return each argument of each call, also those that are not given."""
+    """Return all arguments of all calls, including those that are not given."""
     properties = {name: properties_of(parameters) for name, parameters in functions(tools)}
     return [
         Member(number, at, tool, name, properties.get(tool, {}).get(name, {}))
@@ -630,20 +669,20 @@ def _texts(changes: Iterable[Change[tuple[Action, ...]]]) -> Iterator[Change[tup
 
 
 def _said(actions: Iterable[Action]) -> Iterator[str]:
-    """The texts that a demonstration sends, without the names of arguments."""
+    """Yield the texts and argument values that a demonstration sends, without argument names."""
     for action in actions:
         yield action.content
         yield from (str(value) for _, given in action.calls for value in given.values())
 
 
 def _shown(view: Any) -> list[str]:
-    """The texts of a described state: what else is there has names, too."""
+    """Return the texts in the rows of a described state, which may be names."""
     rows = view.get("rows", ()) if isinstance(view, Mapping) else ()
     return [str(cell) for row in rows if isinstance(row, Sequence) for cell in row]
 
 
 def _line(action: Action) -> str:
-    """Return an action for people."""
+    """Format an action for display."""
     calls = [
         f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
         for name, given in action.calls

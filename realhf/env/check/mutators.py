@@ -1,8 +1,8 @@
-"""Changes what an episode did in ways that should change what it is worth: the order of actions,
-values, texts.
+"""Changes to the actions of an episode that should change its reward: to their order, values and
+texts.
 
-An action is anything: a command, a call, a text. What a change is worth is found out by whoever
-plays it.
+An action is any value, such as a command, a call or a text. The caller plays the changed actions to
+determine the reward.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from realhf.env.check.scripts import type_of
 
 T = TypeVar("T")
+# Kinds of changes. FIRST adds an action besides the task, NEIGHBOUR uses a similar name, MORE
+# repeats or extends a text, LEFT_OVER leaves something additional behind, and EXACT_NAME writes a
+# name slightly wrong.
 LEFT_OUT = "left out"
 DOUBLED = "doubled"
 REORDERED = "reordered"
@@ -37,10 +40,15 @@ REMOVED_AGAIN = "made and removed again"
 OWN_NAMES = ("own", "tmp", "test-1")
 """Names that no task uses."""
 _MOST_NEIGHBOURS = 4
+"""Maximum number of similar words or other values."""
 _DEEPEST = 4
+"""Maximum depth of nested values that are changed."""
 _OTHER_NUMBER = 7
+"""Offset of the last of the other values of a number."""
 _OTHER_TEXTS = ("amber", "cobalt")
+"""Other values of a text."""
 _MOST_SWAPS = 12
+"""Number of swaps in a text beyond its number of tokens."""
 _WORD = re.compile(r"[^\s,;:!?()\[\]{}'\"`=<>|]+")
 _TOKEN = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(?:\.\d+)?|\w+|<>|<=|>=|!=|[^\w\s]")
 _LOOKS_LIKE = {
@@ -49,24 +57,28 @@ _LOOKS_LIKE = {
     "a": "\N{CYRILLIC SMALL LETTER A}",
     "e": "\N{CYRILLIC SMALL LETTER IE}",
 }
+"""Letters and characters that look alike."""
 _FLIPPED = {
     "+": "-*/", "-": "+*/", "*": "/+-", "/": "*+-", "(": "[", "=": ("<>", ">=", "<="), "<": (">", "<="),
     ">": ("<", ">="), "<>": ("=",), "<=": (">=", "<"), ">=": ("<=", ">"),
 }  # fmt: skip
+"""Operators and their replacements."""
 
 
 class Change(NamedTuple, Generic[T]):
-    """Something changed: ``kind`` groups changes alike, ``what`` says it to people, ``value`` is
-    the result."""
+    """A changed value."""
 
     kind: str
+    """Group of similar changes."""
     what: str
+    """Description for display."""
     value: T
+    """The result of the change."""
 
 
 def reordered(actions: Sequence[T]) -> Iterator[Change[tuple[T, ...]]]:
-    """Yield the actions with one or all but one left out, one or all done twice, two swapped, all
-    reversed."""
+    """Yield the actions with one action left out or alone, one or all done twice, two neighbours
+    swapped, the last one first, or all reversed."""
     all_of = tuple(actions)
     count = len(actions)
     for at in range(count):
@@ -87,9 +99,12 @@ def reordered(actions: Sequence[T]) -> Iterator[Change[tuple[T, ...]]]:
 def with_variants(
     actions: Sequence[T], variants: Callable[[T], Iterable[Change[T]]]
 ) -> Iterator[Change[tuple[T, ...]]]:
-    """Yield the actions with each one in turn replaced by a variant, and with the variant before or
-    behind it. The kind of a replacement is that of the variant, ``before`` and ``after`` are kinds
-    of their own."""
+    """Yield the actions with each action replaced by each of its variants, and with the variant
+    inserted before or after it.
+
+    A replacement has the kind of the variant; ``before`` and ``after`` are appended to the kinds of
+    insertions.
+    """
     all_of = tuple(actions)
     for at, action in enumerate(all_of):
         head = all_of[:at]
@@ -112,7 +127,8 @@ def with_variants(
 def with_others(
     actions: Sequence[T], others: Iterable[Change[T]]
 ) -> Iterator[Change[tuple[T, ...]]]:
-    """Yield the actions with another one before all of them, and one before the last."""
+    """Yield the actions with another action inserted before all of them, and before the last
+    one."""
     all_of = tuple(actions)
     for kind, what, other in others:
         yield Change(kind, f"{what}, first", (other, *all_of))
@@ -121,8 +137,7 @@ def with_others(
 
 
 def drawn(changes: Iterable[Change[T]], most: int, rng: random.Random) -> list[Change[T]]:
-    """Return at most ``most`` changes, as many of each kind as of any other, as far as there
-    are."""
+    """Draw at most ``most`` changes, with equal numbers of each kind as far as available."""
     by_kind: dict[str, list[Change[T]]] = {}
     for change in changes:
         by_kind.setdefault(change.kind, []).append(change)
@@ -133,14 +148,14 @@ def drawn(changes: Iterable[Change[T]], most: int, rng: random.Random) -> list[C
 
 
 def words_of(texts: Iterable[str]) -> list[str]:
-    """Return the words of texts once each, in their order: names, paths and numbers are words."""
+    """Return the distinct words of texts in order; names, paths and numbers are words."""
     found = (word.rstrip(".") for text in texts for word in _WORD.findall(text))
     return [*dict.fromkeys(word for word in found if word)]
 
 
 def neighbours(word: str, words: Iterable[str]) -> list[str]:
-    """Return a few words of the same shape as ``word``: ``a.txt`` for ``b.txt``, 12 for 7; and,
-    where there are none, others."""
+    """Return a few words of the same shape as ``word``, such as ``a.txt`` for ``b.txt`` and 12 for
+    7; any words if there are none."""
     others = [other for other in dict.fromkeys(words) if other != word]
     alike = [other for other in others if _shape(other) == _shape(word)]
     return (alike or others)[:_MOST_NEIGHBOURS]
@@ -149,8 +164,13 @@ def neighbours(word: str, words: Iterable[str]) -> list[str]:
 def changed_arguments(
     arguments: Mapping[str, Any], properties: Mapping[str, Any], words: Sequence[str]
 ) -> Iterator[Change[dict[str, Any]]]:
-    """Yield changed arguments of a call. ``properties``: the JSON schemas of all that it takes;
-    ``words`` stand in the episode and may name a neighbour, the likeliest first."""
+    """Yield changed arguments of a call.
+
+    Args:
+        arguments: The given arguments.
+        properties: JSON schemas of all arguments of the tool.
+        words: Words of the episode that may be similar names, likeliest first.
+    """
     given = dict(arguments)
     for name, value in given.items():
         yield Change(
@@ -174,7 +194,7 @@ def changed_arguments(
 def changed_value(
     value: Any, schema: Mapping[str, Any], words: Sequence[str], depth: int = 0
 ) -> Iterator[Change[Any]]:
-    """Yield other values of the kind of ``value``, each once."""
+    """Yield distinct other values of the type of ``value``."""
     seen = {json.dumps(value)}
     for kind, other in _others(value, schema, words, depth):
         key = json.dumps(other)
@@ -184,13 +204,13 @@ def changed_value(
 
 
 def changed_number(number: float) -> list[float]:
-    """Return numbers that a wrong count, sign, unit or bound makes of a number."""
+    """Return results of a wrong count, sign, unit or bound for a number."""
     return [0, 1, -1, number + 1, number - 1, 2 * number, -number, 10 * number]
 
 
 def changed_name(name: str, words: Iterable[str]) -> Iterator[Change[str]]:
-    """Yield what may stand in the place of a name: a neighbour's, one that is nearly the same,
-    none."""
+    """Yield replacements of a name: similar names, slightly wrong ones, an empty one and
+    wildcards."""
     for other in neighbours(name, words):
         yield Change(NEIGHBOUR, shown(other), other)
     for other in (f"{name}2", name[:-1], name.upper(), name.lower(), f" {name}", "", "*", "%"):
@@ -198,8 +218,8 @@ def changed_name(name: str, words: Iterable[str]) -> Iterator[Change[str]]:
 
 
 def near_names(name: str) -> list[str]:
-    """Return names that are nearly ``name`` and name something else: in other letters, with blanks,
-    with something before or behind it, one that looks alike, one in a folder."""
+    """Return slightly different names that denote something else: other case, added blanks,
+    prefixes or suffixes, characters that look alike, another folder."""
     alike = "".join(_LOOKS_LIKE.get(char, char) for char in name)
     wide = chr(ord(name[0]) + 0xFEE0) + name[1:] if "!" <= name[:1] <= "~" else name
     near = [
@@ -211,9 +231,8 @@ def near_names(name: str) -> list[str]:
 
 
 def other_values(value: Any, schema: Mapping[str, Any]) -> list[Any]:
-    """Return values that mean something else than ``value`` (None: not given), a few at most: those
-    that the schema lists, or others of its type. There are none for a type that has no plain
-    values."""
+    """Return a few values other than ``value`` (None: not given): those of the schema's enum, or
+    others of its type; none for types without plain values."""
     kind = type_of(schema) or ("string" if value is None else "")
     if schema.get("enum"):
         others = [*schema["enum"]]
@@ -230,7 +249,7 @@ def other_values(value: Any, schema: Mapping[str, Any]) -> list[Any]:
 
 
 def shown(value: Any) -> str:
-    """Return a value in a line for people."""
+    """Format a value for display in at most 80 characters."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:79]}…"
 
@@ -252,7 +271,8 @@ def _others(
         if value.isdecimal():
             yield from ((CHANGED, str(other)) for other in changed_number(int(value)))
         yield from ((kind, other) for kind, _, other in changed_name(value, words))
-        # A part that is a word of the episode may be another's, as the folder of a path.
+        # A part that is a word of the episode, such as the folder of a path, may be replaced by a
+        # similar word.
         for part in words:
             if part != value and len(part) > 1 and part in value:
                 yield from (
@@ -280,7 +300,7 @@ def _others(
 
 
 def _possible(schema: Mapping[str, Any], words: Sequence[str]) -> list[Any]:
-    """Values that an argument which was not given may have."""
+    """Return possible values of an argument that was not given."""
     if schema.get("enum"):
         return [*schema["enum"]]
     numbers = [schema[bound] for bound in ("minimum", "maximum") if bound in schema]
@@ -298,7 +318,7 @@ def _shape(word: str) -> str:
 
 
 def changed_text(text: str, words: Sequence[str]) -> Iterator[Change[str]]:
-    """Yield changed texts, each once. ``words`` stand in the episode and may name a neighbour, the
+    """Yield distinct changed texts; ``words`` are words of the episode that may be similar names,
     likeliest first."""
     seen = {text}
     for change in _changes(text, words):
@@ -354,8 +374,7 @@ def _other_tokens(token: str, words: Sequence[str]) -> Iterator[tuple[str, str]]
 
 
 def _swapped(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[Change[str]]:
-    """Two words in each other's place: those side by side, and numbers and quotations farther
-    apart."""
+    """Yield texts with two words swapped: adjacent words, and successive numbers and quotations."""
     pairs = [*pairwise(spans)]
     for kind in ("'", "0123456789"):
         pairs += [*pairwise(span for span in spans if text[span[0]] in kind)]

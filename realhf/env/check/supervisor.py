@@ -119,7 +119,9 @@ class Supervisor:
                         self._judge_end(process.returncode, dump)
                         return
                     if now >= self._silent_at:
-                        break  # What it said while this process may have stood still is read; printing is no answer.
+                        # Events that arrived while this process was suspended have been read. Output is no
+                        # event, so it does not extend the deadline.
+                        break
             self._judge_silence(process, dump, late=process_clock.now() >= limit)
         finally:
             os.close(exited)
