@@ -29,13 +29,13 @@ COMMANDS = {
     "list": (listing, "list the registered environments"),
     "play": (play, "play an environment by hand"),
 }
+"""Commands by name: (module, description for the help)."""
 _FILE_COLUMNS = 160
-"""Width of tables where there is no terminal."""
+"""Width of tables, in columns, if the output is not a terminal."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns the exit status: 2 for wrong arguments, 130 after an interrupt, else
-    the command's."""
+    """Run a command. Return its exit status, 2 for wrong arguments, or 130 after an interrupt."""
     arguments = _parsed(_parser(), argv)
     console = Console() if sys.stdout.isatty() else Console(width=_FILE_COLUMNS)
     try:
@@ -47,21 +47,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader has gone; what Python would still write at its end goes nowhere.
+        # The reader has closed the pipe; output that Python flushes at exit is discarded.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong with arguments in one line."""
+    """Argument parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the mistake and exit with status 2."""
+        """Print the error and exit with status 2."""
         self.exit(2, f"error: {message} ({self.prog} --help)\n")
 
 
 def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse arguments; options of an environment may stand anywhere among the others."""
+    """Parse arguments; options of an environment may appear anywhere among the others."""
     arguments, rest = parser.parse_known_args(argv)
     for text in rest:
         if text.startswith("-") or not hasattr(arguments, "options"):

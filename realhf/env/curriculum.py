@@ -176,8 +176,8 @@ class Curriculum(Generic[T]):
 
         Args:
             task_id: Id of the template.
-            achieved: Fraction of the valid rollouts that achieved the task; None for a group without
-                valid rollouts, which is counted as invalid and is not an episode.
+            achieved: Fraction of the valid rollouts that achieved the task; None for a group
+                without valid rollouts, which is counted as invalid and is not an episode.
             reward: Mean reward of the valid rollouts.
         """
         self._check_known(task_id)

@@ -83,10 +83,11 @@ class EnvError(RuntimeError):
     Args:
         code: Error code on the wire.
         message: Description of the error.
-        retryable: Whether the server reports that nothing was executed and the request may be repeated.
+        retryable: Whether the server reports that nothing was executed and the request may be
+            repeated.
         details: Description of invalid fields by a stock server, as any JSON value.
-        kind: Kind of the environment's failure (``realhf.api.environment.FAILURE_KINDS``); "" if the
-            server does not report it.
+        kind: Kind of the environment's failure (``realhf.api.environment.FAILURE_KINDS``); "" if
+            the server does not report it.
     """
 
     def __init__(
@@ -128,10 +129,10 @@ class OpenEnvClient:
         ping_interval_s: Interval of keep-alive pings.
         ping_timeout_s: Time limit of a ping; by default, a server may be busy for minutes.
         token: Sent as ``Authorization: Bearer``.
-        tls: Context to verify an https server; None uses the certificate authorities of this machine,
-            or those in the file that the variable SSL_CERT_FILE names.
-        correlate: Number the requests and check the ids of the replies, for servers whose ``/metadata``
-            has ``"correlation": true``.
+        tls: Context to verify an https server; None uses the certificate authorities of this
+            machine, or those in the file that the variable SSL_CERT_FILE names.
+        correlate: Number the requests and check the ids of the replies, for servers whose
+            ``/metadata`` has ``"correlation": true``.
     """
 
     def __init__(

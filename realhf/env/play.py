@@ -1,4 +1,4 @@
-"""Lets a person play an environment: ``python -m realhf.env play``."""
+"""The command ``python -m realhf.env play``: lets a person play an environment."""
 
 from __future__ import annotations
 
@@ -36,9 +36,12 @@ from realhf.env.loader.load import build_environment, parse_options
 
 
 def typed_lines(console: Console, *, terminal: bool) -> Iterator[str]:
-    """Yield what is typed until Ctrl-D or the end; a line that ends with a backslash goes on in the
-    next. A terminal has its editing and history; lines of a pipe are repeated, so that the output
-    is a transcript."""
+    """Yield the typed lines until Ctrl-D or the end of the input; a line that ends with a backslash
+    is continued by the next.
+
+    A terminal has line editing and history. Lines of a pipe are echoed, so that the output is a
+    transcript.
+    """
     if terminal:
         import readline  # noqa: F401 (enables line editing in ``input``)
     text = ""
@@ -57,7 +60,7 @@ def typed_lines(console: Console, *, terminal: bool) -> Iterator[str]:
 
 
 def _line(before: str) -> str:
-    """Ask for a line; it has its end, and is empty at Ctrl-D."""
+    """Read a line from the terminal, with its newline; return "" at Ctrl-D."""
     try:
         return input("… " if before else "> ") + "\n"
     except EOFError:
@@ -71,6 +74,7 @@ TOOLS = "tools"
 RESTART = "restart"
 NEXT = "next"
 QUIT = "quit"
+"""The kinds of typed lines: a message, a call, and the commands."""
 HELP_TEXT = """\
 Type what a policy would say. A line that ends with a backslash goes on in the next one.
 /tool NAME key=value ...   call a tool by hand; values with spaces stand in quotes
@@ -81,6 +85,7 @@ Type what a policy would say. A line that ends with a backslash goes on in the n
 /help                      show this
 /quit                      end the game (so does Ctrl-D)
 //text                     say /text"""
+"""Shown by ``/help`` and ``--help``."""
 _WORDS = {
     "/help": HELP,
     "/tools": TOOLS,
@@ -89,21 +94,25 @@ _WORDS = {
     "/quit": QUIT,
     "/exit": QUIT,
 }
+"""Commands and the kinds of their lines."""
 
 
 @dataclass(frozen=True)
 class Typed:
-    """What was typed: its ``kind``, the text of a message, the name and arguments of a call."""
+    """A typed line."""
 
     kind: str
+    """Kind of the line, such as ``SAY``."""
     text: str = ""
+    """Text of a message."""
     name: str = ""
+    """Tool of a call."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of a call."""
 
 
 def read_line(line: str, tools: Sequence[Mapping[str, Any]]) -> Typed:
-    """Return what a line means. Raises ValueError with one sentence for a line that means
-    nothing."""
+    """Parse a typed line. Raises ValueError with one sentence for an invalid command or call."""
     if line.startswith("//") or not line.startswith("/"):
         return Typed(SAY, line.removeprefix("/") if line.startswith("//") else line)
     word, _, rest = line.partition(" ")
@@ -149,7 +158,8 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _value(key: str, text: str, schema: Any) -> Any:
-    """The value of an argument: text where the schema says so, else JSON where it is JSON."""
+    """Parse the value of an argument: text if the schema says so, else JSON, or text if there is no
+    other type."""
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     if kind == "string":
         return text
@@ -164,11 +174,13 @@ def _value(key: str, text: str, schema: Any) -> Any:
 
 
 _LONGEST = 20_000
+"""Maximum length of a displayed text in characters."""
 _STYLES = {"system": "magenta", "user": "cyan", "tool": "yellow", "assistant": "green"}
+"""Colours by role."""
 
 
 def _shown(text: object) -> str:
-    """Return a text whose control characters are shown and not obeyed, cut after 20,000
+    """Return a text with its control characters made visible, truncated to ``_LONGEST``
     characters."""
     shown = str(text)
     cut = f"… ({len(shown) - _LONGEST:,} more characters)" if len(shown) > _LONGEST else ""
@@ -176,25 +188,25 @@ def _shown(text: object) -> str:
 
 
 class Board:
-    """Shows a game on a console."""
+    """Display of a game on a console."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     def title(self, spec: EnvironmentSpec, task: Task, split: str, seed: int) -> None:
-        """Say which episode begins."""
+        """Show which episode starts."""
         group = f", group {task.group}" if task.group else ""
         self.line(f"── {spec.name}, task {task.id}{group}, split {split}, seed {seed}", "bold")
 
     def opening(self, system_prompt: str, opening: Opening) -> None:
-        """Show how an episode begins."""
+        """Show the opening of an episode."""
         if system_prompt:
             self.message("system", system_prompt)
         self.messages(opening.messages)
         self.tools(opening.tools)
 
     def tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        """Show the tools, each with its parameters."""
+        """Show the tools with their parameters."""
         if not tools:
             self.line("no tools: the environment reads plain text", "dim")
         about = {
@@ -219,7 +231,7 @@ class Board:
         self._console.print(Text(_shown(content)), soft_wrap=True)
 
     def turn(self, turn: Turn, so_far: float) -> None:
-        """Show an answer; ``so_far`` is the return of the episode with it."""
+        """Show the environment's answer; ``so_far`` is the return of the episode including it."""
         self.messages(turn.messages)
         parts = []
         if turn.reward is not None:
@@ -238,7 +250,7 @@ class Board:
 
 
 def signature(name: str, parameters: Mapping[str, Any]) -> str:
-    """Return ``read(path: string, lines: integer = optional)`` of a tool."""
+    """Return the signature of a tool, such as ``read(path: string, lines: integer (optional))``."""
     required = parameters.get("required") or ()
     shown = [
         f"{key}: {_kind(schema)}{'' if key in required else ' (optional)'}"
@@ -260,12 +272,16 @@ def _kind(schema: Any) -> str:
 
 
 _STOP_S = 1.0
+"""Seconds that the event loop may take to answer or to stop."""
 _CLOSE_S = 3.0
+"""Maximum seconds for closing the environment."""
 
 
 def choose_task(spec: EnvironmentSpec, split: str, template: str, seed: int) -> Task:
-    """Return the instance that ``seed`` draws of a template, which it draws too when ``template``
-    is "". Raises ValueError for a template that the split does not have."""
+    """Return an instance of a template; ``seed`` draws it, and also the template if that is "".
+
+    Raises ValueError for a template that the split does not have, and for a split without tasks.
+    """
     tasks = spec.tasks(split)
     known = [*tasks.group_of]
     if not known:
@@ -276,8 +292,11 @@ def choose_task(spec: EnvironmentSpec, split: str, template: str, seed: int) -> 
 
 
 class Game:
-    """Plays episodes of ``spec`` on an event loop of its own; ``timeout_s`` bounds every call of
-    the environment. Close it at the end."""
+    """Player of episodes of ``spec`` on its own event loop; ``timeout_s`` bounds every call of the
+    environment.
+
+    It must be closed at the end.
+    """
 
     def __init__(
         self, spec: EnvironmentSpec, board: Board, code: UserCode, timeout_s: float
@@ -293,8 +312,10 @@ class Game:
         self._over = True
 
     def play(self, lines: Iterable[str], split: str, template: str, seed: int) -> int:
-        """Play until the lines end. Returns 0, or 1 when the environment failed in the last
-        episode. Raises ValueError for a task that does not exist."""
+        """Play until the lines end. Return 0, or 1 if the environment failed in the last episode.
+
+        Raises ValueError for an unknown task.
+        """
         task = choose_task(self._spec, split, template, seed)
         whole = self._begin(task, split, seed)
         for line in lines:
@@ -324,8 +345,8 @@ class Game:
         return 0 if whole else 1
 
     def close(self) -> None:
-        """Close the environment and end the loop, within a few seconds. Raises CallFailed for an
-        environment that does not close."""
+        """Close the environment and stop the loop, within a few seconds. Raises CallFailed if the
+        environment does not close."""
         self._timeout_s = min(self._timeout_s, _CLOSE_S)
         try:
             if self._environment is not None and self._is_blocked():
@@ -337,6 +358,7 @@ class Game:
             self._loop.stop(_STOP_S)
 
     def _begin(self, task: Task, split: str, seed: int) -> bool:
+        """Start an episode; return whether the environment works."""
         self._board.title(self._spec, task, split, seed)
         self._return = 0.0
         self._over = True
@@ -360,6 +382,7 @@ class Game:
         return True
 
     def _say(self, typed: Typed, task: Task) -> bool:
+        """Send a message or call; return whether the environment works."""
         environment = self._environment
         opening = self._opening
         assert environment is not None and opening is not None
@@ -388,8 +411,8 @@ class Game:
             self._board.line(f"the episode is over, its return is {self._return:g}", "bold")
 
     def _failed(self, error: CallFailed) -> bool:
-        """Say that the environment failed, and let go of the instance: nobody knows what state it
-        is in."""
+        """Report that the environment failed, and release the instance, whose state is unknown.
+        Return False."""
         self._over = True
         self._board.line(
             f"the environment failed: {error.what}{f', at {error.where}' if error.where else ''}",
@@ -422,7 +445,8 @@ class Game:
         return self._bounded(self._caller.call(name, task, method))
 
     def _bounded(self, work: Any) -> Any:
-        """Run on the loop. Raises CallFailed, also when the loop itself is blocked."""
+        """Run a coroutine on the loop and return its result. Raises CallFailed, also if the loop is
+        blocked."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop.loop)
         try:
             return future.result(self._timeout_s + 2 * _STOP_S)
@@ -434,7 +458,7 @@ class Game:
             future.cancel()
 
     def _is_blocked(self) -> bool:
-        """Return whether the loop runs nothing at all any more."""
+        """Return whether the loop no longer runs callbacks."""
         alive = threading.Event()
         self._loop.loop.call_soon_threadsafe(alive.set)
         return not alive.wait(_STOP_S)
@@ -446,6 +470,7 @@ Play an environment by hand: you are the policy. Without a terminal, lines are r
 {HELP_TEXT}"""
 """Shown by ``--help``."""
 _LARGEST_SEED = 1 << 31
+"""Bound of drawn seeds."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -468,8 +493,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Play until the person has had enough. Returns the exit status; raises ValueError for wrong
-    arguments."""
+    """Play until the input ends. Return the exit status. Raises ValueError for wrong arguments."""
     spec = build_environment(arguments.reference, parse_options(arguments.options))
     if spec.launch is not None:
         raise ValueError(

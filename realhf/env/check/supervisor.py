@@ -119,8 +119,8 @@ class Supervisor:
                         self._judge_end(process.returncode, dump)
                         return
                     if now >= self._silent_at:
-                        # Events that arrived while this process was suspended have been read. Output is no
-                        # event, so it does not extend the deadline.
+                        # Events that arrived while this process was suspended have been read.
+                        # Output is no event, so it does not extend the deadline.
                         break
             self._judge_silence(process, dump, late=process_clock.now() >= limit)
         finally:

@@ -233,8 +233,8 @@ def author_code(
 
     Args:
         author: The author's class or function.
-        called: Returns the name of the method that is running ("" for a function) and the seed of the
-            episode.
+        called: Returns the name of the method that is running ("" for a function) and the seed of
+            the episode.
         on_loop: Whether the code runs on an event loop.
     """
     try:
