@@ -65,7 +65,8 @@ class TemplateRecord:
     """Statistics of one template."""
 
     results: list[float] = field(default_factory=list)
-    """Most recent results, oldest first; at most ``PriorityRule.window``."""
+    """Most recent results, oldest first, at most ``PriorityRule.window``; for the priority
+    strategy."""
     attempts: int = 0
     """Number of groups with valid rollouts."""
     last_episode: int = -1
@@ -90,7 +91,7 @@ class TemplateRecord:
 
     @property
     def graduated(self) -> bool:
-        """Whether the template counts as mastered and is drawn only for re-tests."""
+        """Whether the template counts as mastered, so that re-tests are scheduled for it."""
         return self.interval > 0
 
 
@@ -427,7 +428,7 @@ class PriorityRule:
     due: float = 30.0
     """Score added while a re-test is due."""
     recent: float = -20.0
-    """Score added (negative) for templates drawn in the last ``recent_episodes``."""
+    """Score added (negative) for templates with a result in the last ``recent_episodes``."""
     decay: float = 0.85
     """Decay of the weight of older results, per result."""
     window: int = 10

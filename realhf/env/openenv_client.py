@@ -259,8 +259,7 @@ class OpenEnvClient:
     async def _reply(self, message: dict[str, Any], kind: str) -> dict[str, Any]:
         """Send a request and return its reply of type ``kind``.
 
-        Raises EnvError for an error frame, and ConnectionLost, after closing the connection, for an
-        invalid reply.
+        Raises as ``reset``. An invalid reply closes the connection and raises ConnectionLost.
         """
         connection = self._connection
         if connection is None:

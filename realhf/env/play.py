@@ -158,8 +158,11 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _value(key: str, text: str, schema: Any) -> Any:
-    """Parse the value of an argument: text if the schema says so, else JSON, or text if there is no
-    other type."""
+    """Parse the value of an argument by its schema: text if the type is string, else JSON.
+
+    Text that is not JSON is kept if the schema names no type, null, or several types. Raises
+    ValueError for other text.
+    """
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     if kind == "string":
         return text

@@ -64,6 +64,7 @@ class Case(NamedTuple):
     """An episode to play."""
 
     task: Task
+    """Task to play."""
     texts: Sequence[str] | None = None
     """Turns of the policy; None tries calls with random arguments, or random words."""
     kind: str = ""

@@ -144,10 +144,11 @@ _HEARD = frozenset((
 _ROUNDS = 3
 """Number of rounds. The first fills pools and caches; only growth in the last one is a leak."""
 _LEAST_EPISODES = 20
+"""Minimum number of episodes in a round."""
 _SHARE = 10
 _THREAD_SHARE = 4
-"""Numbers of episodes per leaked resource that is reported. Thread pools fill up slowly, so more
-new threads are allowed."""
+"""Number of episodes per remaining resource from which a leak is reported. For threads it is lower,
+because thread pools fill up slowly."""
 _ROUND_S = 8.0
 """Duration of the first round, in seconds, above which further rounds are smaller."""
 _SETTLED_S = 0.5
@@ -214,7 +215,8 @@ async def _play_at_once(
 
 
 async def _settled(book: ResourceBook, before: Held | None) -> Held:
-    """Return the held resources once they no longer shrink, or after ``_SETTLED_S``."""
+    """Return the held resources as soon as none has grown since ``before``, or after
+    ``_SETTLED_S``."""
     deadline = time.monotonic() + _SETTLED_S
     while True:
         await asyncio.sleep(0.02)

@@ -232,7 +232,8 @@ class Mutants:
                 yield Change(OTHER_TOOL, f"{other} and not {name}", (other, given))
 
     def _undone(self) -> Iterator[Change[tuple[Action, ...]]]:
-        """Yield the actions with a call undone directly after it, and before the last action."""
+        """Yield the actions with a call undone, either directly after it or before the last
+        action."""
         all_of = self._actions
         for at, action in enumerate(all_of):
             for inverse in (inverse for call in action.calls for inverse in self._inverses(*call)):
@@ -293,7 +294,7 @@ _SHOWN_ACTIONS = 600
 """Maximum length in characters of actions in a finding."""
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _MEMBER_SHARE = 4
-"""Divisor of the number of plays that gives those used to examine arguments."""
+"""One in this many plays examines whether the arguments have a visible effect."""
 _PUNISHED = "What was made and removed again costs nothing, unless the task says that it does"
 _UNSHOWN = "Show it under `view` and look at it in the reward, or refuse or leave out the argument"
 _NO_SCRIPT = (

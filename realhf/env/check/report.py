@@ -136,7 +136,7 @@ READ = "read"
 
 @dataclass(frozen=True)
 class Order:
-    """What to check, and the limits."""
+    """An order for the child process of a check: what to check, and the limits."""
 
     reference: str
     """Name of the environment, as ``definition_of`` takes it."""

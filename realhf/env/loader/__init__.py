@@ -1,2 +1,2 @@
-"""Loads an environment of one's own: a class with tools, a class with messages, or a data set with
-a verifier."""
+"""Loader of users' own environments: a class with tools, a class with messages, or a data set with a
+verifier."""

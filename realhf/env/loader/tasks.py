@@ -76,8 +76,8 @@ class SeedTaskSet:
 
 
 class GroupedTaskSet:
-    """Base class of task sets with infinite templates in groups, restricted to the ``chosen``
-    groups.
+    """Base class of task sets whose templates have unlimited instances, restricted to the
+    ``chosen`` groups.
 
     Raises ValueError for an unknown group or split.
 

@@ -181,7 +181,7 @@ class ToolPlay:
             )
         ended = not answers or bool(done)
         metrics = {
-            "success": float(ended and reward >= SOLVED),  # said earlier, it would end what goes on
+            "success": float(ended and reward >= SOLVED),  # success ends an episode
             "tool_calls": float(self._calls),
             "tool_failures": float(self._failures),
             TOOL_ERRORS: float(len(self._mistakes)),

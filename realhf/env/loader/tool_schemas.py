@@ -286,7 +286,7 @@ def tools_of(kind: type[Any]) -> dict[str, Tool]:
     inherited ones.
 
     Raises ValueError that names the class, the method and the line for a method without a schema,
-    and for a class without tools.
+    for a method ``done``, and for a class without tools.
     """
     found = {}
     for name in sorted(dir(kind)):
