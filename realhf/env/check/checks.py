@@ -194,8 +194,8 @@ async def check_wrong_messages(run: Run) -> str:
 def _judge_payment(
     harness: CheckHarness, place: str, task: Task, said: Said, turn: Turn, *, meant: bool
 ) -> None:
-    """Report a reward for a message without readable content; solving the task that way is no fault if
-    ``meant``."""
+    """Report a reward for a message without readable content; solving the task that way is no
+    fault if ``meant``."""
     name, message = said
     if message.tool_calls or (message.content.strip() and message.content.isprintable()):
         return
