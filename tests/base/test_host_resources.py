@@ -70,8 +70,7 @@ GROWN = "anon 100\ninactive_file 300\nactive_file 200\n"
         (
             "4:memory:/job\n0::/\n",
             {"memory/job/memory.limit_in_bytes": "900", "memory/job/memory.usage_in_bytes": "800",
-             "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file "
-                                       "300\ntotal_active_file 50\n"},
+             "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 300\ntotal_active_file 50\n"},
             900,
             450,
         ),

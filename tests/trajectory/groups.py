@@ -51,8 +51,7 @@ def encoded(plain: dict[str, Any]) -> bytes:
 EVERYTHING: dict[str, Any] = {
     "tokens": [[1, 2, 3], [4], []], "masks": [[-100, 2, 3], [4], [2**62]], "scores": [0.1, -1e-300, 3],
     "advantages": [[1.5], [], [2]], "ref_logprobs": [[-0.25, 1e10]],
-    "messages": [[{"role": "user", "content": "a \"quoted\" "
-                                              "\u00fc\u4e2d\U0001f600", "extra": {"tokens": [1]}},
+    "messages": [[{"role": "user", "content": "a \"quoted\" \u00fc\u4e2d\U0001f600", "extra": {"tokens": [1]}},
                   {"role": 7, "content": None}], []],
     "generation_params": {"temperature": 0.7000000000000001, "stop": ["</s>", "\n"], "n": {"deep": [None, True]}},
     "inference_logprobs": [[1.0, -0.1], [1.0]], "overrides": [{"a": 1}, {}],

@@ -223,8 +223,7 @@ def near_names(name: str) -> list[str]:
     alike = "".join(_LOOKS_LIKE.get(char, char) for char in name)
     wide = chr(ord(name[0]) + 0xFEE0) + name[1:] if "!" <= name[:1] <= "~" else name
     near = [
-        name.upper(), name.lower(), name.swapcase(), name.title(), f" "
-                                                                   f"{name}", f"{name} ", f"my-{name}", f"{name}-copy",
+        name.upper(), name.lower(), name.swapcase(), name.title(), f" {name}", f"{name} ", f"my-{name}", f"{name}-copy",
         f"{name}.bak", f"{name}_old", f"{name}2", f"{name}-2", f"{name}x", alike, wide, f"own/{name}",
     ]  # fmt: skip
     return [*dict.fromkeys(other for other in near if other != name)]

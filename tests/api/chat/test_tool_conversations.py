@@ -327,8 +327,7 @@ def test_a_demonstrated_call_is_written_as_the_template_writes_it(variables, con
 
 
 PIECES = [
-    "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"x": '
-                                                          '1}}', '{"name": "f"', "[",
+    "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"x": 1}}', '{"name": "f"', "[",
     "\ud800", "\\ud800", "<function=f>", "</function>", "<parameter=x>", "</parameter>", "<|python_tag|>", '"', "{",
     '{"name": "f", "parameters": '
     '{}}', ";", "aws s3 ls", "\n", " ", "1e999", "9" * 30, "NaN", "é", "\x00", ":", "}",

@@ -453,8 +453,7 @@ _FILE_SPELLINGS = (
     "file://{secret}", "FILE://{secret}", "File://{secret}", "fileb://{secret}", "file:///proc/self/environ",
     "file:///etc/passwd", "file://../secret.txt", "file://./../secret.txt", "file://~/.aws/credentials",
     "file://a/../../secret.txt", "file:///dev/stdin", "file:///proc/self/fd/0", "file:///proc/1/root/etc/passwd",
-    "file://%2fetc%2fpasswd", "file:////etc//passwd", "file://", "fileb:///proc/self/mem", "' "
-                                                                                           "file://{secret}'",
+    "file://%2fetc%2fpasswd", "file:////etc//passwd", "file://", "fileb:///proc/self/mem", "' file://{secret}'",
     "file://C:\\\\secret", "file://./.env", "file://.env", "file://-", "file://$HOME/x",
 )  # fmt: skip
 _URLS = (
@@ -465,8 +464,7 @@ _URLS = (
     "http://169.254.169.254/latest/meta-data/",
 )
 _STRANGE_NAMES = (
-    "'{0.__class__}'", "'%s%n'", "'\"};drop'", "'a\\nb'", "'$(id)'", "'`id`'", "'; touch "
-                                                                               "{marker}'", "'é☃'",
+    "'{0.__class__}'", "'%s%n'", "'\"};drop'", "'a\\nb'", "'$(id)'", "'`id`'", "'; touch {marker}'", "'é☃'",
     "'<script>'", "'|| true'",
 )  # fmt: skip
 _VALUED = {

@@ -40,8 +40,7 @@ _NAMES = (
 _FRAGMENTS = (
     "\r\n", "\n", "\r", "\r\n\r\n", "\0", "\t", "\x0b", "\x7f", "\x85", "\u2028", "\u560d\u560a", "\udc80",
     "\U0001f600", "%0d%0a", "%250d%250a", "%00", "%2e%2e%2f", "..", "/../", "//", "\\", "?a=b&", "#", ":", "@", "=",
-    ",", ";", "|", "`", "'", '"', "[", "{", "}", "$(touch "
-                                                 "{marker})", "${IFS}", "~", "*", "&", "x: 1",
+    ",", ";", "|", "`", "'", '"', "[", "{", "}", "$(touch {marker})", "${IFS}", "~", "*", "&", "x: 1",
     "Host: "
     "{sibling}", "Content-Length: "
                  "0", "Content-Length: 9", "Transfer-Encoding: chunked", "Connection: close",

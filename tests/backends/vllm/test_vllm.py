@@ -290,8 +290,7 @@ def test_a_handle_is_the_same_after_its_way_as_json() -> None:
     [
         "a "
         "text", {"class": "Tensor"}, [{"class": "__import__"}], [{"class": ["Tensor"]}], [{"dtype": "save"}],
-        [{"dtype": "nn"}], [{"bytes": "no "
-                                      "base64!"}], [{"bytes": "A" * 5000}], [{"sizes": ["1"]}], [{"sizes": 3}],
+        [{"dtype": "nn"}], [{"bytes": "no base64!"}], [{"bytes": "A" * 5000}], [{"sizes": ["1"]}], [{"sizes": 3}],
         [{"class": "Tensor", "dtype": "uint8"}], [["nested"]], [1.5], ["text"], [0] * 33, [{"device": "cpu"}],
     ],
 )  # fmt: skip

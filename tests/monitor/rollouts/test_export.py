@@ -27,8 +27,7 @@ def run(tmp_path: Path) -> Path:
     folder.mkdir()
     recorder = RolloutWriter(folder, "model_worker/0", Selection(), limit_bytes=2**30)
     recorder.played(sample(id="make-bucket@0"))
-    failed = outcome(None, status="timeout", message="no "
-                                                     "answer", turns=(), completion_ids=[], logprobs=[], versions=[],
+    failed = outcome(None, status="timeout", message="no answer", turns=(), completion_ids=[], logprobs=[], versions=[],
                      loss_mask=[], turn_starts=[])  # fmt: skip
     recorder.played(
         sample(id=f"../{NASTY}", outcomes=[outcome(0.25, text=NASTY, status="max_turns"), failed])

@@ -114,8 +114,7 @@ def test_a_rollout_is_read_back_with_what_was_trained_of_it(tmp_path: Path):
 
 
 def test_failures_are_kept_apart_from_zeros_and_branches_name_their_rollout(tmp_path: Path):
-    failed = outcome(None, status="timeout", message="no "
-                                                     "answer", completion_ids=[], logprobs=[], versions=[],
+    failed = outcome(None, status="timeout", message="no answer", completion_ids=[], logprobs=[], versions=[],
                      loss_mask=[], turn_starts=[], turns=())  # fmt: skip
     several = outcome(0.0, status="finished", branches=(outcome(0.0, status="finished"),))
     write(tmp_path, sample(outcomes=[several, failed]))

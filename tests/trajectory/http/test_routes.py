@@ -75,10 +75,7 @@ def test_half_a_surrogate_pair_has_no_place_in_a_registration(api):
 
 
 @pytest.mark.parametrize(("method", "path", "status", "body"), [
-    ("GET", "/nothing", 404, {"detail": "Not "
-                                        "Found"}), ("GET", "/register", 405, {"detail": "Method "
-                                                                                        "Not "
-                                                                                        "Allowed"}),
+    ("GET", "/nothing", 404, {"detail": "Not Found"}), ("GET", "/register", 405, {"detail": "Method Not Allowed"}),
     ("POST", "/batch", 405, {"detail": "Method Not Allowed"}),
     ("PUT", "/scored_data", 405, {"detail": "Method Not Allowed"}),
 ])  # fmt: skip
