@@ -1,14 +1,16 @@
-"""Starts processes fast and cheaply: a zygote imports what its children need and forks them on
-request.
+"""Fork server: a zygote process that imports what its children need and forks them on request,
+which is faster and takes less memory than starting programs.
 
-The owner (``ForkServer``) and the zygote speak JSON datagrams over a socketpair; descriptors travel
-beside them. A request has a number and its reply repeats it: a late reply is never taken for
-another's. A child begins once the owner says that it holds its descriptor, and ends where anything
-fails before, so there is none that nobody can end. Children are born single-threaded, share the
-zygote's memory copy-on-write, and die with it; the zygote ends when the owner's end of the
-socketpair closes, so SIGKILL of the owner leaves nothing behind. Where the owner adopts orphans it
-may have the children for its own, with their exit codes: they are forked twice, and outlive the
-zygote.
+The owner (``ForkServer``) and the zygote exchange JSON datagrams over a socketpair; file
+descriptors travel with them as ancillary data. Every request has a number, which its reply repeats,
+so that a late reply is not taken for the reply to another request. A child starts its work only
+once the owner confirms that it holds the child's pidfd; if anything fails before that, the child
+exits, so no child runs that the owner cannot kill.
+
+Children start with a single thread, share the zygote's memory copy-on-write, and die with the
+zygote. The zygote exits when the owner's end of the socketpair closes, so nothing is left behind
+even if the owner is killed by SIGKILL. If the owner adopts orphans, it may ask for children of its
+own, whose exit codes it receives: these are forked twice and outlive the zygote.
 """
 
 from __future__ import annotations
@@ -33,38 +35,48 @@ from realhf.base.process import share_niceness
 from realhf.env.containment import sandbox
 
 _MAX_DATAGRAM = 64 * 1024
+"""Maximum bytes of a datagram between the owner and the zygote."""
 _RESTART_S = 30.0
+"""Timeout in seconds of starting the zygote again after it has died."""
 _KILLED_S = 3.0
+"""Seconds to wait for the zygote to exit after SIGKILL."""
 _STATUS_BYTES = 8192
+"""Bytes read of /proc/PID/status; enough for all of it."""
 _BEGIN = b"b"
+"""Byte written to a child's pipe when it may start its work."""
 _NOBODY = -1
-"""Number of no request: a child that waits for its beginning ends."""
+"""Request number that belongs to no request; it makes a child that waits for its start exit."""
 
 Child = Callable[[dict[str, Any], list[int]], None]
-"""Runs in the forked process with its request and descriptors; the process ends when it returns."""
+"""Function run in the forked process, with its request and descriptors; the process exits when it
+returns."""
 
 
 @dataclass
 class ForkedProcess:
-    """Holds a child of a zygote by a pidfd: its pid can never be mistaken for another process's."""
+    """A child of a zygote, held by a pidfd, so that another process that reuses its pid is never
+    mistaken for it."""
 
     pid: int
+    """Pid as the owner sees it; -1 if the process had already exited when it was read."""
     pidfd: int
+    """Descriptor of the process; -1 after ``kill``."""
     name: str
+    """Description of the process, for error messages."""
 
     def alive(self) -> bool:
-        """Whether the process runs, and nobody killed it: one with threads needs milliseconds to
-        end."""
+        """Return whether the process runs and has not been sent a SIGKILL. A process with threads
+        takes milliseconds to exit, so a pending SIGKILL counts as the end."""
         if self.pidfd < 0 or _readable(self.pidfd, 0):
             return False
         return not _is_ending(self._status()) and not _readable(self.pidfd, 0)
 
     def stopped(self) -> bool:
-        """Whether a signal keeps the process from running, until another one lets it go on."""
+        """Return whether the process is stopped by a signal (state T), until SIGCONT."""
         return _STOPPED.search(self._status()) is not None
 
     def _status(self) -> bytes:
-        """Return what /proc says of the process, nothing of one that is gone."""
+        """Return the contents of /proc/PID/status; b"" if the process is gone."""
         try:
             status = os.open(f"/proc/{self.pid}/status", os.O_RDONLY)
         except OSError:
@@ -77,8 +89,11 @@ class ForkedProcess:
             os.close(status)
 
     def kill(self, timeout_s: float = 2.0) -> None:
-        """Send SIGKILL and wait until the process is gone. Idempotent. Raises TimeoutError naming
-        the process."""
+        """Send SIGKILL and wait until the process is gone. Idempotent.
+
+        Raises TimeoutError, which names the process, if it has not exited within ``timeout_s``
+        seconds.
+        """
         if self.pidfd < 0:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -92,10 +107,13 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Starts a zygote and asks it for children, on the owner's side. ``module`` is run as ``python
-    -m module <control fd> *arguments`` and calls ``serve_forks``; ``prefix`` goes before
-    ``python``: the words of a sandbox program that hands descriptors on. Without ``log`` and
-    ``environment`` it has the owner's; ``options`` are those of Python."""
+    """Owner's side of a zygote: starts it and asks it for children. Thread-safe.
+
+    module: run as ``python -m module <control fd> *arguments``; it calls ``serve_forks``. log: file
+    for stdout and stderr of the zygote; None inherits the owner's. environment: environment
+    variables; None inherits the owner's. prefix: words before ``python`` in the command line, of a
+    sandbox program that passes descriptors on. options: options of the Python interpreter.
+    """
 
     def __init__(
         self,
@@ -117,7 +135,7 @@ class ForkServer:
         self._number = 0
 
     def start(self) -> None:
-        """Begin to start the zygote; ``wait_ready`` waits for it."""
+        """Start the zygote without waiting for it; see ``wait_ready``."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -133,15 +151,21 @@ class ForkServer:
         self._control = ours
 
     def wait_ready(self, timeout_s: float) -> dict[str, Any]:
-        """Wait for the zygote's greeting, which it sends once its imports are done, and return
-        it."""
+        """Wait for the greeting that the zygote sends once its imports are done, and return it.
+
+        Raises TimeoutError after ``timeout_s`` seconds, and RuntimeError if the zygote exits.
+        """
         return self._receive(timeout_s)[0]
 
     def fork(
         self, request: dict[str, Any], fds: Sequence[int], name: str, timeout_s: float = 15.0
     ) -> ForkedProcess:
-        """Fork a child with ``request`` and copies of ``fds``. Raises TimeoutError, or RuntimeError
-        with the reason; no child runs then."""
+        """Fork a child with ``request`` and copies of ``fds``; restart the zygote first if it has
+        died.
+
+        Raises TimeoutError after ``timeout_s`` seconds, or RuntimeError with the reason; in both
+        cases no child runs.
+        """
         with self._lock:
             if self._process is None or self._control is None:
                 raise RuntimeError(f"{self._module} is not running")
@@ -170,8 +194,11 @@ class ForkServer:
         return child
 
     def _child(self, name: str, timeout_s: float) -> ForkedProcess:
-        """Return the child of the latest request, which does not run yet. Answers to older ones,
-        given up meanwhile, are thrown away: their children never run."""
+        """Return the child of the latest request; it waits for its start.
+
+        Replies to older requests, which timed out, are discarded; their children exit without
+        having started.
+        """
         deadline = process_clock.now() + timeout_s
         while True:
             reply, received = self._receive(max(0.0, deadline - process_clock.now()))
@@ -192,6 +219,10 @@ class ForkServer:
             raise
 
     def _receive(self, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
+        """Return the next datagram of the zygote, with the descriptors sent along.
+
+        Raises TimeoutError, and RuntimeError if the zygote has exited.
+        """
         assert self._control is not None
         if not _readable(self._control.fileno(), timeout_s):
             raise TimeoutError(f"waited {timeout_s:.3g} s for {self._module}")
@@ -201,16 +232,20 @@ class ForkServer:
         return json.loads(data), fds
 
     def alive(self) -> bool:
-        """Whether the zygote runs."""
+        """Return whether the zygote runs."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """Pid of the zygote; -1 before ``start``."""
+        """Pid of the zygote; -1 before ``start`` and after ``stop``."""
         return self._process.pid if self._process else -1
 
     def stop(self, timeout_s: float = 3.0) -> None:
-        """End the zygote, and with it all its children. Idempotent."""
+        """Stop the zygote, and with it all children that it has not handed to the owner.
+        Idempotent.
+
+        After ``timeout_s`` seconds the zygote is killed.
+        """
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -224,8 +259,11 @@ class ForkServer:
 
 
 def _readable(fd: int, timeout_s: float) -> bool:
-    """Return whether ``fd`` becomes readable. ``select`` will not do: it knows no descriptor beyond
-    1023, and a server of many sessions has more."""
+    """Return whether ``fd`` becomes readable within ``timeout_s`` seconds.
+
+    Uses poll, because select supports no descriptor above 1023 and a server of many sessions has
+    more.
+    """
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(process_clock.wait(lambda left_s: poll.poll(left_s * 1000), timeout_s))
@@ -234,22 +272,24 @@ def _readable(fd: int, timeout_s: float) -> bool:
 _ENDING = re.compile(
     rb"^(?:State:\s+[ZX]|S(?:ig|hd)Pnd:\s+[0-9a-f]*[13579bdf][0-9a-f]{2}$)", re.MULTILINE
 )
-"""A state that is an end, or pending signals with the ninth bit, SIGKILL's."""
+"""Matches /proc/PID/status of a process that is a zombie or dead, or that has a pending SIGKILL
+(the ninth bit of the pending signals)."""
 
 
 _STOPPED = re.compile(rb"^State:\s+T", re.MULTILINE)
-"""A stop by a signal; a debugger's, ``t``, is over in a moment."""
+"""Matches /proc/PID/status of a process that was stopped by a signal. State ``t``, a stop by a
+debugger, does not count, because it lasts only a moment."""
 
 
 def _is_ending(status: bytes) -> bool:
-    """Return whether a process, by its status in /proc, has a SIGKILL before it or behind it. The
-    kernel turns every signal that ends a process into one."""
+    """Return whether a process, given its /proc/PID/status, has exited or is about to. The kernel
+    turns every signal that terminates a process into a pending SIGKILL."""
     return _ENDING.search(status) is not None
 
 
 def _pid_of(pidfd: int) -> int:
-    """Return the pid of the process as the owner sees it: the zygote may live in a pid namespace of
-    its own. -1 when it ended."""
+    """Return the pid of a process as this process sees it, which differs from the zygote's view if
+    the zygote is in a pid namespace of its own; -1 if the process has exited."""
     with open(f"/proc/self/fdinfo/{pidfd}") as info:
         return next(int(line.split()[1]) for line in info if line.startswith("Pid:"))
 
@@ -257,11 +297,12 @@ def _pid_of(pidfd: int) -> int:
 def serve_forks(
     control: socket.socket, greeting: dict[str, Any], child: Child, owner: int = 0
 ) -> None:
-    """Run the zygote's loop: fork ``child(request, fds)`` per datagram until the owner's end
-    closes. With ``owner``, the pid of a process that adopts orphans, the children become its own,
-    each in a session of its own.
+    """Run the loop of the zygote: fork ``child(request, fds)`` for each request, until the owner's
+    end of ``control`` closes.
 
-    Must be called with a single thread.
+    owner: pid of a process that adopts orphans; the children then become that process's own, each
+    in its own session. 0: children stay the zygote's. Must be called while the process has a single
+    thread.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -293,8 +334,12 @@ def _forked(
     child: Child,
     owner: int,
 ) -> tuple[int, int] | None:
-    """Fork a child and send its descriptor; returns the number of the request and the pipe that the
-    child waits at. A child that nobody could end does not stay."""
+    """Fork a child and send its pidfd to the owner.
+
+    Return the number of the request and the write end of the pipe at which the child waits for its
+    start; None after a failure, which is reported to the owner. A child whose pidfd could not be
+    sent exits.
+    """
     pipe: tuple[int, ...] = ()
     try:
         if len(fds) != expected:
@@ -321,7 +366,8 @@ def _forked(
 
 
 def _fork_twice() -> int:
-    """Fork a process whose parent has ended; returns its pid, 0 in it. Raises OSError."""
+    """Fork a process whose parent has exited, so that the owner adopts it. Return its pid; 0 in the
+    process itself. Raises OSError."""
     told, tell = os.pipe()
     with open(told, "rb", buffering=0) as reader, open(tell, "wb", buffering=0) as writer:
         between = os.fork()
@@ -356,6 +402,8 @@ def _become_child(
     *,
     adopted: bool,
 ) -> None:
+    """Wait for the start in the forked process, then run ``child`` and exit; exit code 0 only if
+    ``child`` returned."""
     code = 1
     try:
         if not adopted:

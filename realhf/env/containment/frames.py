@@ -1,8 +1,7 @@
-"""Exchanges frames between a process and the contained child that works for it: a 4-byte big-endian
-length, then JSON.
+"""Frames exchanged with a contained child process: a 4-byte big-endian length, then JSON.
 
-What a child sends is read as the words of a process that an agent may have taken over: nothing is
-believed before its size and its time are checked.
+The child may be under the control of an agent, so what it sends is untrusted: size and time limits
+are checked before its content is read.
 """
 
 from __future__ import annotations
@@ -15,15 +14,18 @@ from typing import Any
 from realhf.base import process_clock
 
 _HEADER = struct.Struct(">I")
+"""Length of the JSON text, in bytes."""
 _MAX_FRAME_BYTES = 64 << 20
+"""Maximum size of a received frame; a larger one is a ``BadFrame``."""
 
 
 class BadFrame(Exception):
-    """The child did not answer as it should, and must not be used again."""
+    """Invalid answer of a child, which must not be used any more."""
 
 
 def read_frame(stream: Any) -> dict[str, Any] | None:
-    """Read the next frame; returns None at the end of the stream."""
+    """Read the next frame of a binary stream, in the child; return None at the end of the
+    stream."""
     header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
@@ -38,7 +40,8 @@ def frame(message: dict[str, Any]) -> bytes:
 
 
 def spoke_unasked(channel: socket.socket) -> bool:
-    """Return whether something lies unread in the channel, or the worker closed it."""
+    """Return whether the child has sent something without being asked, or has closed the
+    channel."""
     channel.setblocking(False)
     try:
         channel.recv(1, socket.MSG_PEEK)
@@ -50,7 +53,11 @@ def spoke_unasked(channel: socket.socket) -> bool:
 
 
 def receive_frame(channel: socket.socket, timeout_s: float) -> Any:
-    """Return the next frame's content; no byte behind it is read. Raises TimeoutError, BadFrame."""
+    """Return the content of the next frame; no byte after it is read.
+
+    Raises TimeoutError after ``timeout_s`` seconds, and BadFrame for a frame that is too large,
+    invalid or incomplete.
+    """
     deadline = process_clock.now() + timeout_s
     (size,) = _HEADER.unpack(_receive(channel, _HEADER.size, deadline))
     if size > _MAX_FRAME_BYTES:
@@ -62,6 +69,8 @@ def receive_frame(channel: socket.socket, timeout_s: float) -> Any:
 
 
 def _receive(channel: socket.socket, size: int, deadline: float) -> bytes:
+    """Return exactly ``size`` bytes. ``deadline`` is a time of process_clock.now. Raises
+    TimeoutError and BadFrame."""
     parts: list[bytes] = []
     while size:
         left = deadline - process_clock.now()

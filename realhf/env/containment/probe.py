@@ -1,8 +1,9 @@
-"""Decides which layers of containment are there and tries each before anything is served.
+"""Selection of containment layers, and a self-test that tries to break each layer before anything
+is served.
 
-What the kernel's layers must stop is tried by C functions, which the interpreter's hooks do not
-see; what the hooks must stop is something that the kernel would allow. Nothing here is believed
-because a call to install it returned.
+The kernel's layers are tried by calls of C functions, which the interpreter's audit hooks do not
+see; the hooks are tried by operations that the kernel would allow. No layer counts as active merely
+because its installation reported success.
 """
 
 from __future__ import annotations
@@ -41,31 +42,38 @@ PROBE = "probe"
 
 @dataclass(frozen=True)
 class Attempt:
-    """Records what was tried. ``stopped``: the layer stopped it, and not something else by chance;
-    ``how``: in the kernel's or the hook's words."""
+    """One forbidden operation that the self-test tried."""
 
     layer: str
+    """The layer that must stop it, one of ``sandbox.LAYERS``."""
     act: str
+    """The operation, as a verb phrase for messages."""
     stopped: bool
+    """Whether the operation failed with an error that this layer causes, and not by accident."""
     how: str
+    """Name of the error (EPERM, ..), "denied" by a hook, or "possible"."""
 
 
 @dataclass(frozen=True)
 class ProbeTargets:
-    """Says what to try: the ``port`` of a listener on the host's loopback, a readable ``file`` of
-    the host, a path that could be ``made`` on the host, and the ``folder`` that belongs to the
-    probe. ``layers`` are the ones to try."""
+    """Targets of the operations that a probe tries."""
 
     port: int
+    """Port of a listener on the host's loopback."""
     file: str
+    """Path of a readable file of the host."""
     made: str
+    """Path at which a file could be created on the host."""
     folder: str
+    """Folder of the probe itself, which it may write to."""
     layers: tuple[str, ...]
+    """The layers to try."""
 
 
 def run_probe(guard: ProcessGuard, request: Mapping[str, Any], fds: list[int]) -> None:
-    """Try the layers, in the child, and send the attempts over the first descriptor. ``request`` is
-    ``ProbeTargets`` as a map."""
+    """Try the layers, in the forked child, and send the attempts as a frame over the first
+    descriptor; the other descriptors are closed. ``request`` holds the fields of
+    ``ProbeTargets``."""
     channel = socket.socket(fileno=fds[0])
     for fd in fds[1:]:
         os.close(fd)
@@ -95,8 +103,8 @@ def run_probe(guard: ProcessGuard, request: Mapping[str, Any], fds: list[int]) -
 
 
 class _Calls:
-    """Calls C functions and reports the kernel's answer. They are bound before the hooks come,
-    which let nobody bind any."""
+    """C functions, whose errors are reported as the kernel returns them. They are bound before the
+    audit hooks are installed, which forbid binding any."""
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None)
@@ -114,7 +122,8 @@ class _Calls:
     def refused(
         self, layer: str, act: str, function: Any, *arguments: Any, by: tuple[int, ...]
     ) -> Attempt:
-        """Return whether the call failed with one of the errors ``by`` which the layer is known."""
+        """Call a C function; the attempt counts as stopped if it fails with one of the error
+        numbers ``by``, which are those that the layer causes."""
         result = function(*arguments)
         number = self._errno()[0]
         if function is self.fork and result == 0:
@@ -125,8 +134,8 @@ class _Calls:
 
 
 def _network(targets: ProbeTargets) -> Attempt:
-    """Connect plainly to the host's loopback, before any filter: only an empty network stops
-    that."""
+    """Connect to the host's loopback from Python before any filter is installed, so that only an
+    empty network namespace can stop it."""
     act = "connect to the host"
     try:
         socket.create_connection(("127.0.0.1", targets.port), timeout=2.0).close()
@@ -136,6 +145,7 @@ def _network(targets: ProbeTargets) -> Attempt:
 
 
 def _filtered(calls: _Calls, unconnected: socket.socket, port: int) -> Iterator[Attempt]:
+    """Yield attempts that the seccomp filter must stop with EPERM."""
     denied = (errno.EPERM,)
     address = struct.pack(
         "=HH4s8x", socket.AF_INET, socket.htons(port), socket.inet_aton("127.0.0.1")
@@ -147,12 +157,12 @@ def _filtered(calls: _Calls, unconnected: socket.socket, port: int) -> Iterator[
     yield calls.refused(
         FILTER, "connect", calls.connect, unconnected.fileno(), address, len(address), by=denied
     )
-    # The program does not exist: without a filter it is looked for and not found, and the child
-    # goes on.
+    # The program does not exist: without a filter the call fails with ENOENT, and the child
+    # continues.
     yield calls.refused(
         FILTER, "start a program", calls.execve, b"/nonexistent/program", None, None, by=denied
     )
-    # Nothing is sent or limited, where it is possible: the signal is 0, and there is no new limit.
+    # Without a filter these calls have no effect: the signal is 0, and no new limit is given.
     other = os.getppid()
     known = seccomp.machine()
     yield calls.refused(
@@ -167,6 +177,7 @@ def _filtered(calls: _Calls, unconnected: socket.socket, port: int) -> Iterator[
 
 
 def _walled(calls: _Calls, targets: ProbeTargets) -> Iterator[Attempt]:
+    """Yield attempts that bubblewrap's file system must stop."""
     file = targets.file.encode()
     made = targets.made.encode()
     absent = (errno.ENOENT,)
@@ -179,6 +190,7 @@ def _walled(calls: _Calls, targets: ProbeTargets) -> Iterator[Attempt]:
 
 
 def _hooks() -> Iterator[Attempt]:
+    """Yield attempts that the audit hooks must stop with ``Denied``."""
     acts: Mapping[str, Callable[[], Any]] = {
         "open a file": lambda: os.open("/proc/self/status", os.O_RDONLY),
         "list a folder": lambda: os.listdir("/"),
@@ -204,6 +216,8 @@ def _fork() -> None:
 
 
 def _limited(guard: ProcessGuard, unlinked: int) -> Iterator[Attempt]:
+    """Yield attempts that the resource limits must stop. ``unlinked``: descriptor of a memory
+    file."""
     acts: Mapping[str, tuple[Callable[[], Any], int]] = {
         "take more memory": (
             lambda: mmap.mmap(-1, guard.memory_bytes, flags=mmap.MAP_PRIVATE),
@@ -226,38 +240,44 @@ def _limited(guard: ProcessGuard, unlinked: int) -> Iterator[Attempt]:
 
 
 def _name(error: OSError) -> str:
+    """Return the symbolic name of an error, such as EPERM."""
     return errno.errorcode.get(error.errno or 0, type(error).__name__)
 
 
 SANDBOX_MODES = ("auto", "bwrap", "plain")
+"""Values of SANDBOX: bubblewrap if it works, bubblewrap or an error, no bubblewrap."""
 LAMBDA_MODES = ("stub", "sandbox")
+"""Values of LAMBDA: code of Lambda functions never runs, or runs in bubblewrap."""
 
 
 class NotContained(RuntimeError):
-    """Code of an agent could reach the host, so nothing is served."""
+    """A required layer does not hold, so an agent's code could reach the host; nothing is
+    served."""
 
 
 @dataclass
 class Containment:
-    """Says which layers hold. ``program`` is bubblewrap, when simulators and CLI workers live under
-    it; ``broker`` when Lambda code does.
-
-    ``no_network`` is what the zygotes reported; ``observed`` is what was tried of each layer, and
-    how it ended.
-    """
+    """The layers that a server uses, and what the self-test observed of them."""
 
     sandbox: str
+    """One of ``SANDBOX_MODES``."""
     lambda_mode: str
+    """One of ``LAMBDA_MODES``."""
     program: Path | None = None
+    """Path of bubblewrap if simulators and CLI workers run in it, else None."""
     broker: Path | None = None
+    """Path of bubblewrap if code of Lambda functions runs in it, else None."""
     no_network: bool = False
+    """Whether the zygotes reported that they have no network."""
     observed: Mapping[str, str] = field(default_factory=dict)
+    """Result of the self-test for each layer, as text (see ``judge``)."""
     tested: Sequence[str] = field(default_factory=tuple)
+    """Names of further self-tests that passed, for the statement in the log."""
 
     @classmethod
     def decide(cls, sandbox: str, lambda_mode: str) -> Containment:
-        """Choose the layers. Raises RuntimeError when bubblewrap is demanded and does not work
-        here."""
+        """Choose the layers for a sandbox mode and a Lambda mode. Raises RuntimeError if a mode
+        requires bubblewrap and it does not work here."""
         found = None if sandbox == "plain" and lambda_mode == "stub" else find_bubblewrap()
         if sandbox == "bwrap" and found is None:
             raise RuntimeError(
@@ -279,18 +299,19 @@ class Containment:
 
     @property
     def network_mode(self) -> str:
-        """The word for the zygotes: ``outer`` (bubblewrap took the network away), ``auto`` (try),
-        ``plain``."""
+        """The zygotes' network mode: ``outer`` (bubblewrap has removed the network), ``auto``
+        (leave the network if possible), ``plain`` (keep it)."""
         return "outer" if self.program else "plain" if self.sandbox == "plain" else "auto"
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The layers that are claimed, and therefore tried."""
+        """The layers that are claimed to be active, and are therefore tried."""
         optional = {NETWORK: self.no_network, BUBBLEWRAP: self.program is not None}
         return tuple(layer for layer in LAYERS if optional.get(layer, True))
 
     def statement(self) -> str:
-        """Say what is active, as it was observed, and what is not, for the log at start."""
+        """Return the text for the log at start: which layers are active, as observed, and which are
+        not."""
         bubble = "on: read-only system, private /tmp, own pids" if self.program else "off"
         if self.program is None and self.sandbox == "auto":
             bubble += (
@@ -319,16 +340,20 @@ class Containment:
 
 
 SIMULATORS = "simulators"
+"""Name of the zygote of the simulators."""
 WORKERS = "CLI workers"
+"""Name of the zygote of the CLI workers."""
 _FOLDERS = {SIMULATORS: "simulators", WORKERS: "files"}
+"""Folder in the pool's folder that the children of each zygote may write to."""
 _PROBE_S = 30.0
+"""Timeout in seconds of forking a probe, and of its answer."""
 
 
 def probe_layers(
     zygotes: Mapping[str, ForkServer], root: Path, layers: Sequence[str]
 ) -> dict[str, list[Attempt]]:
-    """Return what a throw-away child of each zygote could do, by the zygote's name. ``root`` is the
-    pool's folder. Raises NotContained for a probe that does not answer."""
+    """Return the attempts of one probe, a disposable child, of each zygote, by the zygote's name.
+    ``root`` is the pool's folder. Raises NotContained if a probe does not answer."""
     secret = root / "host-file"
     secret.write_text("a file of the host")
     found: dict[str, list[Attempt]] = {}
@@ -342,7 +367,7 @@ def probe_layers(
             found[kind] = _probe(zygote, kind, targets)
             if os.path.lexists(
                 made
-            ):  # a read-only file system refuses to remove even what is not there
+            ):  # a read-only file system refuses even to remove a missing file
                 made.unlink(missing_ok=True)
             if NETWORK in layers and select.select([canary], [], [], 0)[0]:
                 canary.accept()[0].close()
@@ -353,6 +378,7 @@ def probe_layers(
 
 
 def _probe(zygote: ForkServer, kind: str, targets: ProbeTargets) -> list[Attempt]:
+    """Fork a probe from a zygote and return its attempts. Raises NotContained."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         child = zygote.fork(
@@ -378,8 +404,11 @@ def judge(
     may_lack: frozenset[str],
     option: str = "--may-lack",
 ) -> dict[str, str]:
-    """Return a line per layer of what was observed. Raises NotContained for one that was not tried
-    or does not hold, unless it is among ``may_lack``, which is what ``option`` sets."""
+    """Return one line per layer about what was observed.
+
+    Raises NotContained for a layer that was not tried or does not hold, unless it is among
+    ``may_lack``; the error names ``option`` as the option that sets these.
+    """
     lines: dict[str, str] = {}
     for layer in layers:
         attempts = [

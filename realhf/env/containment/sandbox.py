@@ -1,12 +1,12 @@
-"""Contains a process that handles text written by an agent: limits, hooks, a seccomp filter,
-bubblewrap (docs/reference/environment.md 5).
+"""Containment of a process that handles text written by an agent: resource limits, audit hooks, a
+seccomp filter and bubblewrap (docs/reference/environment.md 5).
 
-Each layer is applied by a process to itself right after a fork: the kernel's (no new privileges, no
-network, resource limits, death with the parent) and the interpreter's (an audit hook that turns
-forbidden operations into ``Denied``). Linux only.
+Right after a fork, a process applies the layers to itself: those of the kernel (no new privileges,
+no network, resource limits, death with the parent) and those of the interpreter (an audit hook that
+raises ``Denied`` for forbidden operations). Linux only.
 
 bubblewrap needs Debian's package and a kernel that allows unprivileged user namespaces;
-``find_bubblewrap`` really tries.
+``find_bubblewrap`` tests it by running a program in it.
 """
 
 from __future__ import annotations
@@ -37,17 +37,21 @@ _PROCESS_EVENTS = (
     "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "pty.", "ctypes.",
     "os.kill", "signal.pthread_kill", "sys._current_frames", "webbrowser.", "cpython.run",
 )  # fmt: skip
+"""Prefixes of audit events that start or signal a process, or call C functions; always denied."""
 _NETWORK_EVENTS = (
     "socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo",
     "socket.gethostby", "socket.getnameinfo", "urllib.Request", "http.client.connect", "smtplib.", "ftplib.",
     "sqlite3.connect",
 )  # fmt: skip
+"""Prefixes of audit events that use the network; denied unless ``egress`` allows them."""
 _WRITE_EVENTS = {
     "os.remove": (0,), "os.rename": (0, 1), "os.mkdir": (0,), "os.rmdir": (0,), "os.truncate": (0,),
     "os.chmod": (0,), "os.chown": (0,), "os.utime": (0,), "os.setxattr": (0,), "os.chdir": (0,),
     "os.mkfifo": (0,), "tempfile.mkstemp": (0,), "tempfile.mkdtemp": (0,),
 }  # fmt: skip
+"""Audit events that change a path, with the positions of the paths among the arguments."""
 _READ_EVENTS = {"os.listdir": (0,), "os.scandir": (0,)}
+"""Audit events that list a folder, with the positions of the paths among the arguments."""
 _LINK_EVENTS = (
     "os.symlink",
     "os.link",
@@ -56,52 +60,55 @@ _LINK_EVENTS = (
     "resource.setrlimit",
     "resource.prlimit",
 )
+"""Prefixes of audit events that create links or devices, or change limits; always denied."""
 
 
 class Denied(PermissionError):
-    """The sandbox stopped an operation. Its text names the rule and never a path of the host."""
+    """Operation that the sandbox stopped. The text names the rule and never a path of the host."""
 
 
 def _prctl(option: int, value: int) -> None:
+    """Call prctl. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 def die_with_parent() -> None:
-    """Have the kernel SIGKILL this process when the thread that forked it ends. Call right after
-    fork."""
+    """Let the kernel send SIGKILL to this process when the thread that forked it exits. Call it
+    right after the fork."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def forbid_new_privileges() -> None:
-    """Forbid new privileges: no program started from here can gain rights."""
+    """Set no-new-privileges: no program started from this process can gain privileges."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def leave_network() -> bool:
-    """Move to a network namespace without any interface; sockets inherited by descriptor keep
-    working.
+    """Move this process to a network namespace without interfaces; inherited sockets keep working.
 
-    Needs a single-threaded process. Returns False where the kernel does not allow it; the audit
-    hook is then the only egress control."""
+    Must be called with a single thread. Return False if the kernel does not allow it; egress is
+    then controlled by the audit hook and the seccomp filter alone.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     isolated = libc.unshare(_CLONE_NEWNET) == 0 or libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0
     _prctl(
         _PR_SET_DUMPABLE, 1
-    )  # a new user namespace clears it, and the owner could not look into /proc any more
+    )  # a new user namespace clears it; the owner could then not read /proc/PID any more
     return isolated
 
 
 def without_network(mode: str) -> bool:
-    """Do what ``mode`` (``Containment.network_mode``) says: ``outer`` has no network already,
-    ``auto`` leaves it, ``plain`` stays. Returns True when this process has no network now."""
+    """Apply a network mode (``Containment.network_mode``): ``outer`` has no network already,
+    ``auto`` leaves it if possible, ``plain`` keeps it. Return whether this process has no network
+    now."""
     return mode == "outer" or (mode == "auto" and leave_network())
 
 
 def prove_containment() -> None:
-    """Try what must be impossible now. Raises RuntimeError naming the first thing that was
-    possible."""
+    """Try operations that the audit hooks must deny. Raises RuntimeError naming the first one that
+    was not denied."""
     attempts: dict[str, Callable[[], object]] = {
         "start a program": lambda: os.posix_spawn("/bin/true", ["true"], {}),
         "fork": os.fork,
@@ -122,7 +129,10 @@ def prove_containment() -> None:
 def limit_resources(
     *, file_bytes: int, open_files: int, memory_bytes: int, address_bytes: int, cpu_s: int
 ) -> None:
-    """Lower this process's resource limits for good. ``memory_bytes`` bounds its private memory."""
+    """Lower the resource limits of this process for its whole life.
+
+    memory_bytes: private memory (RLIMIT_DATA). address_bytes: address space (RLIMIT_AS).
+    """
     limits = {
         resource.RLIMIT_FSIZE: file_bytes,
         resource.RLIMIT_NOFILE: open_files,
@@ -137,11 +147,12 @@ def limit_resources(
         resource.setrlimit(kind, (ceiling, ceiling))
     threading.stack_size(
         8 << 20
-    )  # else ``ulimit -s``, which may be large, and each thread's counts as private memory
+    )  # else it is ``ulimit -s``, which may be large, and every stack is private memory
 
 
 def redirect_standard_streams(stderr_fd: int | None = None) -> None:
-    """Make stdin empty, and send stdout and stderr to ``stderr_fd`` or nowhere."""
+    """Make stdin empty, and send stdout and stderr to ``stderr_fd``, or discard them if it is
+    None."""
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     target = null if stderr_fd is None else stderr_fd
@@ -151,35 +162,37 @@ def redirect_standard_streams(stderr_fd: int | None = None) -> None:
 
 
 def package_roots() -> tuple[str, ...]:
-    """Return the folders of the interpreter and the installed packages: what their imports and data
-    files need."""
+    """Return the folders of the standard library, of the installed packages and of the time zones,
+    which imports and data files need."""
     paths = sysconfig.get_paths()
     roots = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return (*sorted(roots), "/usr/share/zoneinfo")
 
 
 def own_package() -> str:
-    """Return the folder of this package, whose tasks and answers no contained process may read. It
-    may lie among the installed packages."""
+    """Return the folder of this package, which contains tasks and answers that no contained process
+    may read. It may lie among the installed packages."""
     return str(PACKAGE)
 
 
 @dataclass
 class WriteBudget:
-    """Counts the files that may still be opened for writing and the folders that may still be made,
-    none of them below ``depth`` others."""
+    """Numbers of files and folders that a contained process may still create."""
 
     files: int = 0
+    """How many files may still be opened for writing."""
     folders: int = 0
+    """How many folders may still be created."""
     depth: int = 0
+    """Maximum depth of folders below a writable root."""
 
     def take_file(self) -> bool:
-        """Use up one file; returns False when none was left."""
+        """Use up one file; return False if none was left."""
         self.files -= 1
         return self.files >= 0
 
     def take_folder(self, depth: int) -> bool:
-        """Use up one folder that lies below ``depth`` others; returns False when none was left, or
+        """Use up one folder, which has ``depth`` folders above it; return False if none was left or
         it is too deep."""
         self.folders -= 1
         return self.folders >= 0 and depth < self.depth
@@ -187,23 +200,24 @@ class WriteBudget:
 
 @dataclass(frozen=True)
 class AuditGuard:
-    """Restricts what the interpreter of a contained process may do.
-
-    ``read_roots``: folders whose files may be opened for reading (packages, time zones), this
-    package's own excepted. ``write_roots``: folders that may be read and written. Paths are
-    compared after resolving symbolic links. ``on_denied`` is called with the rule and text of
-    everything that was stopped. ``writes``: how many files and folders may be made; the holder may
-    fill it up again. ``egress`` is asked about network events, which are all stopped without it.
-    """
+    """Audit hook that restricts what the interpreter of a contained process may do. Paths are
+    compared after symbolic links are resolved."""
 
     read_roots: tuple[str, ...]
+    """Folders whose files may be opened for reading (packages, time zones), except for those in
+    this package's own folder."""
     write_roots: tuple[str, ...] = ()
+    """Folders that may be read and written."""
     on_denied: Callable[[str, str], None] | None = None
+    """Called with the rule and the text of each denied operation."""
     writes: WriteBudget | None = None
+    """How many files and folders may be created; None for any number. The owner may refill it."""
     egress: Callable[[str, tuple[object, ...]], bool] | None = None
+    """Called with the name and arguments of a network event; returns whether it is allowed. None
+    denies all."""
 
     def install(self) -> None:
-        """Add the hook. It cannot be removed for the life of the process."""
+        """Add the hook, which cannot be removed for the life of the process."""
         sys.addaudithook(self._make_hook())
 
     def _make_hook(self) -> Callable[[str, tuple[object, ...]], None]:
@@ -263,6 +277,7 @@ class AuditGuard:
 
 
 def _opens_for_writing(mode: object, flags: object) -> bool:
+    """Return whether the mode or flags of an ``open`` event allow writing."""
     if isinstance(mode, str):
         return any(char in mode for char in "wax+")
     return isinstance(flags, int) and bool(
@@ -271,10 +286,12 @@ def _opens_for_writing(mode: object, flags: object) -> bool:
 
 
 def _as_root(path: str) -> str:
+    """Return a resolved folder with a final slash, for comparison by prefix."""
     return os.path.realpath(path) + "/"
 
 
 def _classify(event: str) -> str:
+    """Return the rule that applies to an audit event; "pass" allows it."""
     if event == "open":
         return "open"
     if event in _WRITE_EVENTS:
@@ -297,28 +314,34 @@ HOOKS, FILTER, LIMITS, NETWORK, BUBBLEWRAP = LAYERS = (
     "network",
     "bubblewrap",
 )
-"""The layers: audit hooks of the interpreter, system call filter, resource limits, an empty
-network, a file system of its own."""
+"""The layers: audit hooks of the interpreter, seccomp filter, resource limits, an empty network
+namespace, a separate file system."""
 _SET_ASIDE_BYTES = 3 << 29
+"""Address space that is allowed beyond private memory: shared mappings, and what allocators reserve
+for threads and never touch."""
 
 
 @dataclass(frozen=True)
 class ProcessGuard:
-    """Holds the resource limits of one kind of process: bytes of a file that it writes,
-    descriptors, bytes of private memory, seconds of CPU. ``may_lack``: layers without which it may
-    run."""
+    """Limits of one kind of contained process."""
 
     file_bytes: int
+    """Maximum size of a file that it writes."""
     open_files: int
+    """Maximum number of open descriptors."""
     memory_bytes: int
+    """Maximum bytes of private memory."""
     cpu_s: int
+    """Maximum CPU time in seconds."""
     may_lack: frozenset[str] = frozenset()
+    """Layers without which the process may run."""
     read_roots: tuple[str, ...] = field(default_factory=package_roots)
+    """Folders that it may read, as of ``AuditGuard``."""
 
     @property
     def address_bytes(self) -> int:
-        """Most bytes of addresses: with what is shared, and what allocators set aside for threads
-        and never touch."""
+        """Maximum bytes of address space: private memory, and room for shared mappings and for what
+        allocators reserve for threads and never touch."""
         return self.memory_bytes + _SET_ASIDE_BYTES
 
     def apply(
@@ -327,9 +350,12 @@ class ProcessGuard:
         on_denied: Callable[[str, str], None] | None = None,
         writes: WriteBudget | None = None,
     ) -> None:
-        """Contain this process for good; of the host's files only those in ``folder`` can be
-        written. Needs a single thread. Raises RuntimeError naming a layer that does not hold and
-        may not be missing."""
+        """Contain this process for its whole life; it can write only to ``folder``. Must be called
+        with a single thread.
+
+        on_denied, writes: see ``AuditGuard``. Raises RuntimeError naming a layer that does not hold
+        and is not in ``may_lack``.
+        """
         forbid_new_privileges()
         if not seccomp.install() and FILTER not in self.may_lack:
             raise RuntimeError("the system call filter could not be installed")
@@ -346,6 +372,7 @@ class ProcessGuard:
 
 
 _PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
+"""Folders in which bubblewrap is looked for, in place of PATH."""
 _SYSTEM = (
     "/usr",
     "/lib",
@@ -356,20 +383,27 @@ _SYSTEM = (
     "/etc/ld.so.conf",
     "/etc/alternatives",
 )
+"""Paths of the host that programs need to start, mounted read-only if they exist."""
 _PROBE_TIMEOUT_S = 20.0
+"""Timeout in seconds of running a Python in bubblewrap as a test."""
 _NAMESPACES = (
     "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-net", "--unshare-uts", "--die-with-parent",
     "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534",
 )  # fmt: skip
+"""Options of bubblewrap: new namespaces, no capabilities, an unprivileged user, death with the
+parent."""
 _KEEP_HOUSE = '"$@" && /bin/rm -rf -- "$0"'
-"""Shell program that removes a folder after its command ended well. The shell outlives the thread
-that started it, so here dying with the parent means dying with the shell. Whatever a killed owner
-could not remove is removed once the zygote has ended by itself."""
+"""Shell program that removes a folder after its command has succeeded.
+
+The shell outlives the thread that started it, so for bubblewrap dying with the parent means dying
+with the shell. If the owner is killed before it can remove the folder, the shell removes it once
+the zygote has exited.
+"""
 
 
 def find_bubblewrap() -> Path | None:
-    """Return the program, when it is installed and a Python under it comes up with every option
-    that is used here."""
+    """Return the path of bubblewrap; None if it is not installed, or if Python does not start in it
+    with the options that are used here."""
     program = shutil.which("bwrap", path=_PROGRAM_PATH)
     if program is None:
         return None
@@ -396,12 +430,13 @@ def sandboxed(
     writable: Sequence[Path] = (),
     private: Sequence[Path] = (),
 ) -> list[str]:
-    """Return the words that go before a command: the sandbox of Python programs of this package.
+    """Return the words to put before a command so that it runs in bubblewrap, for Python programs
+    of this package.
 
-    Of the host's files only ``writable`` can be changed; ``private`` folders are the sandbox's own;
-    descriptors handed over keep working. Of the package only ``parts`` (files and folders, relative
-    to it) are there: code that breaks out of the interpreter's guards finds no tasks and no
-    answers.
+    parts: files and folders of this package, relative to it, that are visible; all else of it is
+    hidden, so that code that escapes the interpreter's hooks finds no tasks and no answers.
+    writable: folders of the host that can be changed. private: folders that are empty and belong to
+    the sandbox. Inherited descriptors keep working.
     """
     python = {
         sys.base_prefix,
@@ -422,11 +457,12 @@ def sandboxed(
 
 
 def hidden(folder: str) -> list[str]:
-    """Return the words that put an empty folder in the place of ``folder``."""
+    """Return the options that mount an empty, read-only folder over ``folder``."""
     return ["--tmpfs", folder, "--remount-ro", folder]
 
 
 def _own_code(parts: Sequence[str]) -> list[str]:
+    """Return the options that hide this package except for ``parts``."""
     ours = own_package()
     words = ["--tmpfs", ours]
     for name in parts:
@@ -435,5 +471,6 @@ def _own_code(parts: Sequence[str]) -> list[str]:
 
 
 def housekept(command: Sequence[str], folder: Path) -> list[str]:
-    """Return ``command`` under a shell that removes ``folder`` when it ends well."""
+    """Return ``command`` wrapped in a shell that removes ``folder`` once the command has
+    succeeded."""
     return ["/bin/sh", "-c", _KEEP_HOUSE, str(folder), *command]

@@ -1,10 +1,10 @@
-"""Has the kernel itself refuse new programs, new processes, new sockets and signals to others, by a
-seccomp filter.
+"""Seccomp filter by which the kernel refuses new programs, new processes, new sockets and signals
+to other processes.
 
-The audit hook of ``sandbox`` sees what Python code asks for; this filter also sees what C code asks
-for (uvloop's connects, a library's fork, a signal to another process). Threads stay possible:
-``clone`` is allowed only with CLONE_THREAD, and ``clone3``, whose flags a filter cannot read,
-reports ENOSYS, upon which the C library falls back to ``clone``.
+The audit hook of ``sandbox`` covers what Python code does; this filter also covers C code
+(connections of uvloop, a fork or a signal sent by a library). Threads remain possible: ``clone`` is
+allowed only with CLONE_THREAD. ``clone3``, whose flags a filter cannot read, fails with ENOSYS,
+whereupon the C library falls back to ``clone``.
 """
 
 from __future__ import annotations
@@ -33,16 +33,22 @@ _OFFSET_FIRST_ARGUMENT = 16
 
 
 class Machine(NamedTuple):
-    """Holds the numbers of the system calls of one kind of machine, and how the audit names its
-    ``architecture``."""
+    """System call numbers of one machine architecture."""
 
     architecture: int
+    """Value of AUDIT_ARCH for this architecture, as the filter sees it."""
     seccomp: int
+    """Number of ``seccomp``."""
     clone: int
+    """Number of ``clone``, which is allowed for threads only."""
     clone3: int
+    """Number of ``clone3``, which fails with ENOSYS."""
     tgkill: int
+    """Number of ``tgkill``, which is allowed for the own process only."""
     prlimit64: int
+    """Number of ``prlimit64``, which is allowed for pid 0, the calling process, only."""
     refused: tuple[int, ...]
+    """Numbers of the system calls that always fail with EPERM."""
 
 
 _MACHINES = {
@@ -60,25 +66,28 @@ _MACHINES = {
 
 
 class _Program(ctypes.Structure):
+    """struct sock_fprog: a classic BPF program."""
+
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
 
 def machine() -> Machine | None:
-    """Return the system calls of this machine, None where they are not known here."""
+    """Return the system call numbers of this machine; None if its architecture is not supported."""
     return _MACHINES.get(platform.machine())
 
 
 def available() -> bool:
-    """Return whether the system calls of this machine are known here."""
+    """Return whether the architecture of this machine is supported."""
     return machine() is not None
 
 
 def install() -> bool:
-    """Filter this process and its threads for good; needs no-new-privileges. Call with a single
-    thread, in the process that is to be filtered and not in one that it is forked from: the filter
-    holds its pid.
+    """Install the filter in this process for its whole life; requires no-new-privileges. Return
+    False if the architecture or the kernel does not support it.
 
-    Returns False on a machine or kernel that it does not know."""
+    Must be called with a single thread, and after the fork of the process to be filtered, because
+    the filter contains the pid of the process.
+    """
     known = machine()
     if known is None:
         return False
@@ -92,9 +101,11 @@ def install() -> bool:
 
 
 def _filter(known: Machine, pid: int) -> bytes:
-    """Assemble the classic BPF program of the process ``pid``; instructions are (code, jump if
-    true, jump if false, operand). What the kernel reads of a pid is the lower half of the argument,
-    which is what is compared."""
+    """Assemble the classic BPF program for the process ``pid``; instructions are (code, jump if
+    true, jump if false, operand).
+
+    Arguments are compared by their lower 32 bits, which is all that the kernel reads of a pid.
+    """
     denied = _ERRNO | errno.EPERM
     program = [
         (_LOAD, 0, 0, _OFFSET_ARCH),

@@ -1,9 +1,9 @@
-"""Is a process that an environment lives in, with the sessions that the server gives it.
+"""Process in which an environment runs, with the sessions that the server assigns to it.
 
 The module is run as a zygote, which imports what every such process needs and forks them
-(``fork_server``); the author's code is loaded behind the fork, so the zygote never runs it and has
-one thread. A process has a control socket, on which the server opens and breaks off sessions, and a
-channel for each session, on which one frame answers another.
+(``fork_server``). The author's code is loaded after the fork, so that the zygote never runs it and
+keeps a single thread. Each process has a control socket, over which the server opens sessions and
+cancels calls, and a channel for each session, over which every request frame gets one answer frame.
 """
 
 from __future__ import annotations
@@ -29,20 +29,32 @@ from realhf.env.server.spec.slots import told
 from realhf.env.server.wire import WireError
 
 FIRST = "facts"
+"""Key of the first message on the control socket: the facts about the environment."""
 STUCK = "stuck"
+"""Key of a message on the control socket: the number of abandoned threads."""
 OPEN = "open"
+"""Message of the server on the control socket: a session, whose channel comes with it."""
 KILL = "kill"
+"""Message of the server on the control socket: cancel the call of a session."""
 RESET = "reset"
+"""Request of a session: start an episode."""
 STEP = "step"
+"""Request of a session: take a turn."""
 CLOSE = "close"
+"""Request of a session: end it."""
 DATAGRAM = 64 * 1024
-"""The longest message on the control socket."""
+"""Maximum bytes of a message on the control socket."""
 _TELL_S = 0.25
+"""Seconds between two checks of the number of abandoned threads."""
 
 
 def run(request: dict[str, Any], fds: list[int]) -> None:
-    """Load the environment, say what it is, and play sessions until the server closes the control
-    socket. ``fds``: that socket, and a file for the stack of a crash."""
+    """Load the environment, send its facts, and play sessions until the server closes the control
+    socket.
+
+    fds: the control socket, and a file for the stack trace of a crash. An environment that cannot
+    be loaded is reported to the server as {"error": text}.
+    """
     for descriptor in fds:
         os.set_inheritable(descriptor, False)
     control = socket.socket(fileno=fds[0])
@@ -63,7 +75,7 @@ def run(request: dict[str, Any], fds: list[int]) -> None:
 
 
 class _Sessions:
-    """Plays the sessions of this process, each in a thread of its own."""
+    """The sessions of this process, each played in its own thread."""
 
     def __init__(self, control: socket.socket, host: Host) -> None:
         self._control = control
@@ -72,7 +84,7 @@ class _Sessions:
         self._told = 0
 
     def serve(self) -> None:
-        """Open sessions and break off calls until the server closes the control socket."""
+        """Open sessions and cancel calls until the server closes the control socket."""
         while True:
             self._tell_stuck()
             if not select.select([self._control], [], [], _TELL_S)[0]:
@@ -89,7 +101,7 @@ class _Sessions:
                 player.kill()
 
     def _play(self, channel: socket.socket, number: int) -> None:
-        """Answer the frames of a session until its end."""
+        """Answer the request frames of a session until it ends."""
         with channel, channel.makefile("rb") as stream:
             place = self._host.places.acquire()
             player = self._players[number] = self._host.player(place)
@@ -105,8 +117,8 @@ class _Sessions:
                 channel.sendall(frame({}))
 
     def _tell_stuck(self) -> None:
-        """Say how many threads are left behind, if that has changed; later, if the server has not
-        read for long."""
+        """Send the number of abandoned threads if it has changed. If the server has not read its
+        messages for long, try again later."""
         if (stuck := self._host.places.stuck) != self._told:
             with suppress(OSError):
                 self._control.send(json.dumps({STUCK: stuck}).encode(), socket.MSG_DONTWAIT)
@@ -114,6 +126,8 @@ class _Sessions:
 
 
 def _answer(player: SpecPlayer, request: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer frame to a request: a reply, an error of the wire, or an unexpected
+    failure; each with the state of the session."""
     try:
         reply = (
             player.reset(request["data"])
@@ -136,7 +150,7 @@ def _answer(player: SpecPlayer, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the zygote on the control socket that the command line names."""
+    """Run the zygote on the control socket, whose descriptor is the first command-line argument."""
     serve_forks(socket.socket(fileno=int(sys.argv[1])), {}, run)
 
 

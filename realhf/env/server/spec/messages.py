@@ -1,7 +1,7 @@
-"""Defines and checks the messages between a client and any environment.
+"""Definition and validation of the messages between a client and any environment.
 
-A frame that is wrong is refused. A tool call that is wrong is the policy's mistake: it reaches the
-environment with its problem, and is answered.
+An invalid frame is refused. An invalid tool call is the policy's mistake: it is passed to the
+environment with a description of its problem, and the environment answers it.
 """
 
 from __future__ import annotations
@@ -94,13 +94,19 @@ class SpecState(BaseModel):
 
 
 _TEXTS = ("content", "text", "reasoning")
+"""Fields of an action that are text."""
 _ACTION_KEYS = frozenset({*_TEXTS, "tool_calls", "token_count", "metadata"})
+"""All fields of an action."""
 _NEEDED = "step needs data: an object with content, tool_calls or both"
+"""Error text for an action without content."""
 
 
 def checked_reset(data: Any) -> dict[str, Any]:
-    """Return the data of a reset without what is null. Raises WireError, also for a key that is not
-    known: a wrong name must not become another task."""
+    """Return validated reset data, without the entries that are null.
+
+    Raises WireError, also for an unknown key, because a misspelled name must not silently select
+    another task.
+    """
     given = {key: value for key, value in wire.checked_reset(data).items() if value is not None}
     if extra := given.keys() - wire.RESET_TYPES.keys():
         name = min(extra)[:64]
@@ -118,7 +124,8 @@ def checked_reset(data: Any) -> dict[str, Any]:
 
 
 def checked_action(data: Any) -> dict[str, Any]:
-    """Return an action, the data of a step, without what is null. Raises WireError."""
+    """Return a validated action, the data of a step, without the entries that are null. Raises
+    WireError."""
     given = {
         key: value for key, value in checked_object(data, _NEEDED).items() if value is not None
     }
@@ -146,8 +153,8 @@ def checked_action(data: Any) -> dict[str, Any]:
 
 
 def message_of(action: Mapping[str, Any]) -> AssistantMessage:
-    """Return what the policy said by a checked action. ``text`` is the content where it is not
-    given."""
+    """Return the policy's message in a validated action. If ``content`` is missing, ``text`` is
+    used as the content; calls beyond ``MAX_CALLS`` become one call with a problem."""
     content = action.get("content", action.get("text", ""))
     calls = action.get("tool_calls", [])
     read = [_call(entry, position) for position, entry in enumerate(calls[:MAX_CALLS])]
@@ -163,6 +170,7 @@ def message_of(action: Mapping[str, Any]) -> AssistantMessage:
 
 
 def _check_text(key: str, value: Any) -> None:
+    """Raise WireError unless a value is a string of valid Unicode."""
     if not isinstance(value, str):
         raise WireError(VALIDATION_ERROR, f"{key} must be a string", field=f"data.{key}")
     try:
@@ -174,8 +182,9 @@ def _check_text(key: str, value: Any) -> None:
 
 
 def _call(entry: Any, position: int) -> ToolCall:
-    """Return a call in the short form, ``{"name", "arguments"}``, or in that of the OpenAI API,
-    whose arguments are JSON text. What is neither has a ``problem``."""
+    """Return a tool call given in the short form ``{"name", "arguments"}`` or in that of the OpenAI
+    API, whose arguments are JSON text. An entry in neither form becomes a call with a
+    ``problem``."""
     try:
         text = json.dumps(entry, separators=(",", ":"))
     except RecursionError:
@@ -201,7 +210,7 @@ def _call(entry: Any, position: int) -> ToolCall:
 
 
 def _whole(text: str) -> Any:
-    """Return the JSON value that a text is. Raises CallProblem."""
+    """Return the JSON value of a text that contains nothing else. Raises CallProblem."""
     start = len(text) - len(text.lstrip())
     value, end = read_json(text, start)
     if text[end:].strip():
@@ -210,8 +219,8 @@ def _whole(text: str) -> Any:
 
 
 def of_opening(opening: Any, system_prompt: str) -> dict[str, Any]:
-    """Return the observation of a reset; ``system_prompt`` comes first, unless the environment
-    opens with one of its own. Raises BrokenContract."""
+    """Return the observation of a reset. ``system_prompt`` is put first, unless the environment's
+    messages start with a system message. Raises BrokenContract."""
     if not isinstance(opening, Opening):
         raise BrokenContract(f"reset must return an Opening, not {shown(opening)}")
     messages = [dict(message) for message in checked_messages(opening.messages, "messages")]
@@ -224,7 +233,7 @@ def of_opening(opening: Any, system_prompt: str) -> dict[str, Any]:
 
 
 def of_turn(turn: Any) -> tuple[dict[str, Any], float | None, bool]:
-    """Return the observation of a step, its reward and whether the episode is over. Raises
+    """Return the observation of a step, its reward, and whether the episode is over. Raises
     BrokenContract."""
     if not isinstance(turn, Turn):
         raise BrokenContract(f"step must return a Turn, not {shown(turn)}")
@@ -242,7 +251,7 @@ def of_turn(turn: Any) -> tuple[dict[str, Any], float | None, bool]:
 
 
 def _with_more(seen: dict[str, Any], answer: Opening | Turn) -> dict[str, Any]:
-    """Return ``seen`` with what an answer need not have."""
+    """Return ``seen`` with the optional fields of an answer that are set."""
     if answer.info:
         seen["info"] = dict(answer.info)
     if answer.state_key:
