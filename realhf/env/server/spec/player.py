@@ -1,5 +1,5 @@
-"""Plays the episodes of a session on any environment: picks the task, calls the environment, counts
-its failures."""
+"""Player of a session's episodes on any environment: it chooses the task, calls the environment and
+counts its failures."""
 
 from __future__ import annotations
 
@@ -30,20 +30,24 @@ from realhf.env.server.wire import VALIDATION_ERROR, WireError
 
 @dataclass(frozen=True)
 class ChosenTask:
-    """A task to play. ``template`` and ``split`` are "" for a task that the client sent whole."""
+    """A task to play."""
 
     task: Task
     template: str = ""
+    """Id of the template that the task was instantiated from; "" if the client sent the whole
+    task."""
     split: str = ""
+    """Split of the template; "" if the client sent the whole task."""
 
 
 class TaskChoice:
-    """Knows the tasks of an environment. The task of seed n in a split is its template number n,
-    counted round, drawn with the seed n; a reset that names nothing plays the next n of the
-    training split.
+    """Choice of the task that a reset asks for.
 
-    Raises ValueError when the environment has no training tasks. A held-out split that cannot be
-    made is refused when somebody asks for it.
+    Seed n in a split selects template n modulo the number of templates, instantiated with seed n. A
+    reset that names neither seed nor task plays the next seed of the training split.
+
+    Raises ValueError if the environment has no training tasks. If a held-out split cannot be made,
+    the reset that asks for it gets the error.
     """
 
     def __init__(self, spec: EnvironmentSpec) -> None:
@@ -67,17 +71,17 @@ class TaskChoice:
                 )
 
     def counts(self) -> dict[str, int]:
-        """Return how many templates each split has; 0 for one that cannot be played."""
+        """Return the number of templates of each split; 0 for a split that cannot be played."""
         return {
             split: 0 if split in self._missing else len(self._templates[split]) for split in SPLITS
         }
 
     def groups(self) -> list[str]:
-        """Return the groups of the training split, the easiest first."""
+        """Return the groups of the training split, easiest first."""
         return [str(group) for group in self._sets[TRAIN].groups]
 
     def check(self, data: Mapping[str, Any]) -> None:
-        """Raise WireError for a task that is not there."""
+        """Raise WireError if reset data name a task or a split that does not exist."""
         split = data.get("split", TRAIN)
         if "task" in data:
             return
@@ -90,8 +94,8 @@ class TaskChoice:
             raise WireError(VALIDATION_ERROR, text, field="data.task_id")
 
     def choose(self, data: Mapping[str, Any]) -> ChosenTask:
-        """Return the task that checked reset data mean. It runs the environment's own code,
-        whatever that raises."""
+        """Return the task that validated reset data select. Runs the environment's own code, so it
+        may raise anything."""
         if "task" in data:
             return ChosenTask(Task("", payload=data["task"], seed=data.get("seed", 0)))
         split = data.get("split", TRAIN)
@@ -103,12 +107,16 @@ class TaskChoice:
 
 
 _LONGEST_MESSAGE = 1000
+"""Maximum number of characters of an environment's failure that are sent to the client."""
 _LOG = logging.getLogger(__name__)
 
 
 class SpecPlayer:
-    """Implements ``realhf.env.server.interfaces.Player`` on a ``place`` of ``places``. Use it from
-    one thread at a time, except ``kill``. ``info``: whether observations carry it."""
+    """Implementation of ``realhf.env.server.interfaces.Player`` on a ``place`` of ``places``. Use
+    it from one thread at a time, except for ``kill``.
+
+    info: whether observations contain the environment's ``info``.
+    """
 
     def __init__(
         self, place: Place, places: Places, choice: TaskChoice, system_prompt: str, *, info: bool
@@ -125,7 +133,7 @@ class SpecPlayer:
         self._tools: Sequence[Mapping[str, Any]] = ()
 
     def reset(self, data: dict[str, Any]) -> Reply:
-        """Start an episode of the task that ``data`` mean; one that is open is given up. Raises
+        """Start an episode of the task that ``data`` select; an open episode is abandoned. Raises
         WireError."""
         self._choice.check(data)
         self._playing = False
@@ -145,7 +153,7 @@ class SpecPlayer:
         return self._shown(seen), None, False
 
     def step(self, action: dict[str, Any]) -> Reply:
-        """Take a turn of the policy, as a checked action says it. Raises WireError."""
+        """Pass a validated action to the environment as the policy's turn. Raises WireError."""
         self._check_playing()
         message = message_of(action)
 
@@ -159,8 +167,8 @@ class SpecPlayer:
         return self._shown(seen), reward, done
 
     def state(self) -> dict[str, Any]:
-        """Return what ``SpecState`` describes; never the task itself, which may hold its
-        solution."""
+        """Return the fields of ``SpecState``. The task itself is left out, because it may contain
+        its solution."""
         found = {
             "episode_id": self._episode_id,
             "step_count": self._steps,
@@ -173,24 +181,28 @@ class SpecPlayer:
         return found
 
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        """Return the tools of the episode. Raises WireError when none is open."""
+        """Return the tools of the episode. Raises WireError if none is open."""
         self._check_playing()
         return self._tools
 
     def kill(self) -> None:
-        """Break off the call in flight."""
+        """Cancel the call in progress. May be called from any thread."""
         self._place.kill()
 
     def _shown(self, seen: dict[str, Any]) -> dict[str, Any]:
+        """Return an observation without ``info`` if that is switched off."""
         if not self._info:
             seen.pop("info", None)
         return seen
 
     def _check_playing(self) -> None:
+        """Raise WireError if no episode is open."""
         if not self._playing:
             raise WireError(wire.VALIDATION_ERROR, "no episode is open; send a reset", field="type")
 
     def _run(self, what: str, call: Any) -> Any:
+        """Run a call of the environment and return its result. A failure is counted, logged and
+        raised as WireError; it ends the episode unless it is of the kind ``unavailable``."""
         try:
             return self._place.run(what, call)
         except EnvironmentFailure as failure:
@@ -206,7 +218,8 @@ class SpecPlayer:
             raise WireError(code, str(told), kind=failure.kind, retryable=again) from None
 
     def _of_task(self) -> str:
-        """Which episode it was, for a message; never its payload, which may hold the answer."""
+        """Return which task was played, for a message, without its payload, which may contain the
+        answer."""
         if self._chosen is None:
             return ""
         task = self._chosen.task
@@ -218,21 +231,27 @@ class SpecPlayer:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the server says about an environment: whether it is ``deterministic``, how many
-    instances may live at once, how many templates each split has, and the groups of the training
-    split, the easiest first."""
+    """What the server publishes about an environment."""
 
     name: str
+    """Name of the environment."""
     deterministic: bool
+    """Whether the same seed and actions give the same answers."""
     concurrency: int | None
+    """Maximum number of instances at a time; None for no limit."""
     templates: dict[str, int]
+    """Number of templates of each split."""
     groups: list[str]
+    """Groups of the training split, easiest first."""
 
 
 class Host:
-    """Makes places and players for at most ``size`` sessions. ``timeout_s`` bounds a call of the
-    environment; ``info``: whether observations carry it. Raises ValueError for an environment that
-    has no tasks, or that lives on a service of its own."""
+    """Environment in this process, with places and players for at most ``size`` sessions.
+
+    timeout_s: limit in seconds of one call of the environment. info: whether observations contain
+    the environment's ``info``. Raises ValueError for an environment that has no tasks, or that is
+    played on a service of its own.
+    """
 
     def __init__(self, spec: EnvironmentSpec, size: int, timeout_s: float, *, info: bool) -> None:
         if spec.launch is not None:
@@ -249,7 +268,7 @@ class Host:
         self.facts = Facts(spec.name, spec.deterministic, spec.concurrency, templates, groups)
 
     def player(self, place: Place) -> SpecPlayer:
-        """Return what plays the episodes of a session on its place."""
+        """Return the player of a session on its place."""
         return SpecPlayer(
             place, self.places, self._choice, self._spec.system_prompt, info=self._info
         )

@@ -1,8 +1,8 @@
-"""Keeps an environment in processes of its own: what ends one of them ends its sessions, and not
+"""Pool of processes in which an environment runs: a crash ends the sessions of one process, and not
 the server.
 
-A session stays in the process in which its first episode began, as long as that lives. A process
-that died, or does not answer, is replaced when a session needs it.
+A session stays in the process in which its first episode began, as long as that process lives. A
+process that died or does not answer is replaced when a session needs it.
 """
 
 from __future__ import annotations
@@ -35,23 +35,32 @@ from realhf.env.server.spec.slots import CLOSE_S, GRACE_S, SessionSlots
 from realhf.env.server.wire import WireError
 
 _MODULE = "realhf.env.server.spec.child"
+"""Module that is run as the zygote."""
 _ZYGOTE_S = 60.0
+"""Timeout in seconds of starting the zygote."""
 _LOAD_S = 300.0
-"""How long the environment may take to load: it may import much."""
+"""Timeout in seconds of loading the environment, which may import much."""
 _LATE_S = 2 * GRACE_S + CLOSE_S + 3.0
-"""How much longer than a call may take its answer is waited for: the process itself ends the call
-in this time."""
+"""Seconds to wait for an answer beyond the time limit of a call: within this time the process
+itself ends the call."""
 _SEND_S = 5.0
+"""Timeout in seconds of sending a request, and of the exit of a killed process."""
 _GONE_S = 1.0
-"""A process that crashes closes its channels a moment before it is gone."""
+"""Seconds to wait for the exit of a process whose channel has closed: a crashing process closes its
+channels a moment before it is gone."""
 _CRASH = re.compile(r"^Fatal Python error: (.+)$", re.M)
+"""Cause of a crash in the output of faulthandler."""
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.M)
+"""File, line number and function of a stack frame in the output of faulthandler."""
 _LOG = logging.getLogger(__name__)
 
 
 class _Process:
-    """Is one process, as the server sees it. ``session``: the one of the kernel that it and what it
-    forks are in; ``sessions``: how many have a channel to it; ``counted``: its death is."""
+    """One process of the environment, as the server sees it.
+
+    control: the control socket. crash: file to which faulthandler writes the stack of a crash.
+    session: id of the kernel session that the process and its own children belong to.
+    """
 
     def __init__(
         self, forked: ForkedProcess, control: socket.socket, crash: int, session: int
@@ -68,19 +77,22 @@ class _Process:
         self.counted = False
 
     def facts(self) -> Facts:
-        """Wait until the environment is loaded, and return what it says of itself. Raises
-        ValueError with what is wrong with it."""
+        """Wait until the environment is loaded, and return its facts. Raises ValueError with the
+        reason if it cannot be loaded."""
         with self._lock:
             if self._ready is None:
                 self._ready = self._greeted()
         if isinstance(self._ready, str):
-            self.end()  # so that no other session is sent to it
+            self.end()  # so that it gets no other session
             raise ValueError(self._ready)
         return self._ready
 
     def open(self) -> tuple[int, socket.socket]:
-        """Return number and channel of a new session. Raises OSError for a process that ended, or
-        has read nothing for so long that it takes no more."""
+        """Open a session; return its number and its channel.
+
+        Raises OSError if the process has exited, or has not read its control socket for so long
+        that no message fits.
+        """
         number = next(self._numbers)
         ours, theirs = socket.socketpair()
         try:
@@ -95,31 +107,31 @@ class _Process:
         return number, ours
 
     def break_off(self, number: int) -> None:
-        """Have the call of a session end. Waits for nobody: it is called on the server's event
+        """Cancel the call of a session. Never blocks, because it is called on the server's event
         loop."""
         with suppress(OSError):
             self._control.send(json.dumps([KILL, number]).encode(), socket.MSG_DONTWAIT)
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the process runs."""
         return self.forked.alive()
 
     @property
     def stuck(self) -> int:
-        """How many threads it has left behind in the environment's code, by what it has said last.
-        One at a time asks."""
+        """Number of stuck threads in the environment's code, as the process reported last. Not
+        thread-safe."""
         if self._ready is None or not self.alive:
             return 0
         with suppress(
             OSError, ValueError, KeyError, TypeError
-        ):  # nothing there; or what the environment's code wrote
+        ):  # no message, or one that the environment's code wrote
             while data := self._control.recv(DATAGRAM, socket.MSG_DONTWAIT):
                 self._stuck = int(json.loads(data)[STUCK])
         return self._stuck
 
     def death(self) -> str:
-        """Say how it ended, with the line where it crashed, as far as it is known."""
+        """Return how the process ended, with the line at which it crashed, as far as known."""
         text = os.pread(self._crash, 1 << 16, 0).decode(errors="replace")
         cause = _CRASH.search(text)
         if cause is None:
@@ -134,29 +146,31 @@ class _Process:
         return f"its process has crashed: {cause[1]}{where}"
 
     def end(self) -> None:
-        """Kill it and whatever it forked, and wait until it is gone. What the server holds of it
-        stays: a session may be waiting at its descriptor."""
+        """Kill the process and all that it forked, and wait for its exit. Its descriptors stay
+        open, because a session may be waiting on them."""
         if self.alive or self._has_left():
             with suppress(OSError):
                 os.killpg(self.forked.pid, signal.SIGKILL)
         self.gone(_SEND_S)
 
     def gone(self, within_s: float) -> bool:
-        """Return whether it has ended, or does within so many seconds."""
+        """Return whether the process has exited, or exits within ``within_s`` seconds."""
         poll = select.poll()
         poll.register(self.forked.pidfd, select.POLLIN)
         return bool(process_clock.wait(lambda left_s: poll.poll(left_s * 1000), within_s))
 
     def close(self) -> None:
-        """Let go of a process that ended and that no session is in."""
+        """Release the descriptors of a process that no session uses any more; kill it if it still
+        runs."""
         self.end()
         self.forked.kill()
         self._control.close()
         os.close(self._crash)
 
     def _has_left(self) -> bool:
-        """Return whether a process that has ended left others in its group. They are known by the
-        session, too: where none is left, the number may be that of a stranger."""
+        """Return whether a process that has exited left others in its process group. These must
+        also be in the kernel session of the process: if none is left, the number of the group may
+        belong to an unrelated process."""
         for each in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
                 _, _, group, session, *_ = each.read_bytes().rpartition(b")")[2].split()
@@ -165,6 +179,8 @@ class _Process:
         return False
 
     def _greeted(self) -> Facts | str:
+        """Wait for the first message on the control socket; return the facts, or the reason why the
+        environment was not loaded."""
         poll = select.poll()
         for descriptor in (self._control.fileno(), self.forked.pidfd):
             poll.register(descriptor, select.POLLIN)
@@ -186,9 +202,14 @@ class _Process:
 
 
 class Processes(SessionSlots):
-    """Keeps the processes; a slot is the player of a session. ``count`` processes at most hold at
-    most ``size`` sessions together. Raises ValueError with what is wrong with the environment,
-    RuntimeError when no process can be started."""
+    """Pool of at most ``count`` processes with at most ``size`` sessions in total; a slot is the
+    player of a session.
+
+    reference, options: the environment, and its options. timeout_s: limit in seconds of one call of
+    the environment. info: whether observations contain the environment's ``info``. Raises
+    ValueError with the reason if the environment cannot be loaded, and RuntimeError if no process
+    can be started.
+    """
 
     def __init__(
         self,
@@ -242,17 +263,18 @@ class Processes(SessionSlots):
 
     @property
     def name(self) -> str:
-        """The environment's."""
+        """Name of the environment."""
         return self.facts.name
 
     @property
     def stuck(self) -> int:
-        """How many threads were left behind in the environment's code, in all processes."""
+        """Number of stuck threads in the environment's code, in all processes."""
         with self._lock:
             return sum(process.stuck for process in self._processes)
 
     def metrics(self) -> dict[str, Any]:
-        """Return numbers for ``/metrics``, with those of the processes and of deaths of them."""
+        """Return the metrics for ``/metrics``, with the numbers of living processes and of
+        deaths."""
         with self._lock:
             alive = sum(process.alive for process in self._processes)
             return super().metrics() | {"processes": alive, "process_deaths": self._deaths}
@@ -261,14 +283,17 @@ class Processes(SessionSlots):
         return ProcessPlayer(self)
 
     def next_number(self) -> int:
-        """Return the seed of a reset that names nothing: the next of all sessions together."""
+        """Return the seed for a reset that names neither seed nor task; seeds are counted over all
+        sessions."""
         return next(self._numbers)
 
     def opened(self) -> tuple[_Process, int, socket.socket]:
-        """Return a channel for a session, with its process and number: the process with the fewest
-        sessions, or a new one while there are fewer than there may be. Raises RuntimeError or
-        ValueError when there is none."""
-        for _ in range(2):  # a process may end just now
+        """Open a session; return its process, number and channel.
+
+        Uses the process with the fewest sessions, or a new one while each process has sessions and
+        there are fewer than ``count``. Raises RuntimeError or ValueError if there is no process.
+        """
+        for _ in range(2):  # the chosen process may exit at this moment
             process = self._chosen()
             try:
                 process.facts()
@@ -281,8 +306,8 @@ class Processes(SessionSlots):
         raise RuntimeError("no process of it stays alive, or takes a session")
 
     def _chosen(self) -> _Process:
-        """Return a process that counts one more session. One at a time chooses: sessions that begin
-        at once would each start a process."""
+        """Return a process, with one session more counted for it. A lock serialises this, because
+        sessions that begin at the same time would each start a process."""
         with self._choosing:
             with self._lock:
                 for ended in [
@@ -298,18 +323,20 @@ class Processes(SessionSlots):
             return process
 
     def left(self, process: _Process) -> None:
-        """Forget a session of a process; one that has ended is let go with its last."""
+        """Count one session less for a process; a process that has exited is released with its last
+        session."""
         with self._lock:
             process.sessions -= 1
             if not process.sessions and not process.alive and process in self._processes:
                 self._forget(process)
 
     def died(self, process: _Process) -> None:
-        """Count and log a process that ended, once."""
+        """Count and log the death of a process, only once."""
         with self._lock:
             self._count_death(process)
 
     def _count_death(self, process: _Process) -> None:
+        """Implement ``died``; call it with the lock held."""
         if not process.counted:
             process.counted = True
             self._deaths += 1
@@ -321,12 +348,14 @@ class Processes(SessionSlots):
             )
 
     def _forget(self, process: _Process) -> None:
+        """Remove a process that has exited from the pool; call it with the lock held."""
         self._count_death(process)
         self._processes.remove(process)
         process.close()
 
     def _started(self) -> _Process:
-        """Fork a process, which loads the environment by itself."""
+        """Fork a process, which then loads the environment. Raises TimeoutError or RuntimeError,
+        also when the server stops."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         crash = os.memfd_create("crash")
         try:
@@ -350,8 +379,8 @@ class Processes(SessionSlots):
 
 
 class ProcessPlayer:
-    """Implements ``realhf.env.server.interfaces.Player`` by a process's ``SpecPlayer``. Use it from
-    one thread at a time, except ``kill``."""
+    """Implementation of ``realhf.env.server.interfaces.Player`` by the ``SpecPlayer`` in a process.
+    Use it from one thread at a time, except for ``kill``."""
 
     def __init__(self, pool: Processes) -> None:
         self._pool = pool
@@ -360,7 +389,7 @@ class ProcessPlayer:
         self._tools: Sequence[Mapping[str, Any]] = ()
 
     def reset(self, data: dict[str, Any]) -> Reply:
-        """Start an episode of the task that ``data`` mean; one that is open is given up. Raises
+        """Start an episode of the task that ``data`` select; an open episode is abandoned. Raises
         WireError."""
         if not data.keys() & {"seed", "task_id", "task"}:
             data = data | {"seed": self._pool.next_number()}
@@ -374,31 +403,34 @@ class ProcessPlayer:
         return self._asked(STEP, action)
 
     def state(self) -> dict[str, Any]:
-        """Return what ``SpecState`` describes."""
+        """Return the fields of ``SpecState``."""
         return dict(self._state)
 
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        """Return the tools of the episode. Raises WireError when none is open."""
+        """Return the tools of the episode. Raises WireError if none is open."""
         self._check_playing()
         return self._tools
 
     def kill(self) -> None:
-        """Break off the call in flight."""
+        """Cancel the call in progress. May be called from any thread."""
         if (seat := self._seat) is not None:
             seat[0].break_off(seat[1])
 
     def close(self) -> None:
-        """End the session, and the instance of the environment with it."""
+        """End the session, and with it the instance of the environment."""
         if self._seat is not None:
             with suppress(WireError):
                 self._exchanged({"what": CLOSE}, CLOSE)
         self._leave()
 
     def _check_playing(self) -> None:
+        """Raise WireError if no episode is open."""
         if not self._state["playing"]:
             raise WireError(wire.VALIDATION_ERROR, "no episode is open; send a reset", field="type")
 
     def _asked(self, what: str, data: dict[str, Any]) -> Reply:
+        """Send a request and return the reply. Raises WireError for an error that the process
+        reports, and RuntimeError if it failed unexpectedly."""
         answer = self._exchanged({"what": what, "data": data}, what)
         self._state = answer["state"]
         if "failed" in answer:
@@ -411,8 +443,11 @@ class ProcessPlayer:
         return observation, reward, done
 
     def _exchanged(self, request: dict[str, Any], what: str) -> dict[str, Any]:
-        """Send a frame and return the one that answers it. Raises WireError for a process that
-        cannot be had, ended, or does not answer, which is ended then."""
+        """Send a frame and return the answer frame.
+
+        Raises WireError if no process is available, or if the process has exited or does not
+        answer; it is then killed.
+        """
         if self._seat is None:
             try:
                 self._seat = self._pool.opened()
@@ -442,6 +477,7 @@ class ProcessPlayer:
             raise self._failure("timeout" if silent else "lost", what, f"{why}{also}") from None
 
     def _failure(self, kind: str, what: str, why: str) -> WireError:
+        """Count a failure, end the episode, and return the error for the client."""
         self._state["playing"] = False
         self._pool.count(kind)
         text = f"environment {self._pool.name}: {what}: {why}"
@@ -451,6 +487,7 @@ class ProcessPlayer:
         return WireError(wire.EXECUTION_ERROR, text, kind=kind)
 
     def _leave(self) -> None:
+        """Close the channel and leave the process."""
         seat = self._seat
         self._seat = None
         if seat is not None:
@@ -459,8 +496,8 @@ class ProcessPlayer:
 
 
 def _wait_readable(channel: socket.socket, pidfd: int, timeout_s: float) -> None:
-    """Wait for an answer, or the end of the process: what it forked may hold its end of the channel
-    open. Raises TimeoutError, BadFrame."""
+    """Wait until the channel has data, or the process exits; children that it forked may keep its
+    end of the channel open. Raises TimeoutError, and BadFrame if the process has exited."""
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     poll.register(pidfd, select.POLLIN)

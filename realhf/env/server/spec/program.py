@@ -1,4 +1,4 @@
-"""Puts the server of any environment of the registry together and describes it to the environment
+"""Set-up of the server of any environment of the registry, and its description for the environment
 server."""
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ class SpecServerConfig(ServerConfig):
 
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
+"""JSON schema of a tool without arguments."""
 
 
 class SpecServed(ServedEnvironment):
-    """Is an environment of the registry as the server sees it, known by its ``facts``: the wire
-    carries the messages of its contract."""
+    """An environment of the registry as the environment server sees it; the wire carries the
+    messages of its contract."""
 
     slots_are = "environment"
     slot_label = "kind"
@@ -75,22 +76,24 @@ class SpecServed(ServedEnvironment):
         self._call_timeout_s = config.call_timeout_s
 
     def check_reset(self, data: Any) -> dict[str, Any]:
-        """Check which task is asked for."""
+        """Return validated reset data. Raises WireError."""
         return checked_reset(data)
 
     def check_action(self, data: Any) -> dict[str, Any]:
-        """Check a turn of the policy."""
+        """Return a validated action. Raises WireError."""
         return checked_action(data)
 
     def outcome(self, observation: Mapping[str, Any]) -> str:
-        """Say whether the task was solved, where the environment says so."""
+        """Return "achieved" or "failed" by the metric ``success``; "finished" if the environment
+        does not report it."""
         success = observation["metrics"].get("success")
         return "finished" if success is None else "achieved" if success >= 1 else "failed"
 
     def tools(
         self, player: SpecPlayer | ProcessPlayer | None
     ) -> Sequence[Mapping[str, Any]] | None:
-        """Return the tools of the player's episode. Raises WireError without an episode."""
+        """Return the tools of the player's episode in the form of MCP; None without a player.
+        Raises WireError if no episode is open."""
         if player is None:
             return None
         return [
@@ -103,8 +106,8 @@ class SpecServed(ServedEnvironment):
         ]
 
     def call_problem(self, params: Any) -> str:
-        """Say what is wrong with the frame of a call; the environment answers a wrong call
-        itself."""
+        """Return what is wrong with the form of a call, or "". Whether the call itself is valid is
+        left to the environment."""
         if (
             not isinstance(params, Mapping)
             or not isinstance(params.get("name"), str)
@@ -114,19 +117,21 @@ class SpecServed(ServedEnvironment):
         return "" if isinstance(params.get("arguments", {}), Mapping) else "arguments are an object"
 
     def call_action(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a turn of the policy that consists of the call."""
+        """Return an action that consists of the call."""
         return {
             "tool_calls": [{"name": params["name"], "arguments": dict(params.get("arguments", {}))}]
         }
 
     def call_answer(self, observation: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return the messages of the environment. What a call did wrong is told in their words."""
+        """Return the text of the environment's messages, and False for no error: a wrong call is
+        explained in the messages."""
         return "\n".join(
             str(message.get("content") or "") for message in observation["messages"]
         ), False
 
     def metadata(self) -> dict[str, Any]:
-        """Return what clients want to know: that messages are spoken, deadline and tasks."""
+        """Return the metadata for clients: that the wire carries messages, the time limit of a
+        call, and the tasks."""
         return super().metadata() | {
             "name": f"realhf-{self._facts.name}",
             "environment": self._facts.name,
@@ -138,11 +143,11 @@ class SpecServed(ServedEnvironment):
         }
 
     def blank_state(self) -> dict[str, Any]:
-        """Return the state before a reset, without what is not known yet."""
+        """Return the state before the first reset, without unknown fields."""
         return SpecState().model_dump(exclude_none=True)
 
     def announcement(self) -> str:
-        """Say how many tasks there are."""
+        """Return a line with the numbers of tasks, for the log."""
         counts = (
             f"{count} templates of the split {split}"
             for split, count in self._facts.templates.items()
@@ -151,15 +156,19 @@ class SpecServed(ServedEnvironment):
 
 
 ABOUT = "Serve episodes of an environment over the OpenEnv wire, an instance for each session."
+"""Description of the server program."""
 PROCESSES = 4
-"""In so many processes an author's environment lives, unless the server is told otherwise."""
+"""Default number of processes for an environment that is not registered, such as an author's
+own."""
 _LOG = logging.getLogger(__name__)
 
 
 def prepare(arguments: argparse.Namespace, config: ServerConfig) -> tuple[SpecServed, ServerConfig]:
     """Return the environment as the server sees it, and the settings, with no more sessions than
-    the environment allows. Raises SettingError that names what is wrong with the environment or its
-    options."""
+    the environment allows.
+
+    Raises SettingError with what is wrong with the environment or its options.
+    """
     assert isinstance(config, SpecServerConfig)
     count = (
         config.processes

@@ -1,9 +1,8 @@
-"""Holds the environment of each session on an event loop and a thread of its own, and hands these
-slots out.
+"""Slots for sessions: each session's environment runs on its own event loop and thread.
 
-So an environment that hangs or blocks its loop costs its own session alone. A thread cannot be
-killed: one that is still in the environment's code after its deadline is asked to end by an
-exception, and is left behind and counted.
+An environment that hangs or blocks its loop thus disturbs only its own session. Python threads
+cannot be killed: a thread that is still in the environment's code after its deadline is interrupted
+by an exception, then abandoned and counted as stuck.
 """
 
 from __future__ import annotations
@@ -25,19 +24,20 @@ from realhf.env.loader.validation import BrokenContract
 
 T = TypeVar("T")
 GRACE_S = 1.0
-"""A call that was cancelled at its deadline has this long to return."""
+"""Seconds within which a call that was cancelled at its deadline must return."""
 CLOSE_S = 5.0
+"""Timeout in seconds of closing an environment."""
 _END_S = 2.0
+"""Seconds to wait for the thread of a closed slot to end."""
 _LOG = logging.getLogger(__name__)
 
 
 class Place:
-    """Runs an environment's calls for threads that block. One call at a time; ``kill`` from
-    anywhere.
+    """Event loop and thread on which one environment runs, for callers that block. One call at a
+    time; ``kill`` may be called from any thread.
 
-    Args:
-        name: of the environment, for messages. make: returns a new instance, on the loop. timeout_s: of one call.
-        on_stuck: is given every thread that is left behind.
+    name: of the environment, for messages. make: returns a new instance, and is called on the loop.
+    timeout_s: limit in seconds of one call. on_stuck: called with every thread that is abandoned.
     """
 
     def __init__(
@@ -57,9 +57,11 @@ class Place:
         self._over = False
 
     def run(self, what: str, call: Callable[[Environment], Awaitable[T]]) -> T:
-        """Return what ``call`` returns for the instance, which is made when there is none. Raises
-        EnvironmentFailure; unless that is of the kind ``unavailable`` the instance is gone, and the
-        next call makes another one."""
+        """Run ``call`` on the instance, which is created if there is none, and return its result.
+
+        Raises EnvironmentFailure. Unless this is of the kind ``unavailable``, the instance is
+        closed, and the next call creates a new one.
+        """
         if self._thread is None:
             self._thread = self._started()
         try:
@@ -70,14 +72,17 @@ class Place:
             raise
 
     def kill(self, *, for_good: bool = False) -> None:
-        """Break off the call in flight; its caller gets EnvironmentFailure (lost). ``for_good``:
-        the process ends, and the environment is not even waited for when it is closed."""
+        """Cancel the call in progress, whose caller gets EnvironmentFailure (lost).
+
+        for_good: the process is about to exit, so the environment is not closed and its thread is
+        not waited for.
+        """
         self._over = self._over or for_good
         if (call := self._call) is not None:
             call.cancel()
 
     def close(self) -> None:
-        """Close the instance and end the thread, within seconds. Harmless when repeated."""
+        """Close the instance and end its thread, within seconds. Idempotent."""
         self._drop()
         thread = self._thread
         self._thread = None
@@ -87,6 +92,7 @@ class Place:
                 self._on_stuck(thread)
 
     def _drop(self) -> None:
+        """Close the instance, if there is one; failures are logged."""
         env = self._env
         self._env = None
         if env is None or self._thread is None or self._over:
@@ -99,8 +105,8 @@ class Place:
             _LOG.warning("environment %s: close: %s", self._name, told(error))
 
     def _wait(self, thread: LoopThread, what: str, work: Any, timeout_s: float) -> Any:
-        """Wait for a coroutine on the loop. One that does not even end when it is cancelled loses
-        its thread."""
+        """Run a coroutine on the loop and wait for its result. If it does not return even when it
+        is cancelled, its thread is abandoned. Raises EnvironmentFailure."""
         self._call = asyncio.run_coroutine_threadsafe(
             _within(self._name, what, work, timeout_s), thread.loop
         )
@@ -123,6 +129,7 @@ class Place:
             self._call = None
 
     def _started(self) -> LoopThread:
+        """Return a new thread with an event loop. Raises EnvironmentFailure (capacity)."""
         try:
             return LoopThread(f"{self._name} session", instead="the environment itself")
         except (OSError, RuntimeError) as error:
@@ -130,13 +137,14 @@ class Place:
             raise EnvironmentFailure("capacity", text) from error
 
     def _leave(self, thread: LoopThread) -> None:
+        """Abandon a thread: interrupt it and report it as stuck."""
         self._thread = self._env = None
         thread.interrupt()
         thread.stop(0.1)
         self._on_stuck(thread)
 
     async def _guarded(self, what: str, call: Callable[[Environment], Awaitable[T]]) -> T:
-        """Call the environment; whatever it raises becomes an EnvironmentFailure."""
+        """Call the environment; everything that it raises becomes an EnvironmentFailure."""
         server = os.getpid()
         try:
             if self._env is None:
@@ -154,11 +162,13 @@ class Place:
         finally:
             if (
                 os.getpid() != server
-            ):  # the environment forked, and its child must not serve in the server's place
+            ):  # the environment has forked, and this is its child, which must not go on as a server
                 os._exit(1)
 
 
 async def _within(name: str, what: str, work: Awaitable[T], timeout_s: float) -> T:
+    """Await work with a timeout; a timeout becomes an EnvironmentFailure, except for a TimeoutError
+    that the work itself raises."""
     deadline = asyncio.timeout(timeout_s)
     try:
         async with deadline:
@@ -171,7 +181,7 @@ async def _within(name: str, what: str, work: Awaitable[T], timeout_s: float) ->
 
 
 def told(error: BaseException) -> str:
-    """Return an error in one line, with the innermost line that is not of a library."""
+    """Return an error as one line, with the innermost line of code that is not in a library."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [
         each
@@ -184,20 +194,24 @@ def told(error: BaseException) -> str:
 
 
 async def _closed(env: Environment) -> None:
+    """Close an environment, as a coroutine."""
     await env.close()
 
 
 MOST_STUCK = 64
-"""Threads that were left behind in the environment's code; beyond, no session is opened until some
-of them end."""
+"""Number of stuck threads in the environment's code from which on no session is opened, until some
+of these threads end."""
 
 
 class SessionSlots:
-    """Implements ``realhf.env.server.interfaces.SlotPool``: at most ``size`` slots at once, each
-    made for its session and closed after it. ``name`` is the environment's; subclasses say what a
-    slot is and which threads are stuck."""
+    """Implementation of ``realhf.env.server.interfaces.SlotPool``: at most ``size`` slots at a
+    time, each created for one session and closed after it. Thread-safe.
+
+    Subclasses define what a slot is and which threads are stuck.
+    """
 
     name: str
+    """Name of the environment."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -207,14 +221,14 @@ class SessionSlots:
         self._acquired = 0
 
     def start(self) -> None:
-        """Nothing is needed before the first session."""
+        """Do nothing: nothing is prepared before the first session."""
 
     def stop(self) -> None:
-        """End every call, so that no thread waits for the environment."""
+        """Cancel every call, so that no thread waits for the environment."""
         raise NotImplementedError
 
     def acquire(self) -> Any:
-        """Take a slot. Raises RuntimeError when there is none."""
+        """Return a new slot. Raises RuntimeError if none is free."""
         with self._lock:
             if self.free_count <= 0:
                 raise RuntimeError(f"environment {self.name}: no place is free")
@@ -224,7 +238,7 @@ class SessionSlots:
             return slot
 
     def release(self, slot: Any) -> None:
-        """Close what is in a slot; the slot is free then, whatever came of it."""
+        """Close a slot; it is free afterwards, even if closing fails."""
         try:
             slot.close()
         finally:
@@ -232,23 +246,23 @@ class SessionSlots:
                 self._taken.discard(slot)
 
     def count(self, kind: str) -> None:
-        """Count a failure of the environment."""
+        """Count a failure of the environment by its kind."""
         with self._lock:
             self._failures[kind] += 1
 
     @property
     def stuck(self) -> int:
-        """How many threads were left behind in the environment's code."""
+        """Number of threads that are stuck in the environment's code."""
         raise NotImplementedError
 
     @property
     def free_count(self) -> int:
-        """How many sessions could begin now."""
+        """Number of sessions that could be opened now."""
         with self._lock:
             return 0 if self.stuck >= MOST_STUCK else self.size - len(self._taken)
 
     def metrics(self) -> dict[str, Any]:
-        """Return numbers for ``/metrics``: slots, threads left behind, failures by kind."""
+        """Return the metrics for ``/metrics``: slots, stuck threads, failures by kind."""
         with self._lock:
             return {
                 "size": self.size,
@@ -259,12 +273,16 @@ class SessionSlots:
             }
 
     def _new_slot(self) -> Any:
+        """Return a new slot."""
         raise NotImplementedError
 
 
 class Places(SessionSlots):
-    """Hands out places in this process. ``make`` returns an instance of the environment ``name``;
-    ``timeout_s`` bounds each of its calls."""
+    """Pool of the places in this process.
+
+    make: returns an instance of the environment ``name``. timeout_s: limit in seconds of each of
+    its calls.
+    """
 
     def __init__(
         self, name: str, make: Callable[[], Environment], size: int, timeout_s: float
@@ -276,7 +294,7 @@ class Places(SessionSlots):
         self._left: list[LoopThread] = []
 
     def stop(self) -> None:
-        """Break off every call, so that no thread waits for the environment."""
+        """Cancel every call for good, so that no thread waits for the environment."""
         with self._lock:
             taken = list(self._taken)
         for place in taken:
@@ -284,7 +302,7 @@ class Places(SessionSlots):
 
     @property
     def stuck(self) -> int:
-        """How many threads were left behind in the environment's code and are there still."""
+        """Number of abandoned threads that are still in the environment's code."""
         with self._lock:
             self._left = [thread for thread in self._left if thread.alive]
             return len(self._left)
