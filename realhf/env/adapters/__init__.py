@@ -1,2 +1,2 @@
-"""Plays environments of others: an OpenEnv server by its address, ``verifiers`` packages, Gymnasium
-environments."""
+"""Environments made by others: OpenEnv servers, environments of the package ``verifiers``, and
+Gymnasium environments."""

@@ -1,9 +1,9 @@
-"""Plays Gymnasium environments in words, each instance on a thread of its own: ``env.path=gymnasium
-env.id=ID``.
+"""Gymnasium environments played in text: ``env.path=gymnasium env.id=ID``. Each instance runs on
+its own thread.
 
-The policy's text is the action: the text itself where the action space is Text, or the name of an
-action where it is Discrete. The policy reads the observation, or what the environment renders as
-text. Source: Gymnasium 1.4, ``Env``.
+The policy's text is the action: the text itself if the action space is Text, or the name of an
+action if it is Discrete. The policy reads the observation, or what the environment renders as text.
+Source: Gymnasium 1.4, ``Env``.
 """
 
 from __future__ import annotations
@@ -33,9 +33,13 @@ from realhf.env.loader.threads import MOST_STUCK, Threads
 from realhf.env.loader.validation import BrokenContract, checked_number, shown, whole_text
 
 EXTRA = "gymnasium"
+"""Name of the extra of this package that installs Gymnasium."""
 _MOST_ACTIONS = 1000
+"""Maximum number of actions of a Discrete space, which are all listed in the prompt."""
 _SUCCESS = ("success", "is_success")
+"""Keys of ``info`` in which environments report success."""
 _SOLVED = 1e-9
+"""Tolerance when a return is compared with ``success_reward``."""
 
 
 @dataclass
@@ -100,17 +104,22 @@ class GymnasiumOptions:
 
 @dataclass(frozen=True)
 class Actions:
-    """What the policy may do: ``names`` of a Discrete space that begins at ``start``, or () for
-    text of at most ``most`` characters (``least`` at least) of a ``charset`` ("" for any)."""
+    """The actions that the policy may take: named actions of a Discrete space, or text."""
 
     names: tuple[str, ...] = ()
+    """Names of the actions of a Discrete space; () if actions are text."""
     start: int = 0
+    """Number of the first action of the Discrete space."""
     least: int = 0
+    """Minimum number of characters of a text."""
     most: int = 0
+    """Maximum number of characters of a text."""
     charset: frozenset[str] = frozenset()
+    """Characters that a text may contain; empty for any."""
 
     def of(self, text: str) -> int | str:
-        """The action that a turn means. Raises ValueError for the policy when it means none."""
+        """Return the action that the policy's text selects. Raises ValueError, with a message for
+        the policy, if it selects none."""
         if not self.names:
             return self._text(text)
         word = text.strip().lower()
@@ -123,6 +132,7 @@ class Actions:
         return self.start + places[0]
 
     def _text(self, text: str) -> str:
+        """Return a valid text action. Raises ValueError for the policy."""
         text = whole_text(text)
         if not self.least <= len(text) <= self.most:
             raise ValueError(
@@ -134,9 +144,12 @@ class Actions:
 
 
 def build(options: GymnasiumOptions) -> EnvironmentSpec:
-    """Return the specification. Raises ValueError that names the option for a package that is
-    missing, an environment that is not registered or cannot be made, spaces that have no words, and
-    names that do not fit the actions."""
+    """Return the specification of the environment.
+
+    Raises ValueError that names the option if the package is missing, the environment is not
+    registered or cannot be made, its spaces cannot be expressed in text, or the names do not fit
+    its actions.
+    """
     if not options.id:
         raise ValueError(
             "env.id is missing: the id of a Gymnasium environment, such as env.id=FrozenLake-v1"
@@ -174,23 +187,32 @@ def build(options: GymnasiumOptions) -> EnvironmentSpec:
 
 @dataclass(frozen=True)
 class Reading:
-    """How answers are read: whether what is rendered is shown, how many characters, what a success
-    is worth, how long a call may take (s), how many turns in a row may be no action, and what each
-    of them is worth."""
+    """How the environment's answers are interpreted."""
 
     render: bool
+    """Whether the policy reads what is rendered instead of observations."""
     most: int
+    """Maximum number of characters of an observation that the policy reads."""
     success_reward: float
+    """Minimum return of a successful episode."""
     timeout_s: float
+    """Limit in seconds of one call of the environment."""
     most_wrong: int = 10
+    """Number of consecutive turns without an action that end an episode."""
     wrong_reward: float = -1.0
+    """Reward of a turn without an action."""
 
 
 class GymnasiumEnvironment:
-    """Plays one episode after another on an instance that ``make`` returns; all its calls are made
-    by one thread. After a call that did not return in time, a new instance is made; its thread,
-    which closes the old one when it comes back, is then one of those ``given_up``, which the
-    instances share."""
+    """Environment that plays one episode after another on an instance of Gymnasium, whose calls are
+    all made by one thread.
+
+    After a call that did not return in time, the next reset creates a new instance on a new thread.
+    The old thread closes the old instance when the call returns; until then it is listed in
+    ``given_up``, which all environments of one specification share.
+
+    name: for messages. make: returns a new instance. reset_options: the options of each reset.
+    """
 
     def __init__(
         self,
@@ -214,7 +236,7 @@ class GymnasiumEnvironment:
         self._wrong = 0
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
-        """Begin the episode of a seed. Raises EnvironmentFailure."""
+        """Start the episode of a seed. Raises EnvironmentFailure."""
         del task
         if self._thread is None or self._lost:
             if (count := sum(each.stuck for each in self._given_up)) >= MOST_STUCK:
@@ -232,8 +254,8 @@ class GymnasiumEnvironment:
         return Opening([{"role": "user", "content": text}])
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """Take the action that the text means; text that means none is answered. Raises
-        EnvironmentFailure."""
+        """Take the action that the text selects; the policy is answered with an explanation if it
+        selects none. Raises EnvironmentFailure."""
         if self._done or self._thread is None:
             raise EnvironmentFailure(
                 "lost", f"{self._name}: there is no episode: reset comes first"
@@ -243,7 +265,7 @@ class GymnasiumEnvironment:
         except ValueError as error:
             self._wrong += 1
             self._done = self._wrong >= self._reading.most_wrong
-            # Else words that mean nothing would beat every action where actions cost.
+            # Without a penalty, text without an action would be better than any action that costs.
             return Turn(
                 [{"role": "user", "content": str(error)}], self._done, self._reading.wrong_reward
             )
@@ -264,7 +286,8 @@ class GymnasiumEnvironment:
                 thread.stop()
 
     async def _run(self, thread: Threads, work: Callable[[], Any], what: str) -> Any:
-        """Return what ``work`` returns on the thread. Raises EnvironmentFailure."""
+        """Run ``work`` on the thread and return its result. Raises EnvironmentFailure, also if it
+        does not return in time."""
         if self._lost:
             raise EnvironmentFailure(
                 "lost", f"{self._name}: the call before has not returned; reset begins anew"
@@ -290,8 +313,8 @@ class GymnasiumEnvironment:
             ) from None
 
     def _worked(self, work: Callable[[], Any], what: str) -> Any:
-        """Do a call on the thread: what is raised there cannot be the event loop's, though it may
-        look so there."""
+        """Run a call on the thread. SystemExit and the like become EnvironmentFailure here, because
+        on the event loop they could not be distinguished from its own."""
         try:
             return work()
         except Exception:
@@ -301,13 +324,15 @@ class GymnasiumEnvironment:
             raise EnvironmentFailure("internal", told) from error
 
     def _give_up(self, thread: Threads) -> None:
+        """Abandon a thread whose call has not returned, and forget the abandoned threads that have
+        ended."""
         self._lost = True
         self._given_up[:] = [*(each for each in self._given_up if each.stuck), thread]
         thread.stop()
 
 
 class _Instance:
-    """One instance of the environment; used by its thread alone."""
+    """One instance of Gymnasium; used by its thread alone."""
 
     def __init__(self, make: Any, reading: Reading) -> None:
         self._make = make
@@ -316,7 +341,7 @@ class _Instance:
         self._return = 0.0
 
     def reset(self, seed: int, reset_options: Mapping[str, Any]) -> str:
-        """Begin an episode; returns what the policy reads."""
+        """Start an episode; return what the policy reads."""
         if self._env is None:
             self._env = self._make()
         self._return = 0.0
@@ -342,13 +367,15 @@ class _Instance:
         )
 
     def close(self) -> None:
-        """Close the instance if it was made."""
+        """Close the instance if it was created."""
         env = self._env
         self._env = None
         if env is not None:
             env.close()
 
     def _shown(self, observation: Any) -> str:
+        """Return what the policy reads: the observation or the rendered text, shortened. Raises
+        BrokenContract if what was rendered is not text."""
         seen = self._env.render() if self._reading.render else observation
         if self._reading.render and not isinstance(seen, str):
             raise BrokenContract(
@@ -365,16 +392,18 @@ _ESCAPE = re.compile(
     r"\x1b(?:\[(?P<codes>(?:[0-9]{0,3};){0,32}[0-9]{0,3})m|\[[0-?]*[ -/]*[@-~]"
     r"|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z\\^-~])?"
 )
-"""Source: ECMA-48, 5.4 (control sequences), 8.3.89 (OSC) and 8.3.117 (SGR, whose ``codes`` say how
-text looks)."""
+"""Escape sequences of a terminal. Source: ECMA-48, 5.4 (control sequences), 8.3.89 (OSC) and
+8.3.117 (SGR, whose ``codes`` set the appearance of text)."""
 _COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
+"""Names of the colours by the last digit of their SGR code."""
 _HIGHLIGHTED = "highlighted"
+"""Appearance of text that is inverted or has a background colour."""
 
 
 def without_escapes(text: str) -> str:
-    """Return a text for a terminal without its escape sequences. What they said stays: a
-    highlighted part stands in brackets, as the place of the agent in ``[S]FFF``, and a coloured one
-    behind its colour, as ``(blue:R)``."""
+    """Return text for a terminal without its escape sequences, but with their meaning: highlighted
+    text is put in brackets, like the agent's position in ``[S]FFF``, and coloured text follows the
+    name of its colour, like ``(blue:R)``."""
     parts = list[str]()
     look = ""
     begin = 0
@@ -388,20 +417,21 @@ def without_escapes(text: str) -> str:
 
 
 def _marked(text: str, look: str) -> str:
+    """Return a piece of text with a mark for its appearance."""
     if not text or not look:
         return text
     return f"[{text}]" if look == _HIGHLIGHTED else f"({look}:{text})"
 
 
 def _look(codes: str, look: str) -> str:
-    """Return how text looks after a sequence with these codes: a colour, ``_HIGHLIGHTED``, or ""
-    for as usual."""
+    """Return the appearance of text after an SGR sequence with these codes: a colour,
+    ``_HIGHLIGHTED``, or "" for normal text."""
     given = iter([int(code or 0) for code in codes.split(";")])
     for code in given:
         if code in (
             38,
             48,
-        ):  # a colour without a name, by its number in a table (5) or its parts (2)
+        ):  # a colour given by its index (5) or its RGB values (2)
             for _ in range({5: 1, 2: 3}.get(next(given, 0), 0)):
                 next(given, 0)
         if code == 0 or code in ((27, 49) if look == _HIGHLIGHTED else (38, 39)):
@@ -414,8 +444,8 @@ def _look(codes: str, look: str) -> str:
 
 
 def actions_of(gymnasium: ModuleType, space: Any, names: Sequence[str]) -> Actions:
-    """What the policy may do in an action space. Raises ValueError for a space without words, and
-    for names that do not fit it."""
+    """Return the actions of an action space. Raises ValueError for a space other than Text and
+    Discrete, and for names that do not fit it."""
     spaces = gymnasium.spaces
     if isinstance(space, spaces.Text):
         if names:
@@ -443,7 +473,7 @@ def actions_of(gymnasium: ModuleType, space: Any, names: Sequence[str]) -> Actio
 
 
 def _names(text: str, name: str) -> bool:
-    """Whether a text holds a name as words of its own."""
+    """Return whether a text contains a name as separate words."""
     place = text.find(name)
     while place >= 0:
         around = text[place - 1 : place] + text[place + len(name) : place + len(name) + 1]
@@ -454,7 +484,7 @@ def _names(text: str, name: str) -> bool:
 
 
 def _made(gymnasium: ModuleType, options: GymnasiumOptions) -> Any:
-    """An instance. Raises ValueError that names the option."""
+    """Return a new instance. Raises ValueError that names the option."""
     more = {"render_mode": "ansi"} if options.render else {}
     try:
         return gymnasium.make(options.id, **{**options.kwargs, **more})
@@ -466,7 +496,7 @@ def _made(gymnasium: ModuleType, options: GymnasiumOptions) -> Any:
 
 
 def _plain(observation: Any) -> str:
-    """An observation as JSON; arrays are lists."""
+    """Return an observation as JSON; arrays become lists. Raises BrokenContract."""
 
     def listed(value: Any) -> Any:
         if hasattr(value, "tolist"):
@@ -482,6 +512,7 @@ def _plain(observation: Any) -> str:
 
 
 def _located(error: BaseException) -> str:
+    """Return an error as text, with the file in which it was raised."""
     trace = error.__traceback__
     file = ""
     while trace is not None:

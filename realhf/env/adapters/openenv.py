@@ -1,8 +1,8 @@
-"""Plays any OpenEnv server by its address: ``env.path=openenv env.url=http://host:port``.
+"""OpenEnv servers as environments, by their address: ``env.path=openenv env.url=http://host:port``.
 
-The server's own pages say what an action is (``/schema``), and whether rewards are levels and
-requests are numbered (``/metadata``); episodes are played over its WebSocket, one session per
-instance. Source: OpenEnv 0.10, docs/reference/environment.md 2.1.
+The server's pages describe the action (``/schema``), and whether rewards are levels and requests
+are numbered (``/metadata``). Episodes are played over its WebSocket, with one session per instance.
+Source: OpenEnv 0.10, docs/reference/environment.md 2.1.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ from realhf.env.loader.validation import shown
 from realhf.env.openenv_client import OpenEnvClient, fetch_metadata, fetch_page, websocket_url
 
 NAME = "openenv"
+"""Name of the environment in the specification."""
 _PAUSE_S = 0.2
+"""Seconds between two attempts to reach a server."""
 _STOP_S = 1.0
+"""Seconds to wait for the thread that asked the servers to end."""
 
 
 @dataclass
@@ -125,28 +128,33 @@ class OpenEnvOptions(RowOptions):
 
 
 class Served(NamedTuple):
-    """What a server says of itself: the schema of its action, and its metadata."""
+    """Description of a server by itself."""
 
     url: str
+    """Address of the server."""
     action: Any
+    """JSON schema of its action."""
     metadata: Mapping[str, Any]
+    """Content of its page ``/metadata``."""
 
     @property
     def sessions(self) -> int:
-        """How many sessions it has at once."""
+        """Number of sessions that it has at a time."""
         found = self.metadata.get("max_concurrent_envs")
         return found if type(found) is int and found > 0 else 1
 
 
 def build(options: OpenEnvOptions) -> EnvironmentSpec:
-    """Return the specification for servers that answer. Raises ValueError that names the option for
-    an address without a server, servers that differ, and options that do not fit the server's
-    action."""
+    """Return the specification for servers that answer.
+
+    Raises ValueError that names the option for an address without a server, servers that serve
+    different environments, and options that do not fit the server's action.
+    """
     urls = urls_of(options.url)
     token = _token(options.token_file)
     rows = row_options(options)
     tls = _tls(options.ca_file)
-    # A thread of its own: the caller may be on an event loop.
+    # A separate thread, because the caller may be on an event loop.
     asker = LoopThread("openenv description", instead="an event loop")
     try:
         servers = asker.call(_described(urls, token, options.connect_timeout_s, tls))
@@ -168,7 +176,7 @@ def build(options: OpenEnvOptions) -> EnvironmentSpec:
         )
 
     def make(_: str) -> Environment:
-        """Return an environment that begins at the next server in turn."""
+        """Return an environment that tries the next server in turn first."""
         first = next(turns) % len(servers)
         return player([partial(client, server) for server in (*servers[first:], *servers[:first])])
 
@@ -188,11 +196,12 @@ def build(options: OpenEnvOptions) -> EnvironmentSpec:
 
 
 Clients = Sequence[Callable[[], OpenEnvClient]]
+"""Functions that return a connection to each server; the first one is tried first."""
 
 
 def _player(server: Served, options: OpenEnvOptions) -> Callable[[Clients], Environment]:
-    """What plays a server whose action is its own. Raises ValueError for options that do not fit
-    the action."""
+    """Return the function that makes the environment for a server with an action schema of its own.
+    Raises ValueError for options that do not fit the action."""
     try:
         form = form_of(server.action, options.action, options.action_field)
     except ValueError as error:
@@ -207,8 +216,8 @@ def _player(server: Served, options: OpenEnvOptions) -> Callable[[Clients], Envi
 
 
 def _player_of_messages(options: OpenEnvOptions) -> Callable[[Clients], Environment]:
-    """What plays a server of messages, which says all this itself. Raises ValueError for options
-    without effect."""
+    """Return the function that makes the environment for a server of messages. Raises ValueError
+    for options that have no effect, because such a server decides these things itself."""
     own = (
         "action",
         "action_field",
@@ -225,8 +234,8 @@ def _player_of_messages(options: OpenEnvOptions) -> Callable[[Clients], Environm
 
 
 def urls_of(given: Any) -> list[str]:
-    """The addresses that ``env.url`` means: a text, or a list of them; commas separate, too. Raises
-    ValueError that names the option."""
+    """Return the addresses in ``env.url``: a text or a list of texts, each with addresses separated
+    by commas or spaces. Raises ValueError that names the option."""
     parts = [given] if isinstance(given, str) else given
     if not isinstance(parts, Sequence) or not all(isinstance(part, str) for part in parts):
         raise ValueError(f"env.url must be an address or a list of addresses, not {shown(given)}")
@@ -250,7 +259,7 @@ def urls_of(given: Any) -> list[str]:
 
 
 def _unlisted(text: str) -> str:
-    """What a list holds that was given as text: ``["http://a", "http://b"]``."""
+    """Return the items of a list that was given as text, such as ``["http://a", "http://b"]``."""
     text = text.strip()
     if text.startswith("[") and text.endswith("]"):
         return text[1:-1].replace('"', " ").replace("'", " ")
@@ -258,6 +267,7 @@ def _unlisted(text: str) -> str:
 
 
 def _token(file: str) -> str | None:
+    """Return the token in a file; None without a file. Raises ValueError that names the option."""
     if not file:
         return None
     try:
@@ -270,6 +280,8 @@ def _token(file: str) -> str | None:
 
 
 def _tls(file: str) -> SSLContext | None:
+    """Return a TLS context that trusts the certificates in a file; None without a file. Raises
+    ValueError that names the option."""
     try:
         return believing(file) if file else None
     except ValueError as error:
@@ -277,6 +289,7 @@ def _tls(file: str) -> SSLContext | None:
 
 
 def _check_row(row: Row) -> None:
+    """Raise ValueError for a row with a column that the task set fills."""
     if "seed" in row.values:
         raise ValueError(f"{row.where}: the column 'seed' is given by the task set; leave it out")
 
@@ -284,7 +297,8 @@ def _check_row(row: Row) -> None:
 async def _described(
     urls: Sequence[str], token: str | None, limit_s: float, tls: SSLContext | None
 ) -> list[Served]:
-    """Ask all servers, each for as long as a session may take to open."""
+    """Return the descriptions of all servers, waiting ``limit_s`` seconds at most for each page.
+    Raises ValueError, also if their actions differ."""
     servers = list(await asyncio.gather(*(_ask(url, token, limit_s, tls) for url in urls)))
     for server in servers[1:]:
         if _plain(server.action) != _plain(servers[0].action):
@@ -296,6 +310,8 @@ async def _described(
 
 
 async def _ask(url: str, token: str | None, limit_s: float, tls: SSLContext | None) -> Served:
+    """Return the description of a server, retrying until ``limit_s`` seconds have passed. Raises
+    ValueError."""
     end = process_clock.now() + limit_s
     while True:
         try:
@@ -323,6 +339,7 @@ async def _ask(url: str, token: str | None, limit_s: float, tls: SSLContext | No
 
 
 def _plain(schema: Any) -> str:
+    """Return a schema as text that is equal for equal schemas."""
     return json.dumps(schema, sort_keys=True)
 
 

@@ -1,9 +1,9 @@
-"""Turns what the policy says into the action of an OpenEnv server, and the observations of the
-server into text.
+"""Conversion of the policy's turns into actions of an OpenEnv server, and of the server's
+observations into text.
 
-Three forms: the policy's text fills the one text field of the action; a tool takes the action's
-fields; or the server lists tools of its own, which are called by name (the actions ``list_tools``
-and ``call_tool``).
+There are three forms of actions. The policy's text fills the only text field of the action; or a
+tool takes the fields of the action as its arguments; or the server lists tools of its own, which
+are called by name (the actions ``list_tools`` and ``call_tool``).
 """
 
 from __future__ import annotations
@@ -19,36 +19,48 @@ from realhf.env.loader.validation import json_problem, shown, whole_text
 from realhf.env.openenv_client import EnvError
 
 TOOL_NAME = "act"
+"""Name of the tool that takes the fields of the action."""
 TEXT = "text"
+"""Form in which the policy's text fills one field of the action."""
 TOOL = "tool"
+"""Form in which a tool takes the fields of the action."""
 LISTED = "listed"
+"""Form in which the server's own tools are called."""
 _OF_THE_WIRE = "metadata"
-"""A field that every action has and no policy fills."""
+"""Field that every action has and that the policy does not fill."""
 _GENERIC = frozenset({"Action", "CallToolAction", "ListToolsAction"})
-"""Titles of action schemas that say nothing but that the server lists its tools."""
+"""Titles of generic action schemas, which mean that the server lists its tools."""
 _LARGEST_SCHEMA = 1 << 16
+"""Maximum number of characters of a schema as JSON."""
 _MOST_TOOLS = 64
+"""Maximum number of tools that a server may list."""
 
 
 class Refused(ValueError):
-    """The policy's turn is no action; the message is for the policy."""
+    """The policy's turn is not a valid action; the message is for the policy."""
 
 
 @dataclass(frozen=True)
 class ActionForm:
-    """How a turn becomes an action. ``kind`` is TEXT, TOOL or LISTED; ``text_field`` is what text
-    fills; ``tools`` are the schemas that the policy reads. ``fields`` and ``required`` are the
-    arguments of each tool, None for any."""
+    """Form in which a turn becomes an action."""
 
     kind: str
+    """TEXT, TOOL or LISTED."""
     text_field: str = ""
+    """Field of the action that the policy's text fills."""
     tools: Sequence[Mapping[str, Any]] = ()
+    """Schemas of the tools, for the policy."""
     fields: Mapping[str, frozenset[str] | None] = field(default_factory=dict)
+    """Allowed arguments of each tool; None for any."""
     required: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Required arguments of each tool."""
 
     def action(self, call: ToolCall) -> dict[str, Any]:
-        """The action of a call. Raises Refused for a call that could not be parsed, an unknown
-        tool, and arguments that are missing or unknown; their types are the server's to judge."""
+        """Return the action of a call.
+
+        Raises Refused for a call that could not be parsed, an unknown tool, and missing or unknown
+        arguments; the types of arguments are left to the server.
+        """
         if call.problem:
             raise Refused(call.problem)
         if call.name not in self.fields:
@@ -69,14 +81,17 @@ class ActionForm:
         return dict(call.arguments)
 
     def text(self, message: AssistantMessage) -> dict[str, Any]:
-        """The action that a turn without tools means."""
+        """Return the action of a turn without tools."""
         return {self.text_field: whole_text(message.content)}
 
 
 def form_of(schema: Any, wanted: str, field_name: str) -> ActionForm | None:
-    """The form of an action with this JSON schema; None when the server lists its tools itself.
-    ``wanted`` is ``auto``, ``text`` or ``tool``; ``field_name`` chooses what text fills. Raises
-    ValueError that names the option for a schema that does not fit it."""
+    """Return the form of an action with this JSON schema; None if the server lists its tools
+    itself.
+
+    wanted: ``auto``, ``text`` or ``tool``. field_name: the field that text fills, "" to choose it.
+    Raises ValueError that names the option that does not fit the schema.
+    """
     _check_schema(schema, "the schema of its action")
     own = {name: about for name, about in _fields(schema).items() if name != _OF_THE_WIRE}
     if schema.get("title") in _GENERIC and wanted == "auto" and not field_name:
@@ -111,8 +126,8 @@ def form_of(schema: Any, wanted: str, field_name: str) -> ActionForm | None:
 
 
 def listed_form(found: Any) -> ActionForm:
-    """The form of a server that lists its tools: a list of maps with ``name``, ``description`` and
-    ``input_schema``. Raises ValueError for anything else."""
+    """Return the form for a server that lists its tools, as a list of maps with ``name``,
+    ``description`` and ``input_schema``. Raises ValueError for anything else."""
     if not isinstance(found, list) or not found:
         raise ValueError(f"the server lists no tools but {shown(found)}")
     if len(found) > _MOST_TOOLS:
@@ -140,7 +155,7 @@ def listed_form(found: Any) -> ActionForm:
 
 
 def _text_field(required: Sequence[str], texts: Sequence[str], *, alone: bool) -> str:
-    """The one field that a text can fill, "" if there is none, or more than one."""
+    """Return the only field that text can fill; "" if there is none or more than one."""
     if len(required) == 1:
         return required[0] if required[0] in texts else ""
     return texts[0] if not required and alone and texts else ""
@@ -149,6 +164,7 @@ def _text_field(required: Sequence[str], texts: Sequence[str], *, alone: bool) -
 def _tool_form(
     schema: Mapping[str, Any], own: Mapping[str, Any], required: Sequence[str]
 ) -> ActionForm:
+    """Return the form with one tool that takes the fields of the action."""
     about = str(schema.get("description") or "Take an action.")
     tool = _tool(TOOL_NAME, about, {**schema, "required": [*required]}, own)
     return ActionForm(
@@ -159,7 +175,7 @@ def _tool_form(
 def _tool(
     name: str, about: str, schema: Mapping[str, Any], properties: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A tool in the form of the chat API; what the schema defines beside its fields is kept."""
+    """Return a tool in the form of the chat API; definitions of the schema (``$defs``) are kept."""
     parameters: dict[str, Any] = {"type": "object", "properties": dict(properties)}
     parameters |= {key: schema[key] for key in ("required", "$defs") if key in schema}
     return {
@@ -169,11 +185,12 @@ def _tool(
 
 
 def _fields(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the properties of a schema."""
     return dict(schema.get("properties") or {})
 
 
 def _check_schema(schema: Any, what: str) -> None:
-    """Raise ValueError unless this is a JSON schema of an object of a size that a policy can
+    """Raise ValueError unless a value is a JSON schema of an object, small enough for a policy to
     read."""
     if not isinstance(schema, Mapping) or not isinstance(schema.get("properties", {}), Mapping):
         raise ValueError(f"{what} is no JSON schema of an object: {shown(schema)}")
@@ -187,12 +204,14 @@ def _check_schema(schema: Any, what: str) -> None:
 
 
 _WORDS_OF_THE_WIRE = ("done", "reward", "metadata")
+"""Fields of an observation that belong to the wire and that the policy does not read."""
 _MOST_PROBLEMS = 3
+"""Maximum number of problems of a refused action that the policy reads."""
 
 
 def observation_text(observation: Mapping[str, Any], field: str, most: int) -> str:
-    """One field of an observation, or all of it as JSON where the field is not named or not there;
-    at most ``most`` characters of it. Raises ValueError for what is not JSON."""
+    """Return one field of an observation as text, or all of it as JSON if no field is named or it
+    is missing; shortened to ``most`` characters. Raises ValueError for a value that is not JSON."""
     if problem := json_problem(observation):
         raise ValueError(problem)
     if field and observation.get(field) is not None:
@@ -205,8 +224,8 @@ def observation_text(observation: Mapping[str, Any], field: str, most: int) -> s
 
 
 def result_text(observation: Mapping[str, Any], most: int) -> str:
-    """What a tool of the server returned, or why it could not be called. Raises ValueError for what
-    is not JSON."""
+    """Return the result of a tool of the server, or the reason why it could not be called;
+    shortened to ``most`` characters. Raises ValueError for a value that is not JSON."""
     if problem := json_problem(observation):
         raise ValueError(problem)
     error = observation.get("error")
@@ -232,8 +251,8 @@ def result_text(observation: Mapping[str, Any], most: int) -> str:
 
 
 def refusal_text(error: EnvError, most: int) -> str:
-    """What the policy reads when the server refused its action, with what the server says of each
-    field."""
+    """Return the text for the policy when the server has refused its action, with the server's
+    message about each field; shortened to ``most`` characters."""
     said = [f"error: {error}"]
     for detail in error.details[:_MOST_PROBLEMS] if isinstance(error.details, list) else ():
         if isinstance(detail, Mapping) and isinstance(detail.get("msg"), str):
@@ -244,6 +263,7 @@ def refusal_text(error: EnvError, most: int) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """The text, or its beginning and how much is left out, in characters that can be encoded."""
+    """Return a text shortened to ``most`` characters, with a note of how many were left out.
+    Characters that cannot be encoded are replaced."""
     text = whole_text(text)
     return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} more characters)"
