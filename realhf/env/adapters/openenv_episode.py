@@ -1,5 +1,5 @@
-"""Plays episodes on one session of an OpenEnv server, by actions or, where the server takes them,
-by chat messages."""
+"""Episodes on one session of an OpenEnv server, played by actions or, if the server takes them, by
+chat messages."""
 
 from __future__ import annotations
 
@@ -44,19 +44,22 @@ from realhf.env.loader.validation import (
 from realhf.env.openenv_client import CapacityError, EnvError, OpenEnvClient, StepResult
 
 REFUSED = "VALIDATION_ERROR"
-"""The code of an error that is about what was sent."""
+"""Error code of the server for an invalid request."""
 _OF_THE_ROW = ("id", "group")
-"""Columns that name a row and are not for the server."""
+"""Columns that identify a row and are not sent to the server."""
 
 
 def reset_data(task: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """What a reset is given: the columns of the row, and the seed."""
+    """Return the data of a reset: the columns of the row, and the seed."""
     return {name: value for name, value in task.items() if name not in _OF_THE_ROW} | {"seed": seed}
 
 
 class Session:
-    """One session after another. ``clients`` make a connection to each server, the one to try first
-    at the beginning; ``opened`` prepares each new one."""
+    """Session of an OpenEnv server, replaced by a new one when it is lost.
+
+    clients: functions that make a connection to each server; the first one is tried first. opened:
+    called after each new session was opened, to prepare it.
+    """
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class Session:
         self._client: OpenEnvClient | None = None
 
     async def reset(self, data: Mapping[str, Any]) -> StepResult:
-        """Begin an episode; a session that the server closed in silence is opened anew. Raises
+        """Start an episode. If the server has silently closed the session, open a new one. Raises
         EnvironmentFailure."""
         kept = self._client is not None and self._client.usable
         try:
@@ -81,24 +84,30 @@ class Session:
     async def step(
         self, action: Mapping[str, Any], told: Callable[[EnvError], bool] = lambda error: False
     ) -> StepResult:
-        """Take an action. Raises EnvironmentFailure, or the EnvError for which ``told`` holds."""
+        """Take an action.
+
+        Raises EnvironmentFailure; an EnvError for which ``told`` returns true is raised as it is,
+        for the policy.
+        """
         if self._client is None:
             raise EnvironmentFailure("lost", "there is no session: reset comes first")
         return _checked(await _asked(self._client.step(action), told))
 
     async def close(self) -> None:
-        """End the session."""
+        """Close the session."""
         client = self._client
         self._client = None
         if client is not None:
             await client.close()
 
     async def _begun(self, data: Mapping[str, Any]) -> StepResult:
+        """Start an episode on the session, or on a new one. Raises EnvironmentFailure."""
         client = await self._connected()
         return _checked(await _asked(client.reset(**data)))
 
     async def _connected(self) -> OpenEnvClient:
-        """The session, or a new one on the first server that has one."""
+        """Return the client of the session, or of a new one on the first server that has room.
+        Raises EnvironmentFailure."""
         if self._client is not None and self._client.usable:
             return self._client
         await self.close()
@@ -131,8 +140,8 @@ class Session:
 async def _asked(
     answer: Awaitable[StepResult], told: Callable[[EnvError], bool] = lambda error: False
 ) -> StepResult:
-    """Await an answer. Raises the EnvError that is for the policy; what went wrong otherwise is
-    EnvironmentFailure."""
+    """Await an answer. An EnvError for which ``told`` returns true is raised as it is; every other
+    error becomes an EnvironmentFailure."""
     try:
         return await answer
     except EnvError as error:
@@ -150,8 +159,8 @@ async def _asked(
 
 
 def _checked(result: StepResult) -> StepResult:
-    """The answer of a server that speaks the wire. Raises EnvironmentFailure for what no server may
-    say."""
+    """Return an answer whose done, reward and observation have valid types. Raises
+    EnvironmentFailure for others."""
     if not isinstance(result.done, bool):
         raise EnvironmentFailure(
             "internal", f"the server's done must be true or false, not {shown(result.done)}"
@@ -169,7 +178,7 @@ def _checked(result: StepResult) -> StepResult:
 
 @contextmanager
 def _broken_is_internal() -> Iterator[None]:
-    """Let what a server breaks of the contract be EnvironmentFailure."""
+    """Turn BrokenContract into EnvironmentFailure (internal), as a context manager."""
     try:
         yield
     except BrokenContract as error:
@@ -178,38 +187,49 @@ def _broken_is_internal() -> Iterator[None]:
 
 T = TypeVar("T")
 NO_CALL = "error: no tool was called; call one"
+"""Answer to a turn without a tool call."""
 OVER = "error: the episode is over; this was not done"
+"""Answer to a call after the end of the episode."""
 _SOLVED = 1e-9
+"""Tolerance when a return is compared with ``success_reward``."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How answers are read: which ``field`` of an observation is shown, and how many characters of
-    it at ``most``; ``level``: the last reward counts, not the sum; ``success_reward``: what a
-    success is worth; ``error``: ``fail``, or ``tell`` when the policy reads errors of a step."""
+    """How the server's answers are interpreted."""
 
     field: str = ""
+    """Field of an observation that the policy reads; "" for all of it."""
     most: int = 4000
+    """Maximum number of characters of an observation that the policy reads."""
     level: bool = False
+    """Whether the last reward counts instead of the sum."""
     success_reward: float = 1.0
+    """Minimum return of a successful episode."""
     error: str = "fail"
+    """What an error of a step means: ``fail`` (the environment failed) or ``tell`` (the policy
+    reads it)."""
 
 
 @dataclass
 class _Answers:
-    """What is known of the answer to a turn whose calls are made one by one: a call that was not
-    executed is made again without those before it."""
+    """Answers to the calls of a turn, which are executed one by one. If a call was not executed,
+    the turn is resumed at this call, without repeating those before it."""
 
     message: AssistantMessage
+    """The policy's turn."""
     messages: list[ChatMessage] = field(default_factory=list)
+    """Answers so far."""
     reward: float | None = None
+    """Reward of the calls so far; None if there was none."""
 
 
 class OpenEnvEnvironment:
-    """Plays one episode after another on a session that is opened when it is needed.
+    """Environment that plays one episode after another on a session, which is opened when it is
+    needed.
 
-    ``clients`` make a connection to each server, the one to try first at the beginning. ``form``:
-    of the action, None when the server lists its tools itself, for which each new session is asked.
+    clients: functions that make a connection to each server; the first one is tried first. form: of
+    the actions; None if the server lists its tools itself, for which each new session is asked.
     """
 
     def __init__(
@@ -227,7 +247,7 @@ class OpenEnvEnvironment:
         self._answers: _Answers | None = None
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
-        """Begin an episode: the server's reset is given the seed and the columns of the row. Raises
+        """Start an episode; the server's reset gets the seed and the columns of the row. Raises
         EnvironmentFailure."""
         self._done = False
         self._return = 0.0
@@ -241,8 +261,8 @@ class OpenEnvEnvironment:
         )
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """Take the actions of a turn, one after the other. What the policy did wrong it reads.
-        Raises EnvironmentFailure."""
+        """Take the actions of a turn, one after the other. Mistakes of the policy are explained in
+        the answers. Raises EnvironmentFailure."""
         if self._tools is None:
             raise EnvironmentFailure("lost", "there is no session: reset comes first")
         if self._done:
@@ -263,10 +283,11 @@ class OpenEnvEnvironment:
         return self._turn(answers)
 
     async def close(self) -> None:
-        """End the session."""
+        """Close the session."""
         await self._session.close()
 
     def _turn(self, answers: _Answers) -> Turn:
+        """Return the answers to a turn, with the success of the episode."""
         solved = self._done and self._return >= self._reading.success_reward - _SOLVED
         return Turn(
             answers.messages,
@@ -277,6 +298,7 @@ class OpenEnvEnvironment:
         )
 
     async def _answer(self, form: ActionForm, call: ToolCall, answers: _Answers) -> ChatMessage:
+        """Take the action of a call and return the tool message that answers it."""
         try:
             if self._done:
                 raise Refused(OVER)
@@ -292,8 +314,8 @@ class OpenEnvEnvironment:
     async def _act(
         self, action: Mapping[str, Any], answers: _Answers
     ) -> tuple[str, Mapping[str, Any] | None]:
-        """Take one action; returns what the policy reads, and the observation unless the server
-        refused the action."""
+        """Take one action; return what the policy reads, and the observation (None if the server
+        refused the action)."""
         try:
             result = await self._session.step(action, self._told)
         except EnvError as error:
@@ -306,7 +328,8 @@ class OpenEnvEnvironment:
         return self._said(result.observation), result.observation
 
     async def _ask_tools(self) -> None:
-        """Ask a new session for its tools, which needs no episode."""
+        """Ask a new session for its tools, for which no episode is needed. Raises
+        EnvironmentFailure."""
         if self._form is not None:
             return
         try:
@@ -316,9 +339,11 @@ class OpenEnvEnvironment:
             raise EnvironmentFailure("internal", f"asked for its tools: {error}") from None
 
     def _told(self, error: EnvError) -> bool:
+        """Return whether the policy reads an error of the server."""
         return error.code == REFUSED or self._reading.error == "tell"
 
     def _said(self, observation: Mapping[str, Any]) -> str:
+        """Return an observation as text for the policy."""
         return self._json(
             lambda seen, most: observation_text(seen, self._reading.field, most), observation
         )
@@ -326,6 +351,8 @@ class OpenEnvEnvironment:
     def _json(
         self, read: Callable[[Mapping[str, Any], int], str], observation: Mapping[str, Any]
     ) -> str:
+        """Convert an observation to text by ``read``. Raises EnvironmentFailure if it is not
+        JSON."""
         try:
             return read(observation, self._reading.most)
         except ValueError as error:
@@ -333,10 +360,11 @@ class OpenEnvEnvironment:
 
 
 _OF_AN_ACTION = frozenset({"content", "tool_calls"})
+"""Fields by which an action of chat messages is recognised."""
 
 
 def speaks_messages(action: Any, metadata: Mapping[str, Any]) -> bool:
-    """Whether a server with this schema of its action and these metadata serves messages."""
+    """Return whether a server with this action schema and metadata is played by chat messages."""
     properties = action.get("properties") if isinstance(action, Mapping) else None
     return (
         metadata.get("messages") is True
@@ -346,8 +374,8 @@ def speaks_messages(action: Any, metadata: Mapping[str, Any]) -> bool:
 
 
 class ServedTaskSet(SeedTaskSet):
-    """An endless set whose seeds draw from the tasks of a server's split; the server keeps its
-    splits apart."""
+    """Endless set of tasks whose seeds select tasks of a split on the server; the server keeps the
+    splits disjoint."""
 
     def instantiate(self, template_id: str, seed: int) -> Task:
         """Return the task of a seed. Raises KeyError for an unknown template."""
@@ -358,13 +386,14 @@ class ServedTaskSet(SeedTaskSet):
 
 
 class MessagesEnvironment:
-    """Plays one episode after another on a session that is opened when it is needed."""
+    """Environment that plays one episode after another by chat messages, on a session that is
+    opened when it is needed."""
 
     def __init__(self, clients: Sequence[Callable[[], OpenEnvClient]]) -> None:
         self._session = Session(clients)
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
-        """Begin an episode. Raises EnvironmentFailure."""
+        """Start an episode. Raises EnvironmentFailure."""
         result = await self._session.reset(reset_data(task, seed))
         seen = result.observation
         tools = seen.get("tools") or []
@@ -394,11 +423,12 @@ class MessagesEnvironment:
         )
 
     async def close(self) -> None:
-        """End the session."""
+        """Close the session."""
         await self._session.close()
 
 
 def _action(message: AssistantMessage) -> dict[str, Any]:
+    """Return the action that carries the policy's turn."""
     action: dict[str, Any] = {
         "content": whole_text(message.content),
         "token_count": message.token_count,
@@ -413,8 +443,8 @@ def _action(message: AssistantMessage) -> dict[str, Any]:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """A call; one that could not be parsed is sent as it was written, and the server says what is
-    wrong with it."""
+    """Return a call for the wire. A call that could not be parsed is sent as the policy wrote it,
+    so that the server explains what is wrong with it."""
     readable = not call.problem and not json_problem(call.arguments)
     written = {"name": whole_text(call.name), "arguments": dict(call.arguments)}
     if not readable:
@@ -423,10 +453,12 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _state_key(seen: Mapping[str, Any]) -> str:
+    """Return the state key of an observation; "" if there is none."""
     key = seen.get("state_key")
     return key if isinstance(key, str) else ""
 
 
 def _info(seen: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the info of an observation; {} if there is none or it is not JSON."""
     info = seen.get("info") or {}
     return info if isinstance(info, Mapping) and not json_problem(info) else {}

@@ -1,8 +1,8 @@
-"""Lets a program that wants to call a model be played as an environment: its calls become what the
-policy reads, and what the policy says becomes the answer to the call.
+"""Endpoint through which a program that calls a model is played as an environment: the messages of
+its calls become what the policy reads, and the policy's turns become the answers to the calls.
 
-The program calls an endpoint of this process, in the form of the OpenAI chat API, and waits there
-until the policy has spoken. Every conversation has a model name of its own.
+The program calls an endpoint of this process, in the form of the OpenAI chat API, and is answered
+once the policy has generated its turn. Every conversation has its own model name.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from realhf.env.loader.validation import json_problem, shown, whole_text
 from realhf.web.connections import MOST_HEAD_BYTES
 
 SECRET_HEADER = "x-policy-secret"
+"""Header with the secret of the endpoint."""
 _MOST_HEADERS = 64
+"""Maximum number of header lines of a request."""
 _MOST_BODY = 64 << 20
+"""Maximum bytes of the body of a request."""
 _REQUEST_S = 60.0
-"""A request has arrived within this time; it may then wait for the policy as long as its episode
-lasts."""
+"""Seconds within which a request must have arrived. It may then wait for the policy as long as its
+episode lasts."""
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -34,10 +37,11 @@ _ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
+"""Roles of messages in a request, and the roles as which they are played."""
 
 
 class Unplayable(ValueError):
-    """The program calls its model in a way that is no conversation in turns."""
+    """The program's calls of its model do not form a conversation in turns."""
 
 
 class HeadTooLarge(Exception):
@@ -46,14 +50,16 @@ class HeadTooLarge(Exception):
 
 @dataclass
 class ModelCall:
-    """One call that waits for the policy: ``messages`` are all of the conversation, ``answer`` what
-    is returned."""
+    """A call of the model that waits for the policy."""
 
     messages: Sequence[ChatMessage]
+    """All messages of the conversation so far."""
     tools: Sequence[Mapping[str, Any]]
+    """Tools that the call offers."""
     answer: asyncio.Future[dict[str, Any]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+    """Future of the message that is returned to the program."""
 
 
 class Conversation:
@@ -66,8 +72,8 @@ class Conversation:
         self._said = False
 
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Wait for the policy's answer to a request. Raises Unplayable for a request that is none,
-        and when the episode ends meanwhile."""
+        """Wait for the policy's answer to a request. Raises Unplayable for an invalid request, and
+        if the episode ends in the meantime."""
         call = ModelCall(read_messages(body.get("messages")), read_tools(body.get("tools")))
         self.calls.put_nowait(call)
         self._waiting.add(call.answer)
@@ -77,14 +83,14 @@ class Conversation:
             self._waiting.discard(call.answer)
 
     def end(self) -> None:
-        """Answer those who still wait that the episode is over."""
+        """Answer all waiting calls with an error: the episode is over."""
         for answer in self._waiting:
             if not answer.done():
                 answer.set_exception(Unplayable("the episode is over"))
 
     def new_messages(self, call: ModelCall) -> Sequence[ChatMessage]:
-        """The messages of a call that the policy has not read or said yet. Raises Unplayable when
-        the conversation before them was changed."""
+        """Return the messages of a call that the policy has not yet read or written. Raises
+        Unplayable if the earlier messages have changed."""
         known = self._seen
         found = call.messages
         size = len(known) + self._said
@@ -102,21 +108,23 @@ class Conversation:
         return found[size:]
 
     def answered(self, call: ModelCall, message: AssistantMessage) -> None:
-        """Return the policy's turn to the program."""
+        """Return the policy's turn to the program that made the call."""
         if not call.answer.done():
             call.answer.set_result(written(message))
         self._said = True
 
 
 def written(message: AssistantMessage) -> dict[str, Any]:
-    """A turn of the policy as a message of the chat API. A call that could not be parsed keeps its
-    text as arguments, so that the program reports it."""
+    """Return a turn of the policy as a message of the chat API. A call that could not be parsed
+    keeps its text as arguments, so that the program reports the problem."""
     calls = [_written_call(number, call) for number, call in enumerate(message.tool_calls)]
     said: dict[str, Any] = {"role": "assistant", "content": whole_text(message.content)}
     return said | {"tool_calls": calls} if calls else said
 
 
 def _written_call(number: int, call: ToolCall) -> dict[str, Any]:
+    """Return a tool call of the policy in the form of the chat API. ``number`` makes an id if the
+    call has none."""
     readable = not call.problem and not json_problem(call.arguments)
     arguments = (
         json.dumps(dict(call.arguments))
@@ -128,8 +136,8 @@ def _written_call(number: int, call: ToolCall) -> dict[str, Any]:
 
 
 def read_messages(found: Any) -> list[ChatMessage]:
-    """The messages of a request, with text as content. Raises Unplayable for what is no message,
-    and for pictures and the like."""
+    """Return the messages of a request, with their content as text. Raises Unplayable for invalid
+    messages, and for content other than text, such as images."""
     if not isinstance(found, list) or not found:
         raise Unplayable(f"it sent no messages but {shown(found)}")
     read = [_read_message(message) for message in found]
@@ -139,8 +147,8 @@ def read_messages(found: Any) -> list[ChatMessage]:
 
 
 def _read_message(message: Any) -> Any:
-    """A message in the form that is played here: an assistant's calls are the policy's own, and
-    known."""
+    """Return a message with a role and text content. Tool calls of an assistant are left out,
+    because they are the policy's own and known."""
     if not isinstance(message, Mapping):
         return message
     role = message.get("role")
@@ -154,6 +162,8 @@ def _read_message(message: Any) -> Any:
 
 
 def _text(content: Any) -> str:
+    """Return content as text; the parts of a list are joined by newlines. Raises Unplayable for
+    content other than text."""
     if content is None or isinstance(content, str):
         return whole_text(content or "")
     if isinstance(content, list):
@@ -164,7 +174,7 @@ def _text(content: Any) -> str:
 
 
 def read_tools(found: Any) -> list[Mapping[str, Any]]:
-    """The tools of a request. Raises Unplayable for what is no list of functions."""
+    """Return the tools of a request. Raises Unplayable for anything but a list of functions."""
     tools = found or []
     if not isinstance(tools, list) or not all(
         isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping) for tool in tools
@@ -174,14 +184,14 @@ def read_tools(found: Any) -> list[Mapping[str, Any]]:
 
 
 def _compared(message: ChatMessage) -> tuple[Any, Any]:
-    """What must stay the same of a message; an assistant's own words may be written back in another
-    way."""
+    """Return what of a message must stay the same between two calls: role and content. The content
+    of an assistant is not compared, because the program may write it in another form."""
     return (message["role"], None if message["role"] == "assistant" else message["content"])
 
 
 class PolicyEndpoint:
-    """Serves the chat API to programs of this machine that know the ``secret``, on the event loop
-    that starts it."""
+    """HTTP server of the chat API for programs of this machine that know its ``secret``, on the
+    event loop that starts it."""
 
     def __init__(self) -> None:
         self.secret = secrets.token_urlsafe(24)
@@ -197,23 +207,24 @@ class PolicyEndpoint:
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/v1"
 
     async def stop(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         if self._server is not None:
             self._server.close()
             self._server = None
 
     def add(self, conversation: Conversation) -> str:
-        """Return the model name by which a conversation is called."""
+        """Register a conversation; return the model name under which it is called."""
         name = f"policy-{secrets.token_hex(8)}"
         self._conversations[name] = conversation
         return name
 
     def remove(self, name: str) -> None:
-        """End a conversation; its calls find no model any more."""
+        """End a conversation; further calls of its model name get an error."""
         if conversation := self._conversations.pop(name, None):
             conversation.end()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection, which carries one request."""
         try:
             status, answer = await self._answer(reader)
             body = json.dumps(answer).encode()
@@ -231,6 +242,7 @@ class PolicyEndpoint:
                 await writer.wait_closed()
 
     async def _answer(self, reader: asyncio.StreamReader) -> tuple[str, dict[str, Any]]:
+        """Read a request; return the status line and the body of the response."""
         try:
             async with asyncio.timeout(_REQUEST_S):
                 line, headers = await _head(reader)
@@ -267,6 +279,8 @@ class PolicyEndpoint:
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[str, dict[str, str]]:
+    """Return the request line and the headers, with names in lower case. Raises HeadTooLarge, and
+    ValueError for too many headers."""
     line = await _line(reader)
     size = len(line)
     headers: dict[str, str] = {}
@@ -283,13 +297,15 @@ async def _head(reader: asyncio.StreamReader) -> tuple[str, dict[str, str]]:
 
 
 async def _line(reader: asyncio.StreamReader) -> str:
+    """Return the next line of a request. Raises HeadTooLarge."""
     try:
         return (await reader.readline()).decode("latin-1")
-    except ValueError:  # it has no end within the reader's limit
+    except ValueError:  # no end of line within the reader's limit
         raise HeadTooLarge from None
 
 
 def _length(headers: Mapping[str, str]) -> int:
+    """Return the length of the body in bytes. Raises ValueError if it is missing or too large."""
     length = headers.get("content-length", "")
     if not length.isdigit() or int(length) > _MOST_BODY:
         raise ValueError(f"a body has a Content-Length of at most {_MOST_BODY}")
@@ -297,4 +313,5 @@ def _length(headers: Mapping[str, str]) -> int:
 
 
 def _error(message: str) -> dict[str, Any]:
+    """Return an error in the form of the chat API."""
     return {"error": {"message": message, "type": "invalid_request_error"}}

@@ -1,12 +1,11 @@
-"""Plays environments of the package ``verifiers``: ``env.path=verifiers env.name=NAME``.
+"""Environments of the package ``verifiers``: ``env.path=verifiers env.name=NAME``.
 
-An environment of the package starts what its episodes share (an interception server, tool servers);
-that is done once for each event loop, by a task of its own, and undone when the last instance is
-closed.
+The environment's own code decides who speaks, what tools do, when an episode ends and what its
+reward is; only its model is replaced by the policy. The tasks are those of the environment.
 
-The environment's own code decides who speaks, what tools do, when an episode ends and what it is
-worth; only its model is replaced by the policy. Its tasks are the tasks. Source: verifiers 0.4
-(``verifiers.v1``).
+An environment of the package starts services that its episodes share (an interception server, tool
+servers). They are started once for each event loop, in a separate task, and stopped when the last
+instance is closed. Source: verifiers 0.4 (``verifiers.v1``).
 """
 
 from __future__ import annotations
@@ -51,13 +50,16 @@ from realhf.env.adapters.policy_endpoint import (
 from realhf.env.loader.tasks import Row, RowTaskSet, split_rows
 
 HARNESS = "realhf_policy_harness"
-"""The name by which the package finds the harness, as a module that exports it."""
+"""Name of the module under which the package finds the harness."""
 _LONGEST_RESULT = 1 << 18
+"""Maximum number of characters of a tool's result that the policy reads."""
 _CONNECT_S = 60.0
+"""Timeout in seconds of connecting to the tool servers."""
 
 
 def offer_harness(verifiers: ModuleType) -> str:
-    """Make the harness known to the package under the name that is returned."""
+    """Register the harness as a module that the package can import; return the name of the
+    module."""
     if HARNESS not in sys.modules:
         module = ModuleType(HARNESS, "The harness of realhf's policy.")
         module.__dict__.update(
@@ -68,7 +70,7 @@ def offer_harness(verifiers: ModuleType) -> str:
 
 
 def _harness_class(verifiers: ModuleType) -> type[Any]:
-    """The class; it can be made only where the package is."""
+    """Return the harness class, which can be created only if the package is installed."""
 
     class PolicyHarness(verifiers.Harness[verifiers.HarnessConfig]):  # type: ignore[name-defined]
         """Talks to the policy until it answers without a tool call."""
@@ -105,6 +107,7 @@ def _harness_class(verifiers: ModuleType) -> type[Any]:
 
 
 def _as_messages(prompt: Any) -> list[dict[str, Any]]:
+    """Return a prompt of the package as messages of the chat API."""
     from verifiers.v1.dialects.chat import message_to_wire  # pyright: ignore[reportMissingImports]
 
     if isinstance(prompt, str):
@@ -115,8 +118,8 @@ def _as_messages(prompt: Any) -> list[dict[str, Any]]:
 async def _talk(
     model: str, url: str, secret: str, mcp_urls: Mapping[str, str], messages: list[dict[str, Any]]
 ) -> str:
-    """Go on until the model answers without a tool call. Returns why a call of the model failed, ""
-    if none did."""
+    """Continue the conversation until the model answers without a tool call. Return why a call of
+    the model failed, or ""."""
     import httpx
     from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp  # pyright: ignore[reportMissingImports]
 
@@ -164,7 +167,7 @@ async def _talk(
 
 
 def _arguments(text: str) -> dict[str, Any] | str:
-    """The arguments of a call, or why they are none."""
+    """Return the arguments of a call, or why they are invalid."""
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
@@ -173,21 +176,25 @@ def _arguments(text: str) -> dict[str, Any] | str:
 
 
 def _short(content: Any) -> Any:
+    """Return a result shortened to ``_LONGEST_RESULT`` characters."""
     if isinstance(content, str) and len(content) > _LONGEST_RESULT:
         return f"{content[:_LONGEST_RESULT]}... ({len(content) - _LONGEST_RESULT} more characters)"
     return content
 
 
 _STOP_S = 2.0
+"""Timeout in seconds of stopping an environment or an episode."""
 _SOLVED = 1e-9
+"""Tolerance when a reward is compared with ``success_reward``."""
 _log = logging.getLogger(__name__)
 _NO_KEY = "REALHF_POLICY_HAS_NO_KEY"
-"""Names the variable in which the package looks for a key; the endpoint needs none."""
+"""Name of the environment variable in which the package looks for an API key; the endpoint needs
+none."""
 
 
 class Serving:
-    """An environment of the package that serves, and the endpoint that it calls, until ``stop`` is
-    called. ``users`` are the instances that play on it."""
+    """A running environment of the package, and the endpoint that it calls, until ``stop`` is
+    called. ``users`` is the number of instances that use it."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
         self.endpoint = PolicyEndpoint()
@@ -199,16 +206,16 @@ class Serving:
         self._task = asyncio.create_task(self._serve())
 
     async def ready(self) -> None:
-        """Wait until it serves. Raises EnvironmentFailure when it cannot."""
+        """Wait until the environment serves. Raises EnvironmentFailure if it does not start."""
         await asyncio.shield(self._ready)
 
     async def stop(self) -> None:
-        """End it, within seconds."""
+        """Stop the environment, within seconds."""
         self._stop.set()
         await asyncio.wait([self._task], timeout=_STOP_S)
 
     async def _serve(self) -> None:
-        """Begin and end in one task, as the package's contexts ask."""
+        """Enter and leave the package's contexts in one task, as they require."""
         try:
             self.env = await asyncio.to_thread(self._load)
             await self.endpoint.start()
@@ -230,16 +237,16 @@ class Serving:
 
 
 class Stage:
-    """What the instances of one event loop share. ``load`` makes the package's environment, and may
-    block."""
+    """The running environment that the instances of one event loop share. ``load`` makes the
+    package's environment, and may block."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
         self._load = load
         self._now: Serving | None = None
 
     async def enter(self) -> Serving:
-        """Return what serves, started if it must be; ``leave`` gives it back. Raises
-        EnvironmentFailure."""
+        """Return the running environment, which is started if necessary; give it back by ``leave``.
+        Raises EnvironmentFailure."""
         if self._now is None:
             self._now = Serving(self._load)
         serving = self._now
@@ -252,7 +259,7 @@ class Stage:
         return serving
 
     async def leave(self, serving: Serving) -> None:
-        """Let it end when nobody else uses it."""
+        """Give a running environment back; it is stopped when no instance uses it any more."""
         serving.users -= 1
         if serving.users == 0:
             if self._now is serving:
@@ -261,9 +268,12 @@ class Stage:
 
 
 class VerifiersEnvironment:
-    """Plays one episode after another. ``stage_of`` returns what the instances of the running loop
-    share; ``task_of`` the package's task of a payload, which may block; ``context`` makes the model
-    context for a name and an endpoint."""
+    """Environment that plays one episode after another on a running environment of the package.
+
+    stage_of: returns the ``Stage`` of the running event loop. task_of: returns the package's task
+    for a payload, and may block. context: makes the package's model context from a model name, the
+    endpoint's URL, headers, and the name of the variable with the API key.
+    """
 
     def __init__(
         self,
@@ -284,7 +294,7 @@ class VerifiersEnvironment:
         self._ended: Turn | None = None
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
-        """Begin an episode of the package's task that the payload names; the seed changes nothing.
+        """Start an episode of the package's task that the payload names; the seed has no effect.
         Raises EnvironmentFailure."""
         del seed
         await self._abandon()
@@ -303,7 +313,7 @@ class VerifiersEnvironment:
         return Opening(self._new_messages(self._call), self._call.tools)
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """Answer the model call that waits, and return what the environment says next. Raises
+        """Answer the model call that waits, and return the environment's next messages. Raises
         EnvironmentFailure."""
         if self._call is None:
             if self._ended is not None:
@@ -319,7 +329,7 @@ class VerifiersEnvironment:
         return self._ended
 
     async def close(self) -> None:
-        """End the episode, and what is shared when this was the last instance."""
+        """End the episode, and stop what the instances share if this is the last one."""
         await self._abandon()
         serving = self._serving
         self._serving = None
@@ -327,7 +337,7 @@ class VerifiersEnvironment:
             await self._stage.leave(serving)
 
     async def _play(self, serving: Serving, task: Any, conversation: Conversation) -> Any:
-        """Have the package play an episode; returns it."""
+        """Let the package play an episode; return the package's record of it."""
         name = serving.endpoint.add(conversation)
         try:
             headers = {SECRET_HEADER: serving.endpoint.secret}
@@ -338,8 +348,9 @@ class VerifiersEnvironment:
             serving.endpoint.remove(name)
 
     async def _next(self) -> None:
-        """Wait for the next model call, or for the end of the episode. Whoever asks has a deadline
-        and cancels."""
+        """Wait for the next model call, or for the end of the episode, without a timeout: the
+        caller has a deadline and cancels. Raises EnvironmentFailure if the environment's code
+        raised."""
         assert self._run is not None
         asked = asyncio.create_task(self._conversation.calls.get())
         try:
@@ -354,6 +365,7 @@ class VerifiersEnvironment:
             asked.cancel()
 
     async def _abandon(self) -> None:
+        """Cancel the episode and forget its state."""
         run = self._run
         self._run = None
         self._call = None
@@ -366,6 +378,7 @@ class VerifiersEnvironment:
                 run.result()
 
     def _new_messages(self, call: ModelCall) -> Any:
+        """Return the messages of a call that are new to the policy. Raises EnvironmentFailure."""
         try:
             return self._conversation.new_messages(call)
         except Unplayable as error:
@@ -374,8 +387,8 @@ class VerifiersEnvironment:
             ) from None
 
     def _scored(self, episode: Any) -> Turn:
-        """The turn that ends an episode: its named rewards and metrics. Raises EnvironmentFailure
-        when the package reports that the episode failed."""
+        """Return the turn that ends an episode, with its named rewards and metrics. Raises
+        EnvironmentFailure if the package reports that the episode failed."""
         problems = [f"{error.type}: {error.message}" for error in episode.errors]
         problems += [
             f"{trace.last_error.type}: {trace.last_error.message}"
@@ -411,6 +424,7 @@ class VerifiersEnvironment:
 
 
 def _finite(name: str, value: Any) -> float:
+    """Return a number. Raises EnvironmentFailure if it is not finite in fp32."""
     number = float(value)
     if not is_finite(number):
         raise EnvironmentFailure("internal", f"{name} is {number}, not a finite number in fp32")
@@ -418,11 +432,14 @@ def _finite(name: str, value: Any) -> float:
 
 
 def _described(error: BaseException) -> str:
+    """Return an error as text, shortened."""
     return f"{type(error).__name__}: {error}"[:2000]
 
 
 EXTRA = "verifiers"
+"""Name of the extra of this package that installs verifiers."""
 _OLDEST = "0.4"
+"""Oldest version of verifiers that is supported."""
 
 
 @dataclass
@@ -471,9 +488,12 @@ class VerifiersOptions:
 
 
 def build(options: VerifiersOptions) -> EnvironmentSpec:
-    """Return the specification. Raises ValueError that names the option for a package that is
-    missing, an environment that is not installed, settings that it does not take, and an
-    environment that needs more than one model."""
+    """Return the specification.
+
+    Raises ValueError that names the option for a package that is missing, an environment that is
+    not installed, settings that it does not take, and an environment that needs more than one
+    model.
+    """
     if not options.name:
         raise ValueError(
             "env.name is missing: the name of a verifiers environment, such as env.name=textarena"
@@ -493,8 +513,8 @@ def build(options: VerifiersOptions) -> EnvironmentSpec:
 
 
 class _Package:
-    """The environment as the package holds it: its configuration, its tasks, and a stage for each
-    event loop. It ends an episode after ``max_turns`` turns, 0 for no number."""
+    """The environment in the package: its configuration, its tasks, and a stage for each event
+    loop. An episode ends after ``max_turns`` turns; 0 for no limit."""
 
     def __init__(self, options: VerifiersOptions) -> None:
         self._options = options
@@ -513,23 +533,23 @@ class _Package:
         self._found: Sequence[Any] | None = None
 
     def check(self) -> None:
-        """Make the environment once. Raises ValueError when that is not possible."""
+        """Create the environment once. Raises ValueError if that fails."""
         self._loaded()
 
     def stage(self) -> Stage:
-        """What the instances of the running event loop share."""
+        """Return the ``Stage`` of the running event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._stages:
             self._stages[loop] = Stage(self._loaded)
         return self._stages[loop]
 
     def task(self, payload: Mapping[str, Any]) -> Any:
-        """The package's task of a payload. Raises EnvironmentFailure through its caller for one
-        that is not there."""
+        """Return the package's task for a payload; may block. A missing index raises, which the
+        caller reports as EnvironmentFailure."""
         return self._tasks()[int(payload["index"])]
 
     def context(self, model: str, url: str, headers: Mapping[str, str], key: str) -> Any:
-        """How the package calls the policy."""
+        """Return the package's model context, by which it calls the policy."""
         from verifiers.v1.clients import EvalClientConfig, ModelContext  # pyright: ignore[reportMissingImports]
 
         return ModelContext(
@@ -538,8 +558,8 @@ class _Package:
         )
 
     def tasks(self, split: str) -> TaskSet:
-        """The tasks of a split; equal ones are on one side. Raises ValueError when there are
-        none."""
+        """Return the tasks of a split; equal tasks are in the same split. Raises ValueError if the
+        split is empty."""
         found = self._tasks()
         rows = [
             Row(
@@ -567,7 +587,8 @@ class _Package:
         )
 
     def _tasks(self) -> Sequence[Any]:
-        """The first tasks; read once, by whoever needs them first."""
+        """Return the first ``most_tasks`` tasks; they are read once, at the first call. Raises
+        ValueError."""
         with self._lock:
             if self._found is None:
                 try:
@@ -582,6 +603,7 @@ class _Package:
             return self._found
 
     def _loaded(self) -> Any:
+        """Return a new environment of the package. Raises ValueError that names the option."""
         try:
             return self._loaders.load_environment(self._config)
         except Exception as error:
@@ -591,7 +613,8 @@ class _Package:
             ) from error
 
     def _configured(self, verifiers: ModuleType, loaders: ModuleType, harness: str) -> Any:
-        """The environment's configuration with the policy on its only seat."""
+        """Return the environment's configuration, in which the policy plays its only role. Raises
+        ValueError."""
         from verifiers.v1.configs.agent import agent_config_fields  # pyright: ignore[reportMissingImports]
 
         options = self._options
@@ -621,6 +644,7 @@ class _Package:
 
 
 def _line(error: BaseException) -> str:
+    """Return an error's text as one line, shortened."""
     return " ".join(str(error).split())[:600]
 
 
