@@ -32,16 +32,17 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 PORT = 8765
+"""Default port of the page."""
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "export": export_command,
     "note": note_command,
     "report": report_command,
 }
-"""First words of other commands: a run of such a name is given as ./note."""
+"""Other commands, by their first word. A run with such a name is given as ./note."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve the page until interrupted, or do what another command says; return the exit code."""
+    """Serve the page until interrupted, or run another command; return the exit code."""
     given_words = sys.argv[1:] if arguments is None else list(arguments)
     if given_words and (command := COMMANDS.get(given_words[0])):
         return command(given_words[1:])
@@ -86,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _problem(folders: Sequence[Path], found: Sequence[Run], follow: bool) -> str:
+    """Return why the folders cannot be shown, or ""."""
     for folder in folders:
         if not folder.exists():
             return f"there is no {folder}"

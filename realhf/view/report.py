@@ -1,7 +1,8 @@
-"""``report.html``: the page over a run in one file, which opens without a server and can be sent
-around.
+"""``report.html``: the page about a run as a single file, which opens without a server and can be
+sent to others.
 
-python -m realhf.view report RUN_DIR writes it of any run, also of one that goes on or was killed.
+python -m realhf.view report RUN_DIR writes it for any run, including runs that are in progress or
+were killed.
 """
 
 from __future__ import annotations
@@ -28,17 +29,21 @@ from realhf.view.run import PARTS, Run
 from realhf.view.run_folder import MARKS, finished, is_run, read_json
 
 REPORT_FILE = "report.html"
+"""Name of the report in the run's folder."""
 MOST_STEPS = 5_000
+"""Maximum number of steps in a report; longer runs are thinned out."""
 MOST_SPANS = 20_000
+"""Maximum number of spans in a report; the last ones are kept."""
 MOST_ROLLOUTS = 20_000
+"""Maximum number of rollouts in the table of a report; the last ones are kept."""
 ROLLOUT_BYTES = 6 * 2**20
-"""How much of the conversations and tokens is in a report, as JSON; about a fifth of it in the
-file."""
+"""Maximum bytes of conversations and tokens in a report, as JSON; compressed, they take about a
+fifth of this in the file."""
 
 
 def write_report(run_dir: Path, rollout_bytes: int = ROLLOUT_BYTES) -> Path:
-    """Write ``report.html`` from the files of a run and return its path. Of long runs it holds
-    every so many steps, and the last spans and rollouts. Raises OSError."""
+    """Write ``report.html`` from the files of a run and return its path. For long runs it contains
+    a subset of evenly spaced steps, and the last spans and rollouts. Raises OSError."""
     run = Run(run_dir, "/".join(run_dir.resolve().parts[-2:]))
     path = run_dir / REPORT_FILE
     write_whole(path, one_file(run.name, _finite(_answers(run, rollout_bytes))))
@@ -46,12 +51,12 @@ def write_report(run_dir: Path, rollout_bytes: int = ROLLOUT_BYTES) -> Path:
 
 
 def _answers(run: Run, rollout_bytes: int) -> dict[str, Any]:
-    """Return what a server would answer about the run, by path."""
+    """Return the server's answers about the run, by path."""
     about = {"number": 0, **run.described(), "folder": run.folder.name}
     summary = read_json(run.folder / "summary.json")
     if (
         isinstance(summary, dict) and summary.get("steps") == about["steps"]
-    ):  # its launcher may still hold the lock
+    ):  # the launcher may still hold the lock, so the run would seem to be in progress
         ended = finished(about["steps"])
         about |= {"state": ended.kind, "text": ended.text}
     metrics, every = _thinned(run.metrics.columns(0, 0))
@@ -77,8 +82,8 @@ def _answers(run: Run, rollout_bytes: int) -> dict[str, Any]:
 
 
 def _thinned(metrics: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """Return columns with at most ``MOST_STEPS`` steps, the last one among them, and of how many
-    steps there is one."""
+    """Return columns with every n-th step such that at most ``MOST_STEPS`` remain, the last step
+    among them; and n."""
     steps = metrics["steps"]
     every = max(1, math.ceil(len(steps) / MOST_STEPS))
     chosen = slice((len(steps) - 1) % every, None, every) if steps else slice(None)
@@ -87,7 +92,7 @@ def _thinned(metrics: dict[str, Any]) -> tuple[dict[str, Any], int]:
 
 
 def _finite(value: Any) -> Any:
-    """Return a value that JSON without extensions can hold."""
+    """Return a value with None in place of the numbers that standard JSON cannot represent."""
     if isinstance(value, dict):
         return {name: _finite(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -96,14 +101,17 @@ def _finite(value: Any) -> Any:
 
 
 _IMPORT = re.compile(r'^import (?:\* as (\w+)|\{ ([^}]*) \}) from "\./(\w+)\.js";$', re.MULTILINE)
+"""Import statement of a module of the page."""
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) ([\w$]+))", re.MULTILINE)
+"""Word ``export`` before a function, class or constant."""
 _LINK = re.compile(r'<link rel="stylesheet" href="/static/([\w.]+)">\n')
+"""Link to a style sheet in index.html."""
 _SCRIPT = re.compile(r'<script( type="module")? src="/static/([\w.]+)"></script>\n')
+"""Link to a script in index.html."""
 
 
 def static_files() -> dict[str, Traversable]:
-    """Return the files of the page, and those that it shares with other pages, by their names in
-    order."""
+    """Return the files of the page, and those shared with other pages, sorted by name."""
     folders = (
         resources.files("realhf.view").joinpath("static"),
         resources.files("realhf.base").joinpath("look"),
@@ -113,9 +121,11 @@ def static_files() -> dict[str, Traversable]:
 
 
 def one_file(title: str, answers: Mapping[str, Any]) -> str:
-    """Return the page with everything in it that it loads otherwise, and ``answers`` {path: what
-    the server would answer} in place of a server. The policy in its head lets only these scripts
-    and styles run, and no request leave."""
+    """Return the page as one HTML text, with everything that it otherwise loads from a server.
+
+    answers: {path: the server's answer}. The content security policy in the head allows only these
+    scripts and styles, and no requests.
+    """
     texts = {name: file.read_text("utf-8") for name, file in static_files().items()}
     page = texts["index.html"]
     styles = [texts[name] for name in _LINK.findall(page)]
@@ -141,14 +151,15 @@ def one_file(title: str, answers: Mapping[str, Any]) -> str:
 
 
 def _digests(texts: list[str]) -> str:
+    """Return the sources of a content security policy that allow these texts."""
     found = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
     return " ".join(f"'sha256-{digest}'" for digest in found)
 
 
 def _one_script(texts: Mapping[str, str], name: str) -> str:
-    """Join a module and all that it imports to one plain script: each becomes a function that
-    returns what the module exports, after those that it imports. Modules from a file would have to
-    be loaded from others."""
+    """Return a module and all its imports as one script. Each module becomes a function that
+    returns its exports, placed after the modules that it imports; a page opened from a file cannot
+    load modules from other files."""
     joined: dict[str, str] = {}
 
     def add(module: str) -> None:
@@ -165,15 +176,16 @@ def _one_script(texts: Mapping[str, str], name: str) -> str:
 
 
 def _taken(found: re.Match[str]) -> str:
+    """Return the declaration that replaces an import statement."""
     whole, names, module = found.groups()
     return f"const {whole or '{ ' + names.replace(' as ', ': ') + ' }'} = of_{module};"
 
 
 def report_command(arguments: Sequence[str]) -> int:
-    """Write ``trace.json`` and the report of a run folder, as the arguments after the word
-    ``report`` say.
+    """Run the command ``report`` with its arguments: write ``trace.json`` and the report of a run
+    folder.
 
-    Returns the exit code: 0, or 1 after one line about what is wrong. Raises OSError.
+    Return the exit code: 0, or 1 after printing one line about the mistake. Raises OSError.
     """
     parser = argparse.ArgumentParser(
         prog="python -m realhf.view report",

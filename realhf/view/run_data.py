@@ -1,6 +1,6 @@
-"""Reads metrics and trace of a run as its files grow, and hands them out column by column.
+"""Metrics and trace of a run, read as its files grow, as columns for the page.
 
-Runs of earlier versions are read under today's names, as far as these say the same.
+Runs of earlier versions are read under today's names, where the meaning is the same.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from realhf.monitor.trace import (
 )
 
 _ALIGNED = 8
+"""Alignment of the arrays, in bytes."""
 _KINDS = {
     "float64": "f64",
     "float32": "f32",
@@ -39,14 +40,18 @@ _KINDS = {
     "uint16": "u16",
     "uint8": "u8",
 }
+"""Names of the element types for the page, by the names of the dtypes."""
 MEDIA_TYPE = "application/octet-stream"
+"""Media type of a packed answer."""
 
 
 def pack(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Return ``u32 length of the header | header as JSON | arrays``, little-endian; every array
-    begins at a multiple of eight bytes. The header is ``about`` with ``arrays``: {name: {kind,
-    length, offset}}, offsets counted from the end of the header. Raises KeyError for a type of
-    elements that the page does not know."""
+    """Return arrays as bytes: ``u32 length of the header | header as JSON | arrays``,
+    little-endian. Every array begins at a multiple of eight bytes.
+
+    The header is ``about`` with the entry ``arrays``: {name: {kind, length, offset}}, with offsets
+    counted from the end of the header. Raises KeyError for a dtype that the page does not support.
+    """
     places: dict[str, dict[str, Any]] = {}
     parts: list[bytes] = []
     offset = 0
@@ -66,12 +71,11 @@ def pack(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 Cell = float | str | None
-"""A value of a metric: a number, "NaN", "Infinity" or "-Infinity", or None where the step has
-none."""
+"""Value of a metric: a number, "NaN", "Infinity" or "-Infinity"; None if the step has no value."""
 
 
 class RunMetrics:
-    """Holds the rows of ``metrics.jsonl``. Thread-safe."""
+    """Rows of ``metrics.jsonl``. Thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
         self._tail = LineTail(run_dir / METRICS_FILE)
@@ -81,7 +85,7 @@ class RunMetrics:
         self.unreadable = 0
 
     def refresh(self) -> None:
-        """Read what was added. Raises OSError when the file cannot be read."""
+        """Read the lines that were added. Raises OSError if the file cannot be read."""
         with self._lock:
             lines = [*self._tail.lines()]
             if self._tail.epoch != self._epoch:
@@ -97,12 +101,12 @@ class RunMetrics:
 
     @property
     def steps(self) -> int:
-        """The number of the last complete step; 0 before the first."""
+        """Number of the last complete step; 0 before the first."""
         return max((row["step"] for row in self.rows), default=0)
 
     def columns(self, epoch: int, start: int) -> dict[str, Any]:
         """Return the rows from ``start`` on as {epoch, start, steps, columns: {name: values},
-        unreadable}; all rows when the file was replaced since ``epoch``."""
+        unreadable}; all rows if the file was replaced since ``epoch``."""
         with self._lock:
             first = start if epoch == self._epoch and 0 <= start <= len(self.rows) else 0
             rows = self.rows[first:]
@@ -117,12 +121,12 @@ class RunMetrics:
 
 
 def cell(value: Any) -> Cell:
-    """Return a value as JSON without extensions can hold it."""
+    """Return a value in a form that standard JSON can represent."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
         finite = math.isfinite(value)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer beyond the range of floats
         return "Infinity" if value > 0 else "-Infinity"
     if finite:
         return value
@@ -130,6 +134,7 @@ def cell(value: Any) -> Cell:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
+    """Return the metrics in a line; None if it is invalid."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -139,15 +144,15 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 MOST_SPANS = 300_000
-"""When a run has more spans than these, the older half of them is forgotten."""
+"""Maximum number of spans in memory; beyond it the older half is dropped."""
 _MOST_NAMES = 60_000
+"""Maximum number of different names and lanes, which are sent as 16-bit numbers."""
 _LATEST = 2**63 - 1
-"""A moment after all others."""
+"""Time after all others, in microseconds."""
 
 
 class RunSpans:
-    """Holds the spans of all processes of a run in the order in which they were read.
-    Thread-safe."""
+    """Spans of all processes of a run, in the order in which they were read. Thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -158,10 +163,13 @@ class RunSpans:
         self._forget()
 
     def packed(self, epoch: int, start: int, most: int = MOST_SPANS) -> bytes:
-        """Return the spans from number ``start`` on, all of them when files were replaced since
-        ``epoch``: columns ``began`` and ``seconds`` (s, counted from ``base``, s since the epoch),
-        ``line``, ``name`` and ``sample`` (numbers into the tables of the header; 0 in ``sample``:
-        none); of more than ``most`` the last ones. Raises OSError."""
+        """Return the spans from number ``start`` on, packed by ``pack``; all spans if files were
+        replaced since ``epoch``. If there are more than ``most``, the last ones. Raises OSError.
+
+        The columns are ``began`` and ``seconds`` (in seconds; ``began`` counts from ``base``, which
+        is in seconds since the epoch), and ``line``, ``name`` and ``sample``, which are indices
+        into the tables of the header (0 in ``sample``: no sample).
+        """
         with self._lock:
             self._refresh()
             first = start if epoch == self._epoch and 0 <= start <= len(self._rows) else 0
@@ -193,6 +201,7 @@ class RunSpans:
             )
 
     def _forget(self) -> None:
+        """Drop all that was read."""
         self._rows: list[tuple[float, float, int, int, int]] = []
         self._lines: dict[tuple[int, int], int] = {}
         self._names: dict[str, int] = {}
@@ -203,6 +212,8 @@ class RunSpans:
         self._base = 0
 
     def _refresh(self) -> None:
+        """Read the lines that were added; start from the beginning if a file was removed or
+        replaced."""
         found = trace_files(self._run_dir)
         new = self._read(found)
         if set(self._tails) - set(found) or any(tail.epoch for tail in self._tails.values()):
@@ -222,6 +233,7 @@ class RunSpans:
         return [line for path in files for line in self._tails[path].lines()]
 
     def _take(self, line: bytes) -> None:
+        """Store the event in a line; ignore an invalid line."""
         try:
             event = self._decode(line)
         except (msgspec.MsgspecError, RecursionError):
@@ -252,13 +264,14 @@ class RunSpans:
             )
 
     def _since(self, ts: int) -> float:
+        """Return a time in seconds since the first event."""
         self._base = self._base or ts
         return (ts - self._base) / 1e6
 
 
 def _in_order(processes: Mapping[int, str], hosts: HostLanes) -> list[dict[str, Any]]:
-    """Return the processes in the order of display; in a run over several hosts by the host that
-    each was on last, which stands before its name."""
+    """Return the processes in the order of display. In a run on several hosts they are grouped by
+    the host that each was on last, which is put before the name."""
     rows = [(hosts.at(name, _LATEST), pid, name) for pid, name in processes.items()]
     order = {host: place for place, host in enumerate(hosts.hosts)}
     rows.sort(key=lambda row: (order.get(row[0], -1), display_rank(row[2]), row[1]))

@@ -1,10 +1,10 @@
-"""The state of a run's folder (running, finished, stopped), and the notes that a person writes
-about the run.
+"""State of a run's folder (running, finished, stopped), and the notes that a person writes about
+the run.
 
 python -m realhf.view note RUN ["text"] [--tag TAG ...] [--untag TAG ...]
 
-writes them; without a text or a tag it prints what is written. The page shows them and changes
-nothing.
+writes the note of a run; without a text and tags it prints the note. The page shows notes and
+changes nothing.
 """
 
 from __future__ import annotations
@@ -25,15 +25,20 @@ from realhf.base.files import open_plain, write_whole
 from realhf.base.text import printable
 
 _LOCKS = Path("/proc/locks")
+"""Table of the file locks of this machine."""
 _FRESH_S = 90.0
-"""Seconds since its last write within which a run counts as running though no lock is visible, as
-of another host."""
+"""Seconds after its last write during which a run counts as running although no lock is visible,
+for example because it runs on another host."""
 _LARGEST_FILE = 16 * 2**20
-"""Bytes of the largest file that is read."""
+"""Maximum bytes of a file that is read."""
 MARKS = ("config.yaml", "metrics.jsonl", "provenance.json")
+"""Files that only runs have."""
 GONE = "gone"
+"""State of a folder that cannot be read."""
 FOREIGN = "foreign"
+"""State of a path that is not a run."""
 STARTING = "starting"
+"""State of a run without a complete step."""
 RUNNING = "running"
 FINISHED = "finished"
 STOPPED = "stopped"
@@ -41,22 +46,25 @@ STOPPED = "stopped"
 
 @dataclass(frozen=True)
 class FolderState:
-    """The state of a folder."""
+    """State of a folder."""
 
     kind: str
-    """One of the words above."""
+    """One of the constants above."""
     text: str
-    """A sentence for the page."""
+    """Sentence about the state, for the page."""
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder has a file that only runs have."""
+    """Return whether a folder contains a file that only runs have."""
     return any(is_plain_file(folder / name) for name in MARKS)
 
 
 def state_of(folder: Path, steps: int, last_written: float | None) -> FolderState:
-    """Describe a folder in which ``steps`` steps are complete and whose newest file was written at
-    ``last_written`` (seconds since the epoch; None: nothing is there)."""
+    """Return the state of a folder.
+
+    steps: number of complete steps. last_written: time of the last write to its files, in seconds
+    since the epoch; None if there are no files.
+    """
     try:
         about = folder.stat()
     except OSError as error:
@@ -90,13 +98,12 @@ def state_of(folder: Path, steps: int, last_written: float | None) -> FolderStat
 
 
 def finished(steps: int) -> FolderState:
-    """Describe a run that has ended after ``steps`` steps."""
+    """Return the state of a run that has ended after ``steps`` steps."""
     return FolderState(FINISHED, f"The run has ended after {_steps(steps)}.")
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process of this machine holds a lock on a file, without asking for the lock
-    itself."""
+    """Return whether a process of this machine holds a lock on a file, without taking the lock."""
     try:
         inode = path.stat().st_ino
         table = _LOCKS.read_text("ascii", "replace")
@@ -151,23 +158,27 @@ def _ago(seconds: float) -> str:
 
 
 NOTE_FILE = "note.json"
+"""Name of the note's file in the run's folder."""
 MOST_CHARACTERS = 20_000
+"""Maximum number of characters of a note."""
 MOST_TAGS = 32
+"""Maximum number of tags of a run."""
 MOST_OF_TAG = 64
+"""Maximum number of characters of a tag."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """What a person wrote about a run."""
+    """Note of a person about a run."""
 
     text: str = ""
     """The text; "" for none."""
     tags: tuple[str, ...] = ()
-    """The tags in the order in which they were added."""
+    """The tags, in the order in which they were added."""
 
 
 def read_note(run_dir: Path) -> Note:
-    """Return the note of a run, of bounded size; an empty one if there is none."""
+    """Return the note of a run, cut to the limits above; an empty note if there is none."""
     content = read_json(run_dir / NOTE_FILE)
     if not isinstance(content, dict):
         return Note()
@@ -191,8 +202,8 @@ def _shorten(text: str, most: int) -> str:
 
 
 def note_command(arguments: Sequence[str]) -> int:
-    """Run the command ``note`` with its arguments. Returns the exit code: 0, or 2 with one line
-    about the mistake."""
+    """Run the command ``note`` with its arguments. Return the exit code: 0, or 2 after printing one
+    line about the mistake."""
     parser = argparse.ArgumentParser(
         prog="python -m realhf.view note",
         description="Write or print what a person has to say about a run.",
@@ -230,6 +241,7 @@ def note_command(arguments: Sequence[str]) -> int:
 
 
 def _problem(run: Path, note: Note) -> str:
+    """Return why a note cannot be written, or ""."""
     if not is_run(run):
         return f"{run} is not a run: it has none of {', '.join(MARKS)}"
     if len(note.text) > MOST_CHARACTERS:

@@ -1,4 +1,4 @@
-"""The server of the page over runs, for this machine only. Files of runs are read on request;
+"""Server of the page about runs, for this machine only. The files of runs are read on request;
 nothing is written."""
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from realhf.web.guard import (
 )
 
 CHANGES_S = 20.0
-"""Seconds that a request for changes waits; then the page sends the next one."""
+"""Maximum seconds that a request for changes waits; then the page sends the next one."""
 LOOK_S = 0.25
-"""Seconds between two looks at the files during that time."""
+"""Seconds between two checks of the files during that time."""
 SEARCH_S = 30.0
-"""Seconds that a full-text search may take; its result says how much was searched."""
+"""Maximum seconds of a full-text search; its result contains how much was searched."""
 LONGEST_SEARCH = 1000
-"""Most characters of a search text."""
+"""Maximum number of characters of a search text."""
 Handler = Callable[[Request], Awaitable[Response]]
+"""Handler of a request."""
 
 
 def create_app(runs: RunList, *, follow: bool) -> Starlette:
-    """Return the application. ``follow``: the page keeps asking for changes."""
+    """Return the application. ``follow``: whether the page keeps asking for changes."""
     api = Api(runs, follow)
     files = static_files()
     routes: list[BaseRoute] = [Route("/", _file(files["index.html"]))]
@@ -65,20 +66,20 @@ def create_app(runs: RunList, *, follow: bool) -> Starlette:
 
 
 class Api:
-    """The handlers of the page's requests. Threads read the files, so that a slow disk delays no
-    other request."""
+    """Handlers of the page's requests. Files are read in threads, so that a slow disk does not
+    delay other requests."""
 
     def __init__(self, runs: RunList, follow: bool) -> None:
         self._runs = runs
         self._follow = follow
 
     async def list_runs(self, request: Request) -> Response:
-        """List all runs with their states."""
+        """Return all runs with their states."""
         return _json(await run_in_threadpool(self._list))
 
     async def changes(self, request: Request) -> Response:
-        """Wait until the runs ``?run=..`` differ from the state ``?seen=..``, at most
-        ``CHANGES_S``."""
+        """Return the states of the runs ``?run=..`` once they differ from the state ``?seen=..``,
+        or after ``CHANGES_S``."""
         numbers = [int(text) for text in request.query_params.getlist("run") if text.isdecimal()][
             :16
         ]
@@ -93,12 +94,12 @@ class Api:
                 return Response(status_code=204)
             try:
                 await asyncio.sleep(LOOK_S)
-            except asyncio.CancelledError:  # the server ends
+            except asyncio.CancelledError:  # the server is shutting down
                 return Response(status_code=204)
 
     def part(self, read: Callable[[Run, Request], Any]) -> Handler:
-        """Return the handler of a part of a run, which ``read`` returns as bytes, or as a value for
-        JSON."""
+        """Return the handler of a part of a run; ``read`` returns the part as bytes, or as a value
+        for JSON."""
 
         async def answer(request: Request) -> Response:
             found = await run_in_threadpool(read, self._run_of(request), request)
@@ -173,21 +174,24 @@ PARTS_OF_A_RUN: Mapping[str, Callable[[Run, Request], Any]] = {
     "rollouts": lambda run, _: run.rollouts.packed(),
     "rollout": _rollout,
 }
-"""The routes below ``/api/runs/<number>/``. Metrics and spans are those from ``start`` on. A
-rollout (``id``) comes whole only if it has changed since the answer with the stamp ``seen``."""
+"""Handlers of the routes below ``/api/runs/<number>/``. Metrics and spans are returned from
+``start`` on. A rollout (``id``) is returned in full only if it has changed since the answer with
+the stamp ``seen``."""
 
 
 def _number(request: Request, name: str) -> int:
+    """Return a number of the query: 0 if it is missing, -1 if it is invalid."""
     text = request.query_params.get(name, "0")
     return int(text) if text.isdecimal() and len(text) < 16 else -1
 
 
 def _json(content: Any) -> Response:
-    """Encode as ASCII, so that halves of surrogate pairs arrive unchanged."""
+    """Return a response as JSON in ASCII, so that halves of surrogate pairs arrive unchanged."""
     return Response(json.dumps(content, separators=(",", ":")), media_type="application/json")
 
 
 def _file(source: Traversable) -> Handler:
+    """Return a handler that returns a file of the page."""
     content, kind = (
         source.read_bytes(),
         mimetypes.guess_type(source.name)[0] or "application/octet-stream",
@@ -200,6 +204,7 @@ def _file(source: Traversable) -> Handler:
 
 
 async def _unreadable(request: Request, error: Exception) -> Response:
+    """Return the response for a file that cannot be read."""
     assert isinstance(error, OSError)
     return JSONResponse(
         {"detail": f"{error.filename or 'a file'} cannot be read: {error.strerror}"}, 410
@@ -209,7 +214,7 @@ async def _unreadable(request: Request, error: Exception) -> Response:
 async def _streamed(
     found: Iterator[dict[str, Any]], stopped: threading.Event
 ) -> AsyncIterator[bytes]:
-    """Yield search results as lines of JSON; the searching thread ends with the request."""
+    """Yield search results as lines of JSON; the search ends when the request does."""
     loop = asyncio.get_running_loop()
     try:
         while (item := await loop.run_in_executor(None, next, found, None)) is not None:
@@ -219,12 +224,13 @@ async def _streamed(
 
 
 SERVER_HEADER = "X-Realhf-Server"
-"""Header of every answer with a name of this process. By it an open page notices that another
-server, with other runs, has taken its place on the port."""
+"""Header of every response with a random name of this process, by which an open page notices that
+another server, with other runs, now uses the port."""
 
 
 def guard_rules() -> GuardRules:
-    """Return which requests are served: those of this machine, for the page itself."""
+    """Return the rules by which requests are served: only from this machine, for the page
+    itself."""
     remedy = "this page is served to 127.0.0.1 and localhost only"
     headers = {
         **PAGE_HEADERS,
