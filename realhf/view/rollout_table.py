@@ -1,5 +1,5 @@
-"""Gives the rollouts of a run to the page: all of them as columns, one of them whole, and those
-that hold a text."""
+"""Rollouts of a run for the page: all of them as columns, a single one in full, and a full-text
+search."""
 
 from __future__ import annotations
 
@@ -21,18 +21,25 @@ from realhf.view.run_data import pack
 
 Array = np.ndarray[Any, Any]
 NONE = -1
-"""Stands for no version and no staleness."""
+"""Value for "no version" and "no staleness" in a column of integers."""
 PLAYED_TOKENS = 1
+"""Bit of the column ``tokens``: the tokens of the played rollout are recorded."""
 TRAINED_TOKENS = 2
+"""Bit of the column ``tokens``: the tokens used in training are recorded."""
 MOST_GROUP = 64
+"""Maximum number of rollouts of a group that are returned with a rollout."""
 MOST_EXTRACTED = 1000
+"""Maximum number of rollouts that are extracted in full for a report."""
 _TEXTS = ("task", "template", "group", "env", "split", "failure")
+"""Columns of text, which are sent as indices into tables."""
 _LEAST = -(2**31)
+"""Smallest 32-bit integer, the type of the columns."""
 _MOST = 2**31 - 1
+"""Largest 32-bit integer, the type of the columns."""
 
 
 class RunRollouts:
-    """Reads the rollouts of a run folder as they are added. Thread-safe."""
+    """Rollouts of a run folder, read as they are added. Thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
         self._store = RolloutStore(run_dir)
@@ -42,9 +49,12 @@ class RunRollouts:
         self._seen: tuple[Any, ...] = ()
 
     def packed(self) -> bytes:
-        """Return a row for each rollout, and for each further conversation of one (``branch``), as
-        columns (``run_data.pack``), in the order of steps. Texts are numbers into the tables of the
-        header; ``samples[sample]/row`` is the id."""
+        """Return a table of all rollouts as columns (``run_data.pack``), ordered by step, with a
+        row for each rollout and for each further conversation of a rollout (``branch``).
+
+        Texts are indices into the tables of the header; the id of a rollout is
+        ``samples[sample]/row``.
+        """
         with self._lock:
             rows = self._refreshed()
             if not self._packed:
@@ -52,10 +62,12 @@ class RunRollouts:
             return self._packed
 
     def one(self, name: str, seen: str = "") -> dict[str, Any] | None:
-        """Return index lines and records of a rollout, and the lines of its group; None when there
-        is none. In place of a record that cannot be read there is {problem}. ``stamp`` is another
-        one when a line has changed; with that one as ``seen`` no record is read, and the answer is
-        {id, stamp, same}."""
+        """Return the index lines and records of a rollout, and the index lines of its group; None
+        if there is no such rollout.
+
+        A record that cannot be read is replaced by {problem}. ``stamp`` changes when one of the
+        lines does: if it equals ``seen``, no record is read and the result is {id, stamp, same}.
+        """
         with self._lock:
             self._store.refresh()
             row = self._store.find(name)
@@ -88,9 +100,12 @@ class RunRollouts:
         }
 
     def extract(self, most_rows: int, most_bytes: int) -> tuple[bytes, dict[str, dict[str, Any]]]:
-        """Return the last ``most_rows`` rows as ``packed`` does, and {id: what ``one`` returns} of
-        the last rollouts, as many as make ``most_bytes`` of JSON; the others are called not kept.
-        One that takes a quarter of the room or more is left out."""
+        """Return the last ``most_rows`` rows in the form of ``packed``, and {id: result of ``one``}
+        of the latest rollouts that fit into ``most_bytes`` of JSON.
+
+        The other rollouts are marked as not kept. A rollout that takes a quarter of the bytes or
+        more is left out.
+        """
         rows = self.index()[-most_rows:]
         left = most_bytes
         found: dict[str, dict[str, Any]] = {}
@@ -109,16 +124,19 @@ class RunRollouts:
         return _packed(kept, self._store.problems), found
 
     def index(self) -> list[Row]:
-        """Return the rollouts that count."""
+        """Return the rows of the rollouts that count."""
         with self._lock:
             return list(self._refreshed())
 
     def search(
         self, text: str, deadline: float, stopped: Callable[[], bool]
     ) -> Iterator[dict[str, Any]]:
-        """Yield {ids} of rollouts whose conversation, task or failure holds a text (whatever its
-        case), the newest first, and at last {done, searched, of}. ``deadline``: of
-        ``process_clock.now``, after which it ends."""
+        """Yield {ids} of rollouts whose conversation, task or failure contains a text (ignoring
+        case), newest first, and finally {done, searched, of}.
+
+        deadline: time of ``process_clock.now`` at which the search ends. stopped: returns whether
+        it must end now.
+        """
         with self._lock:
             lines = [row.play for row in self._refreshed() if row.play.shard != NO_SHARD]
         wanted = text.casefold()
@@ -137,6 +155,7 @@ class RunRollouts:
         yield {"done": searched == len(lines), "searched": searched, "of": len(lines)}
 
     def _holding(self, member: Sequence[PlayLine], wanted: str) -> Iterator[str]:
+        """Yield the ids of rollouts of one compressed member that contain a text."""
         try:
             texts = self._store.member(member[0])
         except NoRecord:
@@ -151,12 +170,14 @@ class RunRollouts:
                 yield line.id
 
     def _record(self, line: Any) -> dict[str, Any]:
+        """Return the record of an index line; {problem} if it cannot be read."""
         try:
             return self._store.record(line)
         except NoRecord as error:
             return {"problem": str(error)}
 
     def _refreshed(self) -> list[Row]:
+        """Read what was added and return the rows; drop the packed table if they have changed."""
         self._store.refresh()
         store = self._store
         seen = store.epoch, len(store.play.lines), len(store.train.lines), *store.problems
@@ -165,12 +186,14 @@ class RunRollouts:
             self._packed = b""
             if (
                 store.play.lines or not self._rows
-            ):  # what was read of a folder that vanishes is still shown
+            ):  # the rows of a folder that has vanished are still shown
                 self._rows = sorted(self._store.rows(), key=lambda row: row.step)
         return self._rows
 
 
 class _Words(msgspec.Struct):
+    """The parts of a record that are searched."""
+
     task: Any = ""
     status: Any = ""
     message: Any = ""
@@ -181,18 +204,19 @@ _decode_words = msgspec.json.Decoder(_Words).decode
 
 
 def _is_plain(wanted: str) -> bool:
-    """Return whether JSON writes this text as it is."""
+    """Return whether JSON encodes this text unchanged."""
     return wanted.isascii() and wanted.isprintable() and not set('"\\') & set(wanted)
 
 
 def _may_hold(line: bytes, plain: bytes) -> bool:
-    """Return whether a record may hold a text that ``_is_plain``, without decoding it: characters
-    beyond ASCII, escaped ones too, may be equal to ASCII whatever their case."""
+    """Return whether an encoded record may contain a text for which ``_is_plain`` holds, without
+    decoding it. A record with characters beyond ASCII, also escaped ones, may always contain it,
+    because such a character can equal an ASCII one when case is ignored."""
     return plain in line.lower() or not line.isascii() or b"\\u" in line or b"\\/" in line
 
 
 def _searched(line: bytes) -> str:
-    """Return the words of a record, without the names of its fields."""
+    """Return the text of a record that is searched, without the names of its fields."""
     try:
         words = _decode_words(line)
     except (msgspec.MsgspecError, RecursionError):
@@ -212,6 +236,7 @@ def _searched(line: bytes) -> str:
 
 
 def _words(value: Any, depth: int = 0) -> Iterator[str]:
+    """Yield all texts in a value, to a limited depth."""
     if isinstance(value, str):
         yield value
     elif depth < 20 and isinstance(value, (list, dict)):
@@ -220,14 +245,17 @@ def _words(value: Any, depth: int = 0) -> Iterator[str]:
 
 
 def _place(line: PlayLine) -> tuple[int, int, int]:
+    """Return the position of the compressed member that contains a line's record."""
     return line.writer, line.shard, line.offset
 
 
 def _plain(line: Any) -> dict[str, Any]:
+    """Return an index line as a value for JSON."""
     return msgspec.to_builtins(line) | {"has_tokens": line.has_tokens}
 
 
 def _without_record(row: Row) -> Row:
+    """Return a row that is marked as having no record."""
     play = msgspec.structs.replace(row.play, shard=NO_SHARD)
     return Row(
         play, None if row.train is None else msgspec.structs.replace(row.train, shard=NO_SHARD)
@@ -235,6 +263,7 @@ def _without_record(row: Row) -> Row:
 
 
 def _packed(rows: Sequence[Row], problems: Sequence[str]) -> bytes:
+    """Return rows in the form of ``RunRollouts.packed``."""
     plays = [row.play for row in rows]
     trains = [row.train for row in rows]
     codes: dict[str, Array] = {}
@@ -274,20 +303,21 @@ def _packed(rows: Sequence[Row], problems: Sequence[str]) -> bytes:
 
 
 def _text(play: PlayLine, name: str) -> str:
-    """Return a text of a line. Runs of earlier versions name no template: each task is its own
-    one."""
+    """Return a text of an index line. In runs of earlier versions, which do not record a template,
+    each task is its own template."""
     return getattr(play, name) or (play.task if name == "template" else "")
 
 
 def _coded(values: Iterable[str]) -> tuple[Array, list[str]]:
+    """Return texts as indices into a table, and the table."""
     table: dict[str, int] = {}
     codes = [table.setdefault(value, len(table)) for value in values]
     return np.array(codes, dtype=np.uint32), list(table)
 
 
 def _ints(values: Iterable[int]) -> Array:
-    """Return numbers as the page reads them, the nearest that it can hold for those of a damaged
-    index."""
+    """Return numbers as an array of int32; numbers out of range, from a damaged index, become the
+    nearest that fits."""
     given = list(values)
     try:
         wide = np.fromiter(given, dtype=np.int64, count=len(given))
@@ -297,4 +327,5 @@ def _ints(values: Iterable[int]) -> Array:
 
 
 def _floats(values: Iterable[float | None]) -> Array:
+    """Return numbers as an array of float32, with NaN for None."""
     return np.array([np.nan if value is None else value for value in values], dtype=np.float32)

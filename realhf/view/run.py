@@ -1,4 +1,4 @@
-"""Finds runs and shows each as the page sees it: its files, read as they grow."""
+"""List of runs, and each run as the page shows it: its files, read as they grow."""
 
 from __future__ import annotations
 
@@ -39,25 +39,36 @@ from realhf.view.run_folder import (
 )
 
 MOST_OPTIONS = 5000
+"""Maximum number of options that are shown."""
 MOST_OPTION_DEPTH = 20
+"""Maximum depth of nested options."""
 MOST_VISITS = 50_000
-"""How many values are looked at: aliases lead to the same ones again and again."""
+"""Maximum number of values visited in a configuration, because YAML aliases can refer to the same
+values again and again."""
 MOST_CHARACTERS = 500
+"""Maximum number of characters of a value or an event."""
 _NOT_SHOWN = ("fileroot",)
+"""Options that are not shown."""
 MOST_EVENTS = 500
+"""Maximum number of events; the last ones are kept."""
 EVENT_FILES = (DEATHS_FILE, PLACEMENTS_FILE, NONFINITE_FILE)
+"""Files from which events are read."""
 _NAME = r"[a-z0-9_-]*(?:key|token|secret|password|passwd|passphrase|credentials?)"
+"""Names of options and fields whose values are secrets."""
 _SECRET = re.compile(
     rf"""((?<![a-z0-9_-]){_NAME}['"]?\s*[=:]\s*)(?:"[^"]*(?:"|$)|'[^']*(?:'|$)|[^\s,}}\]]+)""",
     re.IGNORECASE,
 )
+"""A secret within a text: its name, then its value."""
 _SECRET_OPTION = re.compile(rf"((?:[\w-]+\.)*{_NAME}=).+", re.IGNORECASE | re.DOTALL)
+"""Option whose value is a secret."""
 _LOGIN = re.compile(r"(://)[^/\s]+@")
+"""User and password in a URL."""
 
 
 def run_config(run_dir: Path) -> dict[str, str]:
-    """Return {option: value} of ``config.yaml``; {} when there is none or it cannot be understood.
-    Bounded, whatever the file holds."""
+    """Return {option: value} of ``config.yaml``; {} if it is missing or invalid. The size of the
+    result is limited, whatever the file contains."""
     import yaml
 
     try:
@@ -70,8 +81,8 @@ def run_config(run_dir: Path) -> dict[str, str]:
 
 
 def run_origin(run_dir: Path) -> dict[str, Any]:
-    """Return the command line, commit and versions of ``provenance.json``, as far as they are
-    there."""
+    """Return the command line, commit and versions in ``provenance.json``; missing ones are
+    empty."""
     content = read_json(run_dir / "provenance.json")
     if not isinstance(content, dict):
         return {}
@@ -92,9 +103,12 @@ def run_origin(run_dir: Path) -> dict[str, Any]:
 
 
 def run_events(run_dir: Path, hosts: HostLanes) -> list[dict[str, Any]]:
-    """Return what happened to a run {at (s since the epoch, None where it is not known), step (the
-    last complete one, or None), what}: that it went on, workers that ended before it did, hosts
-    that were lost, updates that were skipped."""
+    """Return the events of a run: resumptions, workers that ended early, lost hosts and skipped
+    updates.
+
+    Each is {at: seconds since the epoch, or None if unknown, step: last complete step, or None,
+    what: text}.
+    """
     found: list[dict[str, Any]] = []
     for entry in launches(run_dir)[1:]:
         changed = entry.get("changed")
@@ -130,9 +144,12 @@ def run_events(run_dir: Path, hosts: HostLanes) -> list[dict[str, Any]]:
 
 
 def masked(text: str) -> str:
-    """Return a text without what stands behind a name such as ``api_key``, and without the login of
-    an address. Of one that is an option with such a name, as ``env.token=``, nothing of the value
-    is kept: it may have spaces."""
+    """Return a text without the values of names such as ``api_key``, and without user and password
+    in URLs.
+
+    If the text is an option with such a name, like ``env.token=..``, its whole value is removed,
+    because it may contain spaces.
+    """
     if option := _SECRET_OPTION.fullmatch(text):
         return f"{option[1]}(not shown)"
     return _LOGIN.sub(r"\1(not shown)@", _SECRET.sub(r"\1(not shown)", text))
@@ -141,6 +158,7 @@ def masked(text: str) -> str:
 def _flatten(
     name: str, value: Any, found: dict[str, str], depth: int, visits: Iterator[int]
 ) -> None:
+    """Add the options below ``name`` to ``found``, within the limits."""
     if next(visits) >= MOST_VISITS or len(found) >= MOST_OPTIONS or name in _NOT_SHOWN:
         return
     if isinstance(value, dict) and value and depth < MOST_OPTION_DEPTH:
@@ -151,13 +169,13 @@ def _flatten(
 
 
 def _shown(name: str, value: Any) -> str:
-    """Return the value of an option as a text, unless it is a secret by its name."""
+    """Return the value of an option as text; a secret, recognised by its name, is removed."""
     return masked(f"{name}={str(value)[:MOST_CHARACTERS]}").removeprefix(f"{name}=")
 
 
 def _is_small(value: Any, depth: int = 0) -> bool:
-    """Return whether writing a value out is cheap; aliases can make a short file mean an endless
-    one."""
+    """Return whether formatting a value is cheap; because of YAML aliases, a short file can stand
+    for an endless value."""
     if not isinstance(value, (dict, list)):
         return True
     inner = list(value.values()) if isinstance(value, dict) else value
@@ -178,11 +196,11 @@ PARTS = {
     "spans": ("trace",),
     "rollouts": ("rollouts",),
 }
-"""The parts of a run that change on their own, with the files or folders that they lie in."""
+"""Parts of a run that change independently, with the files or folders that contain them."""
 
 
 class Run:
-    """Is a run folder that is looked at. Methods block; they may be called from several threads."""
+    """A run folder, as the page shows it. Thread-safe; methods block."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
@@ -192,14 +210,15 @@ class Run:
         self.rollouts = RunRollouts(folder)
 
     def stamps(self) -> dict[str, str]:
-        """Return a text for each part that is another one once the part has changed."""
+        """Return a text for each part, which changes when the part does."""
         return {
             part: " ".join(_stamp(self.folder / name) for name in names)
             for part, names in PARTS.items()
         }
 
     def state(self) -> FolderState:
-        """Say whether the run goes on, has ended, or is no run."""
+        """Return the state of the folder: whether the run is in progress, has ended, or is no
+        run."""
         try:
             self.metrics.refresh()
         except OSError:
@@ -213,7 +232,7 @@ class Run:
         return state_of(self.folder, self.metrics.steps, max(times, default=None))
 
     def described(self) -> dict[str, Any]:
-        """Return what a list of runs says of this one."""
+        """Return the entry of this run in the list of runs."""
         state = self.state()
         tags = read_note(self.folder).tags
         known = {
@@ -225,9 +244,9 @@ class Run:
         return known | {"steps": self.metrics.steps, "tags": list(tags)}
 
     def about(self) -> dict[str, Any]:
-        """Return what the run was started with, where it came from, how far its environment's
-        reward was proved ("" for a run without one), what a person has written about it, what
-        happened to it, and which processes each host had."""
+        """Return the run's options, its origin, how far the reward of its environment was proved
+        ("" for a run without an environment), its note, its events, and the processes of each
+        host."""
         hosts = HostLanes(self.folder)
         config = run_config(self.folder)
         return {
@@ -240,8 +259,8 @@ class Run:
         }
 
     def advisories(self) -> list[dict[str, Any]]:
-        """Return what is to be said about the run, as ``realhf.monitor.advisories`` judges it: {id,
-        severity, text, since, advice, filter}."""
+        """Return the advisories of ``realhf.monitor.advisories`` about the run: {id, severity,
+        text, since, advice, filter}."""
         self.metrics.refresh()
         content = read_json(self.folder / EVALUATIONS_FILE)
         reports = content.items() if isinstance(content, dict) else ()
@@ -258,8 +277,8 @@ class Run:
         return [asdict(one) for one in found]
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Return a point for each evaluation, way of sampling and group: {step, way, group,
-        success, low, high, ..}."""
+        """Return a point for each evaluation, sampling method and group: {step, way, group,
+        success, low, high, ..}, sorted by step."""
         content = read_json(self.folder / EVALUATIONS_FILE)
         points: list[dict[str, Any]] = []
         for step, report in content.items() if isinstance(content, dict) else ():
@@ -276,7 +295,7 @@ class Run:
 
 
 def number_or_none(text: str) -> float | None:
-    """Return the number that a text is; None for any other text."""
+    """Return the number that a text contains; None for any other text."""
     try:
         return float(text)
     except ValueError:
@@ -284,7 +303,8 @@ def number_or_none(text: str) -> float | None:
 
 
 def _stamp(path: Path) -> str:
-    """Describe a file by its identity, size and time; a folder by those of the files in it."""
+    """Return a text that changes when a file does (by inode, size and time), or when a file in a
+    folder does; "-" if the path cannot be read."""
     try:
         about = path.stat()
         if path.is_dir():
@@ -297,6 +317,8 @@ def _stamp(path: Path) -> str:
 
 
 def _newest(path: Path) -> float | None:
+    """Return the time of the last change of a file, or of a folder and the files in it, in seconds
+    since the epoch; None if the path cannot be read."""
     try:
         return max(
             [
@@ -309,7 +331,8 @@ def _newest(path: Path) -> float | None:
 
 
 def _inside(folder: Path) -> list[os.stat_result]:
-    """Describe the entries of a folder, but those that vanish meanwhile or lead nowhere."""
+    """Return the status of each entry of a folder, except for entries that vanish during the call
+    and for broken links."""
     found = []
     for entry in folder.iterdir():
         with suppress(OSError):
@@ -318,16 +341,17 @@ def _inside(folder: Path) -> list[os.stat_result]:
 
 
 MOST_RUNS = 500
+"""Maximum number of runs in a list."""
 MOST_FOLDER_DEPTH = 4
+"""Maximum depth of a run below a folder of runs."""
 _INNER = frozenset(
     {"checkpoints", "logs", "policy", "rollouts", "tensorboard", "trace", "wandb", "mlflow"}
 )
-"""Folders of a run in which no further run lies."""
+"""Folders of a run, in which no further runs are looked for."""
 
 
 class RunList:
-    """Keeps the runs in the order in which they were found, so that the number of a run stays its
-    own."""
+    """Runs in the order in which they were found; the number of a run never changes."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = [Path(os.path.abspath(folder)) for folder in folders]
@@ -336,9 +360,11 @@ class RunList:
         self._lock = threading.Lock()
 
     def refresh(self) -> list[Run]:
-        """Look for runs that were added, and return all, at most ``MOST_RUNS``: where there are
-        more, those that were written to last. A folder that was named and holds none counts as one,
-        so that the page can say what is wrong with it."""
+        """Look for added runs, and return all runs.
+
+        If there are more than ``MOST_RUNS``, those written to last are added first. A given folder
+        without runs counts as a run, so that the page can show what is wrong with it.
+        """
         with self._lock:
             fresh: dict[Path, str] = {}
             for folder in self._folders:
@@ -355,14 +381,14 @@ class RunList:
             return list(self._runs.values())
 
     def left_off(self) -> list[Path]:
-        """Return the folders of the runs that are not listed, because there are more than
+        """Return the folders of runs that are not listed because there are more than
         ``MOST_RUNS``."""
         with self._lock:
             return list(self._left_off)
 
     def first(self) -> int:
-        """Return the number of the run that the page opens with: the first that was named, or of a
-        folder of runs the one that was written to last."""
+        """Return the number of the run that the page opens first: the first given one or, for a
+        folder of runs, the one written to last."""
         with self._lock:
             runs = list(self._runs.values())
         if not runs or is_run(self._folders[0]):
@@ -377,6 +403,7 @@ class RunList:
 
 
 def _below(folder: Path, depth: int) -> Iterator[Path]:
+    """Yield the runs below a folder, down to a depth."""
     try:
         inner = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
     except OSError:
@@ -391,7 +418,8 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _written(run: Path) -> float:
-    """Return when a run wrote its last step, or began; 0 for one that has vanished."""
+    """Return when a run wrote its last step, or started, in seconds since the epoch; 0 if it has
+    vanished."""
     for path in (run / METRICS_FILE, run):
         with suppress(OSError):
             return path.stat().st_mtime
@@ -399,6 +427,7 @@ def _written(run: Path) -> float:
 
 
 def _name(folder: Path, path: Path) -> str:
+    """Return the name under which the page shows a run."""
     if path == folder:
         return "/".join(path.parts[-2:]) if len(path.parts) > 2 else path.name
     return path.relative_to(folder).as_posix()
