@@ -195,9 +195,13 @@ class _Words(msgspec.Struct):
     """The parts of a record that are searched."""
 
     task: Any = ""
+    """Payload of the task."""
     status: Any = ""
+    """Status of the rollout; of a failure."""
     message: Any = ""
+    """Message of a failure."""
     messages: list[Any] = []
+    """Messages of the conversation."""
 
 
 _decode_words = msgspec.json.Decoder(_Words).decode

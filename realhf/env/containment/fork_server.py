@@ -107,7 +107,8 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Owner's side of a zygote: starts it and asks it for children. Thread-safe.
+    """Owner's side of a zygote: starts it and asks it for children. ``fork`` may be called from
+    several threads.
 
     module: run as ``python -m module <control fd> *arguments``; it calls ``serve_forks``. log: file
     for stdout and stderr of the zygote; None inherits the owner's. environment: environment
@@ -185,7 +186,7 @@ class ForkServer:
                 self._control.send(json.dumps([self._number]).encode())
             except BaseException as error:
                 if child is not None:
-                    os.close(child.pidfd)  # it never begins
+                    os.close(child.pidfd)  # the child never starts its work
                 with contextlib.suppress(OSError):
                     self._control.send(json.dumps([_NOBODY]).encode())
                 if isinstance(error, OSError) and not isinstance(error, TimeoutError):
@@ -311,7 +312,7 @@ def serve_forks(
     while True:
         data, fds, _, _ = socket.recv_fds(control, _MAX_DATAGRAM, 8)
         number, *asked = json.loads(data) if data else (_NOBODY,)
-        if go is not None:  # a child waits for its beginning; whatever else comes, it ends
+        if go is not None:  # a child waits for its start; any other message makes it exit
             if (number, asked) == (go[0], []):
                 with contextlib.suppress(BrokenPipeError):
                     os.write(go[1], _BEGIN)
@@ -384,7 +385,7 @@ def _fork_twice() -> int:
         writer.close()
         with contextlib.suppress(
             ChildProcessError
-        ):  # it is not collected, but waited for: then its child is adopted
+        ):  # SIGCHLD is ignored, so waitpid only waits for its exit; then its child is adopted
             os.waitpid(between, 0)
         pid = int(reader.read(32) or -1)
     if pid < 0:

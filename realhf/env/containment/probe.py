@@ -122,8 +122,8 @@ class _Calls:
     def refused(
         self, layer: str, act: str, function: Any, *arguments: Any, by: tuple[int, ...]
     ) -> Attempt:
-        """Call a C function; the attempt counts as stopped if it fails with one of the error
-        numbers ``by``, which are those that the layer causes."""
+        """Call a C function and return the attempt. It counts as stopped if the call fails with one
+        of the error numbers ``by``, which are those that the layer causes."""
         result = function(*arguments)
         number = self._errno()[0]
         if function is self.fork and result == 0:
@@ -211,6 +211,7 @@ def _hooks() -> Iterator[Attempt]:
 
 
 def _fork() -> None:
+    """Fork a process that exits at once."""
     if os.fork() == 0:
         os._exit(0)
 

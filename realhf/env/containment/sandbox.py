@@ -95,7 +95,7 @@ def leave_network() -> bool:
     isolated = libc.unshare(_CLONE_NEWNET) == 0 or libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0
     _prctl(
         _PR_SET_DUMPABLE, 1
-    )  # a new user namespace clears it; the owner could then not read /proc/PID any more
+    )  # a new user namespace clears it, and the owner could no longer read /proc/PID
     return isolated
 
 
@@ -446,7 +446,7 @@ def sandboxed(
     words = [str(program), *_NAMESPACES, "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
     for path in _SYSTEM:
         words += ["--ro-bind-try", path, path]
-    for path in sorted(python):  # a prefix comes before what is inside it
+    for path in sorted(python):  # in this order a folder precedes the folders inside it
         words += ["--ro-bind", path, path]
     words += _own_code(parts)
     for path in writable:

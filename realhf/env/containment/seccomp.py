@@ -17,19 +17,35 @@ import struct
 from typing import NamedTuple
 
 _SET_MODE_FILTER = 1
+"""SECCOMP_SET_MODE_FILTER, an operation of seccomp(2)."""
 _FLAG_SPEC_ALLOW = 4
+"""SECCOMP_FILTER_FLAG_SPEC_ALLOW: the filter does not switch on mitigations of speculative
+execution, which would slow the process down."""
 _ALLOW = 0x7FFF0000
+"""SECCOMP_RET_ALLOW: the system call is executed."""
 _ERRNO = 0x00050000
+"""SECCOMP_RET_ERRNO: the system call fails with the error number in the lower 16 bits."""
 _CLONE_THREAD = 0x00010000
+"""Flag of ``clone`` that makes a thread."""
 _LOAD = 0x20
+"""BPF: load a 32-bit word of struct seccomp_data."""
 _JUMP_EQUAL = 0x15
+"""BPF: jump if the loaded word equals the operand."""
 _JUMP_AT_LEAST = 0x35
+"""BPF: jump if the loaded word is at least the operand."""
 _JUMP_SET = 0x45
+"""BPF: jump if the loaded word has a bit of the operand."""
 _RETURN = 0x06
+"""BPF: return the operand."""
 _X32_CALLS = 0x40000000
+"""Smallest number of a system call of the x32 ABI, all of which are refused."""
 _OFFSET_NUMBER = 0
+"""Offset of the system call number in struct seccomp_data."""
 _OFFSET_ARCH = 4
+"""Offset of the architecture in struct seccomp_data."""
 _OFFSET_FIRST_ARGUMENT = 16
+"""Offset of the lower half of the first argument in struct seccomp_data, on little-endian
+machines."""
 
 
 class Machine(NamedTuple):
@@ -63,6 +79,7 @@ _MACHINES = {
                        (221, 281, 198, 203, 200, 117, 40, 39, 51, 41, 97, 268, 280, 104, 105, 273, 270, 271, 219, 282,
                         265, 425, 438, 129, 424, 130, 138, 240)),
 }  # fmt: skip
+"""Supported architectures, by the name of the machine in ``platform``."""
 
 
 class _Program(ctypes.Structure):

@@ -33,6 +33,7 @@ class ChosenTask:
     """A task to play."""
 
     task: Task
+    """The task, with its payload and seed."""
     template: str = ""
     """Id of the template that the task was instantiated from; "" if the client sent the whole
     task."""

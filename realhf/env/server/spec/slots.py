@@ -162,7 +162,7 @@ class Place:
         finally:
             if (
                 os.getpid() != server
-            ):  # the environment has forked, and this is its child, which must not go on as a server
+            ):  # this is a child that the environment forked; it must not continue as a server
                 os._exit(1)
 
 
