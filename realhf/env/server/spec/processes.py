@@ -59,7 +59,9 @@ class _Process:
     """One process of the environment, as the server sees it.
 
     control: the control socket. crash: file to which faulthandler writes the stack of a crash.
-    session: id of the kernel session that the process and its own children belong to.
+    session: id of the kernel session that the process and its own children belong to. ``sessions``
+    is the number of sessions that have a channel to the process, ``counted`` whether its death has
+    been counted.
     """
 
     def __init__(

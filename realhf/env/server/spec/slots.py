@@ -199,8 +199,7 @@ async def _closed(env: Environment) -> None:
 
 
 MOST_STUCK = 64
-"""Number of stuck threads in the environment's code from which on no session is opened, until some
-of these threads end."""
+"""No session is opened while this many threads are stuck in the environment's code."""
 
 
 class SessionSlots:
