@@ -80,7 +80,7 @@ def _receive(channel: socket.socket, size: int, deadline: float) -> bytes:
         try:
             part = channel.recv(min(size, 1 << 20))
         except TimeoutError:
-            continue  # the loop checks the deadline, which may lie ahead if this process was stopped
+            continue  # the deadline is checked above; it may not be over
         except OSError as error:
             raise BadFrame(str(error)) from None
         if not part:
