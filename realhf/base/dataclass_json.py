@@ -1,5 +1,5 @@
-"""Turns dataclasses into plain JSON values and back, so that one process can hand a specification
-to another."""
+"""Conversion of dataclasses to plain JSON values and back, for passing specifications between
+processes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ T = TypeVar("T")
 
 
 def to_json_value(value: Any) -> Any:
-    """Convert a dataclass, or what may stand in one, to what JSON has: maps, lists and scalars.
-    Raises TypeError for anything else."""
+    """Convert a dataclass, or a value that a field may hold, to JSON values: maps, lists and
+    scalars.
+
+    Raises TypeError for a value of any other type.
+    """
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json_value(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
@@ -34,8 +37,11 @@ def to_json_value(value: Any) -> Any:
 
 
 def from_json_value(kind: type[T], value: Any) -> T:
-    """Rebuild a value of type ``kind`` from what ``to_json_value`` returned, by its type hints.
-    Raises TypeError for a field that a dataclass does not have, or that is missing."""
+    """Rebuild a value of type ``kind`` from the output of ``to_json_value``, following the type
+    hints.
+
+    Raises TypeError for an unknown or missing field of a dataclass.
+    """
     return _read(kind, value)
 
 

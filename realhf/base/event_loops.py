@@ -1,6 +1,8 @@
-"""Makes event loops whose timers go by the clock of this process (``process_clock``): those of
-``asyncio.timeout``, of HTTP and WebSocket clients and of servers. What they wait for gets the
-seconds in which this process stood still."""
+"""Event loops whose timers use the clock of this process (``process_clock``).
+
+This covers the timers of ``asyncio.timeout``, of HTTP and WebSocket clients and of servers. Their
+timeouts are extended by the time for which this process was suspended.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +18,31 @@ from realhf.base import process_clock
 
 T = TypeVar("T")
 NEW_EVENT_LOOP = f"{__name__}:new_event_loop"
-"""For ``uvicorn.Config(loop=...)``."""
+"""Import path of ``new_event_loop``, for ``uvicorn.Config(loop=...)``."""
 _RESOLUTION_S = 0.001
-"""The timers of uvloop count milliseconds."""
+"""Resolution of uvloop's timers, in seconds."""
 
 
 def result(future: concurrent.futures.Future[T], seconds: float) -> T:
-    """Return ``future.result()``. Raises TimeoutError when it takes longer than ``seconds``."""
+    """Return ``future.result()``. Raises TimeoutError if it takes longer than ``seconds``."""
     process_clock.wait(lambda left: concurrent.futures.wait((future,), left).done, seconds)
     return future.result(0)
 
 
 class ClockedLoop(asyncio.SelectorEventLoop):
-    """An event loop of asyncio by the clock of this process."""
+    """An asyncio event loop that uses the clock of this process."""
 
     def time(self) -> float:
-        """Return the time that timers go by."""
+        """Return the current time of the loop's timers, in seconds."""
         return process_clock.now()
 
 
 class _Timer:
-    """A timer of uvloop that looks at the clock of this process before it rings. Like
-    ``asyncio.TimerHandle``."""
+    """A uvloop timer that checks the clock of this process before it fires, and restarts if it is
+    too early.
+
+    Has the interface of ``asyncio.TimerHandle``.
+    """
 
     def __init__(
         self,
@@ -67,28 +72,30 @@ class _Timer:
         callback(*args)
 
     def cancel(self) -> None:
-        """Let it never ring."""
+        """Cancel the timer."""
         self._cancelled = True
         self._handle.cancel()
 
     def cancelled(self) -> bool:
-        """Return whether it was cancelled."""
+        """Return whether the timer was cancelled."""
         return self._cancelled
 
     def when(self) -> float:
-        """Return when it rings."""
+        """Return the time at which the timer fires (``process_clock.now``)."""
         return self._when
 
 
 @functools.cache
 def _uvloop() -> type[asyncio.AbstractEventLoop]:
+    """Return the uvloop class that uses the clock of this process. Imports uvloop on the first
+    call."""
     import uvloop
 
     class Loop(uvloop.Loop):
-        """A uvloop by the clock of this process."""
+        """A uvloop event loop that uses the clock of this process."""
 
         def time(self) -> float:
-            """Return the time that timers go by."""
+            """Return the current time of the loop's timers, in seconds."""
             return process_clock.now()
 
         def call_later(
@@ -98,7 +105,7 @@ def _uvloop() -> type[asyncio.AbstractEventLoop]:
             *args: Any,
             context: contextvars.Context | None = None,
         ) -> Any:
-            """Call back after ``delay`` seconds."""
+            """Schedule a callback after ``delay`` seconds."""
             return self.call_at(process_clock.now() + delay, callback, *args, context=context)
 
         def call_at(
@@ -108,7 +115,7 @@ def _uvloop() -> type[asyncio.AbstractEventLoop]:
             *args: Any,
             context: contextvars.Context | None = None,
         ) -> Any:
-            """Call back at the time ``when``."""
+            """Schedule a callback at the time ``when``."""
             if context is None:
                 context = contextvars.copy_context()
             return _Timer(super().call_later, when, callback, args, context)
@@ -117,12 +124,14 @@ def _uvloop() -> type[asyncio.AbstractEventLoop]:
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Make the loop that the servers use: a uvloop by the clock of this process; on Windows, which
-    uvloop does not support, one of asyncio."""
+    """Create the event loop of the servers, which uses the clock of this process.
+
+    It is a uvloop, or an asyncio loop on Windows, which uvloop does not support.
+    """
     return ClockedLoop() if sys.platform == "win32" else _uvloop()()
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Do what ``asyncio.run`` does, by the clock of this process."""
+    """Run a coroutine like ``asyncio.run``, on a loop that uses the clock of this process."""
     with asyncio.Runner(loop_factory=ClockedLoop) as runner:
         return runner.run(coroutine)

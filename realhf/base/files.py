@@ -1,5 +1,4 @@
-"""Writes files and folders that are whole or absent, follows files that grow, and digests those
-that a result depends on."""
+"""Atomic writes of files and folders, reading of growing files, and digests of source files."""
 
 from __future__ import annotations
 
@@ -22,14 +21,19 @@ from typing import Any, BinaryIO
 from realhf.base.dataclass_json import to_json_value
 
 DAMAGED = ".damaged"
-"""Ends the name of what could not be understood and is kept for whoever wants to look into it."""
+"""Suffix of the name under which an unreadable file is kept for inspection."""
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+"""Error numbers that mean that the disk is full, failing or read-only, or that a limit was
+reached."""
 _PROBE_BYTES = 1 << 20
+"""Size of the test file that checks whether the disk accepts data."""
 
 
 def disk_reason(error: BaseException) -> str:
-    """Why the disk is to blame for an error, here or in another process that put it into words; ""
-    where it is not."""
+    """Return the disk error behind ``error``, or "" if the disk is not the cause.
+
+    Also recognises errors of other processes by their text.
+    """
     number = getattr(error, "errno", None)
     text = str(error)
     return next(
@@ -44,9 +48,11 @@ def disk_reason(error: BaseException) -> str:
 
 @contextmanager
 def disk_blamed(folder: Path) -> Iterator[None]:
-    """Raise an OSError that names ``folder`` where a writer in it fails because of the disk.
-    Libraries say what they like of it, torch that a position is unexpected: so who fails without a
-    word of the disk, on one that takes nothing more, has failed because of it."""
+    """Raise an OSError that names ``folder`` if code in the block fails because of the disk.
+
+    Libraries report disk errors in different ways (torch reports an unexpected position), so any
+    exception counts as a disk error if a test write to the folder fails.
+    """
     try:
         yield
     except OSError as error:
@@ -63,7 +69,7 @@ def disk_blamed(folder: Path) -> Iterator[None]:
 
 
 def _refusal(folder: Path) -> int | None:
-    """The error number with which a disk refuses to take more; None if it takes more."""
+    """Return the error number with which the disk refuses a test write; None if it accepts it."""
     probe = folder / f".probe.{os.getpid()}"
     try:
         with probe.open("wb") as file:
@@ -80,10 +86,13 @@ def _refusal(folder: Path) -> int | None:
 
 @contextmanager
 def whole_file(out: Path, *, synced: bool = False) -> Iterator[Path]:
-    """Yield a path beside ``out`` to write to. It becomes ``out`` at the end of the block, and is
-    removed where that is not reached: a full disk keeps what was there before and no half of what
-    comes. What a killed process left is replaced by the next one that writes. ``synced``: the file
-    is on the disk under its name when the block has ended. Raises OSError."""
+    """Yield a path next to ``out`` to write to, which replaces ``out`` at the end of the block.
+
+    If the block fails, the partial file is removed and ``out`` stays unchanged, for example when
+    the disk is full. A partial file left by a killed process is overwritten by the next write.
+
+    synced: flush the file and its name to the disk before returning. Raises OSError.
+    """
     if out.is_dir():
         raise IsADirectoryError(errno.EISDIR, "a file is wanted, and it is a folder", str(out))
     partial = out.with_name(f"{out.name}.partial")
@@ -94,7 +103,7 @@ def whole_file(out: Path, *, synced: bool = False) -> Iterator[Path]:
             sync(partial)
         os.replace(partial, out)
     except BaseException:
-        with suppress(OSError):  # the first error says more
+        with suppress(OSError):  # the first error is more informative
             partial.unlink()
         raise
     if synced:
@@ -102,20 +111,22 @@ def whole_file(out: Path, *, synced: bool = False) -> Iterator[Path]:
 
 
 def write_whole(out: Path, text: str, *, synced: bool = False) -> None:
-    """Write a text as a file that is whole or as it was before. Raises OSError."""
+    """Write a text to a file atomically. Raises OSError."""
     with whole_file(out, synced=synced) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 class RunFolderError(RuntimeError):
-    """A file of a run folder cannot be read or written; the message names it, the cause and what to
-    do."""
+    """A file of a run folder cannot be read or written; the message names the file, the cause and a
+    remedy."""
 
 
 @contextmanager
 def run_folder_needed(folder: Path) -> Iterator[None]:
-    """Raise RunFolderError for an OSError about a file in ``folder``, unless the disk is full,
-    which has words of its own."""
+    """Convert OSErrors about files in ``folder`` to RunFolderError.
+
+    Errors of a full disk pass through unchanged; they are reported elsewhere.
+    """
     try:
         yield
     except OSError as error:
@@ -130,16 +141,16 @@ def run_folder_needed(folder: Path) -> Iterator[None]:
 
 
 def dangling(path: Path) -> OSError:
-    """Return the error about a link to nowhere, which is what is left of a disk that is not
-    mounted."""
+    """Return the error for a symbolic link whose target does not exist, typically on a disk that is
+    not mounted."""
     return OSError(
         errno.ENOENT, f"it is a link to {os.readlink(path)}, which is not there", str(path)
     )
 
 
 def unused_name(path: Path, ending: str) -> Path:
-    """Return a path beside ``path`` that nothing has, to keep under it what could not be read: its
-    name with ``ending``, and a number from the second one on."""
+    """Return an unused path for keeping an unreadable file: ``path`` with the suffix ``ending``,
+    and a number if that name is taken."""
     found = path.with_name(f"{path.name}{ending}")
     number = 1
     while os.path.lexists(found):
@@ -149,9 +160,11 @@ def unused_name(path: Path, ending: str) -> Path:
 
 
 def kept_aside(path: Path) -> Path | None:
-    """Rename a file that holds something which could not be understood, so that the next one that
-    is written leaves it alone, and return its new path; None where there is nothing to keep. Raises
-    OSError."""
+    """Rename an unreadable file, so that the next write does not replace it, and return its new
+    path.
+
+    Returns None if the file is absent or empty. Raises OSError.
+    """
     if path.is_symlink() and not path.exists():
         raise dangling(path)
     if not path.exists() or (path.is_file() and path.stat().st_size == 0):
@@ -163,11 +176,14 @@ def kept_aside(path: Path) -> Path | None:
 
 @contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``out`` to write to. It becomes ``out``, in place of what was
-    there, at the end of the block, and is removed where that is not reached. Whoever is killed
-    leaves ``out`` as it was or as it is to be, at any instant, where the file system exchanges two
-    folders in one step; elsewhere the next one that writes puts back what was there. It also
-    removes what killed ones left beside ``out``. Raises OSError."""
+    """Yield an empty folder next to ``out`` to write to, which replaces ``out`` at the end of the
+    block.
+
+    If the block fails, the new folder is removed. If the process is killed, ``out`` is either the
+    old or the new folder where the file system can exchange two names atomically; elsewhere the old
+    folder may be missing until the next writer restores it. Leftovers of killed writers are
+    removed. Raises OSError.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     recover_folder(out)
     partial, before = (out.with_name(f".{out.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
@@ -175,7 +191,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
     partial.mkdir()
     lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # says that somebody still writes here
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # marks the folder as being written
         with disk_blamed(partial):
             yield partial
         if not os.path.lexists(out):
@@ -194,8 +210,11 @@ def whole_folder(out: Path) -> Iterator[Path]:
 
 
 def recover_folder(out: Path) -> None:
-    """Put ``out`` back where a killed ``whole_folder`` had moved it away, and remove what it left
-    beside it. Nothing that another process still writes is touched. Raises OSError."""
+    """Restore ``out`` if a killed ``whole_folder`` had moved it away, and remove the leftovers next
+    to it.
+
+    Folders that another process is still writing are left alone. Raises OSError.
+    """
     name = re.compile(rf"\.{re.escape(out.name)}\.(\d+)\.(tmp|old)")
     left = [out.with_name(text) for text in sorted(os.listdir(out.parent)) if name.fullmatch(text)]
     left = [path for path in left if _abandoned(path) and _abandoned(path.with_suffix(".tmp"))]
@@ -207,12 +226,12 @@ def recover_folder(out: Path) -> None:
 
 
 _YOUNG_S = 60.0
-"""A folder that is not locked and younger than this may be that of a process on another host which
-is about to."""
+"""Age in seconds below which an unlocked folder may belong to a process on another host that has
+not locked it yet."""
 
 
 def _abandoned(path: Path) -> bool:
-    """Return whether whoever wrote a folder of ``whole_folder`` is gone."""
+    """Return whether the process that wrote a folder of ``whole_folder`` has ended."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -240,12 +259,17 @@ def _remove(path: Path) -> None:
 
 
 _AT_FDCWD = -100
+"""Constant of renameat2(2): paths are relative to the current directory."""
 _RENAME_EXCHANGE = 2
+"""Flag of renameat2(2): exchange the two names atomically."""
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; False where the system or the file system cannot. Raises
-    OSError."""
+    """Exchange two names atomically; return False if the system or the file system does not support
+    it.
+
+    Raises OSError for other failures.
+    """
     import ctypes  # most processes that import this module never need it
 
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -261,7 +285,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk. Raises OSError."""
+    """Flush a file, or the entries of a folder, to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -270,8 +294,11 @@ def sync(path: Path) -> None:
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a plain file for reading. Raises OSError when there is none, and at once for a pipe or a
-    device, at which a reader would wait or which never ends."""
+    """Open a regular file for reading.
+
+    Raises OSError if it does not exist, and immediately for a pipe or a device, where reading could
+    block or never end.
+    """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -280,19 +307,21 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 CHUNK_BYTES = 8 * 2**20
-"""How much is read at once, and the length of the longest line that is understood."""
+"""Bytes read at once, and the maximum length of a line."""
 _HEAD_BYTES = 512
-"""A file that begins otherwise than before is another one, though it got the number of the one that
-was deleted."""
+"""Bytes at the start of a file that identify it, because a new file may reuse the inode number of a
+deleted one."""
 
 
 class LineTail:
-    """Reads the whole lines that were added since the last look.
+    """Reader of the complete lines that were appended to a file since the last read.
 
-    ``epoch`` counts how often the file was replaced or cut short: lines that were read before then
-    no longer count. What was read of a file that vanishes still counts. ``torn`` is how many bytes
-    stand behind the last whole line. ``tail_bytes``: begin at most so far before the end of the
-    file, but with its first line, which says what file it is.
+    ``epoch`` counts how often the file was replaced or truncated, which invalidates the lines read
+    before. Lines of a file that was deleted stay valid. ``torn`` is the number of bytes after the
+    last complete line.
+
+    tail_bytes: start at most this many bytes before the end of the file; the first line, which
+    identifies the file, is always read.
     """
 
     def __init__(self, path: Path, *, tail_bytes: int | None = None) -> None:
@@ -304,9 +333,12 @@ class LineTail:
         self._offset = 0
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the new whole lines without their ends; ``epoch`` is that of all of them from the
-        first on. A torn last line waits for its rest. An absent file, and one that is no plain
-        file, has no lines. Raises OSError when the file cannot be read."""
+        """Yield the new complete lines without line ends; ``epoch`` is updated before the first of
+        them.
+
+        An incomplete last line is yielded once it is complete. An absent file, or one that is not a
+        regular file, has no lines. Raises OSError if the file cannot be read.
+        """
         try:
             file = open_plain(self.path)
         except OSError as error:
@@ -345,7 +377,7 @@ class LineTail:
                 break
             self._offset += end or len(
                 chunk
-            )  # no line of ours is that long: step over it piece by piece
+            )  # our lines are shorter: skip the line in chunks
             yield from filter(None, chunk[:end].split(b"\n"))
         self.torn = max(0, size - self._offset)
 
@@ -354,8 +386,8 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 
 
 def digest_of(root: Path, folders: Iterable[str]) -> str:
-    """Return a digest of the names and contents of all files in these folders of ``root``, but for
-    compiled and hidden ones."""
+    """Return a SHA-256 digest of the names and contents of all files in these folders of ``root``,
+    except compiled and hidden files."""
     digest = hashlib.sha256()
     for folder in sorted(folders):
         for path in sorted((root / folder).rglob("*")):
@@ -367,9 +399,12 @@ def digest_of(root: Path, folders: Iterable[str]) -> str:
 
 
 def imported_files(package: Path, roots: Iterable[str]) -> list[Path]:
-    """Return the files of ``package`` behind the modules ``roots`` (``realhf.api.sample``) and
-    behind everything they import or name in a string, as code does that starts ``python -m``.
-    Raises FileNotFoundError for a root that does not exist."""
+    """Return the files of ``package`` that contain the modules ``roots`` (such as
+    ``realhf.api.sample``) and all modules that these import, directly or indirectly.
+
+    Modules named in a string count as imported, because code may start them by ``python -m``.
+    Raises FileNotFoundError for a root that does not exist.
+    """
     file_of: dict[str, str] = {}
     waiting = list(roots)
     for root in waiting:
@@ -385,8 +420,10 @@ def imported_files(package: Path, roots: Iterable[str]) -> list[Path]:
 
 
 def matching_files(package: Path, patterns: Iterable[str]) -> list[Path]:
-    """Return the files of ``package`` that match any of the patterns. Raises FileNotFoundError for
-    a pattern that matches no file."""
+    """Return the files of ``package`` that match any of the patterns.
+
+    Raises FileNotFoundError for a pattern without a match.
+    """
     found: set[Path] = set()
     for pattern in patterns:
         files = {path for path in package.glob(pattern) if path.is_file() and path.suffix != ".pyc"}
@@ -402,7 +439,7 @@ def _named_in(text: str) -> frozenset[str]:
 
 
 def _names(module: ast.Module) -> Iterator[str]:
-    """Yield every name that may be a module: ``from a.b import c`` names ``a.b`` and ``a.b.c``."""
+    """Yield all names that may be modules: ``from a.b import c`` yields ``a.b`` and ``a.b.c``."""
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -418,9 +455,12 @@ def _names(module: ast.Module) -> Iterator[str]:
 
 
 def _file(package: Path, module: str) -> str:
-    """Return the file of a module of the package, or of a package in it that imports something;
-    empty for others. Plain text: thousands of names are looked up, and a ``Path`` costs more than
-    asking the file system."""
+    """Return the path of a module of the package, or of the non-empty ``__init__.py`` of a
+    subpackage; "" for other names.
+
+    Works on strings because thousands of names are looked up, and creating a ``Path`` costs more
+    than the file system call.
+    """
     first, _, rest = module.partition(".")
     if first != package.name or not rest:
         return ""
@@ -432,8 +472,11 @@ def _file(package: Path, module: str) -> str:
 
 
 def content_key(options: Any, files: Iterable[Path] = ()) -> str:
-    """Return sixteen hex digits of the SHA-256 over ``options`` (dataclasses, maps, scalars) and
-    over the names and bytes of ``files``. Raises FileNotFoundError for a file that is missing."""
+    """Return the first 16 hex digits of a SHA-256 over ``options`` (dataclasses, maps, scalars) and
+    the names and contents of ``files``.
+
+    Raises FileNotFoundError for a missing file.
+    """
     digest = hashlib.sha256(json.dumps(to_json_value(options), sort_keys=True).encode())
     for path in sorted(files):
         digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())

@@ -1,8 +1,8 @@
-"""Reads from the files of a model, without torch, how long its context is, whether it can be
-trained here, and how much memory it takes.
+"""Properties of a model that follow from its files, read without torch: context length, whether it
+can be trained here, and memory use.
 
-What can be trained is a causal decoder whose only state is keys and values for each token: full or
-sliding-window attention, grouped or not, with or without a mixture in the feed-forward networks.
+Trainable models are causal decoders whose only state is keys and values for each token: full or
+sliding-window attention, with or without grouped queries, with or without a mixture of experts.
 """
 
 from __future__ import annotations
@@ -16,52 +16,61 @@ from pathlib import Path
 from typing import Any
 
 LARGEST_HEAD = 100_000_000
-"""Largest number of bytes that the format safetensors allows for the head of a file."""
+"""Maximum size in bytes of a file's header in the safetensors format."""
 HEAD_FILE = "value_head.safetensors"
-"""Stands beside the weights of the decoder in a folder that a critic or a reward model was exported
-to."""
+"""File next to the decoder's weights in an exported critic or reward model."""
 _BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes per element, by dtype."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """``parameters`` in all; ``matrices`` are the shapes of the linear layers in blocks, which
-    adapters stand beside; ``layers``, ``hidden``, ``inner`` (width of a feed-forward network) and
-    ``key_values`` (numbers that one token keeps in all layers) describe what a token takes."""
+    """Numbers of a model that determine its memory use."""
 
     parameters: int
+    """Number of all parameters."""
     matrices: tuple[tuple[int, int], ...]
+    """Shapes of the linear layers in blocks, to which LoRA adapters are added."""
     layers: int
+    """Number of blocks."""
     hidden: int
+    """Width of the hidden state."""
     inner: int
+    """Width of a feed-forward network."""
     key_values: int
+    """Numbers that the KV cache keeps for one token, in all layers."""
 
     def adapters(self, rank: int) -> int:
-        """Number of parameters of adapters of this rank beside all linear layers."""
+        """Return the number of parameters of LoRA adapters of this rank for all linear layers."""
         return sum(rank * (rows + columns) for rows, columns in self.matrices)
 
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes of what a trainer holds on its device between steps; ``weights`` with the fp32 copies
-    of narrower ones."""
+    """Bytes that a trainer keeps on its device between steps."""
 
     weights: int
+    """Weights, with the fp32 master copies of lower-precision ones."""
     gradients: int
+    """Accumulated gradients in fp32."""
     moments: int
+    """AdamW moments; 0 if they are offloaded."""
 
     @property
     def later(self) -> int:
-        """Bytes that are taken only when the first update is made."""
+        """Bytes that are allocated only at the first update."""
         return self.gradients + self.moments
 
 
 def trainer_memory(
     size: ModelSize, dtype: str, *, lora_rank: int = 0, offload: bool = False, parts: int = 1
 ) -> TrainerMemory:
-    """Return what a worker holds that trains the model in ``dtype``, cut into ``parts``. Gradients
-    add up in fp32, and AdamW has two fp32 moments for each trained parameter, on the device unless
-    ``offload``."""
+    """Return the memory of a worker that trains the model in ``dtype``, sharded over ``parts``
+    workers.
+
+    Gradients accumulate in fp32, and AdamW keeps two fp32 moments per trained parameter, on the
+    device unless ``offload``.
+    """
     trained = size.adapters(lora_rank) if lora_rank else size.parameters
     masters = 4 * trained if dtype != "float32" else 0
     weights = _BYTES[dtype] * (size.parameters + (trained if lora_rank else 0)) + masters
@@ -71,24 +80,26 @@ def trainer_memory(
 
 
 def weight_bytes(size: ModelSize, dtype: str) -> int:
-    """Return the bytes of the weights alone, as generation and a frozen model hold them."""
+    """Return the bytes of the weights alone, as in generation or a frozen model."""
     return _BYTES[dtype] * size.parameters
 
 
 def activation_bytes(size: ModelSize, dtype: str, tokens: int, *, checkpointing: bool) -> int:
-    """Estimate what a pass over ``tokens`` tokens keeps for its backward pass. In Llama and Qwen3 a
-    block keeps 10 to 12 vectors of the hidden width and four of the feed-forward network; 16 leave
-    room for the ones that stay fp32. With ``checkpointing`` it is one vector for each block, beside
-    all of a single block. Attention is taken to be fused, and logits to be made in chunks, as they
-    are here."""
+    """Estimate the bytes that a forward pass over ``tokens`` tokens keeps for its backward pass.
+
+    In Llama and Qwen3 a block keeps 10 to 12 vectors of the hidden width and 4 of the feed-forward
+    width; 16 instead of 12 leave room for those in fp32. With ``checkpointing`` one vector per
+    block is kept, and all vectors of a single block. Assumes fused attention and chunked logits, as
+    used here.
+    """
     block = 16 * size.hidden + 4 * size.inner
     kept = size.layers * size.hidden + block if checkpointing else size.layers * block
     return _BYTES[dtype] * tokens * kept
 
 
 def model_size(path: str) -> ModelSize | None:
-    """Return the size of the model in a folder, or of a hub id that lies in the cache of the hub's
-    client; None where that cannot be said."""
+    """Return the size of the model in a folder, or of a hub id in the local hub cache; None if it
+    cannot be determined."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         with suppress(ImportError, ValueError, OSError):
@@ -114,9 +125,11 @@ def model_size(path: str) -> ModelSize | None:
 
 
 def size_of(config: Mapping[str, Any]) -> ModelSize:
-    """Return the size of a dense decoder or a mixture with gated feed-forward networks, as its
-    ``config.json`` has it: right within some percent. Raises KeyError or TypeError for a
-    configuration that says too little."""
+    """Estimate the size of a dense or mixture-of-experts decoder with gated feed-forward networks
+    from its ``config.json``, within a few percent.
+
+    Raises KeyError or TypeError for an incomplete configuration.
+    """
     text = config.get("text_config") or config
     hidden = int(text.get("hidden_size") or text["n_embd"])
     layers = layer_options(text)
@@ -133,8 +146,8 @@ def size_of(config: Mapping[str, Any]) -> ModelSize:
 
 
 def _block(layer: Mapping[str, Any], hidden: int) -> tuple[list[tuple[int, int]], int, int]:
-    """Return the shapes of a layer's matrices, the width of its feed-forward network, and how many
-    numbers it keeps for a token."""
+    """Return the shapes of a layer's matrices, the width of its feed-forward network, and the
+    KV-cache numbers per token."""
     heads = int(layer.get("num_attention_heads") or layer["n_head"])
     kv_heads = int(layer.get("num_key_value_heads") or heads)
     head = int(layer.get("head_dim") or hidden // heads)
@@ -152,14 +165,16 @@ _OF_FULL_LAYERS = {
     "head_dim": "global_head_dim",
     "num_key_value_heads": "num_global_key_value_heads",
 }
-"""Options of layers that see all tokens, and the names that they have in the published files of
-Gemma 4, where ``attention_k_eq_v`` decides on the second."""
+"""Options of full-attention layers, and their names in the published files of Gemma 4; the second
+applies unless ``attention_k_eq_v`` is false."""
 
 
 def layer_options(text: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the options of each layer of the decoder that ``text`` describes: in some models
-    layers have values of their own, in ``per_layer_config``. Raises KeyError or TypeError where the
-    number of layers is not there."""
+    """Return the options of each layer of the decoder that ``text`` describes.
+
+    Some models override options for single layers in ``per_layer_config``. Raises KeyError or
+    TypeError if the number of layers is missing.
+    """
     number = int(text.get("num_hidden_layers") or text["n_layer"])
     kinds = text.get("layer_types")
     given = text.get("per_layer_config")
@@ -179,8 +194,8 @@ def layer_options(text: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor in a folder's safetensors files, read from their heads; files
-    that cannot be read so are left out."""
+    """Return the shape of each tensor in a folder's safetensors files, read from the file headers;
+    unreadable files are skipped."""
     found: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -196,35 +211,39 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def block_matrices(shapes: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, int], ...]:
-    """Return the shapes of the linear layers in blocks: a block has a number, which embeddings and
-    the head have not."""
+    """Return the shapes of the linear layers in blocks."""
     return tuple(
         (shape[0], shape[1]) for name, shape in shapes.items() if is_block_matrix(name, shape)
     )
 
 
 def is_block_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is the weight of a linear layer in a block."""
+    """Return whether a tensor is the weight of a linear layer in a block.
+
+    The names of blocks contain a number, unlike those of embeddings and the head.
+    """
     layer, _, kind = name.rpartition(".")
     return kind == "weight" and len(shape) == 2 and any(part.isdigit() for part in layer.split("."))
 
 
 UNLIMITED = 1 << 30
-"""The limit reported for architectures without positions, whose only bound is memory."""
+"""Context length reported for architectures without position embeddings, which only memory
+limits."""
 _EXTENDED = frozenset({"linear", "yarn"})
-"""Kinds of rotary embedding whose ``factor`` multiplies the length that ``max_position_embeddings``
-gives, unless the configuration also gives the length before scaling. llama3 already includes the
+"""Kinds of rotary embedding whose ``factor`` multiplies ``max_position_embeddings``, unless the
+configuration gives the length before scaling. The length of llama3 already includes the
 extension."""
 _BY_LENGTH = frozenset({"dynamic", "longrope", "su"})
-"""Kinds of rotary embedding that turn all tokens of a text otherwise once it is longer than before
-scaling. The keys that generation has kept are then not those of the trainer, which reads the whole
-text at once. So the context ends there."""
+"""Kinds of rotary embedding that rotate all tokens differently once a text exceeds the length
+before scaling. Beyond that length the keys cached by generation differ from those of the trainer,
+which processes the whole text at once, so the context ends there."""
 
 
 def context_limit(config: Mapping[str, Any]) -> int:
-    """Return the length of the longest sequence that a model with this ``config.json`` takes. A
-    sliding window does not bound it: layers that see only the last tokens still receive what
-    earlier layers made of older ones.
+    """Return the longest sequence that a model with this ``config.json`` accepts, in tokens.
+
+    A sliding window does not limit it: layers that see only the last tokens still receive
+    information on older ones from earlier layers.
 
     Source of the rules: vLLM, ``_get_and_verify_max_len``.
     """
@@ -250,8 +269,8 @@ def context_limit(config: Mapping[str, Any]) -> int:
 
 
 def context_reason(config: Mapping[str, Any]) -> str:
-    """Return what ends the context before the length that the model's configuration gives, to be
-    put behind the number; empty if nothing does."""
+    """Return why the context is shorter than the model's configuration says, as a suffix for the
+    number; "" if it is not."""
     kind, _ = _rope(_text(config))
     return (
         f" (its rotary embedding, {kind}, changes for longer texts)" if kind in _BY_LENGTH else ""
@@ -259,13 +278,14 @@ def context_reason(config: Mapping[str, Any]) -> str:
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration of the text decoder of a model, which may have other parts."""
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
 
 
 def _rope(text: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Return kind and options of the rotary embedding; where layers differ, of the one that depends
-    on the length."""
+    """Return kind and options of the rotary embedding; if layers differ, of one that depends on the
+    length."""
     given = text.get("rope_parameters") or text.get("rope_scaling") or {}
     given = given if isinstance(given, Mapping) else {}
     ropes = [rope for rope in (given, *given.values()) if isinstance(rope, Mapping)]
@@ -274,8 +294,11 @@ def _rope(text: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 
 _KEPT = frozenset({"full_attention", "sliding_attention", "attention", "sliding"})
+"""Layer types whose only state is keys and values for each token."""
 _KINDS = ("layer_types", "layers_block_type", "block_types")
+"""Options that list the types of the layers."""
 _STATE_SPACE = ("mamba", "rwkv", "xlstm", "recurrent_gemma", "zamba", "lfm2")
+"""Prefixes of the ``model_type`` of models with a recurrent state."""
 _STATE_OPTIONS = (
     "mamba",
     "ssm_",
@@ -285,25 +308,27 @@ _STATE_OPTIONS = (
     "linear_conv_kernel",
     "linear_num",
 )
-"""Beginnings of options that only models with a running state have; older files say nothing of
-layer types."""
+"""Prefixes of options that only models with a recurrent state have; older files do not list layer
+types."""
 _OWN_WINDOWS = ("attention_types", "attention_layers", "keep_window_size")
-"""Options of models that cut what a token sees down by themselves, by columns, whatever mask they
-are given."""
+"""Options of models that limit which tokens are visible by column, regardless of the mask that they
+receive."""
 _ALIBI = frozenset({"bloom", "mpt"})
+"""Values of ``model_type`` whose positions are encoded by ALiBi."""
 _DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "Model")
-"""Ends of the names of classes that may be decoders; a bare ``Model`` is what a critic leaves."""
+"""Suffixes of the names of classes that may be decoders; critics are saved as a bare ``Model``."""
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Options that give the number of experts."""
 _MIXES = ("is_moe", "enable_moe_block")
-"""Options that some models have beside the number of experts; where one is false, there are
-none."""
+"""Options that some models have in addition to the number of experts; if one is false, there are no
+experts."""
 
 
 def routed_experts(config: Mapping[str, Any]) -> int:
-    """Return how many experts a router of the model that ``config`` describes chooses from; 0 for a
-    dense model."""
+    """Return the number of experts from which the router of the model chooses; 0 for a dense
+    model."""
     text = _text(config)
     inner = text.get("ffn_config")
     if any(text.get(option) is False for option in _MIXES):
@@ -315,14 +340,17 @@ def routed_experts(config: Mapping[str, Any]) -> int:
 
 
 def _whole(count: Any) -> list[int]:
-    """A number, or one for each layer, as a list without what is no number."""
+    """Return a number, or a list of one number per layer, as a list of its integers."""
     return [n for n in (count if isinstance(count, list) else [count]) if isinstance(n, int)]
 
 
 def expert_problem(config: Mapping[str, Any], role: str, *, accepted: bool) -> str | None:
-    """Return why the mixture of experts that ``config`` describes is not trained, unless the role
-    ``accepted`` that with its option ``experts``, or why that does nothing; None if nothing speaks
-    against it. The answer is the end of a sentence that begins with the model's name."""
+    """Return why the model's mixture of experts is not trained, or why the option ``experts`` has
+    no effect; None if there is no problem.
+
+    role: name of the model in the options; accepted: whether its option ``experts`` is set. The
+    result is the end of a sentence that begins with the model's name.
+    """
     experts = routed_experts(config)
     if accepted and not experts:
         return f"it has no experts, so {role}.experts=true does nothing; remove it"
@@ -338,13 +366,17 @@ def expert_problem(config: Mapping[str, Any], role: str, *, accepted: bool) -> s
 
 
 def decoder_problem(config: Mapping[str, Any]) -> str | None:
-    """Return why the model that ``config`` describes cannot be sampled from and trained here, as
-    the end of a sentence that begins with its name; None if nothing speaks against it."""
+    """Return why the model cannot be sampled from and trained here; None if it can.
+
+    The result is the end of a sentence that begins with the model's name.
+    """
     inner = config.get("text_config")
     return next(_problems(config, inner if isinstance(inner, Mapping) else config), None)
 
 
 def _problems(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the reasons of ``decoder_problem``. ``text`` is the configuration of the decoder in
+    ``config``."""
     kind = str(text.get("model_type") or config.get("model_type") or "")
     listed = config.get("architectures")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
@@ -389,15 +421,16 @@ def _problems(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[st
 
 
 _TRIED = "gemma4"
-"""Beginning of the ``model_type`` of models whose layers are known to read their own options. In
-transformers 5.23 most others raise an error when they are made with such a configuration."""
+"""Prefix of the ``model_type`` of models that are known to apply options of single layers. In
+transformers 5.23 most others raise an error for such a configuration."""
 _SAME_FOR_ALL = ("attention_chunk_size", "skip")
-"""Options of ``per_layer_config`` that cut layers down in ways that neither cached rows nor masks
-follow."""
+"""Options of ``per_layer_config`` that must be equal in all layers, because the KV cache and masks
+here do not support different values."""
 
 
 def _differing(text: Mapping[str, Any]) -> str:
-    """Return what differs between layers that must not, as the end of a sentence, or ""."""
+    """Return which unsupported difference exists between layers, as the end of a sentence; "" if
+    none."""
     given = text.get("per_layer_config")
     if not isinstance(given, Mapping) or not given:
         return ""
@@ -426,13 +459,15 @@ def _differing(text: Mapping[str, Any]) -> str:
 
 
 def _local(option: Any) -> bool:
-    """Return whether an option is a window, or names a local layer anywhere in its lists."""
+    """Return whether an option is a window, or contains a local layer at any depth of its lists."""
     if isinstance(option, list):
         return any(_local(item) for item in option if not isinstance(item, int))
     return option == "local" or (isinstance(option, int) and option > 0)
 
 
 def _odd_head(text: Mapping[str, Any]) -> int | None:
+    """Return the width of an attention head with rotary positions that is odd; None if there is
+    none."""
     try:
         layers = layer_options(text)
     except (KeyError, TypeError, ValueError, AttributeError):

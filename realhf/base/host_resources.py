@@ -1,4 +1,4 @@
-"""Reads how busy a host and its memory are, and what control groups leave this process of them."""
+"""CPU and memory limits of this process from control groups (cgroups), and the load of the host."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ import psutil
 from realhf.base.process import host_token
 
 MOUNT = Path("/sys/fs/cgroup")
+"""Mount point of the control groups."""
 OWN = Path("/proc/self/cgroup")
+"""File that lists the control groups of this process."""
 
 
 def groups(controller: str, mount: Path = MOUNT, own: Path = OWN) -> Iterator[Path]:
-    """Yield the folder of this process's group and those of the groups around it, any of which may
-    have the limit, of version 1 (``controller``) and 2. A container sees its own as the last one,
-    whatever its path is called."""
+    """Yield the folder of this process's control group and those of its parents; any of them may
+    set a limit.
+
+    Supports version 1 (with ``controller``) and version 2. In a container the last folder is that
+    of the container's own group, regardless of the path in ``own``.
+    """
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
@@ -37,9 +42,12 @@ def groups(controller: str, mount: Path = MOUNT, own: Path = OWN) -> Iterator[Pa
 
 
 def usable_cores(mount: Path = MOUNT, own: Path = OWN) -> int:
-    """Return the cores that this process is bound to, or fewer where a control group gives it less
-    time, as a container with a limit of cores does: threads above that are stopped in the middle of
-    their work."""
+    """Return the number of cores that this process can use: the cores it is bound to, or fewer if a
+    control group has a CPU quota.
+
+    A container with a limit of cores has such a quota. More threads than that would be throttled in
+    the middle of their work.
+    """
     cores = len(os.sched_getaffinity(0))
     for group in groups("cpu", mount, own):
         if quota := _quota(group):
@@ -48,7 +56,8 @@ def usable_cores(mount: Path = MOUNT, own: Path = OWN) -> int:
 
 
 def memory_limit(mount: Path = MOUNT, own: Path = OWN) -> int | None:
-    """Return the bytes that the groups of this process may take at most; None for no limit."""
+    """Return the memory limit of this process's control groups in bytes; None if there is no
+    limit."""
     found = (
         number(group, "memory.max", "memory.limit_in_bytes")
         for group in groups("memory", mount, own)
@@ -57,8 +66,11 @@ def memory_limit(mount: Path = MOUNT, own: Path = OWN) -> int | None:
 
 
 def memory_left(mount: Path = MOUNT, own: Path = OWN) -> int | None:
-    """Return the bytes that the groups of this process may still take; None for no limit. What the
-    kernel keeps of files counts as left: it is given up when memory is needed."""
+    """Return the bytes that this process's control groups may still allocate; None if there is no
+    limit.
+
+    The page cache counts as free, because the kernel evicts it when memory is needed.
+    """
     found: list[int] = []
     for group in groups("memory", mount, own):
         most = number(group, "memory.max", "memory.limit_in_bytes")
@@ -69,8 +81,8 @@ def memory_left(mount: Path = MOUNT, own: Path = OWN) -> int | None:
 
 
 def number(group: Path, *names: str) -> int | None:
-    """Return the number in the first of these files that holds one; None where none does, as for no
-    limit."""
+    """Return the number in the first of these files that contains one; None if none does, which
+    means no limit."""
     for name in names:
         try:
             return int((group / name).read_text(encoding="ascii"))
@@ -80,7 +92,7 @@ def number(group: Path, *names: str) -> int | None:
 
 
 def counters(file: Path) -> dict[str, int]:
-    """Return the numbers of a file of lines "name number"; {} for none."""
+    """Return the counters in a file of lines "name number"; {} if it cannot be read."""
     try:
         rows = (
             line.split(maxsplit=1)
@@ -93,6 +105,7 @@ def counters(file: Path) -> dict[str, int]:
 
 
 def _of_files(group: Path) -> int:
+    """Return the bytes of the page cache that are charged to a group."""
     stat = counters(group / "memory.stat")
     return sum(
         stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file")
@@ -100,7 +113,7 @@ def _of_files(group: Path) -> int:
 
 
 def _quota(group: Path) -> float:
-    """Return of how many cores a group may use the time; 0.0 for all."""
+    """Return the number of cores whose CPU time a group may use; 0.0 if it is not limited."""
     try:
         if (group / "cpu.max").exists():
             quota, period = (group / "cpu.max").read_text(encoding="ascii").split()
@@ -114,21 +127,22 @@ def _quota(group: Path) -> float:
 
 @dataclass(frozen=True)
 class HostLoad:
-    """Holds one reading of a host: the CPU seconds since its boot in which its cores worked, those
-    that there were, and the fraction of its memory that is in use. All of the machine, whoever uses
-    it."""
+    """One reading of the load of the whole host, regardless of who uses it."""
 
     busy_s: float
+    """CPU seconds since boot in which the cores were busy."""
     whole_s: float
+    """CPU seconds since boot of all cores, busy or idle."""
     memory: float
+    """Fraction of the memory that is in use, 0 to 1."""
 
     @staticmethod
     def read() -> HostLoad:
-        """Read the load of this host; about 0.1 ms."""
+        """Read the load of this host; takes about 0.1 ms."""
         times = psutil.cpu_times()
         whole = (
             sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-        )  # users' time has them
+        )  # included in user time
         idle = times.idle + getattr(times, "iowait", 0.0)
         return HostLoad(whole - idle, whole, psutil.virtual_memory().percent / 100)
 
@@ -138,7 +152,7 @@ class HostLoad:
 
     @staticmethod
     def from_list(value: Any) -> HostLoad | None:
-        """Return what ``to_list`` gave; None for anything else."""
+        """Return the reading from the output of ``to_list``; None for anything else."""
         if not isinstance(value, list) or len(value) != 3:
             return None
         numbers = [
@@ -152,8 +166,7 @@ class HostLoad:
 
 
 class LoadOfSteps:
-    """Makes figures of the loads of this host and others: of each step what has happened since the
-    step before."""
+    """Metrics of the load of this host and other hosts, for each step since the previous one."""
 
     def __init__(self) -> None:
         self._names = {host_token(): _fit(os.uname().nodename)}
@@ -161,10 +174,13 @@ class LoadOfSteps:
         self._cpu: dict[str, float] = {}
 
     def figures(self, others: Iterable[tuple[str, str, HostLoad]]) -> dict[str, float]:
-        """Return ``host/<name>/cpu``, the mean share of its cores that worked since a reading at an
-        earlier step, and ``host/<name>/memory``. ``others``: name, ``host_token`` and a reading of
-        other hosts, of which several may be one. A host that was not read anew keeps its share; one
-        that was read for the first time, or was started anew, has none yet."""
+        """Return the metrics ``host/<name>/cpu``, the mean fraction of busy cores since the reading
+        of an earlier step, and ``host/<name>/memory``.
+
+        others: (name, ``host_token``, reading) of other hosts, which may contain a host several
+        times. A host without a new reading keeps its CPU value; one that was read for the first
+        time, or has rebooted, has none yet.
+        """
         loads = {host_token(): HostLoad.read()}
         for host, token, load in others:
             self._names.setdefault(token, self._free(_fit(host)))
@@ -186,7 +202,7 @@ class LoadOfSteps:
         return found
 
     def _free(self, name: str) -> str:
-        """Return the name, with a number where another host has it."""
+        """Return the name, with a number appended if another host has it."""
         numbered = (f"{name}-{number}" for number in itertools.count(2))
         return next(
             one for one in itertools.chain([name], numbered) if one not in self._names.values()
@@ -194,4 +210,5 @@ class LoadOfSteps:
 
 
 def _fit(host: str) -> str:
+    """Return the host name as it can appear in the name of a metric."""
     return re.sub(r"[^A-Za-z0-9_.-]", "-", host)[:63] or "host"

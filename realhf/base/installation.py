@@ -1,10 +1,11 @@
-"""Says where the package and its configurations lie, of which commit, and how an extra that is
-missing is installed.
+"""Location and commit of the installed package and its configurations, and instructions for missing
+optional dependencies (extras).
 
-No other module derives a folder from the place of its own file, so files may move between rooms.
+No other module derives a folder from the location of its own file, so files can be moved between
+packages.
 
-The package index has a distribution called like the import name that belongs to somebody else, so
-nothing may tell a person to install that.
+The package index has an unrelated distribution with the same name as our import name, so no message
+may suggest to install that.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from typing import Any
 PACKAGE = Path(os.path.abspath(__file__)).parent.parent
 """The folder ``realhf`` itself, in a checkout or among the installed packages."""
 IMPORT_ROOT = PACKAGE.parent
-"""What stands on the import path, so that ``realhf``, ``workers``, ``experiments`` and ``configs``
-are found."""
+"""Folder on the import path that contains ``realhf``, ``workers``, ``experiments`` and
+``configs``."""
 CONFIGS = IMPORT_ROOT / "configs"
-"""The YAML files that a run is composed of."""
+"""Folder of the YAML files that run configurations are composed of."""
 
 
 DISTRIBUTION = "realhf-agents"
-"""The name that ``setup.py`` gives what is installed."""
+"""Name of the distribution, as in ``setup.py``."""
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra: into the checkout that this code lies in, else of
-    the distribution that was installed."""
+    """Return the command that installs an extra, into this checkout or from the installed
+    distribution."""
     if not (IMPORT_ROOT / "setup.py").is_file():
         return f"pip install '{DISTRIBUTION}[{extra}]'"
     folder = "." if os.path.realpath(os.curdir) == os.path.realpath(IMPORT_ROOT) else IMPORT_ROOT
@@ -42,16 +43,16 @@ def install_command(extra: str) -> str:
 
 
 class MissingExtra(ModuleNotFoundError):
-    """What an extra brings is not installed; the text names the extra and the command."""
+    """A package of an extra is not installed; the message names the extra and the install
+    command."""
 
 
 def explain_missing_packages() -> None:
-    """Have a program of this project end in one line where Python is too old or lacks a package.
+    """Make a program exit with a one-line message if Python is too old or lacks a package.
 
-    Whoever forgets to activate ``.venv`` runs the programs with a Python that has none of the
-    packages.
+    This typically happens when ``.venv`` is not activated, so that another Python runs the program.
     """
-    if sys.version_info < (3, 11):  # noqa: UP036  A checkout is run by whatever Python a person has.
+    if sys.version_info < (3, 11):  # noqa: UP036  Users may run a checkout with any Python.
         sys.exit(
             f"error: {sys.executable} is Python {sys.version.split()[0]}, realhf needs 3.11 or "
             f"newer; {_remedy()}"
@@ -62,6 +63,8 @@ def explain_missing_packages() -> None:
 def _explain_missing_package(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
+    """Print how to install a missing package; handle all other exceptions as usual. For
+    ``sys.excepthook``."""
     package = (getattr(error, "name", "") or "").partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or package in (
         "",
@@ -89,7 +92,7 @@ def _in_own_environment() -> bool:
 
 
 def _remedy() -> str:
-    """Return how a person gets a Python that has what is missing."""
+    """Return instructions for getting a Python that has the missing package."""
     if _in_own_environment() or not (IMPORT_ROOT / "setup.py").is_file():
         return f"install it: {install_command('train')}"
     activate = f"source {IMPORT_ROOT / '.venv' / 'bin' / 'activate'}"
@@ -99,8 +102,11 @@ def _remedy() -> str:
 
 
 def needs(extra: str, *modules: str) -> None:
-    """Raise MissingExtra with the command that installs ``extra`` where one of the modules is not
-    there. It imports none of them, so a package can begin with it."""
+    """Raise MissingExtra with the install command of ``extra`` if one of the modules is not
+    installed.
+
+    Does not import the modules, so it is cheap enough to be called at the start of a package.
+    """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         raise MissingExtra(
@@ -111,8 +117,11 @@ def needs(extra: str, *modules: str) -> None:
 
 
 def needed(module: str, extra: str) -> ModuleType:
-    """Import a module that the adapter ``env.path=extra`` needs, and the extra of that name
-    installs. Raises ValueError that names the extra when it is missing or cannot be imported."""
+    """Import a module that the adapter ``env.path=extra`` needs and the extra of that name
+    installs.
+
+    Raises ValueError that names the extra if the module is missing or cannot be imported.
+    """
     install = install_command(extra)
     package = module.partition(".")[0]
     try:
@@ -130,8 +139,8 @@ def needed(module: str, extra: str) -> ModuleType:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Return the commit of the source tree and whether files differ from it; commit None outside a
-    repository."""
+    """Return the commit of the source tree and whether tracked files were modified; the commit is
+    None outside of a repository."""
     commit = _git(folder, "rev-parse", "HEAD")
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "modified": bool(changes) if commit else None}

@@ -1,4 +1,4 @@
-"""Reads rows from JSON lines that users bring, each with the place where it stands."""
+"""Reader of JSON Lines files of users, with the location of each row for error messages."""
 
 from __future__ import annotations
 
@@ -10,20 +10,25 @@ from typing import Any, NamedTuple, NoReturn
 from realhf.base.json_values import json_problem, shown
 
 LONGEST_LINE = 16 << 20
+"""Maximum length of a line in bytes."""
 _MARK = b"\xef\xbb\xbf"
-"""The byte order mark, which some editors put at the beginning of a file."""
+"""Byte order mark, which some editors write at the start of a file."""
 
 
 class Row(NamedTuple):
-    """A row of a data set and where it stands: ``tasks.jsonl, line 3``."""
+    """A row of a data set."""
 
     values: Mapping[str, Any]
+    """Values by column."""
     where: str
+    """Location for error messages, such as ``tasks.jsonl, line 3``."""
 
 
 def read_json_lines(file: Path) -> Iterator[Row]:
-    """Yield the rows of a file; lines that are blank are none. Raises OSError, and ValueError that
-    names file and line for what is no JSON object."""
+    """Yield the rows of a file, skipping blank lines.
+
+    Raises OSError, and ValueError with file and line for a line that is not a JSON object.
+    """
     for number, text in _lines(file):
         where = f"{file}, line {number}"
         try:
@@ -34,13 +39,13 @@ def read_json_lines(file: Path) -> Iterator[Row]:
 
 
 def count_json_lines(file: Path) -> int:
-    """Return how many rows ``read_json_lines`` finds, without reading what they say."""
+    """Return the number of rows that ``read_json_lines`` yields, without parsing them."""
     return sum(1 for _ in _lines(file))
 
 
 def checked_row(values: Any, where: str) -> Row:
-    """Return a row. Raises ValueError that begins with ``where`` for what is no map of plain
-    JSON."""
+    """Return a row. Raises ValueError, prefixed by ``where``, if ``values`` is not a dict of plain
+    JSON values."""
     if not isinstance(values, dict):
         raise ValueError(f"{where}: a row is a map from columns to values, not {shown(values)}")
     if problem := json_problem(values):

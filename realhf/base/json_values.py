@@ -1,5 +1,4 @@
-"""Says of a value that others made whether it is plain JSON, and shows values of any size in
-messages about them."""
+"""Validation of foreign values as plain JSON, and short representations of them for messages."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ from typing import Any
 
 
 class _Short(reprlib.Repr):
-    """Shortens values of any size and depth; ``repr`` itself refuses to write very large
-    numbers."""
+    """Formatter that shortens values of any size and depth. ``repr`` itself raises an error for
+    very large integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,7 +19,7 @@ class _Short(reprlib.Repr):
         self.maxlevel = 2
 
     def repr_int(self, x: int, level: int) -> str:
-        """A number as such, or its size."""
+        """Return an integer as text, or its size in bits if it is large."""
         return (
             f"a number of {x.bit_length()} bits"
             if x.bit_length() > 128
@@ -29,18 +28,21 @@ class _Short(reprlib.Repr):
 
 
 def shown(value: Any) -> str:
-    """A short form of any plain value, for a message about it."""
+    """Return a short representation of any plain value for a message."""
     return _Short().repr(value)
 
 
 MOST_DEPTH = 64
-"""Deeper values are refused: the encoders of JSON are recursive."""
+"""Maximum nesting depth; deeper values are rejected because JSON encoders are recursive."""
 LONGEST_PATH = 200
+"""Maximum length of the path to a value in messages, in characters."""
 
 
 def json_problem(value: Any) -> str:
-    """Why ``value`` is not JSON, and at which place in it; "" if it is JSON. NaN and infinities are
-    not, nor are keys that are no text."""
+    """Return why ``value`` is not valid JSON, with the path of the invalid part; "" if it is valid.
+
+    NaN, infinities and keys that are not strings are invalid.
+    """
     waiting: list[tuple[Any, int, Any]] = [(value, 0, None)]
     while waiting:
         item, depth, place = waiting.pop()
@@ -67,7 +69,8 @@ def json_problem(value: Any) -> str:
 
 
 def _at(place: Any) -> str:
-    """`` (at ['rows'][2])`` for keys that are each paired with what they stand in."""
+    """Return the path as `` (at ['rows'][2])``. ``place`` is (place of the container, key), or None
+    at the top."""
     path = ""
     while place is not None and len(path) < LONGEST_PATH:
         place, key = place
@@ -76,6 +79,7 @@ def _at(place: Any) -> str:
 
 
 def _surrogate(text: str) -> str:
+    """Return why a text cannot be encoded as UTF-8; "" if it can."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

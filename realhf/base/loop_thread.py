@@ -1,5 +1,5 @@
-"""Runs coroutines for blocking callers in a thread with an event loop, and notices when such a loop
-is blocked."""
+"""Threads with an event loop that run coroutines for blocking callers, and detection of blocked
+loops."""
 
 from __future__ import annotations
 
@@ -22,14 +22,20 @@ from realhf.base import event_loops, process_clock
 T = TypeVar("T")
 P = ParamSpec("P")
 _ROLLBACK_S = 5.0
+"""Seconds that an interrupted call waits for its cancelled coroutine to clean up."""
 _CLOSE_S = 5.0
+"""Default timeout in seconds of closing the object behind a facade."""
 _DRAIN_ROUNDS = 5
+"""Maximum number of rounds of cancelling the remaining tasks when a loop ends."""
 _LOG = logging.getLogger(__name__)
 
 
 class LoopThread:
-    """Runs coroutines on a loop of its own. ``name`` is the thread's; ``instead`` names what to use
-    in a coroutine. With ``later`` the thread begins with the first ``call``."""
+    """A thread that runs coroutines on its own event loop.
+
+    name: of the thread. instead: the alternative for coroutines, which error messages name. later:
+    start the thread at the first ``call``.
+    """
 
     def __init__(self, name: str, *, instead: str, later: bool = False) -> None:
         self._instead = instead
@@ -47,13 +53,15 @@ class LoopThread:
                 self._thread.start()
 
     def check_caller(self) -> None:
-        """Raise RuntimeError in a forked child and in a coroutine."""
+        """Raise RuntimeError if called in a forked child or in a coroutine."""
         check_blocking_caller(self.pid, self._instead)
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run a coroutine and wait for it; its own waits have deadlines, ``timeout_s`` bounds it
-        from outside. When the wait is interrupted the coroutine is cancelled and may roll back
-        first."""
+        """Run a coroutine in the thread and wait for its result.
+
+        The coroutine handles its own timeouts; ``timeout_s`` limits the whole call. If the wait is
+        interrupted, the coroutine is cancelled and gets some seconds to clean up.
+        """
         ended = threading.Event()
 
         async def run() -> T:
@@ -72,8 +80,8 @@ class LoopThread:
             raise
 
     def stop(self, timeout_s: float) -> None:
-        """Cancel what still runs and join the thread; one that hangs is left behind with a
-        warning."""
+        """Cancel all running coroutines and join the thread; after ``timeout_s`` seconds, abandon
+        it with a warning."""
         if os.getpid() != self.pid:
             return
         with self._lock:
@@ -91,31 +99,34 @@ class LoopThread:
             )
 
     def interrupt(self) -> None:
-        """Raise SystemExit in the thread, where it next runs a line of Python: for code that blocks
-        the loop. Code that waits in a call of the system, or catches it, goes on."""
+        """Raise SystemExit in the thread at its next line of Python, to end code that blocks the
+        loop.
+
+        Has no effect on code that waits in a system call or catches the exception.
+        """
         if self._thread.is_alive() and self._thread.ident is not None:
             ident = ctypes.c_ulong(self._thread.ident)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
 
     def is_current(self) -> bool:
-        """Return whether the caller is this thread (a finalizer may run anywhere)."""
+        """Return whether the caller runs in this thread, which is possible for finalizers."""
         return threading.current_thread() is self._thread
 
     def watch(self) -> LoopWatch:
-        """Return a watch that tells when the loop is blocked."""
+        """Return a detector of whether the loop is blocked."""
         return LoopWatch(self.loop, self._thread.ident or 0)
 
     @property
     def alive(self) -> bool:
-        """Whether coroutines can run here: not after ``stop``, never in a forked child."""
+        """Whether coroutines can run here; false after ``stop`` and in a forked child."""
         return self._thread.is_alive() and os.getpid() == self.pid
 
 
 class Closable(Protocol):
-    """Is closed by a coroutine."""
+    """An object that a coroutine closes."""
 
     async def close(self) -> None:
-        """Release what is held; harmless when repeated."""
+        """Release all resources. May be called repeatedly."""
         ...
 
 
@@ -123,9 +134,11 @@ A = TypeVar("A", bound=Closable)
 
 
 class BlockingFace(Generic[A]):
-    """Offers the coroutine methods of ``inner`` to blocking callers of any thread; they run on
-    ``thread``, which is its own and begins with the first of them. Subclasses name them: ``push =
-    blocking(Inner.push)``."""
+    """Base of blocking facades, which offer the coroutine methods of ``inner`` to any thread.
+
+    The methods run on ``thread``, which belongs to the facade and starts at the first call.
+    Subclasses declare them: ``push = blocking(Inner.push)``.
+    """
 
     def __init__(self, inner: A, name: str) -> None:
         self.inner = inner
@@ -133,7 +146,7 @@ class BlockingFace(Generic[A]):
         self._finalizer = weakref.finalize(self, shut_down, self.thread, inner)
 
     def close(self) -> None:
-        """Close what is behind it and end the thread; harmless when repeated."""
+        """Close ``inner`` and end the thread. May be called repeatedly."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -148,8 +161,11 @@ class BlockingFace(Generic[A]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Run a method of ``inner`` to its end. Raises RuntimeError after ``close``, also by
-        another thread meanwhile, and in a forked child."""
+        """Run a method of ``inner`` and return its result.
+
+        Raises RuntimeError after ``close``, if another thread closes the facade during the call,
+        and in a forked child.
+        """
         check_process(self.thread.pid)
         if not self._finalizer.alive:
             raise RuntimeError(f"this {type(self).__name__} has been closed")
@@ -164,8 +180,11 @@ class BlockingFace(Generic[A]):
 def opening(
     make: Callable[P, A],
 ) -> Callable[[Callable[[Any, A], None]], Callable[Concatenate[Any, P], None]]:
-    """Let the constructor of a face, which takes what ``make`` makes, take the arguments of
-    ``make``."""
+    """Return a decorator for the constructor of a facade that creates the inner object.
+
+    The decorated constructor accepts the arguments of ``make`` and passes the result of ``make``
+    on.
+    """
 
     def decorate(init: Callable[[Any, A], None]) -> Callable[Concatenate[Any, P], None]:
         @functools.wraps(make.__init__)
@@ -180,7 +199,7 @@ def opening(
 def blocking(
     method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[BlockingFace[A], P], T]:
-    """Make the blocking method of a face from a coroutine method."""
+    """Return the blocking method of a facade for a coroutine method."""
 
     @functools.wraps(method)
     def call(self: BlockingFace[A], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -190,8 +209,10 @@ def blocking(
 
 
 def shut_down(thread: LoopThread, inner: Closable, timeout_s: float = _CLOSE_S) -> None:
-    """Close within a bounded time; only forget it in a forked child. The caller may be close(), the
-    garbage collector or the interpreter's end."""
+    """Close ``inner`` and stop the thread within a bounded time; in a forked child, do nothing.
+
+    Called by close(), the garbage collector or the interpreter's exit.
+    """
     if thread.alive and not thread.is_current():
         with suppress(TimeoutError, RuntimeError):
             event_loops.result(
@@ -201,7 +222,7 @@ def shut_down(thread: LoopThread, inner: Closable, timeout_s: float = _CLOSE_S) 
 
 
 def check_blocking_caller(pid: int, instead: str) -> None:
-    """Raise RuntimeError when this is not the process ``pid``, or when a coroutine calls."""
+    """Raise RuntimeError if this is not the process ``pid`` or the caller is a coroutine."""
     check_process(pid)
     try:
         asyncio.get_running_loop()
@@ -211,8 +232,8 @@ def check_blocking_caller(pid: int, instead: str) -> None:
 
 
 def check_process(pid: int) -> None:
-    """Raise RuntimeError in a forked child: sockets and loops belong to the process that opened
-    them."""
+    """Raise RuntimeError in a forked child, because sockets and loops belong to the process that
+    opened them."""
     if os.getpid() != pid:
         raise RuntimeError(
             "what holds sessions or connections cannot be used in a forked child; open a new one "
@@ -224,8 +245,8 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
-        # What was posted while the loop stopped becomes a task in the first round, and its caller
-        # waits for it.
+        # Coroutines submitted while the loop was stopping become tasks in the first round; their
+        # callers are waiting for them.
         for _ in range(_DRAIN_ROUNDS):
             loop.run_until_complete(asyncio.sleep(0))
             pending = asyncio.all_tasks(loop)
@@ -238,8 +259,10 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class LoopWatch:
-    """Watches a loop that runs on another thread, ``ident``. Call ``look`` from time to time, on
-    one thread."""
+    """Detector of whether a loop that runs on another thread, ``ident``, is blocked.
+
+    Call ``look`` periodically, always from the same thread.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ident: int) -> None:
         self._loop = loop
@@ -249,8 +272,11 @@ class LoopWatch:
         self._asked = process_clock.now()
 
     def look(self) -> float:
-        """Return for how many seconds the loop has answered nothing since it was asked; 0.0 when it
-        has answered. Raises RuntimeError when the loop is closed."""
+        """Return for how many seconds the loop has not answered; 0.0 if it has.
+
+        Each answer is followed by a new request to the loop. Raises RuntimeError if the loop is
+        closed.
+        """
         if not self._answered.is_set():
             return process_clock.now() - self._asked
         self._answered.clear()
@@ -259,8 +285,8 @@ class LoopWatch:
         return 0.0
 
     def place(self) -> str:
-        """Return where the thread of the loop is now: the innermost line that is not of a library,
-        if there is one."""
+        """Return the source line that the loop's thread is executing: the innermost one outside of
+        libraries, if there is one."""
         frame = sys._current_frames().get(self._ident)
         if frame is None:
             return "nowhere: its thread has ended"

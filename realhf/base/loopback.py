@@ -1,7 +1,7 @@
-"""Hosts that are this machine, and free ports of it.
+"""Recognition of loopback hosts, and free local ports.
 
-A name that merely resolves to the loopback address does not count, because a foreign page can be
-given such a name.
+A name that only resolves to the loopback address does not count, because an attacker's web page can
+use such a name (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 
 def is_loopback_host(host: str) -> bool:
-    """Return whether ``host``, given without its port, is the loopback by name or address."""
+    """Return whether ``host``, without port, is the name ``localhost`` or a loopback address."""
     try:
         address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
@@ -24,7 +24,7 @@ def is_loopback_host(host: str) -> bool:
 
 
 def host_of(authority: str) -> str:
-    """Return the host in ``host[:port]`` in lower case; "" when the text is not of that form."""
+    """Return the host of ``host[:port]`` in lower case; "" if the text does not have that form."""
     try:
         parts = urlsplit(f"//{authority}")
         _ = parts.port
@@ -35,17 +35,21 @@ def host_of(authority: str) -> str:
 
 @lru_cache(maxsize=16)
 def is_loopback_authority(authority: str) -> bool:
-    """Return whether ``host[:port]`` is the loopback."""
+    """Return whether ``host[:port]`` is a loopback host."""
     return is_loopback_host(host_of(authority))
 
 
 _PORTS = range(20_000, 32_000)
-"""Below those that Linux gives to whoever connects, or asks for any port."""
+"""Ports below the range from which Linux assigns ports to outgoing connections and to servers that
+request any port."""
 
 
 def free_port() -> int:
-    """Return a port of the loopback that nobody listens on. The kernel gives it to nobody who does
-    not name it, so it stays free for a server that starts some seconds later, or again."""
+    """Return a loopback port without a listener.
+
+    The kernel assigns it only on explicit request, so it stays free for a server that starts
+    seconds later, or restarts.
+    """
     for _ in range(100):
         port = secrets.choice(_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -1,9 +1,9 @@
-"""Serialises the messages between the processes of a run: typed messages to plain data and back.
+"""Typed messages between the processes of a run, and their conversion to plain data and back.
 
-A message is a ``Message`` (a frozen msgspec struct). ``Call`` joins the name of a request, its form
-and the form of its answer; ``realhf.api.calls`` lists those of a run. A message that does not have
-its form raises a ``MessageError`` that names the message and the field. The transport packs plain
-data and does not know messages.
+A message is a ``Message`` (a frozen msgspec struct). A ``Call`` is the name of a request with the
+types of request and answer; ``realhf.api.calls`` lists all calls of a run. An invalid message
+raises a ``MessageError`` that names the message and the field. The transport sends plain data and
+does not depend on the message types.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ _BYTES = (bytes, bytearray, memoryview)
 
 
 class MessageError(ValueError):
-    """Is raised for a message that does not have its form; the text names the message and the
-    field."""
+    """A message does not match its type; the text names the message and the field."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Is the base of requests, answers and their parts. Fields are annotated; unknown ones are
-    refused."""
+    """Base of requests, answers and their parts. Fields are annotated, and unknown fields are
+    rejected."""
 
 
 M = TypeVar("M", bound=Message)
@@ -35,8 +34,10 @@ A = TypeVar("A", bound=Message)
 
 
 def to_payload(message: Message, name: str = "") -> Any:
-    """Convert a message to maps, lists, scalars and bytes. Raises MessageError for a value that is
-    none of these."""
+    """Convert a message to maps, lists, scalars and bytes.
+
+    Raises MessageError for a value of any other type.
+    """
     try:
         return msgspec.to_builtins(message, builtin_types=_BYTES, enc_hook=_plain)
     except (TypeError, ValueError, OverflowError) as error:
@@ -44,8 +45,10 @@ def to_payload(message: Message, name: str = "") -> Any:
 
 
 def from_payload(kind: type[M], payload: Any, name: str = "") -> M:
-    """Rebuild a message from what ``to_payload`` returned. Raises MessageError for anything that is
-    not a ``kind``."""
+    """Rebuild a message from the output of ``to_payload``.
+
+    Raises MessageError for anything that is not a ``kind``.
+    """
     try:
         return msgspec.convert(payload, kind, builtin_types=_BYTES)
     except msgspec.ValidationError as error:
@@ -58,12 +61,14 @@ def from_payload(kind: type[M], payload: Any, name: str = "") -> M:
 
 @dataclass(frozen=True)
 class Call(Generic[Q, A]):
-    """Describes a request that one process may send to another: its name on the wire, and the forms
-    of request and answer."""
+    """A type of request from one process to another."""
 
     name: str
+    """Name on the wire."""
     request: type[Q]
+    """Type of the request."""
     answer: type[A]
+    """Type of the answer."""
 
     def pack(self, request: Q) -> Any:
         """Return the payload of a request. Raises MessageError."""
@@ -82,16 +87,18 @@ class Call(Generic[Q, A]):
         return from_payload(self.answer, payload, f"{self.name} of {peer}")
 
     def served_by(self, serve: Callable[[Q], A]) -> tuple[str, Callable[[Any], Any]]:
-        """Return name and handler, payload to payload, for a worker's table of handlers."""
+        """Return (name, handler from payload to payload) for a worker's table of handlers."""
         return self.name, lambda payload: self.pack_answer(serve(self.unpack(payload)))
 
 
 def _title(kind: type[Message], name: str) -> str:
+    """Return the name of a message for errors."""
     return f"{name} ({kind.__name__})" if name else kind.__name__
 
 
 def _plain(value: Any) -> Any:
-    """Convert numbers of numpy, and other maps and sequences, to plain ones."""
+    """Convert NumPy numbers, and other maps and sequences, to plain ones. Raises TypeError for
+    anything else."""
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):

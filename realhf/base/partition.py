@@ -1,6 +1,6 @@
-"""Splits weighted items into balanced parts, deterministically.
+"""Deterministic partitioning of weighted items into balanced parts.
 
-Ties go to the lower original index; every part lists its indices in ascending order.
+Ties go to the lower original index; each part lists its indices in ascending order.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import heapq
 from collections.abc import Sequence
 
 SHARES = (1.0, 0.95, 0.9, 0.8, 0.7)
-"""Of the largest part: so much is left at home in turn, until the rest fills the parts evenly."""
+"""Limits tried in turn for the items that stay at home in a part, as fractions of the largest
+part's cost. Lower limits leave more items for balancing the parts."""
 
 
 def balanced_parts(costs: Sequence[int], n_parts: int) -> list[list[int]]:
@@ -24,10 +25,12 @@ def balanced_parts(costs: Sequence[int], n_parts: int) -> list[list[int]]:
 
 
 def parts_near(costs: Sequence[int], homes: Sequence[int | None], n_parts: int) -> list[list[int]]:
-    """Partition ``range(len(costs))`` into the parts 0 to ``n_parts`` - 1, each index into the part
-    ``homes[index]`` where that may be: the largest part costs no more than when the largest costs
-    are placed first, wherever they are at home. No part is empty unless there are fewer items than
-    parts."""
+    """Partition ``range(len(costs))`` into the parts 0 to ``n_parts`` - 1, with each index in the
+    part ``homes[index]`` where possible.
+
+    The largest part costs at most as much as without homes, where the largest costs are placed
+    first. No part is empty unless there are fewer items than parts.
+    """
     order = _heaviest_first(costs)
     usual = _placed(costs, order, [[] for _ in range(n_parts)])
     bound = max(_cost(costs, part) for part in usual)
@@ -47,7 +50,8 @@ def _at_home(
     n_parts: int,
     limit: float,
 ) -> list[list[int]]:
-    """Let each part have what is at home there up to the limit, then place the rest."""
+    """Place items in their home parts up to the limit, then the remaining ones in the lightest
+    parts."""
     parts: list[list[int]] = [[] for _ in range(n_parts)]
     loads = [0] * n_parts
     away = list[int]()
@@ -64,7 +68,8 @@ def _at_home(
 def _placed(
     costs: Sequence[int], order: Sequence[int], parts: Sequence[Sequence[int]]
 ) -> list[list[int]]:
-    """Add each index to the part that is the lightest then."""
+    """Return the parts with each index of ``order`` added to the part that is the lightest at that
+    time."""
     placed = [list(part) for part in parts]
     heap = [(_cost(costs, indices), len(indices), part) for part, indices in enumerate(placed)]
     heapq.heapify(heap)
@@ -78,8 +83,8 @@ def _placed(
 def _named(
     costs: Sequence[int], homes: Sequence[int | None], parts: Sequence[list[int]]
 ) -> list[list[int]]:
-    """Reorder the parts so that those come to a place that have the most at home there, the
-    greatest first."""
+    """Return the parts reordered so that parts go where most of their cost is at home, the largest
+    such cost first."""
     at_home = [
         (sum(int(costs[i]) for i in part if homes[i] == home), number, home)
         for number, part in enumerate(parts)
@@ -93,8 +98,10 @@ def _named(
 
 
 def _cost(costs: Sequence[int], part: Sequence[int]) -> int:
+    """Return the cost of a part."""
     return sum(int(costs[i]) for i in part)
 
 
 def _heaviest_first(costs: Sequence[int]) -> list[int]:
+    """Return all indices by descending cost."""
     return sorted(range(len(costs)), key=lambda i: (-int(costs[i]), i))

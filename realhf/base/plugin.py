@@ -1,8 +1,7 @@
-"""Imports experiment modules and parts that a person names: by module, or by path where they lie
-outside the tree.
+"""Import of user-defined experiments and parts, by module or by the path of a file.
 
-A *reference* names a part: ``file.py:Name``, ``package.module:Name``, or ``file.py`` where the file
-holds one.
+A *reference* names a part: ``file.py:Name``, ``package.module:Name``, or ``file.py`` if the file
+defines only one part.
 """
 
 from __future__ import annotations
@@ -21,20 +20,22 @@ from realhf.base.text import close_to
 
 
 class Reference(NamedTuple):
-    """What a reference consists of: ``place`` is a file or a module, ``name`` what is meant in it.
-    Both are empty where a text is no reference, such as a registered name."""
+    """The components of a reference; both are empty for a text that is not a reference, such as a
+    registered name."""
 
     place: str
+    """File or module."""
     name: str
+    """Name defined there; "" if none is given."""
 
     @property
     def file(self) -> Path | None:
-        """The file that is meant; None for a module."""
+        """Absolute path of the file; None for a module."""
         return Path(self.place).expanduser().resolve() if self.place.endswith(".py") else None
 
 
 def split_reference(text: str) -> Reference:
-    """Return the parts of a reference."""
+    """Split a reference into its components."""
     place, _, name = text.rpartition(":") if ":" in text else (text, "", "")
     return (
         Reference(place, name) if place and (name or place.endswith(".py")) else Reference("", "")
@@ -42,16 +43,18 @@ def split_reference(text: str) -> Reference:
 
 
 def absolute(text: str) -> str:
-    """Return a reference with the absolute path of its file, so that every process of a run finds
-    it."""
+    """Return a reference with an absolute file path, which every process of a run can use."""
     file, colon, name = text.partition(":")
     return f"{Path(file).expanduser().resolve()}{colon}{name}" if file.endswith(".py") else text
 
 
 def load_reference(text: str) -> tuple[ModuleType, str]:
-    """Import the module or file of a reference; returns it, and the name ("" if none is given, else
-    one that it defines). Raises ValueError with one sentence, with the line at which an import
-    failed."""
+    """Import the module or file of a reference; return it and the name, which it defines ("" if
+    none is given).
+
+    Raises ValueError with a one-sentence message, which contains the source line of a failed
+    import.
+    """
     parts = split_reference(text)
     file = parts.file
     if file is not None and not file.is_file():
@@ -70,8 +73,11 @@ def load_reference(text: str) -> tuple[ModuleType, str]:
 
 
 def imported(text: str, load: Callable[[], Any], file: str = "") -> Any:
-    """Return what ``load`` imports for a reference or registered name. Whatever the author's code
-    raises becomes a ValueError with the line; ``file`` is the author's, where it is known."""
+    """Return what ``load`` imports for a reference or a registered name.
+
+    Any exception of the imported code becomes a ValueError with the source line. file: path of the
+    imported file, if known.
+    """
     try:
         return load()
     except (Exception, SystemExit) as error:
@@ -79,8 +85,8 @@ def imported(text: str, load: Callable[[], Any], file: str = "") -> Any:
 
 
 def _last_file(error: BaseException) -> str:
-    """The file in which an import failed; the importing machinery for a module that does not
-    exist."""
+    """Return the file in which an import failed; that of the import machinery if the module does
+    not exist."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -88,12 +94,15 @@ def _last_file(error: BaseException) -> str:
 
 
 def load_plugin(plugin: str | Path) -> ModuleType:
-    """Import a module (``experiments.mine``) or a file (``/path/mine.py``, under a name of its own)
-    once per process. Raises whatever its code raises."""
+    """Import a module (``experiments.mine``) or a file (``/path/mine.py``, under a generated module
+    name) once per process.
+
+    Raises any exception of its code.
+    """
     if not str(plugin).endswith(".py"):
         return importlib.import_module(str(plugin))
     file = Path(plugin).resolve()
-    # Two files of one name in two folders are two modules.
+    # Files of the same name in different folders are different modules.
     name = f"realhf_plugin_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
@@ -111,8 +120,7 @@ def load_plugin(plugin: str | Path) -> ModuleType:
 
 
 def located(error: BaseException, file: str) -> str:
-    """The first line of an error, with the line of a user's file where it arose, or from where it
-    was called."""
+    """Return the first line of an error, with the last line of ``file`` in its traceback."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file
     ]
