@@ -4,11 +4,11 @@ trajectory server."""
 import sys
 
 __version__ = "0.1.0"
-"""The one place that says the version: packaging and every ``--version`` read it here."""
+"""The only definition of the version; packaging and every ``--version`` read it."""
 
 if sys.argv[:1] == [
     "-m"
-]:  # by ``python -m realhf.launch``: a program that imports the package keeps its own hook
+]:  # run as ``python -m realhf...``; programs that import the package keep their own hook
     from realhf.base.installation import explain_missing_packages
 
     explain_missing_packages()

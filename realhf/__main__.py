@@ -1,4 +1,4 @@
-"""Prints the commands that there are: python -m realhf [--version]"""
+"""Overview of the commands: python -m realhf [--version]"""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ COMMANDS = {
     "run-api": "serve the trajectory server (also python -m realhf.trajectory)",
     "train-api": "serve the training API of the client tinker (also python -m realhf.tinker)",
 }
-"""What a person starts, and what it does. Each has ``--help``."""
+"""Commands for users, and their descriptions. Each has ``--help``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the commands, or the version. Returns the exit code."""
+    """Print the commands, or the version. Return the exit code."""
     width = max(map(len, COMMANDS))
     lines = [f"  {command.ljust(width)}  {about}" for command, about in COMMANDS.items()]
     parser = argparse.ArgumentParser(
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
-    with guarded_output():  # a reader who has seen enough is no error
+    with guarded_output():  # closing the pipe early is no error
         parser.parse_args(argv)
         print(parser.description)
     return 0

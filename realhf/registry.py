@@ -1,11 +1,8 @@
-"""Registers the parts that have a name: interfaces, backends, data sources, datasets, environments,
-advantage estimators, policy losses and schedulers.
+"""Registries of named parts: interfaces, backends, data sources, datasets, environments, advantage
+estimators, policy losses and schedulers.
 
-So naming a part costs no import of torch. ``realhf.registry`` holds the registries and what they
-know from the start.
-
-Built-in parts are listed here as text, so that this module knows everybody and imports nobody. An
-experiment file adds its own with ``@interfaces.register("name")``.
+Built-in parts are listed as text and imported on first use, so this module does not import torch.
+An experiment file adds its own parts by ``@interfaces.register("name")``.
 """
 
 from __future__ import annotations
@@ -20,8 +17,8 @@ T = TypeVar("T")
 
 
 class Registry:
-    """Maps names to objects; an unknown name lists the known ones, a second registration is an
-    error."""
+    """Mapping from names to objects, which are imported on first use. Names cannot be registered
+    twice."""
 
     def __init__(self, kind: str, builtin: Mapping[str, str] | None = None) -> None:
         self.kind = kind
@@ -41,7 +38,7 @@ class Registry:
         return add
 
     def get(self, name: str) -> Any:
-        """Return the object called ``name``. Raises KeyError that names close and known names."""
+        """Return the object of this name. Raises KeyError with similar and known names."""
         if name not in self._entries:
             close = difflib.get_close_matches(name, self._entries, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -149,10 +146,9 @@ REGISTRIES: Mapping[str, Registry] = MappingProxyType(
         "schedulers": schedulers,
     }
 )
-"""By the name that an option gives as ``registry=``."""
+"""All registries by the name that an option refers to as ``registry=``."""
 
 
 def registered_names(registry: str) -> Sequence[str]:
-    """The names that are known to a registry now. Raises KeyError for a registry that does not
-    exist."""
+    """Return the names that are registered now. Raises KeyError for an unknown registry."""
     return [*REGISTRIES[registry]]

@@ -375,9 +375,7 @@ class LineTail:
             end = chunk.rfind(b"\n") + 1
             if end == 0 and len(chunk) < CHUNK_BYTES:
                 break
-            self._offset += end or len(
-                chunk
-            )  # our lines are shorter: skip the line in chunks
+            self._offset += end or len(chunk)  # our lines are shorter: skip the line in chunks
             yield from filter(None, chunk[:end].split(b"\n"))
         self.torn = max(0, size - self._offset)
 

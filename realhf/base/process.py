@@ -1,12 +1,12 @@
-"""Identifies a process across reuse of its number, and sets its priority and its garbage
+"""Identification of processes across reuse of their ids, and control of their priority and garbage
 collection.
 
-Linux weighs sessions against each other before it weighs their processes (autogroups, sched(7)). So
-the nice value of a process has no effect on processes of other sessions unless its session's value
-changes too.
+Linux schedules sessions against each other before it schedules their processes (autogroups,
+sched(7)). So the nice value of a process has no effect on processes of other sessions unless the
+value of its session changes too.
 
-A process that imports torch makes a million objects of which none is garbage; to look through them
-again and again is a fifth of its start.
+A process that imports torch creates a million objects, none of which is garbage; scanning them
+repeatedly takes a fifth of its start-up time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from realhf.base import process_clock
 
 
 def host_token() -> str:
-    """Return a token that is equal for two processes exactly when they are on one host and can see
-    each other's /proc entries: it names the kernel boot and the namespaces of processes and of the
-    network. Empty where the system does not provide them."""
+    """Return a token that two processes share exactly if they run on one host and see each other's
+    /proc entries.
+
+    It consists of the boot id and the PID and network namespaces. Returns "" if the system does not
+    provide them.
+    """
     try:
         return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}/{os.readlink('/proc/self/ns/net')}"
     except OSError:
@@ -34,14 +37,16 @@ def host_token() -> str:
 
 
 def boot_id() -> str:
-    """Return what names the boot of this machine's kernel: equal in all its containers. Raises
-    OSError where the system does not provide it."""
+    """Return the id of the current boot of the kernel, which is the same in all containers.
+
+    Raises OSError if the system does not provide it.
+    """
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def start_time(pid: int) -> int:
-    """Return the start of a running process in clock ticks since boot; 0 when it is gone, dead or
-    unreadable."""
+    """Return the start time of a running process in clock ticks since boot; 0 if it has ended or
+    cannot be read."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -51,9 +56,11 @@ def start_time(pid: int) -> int:
 
 
 def open_process(pid: int, started: int) -> int | None:
-    """Open a descriptor that becomes readable when the process ends; None where the system has no
-    such descriptors. Raises ProcessLookupError when the process that started at ``started`` is
-    gone."""
+    """Open a pidfd, which becomes readable when the process ends; return None if the system does
+    not support it.
+
+    started: its ``start_time``. Raises ProcessLookupError if that process has ended.
+    """
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -67,21 +74,25 @@ def open_process(pid: int, started: int) -> int | None:
 
 
 _REFUSED_S = 2.0
-"""How long the kernel is asked again; it accepts one change of a user's sessions per tenth of a
+"""Timeout in seconds of retries: the kernel accepts one change of a user's sessions per tenth of a
 second."""
 
 
 def step_back(niceness: int) -> None:
-    """Let other processes of this machine run before this process, its session and everything it
-    starts, unless they gave way as far themselves. ``niceness``: 0 to 19, as in nice(1)."""
+    """Lower the priority of this process, its session and the processes that it starts.
+
+    niceness: 0 to 19, as in nice(1).
+    """
     if niceness:
         os.nice(niceness)
         share_niceness(os.getpid())
 
 
 def share_niceness(pid: int) -> None:
-    """Give the session of process ``pid`` the niceness of this process. Does nothing where the
-    kernel does not weigh sessions, or when the process has ended."""
+    """Set the niceness of the session of process ``pid`` to that of this process.
+
+    Does nothing if the kernel does not schedule by session, or if the process has ended.
+    """
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
     deadline = process_clock.now() + _REFUSED_S
     while niceness > 0 and not _taken(pid, niceness) and process_clock.now() < deadline:
@@ -89,8 +100,7 @@ def share_niceness(pid: int) -> None:
 
 
 def _taken(pid: int, niceness: int) -> bool:
-    """Set the niceness of the process's session; return False when the kernel has to be asked
-    again."""
+    """Set the niceness of the process's session; return False if the kernel requires a retry."""
     try:
         Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
     except BlockingIOError:
@@ -101,30 +111,35 @@ def _taken(pid: int, niceness: int) -> bool:
 
 
 _USUAL = gc.get_threshold()
+"""Default thresholds of the garbage collector."""
 _WHILE_STARTING = (50_000, 20, 100)
+"""Thresholds of the garbage collector during start-up."""
 
 
 def collect_rarely() -> None:
-    """Collect garbage less often until ``settle``: before a process imports and loads what it
-    keeps."""
+    """Collect garbage less often until ``settle`` is called; for use before imports and loading."""
     gc.set_threshold(*_WHILE_STARTING)
 
 
 def settle() -> None:
-    """Leave out of every later collection what is there now, and collect as usual from here on."""
+    """Exclude all current objects from garbage collection and restore the default thresholds."""
     gc.freeze()
     gc.set_threshold(*_USUAL)
 
 
 def keep_this_process() -> None:
-    """Have ``os._exit`` in a thread that runs foreign code end the call it is in, and not the
-    process with all episodes. It raises SystemExit there; the main thread and forked children end
-    as before."""
-    # No closure: a pool of processes pickles the function when it is asked to run it.
+    """Make ``os._exit`` in a thread of this process raise SystemExit instead of ending the process.
+
+    So foreign code in a thread can end only its own call, not all episodes. The main thread and
+    forked children still exit.
+    """
+    # Not a closure, because a process pool that runs the function pickles it.
     os._exit = partial(_exit_elsewhere, os._exit, os.getpid())  # type: ignore[assignment]
 
 
 def _exit_elsewhere(leave: Callable[[int], NoReturn], keeper: int, status: int) -> NoReturn:
+    """Raise SystemExit in a thread of the process ``keeper`` other than its main thread; else call
+    ``leave``."""
     if os.getpid() == keeper and threading.current_thread() is not threading.main_thread():
         raise SystemExit(f"os._exit({status}) would end its process with all sessions")
     leave(status)

@@ -1,14 +1,15 @@
-"""Counts the seconds in which this process could run, for every deadline of the process.
+"""The clock for all deadlines of this process, which excludes the time for which the process was
+suspended.
 
-A machine that is moved to another host, ``docker pause`` and SIGSTOP let a process stand still, and
-``time.monotonic()`` goes on. Whoever is waited for may have stood still with it, or have answered
-and was not read. Such seconds count for nobody: ``now`` leaves them out, and so do ``wait`` and the
-timers of the loops of ``realhf/base/event_loops.py``. Durations that are reported are measured by
+A process is suspended by live migration of its machine, ``docker pause`` or SIGSTOP, while
+``time.monotonic()`` goes on. A peer may have been suspended with it, or may have answered without
+being read, so this time must not count towards a timeout. ``now``, ``wait`` and the timers of the
+loops of ``realhf/base/event_loops.py`` exclude it. Reported durations are measured by
 ``time.monotonic()``.
 
-A thread looks at the time every ``EVERY_S`` seconds, and whoever asks for the time looks, too. The
-process stood still when there was no look for much longer, which is also the case while something
-holds the interpreter. Up to ``EVERY_S`` + ``LATE_S`` of a pause are not noticed.
+A thread reads the time every ``EVERY_S`` seconds, and so does every call of ``now``. A much longer
+interval between two readings means that the process was suspended, or that something held the
+interpreter lock. Pauses of up to ``EVERY_S`` + ``LATE_S`` are not detected.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ from typing import TypeVar
 
 T = TypeVar("T")
 EVERY_S = 0.25
-"""The longest time between two looks of a process that runs."""
+"""Maximum seconds between two readings in a running process."""
 LATE_S = 0.5
-"""Less than this is how long a busy machine keeps anybody waiting, and no pause."""
+"""Seconds by which a reading may be late on a busy machine without counting as a pause."""
 _REPORTED_S = 10.0
-"""A shorter pause is no news."""
+"""Minimum length in seconds of a pause that is logged."""
 _log = logging.getLogger(__name__)
 
 
 class PauseDetector:
-    """Counts the seconds of ``read`` without those in which nobody looked for longer than a busy
-    machine explains."""
+    """A clock based on ``read`` that excludes the pauses between readings that are too long to be
+    caused by a busy machine."""
 
     def __init__(self, read: Callable[[], float] = time.monotonic, paused_s: float = 0.0) -> None:
         self._read = read
         self._lock = threading.Lock()
         self._looked = read()
         self.paused_s = paused_s
-        """How long the process stood still until the last look."""
+        """Total seconds of all pauses until the last reading."""
 
     def now(self) -> float:
-        """Look, and return the time without all pauses. It never goes back."""
+        """Take a reading, and return the time in seconds without pauses. It never decreases."""
         with self._lock:
             now = self._read()
             late = now - self._looked - EVERY_S
@@ -53,8 +54,10 @@ class PauseDetector:
 
 
 class ProcessClock:
-    """The clock of this process: a ``PauseDetector`` and the thread that keeps it looking, which
-    the first question begins, in a forked child again."""
+    """The clock of this process: a ``PauseDetector`` with a thread that takes regular readings.
+
+    The thread starts at the first call of ``now``, also in a forked child.
+    """
 
     def __init__(self) -> None:
         self._pauses = PauseDetector()
@@ -69,12 +72,12 @@ class ProcessClock:
 
     @property
     def paused_s(self) -> float:
-        """How long the process stood still until now, without what was too short to notice."""
+        """Total seconds of all detected pauses until now."""
         self.now()
         return self._pauses.paused_s
 
     def _begin(self) -> None:
-        # A forked child goes on counting: it may hold deadlines that were made before the fork.
+        # A forked child keeps the total, because it may have deadlines from before the fork.
         self._pauses = PauseDetector(paused_s=self._pauses.paused_s)
         self._starting = threading.Lock()
         self._watched = False
@@ -101,19 +104,22 @@ class ProcessClock:
 
 
 CLOCK = ProcessClock()
-"""The one clock of this process."""
+"""The only clock of this process."""
 
 
 def now() -> float:
-    """Return the time for deadlines, in seconds: that of ``time.monotonic()`` without pauses of
-    this process."""
+    """Return the time for deadlines, in seconds: ``time.monotonic()`` without the pauses of this
+    process."""
     return CLOCK.now()
 
 
 def wait(attempt: Callable[[float], T], seconds: float) -> T:
-    """Return what ``attempt(seconds)`` returns, a wait that does not know of pauses and returns
-    something false when the seconds are over, as ``threading.Event.wait``. It is repeated with what
-    is left where this process stood still."""
+    """Return the result of ``attempt(seconds)``, repeated with the remaining time if this process
+    was suspended.
+
+    attempt: a wait with a timeout in seconds that returns a false value on timeout, such as
+    ``threading.Event.wait``.
+    """
     deadline = now() + seconds
     while True:
         found = attempt(max(0.0, deadline - now()))

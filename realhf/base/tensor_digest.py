@@ -1,17 +1,17 @@
-"""Digests of tensors: 128 bits that depend on element type, shape and every bit at its place,
-computed where it lies.
+"""Digests of tensors: 128 bits that depend on dtype, shape and every bit and its position, computed
+on the tensor's device.
 
-A tensor is read as signed bytes ``b`` in rows of ``ROW_BYTES``, the last filled up with zeros. Each
-row gives sixteen sums ``sum(b_i * k_i)`` with fixed keys of seven bits: sixteen linear hashes
-(Carter and Wegman, "Universal classes of hash functions", 1979). A change that was not made with
-the keys in view keeps one sum with a probability of at most 2**-7 and all with 2**-112, whatever
-its pattern. The sums, a thirty-second of the bytes, are read as bytes again, with keys of their
-own, until few rows are left; BLAKE2b joins those with type and shape. Sums are integers that no
-arithmetic below rounds, so every device and every version of the library gives the same digest. It
-is no signature: who knows the keys can make two tensors of one digest.
+A tensor is read as signed bytes ``b`` in rows of ``ROW_BYTES``, the last one padded with zeros. For
+each row, 16 sums ``sum(b_i * k_i)`` with fixed 7-bit keys are computed: 16 linear hashes (Carter
+and Wegman, "Universal classes of hash functions", 1979). Any change that was made independently of
+the keys leaves one sum unchanged with a probability of at most 2**-7, and all sums with at most
+2**-112. The sums, 1/32 of the bytes, are hashed in the same way with other keys until few rows are
+left; BLAKE2b combines these with dtype and shape. The sums are integers and no operation rounds
+them, so every device and library version gives the same digest. It is not a signature: with
+knowledge of the keys, two tensors with the same digest can be constructed.
 
-A CPU that multiplies bytes exactly (AVX512-VNNI and the like) does it by one product of byte
-matrices; anything else by products of floats, which hold integers up to 2**24.
+CPUs with exact products of bytes (AVX512-VNNI and similar) use one product of int8 matrices; other
+devices use products of floats, which represent integers up to 2**24 exactly.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SCHEME = "realhf tensor digest 2"
-"""Names the computation; a file that keeps digests says which one made them."""
+"""Version of the computation, which files store with their digests."""
 ROW_BYTES = 1 << 11
-"""A sum is at most 2**7 * 2**6 * 2**11 = 2**24."""
+"""Bytes per row; the absolute value of a sum is at most 2**7 * 2**6 * 2**11 = 2**24."""
 SUMS = 16
+"""Number of sums per row."""
 LAST_ROWS = 32
-"""So many rows of sums are not summed again."""
+"""Maximum number of rows of sums that are not reduced further."""
 _BLOCK_ROWS = {"cpu": 1 << 9}
-"""How many rows are computed at once, by kind of device: 1 MiB, which stay in a core's cache (16
-MiB elsewhere, for devices that are slow to start a kernel)."""
+"""Rows per product, by type of device: 1 MiB on a CPU, which fits into a core's cache (default: 16
+MiB, for devices where starting a kernel is slow)."""
 _SIZE = 16
+"""Bytes of a digest."""
 
 
 class TensorDigester:
-    """Computes digests; it keeps the keys for each device that it has seen."""
+    """Computation of digests, with the keys cached for each device."""
 
     def __init__(self) -> None:
         self._places: dict[Any, _Place] = {}
@@ -60,7 +62,7 @@ class TensorDigester:
 
 
 class _Place:
-    """Computes sums on one device."""
+    """Computation of sums on one device."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -112,8 +114,11 @@ class _Place:
         return self._keys[level]
 
     def _bytes_are_better(self) -> bool:
-        """Try whether products of byte matrices are there, neither round nor saturate (as those of
-        older CPUs do), and are faster than those of floats. Which is taken changes no digest."""
+        """Return whether products of int8 matrices are available, exact and faster than products of
+        floats.
+
+        Older CPUs saturate. Both products give the same digests.
+        """
         import torch
 
         keys, floats = self._keys_of(0)
@@ -147,8 +152,7 @@ def _product_of_floats(rows: Tensor, _: Tensor, keys: Tensor) -> Tensor:
 
 
 def _best_time(work: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of five turns; the first ones prepare what the others
-    use."""
+    """Return the shortest time of some runs, in seconds."""
     best = float("inf")
     for _ in range(5):
         begin = time.perf_counter()
@@ -158,13 +162,14 @@ def _best_time(work: Callable[[], object]) -> float:
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the digest of each tensor by name."""
+    """Return the digest of each tensor, by name."""
     digester = TensorDigester()
     return {name: digester.digest(tensor) for name, tensor in tensors.items()}
 
 
 def joint_digest(digests: Mapping[str, str]) -> str:
-    """Return one digest for digests by name, whatever their order, as 32 hex digits."""
+    """Return one digest for several digests by name, independent of their order, as 32 hex
+    digits."""
     joint = hashlib.blake2b(digest_size=_SIZE)
     for name, digest in sorted(digests.items()):
         joint.update(f"{len(name.encode())}:{name}={digest};".encode())

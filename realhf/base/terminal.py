@@ -1,4 +1,4 @@
-"""Keeps a program alive whose terminal is gone: what it prints is dropped from then on."""
+"""Standard output that survives the loss of its terminal: further text is dropped."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from typing import Any, TextIO, cast
 
 
 class Terminal:
-    """Remembers whether a standard stream was lost. ``lost`` holds the reason, "" as long as there
-    is none."""
+    """State of the standard streams.
+
+    ``lost`` is the reason why one of them was lost; "" if none was.
+    """
 
     def __init__(self) -> None:
         self.lost = ""
         self._note: Callable[[str], None] | None = None
 
     def on_loss(self, note: Callable[[str], None]) -> None:
-        """Call ``note`` with the reason when a stream is lost, at once where one is lost
+        """Call ``note`` with the reason when a stream is lost, or immediately if one is lost
         already."""
         self._note = note
         if self.lost:
             note(self.lost)
 
     def lose(self, name: str, error: Exception) -> None:
-        """Record that the stream ``name`` takes nothing any more. The first loss counts."""
+        """Record that the stream ``name`` cannot be written to any more. Only the first loss
+        counts."""
         if self.lost:
             return
         number = error.errno if isinstance(error, OSError) else errno.EBADF
@@ -36,7 +39,7 @@ class Terminal:
 
 
 class _Guarded:
-    """Passes text on to a stream until that fails; then it drops all text."""
+    """Wrapper of a stream that drops all text after the first failed write."""
 
     def __init__(self, stream: TextIO, name: str, terminal: Terminal) -> None:
         self._stream = stream
@@ -67,8 +70,8 @@ class _Guarded:
 
     def _lose(self, error: Exception) -> None:
         self._open = False
-        # What the stream still holds must go somewhere, else the flush at exit fails and changes
-        # the exit code.
+        # Buffered text must go somewhere, or else the flush at exit fails and changes the exit
+        # code.
         with contextlib.suppress(OSError, ValueError):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
@@ -81,11 +84,11 @@ class _Guarded:
 
 @contextlib.contextmanager
 def guarded_output() -> Iterator[Terminal]:
-    """Print within the block to streams that may vanish (closed pipe, full disk, terminal gone)
-    without an error.
+    """Redirect stdout and stderr in the block to streams that can fail without an error (closed
+    pipe, full disk, lost terminal).
 
-    A standard stream that is closed from the start is one on the null device. The streams of before
-    come back.
+    A standard stream that is closed from the start is replaced by the null device. The original
+    streams are restored at the end.
     """
     terminal = Terminal()
     before = sys.stdout, sys.stderr
@@ -101,8 +104,11 @@ def guarded_output() -> Iterator[Terminal]:
 
 
 def _null_stream(name: str, terminal: Terminal) -> TextIO:
-    """Return a stream on the null device in place of a closed one, under its number where that is
-    still free: a file that gets the number would be written into by every child."""
+    """Return a stream on the null device in place of a closed one.
+
+    It takes over the file descriptor of the closed stream if that is free; otherwise another file
+    could get that number, and child processes would write to it.
+    """
     number = 1 if name == "stdout" else 2
     null = os.open(os.devnull, os.O_WRONLY)
     try:

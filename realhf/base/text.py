@@ -1,5 +1,5 @@
-"""Shortens texts, makes them fit for a terminal, reads shell quotes, and names the known word that
-was meant."""
+"""Text helpers: shortening, escaping for terminals, parsing of shell quotes, and suggestions for
+misspelled names."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+"""Terminal escape sequences that set colours."""
 
 
 def printable(text: str, *, colours: bool = True) -> str:
-    """Return a text whose control characters are shown and not obeyed: a terminal would be driven
-    by whoever wrote it. Without ``colours`` the sequences that only set them are left out."""
+    """Return a text with its control characters made visible, so that its author cannot control the
+    terminal.
+
+    colours: replace escape sequences of colours like other control characters; False removes them.
+    """
     return "".join(map(_visible, text if colours else _COLOURS.sub("", text)))
 
 
@@ -24,7 +28,8 @@ def _visible(char: str) -> str:
 
 
 def shorten(text: str, max_chars: int) -> str:
-    """Cut the middle out of a text that is too long; two thirds of what stays is its head."""
+    """Return a text of at most ``max_chars`` characters, with the middle cut out; two thirds of the
+    rest are its start."""
     if len(text) <= max_chars:
         return text
     mark = "..."
@@ -36,17 +41,18 @@ def shorten(text: str, max_chars: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type where it has none; libraries write
-    essays below."""
+    """Return the first line of an error's message, or its type if the message is empty; at most 200
+    characters."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 _MOST_NAMES = 20
+"""Maximum number of known names in a message."""
 
 
 def close_to(name: str, known: Sequence[str]) -> str:
-    """Return the end of a sentence about an unknown name: a close spelling, and the names that are
-    known (the first 20 of them)."""
+    """Return the end of a sentence about an unknown name: a similar known name, and the first 20
+    known names."""
     close = difflib.get_close_matches(name[:100], known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     more = f", and {len(known) - _MOST_NAMES} more" if len(known) > _MOST_NAMES else ""
@@ -54,8 +60,11 @@ def close_to(name: str, known: Sequence[str]) -> str:
 
 
 def quote_states(text: str) -> Iterator[tuple[str, str, bool]]:
-    """Yield every character with the state after it: the quote character that is open ("" outside
-    of quotes), and whether the character is a backslash that escapes the next one."""
+    """Yield (character, open quote, escapes) for each character of a text.
+
+    The open quote is the quote character after this character, "" outside of quotes; ``escapes`` is
+    whether the character is a backslash that escapes the next one.
+    """
     quote = ""
     escaped = False
     for char in text:

@@ -1,4 +1,4 @@
-"""Certificates as an HTTP client checks them, and as a run passes them on."""
+"""Verification of server certificates by HTTP clients, and certificates embedded in URLs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 NO_CHECK_TIME = ssl.VerifyFlags(0x200000)
-"""X509_V_FLAG_NO_CHECK_TIME: the certificate of a run is as old as the run, whatever the clock of a
-host says."""
+"""OpenSSL flag X509_V_FLAG_NO_CHECK_TIME, which ignores validity periods: a certificate of a run is
+valid for that run, even if the clock of a host is wrong."""
 
 
 def believing(ca_file: str) -> ssl.SSLContext:
-    """Return what a client checks servers by: the authorities, or the server's own certificate, in
-    a PEM file, and the server's name. Raises ValueError naming the file."""
+    """Return a TLS context that trusts the certificates in a PEM file (authorities or the server's
+    own) and checks the server's name.
+
+    Raises ValueError that names the file.
+    """
     try:
         return ssl.create_default_context(cafile=os.path.expanduser(ca_file))
     except (OSError, ssl.SSLError) as error:
@@ -24,17 +27,20 @@ def believing(ca_file: str) -> ssl.SSLContext:
 
 
 def with_certificate(url: str, certificate: str) -> str:
-    """Return an https address that names the one certificate (PEM) that its server may show; others
-    as they are. It stands behind ``#``, so it is never sent."""
+    """Return an https URL with the server's certificate (PEM) in its fragment, which is never sent;
+    other URLs are returned unchanged."""
     if not url.startswith("https://"):
         return url
     return f"{url}#{base64.urlsafe_b64encode(ssl.PEM_cert_to_DER_cert(certificate)).decode()}"
 
 
 def without_certificate(url: str) -> tuple[str, ssl.SSLContext | None]:
-    """Return the address, and what to check its server by where it names a certificate: that
-    certificate alone, by whatever name or address the server is reached, and whatever the clock
-    says. Raises ValueError for what is no certificate."""
+    """Split a URL into (URL without certificate, TLS context that accepts only the certificate of
+    its fragment).
+
+    The context is None if there is no certificate. It ignores the server's name and the validity
+    period. Raises ValueError for an invalid certificate.
+    """
     address, mark, encoded = url.partition("#")
     if not mark:
         return url, None
@@ -50,7 +56,8 @@ def without_certificate(url: str) -> tuple[str, ssl.SSLContext | None]:
 
 @contextmanager
 def in_memory(pem: str) -> Iterator[str]:
-    """Yield a path by which this process reads a certificate and its key, which lie on no disk."""
+    """Yield a path from which this process can read a certificate and its key, which are kept in
+    memory and not on disk."""
     descriptor = os.memfd_create("certificate", os.MFD_CLOEXEC)
     with os.fdopen(descriptor, "w", encoding="ascii") as file:
         file.write(pem)
