@@ -1,9 +1,9 @@
-"""Defines every request and answer between the processes of a run, leases and arrivals of streamed
-samples among them (docs/reference/dataflow.md 6, 9).
+"""All requests and answers between the processes of a run, including leases and arrivals of
+streamed samples (docs/reference/dataflow.md 6, 9).
 
-The master calls workers (``transport/rpc``); rollout workers and the trainer ask the master, and
-rollout workers ask generation workers (``transport/service``). All processes of a run are of one
-version, so the forms may change freely.
+The master calls workers (``transport/rpc``); rollout workers and the trainer call the master, and
+rollout workers call generation workers (``transport/service``). All processes of a run have the
+same version, so the message types may change freely.
 """
 
 from __future__ import annotations
@@ -18,80 +18,98 @@ from realhf.api.generation import HeldTensor, WeightsManifest
 from realhf.base.messages import Call, Message
 
 ENV_ERROR = "env_error"
+"""Outcome of a failed attempt: the environment failed."""
 ENGINE_ERROR = "engine_error"
+"""Outcome of a failed attempt: generation failed."""
 AGENT_ERROR = "agent_error"
+"""Outcome of a failed attempt: the agent's code failed."""
 TIMEOUT = "timeout"
+"""Outcome of a failed attempt: the deadline passed."""
 CANCELLED = "cancelled"
+"""Outcome of a failed attempt: the attempt was cancelled."""
 SAMPLE_REJECTED = "rejected"
+"""Outcome of a failed attempt: the sample cannot be trained on."""
 
 
 class RolloutLease(Message, frozen=True):
-    """Describes a sample to be played, which the master has admitted and given to one rollout
-    worker. ``(id, attempt)`` is the idempotency key; ``order`` counts admissions; ``version`` is
-    the policy version at admission. The worker has ``deadline_s`` seconds. ``metadata`` and
-    ``values`` are the source's item."""
+    """A sample to be played, which the master has admitted and assigned to one rollout worker.
+
+    ``(id, attempt)`` is the idempotency key.
+    """
 
     id: str
     attempt: int
     order: int
+    """Number of the admission."""
     version: int
+    """Policy version at admission."""
     deadline_s: float
+    """Seconds that the worker has."""
     metadata: dict[str, Any] = field(default_factory=dict)
+    """Metadata of the source's item."""
     values: dict[str, list[int]] = field(default_factory=dict)
+    """Integers of the source's item, by key."""
 
 
 class EvaluationPart(Message, frozen=True):
-    """Describes a share of a held-out evaluation, which a rollout worker plays beside its samples:
-    of all instances (see ``HeldOutOptions``) every ``parts``-th from ``part`` on, ``greedy`` or at
-    the training temperature. All tokens come from weights of ``version``, which the generation
-    workers ``engines`` keep for it. ``(evaluation, part, greedy)`` names the share; the worker has
-    ``deadline_s`` seconds."""
+    """A share of a held-out evaluation, which a rollout worker plays in addition to its samples.
+
+    ``(evaluation, part, greedy)`` identifies the share. It consists of every ``parts``-th instance
+    (see ``HeldOutOptions``), starting with ``part``.
+    """
 
     evaluation: int
     part: int
     parts: int
     greedy: bool
+    """Whether to sample greedily instead of at the training temperature."""
     version: int
+    """Policy version that samples all tokens."""
     engines: list[str]
+    """Generation workers that keep the weights of that version."""
     split: str
     episodes_per_task: int
     templates: int
     deadline_s: float
+    """Seconds that the worker has."""
 
 
 PayloadRef = list[int]
-"""Where a payload lies: [segment, offset, bytes] in the payload log of the trainer's first rank,
-and [segment, offset, bytes, rank] in that of another one."""
+"""Location of a payload: [segment, offset, bytes] in the payload log of the trainer's rank 0, or
+[segment, offset, bytes, rank] in that of another rank."""
 
 
 def rank_of(ref: Sequence[int]) -> int:
-    """Return the rank of the trainer whose payload log holds a payload."""
+    """Return the trainer rank whose payload log contains a payload."""
     return ref[3] if len(ref) > 3 else 0
 
 
 ACCEPTED = "accepted"
+"""Answer to an arrival: the sample will be trained on."""
 DUPLICATE = "duplicate"
+"""Answer to an arrival: this attempt was already accepted through the same receiver."""
 REFUSED = "refused"
-"""Answers to an arrival. ``accepted``: it will be trained; ``duplicate``: this attempt was accepted
-before, through the same receiver; ``refused``: another attempt counts, or none, or this one was
-accepted through another receiver."""
+"""Answer to an arrival: another attempt counts, or none, or this one was accepted through another
+receiver."""
 
 
 class Arrival(Message, frozen=True):
-    """Describes a sample that has arrived and is durable. ``ref`` says where it lies, ``meta`` is
-    the encoded metadata-only sample. With ``error`` set the sample is unusable, and ``ref`` and
-    ``meta`` are empty."""
+    """A sample that was received and stored durably, or an unusable one (``error``)."""
 
     id: str
     attempt: int
     producer: str
+    """Rollout worker that sent it."""
     ref: PayloadRef = field(default_factory=list)
+    """Location of the payload; empty if unusable."""
     meta: list[bytes] = field(default_factory=list)
+    """Encoded sample without tensors; empty if unusable."""
     error: str = ""
+    """Why the sample is unusable; "" if it is not."""
 
 
 def checked_answers(arrivals: Sequence[Arrival], answers: Sequence[str]) -> list[str]:
-    """Return the answers if there is a known one for every arrival. Raises ValueError otherwise."""
+    """Return the answers. Raises ValueError unless there is one valid answer for each arrival."""
     if len(answers) != len(arrivals) or not set(answers) <= {ACCEPTED, DUPLICATE, REFUSED}:
         raise ValueError(f"{len(arrivals)} arrivals were answered with {list(answers)!r:.200}")
     return list(answers)
@@ -109,62 +127,68 @@ class Nothing(Message, frozen=True):
 
 
 class InitializeRequest(Message, frozen=True):
-    """Load models. ``world``: where the workers that compute together meet, ``token``: how they
-    know each other there; empty where none do."""
+    """Request to load models."""
 
     world: str = ""
+    """Rendezvous address of the workers that compute together; "" if none do."""
     token: str = ""
+    """Token by which they authenticate each other there; "" if none do."""
 
 
 class OpenWorldRequest(Message, frozen=True):
-    """Serve the place where the workers that compute together meet. ``several_hosts``: some are on
-    other hosts."""
+    """Request to serve the rendezvous of the workers that compute together."""
 
     several_hosts: bool = False
+    """Whether some of them are on other hosts."""
 
 
 class OpenWorldAnswer(Message, frozen=True):
-    """Where the workers that compute together meet, host:port."""
+    """Rendezvous of the workers that compute together."""
 
     address: str
+    """host:port."""
 
 
 class GroupPart(Message, frozen=True):
-    """One rank's part in a group call: all ranks of a role get the whole batch under the same
-    number ``no``."""
+    """One rank's part in a group call, in which all ranks of a role get the whole batch."""
 
     no: Annotated[int, Meta(ge=1)]
+    """Number of the group call, the same for all ranks."""
     rank: Annotated[int, Meta(ge=0)]
+    """Rank of the worker."""
     size: Annotated[int, Meta(ge=2)]
+    """Number of ranks."""
 
 
 class GatherRequest(Message, frozen=True):
-    """Bring the whole weights of ``role`` together, for what ranks do alone next: on each of them,
-    or on the first."""
+    """Request to gather the sharded weights of ``role`` for work that ranks do alone next."""
 
     role: str
     group: GroupPart
     everywhere: bool
+    """Whether every rank needs the weights, or only rank 0."""
 
 
 class AbortRequest(Message, frozen=True):
-    """Break off what this worker computes together with others."""
+    """Request to abort what this worker computes together with others."""
 
     reason: str
 
 
 class FetchPart(Message, frozen=True):
-    """Inputs that lie on another worker."""
+    """Inputs that another worker stores."""
 
     endpoint: str
+    """Address of that worker."""
     ids: list[str]
     keys: list[str]
 
 
 class CallRequest(Message, frozen=True):
-    """Run the model function call ``mfc`` on these samples, with inputs from the own store and from
-    ``fetches``; in a group call together with other ranks, of which the first alone stores the
-    outputs."""
+    """Request to run the model function call ``mfc`` on samples.
+
+    Inputs come from the worker's own store and from ``fetches``.
+    """
 
     mfc: str
     role: str
@@ -176,44 +200,52 @@ class CallRequest(Message, frozen=True):
     seed: int
     endpoints: Endpoints
     group: GroupPart | None = None
+    """Part in a group call with other ranks, of which only rank 0 stores the outputs; None if the
+    worker computes alone."""
 
 
 class CallAnswer(Message, frozen=True):
-    """``meta``: frames of the outputs without their tensors, None where the call has none. Times in
-    seconds."""
+    """Result of a model function call."""
 
     meta: list[bytes] | None
+    """Frames of the outputs without tensors; None if the call has no outputs."""
     stats: dict[str, Any]
     compute_s: float
+    """Seconds of computation."""
     fetch_s: float
+    """Seconds of fetching inputs."""
 
 
 class LoadRequest(Message, frozen=True):
-    """Store the integers that the source drew (key -> one row per id), and what the dataset has for
+    """Request to store the integers that the source drew, and what the dataset provides for
     ``metadata``."""
 
     ids: list[str]
     values: dict[str, list[list[int]]]
+    """Integers by key, one row per id."""
     metadata: dict[str, list[Any]]
 
 
 class LoadAnswer(Message, frozen=True):
-    """``meta``: frames of what the dataset stored, without tensors; None without a dataset."""
+    """Result of a ``LoadRequest``."""
 
     meta: list[bytes] | None
+    """Frames of what the dataset stored, without tensors; None without a dataset."""
 
 
 class ClearRequest(Message, frozen=True):
-    """Free what is held of these samples."""
+    """Request to free everything stored for these samples."""
 
     ids: list[str]
 
 
 class HeldAnswer(Message, frozen=True):
-    """What a model worker's store holds, and the roles that it has."""
+    """Contents of a model worker's store, and the worker's roles."""
 
     nbytes: int
+    """Bytes of the stored tensors."""
     samples: int
+    """Number of stored samples."""
     roles: list[str]
 
 
@@ -231,23 +263,25 @@ HELD = Call("stats", Nothing, HeldAnswer)
 
 
 class Probe(Message, frozen=True):
-    """What an engine sampled after a fixed prefix: the whole sequence, and the log-probabilities of
-    its last tokens."""
+    """What an engine sampled after a fixed prefix."""
 
     token_ids: list[int]
+    """The whole sequence, prefix included."""
     logprobs: list[float]
+    """Log-probabilities of the last tokens."""
 
 
 class ProgressAnswer(Message, frozen=True):
-    """How many episodes of the call that runs, or ran last, are ``over``, of how many; 0 of 0 where
-    it plays none."""
+    """Progress of the call that runs, or ran last."""
 
     over: int
+    """Number of finished episodes."""
     wanted: int
+    """Number of episodes in total; 0 if the call plays none."""
 
 
 class EvaluateRequest(Message, frozen=True):
-    """Evaluate a role by an interface."""
+    """Request to evaluate a role by an interface."""
 
     role: str
     interface: str
@@ -259,76 +293,85 @@ class EvaluateRequest(Message, frozen=True):
 
 
 class EvaluateAnswer(Message, frozen=True):
-    """What the interface reports."""
+    """Statistics that the interface reports."""
 
     stats: dict[str, Any]
 
 
 class CheckpointRequest(Message, frozen=True):
-    """Write or read the state of roles, each in its own folder (role -> folder), and of all
-    interfaces in ``folder``. A role's folder is that of all its ranks where several workers train
-    it together."""
+    """Request to write or read the state of roles and interfaces."""
 
     roles: dict[str, str]
+    """Folder of each role, shared by all ranks of the role."""
     folder: str
+    """Folder of the state of all interfaces."""
 
 
 class SavedFile(Message, frozen=True, array_like=True):
-    """A file that a worker wrote and synced: its path, its size in bytes, and its SHA-256 in
-    hexadecimal."""
+    """A file that a worker wrote and flushed to the disk."""
 
     path: str
     size: int
+    """Size in bytes."""
     sha256: str
+    """SHA-256 in hexadecimal."""
 
 
 class SaveAnswer(Message, frozen=True):
-    """Every file that this worker wrote."""
+    """All files that this worker wrote."""
 
     files: list[SavedFile]
 
 
 class ExportRequest(Message, frozen=True):
-    """Write a role in Hugging Face format into ``folder``."""
+    """Request to write a role in Hugging Face format into ``folder``."""
 
     role: str
     folder: str
 
 
 class KeepExportRequest(Message, frozen=True):
-    """Put the exported ``folder`` in the place of ``target``, with ``held_out`` (JSON text) as a
-    file in it."""
+    """Request to replace ``target`` by the exported ``folder``."""
 
     folder: str
     target: str
     held_out: str
+    """JSON text that is added to the folder as a file."""
 
 
 class PublishWeightsRequest(Message, frozen=True):
-    """Make the weights of ``role`` available; they must be of this policy version. In a self-test
-    (``trial``) they are changed before, by ``TRIAL_CHANGE``, and changed back by
-    ``TRIAL_RESTORE``."""
+    """Request to make the weights of ``role`` available to generation."""
 
     role: str
     version: int
+    """Policy version that the weights must have."""
     trial: int = 0
+    """Step of a self-test: ``TRIAL_CHANGE`` changes the weights before publishing them,
+    ``TRIAL_RESTORE`` changes them back; 0 outside of a self-test."""
     probes: list[Probe] = field(default_factory=list)
+    """Sequences to score in ``TRIAL_RESTORE``."""
 
 
 class PublishWeightsAnswer(Message, frozen=True):
-    """How to get the weights. ``changed`` and ``restored``, of ``TRIAL_RESTORE``: for each probe
-    the log-probabilities of what was sampled, by the trainer's own forward pass under the changed
-    and under the restored weights; empty where the change did not reach the trainer's model, as
-    where ``weights`` are copies."""
+    """Published weights, and results of ``TRIAL_RESTORE``.
+
+    ``changed`` and ``restored`` contain, for each probe, the log-probabilities of the sampled
+    tokens by the trainer's own forward pass. They are empty if the change did not reach the
+    trainer's model, for example because ``weights`` returns copies.
+    """
 
     manifest: WeightsManifest
+    """How to get the weights."""
     changed: list[list[float]] = field(default_factory=list)
+    """Log-probabilities under the changed weights."""
     restored: list[list[float]] = field(default_factory=list)
+    """Log-probabilities under the restored weights."""
 
 
 TRIAL_CHANGE = 1
+"""First step of a self-test of weight updates: change the weights."""
 TRIAL_RESTORE = 2
-"""Steps of a self-test of weight updates."""
+"""Second step of a self-test of weight updates: restore the weights."""
 PROGRESS = Call("progress", Nothing, ProgressAnswer)
 EVALUATE = Call("evaluate", EvaluateRequest, EvaluateAnswer)
 SAVE = Call("save", CheckpointRequest, SaveAnswer)
@@ -343,44 +386,52 @@ PUBLISH_WEIGHTS = Call("publish_weights", PublishWeightsRequest, PublishWeightsA
 
 
 class OpenStreamRequest(Message, frozen=True):
-    """Listen for samples. ``control``: the master's service; ``credits``: samples of one producer
-    on their way; ``rank``: the number of this receiver among those of the trainer; the rest bounds
-    what a sample may be."""
+    """Request to listen for samples."""
 
     control: str
+    """Address of the master's service."""
     credits: int
+    """Maximum number of samples of one producer in flight."""
     keys: list[str]
+    """Keys that a sample must have."""
     group_size: int
+    """Number of rollouts per sample."""
     max_sequences: int
+    """Maximum number of sequences in a sample."""
     max_tokens: int
+    """Maximum number of tokens in a sample."""
     rank: int = 0
+    """Number of this receiver among those of the trainer."""
 
 
 class OpenStreamAnswer(Message, frozen=True):
-    """Where producers connect."""
+    """Address to which producers connect."""
 
     endpoint: str
 
 
 class RestoreStreamRequest(Message, frozen=True):
-    """Bring logged samples, (id, attempt, ref), back into the store."""
+    """Request to load logged samples into the store."""
 
     items: list[tuple[str, int, PayloadRef]]
+    """(id, attempt, location of the payload)."""
 
 
 class RestoreStreamAnswer(Message, frozen=True):
-    """One arrival per item, in order."""
+    """One arrival per item, in the same order."""
 
     arrivals: list[Arrival]
 
 
 class PruneStreamRequest(Message, frozen=True):
-    """``alive``: payloads that a recovery may need; ``newest``: the last one of this receiver that
-    was accepted; ``ranks``: how many receivers there are."""
+    """Request to delete payloads that are no longer needed."""
 
     alive: list[PayloadRef]
+    """Payloads that a recovery may need."""
     newest: PayloadRef | None
+    """Last payload of this receiver that was accepted."""
     ranks: int = 1
+    """Number of receivers."""
 
 
 STREAM_OPEN = Call("stream_open", OpenStreamRequest, OpenStreamAnswer)
@@ -393,63 +444,77 @@ STREAM_CHECK = Call("stream_check", Nothing, Nothing)
 
 
 class PlayRequest(Message, frozen=True):
-    """Begin to take samples from ``control``, play them in the environments ``env``, send each of
-    them to one of the receivers ``streams``."""
+    """Request to start playing samples."""
 
     control: str
+    """Address of the service that allocates samples."""
     streams: list[str]
+    """Addresses of the receivers; each sample is sent to one of them."""
     env: list[str]
+    """Addresses of the environments."""
 
 
 class UpdateWeightsRequest(Message, frozen=True):
-    """Load this version between two tokens."""
+    """Request to load new weights between two tokens."""
 
     manifest: WeightsManifest
 
 
 class ChangedTensor(Message, frozen=True, array_like=True):
-    """A tensor that an engine changed, or lost, without an update; digests."""
+    """A tensor that an engine changed or lost without an update."""
 
     name: str
     before: str
+    """Digest after the previous update."""
     now: str
+    """Digest before this update."""
 
 
 class UpdateWeightsAnswer(Message, frozen=True):
-    """How long the weights were on their way, how long generation stood still, and how long digests
-    took. ``held``: what the engine holds now, by the manifest's names; None: it cannot tell.
-    ``changed``: tensors that were not, before this update, what they were after the one before."""
+    """Durations and verification of a weight update."""
 
     weight_stage_ms: float
+    """Duration of the transfer."""
     weight_pause_ms: float
+    """Time for which generation was paused."""
     weight_digest_ms: float = 0.0
+    """Time for computing digests."""
     held: dict[str, HeldTensor] | None = None
+    """What the engine holds now, by the names of the manifest; None if it cannot report it."""
     changed: list[ChangedTensor] = field(default_factory=list)
+    """Tensors that differed before this update from their state after the previous one."""
 
 
 class PinAnswer(Message, frozen=True):
-    """``version``: of the weights in use. ``kept``: requests for this version are answered until
-    ``unpin``, whatever is loaded meanwhile; else only until the next weights are."""
+    """Result of pinning the weights in use."""
 
     version: int
+    """Version of the weights in use."""
     kept: bool
+    """Whether requests for this version are answered until ``unpin``, even after updates; if false,
+    only until the next update."""
 
 
 class StatusAnswer(Message, frozen=True):
-    """A generation worker at the moment ``at_s`` of its clock: ``busy_s`` and ``generated_tokens``
-    since its start, requests ``running`` and ``waiting`` now."""
+    """Status of a generation worker."""
 
     at_s: float
+    """Time of the status by the worker's clock."""
     busy_s: float
+    """Seconds of work since its start."""
     generated_tokens: float
+    """Tokens generated since its start."""
     running: float
+    """Number of running requests."""
     waiting: float
+    """Number of waiting requests."""
 
 
 class ProbeRequest(Message, frozen=True):
-    """Sample after the fixed prefix. ``last``: nothing need be cached for another one."""
+    """Request to sample after the fixed prefix."""
 
     last: bool
+    """Whether this is the last probe, so that its cache need not be kept."""
 
 
 PLAY = Call("play", PlayRequest, Nothing)
@@ -464,49 +529,55 @@ STATUS = Call("status", Nothing, StatusAnswer)
 
 
 class AllocateRequest(Message, frozen=True):
-    """Up to ``count`` samples to play; the master may hold the request for ``hold_s`` seconds."""
+    """Request for samples to play."""
 
     count: int
+    """Maximum number of samples."""
     hold_s: float
+    """Seconds for which the master may delay its answer."""
 
 
 class AllocateAnswer(Message, frozen=True):
-    """``leases``: None: there is none yet, ask again; []: stop, unless there are shares of an
-    ``evaluation``."""
+    """Samples and evaluation shares to play."""
 
     leases: list[RolloutLease] | None
+    """None: no sample yet, ask again; []: stop, unless ``evaluation`` has shares."""
     evaluation: list[EvaluationPart] = field(default_factory=list)
+    """Shares of an evaluation to play."""
 
 
 class RejectedRequest(Message, frozen=True):
-    """An attempt failed."""
+    """Report that an attempt failed."""
 
     id: str
     attempt: int
     outcome: str
+    """Kind of failure, such as ``ENV_ERROR``."""
     message: str
 
 
 class EvaluatedRequest(Message, frozen=True):
-    """The share ``(evaluation, part, greedy)`` was played; with ``error`` set it was not."""
+    """Report that the share ``(evaluation, part, greedy)`` was played, or failed."""
 
     evaluation: int
     part: int
     greedy: bool
     results: list[EpisodeResult]
     error: str = ""
+    """Why it failed; "" if it was played."""
 
 
 class ArrivedRequest(Message, frozen=True):
-    """These samples have arrived at the trainer and are durable."""
+    """Report that the trainer has received samples and stored them durably."""
 
     arrivals: list[Arrival]
 
 
 class ArrivedAnswer(Message, frozen=True):
-    """``ACCEPTED``, ``DUPLICATE`` or ``REFUSED``, one per arrival."""
+    """Decisions about arrivals."""
 
     answers: list[str]
+    """``ACCEPTED``, ``DUPLICATE`` or ``REFUSED`` for each arrival."""
 
 
 ALLOCATE = Call("allocate", AllocateRequest, AllocateAnswer)
@@ -520,7 +591,7 @@ ARRIVED = Call("arrived", ArrivedRequest, ArrivedAnswer)
 
 
 class GenerateRequest(Message, frozen=True, array_like=True):
-    """``GenRequest`` of a client, which numbers its slots from 0."""
+    """A client's ``GenRequest``, with slots numbered from 0 by the client."""
 
     slot: int
     token_ids: list[Annotated[int, Meta(ge=0)]]
@@ -532,7 +603,7 @@ class GenerateRequest(Message, frozen=True, array_like=True):
 
 
 class GenerateAnswer(Message, frozen=True, array_like=True):
-    """``GenOutput``."""
+    """A ``GenOutput``."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -541,7 +612,7 @@ class GenerateAnswer(Message, frozen=True, array_like=True):
 
 
 class FreeRequest(Message, frozen=True, array_like=True):
-    """The episodes in these slots are over."""
+    """Report that the episodes in these slots have ended."""
 
     slots: list[int]
 
