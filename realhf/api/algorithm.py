@@ -1,10 +1,9 @@
-"""Defines how a policy-gradient algorithm comes in one file of its author's: advantage, loss,
-options and preset.
+"""User-defined policy-gradient algorithms in one file: advantage, loss, options and preset.
 
     python -m realhf.launch experiment=grpo env=countdown ppo.algo=FILE.py:NAME algorithm.OPTION=VALUE
 
-``NAME`` is an ``Algorithm``. Every process that computes with it loads the file by its reference;
-none is edited (docs/extend/algorithm.md).
+``NAME`` is an ``Algorithm``. Every process that computes with it imports the file by its reference;
+no other file needs to change (docs/extend/algorithm.md).
 """
 
 from __future__ import annotations
@@ -21,36 +20,37 @@ from realhf.base.text import close_to
 CLIP_OPTIONS = ("eps_clip", "eps_clip_higher", "c_clip", "ratio")
 """Options of the section ppo that only some losses read."""
 LOSS = "loss"
+"""Option of the section ppo that names the loss."""
 ADVANTAGES = "adv_estimator"
-"""The options of the section ppo that name what an algorithm may bring itself."""
+"""Option of the section ppo that names the advantage estimator."""
 _ARGUMENTS = {"loss": ("terms", "ppo", "own"), "advantages": ("scores", "valid", "group", "own")}
+"""Arguments of the functions of an algorithm."""
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Describes an algorithm; everything that it leaves out is that of GRPO.
-
-    ``preset`` gives values to options of the section ``ppo`` that nobody sets, as ``ppo.algo=grpo``
-    does. ``options`` is a dataclass of ``option`` fields with the algorithm's own, which stand in
-    the section ``algorithm``; an instance of it is the last argument, ``own``, of both functions
-    (None without ``options``).
+    """An algorithm; whatever it does not define is that of GRPO.
 
     ``loss(terms, ppo, own)`` returns the ``TokenLoss`` of ``LossTerms`` under the resolved options
-    ``ppo`` of ``realhf.algorithms``; ``clip_options`` names those of ``CLIP_OPTIONS`` that it
-    reads, and setting another one is refused. ``advantages(scores, valid, group, own)`` returns an
-    f32 (n,), exactly 0 where not ``valid``, from f32 (n,), bool (n,) and i64 (n,), an entry for
-    each rollout; ``compares`` says that it needs groups of two. All else about both is that of a
-    registered loss and estimator (docs/extend/policy_loss.md).
+    ``ppo`` of ``realhf.algorithms``. ``advantages(scores, valid, group, own)`` takes f32 (n,), bool
+    (n,) and i64 (n,), with an entry for each rollout, and returns f32 (n,), exactly 0 where not
+    ``valid``. Otherwise both behave like a registered loss and estimator
+    (docs/extend/policy_loss.md). ``own`` is an instance of ``options``, None without options.
 
-    Raises ValueError on a description that contradicts itself.
+    Raises ValueError for a contradictory definition.
     """
 
     preset: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of options of the section ``ppo``, as ``ppo.algo=grpo`` sets them."""
     loss: Callable[[Any, Any, Any], Any] | None = None
     advantages: Callable[[Any, Any, Any, Any], Any] | None = None
     options: type[Any] | None = None
+    """Dataclass of ``option`` fields with the algorithm's own options, which form the section
+    ``algorithm``."""
     clip_options: tuple[str, ...] = ()
+    """Those of ``CLIP_OPTIONS`` that the loss reads; setting another one is an error."""
     compares: bool = True
+    """Whether the advantages need groups of at least two rollouts."""
 
     def __post_init__(self) -> None:
         for name, brought in ((LOSS, self.loss), (ADVANTAGES, self.advantages)):
@@ -88,8 +88,8 @@ class Algorithm:
             ) from None
 
     def defaults(self, reference: str) -> Mapping[str, Any]:
-        """Return the preset, in which what the algorithm brings itself goes by its
-        ``reference``."""
+        """Return the preset, with the algorithm's ``reference`` as the name of its own loss and
+        advantages."""
         own = {LOSS: self.loss, ADVANTAGES: self.advantages}
         return {
             **self.preset,
@@ -97,9 +97,12 @@ class Algorithm:
         }
 
     def own(self, given: Any) -> Any:
-        """Return an instance of ``options`` with the values of ``given``, a section or a mapping
-        (None: the defaults); None where there are no options. Raises ValueError naming an option
-        that is unknown or cannot be."""
+        """Return an instance of ``options`` with the values of ``given``; None if there are no
+        options.
+
+        given: a section or a mapping; None: the defaults. Raises ValueError that names an unknown
+        or invalid option.
+        """
         if self.options is None:
             return None
         known = [every.name for every in fields(self.options)]
@@ -115,7 +118,7 @@ class Algorithm:
 
 
 def _takes(function: Any, arguments: int) -> bool:
-    """Whether something can be called with so many positional arguments."""
+    """Return whether something can be called with this number of positional arguments."""
     if not callable(function):
         return False
     try:
@@ -126,13 +129,15 @@ def _takes(function: Any, arguments: int) -> bool:
 
 
 def is_own(algo: str) -> bool:
-    """Whether ``ppo.algo`` names an algorithm in somebody's file, and no preset."""
+    """Return whether ``ppo.algo`` refers to a user's algorithm rather than a preset."""
     return bool(split_reference(algo).place)
 
 
 def algorithm_of(reference: str) -> Algorithm:
-    """Return the algorithm that ``file.py:Name`` or ``package.module:Name`` means. Raises
-    ValueError with one sentence that says what is wrong and where."""
+    """Return the algorithm of a reference ``file.py:Name`` or ``package.module:Name``.
+
+    Raises ValueError with one sentence that says what is wrong and where.
+    """
     if not split_reference(reference).name:
         raise ValueError(f"ppo.algo={reference}: name the algorithm in it, {reference}:NAME")
     try:

@@ -1,5 +1,4 @@
-"""Defines what an evaluation reports: the results of held-out episodes, and their success by group
-with 95 % intervals."""
+"""Results of held-out evaluations: success rates by group, with 95 % intervals."""
 
 from __future__ import annotations
 
@@ -10,29 +9,33 @@ from typing import Any
 from realhf.base.messages import Message
 
 Report = dict[str, dict[str, dict[str, Any]]]
-"""Way of sampling (``sampled``, ``greedy``) -> ``overall`` or a group -> figures, see
+"""Way of sampling (``sampled``, ``greedy``) -> ``overall`` or a group -> metrics, see
 ``evaluation_report``."""
 
 
 class EpisodeResult(Message, frozen=True):
-    """Says how one held-out episode ended. One that is not ``valid`` failed: it says nothing about
-    the policy. ``out_of_turns``: ``rollout.max_turns`` ended it."""
+    """Result of one held-out episode."""
 
     group: str
     valid: bool
+    """False if the episode failed for a reason other than the policy, so that it is excluded from
+    all means."""
     achieved: bool
+    """Whether the goal was achieved."""
     reward: float
     turns: int
     out_of_turns: bool = False
+    """Whether ``rollout.max_turns`` ended it."""
 
 
 def evaluation_report(results: Sequence[EpisodeResult], version: int) -> dict[str, dict[str, Any]]:
     """Return {"overall" or group: {success, low, high, reward, turns, out_of_turns, episodes,
     failed, version}}.
 
-    Failed episodes (environment errors) are counted in ``failed`` and enter no mean; ``low`` and
-    ``high`` are the 95 % Wilson interval of the success rate; ``out_of_turns`` is the share that
-    ``rollout.max_turns`` ended; ``version`` is that of the policy that played all of them.
+    Failed episodes (environment errors) are counted in ``failed`` and excluded from all means.
+    ``low`` and ``high`` are the 95 % Wilson interval of the success rate; ``out_of_turns`` is the
+    fraction of episodes that ``rollout.max_turns`` ended; ``version`` is the policy version that
+    played all episodes.
     """
     report = {"overall": _summary(results, version)}
     for group in sorted({result.group for result in results if result.group}):
@@ -41,6 +44,7 @@ def evaluation_report(results: Sequence[EpisodeResult], version: int) -> dict[st
 
 
 def _summary(results: Sequence[EpisodeResult], version: int) -> dict[str, Any]:
+    """Return the metrics of some episodes."""
     valid = [result for result in results if result.valid]
     n = len(valid)
     successes = sum(result.achieved for result in valid)
@@ -63,7 +67,7 @@ Z95 = 1.959964
 
 
 def wilson_interval(successes: float, n: int, z: float = Z95) -> tuple[float, float]:
-    """Return the score interval (low, high) of a proportion (Wilson 1927); (0, 1) without
+    """Return Wilson's score interval (low, high) of a proportion (Wilson 1927); (0, 1) without
     observations."""
     if n == 0:
         return 0.0, 1.0
@@ -74,8 +78,8 @@ def wilson_interval(successes: float, n: int, z: float = Z95) -> tuple[float, fl
 
 
 def mean_interval(values: Sequence[float], z: float = Z95) -> tuple[float, float, float] | None:
-    """Return (mean, low, high) from the standard error of the sample; None without values. A single
-    value has no spread, so its interval is the value itself."""
+    """Return (mean, low, high) by the standard error of the mean; None without values. For a single
+    value, all three are equal to it."""
     n = len(values)
     if n == 0:
         return None

@@ -1,5 +1,5 @@
-"""Defines asynchronous generation: engines that requests join and leave between tokens, and their
-weights."""
+"""Interfaces of asynchronous generation: engines with continuous batching, and descriptions of
+their weights."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Done = Callable[[GenOutput | Exception], None]
-"""Is called once per submitted request, on a thread of the engine, with its output or with what
-went wrong."""
+"""Callback that an engine thread calls once per submitted request, with the output or an error."""
 
 
 class StreamingGenerator(Protocol):
-    """Samples with continuous batching. All methods may be called from any thread; a request is
-    known by its slot.
+    """An engine with continuous batching. All methods are thread-safe; a request is identified by
+    its slot.
 
-    A finished output has the reason ``stop``, ``length`` or ``aborted``. New weights interrupt no
-    request: it goes on under them, and ``GenOutput.versions`` holds for each token the version that
-    sampled it.
+    The finish reason of an output is ``stop``, ``length`` or ``aborted``. A weight update does not
+    interrupt requests: they continue with the new weights, and ``GenOutput.versions`` contains the
+    version that sampled each token.
     """
 
     @property
@@ -36,65 +35,73 @@ class StreamingGenerator(Protocol):
     def submit(
         self, request: GenRequest, config: GenConfig, stop_ids: Sequence[int], done: Done
     ) -> None:
-        """Queue a request. It waits while the engine is paused or has no weights yet."""
+        """Queue a request, which waits while the engine is paused or has no weights."""
         ...
 
     def abort(self, slots: Sequence[int]) -> None:
-        """End these requests with the tokens they have (reason ``aborted``)."""
+        """End these requests with the tokens sampled so far (reason ``aborted``)."""
         ...
 
     def free(self, slots: Sequence[int]) -> None:
-        """Forget what is cached for these slots: their episodes are over."""
+        """Free the cache of these slots, whose episodes have ended."""
         ...
 
     def pause(self, timeout_s: float) -> None:
-        """Stop sampling and return when no token is being sampled any more; sampling starts again
-        at ``resume``. Raises TimeoutError."""
+        """Stop sampling until ``resume``, and return once no token is being sampled. Raises
+        TimeoutError."""
         ...
 
     def resume(self) -> None:
-        """Start sampling again after ``pause``."""
+        """Resume sampling after ``pause``."""
         ...
 
     def load_weights(
         self, version: int, tensors: Mapping[str, Tensor], *, again: bool = False
     ) -> None:
-        """Take new weights between two tokens: all of them or, on an error, none. A version that is
-        in use already is left alone, unless it is to be loaded ``again``; a lower one raises
-        ValueError, so does a tensor that is missing or of another shape."""
+        """Replace the weights between two tokens: all of them or, on an error, none.
+
+        A version that is already in use is not loaded again unless ``again`` is set. Raises
+        ValueError for a lower version, and for a tensor that is missing or has another shape.
+        """
         ...
 
     def weight_digests(self, names: Sequence[str]) -> dict[str, HeldTensor]:
-        """Return digests of what the engine holds under these names at this moment, leaving out
-        names that it does not know; nothing at all where it cannot tell. Call it while no weights
-        are being loaded."""
+        """Return digests of the tensors that the engine holds under these names, without names that
+        it does not know.
+
+        Returns {} if the engine cannot report digests. Must not be called while weights are being
+        loaded.
+        """
         ...
 
     def replica(self) -> StreamingGenerator | None:
-        """Return a second engine with a copy of the weights in use, which nobody updates; None
-        where there cannot be a second one. Call it while no weights are being loaded."""
+        """Return a second engine with a copy of the current weights, which is never updated; None
+        if that is impossible.
+
+        Must not be called while weights are being loaded.
+        """
         ...
 
     def stats(self) -> dict[str, float]:
-        """Return counters since the start: ``generated_tokens``, ``prefill_tokens``,
-        ``reused_tokens``, ``busy_s`` (seconds in forward passes), and the numbers of now:
-        ``running``, ``waiting``."""
+        """Return metrics: the totals ``generated_tokens``, ``prefill_tokens``, ``reused_tokens``
+        and ``busy_s`` (seconds in forward passes), and the current numbers of ``running`` and
+        ``waiting`` requests."""
         ...
 
     def close(self) -> None:
-        """End the engine's thread; requests that are not finished get an error."""
+        """Stop the engine's thread; unfinished requests get an error."""
         ...
 
 
 class TokenSource(Protocol):
-    """Gives an agent the tokens it asks for, on its event loop."""
+    """A source of sampled tokens for an agent, on the agent's event loop."""
 
     async def generate(self, request: GenRequest) -> GenOutput:
-        """Return the rest of a turn, or (``interrupted``) a part of it. Raises GenerationFailed."""
+        """Return the rest of a turn, or a part of it (``interrupted``). Raises GenerationFailed."""
         ...
 
     def free(self, slots: Sequence[int]) -> None:
-        """Forget what is cached for these slots: their episodes are over."""
+        """Free the cache of these slots, whose episodes have ended."""
         ...
 
 
@@ -103,50 +110,57 @@ class GenerationFailed(RuntimeError):
 
 
 class TensorSlot(Message, frozen=True, array_like=True):
-    """Says where one tensor lies in a flat buffer of weights. ``dtype`` is a tag of
-    ``realhf.api.keys``; ``digest`` was computed on the trainer's own tensor
-    (``realhf.base.tensor_digest``)."""
+    """Location of a tensor in a flat buffer of weights."""
 
     name: str
     dtype: str
+    """Tag of ``realhf.api.keys``."""
     shape: tuple[int, ...]
     offset: int
+    """First byte in the buffer."""
     nbytes: int
     digest: str = ""
+    """Digest of the trainer's own tensor (``realhf.base.tensor_digest``)."""
 
 
 class HeldTensor(Message, frozen=True, array_like=True):
-    """Says what an engine holds of one tensor: a digest of it in the engine's own element type.
-    ``expected`` is the digest of what it received, converted to that type, where the type is not
-    that of the manifest; else empty. With an empty ``digest`` the tensor is unproven: the engine
-    took it, but does not have it under this name."""
+    """What an engine reports of a tensor that it holds."""
 
     dtype: str
+    """Dtype in the engine."""
     digest: str
+    """Digest of the tensor in the engine's dtype; "" if the engine accepted the tensor but does not
+    hold it under this name, so that it cannot be verified."""
     expected: str = ""
+    """Digest of the received tensor, converted to the engine's dtype; "" if that is the dtype of
+    the manifest."""
 
     @property
     def proven(self) -> bool:
-        """Whether the engine can tell what it holds of this tensor."""
+        """Whether the engine could report a digest of this tensor."""
         return self.digest != ""
 
 
 class WeightsManifest(Message, frozen=True):
-    """Describes one version of a policy's weights and how to get it. ``medium``: ``shm``
-    (``location``: name of a segment), ``disk`` (a safetensors file) or ``fetch`` (address and
-    ticket). ``checksum``: hex digest (blake2b, 16 bytes) of the flat buffer, tensors in the order
-    of ``slots``, each at its offset; for ``shm``, whose buffer nobody can change, of the tensors'
-    digests. ``trial``: weights of a self-test, which an engine loads though it has this version."""
+    """One version of a policy's weights, and how to get it."""
 
     version: int
     medium: str
+    """``shm``, ``disk`` or ``fetch``."""
     location: str
+    """Name of a shared-memory segment (``shm``), path of a safetensors file (``disk``), or address
+    and ticket (``fetch``)."""
     nbytes: int
     checksum: str
+    """Hex digest (BLAKE2b, 16 bytes) of the flat buffer, in which the tensors lie at their offsets
+    in the order of ``slots``; for ``shm``, whose buffer cannot be changed, of the tensors'
+    digests."""
     slots: tuple[TensorSlot, ...] = ()
     trial: int = 0
+    """Nonzero for weights of a self-test, which an engine loads even if it already has this
+    version."""
 
     @property
     def digest(self) -> str:
-        """One digest of all tensors, by which files and logs name these weights."""
+        """One digest of all tensors, which identifies these weights in files and logs."""
         return joint_digest({slot.name: slot.digest for slot in self.slots})

@@ -1,9 +1,9 @@
-"""Builds the dataflow graph: model function calls joined by the keys they produce and consume.
+"""The dataflow graph: model function calls connected by the keys that they produce and consume.
 
-Edges are never written down, they follow from keys (docs/reference/dataflow.md 3). ``build_graph``
-checks everything and reports all problems at once, each naming the model function call and the key.
-The graph itself is a multigraph of ``networkx``, which is imported here alone: what makes no graph,
-such as the clients of both servers, does not load it.
+Edges follow from the keys and are not configured (docs/reference/dataflow.md 3). ``build_graph``
+checks the graph and reports all problems at once, each with the model function call and the key.
+The graph is a multigraph of ``networkx``, which only this module imports, so that processes without
+a graph, such as the clients of both servers, do not load it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import networkx as nx
 from realhf.api.experiment import InterfaceType, MFCDef
 
 DATASET = "__dataset__"
+"""Node of the data source."""
 
 
 class GraphError(ValueError):
-    """The graph cannot run. ``problems`` lists every reason, one line each."""
+    """The graph is invalid. ``problems`` lists all reasons, one line each."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -29,8 +30,8 @@ class GraphError(ValueError):
 
 
 class DataFlowGraph:
-    """A checked graph; build it with ``build_graph``. ``warnings`` holds what is odd but
-    allowed."""
+    """A validated graph, built by ``build_graph``. ``warnings`` lists unusual but valid
+    properties."""
 
     def __init__(
         self, mfcs: Sequence[MFCDef], dataset_keys: Sequence[str], log_keys: Sequence[str]
@@ -50,10 +51,11 @@ class DataFlowGraph:
             for key in self._inputs[mfc.name]:
                 self._consumers.setdefault(key, []).append(mfc.name)
         self.nx = self._multigraph()
-        """The calls and the data source as nodes; an edge (producer, consumer, key) for each key
-        that goes between two of them."""
+        """Graph with the calls and the data source as nodes, and an edge (producer, consumer, key)
+        for each key that is passed between two of them."""
 
     def _bound_inputs(self, mfc: MFCDef) -> tuple[str, ...]:
+        """Return the keys that the call waits for."""
         optional = (key for key in mfc.optional_input_keys if key in self._producers)
         return (*mfc.input_keys, *optional)
 
@@ -72,17 +74,17 @@ class DataFlowGraph:
 
     @property
     def n_seqs(self) -> int:
-        """N, the samples of one step: the largest ``n_seqs``."""
+        """N, the number of samples of one step: the largest ``n_seqs``."""
         return max(mfc.n_seqs for mfc in self.mfcs)
 
     def inputs(self, name: str) -> tuple[str, ...]:
-        """List the keys the call waits for: its required inputs and those optional ones that
-        somebody produces."""
+        """Return the keys that the call waits for: its required inputs and the optional ones that
+        have a producer."""
         return self._inputs[name]
 
     def producers(self, key: str) -> tuple[str, ...]:
-        """Return who makes ``key``: one name in a valid graph (``__dataset__`` for the source), or
-        nobody."""
+        """Return the producers of ``key`` (``__dataset__`` for the source): at most one in a valid
+        graph."""
         return tuple(self._producers.get(key, ()))
 
     def consumers(self, key: str) -> tuple[str, ...]:
@@ -90,30 +92,31 @@ class DataFlowGraph:
         return tuple(self._consumers.get(key, ()))
 
     def topological_levels(self) -> list[list[str]]:
-        """Group the calls so that each group needs only earlier groups; calls of one group may
-        overlap."""
+        """Group the calls such that each group depends only on earlier groups; calls of one group
+        may run concurrently."""
         return [sorted(level) for level in nx.topological_generations(self._calls())]
 
     def ancestors(self, name: str) -> frozenset[str]:
-        """Return the calls that ``name`` needs something of, directly or through others."""
+        """Return the calls on which ``name`` depends directly or indirectly."""
         return frozenset(nx.ancestors(self._calls(), name))
 
     def cycle(self) -> list[tuple[str, str, str]]:
-        """Return the edges of calls that wait for each other; [] in a valid graph."""
+        """Return the edges of a dependency cycle; [] in a valid graph."""
         try:
             return list(nx.find_cycle(self.nx))
         except nx.NetworkXNoCycle:
             return []
 
     def _calls(self) -> nx.MultiDiGraph:
+        """Return the graph without the data source."""
         return self.nx.subgraph(self._by_name)
 
     def required_dataset_keys(self) -> list[str]:
-        """Return the keys the data source must deliver, sorted."""
+        """Return the keys that the data source must provide, sorted."""
         return sorted(key for key in self.dataset_keys if key in self._consumers)
 
     def summary(self) -> str:
-        """Return a text table, one call per line in topological order."""
+        """Return a text table with one call per line, in topological order."""
         rows = [("level", "call", "role", "method", "n_seqs", "inputs", "outputs")]
         for depth, level in enumerate(self.topological_levels()):
             for name in level:
@@ -134,6 +137,7 @@ class DataFlowGraph:
         return "\n".join(line.rstrip() for line in lines)
 
     def _merged_edges(self) -> list[tuple[str, str, str]]:
+        """Return (producer, consumer, comma-separated keys), one edge per pair of nodes."""
         merged = {
             (DATASET, mfc.name): ["metadata"] for mfc in self.mfcs if not self._inputs[mfc.name]
         }
@@ -172,10 +176,10 @@ def build_graph(
     *,
     roles: Collection[str] | None = None,
 ) -> DataFlowGraph:
-    """Join the calls by their keys and check them.
+    """Build a graph from calls, and check it.
 
-    ``roles`` are the model roles that exist (None: not checked). An output that nobody reads and
-    that is not in ``log_keys`` is a warning. Raises GraphError with every problem.
+    roles: existing model roles; None skips the check. An output that no call reads and that is not
+    in ``log_keys`` is a warning. Raises GraphError with all problems.
     """
     calls = tuple(mfcs)
     if not calls:
@@ -196,10 +200,10 @@ def to_async(
 ) -> tuple[list[MFCDef], list[MFCDef]]:
     """Return (calls that stay in the graph, calls that rollout workers run instead).
 
-    Every generating call leaves, and so do those named in ``also``. What they produce comes from
-    the stream, so their keys become dataset keys; build the graph of the rest with these
-    (docs/reference/dataflow.md 3). Raises GraphError when nothing generates, or when a call that
-    leaves needs a key that stays behind.
+    All generating calls leave the graph, and so do those named in ``also``. Their outputs arrive by
+    the stream, so these keys become dataset keys for the graph of the remaining calls
+    (docs/reference/dataflow.md 3). Raises GraphError if no call generates, or if a leaving call
+    needs a key of a remaining one.
     """
     calls = list(mfcs)
     leaving = [mfc for mfc in calls if mfc.interface_type is InterfaceType.GENERATE]

@@ -1,8 +1,8 @@
-"""Names sample fields: element types, length rules and meaning (docs/reference/dataflow.md 2).
+"""Registered keys of samples: dtypes, length rules and meaning (docs/reference/dataflow.md 2).
 
-For a sequence of ``L`` tokens a key of rule ``L`` indexes tokens; rule ``L-1`` ("shifted") puts at
-position ``t`` the quantity for predicting token ``t+1``; rule ``1`` is one value per sequence;
-``free`` has its own lengths.
+For a sequence of ``L`` tokens, a key of rule ``L`` has one entry per token; rule ``L-1``
+("shifted") has at position ``t`` the entry for predicting token ``t+1``; rule ``1`` has one entry
+per sequence; ``free`` has lengths of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import MappingProxyType
 ITEMSIZE = MappingProxyType(
     {"bool": 1, "u8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 )
-"""Bytes of one element by dtype tag. No other tag is allowed anywhere."""
+"""Bytes of one element by dtype tag. Other dtypes are not supported."""
 
 TORCH_NAMES = MappingProxyType(
     {
@@ -33,10 +33,12 @@ TORCH_NAMES = MappingProxyType(
 _TAG_OF_TORCH = MappingProxyType({f"torch.{name}": tag for tag, name in TORCH_NAMES.items()})
 
 RULES = ("L", "L-1", "1", "free")
+"""Length rules, see above."""
 
 
 def dtype_tag(dtype: object) -> str:
-    """Return the tag of a torch dtype. Raises ValueError for one that samples cannot hold."""
+    """Return the tag of a torch dtype. Raises ValueError for a dtype that samples do not
+    support."""
     tag = _TAG_OF_TORCH.get(str(dtype))
     if tag is None:
         raise ValueError(
@@ -47,12 +49,15 @@ def dtype_tag(dtype: object) -> str:
 
 @dataclass(frozen=True)
 class KeySpec:
-    """Describes one registered key: ``dtype`` is a tag of ITEMSIZE, ``rule`` one of RULES."""
+    """A registered key."""
 
     name: str
     dtype: str
+    """Tag of ITEMSIZE."""
     rule: str
+    """One of RULES."""
     trailing: tuple[int, ...] = ()
+    """Shape of one entry; () for scalars."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
@@ -98,24 +103,24 @@ STANDARD_KEYS: tuple[KeySpec, ...] = (
 """The keys of docs/reference/dataflow.md 2."""
 
 VERIFIER_REWARDS = "verifier_rewards"
-"""What ``rew_inf`` makes where a reward model has a part in ``rewards``."""
+"""Output of ``rew_inf`` if a reward model contributes to ``rewards``."""
 ROLLOUT_KEY = "rollout_index"
-"""Says which sequences of a sample are rows of one rollout."""
+"""Number of the rollout to which each sequence of a sample belongs."""
 
 TURN_IDS = "turn_ids"
 TURN_KEYS = (TURN_IDS, "turn_rewards", "turn_states")
-"""Made by rollouts where a call of the graph has them among its inputs."""
+"""Keys that rollouts produce if a call of the graph reads them."""
 
 FEEDBACK_PROMPT = "feedback_prompt_ids"
+"""Prompt of a row with added feedback, which rollouts produce if a call of the graph reads it."""
 FEEDBACK_RATIOS = "feedback_logratios"
-"""The prompt of a row with feedback in it, made by rollouts where a call has it among its inputs;
-and what the policy makes of the row's tokens when it has read that."""
+"""Log-ratios of the policy for the row's tokens, with the feedback in its prompt."""
 NONE, ERRORS, SOLVED, ANY = FEEDBACKS = ("none", "errors", "solved", "any")
-"""What a policy may be told of its attempts (``ppo.feedback``)."""
+"""Which feedback a policy gets on its attempts (``ppo.feedback``)."""
 
 
 def key_spec(name: str) -> KeySpec:
-    """Describe the key of this name. Raises KeyError for one that is not listed here."""
+    """Return the specification of a registered key. Raises KeyError for other names."""
     for spec in STANDARD_KEYS:
         if spec.name == name:
             return spec

@@ -1,24 +1,25 @@
-"""Checks the messages and rows that users bring. What is read, rendered or trained is checked here
-and nowhere else.
+"""Validation of the messages and rows that users provide. Everything that is read, rendered or
+trained on is validated here only.
 
-The entrances, and what calls these functions there:
+These modules call it:
 
 - rows of demonstrations (JSONL of supervised training and of a warm start):
-  ``realhf.data.chat_dataset``, and the vocabulary that the built-in policy learns from them:
+  ``realhf.data.chat_dataset``; the vocabulary that the built-in policy learns from them:
   ``realhf.backends.builtin_policy``;
 - rows of tasks (``env.data``, ``env.heldout_data`` and an author's ``tasks(split)``):
   ``realhf.env.loader``;
 - openings and turns of every environment that is played here: ``realhf.rollout.player``; before
-  that those of an author's class in ``realhf.env.loader`` and of a remote server in
-  ``realhf.env.adapters.openenv_episode``; where they are served, ``realhf.env.server.spec``; where
-  they are tried out, ``realhf.env.check``;
-- what a program of the package ``verifiers`` sends to its model:
+  that, those of an author's class in ``realhf.env.loader`` and of a remote server in
+  ``realhf.env.adapters.openenv_episode``; for serving, ``realhf.env.server.spec``; for trying an
+  environment out, ``realhf.env.check``;
+- requests of a program of the package ``verifiers`` to its model:
   ``realhf.env.adapters.policy_endpoint``;
-- what an agent sends to the endpoint of the OpenAI API: ``realhf.rollout.openai_requests``.
+- requests of an agent to the endpoint of the OpenAI API: ``realhf.rollout.openai_requests``.
 
-Preference pairs (``experiment=dpo``) are made of played episodes and bring no rows. The trajectory
-server carries ``messages`` to other trainers by rules of its own (docs/reference/trajectory.md
-2.6): it wants a role and a content, reads neither, and trains token ids.
+Preference pairs (``experiment=dpo``) are built from played episodes and have no rows. The
+trajectory server forwards ``messages`` to other trainers by its own rules
+(docs/reference/trajectory.md 2.6): it requires a role and a content, interprets neither, and trains
+on token ids.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from realhf.base.json_values import json_problem, shown
 
 ROLES = ("system", "user", "assistant", "tool")
 ANSWERING_ROLES = ("system", "user", "tool")
-"""Those of an environment's answer to a turn: an assistant's words are the policy's own."""
+"""Roles in an environment's answer to a turn; assistant messages come from the policy only."""
 _OF_ASSISTANT = ("tool_calls", "reasoning_content", "train")
 """Keys that only an assistant's message may have."""
 _INSTEAD = {
@@ -40,19 +41,20 @@ _INSTEAD = {
     "thinking": "reasoning_content",
     "function_call": "tool_calls",
 }
-"""Keys by which other programs say of a demonstrated turn what is said by another one here, and
-would be dropped."""
+"""Keys of other programs for a demonstrated turn, which would be ignored, and what to write
+instead."""
 
 
 def message_problems(found: Any, what: str, roles: Sequence[str] = ROLES) -> Iterator[str]:
-    """Yield what is wrong with messages: a sentence for each of them that begins with ``what``.
-    Where the role is wrong, it names ``roles``.
+    """Yield a sentence, beginning with ``what``, for each invalid message.
 
-    A message is JSON with a known role and a text as content, which is null or missing only beside
-    ``tool_calls``. These have a name and arguments, an object or its JSON text.
-    ``reasoning_content`` is text, ``train`` true or false; both are an assistant's. ``name`` and
-    ``tool_call_id`` are text. What is null counts as missing, and so does an empty list of
-    ``tool_calls``, which exports of chats write beside every message.
+    A message is JSON with a known role and a text as content, which may be null or missing only if
+    there are ``tool_calls``. These have a name and arguments, as an object or its JSON text.
+    ``reasoning_content`` is text and ``train`` is true or false; both are only for assistants.
+    ``name`` and ``tool_call_id`` are text. Null counts as missing, and so does an empty list of
+    ``tool_calls``, which exports of chats contain in every message.
+
+    roles: the roles that a message about an invalid role suggests.
     """
     if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Sequence):
         yield f"{what} must be a list of messages, not {shown(found)}"
@@ -63,6 +65,7 @@ def message_problems(found: Any, what: str, roles: Sequence[str] = ROLES) -> Ite
 
 
 def _message_problem(message: Any, roles: Sequence[str]) -> str:
+    """Return what is wrong with a message; "" if it is valid."""
     if not isinstance(message, Mapping):
         return f" must be a map with role and content, not {shown(message)}"
     calls = message.get("role") == "assistant" and message.get("tool_calls") not in (None, [])
@@ -79,7 +82,7 @@ def _message_problem(message: Any, roles: Sequence[str]) -> str:
 
 
 def _optional_problem(message: Mapping[str, Any]) -> str:
-    """Return what is wrong with the keys that a message may have."""
+    """Return what is wrong with the optional keys of a message; "" if they are valid."""
     given = {key: value for key, value in message.items() if value is not None}
     if given.get("tool_calls") == []:
         del given["tool_calls"]
@@ -113,6 +116,7 @@ def _calls_problem(calls: Any) -> str:
 
 
 def _are_arguments(given: Any) -> bool:
+    """Return whether a value is a map or the JSON text of an object."""
     if not isinstance(given, str):
         return isinstance(given, Mapping)
     try:
@@ -122,8 +126,11 @@ def _are_arguments(given: Any) -> bool:
 
 
 def silence(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return why a policy has nothing to answer in messages without problems, as the end of a
-    sentence: there are none, or none but the system's has words or calls; "" where it has."""
+    """Return why a policy has nothing to respond to in valid messages, as the end of a sentence; ""
+    if it has.
+
+    That is the case if no message except system messages has text or calls.
+    """
     if not messages:
         return "has no message"
     if any(_says(message) for message in messages if message["role"] != "system"):
@@ -134,13 +141,16 @@ def silence(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _says(message: Mapping[str, Any]) -> bool:
+    """Return whether a message has text or calls."""
     return bool((message.get("content") or "").strip() or message.get("tool_calls"))
 
 
 def demonstration_problems(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with a row of demonstrations: ``messages``, which open with something
-    that an assistant answers, and perhaps the schemas of ``tools``. A turn that trains says
-    something."""
+    """Yield what is wrong with a row of demonstrations.
+
+    It consists of ``messages``, which start with messages that an assistant answers, and optional
+    schemas of ``tools``. Turns to be trained on must not be empty.
+    """
     if "messages" not in row:
         yield f"the row has no messages (it has {', '.join(map(shown, [*row][:8])) or 'nothing'})"
         return
@@ -162,7 +172,8 @@ def demonstration_problems(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _turn_problems(turn: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what would be dropped of a demonstrated turn, or taught by silence."""
+    """Yield what is wrong with a demonstrated turn: keys that would be ignored, and empty turns,
+    which would train the policy to say nothing."""
     for key, instead in _INSTEAD.items():
         if turn.get(key) is not None:
             yield f"{key} is not read here; write {instead}"
@@ -176,8 +187,8 @@ def _turn_problems(turn: Mapping[str, Any]) -> Iterator[str]:
 
 
 def tool_problems(found: Any, what: str = "tools") -> Iterator[str]:
-    """Yield what is wrong with the schemas of tools, which are JSON with a name each: a sentence
-    for each of them that begins with ``what``."""
+    """Yield a sentence, beginning with ``what``, for each invalid schema of a tool. A schema is
+    JSON with a name."""
     if not isinstance(found, (list, tuple)):
         yield f"{what} must be a list of JSON schemas, not {shown(found)}"
         return

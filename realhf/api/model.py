@@ -168,7 +168,7 @@ sequence."""
 
 POSITIONS = "positions"
 """Statistic of a train step: number of positions that went through the model, padding included,
-with the common prefix of a row's sequences counted once."""
+with each common prefix of a row counted once."""
 
 
 @dataclass(frozen=True)

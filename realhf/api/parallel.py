@@ -1,8 +1,9 @@
-"""Defines how several workers of a model role, its *ranks*, compute together, and refuses what
-cannot be before any of them starts.
+"""Parallel training by several workers of a model role, its *ranks*, and validation of its options
+before any of them starts.
 
-Every rank of a group call gets the whole batch and computes what concerns all of it alike; the
-engine divides the sequences and sums gradients and statistics over ranks. No algorithm knows ranks.
+Every rank of a group call gets the whole batch and computes batch-wide quantities identically; the
+engine divides the sequences and sums gradients and statistics over ranks. Algorithms do not depend
+on ranks.
 """
 
 from __future__ import annotations
@@ -17,61 +18,73 @@ if TYPE_CHECKING:
     from realhf.api.config import ModelConfig
 
 SINGLE = "torch"
+"""Backend for one worker."""
 REPLICATED = "ddp"
+"""Backend with a copy of the model on each worker (data parallel)."""
 SHARDED = "fsdp2"
-"""Backends of this package: on one worker, with a copy of the model on each, with the model cut
-over all."""
+"""Backend with the model sharded over all workers (FSDP2)."""
 
 
 class CollectiveBroken(RuntimeError):
-    """What several ranks compute together broke off, because another rank failed, left or was too
+    """A computation of several ranks was aborted because another rank failed, left or was too
     slow."""
 
 
 class HeldInParts(RuntimeError):
-    """The weights of a model that is cut over ranks are wanted whole, and were not brought together
-    here."""
+    """The weights of a sharded model are needed whole, but were not gathered on this rank."""
 
 
 class Group(Protocol):
     """The ranks of a role as the model host sees them: the attribute ``ranks`` of their engines.
-    Outside ``together`` a rank is alone: it computes every sequence of a batch, and waits for
-    nobody."""
+
+    Outside of ``together`` a rank works alone: it computes every sequence of a batch and waits for
+    no other rank.
+    """
 
     @property
     def number(self) -> int:
-        """The own rank, also outside ``together``; what one rank does for all, rank 0 does."""
+        """Number of this rank, also outside of ``together``. Rank 0 does the work that is needed
+        only once."""
         ...
 
     def together(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Compute with the other ranks meanwhile. Raises CollectiveBroken when they do not come, or
-        come for something else than ``what``. An error inside breaks off what the others compute;
-        those raise CollectiveBroken."""
+        """Compute together with the other ranks within the block.
+
+        Raises CollectiveBroken if they do not join, or join for something other than ``what``. An
+        error in the block aborts the computation of the other ranks, which raise CollectiveBroken.
+        """
         ...
 
     def abort(self, reason: str) -> None:
-        """Break off for good what the ranks compute together. May be called on any thread."""
+        """Abort the joint computation of the ranks permanently. Thread-safe."""
         ...
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """``dp`` copies of a model, each cut over ``fsdp`` workers. Ranks are the role's workers in
-    ascending order; rank ``r`` holds part ``r % fsdp`` of copy ``r // fsdp``."""
+    """``dp`` copies of a model, each sharded over ``fsdp`` workers.
+
+    Ranks are the role's workers in ascending order; rank ``r`` holds part ``r % fsdp`` of copy ``r
+    // fsdp``.
+    """
 
     dp: int = 1
+    """Data-parallel size."""
     fsdp: int = 1
+    """Number of shards of each copy."""
 
     @property
     def size(self) -> int:
-        """How many workers train together."""
+        """Number of workers that train together."""
         return self.dp * self.fsdp
 
 
 def parallel_of(role: str, config: ModelConfig) -> Parallel:
-    """Return how the workers of ``role`` train together. Raises ConfigError, with the numbers, for
-    what cannot be: a backend for one worker on several, or sizes whose product is not the number of
-    workers."""
+    """Return how the workers of ``role`` train together.
+
+    Raises ConfigError for invalid options: a backend for one worker with several workers, or sizes
+    whose product is not the number of workers.
+    """
     workers = len(config.workers)
     asked = config.parallel
     backend = config.backend
@@ -113,6 +126,8 @@ def parallel_of(role: str, config: ModelConfig) -> Parallel:
 
 
 def _single(role: str, config: ModelConfig) -> Parallel:
+    """Return the sizes for a backend of one worker. Raises ConfigError for options that need
+    more."""
     asked = config.parallel
     for name, size in (("dp", asked.dp), ("fsdp", asked.fsdp)):
         if size > 1:
@@ -132,6 +147,9 @@ def _single(role: str, config: ModelConfig) -> Parallel:
 
 
 def alone(backend: str) -> str:
-    """Return the backend for a role that shares its model with ``backend``'s role and trains
-    nothing: such a role has a whole model on each of its workers."""
+    """Return the backend for a role that shares its model with a role of ``backend`` and is not
+    trained.
+
+    Such a role has a whole model on each of its workers.
+    """
     return SINGLE if backend in (REPLICATED, SHARDED) else backend

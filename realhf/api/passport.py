@@ -1,6 +1,8 @@
-"""Says how far the reward of an environment was proved: of how many wrong plays it paid and how
-many right ones it refused. The passport is one small file that ships with the environment, and each
-run keeps a copy."""
+"""Passports: evidence of how reliable the reward of an environment is.
+
+A passport counts wrong plays that were paid and right plays that were refused. It is a small file
+that ships with the environment; each run keeps a copy.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,31 @@ from realhf.api.evaluation import wilson_interval
 from realhf.base.files import write_whole
 
 PASSPORT_FILE = "passport.json"
-"""Its copy in a run folder."""
+"""Name of the copy in a run folder."""
 MODIFIED = "-modified"
-"""Stands behind a commit from which files differ."""
+"""Suffix of a commit with uncommitted changes."""
 ENDING = ".passport.json"
+"""Suffix of the file names of passports."""
 _NONE = "this environment has no passport: nobody has measured which wrong plays it pays"
 _LARGEST = 1 << 20
+"""Maximum size of a passport file in bytes."""
 
 
 @dataclass
 class Counts:
-    """Counts plays of one kind: ``wrong`` ones, of which ``paid`` were paid in full, and ``right``
-    ones, of which ``refused`` were not."""
+    """Counts of plays of one kind."""
 
     wrong: int = 0
+    """Wrong plays."""
     paid: int = 0
+    """Wrong plays that got the full reward."""
     right: int = 0
+    """Right plays."""
     refused: int = 0
+    """Right plays that did not get the full reward."""
 
     def add(self, *, right: bool, paid: bool) -> None:
-        """Count a play."""
+        """Count one play."""
         self.right += right
         self.wrong += not right
         self.paid += paid and not right
@@ -48,7 +55,7 @@ class Counts:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the counts as plain data, with Wilson's 95 % intervals of the two shares."""
+        """Return the counts as plain data, with Wilson's 95 % intervals of the two error rates."""
         shares = {"paid_95": wilson_interval(self.paid, self.wrong)}
         shares |= {"refused_95": wilson_interval(self.refused, self.right)}
         return vars(self) | {name: [round(end, 6) for end in ends] for name, ends in shares.items()}
@@ -56,13 +63,15 @@ class Counts:
 
 @dataclass(frozen=True)
 class Passport:
-    """Holds what was found by playing, by kind of play. ``commit`` ("" where it is not known) and
-    ``date`` (a day, as 2026-11-28) say of what and when; ``command`` makes it anew."""
+    """Counts of plays of an environment, by kind of play."""
 
     environment: str
     command: str
+    """Command that repeats the measurement."""
     date: str
+    """Day of the measurement, such as 2026-11-28."""
     commit: str
+    """Commit of the measured code; "" if unknown."""
     kinds: Mapping[str, Counts] = field(default_factory=dict)
 
     def write(self, file: Path) -> None:
@@ -72,7 +81,7 @@ class Passport:
         write_whole(file, json.dumps(about | {"kinds": kinds}, indent=1) + "\n")
 
     def line(self) -> str:
-        """Return it as a line for people."""
+        """Return the passport as one line of text."""
         all_of = sum(self.kinds.values(), Counts())
         told = [
             f"of {number:,} {what} plays {bad:,} {fate} ({_percent(bad, number)})"
@@ -87,7 +96,7 @@ class Passport:
 
 
 def _percent(number: int, of: int) -> str:
-    """Return the 95 % interval of a share."""
+    """Return the 95 % interval of a proportion as text."""
     if not of:
         return "none was played"
     low, high = (100 * end for end in wilson_interval(number, of))
@@ -95,8 +104,10 @@ def _percent(number: int, of: int) -> str:
 
 
 def read_passport(file: Path) -> Passport | None:
-    """Return the passport in a file, None where there is none. Raises ValueError for a file that
-    holds something else, and OSError."""
+    """Return the passport in a file; None if the file does not exist.
+
+    Raises ValueError for a file with other contents, and OSError.
+    """
     try:
         with file.open("rb") as opened:
             text = opened.read(_LARGEST)
@@ -116,7 +127,7 @@ def read_passport(file: Path) -> Passport | None:
 
 
 def told(file: Path) -> str:
-    """Return the passport in a file as a line; that there is none, where there is none."""
+    """Return the passport in a file as one line of text, or a line that says why there is none."""
     try:
         passport = read_passport(file)
     except (ValueError, OSError) as error:

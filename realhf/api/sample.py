@@ -1,13 +1,12 @@
-"""Defines SequenceSample: a batch of samples as packed tensors, or their metadata only
+"""SequenceSample: a batch of samples as packed tensors, or only their metadata
 (docs/reference/dataflow.md 2).
 
-Vocabulary: a *sample* is one prompt with its group of sequences; a *key* names one field. Key ``k``
-is one tensor without padding: sample 0 sequence 0, sample 0 sequence 1, ..., sample 1 sequence 0,
-...
+Vocabulary: a *sample* is one prompt with its group of sequences; a *key* names one field. A key is
+one tensor without padding: sample 0 sequence 0, sample 0 sequence 1, ..., sample 1 sequence 0, ...
 
 Instances are immutable. Operations never write to tensors and may share storage between samples, so
-a tensor that has been put into a sample must not be written to. torch is imported only by
-operations that touch tensors.
+a tensor must not be written to once it is in a sample. torch is imported only by operations that
+use tensors.
 """
 
 from __future__ import annotations
@@ -28,9 +27,12 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Lengths:
-    """Holds lengths flat: ``values`` int64 (n sequences,) counts the rows of every sequence;
-    ``offsets`` int64 (n samples + 1,) says where each sample's sequences begin. It is immutable.
-    Raises ValueError on a negative length or offsets that do not rise from 0 to ``len(values)``."""
+    """Lengths of sequences in flat arrays; immutable.
+
+    ``values``, int64 (n sequences,), are the rows of each sequence; ``offsets``, int64 (n samples +
+    1,), are the numbers of each sample's first sequence. Raises ValueError for a negative length,
+    or for offsets that do not rise from 0 to ``len(values)``.
+    """
 
     __slots__ = ("_rows", "offsets", "values")
 
@@ -82,13 +84,14 @@ class Lengths:
         return int(self.cumulated()[-1])
 
     def cumulated(self) -> IntArray:
-        """Return the first row of every sequence and, last, the total: int64 (n sequences + 1,)."""
+        """Return the first row of every sequence, followed by the total: int64 (n sequences +
+        1,)."""
         if self._rows is None:
             self._rows = _cumulated(self.values)
         return self._rows
 
     def rows(self) -> IntArray:
-        """Return the first row of every sample and, last, the total: int64 (n samples + 1,)."""
+        """Return the first row of every sample, followed by the total: int64 (n samples + 1,)."""
         return self.cumulated()[self.offsets]
 
     def take(self, samples: IntArray) -> Lengths:
@@ -103,14 +106,17 @@ class Lengths:
         return ranges(starts, self.cumulated()[self.offsets[samples + 1]] - starts)
 
     def row_span(self, first: int, last: int) -> tuple[int, int]:
-        """Return the begin and end row of the samples ``first`` to ``last`` inclusive."""
+        """Return the first row, and the row after the last, of the samples ``first`` to ``last``
+        inclusive."""
         rows = self.cumulated()
         return int(rows[self.offsets[first]]), int(rows[self.offsets[last + 1]])
 
 
 def joined_lengths(parts: Sequence[Mapping[str, Lengths]]) -> dict[str, Lengths]:
-    """Join the lengths of every key over all parts; keys that share theirs in every part go on
-    sharing."""
+    """Concatenate the lengths of every key over all parts.
+
+    Keys that share a lengths object in every part share one in the result.
+    """
     joined: dict[tuple[int, ...], Lengths] = {}
     out: dict[str, Lengths] = {}
     for key in parts[0]:
@@ -123,27 +129,28 @@ def joined_lengths(parts: Sequence[Mapping[str, Lengths]]) -> dict[str, Lengths]
 
 
 def ranges(starts: IntArray, counts: IntArray) -> IntArray:
-    """Concatenate ``arange(start, start + count)`` over the pairs."""
+    """Concatenate ``arange(start, start + count)`` over all pairs."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
 
 
 def _cumulated(values: IntArray) -> IntArray:
+    """Return 0 followed by the cumulative sums, int64 (n + 1,)."""
     out = np.zeros(len(values) + 1, dtype=np.int64)
     np.cumsum(values, out=out[1:])
     return out
 
 
 def join_rows(tensors: Sequence[Tensor]) -> Tensor:
-    """Join all rows, one tensor after the other."""
+    """Concatenate tensors along the rows. A single tensor is returned without a copy."""
     import torch
 
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def take_rows(tensor: Tensor, lengths: Lengths, positions: IntArray) -> Tensor:
-    """Return the rows of the samples at ``positions``; a view when these are consecutive."""
+    """Return the rows of the samples at ``positions``; a view if these are consecutive."""
     if len(positions) == 1 or bool((np.diff(positions) == 1).all()):
         begin, end = lengths.row_span(int(positions[0]), int(positions[-1]))
         return tensor[begin:end]
@@ -153,8 +160,8 @@ def take_rows(tensor: Tensor, lengths: Lengths, positions: IntArray) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors of one dtype and shape are equal to the bit, NaN payloads
-    included."""
+    """Return whether two tensors of the same dtype and shape are bitwise equal, including NaN
+    payloads."""
     import torch
 
     if not a.numel():
@@ -165,20 +172,22 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 MAX_ID_BYTES = 256
+"""Maximum length of a sample's id in UTF-8."""
 
 
 class DuplicateKeyError(ValueError):
-    """A key that a sample already has was added again."""
+    """A key was added that a sample already has."""
 
 
 @dataclass(frozen=True)
 class MicroBatchSpec:
-    """Says how a batch is cut by sequence: into at least ``n_mbs`` parts, each of at most
-    ``max_tokens_per_mb`` positions, padding included (a single sequence above the cap is a part of
-    its own)."""
+    """How a batch is cut by sequence into micro-batches."""
 
     n_mbs: int = 1
+    """Minimum number of micro-batches."""
     max_tokens_per_mb: int | None = None
+    """Maximum number of positions per micro-batch, padding included; None: no limit. A longer
+    sequence is a micro-batch of its own."""
 
     def __post_init__(self) -> None:
         if self.n_mbs < 1:
@@ -190,7 +199,7 @@ class MicroBatchSpec:
 
 
 def inverse_perm(perm: Sequence[int]) -> list[int]:
-    """Return the permutation that undoes ``perm``."""
+    """Return the inverse of a permutation."""
     inverse = [0] * len(perm)
     for position, index in enumerate(perm):
         inverse[index] = position
@@ -198,9 +207,11 @@ def inverse_perm(perm: Sequence[int]) -> list[int]:
 
 
 class SequenceSample:
-    """Holds a batch of samples; ``data is None`` means metadata only. Raises ValueError when a part
-    of the constructor's input contradicts another (docs/reference/dataflow.md 2, the table of
-    invariants)."""
+    """A batch of samples; ``data is None`` means metadata only.
+
+    Raises ValueError for contradictory arguments (docs/reference/dataflow.md 2, the table of
+    invariants).
+    """
 
     __slots__ = ("_data", "_dtypes", "_ids", "_lengths", "_metadata", "_trailing")
 
@@ -259,8 +270,8 @@ class SequenceSample:
         data: Mapping[str, Tensor] | None,
         metadata: Mapping[str, Sequence[Any]],
     ) -> SequenceSample:
-        """Build a sample as the constructor does, from lengths that are flat already, as the
-        decoder has them; all is validated."""
+        """Build a sample from flat lengths, which the decoder provides, with the same validation as
+        the constructor."""
         self = cls._build(
             _checked_ids(ids), dict(lengths), dict(dtypes), dict(trailing_shapes), None, {}
         )
@@ -279,6 +290,7 @@ class SequenceSample:
         data: dict[str, Tensor] | None,
         metadata: dict[str, list[Any]],
     ) -> SequenceSample:
+        """Return a sample of these parts without validation."""
         self = object.__new__(cls)
         self._ids = ids
         self._lengths = lengths
@@ -338,12 +350,13 @@ class SequenceSample:
 
     @property
     def seqlens(self) -> dict[str, list[list[int]]]:
-        """Lengths as nested lists, built on every access; ``lengths(key)`` is the flat form."""
+        """Lengths as nested lists, built on every access; ``lengths(key)`` returns the flat
+        form."""
         return {key: lengths.nested() for key, lengths in self._lengths.items()}
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Tag of the element type of every key."""
+        """Dtype tag of every key."""
         return dict(self._dtypes)
 
     @property
@@ -353,7 +366,7 @@ class SequenceSample:
 
     @property
     def data(self) -> dict[str, Tensor] | None:
-        """Packed tensors by key; None when there is metadata only."""
+        """Packed tensors by key; None for metadata only."""
         return None if self._data is None else dict(self._data)
 
     @property
@@ -362,10 +375,11 @@ class SequenceSample:
         return {key: list(column) for key, column in self._metadata.items()}
 
     def lengths(self, key: str) -> Lengths:
-        """Return the flat lengths of a key. Raises KeyError when the sample has no such key."""
+        """Return the flat lengths of a key. Raises KeyError if the sample does not have it."""
         return self._lengths[self._known(key)]
 
     def _known(self, key: str) -> str:
+        """Return the key. Raises KeyError if the sample does not have it."""
         if key not in self._lengths:
             raise KeyError(f"sample has no key {key!r}; it has {sorted(self._lengths)}")
         return key
@@ -374,7 +388,7 @@ class SequenceSample:
         return len(self._ids)
 
     def __getitem__(self, key: str) -> Tensor:
-        """Return the packed tensor of a key. Raises ValueError on a metadata-only sample."""
+        """Return the packed tensor of a key. Raises ValueError for a metadata-only sample."""
         self._known(key)
         if self._data is None:
             raise ValueError(f"sample holds metadata only: no data for key {key!r}")
@@ -388,7 +402,7 @@ class SequenceSample:
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __eq__(self, other: object) -> bool:
-        """Compare everything to the bit, NaN payloads included."""
+        """Return whether all parts are equal, tensors bitwise, including NaN payloads."""
         if not isinstance(other, SequenceSample):
             return NotImplemented
         if (self._ids, self._dtypes, self._trailing, self._metadata) != (
@@ -426,7 +440,7 @@ class SequenceSample:
     def annotated(
         self, metadata: Mapping[str, Sequence[Any]], *, keep: bool = True
     ) -> SequenceSample:
-        """Return the sample with these metadata columns, beside its own ones of other names if
+        """Return the sample with these metadata columns, in addition to its other columns if
         ``keep``."""
         columns = {name: list(column) for name, column in metadata.items()}
         self._check_metadata(columns)
@@ -436,12 +450,13 @@ class SequenceSample:
         )
 
     def select(self, keys: Iterable[str]) -> SequenceSample:
-        """Keep only these keys. Raises KeyError on one that is absent."""
+        """Keep only these keys. Raises KeyError for a key that is absent."""
         names = sorted({self._known(key) for key in keys})
         return self._with_keys({name: name for name in names})
 
     def remap_keys(self, mapping: Mapping[str, str]) -> SequenceSample:
-        """Rename keys (old -> new). Raises DuplicateKeyError when two keys would share a name."""
+        """Rename keys (old -> new). Raises DuplicateKeyError if two keys would have the same
+        name."""
         for key in mapping:
             self._known(key)
         targets = {key: mapping.get(key, key) for key in self._lengths}
@@ -450,6 +465,7 @@ class SequenceSample:
         return self._with_keys(targets)
 
     def _with_keys(self, targets: Mapping[str, str]) -> SequenceSample:
+        """Return the sample with the keys of ``targets`` (old -> new name)."""
         data = (
             None if self._data is None else {new: self._data[old] for old, new in targets.items()}
         )
@@ -463,8 +479,8 @@ class SequenceSample:
         )
 
     def select_ids(self, index: Sequence[int]) -> SequenceSample:
-        """Keep the samples at these positions, in this order. Raises ValueError on a repeated or
-        bad position."""
+        """Keep the samples at these positions, in this order. Raises ValueError for a repeated or
+        invalid position."""
         positions = np.asarray(list(index), dtype=np.int64)
         if not len(positions) or len(np.unique(positions)) != len(positions):
             raise ValueError("positions must be non-empty and distinct")
@@ -484,7 +500,7 @@ class SequenceSample:
         )
 
     def _distinct_lengths(self) -> Iterable[Lengths]:
-        """Yield every distinct lengths object once: keys of equal lengths often share them."""
+        """Return the distinct lengths objects: keys of equal lengths often share them."""
         return {id(lengths): lengths for lengths in self._lengths.values()}.values()
 
     def reorder(self, perm: Sequence[int]) -> SequenceSample:
@@ -495,7 +511,7 @@ class SequenceSample:
         return self.select_ids(perm)
 
     def to(self, device: Any) -> SequenceSample:
-        """Return the sample with its tensors on ``device``; a metadata-only one stays as it is."""
+        """Return the sample with its tensors on ``device``."""
         data = None if self._data is None else {k: t.to(device) for k, t in self._data.items()}
         return self._build(
             self._ids, self._lengths, self._dtypes, self._trailing, data, self._metadata
@@ -504,8 +520,11 @@ class SequenceSample:
     # ---- joining and cutting
 
     def update(self, other: SequenceSample) -> SequenceSample:
-        """Add the other's keys to this sample. Ids must agree in order (ValueError), keys must be
-        new (DuplicateKeyError); metadata of the other replaces that of the same name."""
+        """Return this sample with the keys of another one added.
+
+        Metadata of the other sample replaces columns of the same name. Raises ValueError unless the
+        ids are equal and in the same order, and DuplicateKeyError for a key that exists.
+        """
         if self._ids != other._ids:
             raise ValueError("update needs the same ids in the same order; reorder first")
         repeated = sorted(self.keys & other.keys)
@@ -530,8 +549,11 @@ class SequenceSample:
         *,
         allow_metadata_loss: bool = False,
     ) -> SequenceSample:
-        """Concatenate samples. Raises ValueError when ids repeat or parts disagree in keys, dtypes,
-        trailing shapes, presence of data or (unless ``allow_metadata_loss``) metadata names."""
+        """Concatenate samples, reduced to ``keys`` if given.
+
+        Raises ValueError if ids repeat, or if samples differ in keys, dtypes, trailing shapes,
+        presence of data or (unless ``allow_metadata_loss``) names of metadata.
+        """
         if not samples:
             raise ValueError("gather needs at least one sample")
         parts = (
@@ -566,8 +588,8 @@ class SequenceSample:
         return SequenceSample._build(ids, lengths, first._dtypes, first._trailing, data, metadata)
 
     def costs(self) -> list[int]:
-        """Return the tokens per sample of the key with the most tokens (1 each when there is no
-        key)."""
+        """Return the tokens per sample of the key with the most tokens; 1 each if there is no
+        key."""
         if not self._lengths:
             return [1] * len(self)
         longest = max(sorted(self._lengths), key=self.n_tokens)
@@ -591,12 +613,12 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 def choose_sequences(sample: SequenceSample, keep: Bools) -> SequenceSample | None:
-    """Keep only the sequences of ``packed_input_ids`` where ``keep`` bool (n sequences,) is True,
-    in their order; returns None if there are none.
+    """Keep only the sequences of ``packed_input_ids`` where ``keep``, bool (n sequences,), is True;
+    return None if there are none.
 
-    A sample without any is left out, and so is its metadata. A key with one entry per sample stays
-    with its sample. Raises ValueError on a key that has neither one entry per sequence nor one per
-    sample.
+    Samples without a remaining sequence are dropped with their metadata. A key with one entry per
+    sample stays with its sample. Raises ValueError for a key that has neither one entry per
+    sequence nor one per sample.
     """
     if not keep.any():
         return None

@@ -1,5 +1,5 @@
-"""Checks that the keys of a sample are what they are registered as (docs/reference/dataflow.md 2).
-Imports no torch."""
+"""Validation of a sample's keys against their registration (docs/reference/dataflow.md 2). Does not
+import torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from realhf.api.keys import STANDARD_KEYS, KeySpec
 from realhf.api.sample import IntArray, Lengths, SequenceSample
 
 TOKENS = "packed_input_ids"
+"""Key of the token ids, which gives the lengths of the sequences."""
 
 
 def check_standard_keys(sample: SequenceSample) -> None:
-    """Raise ValueError that names key and sample where a registered key has another dtype, shape or
-    number of entries than ``STANDARD_KEYS`` says. Entries are compared with the tokens of the
-    sequence; without the key of these every key of one value a sequence has the same sequences.
-    Other keys, and the lengths of ``free`` ones, may be anything.
+    """Raise ValueError that names key and sample if a registered key does not match
+    ``STANDARD_KEYS`` in dtype, shape or number of entries.
+
+    Sequences and lengths are compared with the token ids. Without these, all keys must have the
+    same sequences, and keys of rule ``1`` one entry each. Other keys, and the lengths of ``free``
+    keys, are not checked.
     """
     present = [spec for spec in STANDARD_KEYS if spec.name in sample.keys]
     dtypes = sample.dtypes
@@ -42,7 +45,7 @@ def _named(dtype: str, trailing: tuple[int, ...]) -> str:
 
 
 def _expected(spec: KeySpec, tokens: IntArray) -> IntArray:
-    """Return the entries of each sequence of so many tokens."""
+    """Return the number of entries of each sequence, given its number of tokens."""
     if spec.rule == "1":
         return np.ones_like(tokens)
     return tokens if spec.rule == "L" else np.maximum(tokens - 1, 0)
@@ -55,6 +58,8 @@ def _check_lengths(
     reference: Lengths,
     expected: IntArray | None,
 ) -> None:
+    """Raise ValueError if a key has other sequences than ``leader``, or not the expected entries
+    per sequence."""
     own = sample.lengths(spec.name)
     if not np.array_equal(own.offsets, reference.offsets):
         counts = np.diff(own.offsets)

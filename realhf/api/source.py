@@ -1,4 +1,4 @@
-"""Defines where samples come from: a data source, which lives in the master process.
+"""Data sources, which provide the samples of a run and live in the master process.
 
 A source yields integers and metadata, never tensors: the executor has the integers stored as i64
 tensors on a model worker (``SourceSpec.worker``) and keeps only their lengths.
@@ -16,16 +16,17 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SourceItem:
-    """One sample before it enters the graph. ``id`` is unique within the run (``<prompt>@<n>``);
-    ``values[key]`` is one sequence of int64; ``metadata`` holds scalars and strings that msgpack
-    can encode."""
+    """One sample before it enters the graph."""
 
     id: str
+    """Unique within the run (``<prompt>@<n>``)."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Scalars and strings that msgpack can encode."""
     values: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """One sequence of int64 per key."""
 
     def to_map(self) -> dict[str, Any]:
-        """Return the item as plain data, which the constructor takes by name."""
+        """Return the item as a dict of the constructor's arguments, in plain data."""
         return {
             "id": self.id,
             "metadata": dict(self.metadata),
@@ -35,20 +36,23 @@ class SourceItem:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """What became of one sample. ``rewards[i]``/``achieved[i]`` belong to its i-th sequence; a
-    reward is None where the rollout failed for a reason that is not the policy's. Both are empty
-    without rollouts. ``branch_rewards`` are those of the valid branches of all rollouts, which an
-    agent may judge by themselves."""
+    """Result of one sample.
+
+    ``rewards[i]`` and ``achieved[i]`` belong to its i-th sequence; both are empty without rollouts.
+    """
 
     id: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
     rewards: Sequence[float | None] = ()
+    """Reward of each sequence; None if the rollout failed for a reason other than the policy."""
     achieved: Sequence[bool] = ()
+    """Whether each sequence achieved its goal."""
     branch_rewards: Sequence[float] = ()
+    """Rewards of the valid branches of all rollouts, which an agent may assess separately."""
 
     @staticmethod
     def of(id: str, metadata: Mapping[str, Any]) -> SampleResult:
-        """Read it from the metadata of a sample, where ``rewards``, ``achieved`` and
+        """Build the result from the metadata of a sample, in which ``rewards``, ``achieved`` and
         ``branch_rewards`` are JSON."""
         own = dict(metadata)
         return SampleResult(
@@ -63,18 +67,24 @@ class SampleResult:
 
 @dataclass(frozen=True)
 class GroupSignal:
-    """Says which groups teach something by comparison: at least ``least`` rollouts, and more than
-    ``k``, have a reward, and the best of every ``k`` of these and those of their branches is not
-    always the same, in fp32 and within ``low`` and ``high`` (None: no bound), beyond which training
-    tells no two apart."""
+    """Criterion for groups that give a learning signal by comparison.
+
+    At least ``least`` rollouts, and more than ``k``, must have a reward. Also the best reward of
+    every ``k`` rollouts or branches must not always be the same. Rewards are compared in fp32 after
+    clipping to ``low`` and ``high``, as in training.
+    """
 
     least: int = 2
+    """Minimum number of rollouts with a reward."""
     low: float | None = None
+    """Lower bound of rewards; None: no bound."""
     high: float | None = None
+    """Upper bound of rewards; None: no bound."""
     k: int = 1
+    """Size of the subsets whose best rewards are compared."""
 
     def of(self, result: SampleResult) -> bool:
-        """Return whether the group that became ``result`` does."""
+        """Return whether the group with this result gives a learning signal."""
         found = [reward for reward in result.rewards if reward is not None]
         low = -np.inf if self.low is None else self.low
         high = np.inf if self.high is None else self.high
@@ -90,7 +100,7 @@ class ResultSink(Protocol):
     """The part of a source that receives results."""
 
     def record(self, results: Sequence[SampleResult]) -> None:
-        """Take the results of consumed samples, in the order in which the samples were drawn."""
+        """Receive the results of consumed samples, in the order in which the samples were drawn."""
         ...
 
     def stats(self) -> dict[str, float]:
@@ -100,23 +110,26 @@ class ResultSink(Protocol):
 
 @runtime_checkable
 class DataSource(Protocol):
-    """Draws samples and takes their results. It is built once per run as
-    ``sources.get(name)(seed=..., **args)`` and called from one thread only."""
+    """A source of samples that also receives their results.
+
+    Built once per run as ``sources.get(name)(seed=..., **args)``, and called from one thread only.
+    """
 
     def next_batch(self, n: int) -> list[SourceItem]:
-        """Draw the next samples, at most ``n`` and fewer only when the source is exhausted."""
+        """Draw the next ``n`` samples, or fewer if the source is exhausted."""
         ...
 
     def record(self, results: Sequence[SampleResult]) -> None:
-        """Take feedback, once per consumed sample, in the order in which the samples were drawn."""
+        """Receive results, once per consumed sample, in the order in which the samples were
+        drawn."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that decides future draws, as JSON can hold it."""
+        """Return all state that determines future draws, as JSON values."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned; the draws that follow are the same."""
+        """Restore the output of ``state_dict``, so that the same draws follow."""
         ...
 
     def stats(self) -> dict[str, float]:

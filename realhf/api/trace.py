@@ -1,13 +1,12 @@
-"""Defines how every part of a run reports its work: spans, who did what when; and rollouts, as
-played and as trained.
+"""Interfaces by which all parts of a run report their work: spans (work with its start and end) and
+rollouts, as played and as trained on.
 
-Times are wall-clock nanoseconds (``time.time_ns``), so that the lines of several processes fit
-together.
+Times are wall-clock nanoseconds (``time.time_ns``), so that traces of several processes can be
+merged.
 
-A span is named ``<kind>`` or ``<kind>/<detail>`` with one of ``KINDS``; the timeline colours it by
-its kind. Spans of one line lie one after the other or within each other. Work that runs
-concurrently on one thread gets lines of its own, of which there should be few: name them after
-slots, not after ids.
+A span is named ``<kind>`` or ``<kind>/<detail>`` with one of ``KINDS``, which determines its colour
+in the timeline. Spans of one line follow each other or are nested. Concurrent work on one thread is
+recorded on separate lines, which should be few: name them by slots, not by ids.
 """
 
 from __future__ import annotations
@@ -27,94 +26,110 @@ REF = "ref"
 WEIGHTS = "weights"
 WAIT = "wait"
 KINDS = (GENERATE, ENV, TRAIN, REF, WEIGHTS, WAIT)
+"""Kinds of spans."""
 STEP = "step"
 """Name of the instant that ends a train step; its argument ``step`` counts from 1."""
 
 
 class Tracer:
-    """Records spans, instants and counters; this one keeps nothing. It is cheap (a span costs
-    microseconds), never waits, and is thread-safe."""
+    """A recorder of spans, instants and counters; this one discards them.
+
+    Recording is cheap (microseconds per span), never blocks, and is thread-safe.
+    """
 
     def span(self, name: str, **args: Any) -> contextlib.AbstractContextManager[None]:
-        """Record the work inside the ``with`` block as a span on the calling thread's line."""
+        """Record the work inside of the ``with`` block as a span on the calling thread's line."""
         return contextlib.nullcontext()
 
     def record(
         self, name: str, began_ns: int, ended_ns: int, *, line: str = "", **args: Any
     ) -> None:
-        """Record a span that is over. ``line`` separates what runs concurrently within one
-        process."""
+        """Record a span that has ended.
+
+        line: separates concurrent work within one process.
+        """
 
     def instant(self, name: str, **args: Any) -> None:
-        """Record something without a duration, e.g. new weights."""
+        """Record an event without a duration, such as new weights."""
 
     def counter(self, name: str, **values: float) -> None:
-        """Record numbers that change over time, drawn as a curve."""
+        """Record numbers that change over time, which are drawn as a curve."""
 
 
 @dataclass(frozen=True)
 class PlayedSample:
-    """Holds the rollouts of a sample as they were played, for who keeps them.
-
-    ``step`` is the train step that plays it, counted from 1, in an asynchronous run the one that
-    follows its admission, and for an evaluation the number of complete steps. ``split`` is
-    ``train`` or ``eval/<name>``. ``key`` decides whether the sample is kept ("": its id). ``env``
-    names the environment, ``sampling`` holds the options of sampling, ``attempt`` counts how often
-    the sample was admitted before. ``texts`` turns token ids into the text of each.
-    """
+    """The rollouts of a sample as they were played, for recorders."""
 
     id: str
     rollouts: Sequence[RolloutOutcome]
     step: int
+    """Train step that plays it, counted from 1; in an asynchronous run, the step after its
+    admission; in an evaluation, the number of completed steps."""
     split: str = "train"
+    """``train`` or ``eval/<name>``."""
     key: str = ""
+    """Key that decides whether the sample is kept; "": its id."""
     env: str = ""
+    """Name of the environment."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Options of sampling."""
     attempt: int = 0
+    """Number of earlier admissions of the sample."""
     texts: Callable[[Sequence[int]], list[str]] | None = None
+    """Function from token ids to the text of each."""
 
 
 @dataclass(frozen=True)
 class TrainedRows:
-    """Holds what a train step saw of its rows, one array entry for each predicted token (n,) of
-    numpy, packed.
+    """Rows of a train step as trained on, as NumPy arrays.
 
-    ``step`` is u, the version of the weights that train: the train step is number u + 1. ``ids``
-    are the samples and ``rows`` how many rows each has; ``lengths`` (rows,) are predicted tokens of
-    each row. ``mask`` bool: what trains; ``behaviour`` f32: log-probability at the engine;
-    ``before`` and ``current`` f32: at the trainer before any update of the step, and in the last
-    pass, NaN where there was none; ``ratio`` and ``advantages`` f32; ``clipped`` bool; ``versions``
-    i32, that sampled each token (-1: unknown; None: of none).
+    Arrays have one entry per predicted token, (n,), packed, unless stated otherwise.
     """
 
     step: int
+    """u, the policy version that is trained: the train step has the number u + 1."""
     ids: Sequence[str]
+    """Ids of the samples."""
     rows: Any
+    """Number of rows of each sample."""
     lengths: Any
+    """Predicted tokens of each row, (rows,)."""
     mask: Any
+    """Whether the token is trained on; bool."""
     behaviour: Any
+    """Log-probability in the engine that sampled it; f32."""
     before: Any
+    """Log-probability in the trainer before any update of the step; f32."""
     current: Any
+    """Log-probability in the trainer's last pass, NaN if there was none; f32."""
     ratio: Any
+    """Importance ratio; f32."""
     advantages: Any
+    """f32."""
     clipped: Any
+    """Whether the loss clipped the token; bool."""
     versions: Any = None
+    """Policy version that sampled each token, i32; -1: unknown; None: unknown for all."""
 
 
 class RolloutRecorder:
-    """Keeps rollouts; this one does not. It is cheap for the caller, never waits, never raises, and
-    is thread-safe; what it is given must not change afterwards. ``keeps``: whether anything is kept
-    at all, so that somebody has to collect it; also on a rank that computes what another one keeps:
-    ranks compute the same."""
+    """A recorder of rollouts; this one discards them.
+
+    Recording is cheap for the caller, never blocks or raises, and is thread-safe; arguments must
+    not be modified afterwards. ``keeps`` is whether anything is kept, so that callers need to
+    collect it. It is also set on ranks whose results another rank keeps, because all ranks must
+    compute the same.
+    """
 
     def __init__(self, keeps: bool = False) -> None:
         self.keeps = keeps
 
     def played(self, sample: PlayedSample) -> None:
-        """Keep the rollouts of a sample, failed ones included, if it is among those chosen."""
+        """Record the rollouts of a sample, including failed ones, if the sample is selected."""
 
     def trained(self, rows: TrainedRows) -> None:
-        """Keep what a train step saw of the samples that are chosen."""
+        """Record the rows of a train step that belong to selected samples."""
 
 
 NO_RECORDER = RolloutRecorder()
+"""Recorder that discards everything."""
