@@ -43,7 +43,9 @@ class Algorithm:
     preset: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of options of the section ``ppo``, as ``ppo.algo=grpo`` sets them."""
     loss: Callable[[Any, Any, Any], Any] | None = None
+    """Loss function; None: the loss that ``ppo.loss`` names."""
     advantages: Callable[[Any, Any, Any, Any], Any] | None = None
+    """Advantage function; None: the estimator that ``ppo.adv_estimator`` names."""
     options: type[Any] | None = None
     """Dataclass of ``option`` fields with the algorithm's own options, which form the section
     ``algorithm``."""

@@ -1,14 +1,14 @@
-"""Turns conversations into token ids through the tokenizer's own chat template, without rendering
-again what was sampled.
+"""Conversion of conversations to token ids by the tokenizer's chat template, without re-tokenizing
+sampled text.
 
-The ids a policy sampled are never rendered again: a conversation grows by the ids of the template's
-text *around* them. The text that follows a policy turn is found by rendering a conversation in
-which a marker stands for the policy's words. A list of messages that comes again costs a look-up.
+A conversation grows by the ids of the template's text *around* the sampled ids, which are never
+rendered again. The text that follows a policy turn is found by rendering a conversation in which a
+marker replaces the policy's words. Results for repeated lists of messages are cached.
 
-A tokenizer reads them as control ids wherever they stand in a text. A file, a web page or a row of
-a database that holds them could end the environment's turn and go on as the policy, the user or the
-system. Here such a word is broken by a space after its first letter, so that it is encoded as
-ordinary text. Other texts are left alone, to the letter.
+Tokenizers read control words as control ids anywhere in a text. A file, a web page or a database
+row that contains them could end the environment's turn and continue as the policy, the user or the
+system. Therefore a space is inserted after the first character of such words, so that they are
+encoded as ordinary text. Other texts are not changed.
 """
 
 from __future__ import annotations
@@ -34,18 +34,25 @@ from realhf.api.tool_parser import (
 )
 
 _MARKER = "\u2e28policy-turn\u2e29"
+"""Stands for the policy's words in a rendering."""
 _PROBE = "probe0of0message"
+"""Content of messages in test renderings."""
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+"""Decoded text of bytes that are not a whole character."""
 _BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 """A token of one byte, as tokenizers with byte fallback name it."""
 _CACHED = 512
+"""Number of entries of each cache."""
 _LONGEST_CACHED_BYTES = 1 << 15
+"""Maximum size of a cached conversation."""
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte for which each letter stands in the tokens of a byte-level tokenizer: printable
-    characters of Latin-1 for themselves, the letters from U+0100 on for the other bytes, in their
-    order."""
+    """Return the byte that each letter represents in the tokens of a byte-level tokenizer.
+
+    Printable Latin-1 characters represent themselves; the letters from U+0100 on represent the
+    other bytes in ascending order.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
@@ -59,21 +66,24 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class ChatTemplateError(ValueError):
-    """The tokenizer has no chat template, or one that cannot render what it is given or drops
-    it."""
+    """The tokenizer has no chat template, or its template cannot render the messages or drops some
+    of them."""
 
 
 class TemplateChat:
-    """Implements ``realhf.api.rollout.ChatFormat`` with a Hugging Face tokenizer.
+    """Implementation of ``realhf.api.rollout.ChatFormat`` by a Hugging Face tokenizer.
 
-    ``system_prompt`` precedes what ``first`` opens. ``template_kwargs`` are variables of the
-    template, e.g. ``enable_thinking``, for everything that is rendered. ``family`` says how its
-    policy writes tool calls (``tool_parser.FAMILIES``): ``tool_parser``, or with "auto" what the
-    template asks for. Control words in messages and tools become ordinary text (``control_words``).
-    A turn ends with the template's own end, the tokenizer's end of a sequence, an id that the
-    model's ``generation_config.json`` names, or one of ``stop_ids``. Raises ChatTemplateError, also
-    for a variable that the template does not read, and for a template that ends a turn with
-    nothing.
+    ``family`` is the syntax of the policy's tool calls (``tool_parser.FAMILIES``). Control words in
+    messages and tools are converted to ordinary text (``control_words``). A turn ends with the
+    template's end of a turn, the tokenizer's end of a sequence, an id in the model's
+    ``generation_config.json``, or one of ``stop_ids``.
+
+    system_prompt: precedes the conversations of ``first``. template_kwargs: variables of the
+    template for all renderings, such as ``enable_thinking``. tool_parser: the family; "auto": that
+    of the template.
+
+    Raises ChatTemplateError, also for a variable that the template does not read, and for a
+    template that writes nothing at the end of a turn.
     """
 
     def __init__(
@@ -118,9 +128,11 @@ class TemplateChat:
         self._middle_end = self._find_middle_end()
 
     def opening(self, messages: Messages, tools: Tools = ()) -> list[int]:
-        """Return the ids of the messages that a policy reads first, with the cue for its turn.
-        ``tools`` are JSON schemas, rendered as the template does; no system prompt is added. Raises
-        ChatTemplateError, also for tools that the template does not read."""
+        """Return the ids of the first messages that a policy reads, with the generation prompt.
+
+        tools: JSON schemas, which the template renders. No system prompt is added. Raises
+        ChatTemplateError, also for tools if the template does not read them.
+        """
         plain = _for_template(messages)
         schemas = self._schemas(tools)
         key = _key(plain, schemas)
@@ -130,11 +142,14 @@ class TemplateChat:
         self, messages: Messages, *, ended: bool, tools: Tools = (), end: int | None = None
     ) -> list[int]:
         """Return the ids between two policy turns: the end of the first, the messages of any roles,
-        and the cue for the next. ``ended``: the policy itself sampled the end of its turn, with the
-        id ``end`` (None: the first that the template writes); then the template's end is left out
-        as far as it was sampled, all of it where the sampled one stands in its place. ``tools`` are
-        those of the opening. Raises ChatTemplateError, also for tools or a role that the template
-        does not show after a policy turn."""
+        and the generation prompt of the next.
+
+        ended: whether the policy sampled the end of its turn, with the id ``end`` (None: the first
+        id of the template's end). In that case the part of the template's end up to that id is left
+        out, or all of it if another id was sampled instead. tools: those of the opening. Raises
+        ChatTemplateError, also for tools or a role that the template does not show after a policy
+        turn.
+        """
         plain = _for_template(messages)
         schemas = self._schemas(tools)
         key = _key(plain, schemas)
@@ -146,19 +161,18 @@ class TemplateChat:
         return ids
 
     def parse(self, token_ids: Sequence[int], tools: Tools = ()) -> AssistantMessage:
-        """Return what a policy turn says (``turn_parser.parse_turn``), counted with its stop id.
-        Never raises."""
+        """Return the parsed policy turn (``tool_parser.parse_turn``); its token count includes the
+        stop id. Never raises."""
         return parse_turn(
             self.decode(token_ids), self.family, token_count=len(token_ids), tools=tools
         )
 
     def first(self, text: str) -> list[int]:
-        """Return the ids of the system prompt and one message of the user, with the cue for the
-        policy's turn."""
+        """Return the ids of the system prompt and one user message, with the generation prompt."""
         return self.opening([*self._system, {"role": "user", "content": text}])
 
     def following(self, text: str, *, ended: bool) -> list[int]:
-        """Return what ``following_messages`` does for one message of the user."""
+        """Return the ids of ``following_messages`` for one user message."""
         return self.following_messages([{"role": "user", "content": text}], ended=ended)
 
     def closing(self) -> list[int]:
@@ -170,10 +184,13 @@ class TemplateChat:
         return self._ids(text)
 
     def encode_turn(self, message: Mapping[str, Any], tools: Tools = ()) -> list[int]:
-        """Return the ids of a demonstrated policy turn, without its end: its content, and its
-        ``tool_calls`` and ``reasoning_content`` as the template writes them after its cue.
-        Reasoning that the cue opens is closed first. Raises ChatTemplateError when the template
-        does not write the turn, or in a way in which ``parse`` does not find the same calls."""
+        """Return the ids of a demonstrated policy turn, without its end.
+
+        Content, ``tool_calls`` and ``reasoning_content`` are written as the template writes them
+        after its generation prompt. A reasoning that the prompt opens is closed first. Raises
+        ChatTemplateError if the template does not write the turn, or if ``parse`` does not find the
+        same calls in it.
+        """
         if message.get("reasoning_content"):
             return self._encode_reasoned(message, tools)
         content = str(message.get("content") or "")
@@ -191,9 +208,11 @@ class TemplateChat:
         return self._ids(before + content)
 
     def _find_before_words(self, with_tools: bool) -> str:
-        """Return what the template writes between its cue and the words of a turn: an empty
-        reasoning where the cue opens one, the channel of gpt-oss, the beginning of an answer of
-        Cohere."""
+        """Return the text of the template between its generation prompt and the words of a turn.
+
+        Examples are an empty reasoning if the prompt opens one, the channel of gpt-oss, and the
+        start of an answer of Cohere.
+        """
         tools = [_PROBE_TOOL] if with_tools else []
         with suppress(ChatTemplateError):
             before, found, _ = self._written(
@@ -203,7 +222,7 @@ class TemplateChat:
         return ""
 
     def _written(self, turn: dict[str, Any], schemas: list[dict[str, Any]]) -> str:
-        """Return the text of a turn that follows the template's cue for it, without its end. Raises
+        """Return the text of a turn after the template's generation prompt, without its end. Raises
         ChatTemplateError."""
         head = [*self._system, {"role": "user", "content": "task"}]
         before = self._render(head, schemas, generation=True)
@@ -220,14 +239,15 @@ class TemplateChat:
                 continue
             if len(whole) >= len(before) + len(after) and whole.startswith(before):
                 return whole[len(before) : len(whole) - len(after)]
-            # Nemotron opens reasoning with a line break in its cue, and without one in its history.
+            # Nemotron writes a line break after <think> in its generation prompt, but not in its
+            # history.
             rest = whole.removesuffix(after).removeprefix(opened)
             if whole.startswith(opened) and (found := _EMPTY_THOUGHT.match(rest)):
                 return rest[found.start(1) :]
         raise ChatTemplateError(f"{_NOT_WRITTEN}{problem}")
 
     def _check_calls(self, text: str, wanted: Sequence[Mapping[str, Any]], tools: Tools) -> None:
-        """Raise ChatTemplateError where the policy's own parser does not read these calls in a
+        """Raise ChatTemplateError if the policy's parser does not find these calls in a
         demonstrated turn."""
         functions = [call.get("function", call) for call in wanted]
         asked = [
@@ -281,14 +301,16 @@ class TemplateChat:
         return self._ids(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a policy turn. Stop ids are left out, other special tokens stay
-        visible."""
+        """Return the text of a policy turn, without stop ids but with other special tokens."""
         stops = self._stops
         return self._text([i for i in token_ids if i not in stops])
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """Return the bytes that a token adds to the text of a turn, also where they are part of a
-        character; None where the tokenizer does not say. A stop id adds none."""
+        """Return the bytes that a token adds to the text of a turn, even if they are only part of a
+        character.
+
+        Returns None if the tokenizer does not reveal them, and b"" for a stop id.
+        """
         text = self.decode([token_id])
         if _NO_CHARACTER not in text:
             return text.encode()
@@ -298,15 +320,20 @@ class TemplateChat:
         return bytes(_BYTE_OF[letter] for letter in token) if _BYTE_OF.keys() >= {*token} else None
 
     def forgotten(self, shape: Sequence[Sequence[str]], tools: Tools = ()) -> tuple[bool, ...]:
-        """Return, for each turn of the policy, whether the template leaves its reasoning out of the
-        prompt that follows the last answer. ``shape`` are the roles of the messages of the opening
-        and of the answer to each turn."""
+        """Return, for each policy turn, whether the template omits its reasoning from the prompt
+        after the last answer.
+
+        shape: roles of the messages in the opening, and in the answer to each turn.
+        """
         return self._cached_forgotten(tuple(map(tuple, shape)), bool(tools))
 
     def without_reasoning(self, token_ids: Sequence[int]) -> list[int] | None:
         """Return the ids of a turn without its leading reasoning and the line breaks after it; None
-        where it has none that is closed. They are those that were sampled, unless a token holds
-        both."""
+        if it has no closed reasoning.
+
+        These are the sampled ids, unless a token contains the end of the reasoning and the start of
+        the words.
+        """
         ids = list(token_ids)
         text = self.decode(ids)
         place = reasoning_end(text)
@@ -320,7 +347,7 @@ class TemplateChat:
         )
 
     def without_open_reasoning(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the ids before a turn, without a tag at their end that opens its reasoning."""
+        """Return the ids before a turn, without a trailing tag that opens its reasoning."""
         ids = list(token_ids)
         text = self._text(ids)
         place = open_tag_start(text)
@@ -330,8 +357,10 @@ class TemplateChat:
         return ids[:end] if end is not None else self._ids(text[:place])
 
     def _text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of all ids. A tokenizer that says so of itself would leave out spaces
-        before punctuation."""
+        """Return the text of all ids.
+
+        Disables the clean-up that some tokenizers request, which removes spaces before punctuation.
+        """
         return self._tokenizer.decode(
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -339,7 +368,8 @@ class TemplateChat:
     def _find_forgotten(
         self, shape: tuple[tuple[str, ...], ...], with_tools: bool
     ) -> tuple[bool, ...]:
-        """A template that cannot render such a conversation at all forgets nothing of it."""
+        """Return ``forgotten`` by a test rendering; False for all turns if the template cannot
+        render such a conversation."""
         tools = [_PROBE_TOOL] if with_tools else []
         reads_key = "reasoning_content" in self._tokenizer.get_chat_template(tools=tools or None)
         for calls in (True, False):
@@ -353,6 +383,8 @@ class TemplateChat:
         return (False,) * (len(shape) - 1)
 
     def _schemas(self, tools: Tools) -> list[dict[str, Any]]:
+        """Return the schemas as dicts. Raises ChatTemplateError if the template does not read
+        tools."""
         if tools and not self._reads_tools:
             raise ChatTemplateError(
                 "the chat template does not read tools; use a model that was trained with them"
@@ -363,6 +395,7 @@ class TemplateChat:
         return self._ids(self._render(messages, tools, generation=True))
 
     def _following(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+        """Return the ids from the end of a policy turn to the next generation prompt."""
         roles = dict.fromkeys(str(message.get("role")) for message in messages)
         with_calls = any([self._needs_calls(role, bool(tools)) for role in roles])
         after = self._after_calls if with_calls else self._after_marker
@@ -371,6 +404,7 @@ class TemplateChat:
     def _render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool
     ) -> str:
+        """Render messages by the template. Raises ChatTemplateError."""
         try:
             return self._tokenizer.apply_chat_template(
                 self._control.broken(messages),
@@ -385,7 +419,8 @@ class TemplateChat:
             ) from error
 
     def _framing(self) -> str:
-        """Return what the template writes around messages, of all roles that it shows."""
+        """Return the text that the template writes around messages of all roles that it
+        supports."""
         user = {"role": "user", "content": _PROBE}
         said = {"role": "assistant", "content": _PROBE}
         function = {"name": "tool", "arguments": {}}
@@ -407,6 +442,7 @@ class TemplateChat:
     def _after_marker(
         self, tail: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool
     ) -> str:
+        """Return the rendered text after the words of a policy turn that ``tail`` follows."""
         head = [
             *self._system,
             {"role": "user", "content": "task"},
@@ -422,8 +458,8 @@ class TemplateChat:
     def _after_calls(
         self, tail: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool
     ) -> str:
-        """Return what ``_after_marker`` does, for a template that shows a ``tool`` message after a
-        call only."""
+        """Return the text of ``_after_marker`` for a template that shows ``tool`` messages only
+        after a turn with calls."""
         said = {"role": "assistant", "content": _MARKER}
         calls = []
         answers = [dict(message) for message in tail]
@@ -443,9 +479,11 @@ class TemplateChat:
         return whole[start:]
 
     def _start_of_end(self, text: str) -> int | None:
-        """Return where the end of the turn begins with which a text ends; None where it has none
-        that is known. A turn with calls may end otherwise than one without: in gpt-oss with
-        ``<|call|>``."""
+        """Return where the end of the turn starts in a text that ends with it; None if the end is
+        unknown.
+
+        A turn with calls may end differently from one without: in gpt-oss by ``<|call|>``.
+        """
         if text.endswith(self._turn_end):
             return len(text) - len(self._turn_end)
         words = self._tokenizer.convert_ids_to_tokens(list(self.stop_ids))
@@ -455,9 +493,11 @@ class TemplateChat:
         return max((place for place in places if place >= 0), default=None)
 
     def _find_middle_end(self) -> list[int]:
-        """Return the ids, up to the last control id, with which the template ends a policy turn
-        that others follow. It may be another end than that of the last turn: in gpt-oss ``<|end|>``
-        and ``<|return|>``."""
+        """Return the ids, up to the last control id, by which the template ends a policy turn that
+        other messages follow.
+
+        The last turn may end differently: in gpt-oss by ``<|return|>`` instead of ``<|end|>``.
+        """
         text = self._turn_end
         with suppress(ChatTemplateError):
             head = [*self._system, {"role": "user", "content": "task"}]
@@ -480,8 +520,10 @@ class TemplateChat:
         return max(places, default=length)
 
     def _find_whether_calls_are_needed(self, role: str, with_tools: bool) -> bool:
-        """Whether messages of ``role`` are shown only after a turn with calls. Raises
-        ChatTemplateError when they are never shown."""
+        """Return whether the template shows messages of ``role`` only after a turn with calls.
+
+        Raises ChatTemplateError if it never shows them.
+        """
         tail = [{"role": role, "content": _PROBE}]
         tools = [_PROBE_TOOL] if with_tools else []
         problem = ""
@@ -498,13 +540,17 @@ class TemplateChat:
         )
 
     def _ids(self, text: str) -> list[int]:
-        """Half of a surrogate pair, which an environment may echo and no tokenizer takes, becomes
-        U+FFFD."""
+        """Return the ids of a text.
+
+        Unpaired surrogates, which an environment may echo and tokenizers reject, become U+FFFD.
+        """
         if not text.isascii():
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _find_stop_ids(self, further: Sequence[int]) -> tuple[int, ...]:
+        """Return the ids that end a turn. Raises ChatTemplateError if there are none, or for an
+        unknown id."""
         if not self._turn_end.strip():
             name = getattr(self._tokenizer, "name_or_path", "") or "of actor.path"
             raise ChatTemplateError(
@@ -529,9 +575,10 @@ class TemplateChat:
 
 
 def _ends_of_generation(path: str) -> list[int]:
-    """Return the ids that end a generation as the model's authors say it: ``eos_token_id`` of a
-    folder's or hub id's ``generation_config.json``. Llama 3.1 ends a turn with calls otherwise than
-    one without, and says so nowhere else.
+    """Return ``eos_token_id`` in the ``generation_config.json`` of a folder or hub id; [] if there
+    is none.
+
+    Llama 3.1 ends turns with calls by another id than other turns, and specifies it only there.
     """
     from transformers.utils.hub import cached_file
 
@@ -556,11 +603,12 @@ _PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
+"""Schema of a tool in test renderings."""
 
 
 def _for_template(messages: Messages) -> list[dict[str, Any]]:
-    """Return the messages as maps that a template reads: there the content is a text even beside
-    calls, and arguments are objects, not JSON texts."""
+    """Return the messages as templates expect them: content is a text even if there are calls, and
+    arguments are objects instead of JSON texts."""
     plain = [dict(message) for message in messages]
     for message in plain:
         if message.get("tool_calls"):
@@ -578,13 +626,13 @@ def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_call(name: str, arguments: Any) -> str:
-    """Return a call as a text that is the same for equal arguments; true and 1 are not equal."""
+    """Return a call as text that is equal for equal arguments; true and 1 are different."""
     return f"{name} {json.dumps(arguments, sort_keys=True, ensure_ascii=False, default=str)}"
 
 
 def _key(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> bytes | None:
-    """Return the content as bytes that ``marshal.loads`` reads, or None for what is too long or no
-    plain JSON."""
+    """Return the content as bytes for ``marshal.loads``; None if it is too long or not plain
+    JSON."""
     try:
         key = marshal.dumps((messages, tools), 2)
     except ValueError:
@@ -593,20 +641,23 @@ def _key(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> bytes |
 
 
 _TAG = re.compile(r"</?\w+>")
-"""``<think>``, ``<tool_call>``: tags within a turn, which an environment may speak of."""
+"""Tags within a turn, such as ``<think>`` and ``<tool_call>``, which an environment may mention."""
 _HEAD = 3
+"""Length of the common beginnings in ``_any_of``."""
 _NOT_WRITTEN = "the chat template does not write a demonstrated turn as it cues one"
 _SHOWN_CHARS = 160
-"""So much of a demonstrated call stands in an error."""
+"""Maximum length of a demonstrated call in an error message."""
 _THINK_TAG_FIRST = re.compile(r"\s*<think>\n?")
 _EMPTY_THOUGHT = re.compile(r"<think>(\s*</think>)")
 _log = logging.getLogger(__name__)
 
 
 def control_words(tokenizer: Any, framing: str) -> set[str]:
-    """Return the words that a tokenizer reads as control ids: its special tokens, and of its other
-    added ones those that the template writes around messages (``framing``), except tags within a
-    turn."""
+    """Return the words that a tokenizer reads as control ids.
+
+    These are its special tokens, and the other added tokens that occur in the template's text
+    around messages (``framing``), except tags within a turn.
+    """
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     framed = {
         each.content
@@ -621,20 +672,22 @@ def control_words(tokenizer: Any, framing: str) -> set[str]:
 
 
 class ControlWords:
-    """Breaks ``words`` wherever they stand in a message; the first time, it is logged."""
+    """Conversion of control words in messages to ordinary text. The first conversion is logged."""
 
     def __init__(self, words: Iterable[str]) -> None:
         whole = {word for word in words if word.strip()}
         self._words = _any_of(whole)
-        # A template may put the keys of a schema into angle brackets.
+        # Some templates write the keys of a schema in angle brackets.
         self._keys = _any_of(
             whole | {word[1:-1] for word in whole if word[0] == "<" and not _TAG.fullmatch(word)}
         )
         self._logged = False
 
     def broken(self, value: Any) -> Any:
-        """Return a text, or maps and lists of them, without any whole control word. Raises
-        RecursionError for what is nested too deeply."""
+        """Return a text, or maps and lists of texts, with all control words broken by a space.
+
+        Raises RecursionError for values that are nested too deeply.
+        """
         if isinstance(value, str):
             return self._broken(self._words, value)
         if isinstance(value, dict):
@@ -647,7 +700,8 @@ class ControlWords:
         return value
 
     def _joined(self, parts: list[Any]) -> list[Any]:
-        """A template may join the parts of a content: none of them may end what another begins."""
+        """Return the parts of a content, separated by spaces if they would form a control word when
+        a template joins them."""
         texts = [
             part.get("text")
             for part in parts
@@ -667,6 +721,7 @@ class ControlWords:
         return parts
 
     def _broken(self, words: re.Pattern[str] | None, text: str) -> str:
+        """Return a text without matches of ``words``."""
         while words is not None and (found := words.search(text)):
             if not self._logged:
                 self._logged = True
@@ -683,8 +738,11 @@ class ControlWords:
 
 
 def _any_of(words: Iterable[str]) -> re.Pattern[str] | None:
-    """Words with the same beginning stand together: some tokenizers have hundreds, and a page
-    thousands of brackets."""
+    """Return a pattern that matches any of the words; None if there are none.
+
+    Words are grouped by their beginnings for speed: some tokenizers have hundreds of words, and a
+    page may have thousands of brackets.
+    """
     tails: dict[str, list[str]] = {}
     for word in sorted(words, key=lambda word: (-len(word), word)):
         tails.setdefault(word[:_HEAD], []).append(re.escape(word[_HEAD:]))
@@ -701,23 +759,25 @@ Render = Callable[[list[dict[str, Any]]], str]
 
 
 def reasoning_end(text: str) -> int:
-    """Return where the words of a turn begin after its leading reasoning, 0 where it has none that
-    is closed. The opening tag may have stood in the prompt. Line breaks after the closing tag
-    belong to the reasoning."""
+    """Return where the words of a turn start after its leading reasoning; 0 if it has no closed
+    reasoning.
+
+    The opening tag may be in the prompt. Line breaks after the closing tag belong to the reasoning.
+    """
     found = _LEADING.match(text) or _OPENED_BEFORE.match(text)
     return found.end() if found else 0
 
 
 def open_tag_start(text: str) -> int:
-    """Return where the opening tag begins with which a prompt ends; the length of the text where
-    there is none."""
+    """Return where the opening tag of reasoning at the end of a prompt starts; the length of the
+    text if there is none."""
     found = _OPEN_AT_END.search(text)
     return found.start() if found else len(text)
 
 
 def boundary(ids: Sequence[int], decode: Decode, place: int) -> int | None:
-    """Return how many of ``ids`` make up the first ``place`` characters of their text; None where a
-    token crosses that place."""
+    """Return how many of ``ids`` form the first ``place`` characters of their text; None if a token
+    crosses that position."""
     low = 0
     high = len(ids)
     while low < high:
@@ -736,12 +796,12 @@ def boundary(ids: Sequence[int], decode: Decode, place: int) -> int | None:
 def forgotten_turns(
     render: Render, shape: Sequence[Sequence[str]], *, reads_key: bool, tool_calls: bool
 ) -> tuple[bool, ...]:
-    """Return, for each turn of the policy, whether its reasoning is left out of the prompt after
-    the last answer.
+    """Return, for each policy turn, whether its reasoning is omitted from the prompt after the last
+    answer.
 
-    ``shape`` are the roles of the messages of the opening and of the answer to each turn.
-    ``render`` makes the text of a prompt; ``reads_key``: reasoning is given as
-    ``reasoning_content``, else within tags. ``tool_calls``: turns that tools answer have calls.
+    shape: roles of the messages in the opening, and in the answer to each turn. render: returns the
+    text of a prompt. reads_key: pass reasoning as ``reasoning_content`` instead of within tags.
+    tool_calls: give turns that tools answer calls.
     """
     messages: list[dict[str, Any]] = [{"role": role, "content": "words"} for role in shape[0]]
     for number, roles in enumerate(shape[1:]):

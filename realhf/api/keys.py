@@ -114,7 +114,7 @@ TURN_KEYS = (TURN_IDS, "turn_rewards", "turn_states")
 FEEDBACK_PROMPT = "feedback_prompt_ids"
 """Prompt of a row with added feedback, which rollouts produce if a call of the graph reads it."""
 FEEDBACK_RATIOS = "feedback_logratios"
-"""Log-ratios of the policy for the row's tokens, with the feedback in its prompt."""
+"""Log-probabilities of the row's tokens with feedback in the prompt, minus those without."""
 NONE, ERRORS, SOLVED, ANY = FEEDBACKS = ("none", "errors", "solved", "any")
 """Which feedback a policy gets on its attempts (``ppo.feedback``)."""
 

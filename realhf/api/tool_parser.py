@@ -1,5 +1,5 @@
-"""Parses what a policy said in a turn: reasoning, tool calls in the form that its chat template
-asks for, and the rest."""
+"""Parser of policy turns: reasoning, tool calls in the syntax of the chat template, and the
+remaining content."""
 
 from __future__ import annotations
 
@@ -19,18 +19,22 @@ XML = "xml"
 LLAMA = "llama"
 PLAIN = "plain"
 FAMILIES = (HERMES, XML, LLAMA, PLAIN)
-"""How tool calls are written: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes,
-Qwen 2.5 and 3, SmolLM); ``<tool_call><function=name><parameter=key>`` (Qwen3-Coder); ``{"name":
-..., "parameters": {...}}`` as the whole turn (Llama 3); not at all, or in a way that is not known
-here, so that calls stay text."""
+"""Syntaxes of tool calls.
+
+``hermes``: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen 2.5 and 3,
+SmolLM). ``xml``: ``<tool_call><function=name><parameter=key>`` (Qwen3-Coder). ``llama``: ``{"name":
+..., "parameters": {...}}`` as the whole turn (Llama 3). ``plain``: no calls or an unknown syntax,
+so that calls remain text.
+"""
 AUTO = "auto"
-"""The value of an option that leaves the choice among ``FAMILIES`` to the chat template."""
+"""Value of an option that leaves the choice among ``FAMILIES`` to the chat template."""
 _SET_HERE = frozenset({"messages", "add_generation_prompt", "tokenize", "chat_template", "tools"})
+"""Variables of the chat template that are set at every rendering."""
 
 
 def family_of(template: str) -> str:
-    """Return the one of ``FAMILIES`` that a chat template asks for, "plain" when it asks for no
-    other."""
+    """Return the syntax in ``FAMILIES`` that a chat template asks for; "plain" if it asks for none
+    of the others."""
     if "<tool_call>" in template:
         return XML if "<function=" in template else HERMES
     if "<|python_tag|>" in template or re.search(r'"parameters\\?":', template):
@@ -39,13 +43,13 @@ def family_of(template: str) -> str:
 
 
 def reads_tools(template: str) -> bool:
-    """Whether a chat template reads the schemas of tools."""
+    """Return whether a chat template reads the schemas of tools."""
     return bool(re.search(r"\btools\b", template))
 
 
 def unread_variables(template: str, names: Iterable[str]) -> list[str]:
-    """Return the names that do not occur in the text of a chat template, and those that are set at
-    every rendering anyway."""
+    """Return the names that do not occur in a chat template, or that are set at every rendering
+    anyway."""
     return [
         name
         for name in names
@@ -54,32 +58,39 @@ def unread_variables(template: str, names: Iterable[str]) -> list[str]:
 
 
 MAX_CALLS = 64
+"""Maximum number of calls in a turn."""
 _THINK = "<think>"
 _THOUGHT = "</think>"
 _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _TAG = re.compile(r"</?think>|<tool_call>")
+"""Tags outside of calls, for families that mark calls with tags."""
 _THINK_TAG = re.compile(r"</?think>")
+"""Tags of reasoning."""
 _BROKEN_END = re.compile(r"</tool_call>|(?=<tool_call>|</?think>)")
+"""End of a malformed call: its closing tag, or the start of the next tag."""
 _SPACE = re.compile(r"\s*")
 _BEGUN_CALL = re.compile(r'\{\s*("(name|parameters|type)"|$)')
+"""Start of a JSON object that looks like a call of Llama."""
 _Read = Callable[[str, int, int], tuple[list[ToolCall], int]]
-"""Reads a call that opens at a place: (text, place after the tag, calls so far) to the calls and
-the place after."""
+"""Parser of one call: (text, position after the opening tag, number of previous calls) -> (calls,
+position after the call)."""
 
 
 def parse_turn(
     text: str, family: str, *, token_count: int = 0, tools: Sequence[Mapping[str, Any]] = ()
 ) -> AssistantMessage:
-    """Parse a turn by the template's ``family`` (``FAMILIES``).
+    """Parse a turn of a template's ``family`` (one of ``FAMILIES``).
 
-    Reasoning is between ``<think>`` and ``</think>``: one that is not closed swallows the rest, a
-    ``</think>`` whose opening stood in the prompt everything before it. Calls within it do not
-    count; tags within a well-formed call are its text. The content is what is left; when something
-    was taken out, without white space at its ends. At most ``MAX_CALLS`` calls are read, the next
-    is a problem that swallows the rest. ``tools`` are schemas that say which arguments are no text,
-    for the family whose calls are not JSON.
+    Reasoning is between ``<think>`` and ``</think>``. Without a closing tag it extends to the end;
+    a ``</think>`` whose opening tag was in the prompt ends a reasoning that starts at the
+    beginning. Calls within reasoning are ignored; tags within a well-formed call are part of its
+    text. The content is the remaining text, stripped of white space if anything was removed. At
+    most ``MAX_CALLS`` calls are read; the next one is a call with a problem and includes the rest
+    of the turn.
+
+    tools: schemas that give the types of arguments, for the family whose calls are not JSON.
     """
     if family == LLAMA:
         reasoning = ""
@@ -94,7 +105,8 @@ def parse_turn(
 
 
 def _scan(text: str, read: _Read | None) -> tuple[str, str, list[ToolCall]]:
-    """Return reasoning, content and calls of a turn, read from left to right."""
+    """Return (reasoning, content, calls) of a turn. ``read`` parses a call; None: there are no
+    calls."""
     tag = _TAG if read else _THINK_TAG
     found = tag.search(text)
     if found is None:
@@ -136,6 +148,7 @@ def _scan(text: str, read: _Read | None) -> tuple[str, str, list[ToolCall]]:
 
 
 def _read_hermes(text: str, start: int, number: int) -> tuple[list[ToolCall], int]:
+    """Parse a call, or a list of calls, in JSON; see ``_Read``."""
     try:
         value, end = read_json(text, _after_space(text, start))
         end = _after_space(text, end)
@@ -158,6 +171,7 @@ def _read_hermes(text: str, start: int, number: int) -> tuple[list[ToolCall], in
 def _read_xml(
     text: str, start: int, number: int, *, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[list[ToolCall], int]:
+    """Parse a call of the XML family; see ``_Read``."""
     try:
         name, arguments, end = read_xml_call(text, start, tools)
     except CallProblem as error:
@@ -172,6 +186,7 @@ def _read_xml(
 
 
 def _broken(problem: str, text: str, start: int, number: int) -> tuple[list[ToolCall], int]:
+    """Return a malformed call that extends to its closing tag or the next tag; see ``_Read``."""
     end = _BROKEN_END.search(text, start)
     if end is None or end[0] != _CLOSE:
         problem = f"{_CLOSE} is missing ({problem})"
@@ -180,7 +195,7 @@ def _broken(problem: str, text: str, start: int, number: int) -> tuple[list[Tool
 
 
 def _llama_calls(content: str) -> tuple[str, list[ToolCall]]:
-    """Return the content and the calls of a turn that is either; several calls are separated by
+    """Return (content, calls) of a turn, of which one is empty; several calls are separated by
     semicolons."""
     words = content.strip()
     tagged = words.startswith(_PYTHON_TAG)
@@ -211,24 +226,31 @@ def _llama_calls(content: str) -> tuple[str, list[ToolCall]]:
 
 
 def _after_space(text: str, start: int) -> int:
+    """Return the position after the white space at ``start``."""
     found = _SPACE.match(text, start)
     return found.end() if found else start
 
 
 MAX_DEPTH = 32
+"""Maximum nesting depth of arguments."""
 MAX_NAME_CHARS = 256
+"""Maximum length of a function's name."""
 _LARGEST = 2**63
+"""Integers are less than this, and at least minus this."""
 _IGNORED = frozenset({"id", "type"})
+"""Further keys of a call, which are ignored."""
 
 
 class CallProblem(ValueError):
-    """The policy's JSON is no call; the message says why."""
+    """The policy's text is not a valid call; the message says why."""
 
 
 def read_json(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at ``text[start]`` and the position after it. Raises
-    CallProblem for what is no JSON, and for what programs read differently: a repeated key, a
-    number beyond 64 bits, half of a surrogate pair, a nesting deeper than ``MAX_DEPTH``."""
+    """Return the JSON value that starts at ``text[start]``, and the position after it.
+
+    Raises CallProblem for invalid JSON, and for values that parsers treat differently: repeated
+    keys, numbers beyond 64 bits, unpaired surrogates, and nesting deeper than ``MAX_DEPTH``.
+    """
     try:
         value, end = _DECODER.raw_decode(text, start)
     except CallProblem:
@@ -244,8 +266,8 @@ def read_json(text: str, start: int) -> tuple[Any, int]:
 
 
 def check_value(value: Any) -> None:
-    """Raise CallProblem for a value of JSON that is nested too deep or holds half of a surrogate
-    pair."""
+    """Raise CallProblem for a JSON value that is nested too deeply or contains an unpaired
+    surrogate."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         if not level:
@@ -264,9 +286,11 @@ def check_value(value: Any) -> None:
 
 
 def call_of(value: Any, text: str, position: int, *, arguments_key: str) -> ToolCall:
-    """Return the call that a JSON value says, the ``position``-th (from 0) of its turn; ``text`` is
-    what the policy wrote. Without the key ``arguments_key`` there are no arguments. What is no call
-    has a ``problem``."""
+    """Return the call that a JSON value describes, the ``position``-th (from 0) of its turn.
+
+    text: what the policy wrote. Without the key ``arguments_key`` the arguments are empty. An
+    invalid call has a ``problem``.
+    """
     name = value.get("name") if isinstance(value, dict) else None
     known_name = name if isinstance(name, str) and len(name) <= MAX_NAME_CHARS else ""
     try:
@@ -277,7 +301,7 @@ def call_of(value: Any, text: str, position: int, *, arguments_key: str) -> Tool
 
 
 def broken_call(problem: str, text: str, position: int, *, name: str = "") -> ToolCall:
-    """Return a call that could not be read, for the reason ``problem``."""
+    """Return a call that could not be parsed, with the reason ``problem``."""
     return ToolCall(name, {}, call_id(position), text, problem)
 
 
@@ -287,6 +311,7 @@ def call_id(position: int) -> str:
 
 
 def _arguments(value: Any, key: str) -> Mapping[str, Any]:
+    """Return the arguments of a call. Raises CallProblem."""
     if not isinstance(value, dict):
         raise CallProblem(f"a call is a JSON object, not {_kind(value)}")
     name = value.get("name")
@@ -310,6 +335,7 @@ def _check_text(text: str) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict. Raises CallProblem for a repeated key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
@@ -319,22 +345,26 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int:
+    """Parse an integer. Raises CallProblem if it needs more than 64 bits."""
     if len(digits) > 20 or not -_LARGEST <= (number := int(digits)) < _LARGEST:
         raise CallProblem("a number does not fit into 64 bits")
     return number
 
 
 def _number(digits: str) -> float:
+    """Parse a float. Raises CallProblem if it is not finite."""
     if not math.isfinite(number := float(digits)):
         raise CallProblem("a number does not fit into 64 bits")
     return number
 
 
 def _constant(word: str) -> float:
+    """Raise CallProblem for NaN and infinities."""
     raise CallProblem(f"{word} is no number of JSON")
 
 
 def _kind(value: Any) -> str:
+    """Return the type of a JSON value in words."""
     names = {
         dict: "an object",
         list: "a list",
@@ -359,9 +389,12 @@ _PARAMETER_CLOSE = "</parameter>"
 def read_xml_call(
     text: str, start: int, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[str, dict[str, Any], int]:
-    """Return the name and the arguments of the call whose body begins at ``start``, and the
-    position after its closing tags. An argument is text, unless the schema of the tool in ``tools``
-    says that it is none; a null that the schema allows is none. Raises CallProblem."""
+    """Parse the call whose body starts at ``start``; return (name, arguments, position after the
+    closing tags).
+
+    An argument is a string unless the tool's schema in ``tools`` gives another type; null is read
+    as None if the schema allows it. Raises CallProblem.
+    """
     function = _FUNCTION.match(text, start)
     if function is None:
         raise CallProblem("<function=...> does not follow <tool_call>")
@@ -399,7 +432,7 @@ def _types(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _resolved(schema: Any, parameters: Mapping[str, Any]) -> Any:
-    """Return a schema, or the one in ``$defs`` that it refers to."""
+    """Return a schema, or the schema in ``$defs`` that it refers to."""
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return schema
@@ -410,8 +443,11 @@ def _resolved(schema: Any, parameters: Mapping[str, Any]) -> Any:
 
 
 def _value(text: str, key: str, types: Mapping[str, Any]) -> Any:
-    """Return the value of an argument whose text carries no type. Templates write what is no text
-    as JSON or, by Jinja's filter ``string``, as Python does: ``True``, ``None``, ``['a']``."""
+    """Return the value of an argument from its text, by its type in the schema.
+
+    Templates write values other than strings as JSON or, by Jinja's filter ``string``, in Python's
+    syntax: ``True``, ``None``, ``['a']``.
+    """
     kinds = schema_kinds(types.get(key))
     words = text.strip()
     if "null" in kinds and words in _NULLS:
@@ -434,24 +470,27 @@ def _value(text: str, key: str, types: Mapping[str, Any]) -> Any:
 _NULLS = frozenset({"null", "None"})
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _MOST_PYTHON_CHARS = 20_000
-"""The compiler that reads Python's literals takes some hundred bytes of memory for each
+"""Maximum length of a Python literal; its compiler needs some hundred bytes of memory per
 character."""
 
 
 def _python_value(words: str, key: str, problem: CallProblem) -> Any:
-    """Return a list or map that is written as Python's literal. Raises CallProblem with the
-    ``problem`` of the JSON for what is none either, or holds what JSON cannot."""
+    """Return a list or map that is written as a Python literal.
+
+    Raises CallProblem with the ``problem`` of the JSON parser for an invalid literal, or one that
+    JSON cannot represent.
+    """
     if len(words) <= _MOST_PYTHON_CHARS:
         with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             value = ast.literal_eval(words)
             read, _ = read_json(json.dumps(value, allow_nan=False), 0)
-            if read == value:  # A tuple, or a key that is no text, comes back as something else.
+            if read == value:  # Tuples and keys other than strings change in JSON.
                 return read
     raise CallProblem(f"the parameter {key[:64]!r}: {problem}") from None
 
 
 def schema_kinds(schema: Any) -> set[str]:
-    """Return the types of JSON that a schema allows; none where it says none."""
+    """Return the JSON types that a schema allows; empty if it does not restrict them."""
     if not isinstance(schema, Mapping):
         return set()
     kinds = schema.get("type")
