@@ -38,7 +38,9 @@ class RolloutLease(Message, frozen=True):
     """
 
     id: str
+    """Id of the sample."""
     attempt: int
+    """Number of the attempt at this sample."""
     order: int
     """Number of the admission."""
     version: int
@@ -59,8 +61,11 @@ class EvaluationPart(Message, frozen=True):
     """
 
     evaluation: int
+    """Number of the evaluation."""
     part: int
+    """Number of the share, from 0."""
     parts: int
+    """Number of shares."""
     greedy: bool
     """Whether to sample greedily instead of at the training temperature."""
     version: int
@@ -68,8 +73,11 @@ class EvaluationPart(Message, frozen=True):
     engines: list[str]
     """Generation workers that keep the weights of that version."""
     split: str
+    """Split of the tasks to play."""
     episodes_per_task: int
+    """Number of episodes per task."""
     templates: int
+    """Maximum number of templates."""
     deadline_s: float
     """Seconds that the worker has."""
 
@@ -97,7 +105,9 @@ class Arrival(Message, frozen=True):
     """A sample that was received and stored durably, or an unusable one (``error``)."""
 
     id: str
+    """Id of the sample."""
     attempt: int
+    """Number of the attempt that produced it."""
     producer: str
     """Rollout worker that sent it."""
     ref: PayloadRef = field(default_factory=list)
@@ -164,7 +174,9 @@ class GatherRequest(Message, frozen=True):
     """Request to gather the sharded weights of ``role`` for work that ranks do alone next."""
 
     role: str
+    """Model role."""
     group: GroupPart
+    """Part of this worker in the group."""
     everywhere: bool
     """Whether every rank needs the weights, or only rank 0."""
 
@@ -173,6 +185,7 @@ class AbortRequest(Message, frozen=True):
     """Request to abort what this worker computes together with others."""
 
     reason: str
+    """Text for the error of the aborted computation."""
 
 
 class FetchPart(Message, frozen=True):
@@ -181,7 +194,9 @@ class FetchPart(Message, frozen=True):
     endpoint: str
     """Address of that worker."""
     ids: list[str]
+    """Ids of the samples."""
     keys: list[str]
+    """Keys to fetch."""
 
 
 class CallRequest(Message, frozen=True):
@@ -191,14 +206,23 @@ class CallRequest(Message, frozen=True):
     """
 
     mfc: str
+    """Name of the model function call."""
     role: str
+    """Model role that it runs on."""
     ids: list[str]
+    """Ids of the samples."""
     keys: list[str]
+    """Input keys."""
     metadata: dict[str, list[Any]]
+    """Metadata columns of the samples."""
     fetches: list[FetchPart]
+    """Inputs that other workers store."""
     step: int
+    """Train step."""
     seed: int
+    """Seed of the call."""
     endpoints: Endpoints
+    """Addresses of the services that the call may use."""
     group: GroupPart | None = None
     """Part in a group call with other ranks, of which only rank 0 stores the outputs; None if the
     worker computes alone."""
@@ -210,6 +234,7 @@ class CallAnswer(Message, frozen=True):
     meta: list[bytes] | None
     """Frames of the outputs without tensors; None if the call has no outputs."""
     stats: dict[str, Any]
+    """Statistics of the call."""
     compute_s: float
     """Seconds of computation."""
     fetch_s: float
@@ -221,9 +246,11 @@ class LoadRequest(Message, frozen=True):
     ``metadata``."""
 
     ids: list[str]
+    """Ids of the samples."""
     values: dict[str, list[list[int]]]
     """Integers by key, one row per id."""
     metadata: dict[str, list[Any]]
+    """Metadata columns of the samples."""
 
 
 class LoadAnswer(Message, frozen=True):
@@ -237,6 +264,7 @@ class ClearRequest(Message, frozen=True):
     """Request to free everything stored for these samples."""
 
     ids: list[str]
+    """Ids of the samples."""
 
 
 class HeldAnswer(Message, frozen=True):
@@ -247,6 +275,7 @@ class HeldAnswer(Message, frozen=True):
     samples: int
     """Number of stored samples."""
     roles: list[str]
+    """Model roles of the worker."""
 
 
 OPEN_WORLD = Call("open_world", OpenWorldRequest, OpenWorldAnswer)
@@ -259,7 +288,7 @@ CLEAR = Call("clear", ClearRequest, Nothing)
 HELD = Call("stats", Nothing, HeldAnswer)
 
 
-# ---- master to model worker: beside the graph
+# ---- master to model worker: outside of the graph
 
 
 class Probe(Message, frozen=True):
@@ -284,12 +313,19 @@ class EvaluateRequest(Message, frozen=True):
     """Request to evaluate a role by an interface."""
 
     role: str
+    """Model role to evaluate."""
     interface: str
+    """Registered name of the interface."""
     interface_args: dict[str, Any]
+    """Arguments of the interface's constructor."""
     args: dict[str, Any]
+    """Arguments of the evaluation."""
     step: int
+    """Train step."""
     seed: int
+    """Seed of the evaluation."""
     endpoints: Endpoints
+    """Addresses of the services that the interface may use."""
 
 
 class EvaluateAnswer(Message, frozen=True):
@@ -327,6 +363,7 @@ class ExportRequest(Message, frozen=True):
     """Request to write a role in Hugging Face format into ``folder``."""
 
     role: str
+    """Model role."""
     folder: str
 
 
@@ -334,7 +371,9 @@ class KeepExportRequest(Message, frozen=True):
     """Request to replace ``target`` by the exported ``folder``."""
 
     folder: str
+    """Exported folder."""
     target: str
+    """Folder to replace."""
     held_out: str
     """JSON text that is added to the folder as a file."""
 
@@ -343,6 +382,7 @@ class PublishWeightsRequest(Message, frozen=True):
     """Request to make the weights of ``role`` available to generation."""
 
     role: str
+    """Model role."""
     version: int
     """Policy version that the weights must have."""
     trial: int = 0
@@ -382,7 +422,7 @@ KEEP_EXPORT = Call("keep_export", KeepExportRequest, Nothing)
 PUBLISH_WEIGHTS = Call("publish_weights", PublishWeightsRequest, PublishWeightsAnswer)
 
 
-# ---- master to the model worker that trains: the stream of samples
+# ---- master to the trainer: the stream of samples
 
 
 class OpenStreamRequest(Message, frozen=True):
@@ -408,6 +448,7 @@ class OpenStreamAnswer(Message, frozen=True):
     """Address to which producers connect."""
 
     endpoint: str
+    """Address."""
 
 
 class RestoreStreamRequest(Message, frozen=True):
@@ -458,12 +499,14 @@ class UpdateWeightsRequest(Message, frozen=True):
     """Request to load new weights between two tokens."""
 
     manifest: WeightsManifest
+    """The new weights and how to get them."""
 
 
 class ChangedTensor(Message, frozen=True, array_like=True):
     """A tensor that an engine changed or lost without an update."""
 
     name: str
+    """Name in the manifest."""
     before: str
     """Digest after the previous update."""
     now: str
@@ -550,10 +593,13 @@ class RejectedRequest(Message, frozen=True):
     """Report that an attempt failed."""
 
     id: str
+    """Id of the sample."""
     attempt: int
+    """Number of the failed attempt."""
     outcome: str
     """Kind of failure, such as ``ENV_ERROR``."""
     message: str
+    """Description of the failure."""
 
 
 class EvaluatedRequest(Message, frozen=True):
@@ -563,6 +609,7 @@ class EvaluatedRequest(Message, frozen=True):
     part: int
     greedy: bool
     results: list[EpisodeResult]
+    """Results of the episodes of the share."""
     error: str = ""
     """Why it failed; "" if it was played."""
 
@@ -571,6 +618,7 @@ class ArrivedRequest(Message, frozen=True):
     """Report that the trainer has received samples and stored them durably."""
 
     arrivals: list[Arrival]
+    """Samples that arrived."""
 
 
 class ArrivedAnswer(Message, frozen=True):
@@ -594,6 +642,7 @@ class GenerateRequest(Message, frozen=True, array_like=True):
     """A client's ``GenRequest``, with slots numbered from 0 by the client."""
 
     slot: int
+    """Number of the slot at the client."""
     token_ids: list[Annotated[int, Meta(ge=0)]]
     sampled: int
     seed: int | None

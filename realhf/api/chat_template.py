@@ -34,7 +34,7 @@ from realhf.api.tool_parser import (
 )
 
 _MARKER = "\u2e28policy-turn\u2e29"
-"""Stands for the policy's words in a rendering."""
+"""Text in place of the policy's words in a rendering."""
 _PROBE = "probe0of0message"
 """Content of messages in test renderings."""
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"

@@ -17,13 +17,16 @@ class EpisodeResult(Message, frozen=True):
     """Result of one held-out episode."""
 
     group: str
+    """Group of the report that the episode belongs to; "": only ``overall``."""
     valid: bool
     """False if the episode failed for a reason other than the policy, so that it is excluded from
     all means."""
     achieved: bool
     """Whether the goal was achieved."""
     reward: float
+    """Reward of the episode."""
     turns: int
+    """Number of turns."""
     out_of_turns: bool = False
     """Whether ``rollout.max_turns`` ended it."""
 

@@ -113,12 +113,14 @@ class TensorSlot(Message, frozen=True, array_like=True):
     """Location of a tensor in a flat buffer of weights."""
 
     name: str
+    """Name of the parameter or buffer."""
     dtype: str
     """Tag of ``realhf.api.keys``."""
     shape: tuple[int, ...]
     offset: int
     """First byte in the buffer."""
     nbytes: int
+    """Size in bytes."""
     digest: str = ""
     """Digest of the trainer's own tensor (``realhf.base.tensor_digest``)."""
 
@@ -145,17 +147,20 @@ class WeightsManifest(Message, frozen=True):
     """One version of a policy's weights, and how to get it."""
 
     version: int
+    """Policy version."""
     medium: str
     """``shm``, ``disk`` or ``fetch``."""
     location: str
     """Name of a shared-memory segment (``shm``), path of a safetensors file (``disk``), or address
     and ticket (``fetch``)."""
     nbytes: int
+    """Size of the buffer in bytes."""
     checksum: str
-    """Hex digest (BLAKE2b, 16 bytes) of the flat buffer, in which the tensors lie at their offsets
-    in the order of ``slots``; for ``shm``, whose buffer cannot be changed, of the tensors'
+    """Hex digest (BLAKE2b, 16 bytes) of the flat buffer, which contains the tensors at their
+    offsets in the order of ``slots``; for ``shm``, whose buffer cannot be changed, of the tensors'
     digests."""
     slots: tuple[TensorSlot, ...] = ()
+    """Locations of the tensors in the buffer."""
     trial: int = 0
     """Nonzero for weights of a self-test, which an engine loads even if it already has this
     version."""

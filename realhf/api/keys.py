@@ -52,6 +52,7 @@ class KeySpec:
     """A registered key."""
 
     name: str
+    """Name of the key."""
     dtype: str
     """Tag of ITEMSIZE."""
     rule: str

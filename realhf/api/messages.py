@@ -126,10 +126,10 @@ def _are_arguments(given: Any) -> bool:
 
 
 def silence(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return why a policy has nothing to respond to in valid messages, as the end of a sentence; ""
-    if it has.
+    """Return why valid messages do not ask the policy for anything, as the end of a sentence; "" if
+    they do.
 
-    That is the case if no message except system messages has text or calls.
+    They do if a message other than a system message has text or calls.
     """
     if not messages:
         return "has no message"

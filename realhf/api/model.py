@@ -318,8 +318,11 @@ class Model:
     """One model role as an interface sees it."""
 
     role: str
+    """Name of the role."""
     engine: Engine
+    """Engine with the role's weights."""
     tokenizer: Any
+    """Hugging Face tokenizer."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables for rendering conversations by the chat template."""
     tool_parser: str = AUTO
@@ -341,10 +344,13 @@ class CallContext:
     """Everything about a call that is not in the sample."""
 
     step: int
+    """Train step."""
     seed: int
     """Seed derived from the run's seed, the role and the step."""
     mb_spec: MicroBatchSpec
+    """How to cut the sample into micro-batches."""
     run_dir: Path
+    """Folder of the run."""
     endpoints: dict[str, list[str]] = field(default_factory=dict)
     """Addresses by kind of worker (``{"env": ["http://127.0.0.1:8100"]}``). A token that a service
     requires precedes the host (``http://:TOKEN@...``)."""

@@ -66,6 +66,7 @@ class Passport:
     """Counts of plays of an environment, by kind of play."""
 
     environment: str
+    """Name of the environment."""
     command: str
     """Command that repeats the measurement."""
     date: str
@@ -73,6 +74,7 @@ class Passport:
     commit: str
     """Commit of the measured code; "" if unknown."""
     kinds: Mapping[str, Counts] = field(default_factory=dict)
+    """Counts by kind of play."""
 
     def write(self, file: Path) -> None:
         """Write the passport. Raises OSError."""

@@ -42,7 +42,9 @@ class SampleResult:
     """
 
     id: str
+    """Id of the sample."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Metadata of the sample, without the columns of the other fields."""
     rewards: Sequence[float | None] = ()
     """Reward of each sequence; None if the rollout failed for a reason other than the policy."""
     achieved: Sequence[bool] = ()

@@ -236,7 +236,7 @@ MAX_DEPTH = 32
 MAX_NAME_CHARS = 256
 """Maximum length of a function's name."""
 _LARGEST = 2**63
-"""Integers are less than this, and at least minus this."""
+"""Integers must be less than this, and at least its negative."""
 _IGNORED = frozenset({"id", "type"})
 """Further keys of a call, which are ignored."""
 

@@ -61,7 +61,9 @@ class PlayedSample:
     """The rollouts of a sample as they were played, for recorders."""
 
     id: str
+    """Id of the sample."""
     rollouts: Sequence[RolloutOutcome]
+    """Outcomes of its rollouts."""
     step: int
     """Train step that plays it, counted from 1; in an asynchronous run, the step after its
     admission; in an evaluation, the number of completed steps."""
@@ -99,9 +101,10 @@ class TrainedRows:
     behaviour: Any
     """Log-probability in the engine that sampled it; f32."""
     before: Any
-    """Log-probability in the trainer before any update of the step; f32."""
+    """Log-probability in the trainer before any update of the step, NaN if it was not computed;
+    f32."""
     current: Any
-    """Log-probability in the trainer's last pass, NaN if there was none; f32."""
+    """Log-probability in the trainer's last pass, NaN if it was not computed; f32."""
     ratio: Any
     """Importance ratio; f32."""
     advantages: Any

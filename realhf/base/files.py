@@ -226,8 +226,8 @@ def recover_folder(out: Path) -> None:
 
 
 _YOUNG_S = 60.0
-"""Age in seconds below which an unlocked folder may belong to a process on another host that has
-not locked it yet."""
+"""Age in seconds below which an unlocked folder is kept if its process id exists: that process may
+not have locked it yet."""
 
 
 def _abandoned(path: Path) -> bool:

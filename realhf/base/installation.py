@@ -4,8 +4,8 @@ optional dependencies (extras).
 No other module derives a folder from the location of its own file, so files can be moved between
 packages.
 
-The package index has an unrelated distribution with the same name as our import name, so no message
-may suggest to install that.
+The package index has an unrelated distribution with the name of our import package, so no message
+may suggest installing that.
 """
 
 from __future__ import annotations
