@@ -286,6 +286,7 @@ CALL = Call("call", CallRequest, CallAnswer)
 LOAD = Call("load", LoadRequest, LoadAnswer)
 CLEAR = Call("clear", ClearRequest, Nothing)
 HELD = Call("stats", Nothing, HeldAnswer)
+"""Report what the worker's store holds."""
 
 
 # ---- master to model worker: outside of the graph
@@ -413,10 +414,12 @@ TRIAL_CHANGE = 1
 TRIAL_RESTORE = 2
 """Second step of a self-test of weight updates: restore the weights."""
 PROGRESS = Call("progress", Nothing, ProgressAnswer)
+"""Report the progress of the call that runs, or ran last."""
 EVALUATE = Call("evaluate", EvaluateRequest, EvaluateAnswer)
 SAVE = Call("save", CheckpointRequest, SaveAnswer)
 RESTORE = Call("restore", CheckpointRequest, Nothing)
 COMMITTED = Call("committed", Nothing, Nothing)
+"""Notify the interfaces that the checkpoint of the last ``SAVE`` is complete."""
 EXPORT = Call("export", ExportRequest, Nothing)
 KEEP_EXPORT = Call("keep_export", KeepExportRequest, Nothing)
 PUBLISH_WEIGHTS = Call("publish_weights", PublishWeightsRequest, PublishWeightsAnswer)
@@ -479,6 +482,7 @@ STREAM_OPEN = Call("stream_open", OpenStreamRequest, OpenStreamAnswer)
 STREAM_RESTORE = Call("stream_restore", RestoreStreamRequest, RestoreStreamAnswer)
 STREAM_PRUNE = Call("stream_prune", PruneStreamRequest, Nothing)
 STREAM_CHECK = Call("stream_check", Nothing, Nothing)
+"""Fail if the worker cannot receive samples any more."""
 
 
 # ---- master to rollout and generation workers
@@ -564,7 +568,9 @@ PLAY = Call("play", PlayRequest, Nothing)
 UPDATE_WEIGHTS = Call("update_weights", UpdateWeightsRequest, UpdateWeightsAnswer)
 PROBE_WEIGHTS = Call("probe_weights", ProbeRequest, Probe)
 PIN_WEIGHTS = Call("pin_weights", Nothing, PinAnswer)
+"""Keep the weights in use for an evaluation."""
 UNPIN_WEIGHTS = Call("unpin_weights", Nothing, Nothing)
+"""Release the weights that ``PIN_WEIGHTS`` kept."""
 STATUS = Call("status", Nothing, StatusAnswer)
 
 
@@ -632,6 +638,7 @@ ALLOCATE = Call("allocate", AllocateRequest, AllocateAnswer)
 REJECTED = Call("rejected", RejectedRequest, Nothing)
 EVALUATED = Call("evaluated", EvaluatedRequest, Nothing)
 STOPPED = Call("stopped", Nothing, Nothing)
+"""Report that the rollout worker has sent all finished samples and closed its sessions."""
 ARRIVED = Call("arrived", ArrivedRequest, ArrivedAnswer)
 
 

@@ -754,8 +754,11 @@ _LEADING = re.compile(r"\s*<think>.*?</think>\n*", re.DOTALL)
 _OPENED_BEFORE = re.compile(r"(?:(?!<think>|<tool_call>).)*?</think>\n*", re.DOTALL)
 _OPEN_AT_END = re.compile(r"<think>\s*$")
 Decode = Callable[[Sequence[int]], str]
+"""Token ids -> text."""
 Encode = Callable[[str], list[int]]
+"""Text -> token ids."""
 Render = Callable[[list[dict[str, Any]]], str]
+"""Messages -> text of the prompt."""
 
 
 def reasoning_end(text: str) -> int:

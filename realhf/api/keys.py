@@ -109,6 +109,8 @@ ROLLOUT_KEY = "rollout_index"
 """Number of the rollout to which each sequence of a sample belongs."""
 
 TURN_IDS = "turn_ids"
+"""Number of the turn that sampled each token, from 0; -1 for tokens that the policy did not
+sample."""
 TURN_KEYS = (TURN_IDS, "turn_rewards", "turn_states")
 """Keys that rollouts produce if a call of the graph reads them."""
 

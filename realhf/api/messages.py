@@ -31,6 +31,7 @@ from typing import Any
 from realhf.base.json_values import json_problem, shown
 
 ROLES = ("system", "user", "assistant", "tool")
+"""Roles of messages."""
 ANSWERING_ROLES = ("system", "user", "tool")
 """Roles in an environment's answer to a turn; assistant messages come from the policy only."""
 _OF_ASSISTANT = ("tool_calls", "reasoning_content", "train")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
+"""Array of int64."""
 
 
 class Lengths:
@@ -301,6 +302,7 @@ class SequenceSample:
         return self
 
     def _check(self) -> None:
+        """Raise ValueError for contradictory parts."""
         count = len(self._ids)
         for key, lengths in self._lengths.items():
             if len(lengths) != count:
@@ -597,6 +599,8 @@ class SequenceSample:
 
 
 def _checked_ids(ids: Sequence[Any]) -> tuple[str, ...]:
+    """Return the ids as strings. Raises ValueError if there are none, or for an id that repeats or
+    is too long."""
     out = tuple(str(i) for i in ids)
     if not out:
         raise ValueError("a sample needs at least one id")
@@ -610,6 +614,7 @@ def _checked_ids(ids: Sequence[Any]) -> tuple[str, ...]:
 
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
+"""Array of bool."""
 
 
 def choose_sequences(sample: SequenceSample, keep: Bools) -> SequenceSample | None:

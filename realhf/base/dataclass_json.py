@@ -46,6 +46,7 @@ def from_json_value(kind: type[T], value: Any) -> T:
 
 
 def _read(kind: Any, value: Any) -> Any:
+    """Return ``value`` as an instance of the type hint ``kind``."""
     origin = typing.get_origin(kind)
     args = typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):

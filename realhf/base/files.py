@@ -369,6 +369,7 @@ class LineTail:
             yield from self._added(file, about.st_size)
 
     def _added(self, file: BinaryIO, size: int) -> Iterator[bytes]:
+        """Yield the new lines up to ``size`` bytes."""
         while self._offset < size:
             file.seek(self._offset)
             chunk = file.read(min(CHUNK_BYTES, size - self._offset))
@@ -381,6 +382,7 @@ class LineTail:
 
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
+"""A dotted name."""
 
 
 def digest_of(root: Path, folders: Iterable[str]) -> str:

@@ -160,7 +160,9 @@ def _block(layer: Mapping[str, Any], hidden: int) -> tuple[list[tuple[int, int]]
 
 
 _FULL = "full_attention"
+"""Type of layers that attend to all tokens."""
 _SLIDING = "sliding_attention"
+"""Type of layers with a sliding window."""
 _OF_FULL_LAYERS = {
     "head_dim": "global_head_dim",
     "num_key_value_heads": "num_global_key_value_heads",
@@ -478,6 +480,7 @@ def _odd_head(text: Mapping[str, Any]) -> int | None:
 
 
 def _head_width(layer: Mapping[str, Any]) -> int | None:
+    """Return the width of the attention heads of a layer; None if it is not given."""
     width = layer.get("head_dim")
     heads = layer.get("num_attention_heads")
     hidden = layer.get("hidden_size")

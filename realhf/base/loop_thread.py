@@ -242,6 +242,7 @@ def check_process(pid: int) -> None:
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped, then cancel its remaining tasks and close it."""
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
