@@ -108,7 +108,7 @@ class TrainedRows:
     ratio: Any
     """Importance ratio; f32."""
     advantages: Any
-    """f32."""
+    """Advantage; f32."""
     clipped: Any
     """Whether the loss clipped the token; bool."""
     versions: Any = None
