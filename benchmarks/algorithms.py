@@ -113,9 +113,8 @@ def play_all(asked: argparse.Namespace) -> dict[str, dict[str, dict[int, Curve]]
     shares = [cores[number :: asked.jobs] for number in range(asked.jobs)]
 
     def take_a_share() -> None:
-        os.sched_setaffinity(
-            0, shares.pop()
-        )  # of this thread alone, and of the runs that it starts
+        # of this thread alone, and of the runs that it starts
+        os.sched_setaffinity(0, shares.pop())
 
     whole = list(itertools.product(asked.environments, asked.presets, asked.seeds))
     found: dict[tuple[str, str, int], Curve] = {}

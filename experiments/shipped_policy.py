@@ -81,9 +81,8 @@ def ship(policy: Path, folder: Path, provenance: Mapping[str, Any]) -> None:
         AutoModelForCausalLM.from_pretrained(policy, dtype="bfloat16").save_pretrained(whole)
         AutoTokenizer.from_pretrained(policy).save_pretrained(whole)
         for file in whole.iterdir():
-            file.chmod(
-                0o644
-            )  # The package may be installed by another user than the one who trains.
+            # The package may be installed by another user than the one who trains.
+            file.chmod(0o644)
         content = {**provenance, "sha256": hash_files(whole)}
         (whole / PROVENANCE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

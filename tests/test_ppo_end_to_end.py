@@ -82,6 +82,7 @@ class Run:
             f"fileroot={folder}",
             f"trial_name={trial}",
         )
+        # The last word counts.
         self._command = [
             sys.executable,
             "-m",
@@ -89,7 +90,7 @@ class Run:
             *OPTIONS,
             *place,
             *options,
-        ]  # The last word counts.
+        ]
         self._rows = folder / "ppo" / trial / "metrics.jsonl"
 
     def rows(self):
@@ -97,9 +98,8 @@ class Run:
         lines = self._rows.read_text().splitlines() if self._rows.exists() else []
         found = {}
         for line in lines:
-            with contextlib.suppress(
-                ValueError
-            ):  # The last line may be half written while the run goes on.
+            # The last line may be half written while the run goes on.
+            with contextlib.suppress(ValueError):
                 row = json.loads(line)
                 own = {
                     name: row[name]

@@ -176,9 +176,8 @@ class MasterWorker:
         async with contextlib.AsyncExitStack() as stack:
             tracer = stack.enter_context(open_trace(self._spec.run_dir, "master"))
             stack.enter_context(run_folder_needed(self._spec.run_dir))
-            checkpoint = (
-                await self._find_checkpoint()
-            )  # first, so that a run that cannot resume changes nothing
+            # first, so that a run that cannot resume changes nothing
+            checkpoint = await self._find_checkpoint()
             await self._wait_for_workers()
             self._steps = await self._open_steps(checkpoint)
             stack.push_async_callback(self._steps.close)
@@ -367,9 +366,8 @@ class MasterWorker:
 
     async def _train_steps(self, done: int, total: int) -> None:
         checkpoint_due = False
-        self._loads.figures(
-            self._rpc.loads()
-        )  # start the measurement: load before the first step is not counted
+        # start the measurement: load before the first step is not counted
+        self._loads.figures(self._rpc.loads())
         for step in range(done, total):
             try:
                 report = await self._execute(step)
@@ -623,9 +621,8 @@ class MasterWorker:
         """Wait until the evaluation in parallel with training has finished and is recorded."""
         await self._steps.wait_for_evaluation()
         if self._recording is not None:
-            await asyncio.wait(
-                [self._recording]
-            )  # unlike an await of the task, a cancelled wait does not cancel it
+            # unlike an await of the task, a cancelled wait does not cancel it
+            await asyncio.wait([self._recording])
             self._recording.result()
             self._recording = None
 
@@ -659,9 +656,8 @@ class MasterWorker:
             return (await self._ask(worker, EVALUATE, request, step=step)).stats
         finally:
             watcher.cancel()
-            await asyncio.gather(
-                watcher, return_exceptions=True
-            )  # progress is only for display: ignore its errors
+            # progress is only for display: ignore its errors
+            await asyncio.gather(watcher, return_exceptions=True)
 
     # ---- saving
 

@@ -132,6 +132,5 @@ def _wait_until_started(server: uvicorn.Server, thread: threading.Thread) -> Non
 
 
 if __name__ == "__main__":
-    leave(
-        main()
-    )  # exits at once: a server thread that never stops must not run during interpreter shutdown
+    # exits at once: a server thread that never stops must not run during interpreter shutdown
+    leave(main())

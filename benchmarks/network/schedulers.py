@@ -101,9 +101,8 @@ def way_of(name: str, folder: Path) -> Iterator[Way]:
             "scheduler.players=0",
             "scheduler.trainer_cpus=1",
         )
-        ray += (
-            f"scheduler.wait_s={RUN_S / 2:g}",
-        )  # Ray itself takes a minute to start on a busy machine
+        # Ray itself takes a minute to start on a busy machine
+        ray += (f"scheduler.wait_s={RUN_S / 2:g}",)
         yield Way((*ray, f"scheduler.key_file={key}", "scheduler.port=0"))
     elif name == "join":
         yield _joined("127.0.0.1", free_port(), key, folder)

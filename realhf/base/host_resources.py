@@ -140,9 +140,8 @@ class HostLoad:
     def read() -> HostLoad:
         """Read the load of this host; takes about 0.1 ms."""
         times = psutil.cpu_times()
-        whole = (
-            sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-        )  # included in user time
+        # included in user time
+        whole = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
         idle = times.idle + getattr(times, "iowait", 0.0)
         return HostLoad(whole - idle, whole, psutil.virtual_memory().percent / 100)
 

@@ -435,13 +435,11 @@ class HostAgent:
             self._local.end(name)
         deadline = process_clock.now() + min(asked.grace_s, MAX_SILENCE_S)
         while self._log_starts and (left := deadline - process_clock.now()) > 0:
-            self._ping(
-                socket
-            )  # a silent host would count as lost, and would not learn of the end of the run
+            # a silent host would count as lost, and would not learn of the end of the run
+            self._ping(socket)
             self._report(socket, self._local.wait(min(left, POLL_S)))
-            socket.getsockopt(
-                zmq.EVENTS
-            )  # otherwise its descriptor stays readable, and ``wait`` does not wait
+            # otherwise its descriptor stays readable, and ``wait`` does not wait
+            socket.getsockopt(zmq.EVENTS)
         ended = dict(self._log_starts)
         self._end_all(0.0)
         for name, (log, since) in ended.items():

@@ -356,9 +356,8 @@ class LearnabilityCurriculum(Curriculum[T]):
         if self._untried_share < 1 and any(
             self.weight(template_id) > self._floor for template_id in tried
         ):
-            most = int(
-                self._untried_share * count + self._rng.random()
-            )  # random rounding keeps the share on average, even for batches of one
+            # random rounding keeps the share on average, even for batches of one
+            most = int(self._untried_share * count + self._rng.random())
         chosen = untried[:most]
         if len(chosen) < count:
             templates = self._drawn_from(tried or untried)

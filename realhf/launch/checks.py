@@ -114,9 +114,8 @@ def _host_problems(config: ExperimentConfig) -> Iterator[str]:
         if find_spec(name) is None:
             yield f"monitor.trackers: {name} is not installed: {install_command(name)}"
     existing = run_folder(config)
-    while not os.path.exists(
-        existing
-    ):  # Unlike this, Path.exists raises if a parent folder is not accessible.
+    # Unlike this, Path.exists raises if a parent folder is not accessible.
+    while not os.path.exists(existing):
         existing = existing.parent
     try:
         TemporaryFile(dir=existing).close()
@@ -545,9 +544,8 @@ def adapter_problems(role: str, model: ModelConfig) -> Iterator[str]:
         for name, shape in shapes.items()
         if is_block_matrix(name, shape)
     ]
-    layers = [
-        name for name in linear if ".experts." not in name
-    ]  # The trainer fuses experts into one tensor.
+    # The trainer fuses experts into one tensor.
+    layers = [name for name in linear if ".experts." not in name]
     layers = _BUILTIN_LAYERS if model.path in BUILTIN_PATHS else layers
     for target in lora.targets:
         if layers and not any(name == target or name.endswith(f".{target}") for name in layers):

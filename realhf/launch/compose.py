@@ -120,10 +120,11 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
     if "env" in schema.sections and not hasattr(file.module, "config_class"):
         has = str(schema.options["env.path"].value) if "env.path" in schema.options else ""
         _check_environment(name, typed, environment, has, config_dir)
+    # A registered environment without a YAML file.
     if given.get("env") not in (
         None,
         *_files("env", config_dir),
-    ):  # A registered environment without a YAML file.
+    ):
         given["env.path"] = given.pop("env")
     _check_texts(schema, given, config_dir, own, user_file)
     # Options that hold a mapping have no fixed keys, so Hydra needs "++" to accept new ones.
@@ -214,9 +215,8 @@ def _compose_with_defaults(
         else given.get("model", BUILTIN).startswith(BUILTIN)
     )
     next_files = default_files(builtin, environment or "")
-    for _ in range(
-        3
-    ):  # Adding or removing default files may in turn change the actor or the environment.
+    # Adding or removing default files may in turn change the actor or the environment.
+    for _ in range(3):
         files = next_files
         values = OmegaConf.to_container(OmegaConf.merge(*map(_read_yaml, files))) if files else {}
         config = _compose(

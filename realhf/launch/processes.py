@@ -329,9 +329,8 @@ def failure_message(exit_: WorkerExit) -> str:
     cause = failure_cause(exit_.log, exit_.log_from, exit_.words) if exit_.exit_code > 0 else None
     kind = exit_.name.partition("/")[0]
     section = SECTIONS.get(kind)
-    if (
-        cause and section
-    ):  # Name a server's flags (--pool-size) by their options here (env.pool_size).
+    # Name a server's flags (--pool-size) by their options here (env.pool_size).
+    if cause and section:
         cause = re.sub(
             r"--([a-z][a-z-]*)", lambda flag: f"{section}." + flag[1].replace("-", "_"), cause
         )

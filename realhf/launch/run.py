@@ -66,9 +66,8 @@ def run_to_the_end(
             check_kinds(built.spec.run_dir)
             if terminal is not None:
                 terminal.on_loss(lambda reason: _record_terminal_loss(built.spec.run_dir, reason))
-            if (
-                resumption is None
-            ):  # A resumed run's master records the launch once it knows the checkpoint.
+            # A resumed run's master records the launch once it knows the checkpoint.
+            if resumption is None:
                 record_launch(built.spec.run_dir, launch, 0)
             environment = getattr(getattr(config, "env", None), "path", "")
             copy_passport(environment, built.spec.run_dir)

@@ -85,9 +85,8 @@ class Display:
         """Print ``text`` after the seconds since the start."""
         self._last_line = process_clock.now()
         stamp = f"{time.monotonic() - self._began:7.1f} s  "
-        shown = printable(
-            text, colours=False
-        )  # may contain output of programs that the policy has written
+        # may contain output of programs that the policy has written
+        shown = printable(text, colours=False)
         self._console.print(Text(stamp, style="dim").append(shown), soft_wrap=True)
 
     def close(self) -> None:

@@ -677,9 +677,8 @@ def public_names(
     for name, value in row.items():
         call, slash, own = name.partition("/")
         known = public_name(f"{aliases[call]}/{own}" if slash and call in aliases else name)
-        if known is None or known.startswith(
-            "time/part/"
-        ):  # Parts of a call's time are named after the call itself.
+        # Parts of a call's time are named after the call itself.
+        if known is None or known.startswith("time/part/"):
             known = public_name(name)
         named.setdefault(known or name, value)
     if REWARD not in named and TRAINED_REWARD in named:

@@ -175,9 +175,8 @@ def _as_message(argument: object) -> Message:
             f"step takes what the model said, not a message of the role {str(body['role'])[:32]!r}"
         )
     calls = body.get("tool_calls") or None
-    if isinstance(
-        calls, (list, tuple)
-    ):  # a message assembled from a stream may lack the id and type of a call
+    # a message assembled from a stream may lack the id and type of a call
+    if isinstance(calls, (list, tuple)):
         calls = [
             {"id": "", **_without_none(call)} if isinstance(call, Mapping) else call
             for call in calls
@@ -333,9 +332,8 @@ class BlackBoxAgent:
             limit = session.find_limit(error)
         if agent_session.failure is not None:
             return Ending(agent_session.failure.kind, message=str(agent_session.failure))
-        if (
-            session.engine_error is not None
-        ):  # the agent's reward after a failed turn says nothing about the policy
+        # the agent's reward after a failed turn says nothing about the policy
+        if session.engine_error is not None:
             return Ending(POLICY_FAILED, message=str(session.engine_error))
         if problem and not limit:
             return Ending(AGENT_FAILED, message=problem)

@@ -264,9 +264,8 @@ class GroupPlayer:
                 requests, ConstrainedTokens(self._tokens, min_version=lease.version)
             )
         except asyncio.CancelledError:
-            if (
-                time.perf_counter() - started_at > 0.99 * lease.deadline_s
-            ):  # cancelled by the deadline: record it
+            # cancelled by the deadline: record it
+            if time.perf_counter() - started_at > 0.99 * lease.deadline_s:
                 message = f"the sample was not over after {lease.deadline_s:g} s"
                 timings = {"wall_s": lease.deadline_s}
                 lost = [

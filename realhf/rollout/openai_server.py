@@ -252,9 +252,8 @@ def _add_errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"][1:])
-        problem = first["msg"].removeprefix(
-            "Value error, "
-        )  # pydantic's prefix for errors of our validators
+        # pydantic's prefix for errors of our validators
+        problem = first["msg"].removeprefix("Value error, ")
         return JSONResponse(
             ApiError(400, "invalid_request", f"{where}: {problem}"[:300]).body(), 400
         )

@@ -438,9 +438,8 @@ class Session:
         finally:
             self._running.discard(work)
             work.cancel()
-        if (
-            self.engine_error is earlier_error
-        ):  # the failure came before this request, which has succeeded
+        # the failure came before this request, which has succeeded
+        if self.engine_error is earlier_error:
             self.engine_error = None
         return turn
 
@@ -489,9 +488,8 @@ class Session:
             limits = [self.find_limit(each) for each in error.exceptions]
             return limits[-1] if all(limits) else ""
         text = f"{error} {getattr(error, 'url', '')} "
-        with contextlib.suppress(
-            Exception
-        ):  # of any HTTP client; the body may be unread or no text
+        # of any HTTP client; the body may be unread or no text
+        with contextlib.suppress(Exception):
             text += str(error.response.text)  # type: ignore[attr-defined]
         for words, status in self.ledger.refusals.items():
             if words in text or (self.key in text and "400" in text):

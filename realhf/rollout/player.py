@@ -392,9 +392,8 @@ class TurnAgent:
         conversation = kind(self._chat, self._limits, llm, slot, wanted.sampling_seed, self._system)
         outcome = await play_episode(env, wanted, conversation, self._limits.max_turns)
         self._warn_without_calls(conversation, outcome)
-        if (
-            self._system
-        ):  # the opening of an outcome is all that the policy read before its first turn
+        # the opening of an outcome is all that the policy read before its first turn
+        if self._system:
             outcome = replace(outcome, opening=(*self._system, *outcome.opening))
         return (
             conversation.split_rows(outcome)

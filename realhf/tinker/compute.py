@@ -297,9 +297,8 @@ class Computer:
                 model.save(partial, moments=kind == "training")
             weights = {"version": model.weights_id.version, "digest": model.weights_id.digest}
             (partial / VERSION).write_text(json.dumps(weights), encoding="utf-8")
-            for file in sorted(
-                partial.rglob("*")
-            ):  # files must be durable before the server records them as saved
+            # files must be durable before the server records them as saved
+            for file in sorted(partial.rglob("*")):
                 sync(file)
             sync(partial)
         sync(folder.parent)
@@ -355,9 +354,8 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal interrupts both; the server stops this process
+    # a terminal interrupts both; the server stops this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     options = msgspec.json.decode(arguments[1].encode(), type=ComputeOptions)
     own = socket.socket(fileno=int(arguments[0]))
 

@@ -126,9 +126,8 @@ class RequestHandler:
         scanner = SeqScanner()
         scanner.feed(read)
         bytes_left = self.options.max_body_mib << 20
-        with suppress(
-            TimeoutError, RuntimeError, ClientDisconnect
-        ):  # the stream was consumed, or ends early
+        # the stream was consumed, or ends early
+        with suppress(TimeoutError, RuntimeError, ClientDisconnect):
             async with asyncio.timeout(_SCAN_TIMEOUT_S):
                 async for chunk in request.stream():
                     bytes_left -= len(chunk)

@@ -294,9 +294,8 @@ class Routes:
     async def forward_backward(self, request: Request) -> Response:
         """Run a forward pass, and a backward pass unless the request is ``forward_only``."""
         if PROTOBUF not in request.headers.get("content-type", ""):
-            with suppress(
-                Refusal
-            ):  # only the sequence number is needed, so a small part of the body suffices
+            # only the sequence number is needed, so a small part of the body suffices
+            with suppress(Refusal):
                 await self._handler.body(request)
             raise Refusal(415, f"forward_backward takes a body of the type {PROTOBUF}")
         body = await self._handler.body(request, data=True)

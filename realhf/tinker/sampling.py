@@ -354,9 +354,8 @@ class Sampler:
             ):
                 self._waiting.append(job)
                 continue
-            if (
-                job.scores_only
-            ):  # a pass over a whole prompt: at most one a step, so that decoding is not held up
+            # a pass over a whole prompt: at most one a step, so that decoding is not held up
+            if job.scores_only:
                 scored = True
                 self._on_start(job.number)
                 self._respond(job)
@@ -470,9 +469,8 @@ class Sampler:
         values, top_k, target_values = self._score(
             prompt[:-1], 0 if ids is not None else first, k, prompt[1:], ids
         )
-        if (
-            ids is not None and first
-        ):  # targets need the whole prompt; mask what else was not requested
+        # targets need the whole prompt; mask what else was not requested
+        if ids is not None and first:
             values[:first] = np.nan
             if top_k is not None:
                 top_k.tokens[:first] = 0

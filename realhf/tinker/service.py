@@ -340,9 +340,8 @@ class Service:
         if not 0 <= seq < 1 << 31:
             raise Refusal(400, f"seq_id {seq} is out of range")
         if self._gaps.get(target, (None, 0))[0] == seq:
-            del self._gaps[
-                target
-            ]  # the missing request has come; if it is refused with 429 or 507 it comes again
+            # the missing request has come; if it is refused with 429 or 507 it comes again
+            del self._gaps[target]
         is_training = kind != "sample"
         try:
             self._check_pending(owner, len(body), 1)
@@ -844,9 +843,8 @@ class Service:
                 if model in self._gaps:
                     gaps[model] = self._gaps[model]
                 continue
-            if (
-                queue.has_pending and model not in self._loaded
-            ):  # there was no room when it was submitted
+            # there was no room when it was submitted
+            if queue.has_pending and model not in self._loaded:
                 self._rebuild_if_room(row.owner, model)
             if queue.has_pending or not queue.is_blocked:
                 continue

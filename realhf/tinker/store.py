@@ -185,9 +185,8 @@ class Store:
                 yield
                 self._base.execute("commit")
             except BaseException:
-                if (
-                    self._base.in_transaction
-                ):  # SQLite itself may have rolled back, such as on a full disk
+                # SQLite itself may have rolled back, such as on a full disk
+                if self._base.in_transaction:
                     self._base.execute("rollback")
                 raise
         finally:

@@ -235,12 +235,13 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return a view of the raw bytes of a tensor, without a copy if it is contiguous on the CPU."""
     import torch
 
+    # not on the CPU, of a dtype that numpy lacks, or part of a gradient's graph
     try:
         array: Any = tensor.numpy()
     except (
         TypeError,
         RuntimeError,
-    ):  # not on the CPU, of a dtype that numpy lacks, or part of a gradient's graph
+    ):
         array = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     if not array.size:
         return memoryview(b"")

@@ -289,9 +289,8 @@ class _Router:
         except ProtocolError as error:
             self.drop(str(error))
             if self._other is not None and isinstance(error, OtherProtocol):
-                with contextlib.suppress(
-                    ProtocolError
-                ):  # the answer may be too large with the parts of the message
+                # the answer may be too large with the parts of the message
+                with contextlib.suppress(ProtocolError):
                     self._other(identity, error.header)
 
 

@@ -54,9 +54,8 @@ def _answers(run: Run, rollout_bytes: int) -> dict[str, Any]:
     """Return the server's answers about the run, by path."""
     about = {"number": 0, **run.described(), "folder": run.folder.name}
     summary = read_json(run.folder / "summary.json")
-    if (
-        isinstance(summary, dict) and summary.get("steps") == about["steps"]
-    ):  # the launcher may still hold the lock, so the run would seem to be in progress
+    # the launcher may still hold the lock, so the run would seem to be in progress
+    if isinstance(summary, dict) and summary.get("steps") == about["steps"]:
         ended = finished(about["steps"])
         about |= {"state": ended.kind, "text": ended.text}
     metrics, every = _thinned(run.metrics.columns(0, 0))

@@ -184,9 +184,8 @@ class RunRollouts:
         if seen != self._seen:
             self._seen = seen
             self._packed = b""
-            if (
-                store.play.lines or not self._rows
-            ):  # the rows of a folder that has vanished are still shown
+            # the rows of a folder that has vanished are still shown
+            if store.play.lines or not self._rows:
                 self._rows = sorted(self._store.rows(), key=lambda row: row.step)
         return self._rows
 

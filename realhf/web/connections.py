@@ -138,9 +138,8 @@ class _Guarded:
                     kind.ended,
                 )
             oldest.transport.abort()
-            self.connections.discard(
-                oldest
-            )  # it ends a little later; the next one must not choose it again
+            # it ends a little later; the next one must not choose it again
+            self.connections.discard(oldest)
 
     def data_received(self: Any, data: bytes) -> None:
         """Pass data to the parser, and stop or restart the clock of the head.
@@ -153,9 +152,8 @@ class _Guarded:
             part = rest[: MOST_HEAD_BYTES + 1 - self.incomplete]
             rest = rest[len(part) :]
             self.incomplete += len(part)
-            was_past_head = (
-                self.past_head()
-            )  # a body whose answer is out may end here, and h11 waits for the next head
+            # a body whose answer is out may end here, and h11 waits for the next head
+            was_past_head = self.past_head()
             super().data_received(part)  # pyright: ignore[reportAttributeAccessIssue]
             if was_past_head or self.past_head():
                 self.incomplete = 0
@@ -248,9 +246,8 @@ class _Guarded:
     def is_idle(self: Any) -> bool:
         """Return whether the connection is idle: its request is incomplete, or its client reads
         nothing of the answer. A body that stalls counts as incomplete."""
-        if (
-            self.reading is not None
-        ):  # uvicorn counts an answer as complete when it has handed over its last byte
+        # uvicorn counts an answer as complete when it has handed over its last byte
+        if self.reading is not None:
             return self.stalled
         return self.is_waiting() or (self.cycle is not None and self.cycle.more_body)
 

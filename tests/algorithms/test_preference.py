@@ -195,9 +195,8 @@ def test_dpo_has_the_loss_and_the_gradient_of_its_formula(
     expected = loss_by_hand(sample, score, smoothing=smoothing)
     (gradient,) = torch.autograd.grad(expected, engine.table)
     assert got["loss"] == pytest.approx(float(expected.detach()), rel=1e-6)
-    torch.testing.assert_close(
-        engine.gradient, gradient, rtol=1e-5, atol=1e-8
-    )  # the factors are fp32
+    # the factors are fp32
+    torch.testing.assert_close(engine.gradient, gradient, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("center", [0.0, 0.05])

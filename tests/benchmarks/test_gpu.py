@@ -56,9 +56,8 @@ def test_operations_are_those_that_torch_counts():
         * rows
         * (length * length - length * (length + 1) // 2)
     )
-    positions = (
-        2 * length * config.head_dim // 2
-    )  # The angles of the positions, which are not counted here.
+    # The angles of the positions, which are not counted here.
+    positions = 2 * length * config.head_dim // 2
     found = forward_operations(shape, [length] * rows)
     assert counter.get_total_flops() - above - found in (0, positions, rows * positions)
     assert train_operations(shape, [length] * rows) == 3 * found

@@ -155,9 +155,9 @@ def test_who_comes_when_the_door_closes_is_not_welcomed(opened: OpenEndpoint):
     door = opened.control
     with door._lock:  # pyright: ignore[reportPrivateUsage]
         agent.hello()
-        time.sleep(
-            0.2
-        )  # the endpoint has its hello, and waits for the lock as it would for a launcher that closes it
+        # the endpoint has its hello, and waits for the lock as it would for a launcher that closes
+        # it
+        time.sleep(0.2)
         door._closing = True  # pyright: ignore[reportPrivateUsage]
     door._listener.close()  # pyright: ignore[reportPrivateUsage]
     while (found := agent.heard()) is not None:

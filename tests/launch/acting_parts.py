@@ -184,9 +184,8 @@ class ActingParts:
             for call in calls:
                 if number >= whole and call.interface_type is not InterfaceType.TRAIN_STEP:
                     continue
-                if (
-                    call.interface == "served_logprob"
-                ):  # asks a server; the batch has what one would say
+                # asks a server; the batch has what one would say
+                if call.interface == "served_logprob":
                     continue
                 model = models[call.model_role]
                 interface = interfaces[call.name][1]

@@ -360,9 +360,8 @@ def with_small(composed: Composed) -> Composed:
             sight_of(with_values(small, {name: value}))
         except ConfigError:  # no effect in this experiment
             continue
-        small = composed._replace(
-            config=with_values(small, {name: value}).config
-        )  # as if that were the default
+        # as if that were the default
+        small = composed._replace(config=with_values(small, {name: value}).config)
     return small
 
 

@@ -145,9 +145,8 @@ async def test_calls_of_the_agents_own_are_read_and_bad_ones_reach_the_environme
     env = Listener()
 
     def call(arguments: str) -> dict[str, Any]:
-        kind = (
-            None if arguments == "" else "function"
-        )  # A message that was put together from a stream has gaps.
+        # A message that was put together from a stream has gaps.
+        kind = None if arguments == "" else "function"
         return {
             "id": kind and "c1",
             "type": kind,

@@ -358,9 +358,8 @@ async def test_a_turn_that_is_sampled_when_the_session_ends_is_not_kept(endpoint
         async def receive() -> Any:
             if (event := next(incoming, None)) is not None:
                 return event
-            if (
-                not session._running and not made
-            ):  # Nothing is sampled any more, so the server asks before it keeps.
+            # Nothing is sampled any more, so the server asks before it keeps.
+            if not session._running and not made:
                 server.sessions.close(session)
                 made.extend(outcomes(session))
             return await asyncio.Event().wait()

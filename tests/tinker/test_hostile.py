@@ -729,9 +729,8 @@ def test_samples_that_only_wait_have_not_begun(policy):
     them had failed."""
     began = []
     ended = []
-    sampler = sampler_of(
-        policy, max_bytes=lambda: 1, on_start=began.append
-    )  # room for a single row
+    # room for a single row
+    sampler = sampler_of(policy, max_bytes=lambda: 1, on_start=began.append)
     for number in range(3):
         sampler.submit(
             number, "", asked(num_samples=2), lambda number, *answer: ended.append(number)

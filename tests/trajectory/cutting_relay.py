@@ -52,9 +52,8 @@ class CuttingRelay:
                     self.cut += 1
                     sink.sendall(data[: self._cuts.pop(0)])
                     source.settimeout(0.2)
-                    while source.recv(
-                        1 << 16
-                    ):  # the server gets rid of all of it: it was sent, as far as it knows
+                    # the server gets rid of all of it: it was sent, as far as it knows
+                    while source.recv(1 << 16):
                         pass
                 sink.sendall(data)
         for end in (source, sink):

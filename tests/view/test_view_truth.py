@@ -223,10 +223,11 @@ def test_a_page_that_nobody_looks_at_holds_no_connection(chromium: Chromium, tmp
     with served(tmp_path / "run") as url:
         go(page, url)
         page.js(HIDDEN.format("true"))
+        # whoever waits for changes knows of the second step before the third one is told
         for step in (
             2,
             3,
-        ):  # whoever waits for changes knows of the second step before the third one is told
+        ):
             run.add_step(1)
             assert page.js(TOLD.format(step)) == step
         assert text(page, ".card b").splitlines()[0] == "1"

@@ -320,9 +320,8 @@ def test_answers_that_nobody_reads_keep_nobody_out(kind: str):
 
     with served(kind, most=MOST, head_s=0.8) as address, contextlib.ExitStack() as stack:
         reader = stack.enter_context(socket.socket())
-        reader.setsockopt(
-            socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 17
-        )  # else it holds more than is read in a while
+        # else it holds more than is read in a while
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 17)
         reader.settimeout(WAIT_S)
         reader.connect(address)
         reader.sendall(asked)

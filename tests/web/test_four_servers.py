@@ -203,9 +203,8 @@ def test_a_body_that_does_not_come_ends_its_request(
     served = _with_bodies(pool, name)
     began = time.monotonic()
     answer = send(served, head_of(served, _own_page(served), length=100), b"{")
-    expected = (
-        401 if name == "playground" else 503
-    )  # it reads no body of a browser without a cookie
+    # it reads no body of a browser without a cookie
+    expected = 401 if name == "playground" else 503
     assert status_of(answer) == expected and time.monotonic() - began < 30
 
 

@@ -154,9 +154,8 @@ def test_who_dealt_out_the_gpu_knows_better_than_the_plan(plan, monkeypatch, gpu
         raise RuntimeError("it is enough to know")
 
     monkeypatch.setattr(generation_worker, "make_streaming_generator", make)
-    monkeypatch.setattr(
-        "signal.signal", lambda number, handler: None
-    )  # a worker handles SIGTERM, a test does not
+    # a worker handles SIGTERM, a test does not
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
     words = (
         "--run-dir",
         str(plan.spec.run_dir),

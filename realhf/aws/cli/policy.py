@@ -248,9 +248,8 @@ def _split_words(command: str, max_bytes: int) -> list[str]:
 
 
 def _has_bare_newline(command: str) -> bool:
-    lines = (
-        "\n" in command or "\r" in command
-    )  # hardly any command has more than one, and the rest takes long
+    # hardly any command has more than one, and the rest takes long
+    lines = "\n" in command or "\r" in command
     return lines and any(char in "\r\n" and not quote for char, quote, _ in quote_states(command))
 
 

@@ -420,9 +420,8 @@ class WarmCli:
         self._session = original.session
         self._create_client = self._session.create_client
         self._session.create_client = self._get_client  # pyright: ignore[reportAttributeAccessIssue]
-        self._session.register(
-            "provide-client-params", self._decode_blobs
-        )  # first: the log has what is sent
+        # first: the log has what is sent
+        self._session.register("provide-client-params", self._decode_blobs)
         self._log.attach(self._session)
         self._session.register("provide-client-params", self._check_bounds)
         self._session.register("before-building-argument-table-parser", self._relax_required)

@@ -258,9 +258,8 @@ class MultiTurnEnvPool:
         spec = EnvironmentSpec("aws", make, tasks=lambda split: AwsTaskSet(AwsOptions(), split))
         agent = TurnAgent(policy.chat, self._limits, SYSTEM_PROMPT)
         retries = 1 if self._group.on_failure == "retry" else 0
-        timeout_s = (
-            2 * self._group.message_timeout_s
-        )  # the sessions enforce the deadline; this is a backstop
+        # the sessions enforce the deadline; this is a backstop
+        timeout_s = 2 * self._group.message_timeout_s
         player = Player(
             spec, "", agent, self.size, retries=retries, message_timeout_s=timeout_s, patience_s=0.0
         )

@@ -175,9 +175,8 @@ def _put_assets(slot: Slot, task: Task) -> None:
     for name, content in task.assets.items():
         try:
             slot.files.put(name, content.encode())
-            slot.own_files.put(
-                name, content.encode()
-            )  # a drift may use it; the agent's copy may be another by then
+            # a drift may use it; the agent's copy may be another by then
+            slot.own_files.put(name, content.encode())
         except ValueError as error:
             raise TaskError(f"task.assets: {error}") from None
 

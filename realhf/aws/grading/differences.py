@@ -368,9 +368,8 @@ class EpisodeComparison:
             extra=_sort_texts([*extra, *new_resource_rights]),
             left_behind=_sort_texts("/".join(key) for key in left_behind),
         )
-        if (
-            differences.is_empty and sent is not None
-        ):  # needless for an account that is wrong anyway
+        # needless for an account that is wrong anyway
+        if differences.is_empty and sent is not None:
             requests = self._find_differing_requests(end, sent, names)
             differences = replace(differences, differing_requests=_sort_texts(requests))
         return AccountVerdict(

@@ -136,9 +136,8 @@ def compare_rights(before: Rights, after: Rights) -> RightsChange:
                 or _is_admitted(holder, admitted)
             ):
                 changed.append(holder)
-            if (
-                old is not before.groups
-            ):  # rights that a group passes on are counted with its members
+            # rights that a group passes on are counted with its members
+            if old is not before.groups:
                 more += [
                     _build_more_rights(holder, gain, identity, holder not in old)
                     for gain in difference.gains

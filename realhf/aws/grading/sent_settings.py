@@ -226,9 +226,8 @@ class MemberTable:
         fate = NOT_PROBED
         node = self._fates.get(operation, {})
         for step in path:
-            node = (node.get(step) if step else None) or node.get(
-                ANY
-            )  # "" holds the fate of the node itself
+            # "" holds the fate of the node itself
+            node = (node.get(step) if step else None) or node.get(ANY)
             if node is None:
                 break
             fate = node.get("", fate)
@@ -363,9 +362,8 @@ class _SettingsLedger:
             for subject, kind in before & {
                 (self._subject(one), one.operation) for one in self._declared[name]
             }:
-                self._forget(
-                    subject, set(self._asked.pop((subject, kind), ()))
-                )  # a template says all of it again
+                # a template says all of it again
+                self._forget(subject, set(self._asked.pop((subject, kind), ())))
             for one in self._declared[name]:
                 self._record_one(one)
 

@@ -120,9 +120,8 @@ class PlaygroundSession:
         }
         following = self._next_reference_command()
         if following is not None and following.split() == command.split():
-            self._followed.append(
-                observation["command_output"]
-            )  # later reference commands capture from it
+            # later reference commands capture from it
+            self._followed.append(observation["command_output"])
         steps.append(entry)
         return entry
 

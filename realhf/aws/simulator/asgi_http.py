@@ -294,9 +294,8 @@ class HttpConnection(asyncio.Protocol):
                 f"{type(error).__name__}: {error}".encode(errors="replace") if is_explained else b""
             )
             data = _REASONS[500] + b"content-length: %d\r\n\r\n" % len(reason) + reason
-        self._parsed.keep(
-            self._entrance, head, body, data
-        )  # a failed request may have made something too
+        # a failed request may have made something too
+        self._parsed.keep(self._entrance, head, body, data)
         if data.startswith(b"HTTP/1.1 5"):
             _end_if_exhausted()
         self._task = None

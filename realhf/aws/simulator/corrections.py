@@ -130,9 +130,8 @@ def _stop_executions_with_state_machine() -> None:
     delete = workflows._delete_state_machine
 
     def delete_with_executions(request: Mapping[str, Any]) -> Answer:
-        for execution in [
-            *workflows._executions.values()
-        ]:  # a copy: other threads start executions
+        # a copy: other threads start executions
+        for execution in [*workflows._executions.values()]:
             if (
                 execution["stateMachineArn"] == request.get("stateMachineArn")
                 and execution["status"] == "RUNNING"
@@ -230,9 +229,8 @@ def _update_whole_scaling_group() -> None:
         for member in ("AvailabilityZones", "TerminationPolicies"):
             group[member] = autoscaling._parse_member_list(request, member) or group[member]
         zones = sorted(autoscaling._parse_member_list(request, "AvailabilityZones"))
-        for place, machine in enumerate(
-            group["Instances"] if zones else ()
-        ):  # AWS rebalances them over the zones
+        # AWS rebalances them over the zones
+        for place, machine in enumerate(group["Instances"] if zones else ()):
             machine["AvailabilityZone"] = zones[place % len(zones)]
         protected = autoscaling._p(request, "NewInstancesProtectedFromScaleIn")
         if protected:
@@ -295,9 +293,8 @@ def _spread_instances_independent_of_zone_order() -> None:
     reconcile = autoscaling._reconcile_instances
 
     def reconcile_group(group: Mapping[str, Any]) -> None:
-        reconcile(
-            {**group, "AvailabilityZones": sorted(group["AvailabilityZones"])}
-        )  # its list of machines is kept
+        # its list of machines is kept
+        reconcile({**group, "AvailabilityZones": sorted(group["AvailabilityZones"])})
 
     autoscaling._reconcile_instances = reconcile_group
 

@@ -314,9 +314,8 @@ class MiniStackProcess:
                 self._request(
                     "GET", "/_ministack/health", max(0.05, deadline - process_clock.now())
                 )
-                self._fresh_bytes = (
-                    self._fresh_bytes or self.usage()[0]
-                )  # only after the start: it grows later
+                # only after the start: it grows later
+                self._fresh_bytes = self._fresh_bytes or self.usage()[0]
                 return
             except OSError as error:
                 reason = str(error)

@@ -111,9 +111,8 @@ class ContinuousGenerator:
         self._running: dict[int, tuple[Turn, Done]] = {}  # By slot.
         self._to_abort: set[int] = set()
         self._to_free: set[int] = set()
-        self._free_at_end: set[int] = (
-            set()
-        )  # Slots with a request in progress, to be freed when it ends.
+        # Slots with a request in progress, to be freed when it ends.
+        self._free_at_end: set[int] = set()
         self._weights: _WeightUpdate | None = None
         self._paused = False  # A pause is requested.
         self._parked = False  # The engine's thread has stopped for the pause.

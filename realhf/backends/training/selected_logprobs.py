@@ -252,9 +252,8 @@ class _Selected(torch.autograd.Function):
                 logits = bent(
                     _with_side(products.logits(hidden[rows], bias), beside, up, rows), factor, cap
                 )
-                bound = (
-                    None if cap is None else 1 - (logits / cap).square_()
-                )  # the slope of the tanh
+                # the slope of the tanh
+                bound = None if cap is None else 1 - (logits / cap).square_()
                 log_p = _scaled(logits, temperature).sub_(normaliser[rows, None])
             else:
                 log_p = kept - normaliser[rows, None]

@@ -326,9 +326,8 @@ class _GatherColumns(torch.autograd.Function):
         grad = grads[0] if len(grads) == 1 else torch.cat(grads)
         out = grad.index_select(0, gathering.place)
         if gathering.before and grad.dtype.itemsize < 4:
-            out = (
-                out.float()
-            )  # Accumulate the gradients of many branches in fp32 to avoid rounding errors.
+            # Accumulate the gradients of many branches in fp32 to avoid rounding errors.
+            out = out.float()
         for place, column, number in gathering.before:
             out[column : column + number].add_(grad[place : place + number])
         return out.to(grad.dtype), None

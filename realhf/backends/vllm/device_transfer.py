@@ -60,9 +60,8 @@ def _written(part: Any) -> Any:
         return {"dtype": str(part).removeprefix("torch.")}
     if isinstance(part, torch.device):
         return {"device": part.index or 0}
-    if isinstance(part, tuple) and all(
-        isinstance(size, int) for size in part
-    ):  # torch.Size is one, too
+    # torch.Size is one, too
+    if isinstance(part, tuple) and all(isinstance(size, int) for size in part):
         return {"sizes": list(part)}
     for name, kind in _CLASSES.items():
         if part is kind:

@@ -65,9 +65,8 @@ class SlurmEngine:
         except OSError as error:
             raise ClusterError(NO_SRUN.format(error.strerror)) from None
         assert self._srun.stdin is not None
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # it has ended already; its output has the reason
+        # it has ended already; its output has the reason
+        with contextlib.suppress(BrokenPipeError):
             self._srun.stdin.write(plan["keys"].encode())
             self._srun.stdin.close()
 

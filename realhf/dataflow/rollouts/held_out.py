@@ -111,9 +111,8 @@ class HeldOutEvaluations:
             if self._holds_back_publishing:
                 await self.wait()
             async with self._lock:
-                if (
-                    not self._holds_back_publishing
-                ):  # a second attempt may have pinned again before we got the lock
+                # a second attempt may have pinned again before we got the lock
+                if not self._holds_back_publishing:
                     await self._weights.publish(version)
                     return
 

@@ -132,9 +132,8 @@ class GenerationMetrics:
             now = (status.at_s, status.busy_s, status.generated_tokens)
             before = self._before.get(name, now)
             elapsed = now[0] - before[0]
-            if (
-                elapsed > 0 and now[2] >= before[2]
-            ):  # the token count of a restarted worker begins at 0 again
+            # the token count of a restarted worker begins at 0 again
+            if elapsed > 0 and now[2] >= before[2]:
                 busy.append((now[1] - before[1]) / elapsed)
                 tokens.append((now[2] - before[2]) / elapsed)
             self._before[name] = now

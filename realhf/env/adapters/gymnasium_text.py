@@ -428,10 +428,11 @@ def _look(codes: str, look: str) -> str:
     ``_HIGHLIGHTED``, or "" for normal text."""
     given = iter([int(code or 0) for code in codes.split(";")])
     for code in given:
+        # a colour given by its index (5) or its RGB values (2)
         if code in (
             38,
             48,
-        ):  # a colour given by its index (5) or its RGB values (2)
+        ):
             for _ in range({5: 1, 2: 3}.get(next(given, 0), 0)):
                 next(given, 0)
         if code == 0 or code in ((27, 49) if look == _HIGHLIGHTED else (38, 39)):

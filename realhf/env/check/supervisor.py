@@ -144,9 +144,8 @@ class Supervisor:
     def _take_lines(self, found: bytes) -> None:
         *lines, self._text = (self._text + found).split(b"\n")
         for line in lines:
-            with suppress(
-                json.JSONDecodeError
-            ):  # the environment may write to any descriptor of its process
+            # the environment may write to any descriptor of its process
+            with suppress(json.JSONDecodeError):
                 self._take(json.loads(line))
 
     def _take(self, event: list[Any]) -> None:

@@ -383,9 +383,8 @@ def _fork_twice() -> int:
                     os._exit(0)
             return 0
         writer.close()
-        with contextlib.suppress(
-            ChildProcessError
-        ):  # SIGCHLD is ignored, so waitpid only waits for its exit; then its child is adopted
+        # SIGCHLD is ignored, so waitpid only waits for its exit; then its child is adopted
+        with contextlib.suppress(ChildProcessError):
             os.waitpid(between, 0)
         pid = int(reader.read(32) or -1)
     if pid < 0:

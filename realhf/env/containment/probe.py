@@ -366,9 +366,8 @@ def probe_layers(
                 port, str(secret), str(made), str(root / _FOLDERS[kind] / "probe"), tuple(layers)
             )
             found[kind] = _probe(zygote, kind, targets)
-            if os.path.lexists(
-                made
-            ):  # a read-only file system refuses even to remove a missing file
+            # a read-only file system refuses even to remove a missing file
+            if os.path.lexists(made):
                 made.unlink(missing_ok=True)
             if NETWORK in layers and select.select([canary], [], [], 0)[0]:
                 canary.accept()[0].close()

@@ -93,9 +93,8 @@ def leave_network() -> bool:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     isolated = libc.unshare(_CLONE_NEWNET) == 0 or libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0
-    _prctl(
-        _PR_SET_DUMPABLE, 1
-    )  # a new user namespace clears it, and the owner could no longer read /proc/PID
+    # a new user namespace clears it, and the owner could no longer read /proc/PID
+    _prctl(_PR_SET_DUMPABLE, 1)
     return isolated
 
 
@@ -145,9 +144,8 @@ def limit_resources(
         hard = resource.getrlimit(kind)[1]
         ceiling = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (ceiling, ceiling))
-    threading.stack_size(
-        8 << 20
-    )  # else it is ``ulimit -s``, which may be large, and every stack is private memory
+    # else it is ``ulimit -s``, which may be large, and every stack is private memory
+    threading.stack_size(8 << 20)
 
 
 def redirect_standard_streams(stderr_fd: int | None = None) -> None:

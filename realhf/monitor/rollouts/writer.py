@@ -135,9 +135,8 @@ class ShardWriter:
             self._shard = None
             self._number += 1
         if self._shard is None:
-            if (
-                self._number == 0
-            ):  # only once: a folder that was removed during the run is not created again
+            # only once: a folder that was removed during the run is not created again
+            if self._number == 0:
                 self._folder.mkdir(exist_ok=True)
             name = shard_name(self._header.family, self._header.writer, self._number)
             self._shard = os.open(self._folder / name, _FLAGS, 0o644)

@@ -101,9 +101,8 @@ def router(service: Service) -> APIRouter:
         if not service.ready:
             raise Refusal(503, "starting", {"Retry-After": "1"})
         try:
-            await engine.write(
-                views.status
-            )  # a round of its own: a store that can only be read is not ready
+            # a round of its own: a store that can only be read is not ready
+            await engine.write(views.status)
         except StoreFailure as error:
             raise Refusal(503, str(error), {"Retry-After": "1"}) from error
         return answer({"status": "ready", "store": engine.store.name})

@@ -121,9 +121,8 @@ class TrajectoryState:
         if isinstance(record, GroupRecord):
             if old is not None:
                 self._leave(old)
-                self._changes.rows.pop(
-                    (table, key), None
-                )  # followers must get groups in the order they entered
+                # followers must get groups in the order they entered
+                self._changes.rows.pop((table, key), None)
             self._enter(record)
         elif isinstance(record, RunRecord):
             self._update_run(old or RunRecord(), record)

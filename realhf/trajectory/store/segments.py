@@ -121,9 +121,8 @@ class Segments:
                 file.handle = _Handle(file.path)
             except OSError as error:
                 logger.error("%s cannot be opened now, and is left as it is: %s", file.path, error)
-        self._active = max(
-            [self._active, *paths, *map(_number_of, payloads)]
-        )  # a number is never used again
+        # a number is never used again
+        self._active = max([self._active, *paths, *map(_number_of, payloads)])
         self._begin_file()
         self._compact_from = self._active if keep_unused else 0
 
@@ -168,9 +167,8 @@ class Segments:
         offsets."""
         written = set()
         for ref, payloads in _runs(staged):
-            if file := self._files.get(
-                ref >> _OFFSET_BITS
-            ):  # otherwise everything in it has been discarded
+            # otherwise everything in it has been discarded
+            if file := self._files.get(ref >> _OFFSET_BITS):
                 file.handle = file.handle or self._new_file(file)
                 _write_all(file.handle.number, ref & _OFFSET_MASK, payloads)
                 written.add(file.handle)

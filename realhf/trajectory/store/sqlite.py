@@ -244,9 +244,8 @@ class SqliteStore(Store):
             os.close(self._lock)
             self._lock = None
             raise StoreFailure(f"{self.name} is in use by another server (pid {owner})") from None
-        with suppress(
-            OSError
-        ):  # the number only helps a person, and a full disk must not stop the start
+        # the number only helps a person, and a full disk must not stop the start
+        with suppress(OSError):
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 

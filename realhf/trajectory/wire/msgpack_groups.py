@@ -103,9 +103,8 @@ def read_group(raw: bytes | memoryview, loc: Loc) -> Incoming:
         if name in fields:
             values[name] = check_field(name, fields[name], [*loc, name])
             present |= 1 << bit
-            whole = name in FLOATS and isinstance(
-                values[name], list
-            )  # its integers are floats by now
+            # its integers are floats by now
+            whole = name in FLOATS and isinstance(values[name], list)
             parts += (
                 msgspec.msgpack.encode(name),
                 msgspec.msgpack.encode(values[name]) if whole else bytes(fields[name]),

@@ -419,9 +419,8 @@ def turns_of(seed):
     values = []
     for i, (tokens, _, value) in enumerate(rows):
         for k, of_turn in enumerate(tokens):
-            for n, reward in enumerate(
-                [None, *of_turn]
-            ):  # Each turn begins with a token of the environment.
+            # Each turn begins with a token of the environment.
+            for n, reward in enumerate([None, *of_turn]):
                 mask.append(reward is not None)
                 turn.append(-1 if reward is None else k)
                 sequence.append(i)

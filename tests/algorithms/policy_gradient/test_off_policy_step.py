@@ -163,9 +163,8 @@ def test_microbatches_and_leaving_out_change_nothing(
     for spec in ({"n_mbs": 3}, {"max_tokens_per_mb": 10}):
         stats, weights_after = step(options, sample, **spec)
         torch.testing.assert_close(weights_after, after, atol=1e-4, rtol=1e-3)
-        stats["positions_per_token"] = whole[
-            "positions_per_token"
-        ]  # The one number that tells of padding.
+        # The one number that tells of padding.
+        stats["positions_per_token"] = whole["positions_per_token"]
         assert stats == pytest.approx(whole, rel=1e-3, abs=1e-5)
 
 
@@ -255,9 +254,8 @@ def test_staleness_equals_loop():
 def test_the_step_reports_the_staleness_of_valid_sequences(rollout_batch):
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     tokens = PredictedTokens.of(sample)
-    born = torch.tensor(
-        [2, 3, 3, 3, 3, 3, 3, 3, 0, 3, 3, 3]
-    )  # the failed one is the oldest and does not count
+    # the failed one is the oldest and does not count
+    born = torch.tensor([2, 3, 3, 3, 3, 3, 3, 3, 0, 3, 3, 3])
     versions = torch.where(tokens.mask, born[tokens.sequence], -1).int()
     sample = replace_keys(sample, shifted={"packed_versions": versions})
     stats, _ = step({}, sample, version=4)

@@ -141,9 +141,8 @@ def test_a_worker_that_dies_is_replaced(slot: Slot) -> None:
     dead = slot.worker_pid
     os.kill(dead, signal.SIGKILL)
     result = slot.executor.run("aws s3 ls")
-    assert (
-        result.success or "stopped" in result.stderr
-    )  # it may have died just before or just after the command came
+    # it may have died just before or just after the command came
+    assert result.success or "stopped" in result.stderr
     assert slot.executor.run("aws s3 ls").success and slot.worker_pid != dead
 
 

@@ -237,6 +237,7 @@ def test_the_oracle_earns_one_and_chance_earns_little(own_server: EnvServerProce
     assert set(threading.enumerate()) <= threads
     with MultiTurnEnvPool(server.url, SESSIONS, retry_capacity_s=5) as pool:
         assert len(pool.reset_group({"task_id": 1}, seed=3)) == SESSIONS, "a slot leaked"
+        # the bench and its worker start with the first target
         assert len(psutil.Process(server.process.pid).children(recursive=True)) <= children + 2, (
             "a process leaked"
-        )  # the bench and its worker start with the first target
+        )

@@ -42,9 +42,8 @@ def test_a_simulator_that_dies_between_commands_is_the_environments(
     episode: Episode, slot: Slot
 ) -> None:
     episode.reset(instantiate(VERSIONED, 1))
-    signalled(
-        slot, signal.SIGKILL
-    )  # its threads need milliseconds to end; the next command comes sooner
+    # its threads need milliseconds to end; the next command comes sooner
+    signalled(slot, signal.SIGKILL)
     with pytest.raises(SimulatorLost) as caught:
         episode.step("aws s3 ls")
     assert not caught.value.by_command and not episode.done

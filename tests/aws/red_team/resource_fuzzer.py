@@ -394,9 +394,8 @@ def main() -> int:
     parser.add_argument("--sandbox", default="auto")
     options = parser.parse_args()
     cases = Cases(options.seed, options.services)
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # what was found is told also when the time is over
+    # what was found is told also when the time is over
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(f"seed {options.seed}; {len(cases.members)} members of the models have an extreme")
     pool = MiniStackPool(1, sandbox=options.sandbox)
     began = time.monotonic()

@@ -51,9 +51,8 @@ def test_a_request_that_nobody_recorded_is_seen(target: FiringRange) -> None:
     watch = Watch(target)
     target.slot.executor.run("aws s3api list-buckets")
     told = CommandResult(0, "", "", requests=(SentRequest("sqs", "ListQueues", {}, 200, ""),))
-    assert (
-        list(watch.requests([told], Tally())) == []
-    )  # a REST request is known by its number alone
+    # a REST request is known by its number alone
+    assert list(watch.requests([told], Tally())) == []
     target.slot.executor.run("aws dynamodb list-tables")
     assert len(list(watch.requests([told], Tally()))) == 1
     assert list(watch.requests([CommandResult(0, "", "")], Tally())) == []

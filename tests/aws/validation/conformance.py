@@ -271,9 +271,8 @@ class Prober:
             if wrap is None:
                 found = ("not shown", "no value of it is known")
             elif selector.member in given and not selector.filter:
-                found = _of_identity(
-                    ask(wrap(_NOTHING)), whole
-                )  # ``given`` has the value that keeps something
+                # ``given`` has the value that keeps something
+                found = _of_identity(ask(wrap(_NOTHING)), whole)
             else:
                 found = self._by_text(selector, wrap, ask, whole)
         return Finding(selector, *found)

@@ -142,9 +142,8 @@ def run_commands(
     for place, command in enumerate(commands):
         if episode.done:
             break
-        with suppress(
-            CaptureError
-        ):  # without such a field in the set-up's answer it fails, as a person's would
+        # without such a field in the set-up's answer it fails, as a person's would
+        with suppress(CaptureError):
             command = episode.fill([command])[0]
         line = resolve(command, outputs)
         step = episode.step(line)

@@ -244,9 +244,8 @@ def on_ranks(
     size: int, model: Any, sample: SequenceSample, spec: MicroBatchSpec
 ) -> list[tuple[Any, ...]]:
     board, barrier, passes = [None] * size, threading.Barrier(size), [0] * size
-    models = [
-        model() for _ in range(size)
-    ]  # Drawn one after another: the random numbers are the process's.
+    # Drawn one after another: the random numbers are the process's.
+    models = [model() for _ in range(size)]
 
     def run(rank: int) -> tuple[Any, ...]:
         own = models[rank]

@@ -260,9 +260,8 @@ def test_the_self_test_changes_adapters_and_restores_them_to_the_bit(
     assert engine.adapters is not None
     trial.step(TRIAL_CHANGE, engine, tensors, [])
     changed = {name for name in first if not torch.equal(tensors[name], first[name])}
-    same = {
-        name for name in trial.names if len(first[name].unique()) == 1
-    }  # Norms that are 1 everywhere.
+    # Norms that are 1 everywhere.
+    same = {name for name in trial.names if len(first[name].unique()) == 1}
     assert changed == {*trial.names} - same
     assert changed & engine.adapters.names and changed - engine.adapters.names
     probe = Probe([3, 4, 5, 6, 7], [0.0, 0.0])
@@ -355,10 +354,11 @@ def test_dropout_is_for_train_steps_only(tiny_model: Any, ragged_sample: Any) ->
     sample = ragged_sample(GROUPS)
     engine = engine_of(tiny_model(), dropout=0.5)
     sure = engine_of(tiny_model())
+    # The first step moves an adapter from 0, where dropping shows nothing.
     (
         train(engine, sample),
         train(sure, sample),
-    )  # The first step moves an adapter from 0, where dropping shows nothing.
+    )
     assert train(engine, sample) != pytest.approx(train(sure, sample), abs=1e-6)
     assert torch.equal(scores(engine, sample), scores(engine, sample))
 

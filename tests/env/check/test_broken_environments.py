@@ -173,9 +173,8 @@ def waits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     machine needs."""
     monkeypatch.setattr(supervisor, "_GRACE_S", 4.0 if "hangs_hard" in request.node.name else 20.0)
     if "and_prints" in request.node.name:
-        monkeypatch.setattr(
-            supervisor, "_READ_BYTES", 1
-        )  # what is printed comes faster than it is read
+        # what is printed comes faster than it is read
+        monkeypatch.setattr(supervisor, "_READ_BYTES", 1)
     monkeypatch.setattr(
         supervisor, "_EXIT_S", 0.5 if "outlives_its_end" in request.node.name else 20.0
     )

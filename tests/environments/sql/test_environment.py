@@ -392,9 +392,8 @@ async def test_hundreds_at_once_leave_nothing_behind():
         await asyncio.gather(*(hold(number) for number in range(200)))
         deadline = time.monotonic() + 60
         while files() > before and time.monotonic() < deadline:
-            await asyncio.sleep(
-                0.05
-            )  # what runs beside the tests in this process opens and closes files, too
+            # what runs beside the tests in this process opens and closes files, too
+            await asyncio.sleep(0.05)
         assert files() <= before and len(held) == 200
         await asyncio.gather(*(environment.close() for environment in held))
         held.clear()

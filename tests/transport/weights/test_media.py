@@ -153,9 +153,8 @@ def test_a_closed_publisher_leaves_nothing_behind(medium: Medium, tmp_path: Path
     deadline = time.monotonic() + 60
     while held() - before and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert (
-        held() <= before
-    )  # fewer, where an earlier test's threads were still closing what it had open
+    # fewer, where an earlier test's threads were still closing what it had open
+    assert held() <= before
 
 
 @pytest.mark.parametrize("medium", ["shm", "disk"])

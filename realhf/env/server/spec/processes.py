@@ -125,9 +125,8 @@ class _Process:
         thread-safe."""
         if self._ready is None or not self.alive:
             return 0
-        with suppress(
-            OSError, ValueError, KeyError, TypeError
-        ):  # no message, or one that the environment's code wrote
+        # no message, or one that the environment's code wrote
+        with suppress(OSError, ValueError, KeyError, TypeError):
             while data := self._control.recv(DATAGRAM, socket.MSG_DONTWAIT):
                 self._stuck = int(json.loads(data)[STUCK])
         return self._stuck

@@ -160,9 +160,8 @@ class Place:
             text = f"environment {self._name}: {what}: {told(error)}"
             raise EnvironmentFailure("internal", text) from error
         finally:
-            if (
-                os.getpid() != server
-            ):  # this is a child that the environment forked; it must not continue as a server
+            # this is a child that the environment forked; it must not continue as a server
+            if os.getpid() != server:
                 os._exit(1)
 
 

@@ -95,17 +95,15 @@ class FakeOddEnvironment:
         elif mode == "fork":
             os.fork()
         elif mode == "crash":
-            if (
-                self._task.get("fork") and os.fork() == 0
-            ):  # a child that stays holds what the process held
+            # a child that stays holds what the process held
+            if self._task.get("fork") and os.fork() == 0:
                 time.sleep(60)
                 os._exit(0)
             faulthandler._sigsegv()  # type: ignore[attr-defined]
         elif mode == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(
-                60
-            )  # Another thread may take the signal, while this one goes on for a moment.
+            # Another thread may take the signal, while this one goes on for a moment.
+            time.sleep(60)
         elif mode == "unavailable" and self._steps < 2:
             raise EnvironmentFailure("unavailable", "the backend is away")
 
