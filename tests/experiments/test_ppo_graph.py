@@ -138,7 +138,7 @@ def test_asynchronously_the_critic_stays_at_the_trainer() -> None:
         ),
         (
             ("experiment=ppo", "critic.value_clip=0.2"),
-            "critic.value_clip has no effect .* makes no second one",
+            "critic.value_clip has no effect .* the critic makes one",
         ),
         (("experiment=ppo", "critic.value_clip=null"), "critic.value_clip has no effect"),
         (

@@ -147,7 +147,7 @@ def class_definition(
         return partial(SeedTaskSet, kind.__name__)
 
     def build(chosen: Any) -> EnvironmentSpec:
-        """Build the environment specification for these options."""
+        """Build the EnvironmentSpec for these options."""
         make = plays(kind if own is None else partial(kind, chosen), attributes["concurrency"])
         return EnvironmentSpec(
             kind.__name__, lambda _: make(), tasks(chosen), tools=tools, **attributes

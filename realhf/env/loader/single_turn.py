@@ -77,7 +77,7 @@ def dataset(function: Callable[..., Any]) -> EnvironmentDefinition:
     )
 
     def build(options: Any) -> EnvironmentSpec:
-        """Build the environment specification for these options. Raises ValueError without a data
+        """Build the EnvironmentSpec for these options. Raises ValueError without a data
         set."""
         threads = Threads(function.__name__)
         check = partial(_check_row, verifier, options.prompt_column)

@@ -1,19 +1,6 @@
 """Broken on purpose: the order of a set decides what is asked, and every process has another."""
 
-WORDS = {
-    "apple",
-    "pear",
-    "plum",
-    "cherry",
-    "grape",
-    "melon",
-    "quince",
-    "fig",
-    "lemon",
-    "lime",
-    "date",
-    "kiwi",
-}
+WORDS = {"apple", "pear", "plum", "cherry", "grape", "melon", "quince", "fig", "lemon", "lime", "date", "kiwi"}
 
 
 class Broken:

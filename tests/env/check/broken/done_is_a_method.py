@@ -5,8 +5,7 @@ class Broken:
     """Counts to three."""
 
     def reset(self, **row):
-        self.count = 0
-        self.earned = 0.0
+        self.count, self.earned = 0, 0.0
         return "Call the tool three times."
 
     def add(self) -> str:

@@ -5,9 +5,7 @@ class Broken:
     """Counts to three."""
 
     def reset(self, **row):
-        self.count = 0
-        self.earned = 0.0
-        self.done = False
+        self.count, self.earned, self.done = 0, 0.0, False
         return "Call the tool three times."
 
     def add(self) -> str:
@@ -18,6 +16,5 @@ class Broken:
         return str(self.count)
 
     def get_reward(self) -> float:
-        earned = self.earned
-        self.earned = 0.0
+        earned, self.earned = self.earned, 0.0
         return earned

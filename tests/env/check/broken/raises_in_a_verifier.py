@@ -2,10 +2,7 @@
 
 
 def tasks(split):
-    return [
-        {"prompt": f"What is {n} + 1?", "answer": n + 1}
-        for n in (range(5) if split == "train" else range(5, 8))
-    ]
+    return [{"prompt": f"What is {n} + 1?", "answer": n + 1} for n in (range(5) if split == "train" else range(5, 8))]
 
 
 def Broken(completion: str, answer: int) -> float:

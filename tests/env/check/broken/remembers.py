@@ -13,8 +13,4 @@ class Broken:
     async def step(self, message):
         self.turns += 1
         answer = f"That was turn {self.turns}."
-        return {
-            "messages": [{"role": "user", "content": answer}],
-            "done": self.turns >= 3,
-            "reward": 0.0,
-        }
+        return {"messages": [{"role": "user", "content": answer}], "done": self.turns >= 3, "reward": 0.0}

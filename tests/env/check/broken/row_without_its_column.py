@@ -3,9 +3,7 @@
 
 def tasks(split):
     first = 0 if split == "train" else 3
-    return [{"prompt": f"Repeat {n}.", "answer": n} for n in (first, first + 1)] + [
-        {"prompt": "Repeat."}
-    ]
+    return [{"prompt": f"Repeat {n}.", "answer": n} for n in (first, first + 1)] + [{"prompt": "Repeat."}]
 
 
 def Broken(completion: str, answer: int) -> float:

@@ -1,5 +1,4 @@
-"""Broken on purpose: the recoveries of its scripted solver end at the mistake. The solutions are
-right."""
+"""Broken on purpose: the recoveries of its scripted solver end at the mistake. The solutions are right."""
 
 from realhf.api.environment import RECOVERY, SOLUTION, Demonstration, Task
 
@@ -16,8 +15,7 @@ class Broken:
                 yield Demonstration(Task(f"d{number}", payload={}, seed=number), turns, kind=kind)
 
     async def reset(self, task, *, seed):
-        self.number = seed
-        self.turns = 0
+        self.number, self.turns = seed, 0
         return {"messages": [{"role": "user", "content": f"What comes after {self.number}?"}]}
 
     async def step(self, message):
