@@ -376,9 +376,8 @@ def _preload_service_names() -> None:
     names (400 MB, 5 s) and forgets them at the next reset.
     """
     router = importlib.import_module("ministack.core.router")
-    router._KNOWN_AWS_SERVICE_NAMES = frozenset(
-        botocore.session.get_session().get_available_services()
-    )  # type: ignore[attr-defined]
+    names = frozenset(botocore.session.get_session().get_available_services())
+    router._KNOWN_AWS_SERVICE_NAMES = names  # type: ignore[attr-defined]
 
 
 def _repair_answers(app: AsgiApp) -> AsgiApp:
