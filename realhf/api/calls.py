@@ -25,8 +25,6 @@ AGENT_ERROR = "agent_error"
 """Outcome of a failed attempt: the agent's code failed."""
 TIMEOUT = "timeout"
 """Outcome of a failed attempt: the deadline passed."""
-CANCELLED = "cancelled"
-"""Outcome of a failed attempt: the attempt was cancelled."""
 SAMPLE_REJECTED = "rejected"
 """Outcome of a failed attempt: the sample cannot be trained on."""
 

@@ -20,6 +20,7 @@ from realhf.api.calls import (
     ALLOCATE,
     EVALUATED,
     REJECTED,
+    SAMPLE_REJECTED,
     AllocateRequest,
     EvaluatedRequest,
     EvaluationPart,
@@ -244,7 +245,7 @@ class RolloutLoop:
             await self._report_failure(lease, error.outcome, str(error))
         except Exception as error:
             _log.exception("sample %s failed", lease.id)
-            await self._report_failure(lease, "rejected", f"{type(error).__name__}: {error}")
+            await self._report_failure(lease, SAMPLE_REJECTED, f"{type(error).__name__}: {error}")
         return None
 
     async def _push(self, lease: RolloutLease, frames: Sequence[Any]) -> None:
@@ -255,7 +256,7 @@ class RolloutLoop:
             TimeoutError,
         ) as error:  # too large for the wire, or the trainer takes nothing
             _log.error("sample %s was not sent: %s", lease.id, error)
-            await self._report_failure(lease, "rejected", f"{type(error).__name__}: {error}")
+            await self._report_failure(lease, SAMPLE_REJECTED, f"{type(error).__name__}: {error}")
         else:
             self.played += 1
 
