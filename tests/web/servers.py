@@ -134,7 +134,7 @@ def _training_on_a_thread(options: ServerOptions) -> Iterator[str]:
             from realhf.tinker.routes import build_app
 
             service = Service(options)
-            service._process = Compute(options, service._told, service._lost)  # pyright: ignore[reportAttributeAccessIssue]
+            service._process = Compute(options, service._on_reply, service._on_exit)  # pyright: ignore[reportAttributeAccessIssue]
             await service.open()
             app = build_app(service)
         else:
