@@ -1,9 +1,9 @@
-"""Agents that read and write text: scripted and random ones, a local model, an OpenAI-compatible
-endpoint.
+"""Agents for the evaluation: scripted and random ones, a local model, and a model behind an
+OpenAI-compatible endpoint.
 
-A *conversation* is one episode as its agent sees it. ``TextAgent`` turns a function from
-conversations to turns into an agent. The function gets all conversations of a round at once, so a
-model can batch them and an endpoint can be asked concurrently.
+A *conversation* is one episode as its agent sees it. A ``TextAgent`` maps conversations to turns of
+text. It gets all conversations of a round at once, so that an endpoint can be asked concurrently; a
+local model samples the turns of a round as one batch of tokens.
 
 Source of the turn format: docs/reference/environment.md 9; training uses the same conversations.
 """
@@ -44,34 +44,36 @@ class Conversation:
     """One episode as the agent sees it."""
 
     messages: list[dict[str, Any]]
-    """Messages in the format of the chat API, the task first."""
+    """Messages in the chat API's format; the first one is the task."""
     reference: Sequence[str] = ()
     """Commands of the reference solution; only the scripted expert uses them."""
     outputs: list[str] = field(default_factory=list)
-    """Outputs of the commands so far, for captures in the reference solution."""
+    """Outputs of the commands so far, which fill the captures in the reference solution."""
 
 
 class AgentError(RuntimeError):
-    """The agent cannot answer at all (the endpoint is gone, the model does not load); this ends the
-    evaluation."""
+    """The agent cannot produce turns at all (the endpoint is gone, the model does not load). This
+    ends the evaluation."""
 
 
 class Agent(Protocol):
-    """A player of episodes and the engine (``BatchEngine``) that produces their turns."""
+    """A policy under evaluation: provides the ``EpisodeAgent`` that plays episodes, and is the
+    engine (``BatchEngine``) that generates their turns."""
 
     name: str
-    """Label in tables and plots."""
+    """Name in tables and plots."""
 
     def episode_agent(self, max_turns: int) -> EpisodeAgent:
-        """Return an agent that plays episodes of at most this many turns."""
+        """Return an ``EpisodeAgent`` that plays episodes of at most ``max_turns`` turns."""
         ...
 
     def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
-        """Return the next turn of each episode, in order. Raises AgentError."""
+        """Return the next turn of each requested episode, in the order of ``requests``. Raises
+        AgentError."""
         ...
 
     def free(self, slots: Sequence[int]) -> None:
-        """Drop the state of the finished episodes on these slots."""
+        """Drop the state kept for the finished episodes in these slots."""
         ...
 
 
@@ -82,14 +84,15 @@ class TextAgent(ABC):
 
     @abstractmethod
     def act(self, conversations: Sequence[Conversation]) -> list[str]:
-        """Return the next turn of each conversation, in order; "" gives up. Raises AgentError."""
+        """Return the next turn of each conversation, in order; "" means that the agent gives up.
+        Raises AgentError."""
 
     def episode_agent(self, max_turns: int) -> EpisodeAgent:
-        """See ``Agent``."""
+        """See ``Agent.episode_agent``."""
         return _TextEpisodeAgent(max_turns)
 
     def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
-        """See ``Agent``."""
+        """See ``Agent.generate``."""
         del round_index
         texts = self.act(
             [request.conversation for request in requests if isinstance(request, _TextRequest)]
@@ -97,7 +100,7 @@ class TextAgent(ABC):
         return [_TextOutput([], [], [], "stop", text=text) for text in texts]
 
     def free(self, slots: Sequence[int]) -> None:
-        """See ``Agent``: there is no state to drop."""
+        """Do nothing: a text agent keeps no state between rounds."""
         del slots
 
 
@@ -113,7 +116,7 @@ class _TextOutput(GenOutput):
 
 @dataclass(frozen=True)
 class _TextEpisodeAgent:
-    """Plays episodes in turns of text; see ``EpisodeAgent``."""
+    """An ``EpisodeAgent`` whose turns are text without tokens."""
 
     max_turns: int
 
@@ -127,8 +130,8 @@ class _TextEpisodeAgent:
 
 
 class _TextTurns:
-    """A ``TurnSource`` without tokens. One that gives up ends the episode like one whose context
-    is full."""
+    """A ``TurnSource`` for text without tokens. If the agent gives up, the episode ends as if the
+    context were full."""
 
     tokens = None
     last_turn_cut = False
@@ -173,7 +176,7 @@ _SEED_BITS = 31
 
 
 class ScriptedExpert(TextAgent):
-    """Plays the reference solution, command by command."""
+    """Agent that plays the reference solution, command by command."""
 
     name = "scripted expert"
 
@@ -186,8 +189,9 @@ class ScriptedExpert(TextAgent):
 
 
 class RandomAgent(TextAgent):
-    """Plays random commands from solutions of other tasks, with names taken from the text of the
-    current task. It is the score of a policy that knows the CLI but ignores the task."""
+    """Agent that plays random commands from the solutions of other tasks, with names taken from the
+    text of the current task. It sets the baseline: a policy that knows the CLI but ignores the
+    task."""
 
     name = "random agent"
 
@@ -215,17 +219,17 @@ class RandomAgent(TextAgent):
 
 
 _ATTEMPTS = 4
-"""Attempts of a request before AgentError."""
+"""Maximum number of attempts per request; then AgentError is raised."""
 _BACKOFF_S = 0.5
 """First back-off between attempts, in seconds; it doubles with each attempt."""
 _RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504})
-"""HTTP statuses of transient failures."""
+"""HTTP statuses of transient failures, which are retried."""
 
 
 @dataclass
 class LocalModelAgent:
-    """Plays with a causal language model of transformers in this process, sampled as in training.
-    ``load`` raises ModelLoadError."""
+    """Agent that plays with a causal language model from transformers. The model runs in this
+    process and is sampled as in training. ``load`` raises ModelLoadError."""
 
     path: str
     """Folder or hub id of the model."""
@@ -234,14 +238,16 @@ class LocalModelAgent:
     seed: int = 0
     """Seed of the sampler."""
     max_total_tokens: int = 4096
-    """A conversation that grows longer ends."""
+    """Maximum number of tokens in a conversation; without room for another turn the episode
+    ends."""
     name: str = ""
-    """Label in tables and plots."""
+    """Name in tables and plots."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template."""
 
     def load(self, threads: int) -> LocalModelAgent:
-        """Load weights and tokenizer; torch computes on ``threads`` threads."""
+        """Load weights and tokenizer, and return self. ``threads``: number of compute threads for
+        torch."""
         import torch
 
         from realhf.backends.embedded.compute_threads import threads as compute_threads
@@ -266,7 +272,7 @@ class LocalModelAgent:
         return self
 
     def episode_agent(self, max_turns: int) -> EpisodeAgent:
-        """See ``Agent``."""
+        """See ``Agent.episode_agent``."""
         return TurnAgent(
             self._chat,
             Limits(max_turns, self.max_total_tokens, self.gen.max_new_tokens),
@@ -274,22 +280,22 @@ class LocalModelAgent:
         )
 
     def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
-        """See ``Agent``: all turns of a round are sampled as one batch."""
+        """Sample the turns of all requests as one batch; see ``Agent.generate``."""
         seed = self.seed * 1_000_003 + round_index + 1
         return self._engine.generate(requests, self.gen, stop_ids=self._chat.stop_ids, seed=seed)
 
     def free(self, slots: Sequence[int]) -> None:
-        """See ``Agent``: free the cached rows."""
+        """Free the key-value cache of these slots."""
         self._engine.free(slots)
 
 
 @dataclass
 class ChatApiAgent(TextAgent):
-    """Answers with an OpenAI-compatible ``/chat/completions`` endpoint. Transient failures are
-    retried with back-off; a request that keeps failing raises AgentError."""
+    """Agent that gets its turns from an OpenAI-compatible ``/chat/completions`` endpoint. Transient
+    failures are retried with back-off; a request that keeps failing raises AgentError."""
 
     base_url: str
-    """Address before ``/chat/completions``, usually ending in ``/v1``."""
+    """Base URL of the endpoint, without ``/chat/completions``; it usually ends in ``/v1``."""
     model: str
     """Name of the model at the endpoint."""
     api_key: str = ""
@@ -297,13 +303,13 @@ class ChatApiAgent(TextAgent):
     temperature: float = 0.7
     """Sampling temperature."""
     max_new_tokens: int = 256
-    """Most tokens of one turn."""
+    """Maximum number of tokens in a turn."""
     timeout_s: float = 120.0
     """Deadline of one request, in seconds."""
     concurrency: int = 8
-    """Requests in flight at once."""
+    """Maximum number of concurrent requests."""
     name: str = ""
-    """Label in tables and plots; default: ``model``."""
+    """Name in tables and plots; default: ``model``."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template; sent only if not empty."""
 
@@ -316,12 +322,12 @@ class ChatApiAgent(TextAgent):
         self._threads = ThreadPoolExecutor(self.concurrency, thread_name_prefix="chat-api")
 
     def act(self, conversations: Sequence[Conversation]) -> list[str]:
-        """Ask the endpoint for the next turn of each conversation, concurrently. Raises
+        """Request the next turn of each conversation from the endpoint, concurrently. Raises
         AgentError."""
         return list(self._threads.map(self._reply, conversations))
 
     def close(self) -> None:
-        """Close connections and threads."""
+        """Close the connections and stop the threads."""
         self._threads.shutdown(cancel_futures=True)
         self._client.close()
 
@@ -365,7 +371,7 @@ class ChatApiAgent(TextAgent):
 
 
 def served_model(base_url: str, api_key: str = "", timeout_s: float = 10.0) -> str:
-    """Return the first model that the endpoint lists. Raises AgentError."""
+    """Return the name of the first model that the endpoint lists. Raises AgentError."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         listing = httpx.get(

@@ -1,9 +1,9 @@
 """The AWS environment for training: its options, its task set, its server, and the client that
 plays episodes on that server.
 
-Each environment instance holds one session of the environment server (``workers.env_worker``). The
-policy's turn is text; its first ``aws ...`` command is run, and the policy reads a short answer
-that is the same in every run (``observation_text``). Source: docs/reference/environment.md 2, 9.
+Each environment instance uses one session of the environment server (``workers.env_worker``). The
+first ``aws ...`` command in the policy's text is run. The policy then reads a short answer that is
+the same in every run (``observation_text``). Source: docs/reference/environment.md 2, 9.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ class AwsOptions:
     )
 
     def problems(self, name: str) -> Iterator[str]:
-        """Yield tags that a tier does not have, a split without effect, and fault details without a
-        fault rate."""
+        """Yield a message for each of these: tags that a tier's templates do not have, a ``split``
+        that makes no difference, and fault options without ``fault_rate``."""
         if not self.fault_rate and (self.fault_kinds, self.fault_seed) != (DEFAULT_FAULT_KINDS, 0):
             yield f"{name}.fault_kinds, {name}.fault_seed: no effect without {name}.fault_rate"
         if not self.tiers:
@@ -197,7 +197,7 @@ class AwsOptions:
 
 
 def environment_server(options: AwsOptions) -> EnvironmentService:
-    """Return the environment server of a run."""
+    """Return the description of the environment server that a run starts."""
     argv = [
         "--pool-size",
         str(options.pool_size),
@@ -223,17 +223,21 @@ SYSTEM_PROMPT = (
     "task is done. "
     "Leave the account as asked and nothing else behind."
 )
-"""-"""
+"""System prompt of every policy that plays AWS episodes."""
 _METADATA_S = 20.0
 """Deadline for the server's metadata, in seconds."""
 _NEVER_S = 3600.0
-"""Deadline of a session for an answer, in seconds. The player has a shorter one."""
+"""Deadline for an answer on a session, in seconds. It is never reached, because the player's
+deadline is shorter."""
 
 
 class AwsTaskSet:
-    """Templates of some tiers and tags, by number, and their instances of a split; see
-    ``realhf.api.environment.TaskSet``. If all templates but ten train (``split=all_but_ten``),
-    those ten are added to the held-out ones, in one group ``unseen-TIER`` per tier."""
+    """Task set of the templates with the configured tiers and tags; see
+    ``realhf.api.environment.TaskSet``. ``split`` decides which instances of a template are drawn.
+
+    With the option ``split=all_but_ten``, the ten templates that are not trained on are added to
+    the held-out task set, in one group ``unseen-TIER`` per tier.
+    """
 
     def __init__(self, options: AwsOptions, split: str) -> None:
         tags = training_tags(options.tiers, options.tags, options.split)
@@ -253,19 +257,20 @@ class AwsTaskSet:
         self._spare_turns = options.spare_turns
 
     def instantiate(self, template_id: str, seed: int) -> Task:
-        """See ``TaskSet``. Training and held-out instances have different names."""
+        """See ``TaskSet.instantiate``. Training and held-out instances contain different resource
+        names."""
         task = instantiate(int(template_id), seed, split=self._split, rephrased=self._rephrased)
         instance = episode_task(task, self._spare_turns, chaos=self._chaos, split=self._split)
         return replace(instance, group=self.group_of.get(template_id, instance.group))
 
 
 class AwsEnvironment:
-    """Plays episodes on one session of the environment server at ``address``.
+    """Environment that plays episodes on one session of the environment server at ``address``.
 
-    The session is opened at the first reset. Alternatively ``client`` is a session that the caller
-    owns, and ``reopen`` replaces it when it is lost. ``level``: the last reward of an episode is
-    its score, see the server's ``reward_mode``; it is asked from the server if the environment owns
-    its session.
+    The session is opened at the first reset. Alternatively the caller passes an open session as
+    ``client``, and in ``reopen`` the function that replaces it when it is lost. ``level``: whether
+    the last reward of an episode is its score (``reward_mode`` of the server); an environment that
+    opens its own session asks the server.
     """
 
     def __init__(
@@ -289,7 +294,8 @@ class AwsEnvironment:
         self._state_key = ""
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
-        """Start an episode of a whole task, or of any other reset arguments of the server."""
+        """Start an episode. ``task``: reset arguments of the server, such as a complete task object
+        (``{"task": {...}}``)."""
         client = await self._connect()
         opening = task_opening(
             (await _await_answer(client.reset(**task, seed=seed))).observation, info=replay_of(task)
@@ -298,8 +304,8 @@ class AwsEnvironment:
         return opening
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """Run the command of the turn. A turn without a command, or with one that the server
-        refuses to read, runs nothing."""
+        """Run the command in the policy's message. If the message contains no command, or one that
+        the server rejects as invalid, nothing runs and the turn says so."""
         command = command_of(message)
         if command is None:
             return message_turn(NO_COMMAND, self._state_key)
@@ -324,7 +330,7 @@ class AwsEnvironment:
         return turn
 
     async def close(self) -> None:
-        """End the session."""
+        """Close the session."""
         if self._client is not None:
             await self._client.close()
 
@@ -347,7 +353,7 @@ class AwsEnvironment:
 
 
 class _Rejected(Exception):
-    """The server refused to read the command: the turn failed, not the environment."""
+    """The server rejected the command as invalid. The turn failed, not the environment."""
 
 
 async def _reopen_session(client: OpenEnvClient) -> None:
@@ -356,7 +362,8 @@ async def _reopen_session(client: OpenEnvClient) -> None:
 
 
 async def _await_answer(answer: Awaitable[T]) -> T:
-    """Await an answer of the client and convert its errors to EnvironmentFailure or _Rejected."""
+    """Await an answer of the client. Raises EnvironmentFailure or _Rejected in place of the
+    client's errors."""
     try:
         return await answer
     except EnvError as error:
@@ -390,7 +397,7 @@ def build(options: AwsOptions) -> EnvironmentSpec:
 
 
 def demonstration_arguments(options: AwsOptions, request: DemonstrationRequest) -> tuple[str, ...]:
-    """Return the command-line arguments of the program that plays demonstrations."""
+    """Return the command-line arguments of the program that generates demonstrations."""
     argv = ["--episodes-per-task", str(request.episodes_per_task), "--seed", str(request.seed)]
     argv += [
         "--mix",
@@ -416,7 +423,8 @@ def demonstration_arguments(options: AwsOptions, request: DemonstrationRequest) 
 def demonstration_scripts(
     options: AwsOptions, request: DemonstrationRequest
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield the description of each demonstrated task and the commands of its episode."""
+    """Yield (task description, commands) for each episode that the demonstration program would
+    play."""
     scripts = write_scripts(
         request.episodes_per_task,
         request.seed,

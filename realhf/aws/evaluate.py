@@ -59,7 +59,7 @@ _WORDS = {"max_turns": "finished", "token_budget": "gave_up"}
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """Record of one played episode."""
+    """Result of one episode."""
 
     task_id: int
     """Number of the template."""
@@ -68,28 +68,30 @@ class EpisodeRecord:
     tier: str
     """Tier of the task."""
     drift: bool
-    """Whether the task undoes part of its own set-up."""
+    """Whether resources may have drifted, so that the task is to repair them."""
     seed: int
     """Seed of the instance."""
     status: str
-    """achieved, finished (out of steps or turns), gave_up (also: out of tokens), or an environment
-    failure, see ``FAILURE_STATUSES``."""
+    """How the episode ended: achieved, finished (no steps or turns left), gave_up (or no tokens
+    left), or an environment failure, see ``FAILURE_STATUSES``."""
     achieved: bool = False
     """Whether the task was solved."""
     reward: float = 0.0
-    """Return of the episode."""
+    """Total reward of the episode."""
     progress: float = 0.0
     """Progress at the end, 0 to 1."""
     steps: int = 0
-    """Turns, including those without a command and the one that gives up."""
+    """Number of turns, including turns without a command and the turn in which the agent gave
+    up."""
     hints: int = 0
-    """Hints requested."""
+    """Number of hints requested."""
     failed_commands: int = 0
-    """Commands that did not succeed."""
+    """Number of commands that did not succeed."""
 
     @property
     def valid(self) -> bool:
-        """Whether the episode counts, that is, its environment did not fail."""
+        """Whether the episode counts in the metrics, that is, whether its environment did not
+        fail."""
         return self.status not in FAILURE_STATUSES
 
 
@@ -104,11 +106,11 @@ def play_tasks(
     show_ids: bool = False,
     on_episode: Callable[[EpisodeRecord], None] = lambda record: None,
 ) -> list[EpisodeRecord]:
-    """Play one agent on tasks and return the records in their order.
+    """Let an agent play the tasks, and return one record per task in the same order.
 
     ``on_episode`` is called after each episode. An episode has at most ``max_turns`` turns, and at
-    most ``spare_turns`` more than its solution. ``observation_chars`` limits the text of an answer;
-    ``show_ids``: see ``normalise``. Raises AgentError when the agent fails.
+    most ``spare_turns`` more than its solution has commands. ``observation_chars`` limits the text
+    of an observation; ``show_ids``: see ``normalise``. Raises AgentError when the agent fails.
     """
     recorder = _RecordingAgent(agent.episode_agent(max_turns), tasks, on_episode)
     size = min(pool.free_count, max(1, len(tasks)))
@@ -132,7 +134,7 @@ def play_tasks(
 
 
 class _RecordingAgent:
-    """Plays with ``agent`` and records the result of each episode; see ``EpisodeAgent``."""
+    """An ``EpisodeAgent`` that delegates to ``agent`` and records the result of each episode."""
 
     def __init__(
         self,
@@ -148,7 +150,7 @@ class _RecordingAgent:
     async def play(
         self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int
     ) -> RolloutOutcome:
-        """See ``EpisodeAgent``."""
+        """Play the episode with the wrapped agent and record its result."""
         seen = RecordingEnvironment(env)
         outcome = await self._agent.play(seen, wanted, llm, slot)
         record = self.records[wanted.index] = _build_record(
@@ -180,11 +182,13 @@ def _build_record(task: Task, outcome: RolloutOutcome, turns: Sequence[Turn]) ->
 
 
 def report(records: Sequence[EpisodeRecord]) -> dict[str, dict[str, Any]]:
-    """Return {"overall", each tier, "drift": metrics}.
+    """Return the metrics of each group of records: "overall", every tier (without its drift tasks)
+    and "drift".
 
-    Rates and means are {value, low, high, n}; None without observations. ``recovery`` is success
-    among episodes with a failed command, ``steps_to_solve`` the mean over solved ones. Episodes
-    whose environment failed are counted in ``env_errors`` only.
+    Rates and means are dicts with value, low, high (a confidence interval) and n (the number of
+    observations); None without observations. ``recovery`` is the success rate of episodes with a
+    failed command, ``steps_to_solve`` the mean number of steps of solved episodes. Episodes whose
+    environment failed are counted in ``env_errors`` only.
     """
     groups = {OVERALL: list(records)}
     for tier in dict.fromkeys(record.tier for record in records):
@@ -231,7 +235,7 @@ SPLITS = {
     "ten": "the templates that a run with env.split=all_but_ten never sees",
     "all_but_ten": "its templates on names that training never sees",
 }
-"""Splits and their descriptions."""
+"""Descriptions of the splits, by name."""
 _TABLE_WIDTH = 130
 _LINE_EVERY_S = 15.0
 
@@ -239,8 +243,8 @@ _LINE_EVERY_S = 15.0
 def choose_tasks(
     split: str, episodes: int, tiers: Sequence[str] | None, tags: Sequence[str], seed: int
 ) -> list[Task]:
-    """Return ``episodes`` instances of every template of the split. Raises TaskError when there is
-    none."""
+    """Return ``episodes`` instances of every matching template of the split. Raises TaskError if no
+    template matches."""
     templates = load_templates(tiers, tags=tags, split="train" if split == "names" else split)
     if not templates:
         raise TaskError(f"no template of the split {split!r} has these tiers and tags")
@@ -255,8 +259,8 @@ def choose_tasks(
 
 @contextmanager
 def make_agent(options: argparse.Namespace) -> Iterator[Agent]:
-    """Build the agent of ``--model`` and close it at the end. Raises AgentError or ModelLoadError
-    (a ValueError)."""
+    """Context manager that builds the agent for ``--model`` and closes it at the end. Raises
+    AgentError or ModelLoadError (a ValueError)."""
     if options.model.startswith(("http://", "https://")):
         key = options.api_key_file.read_text().strip() if options.api_key_file else ""
         name = options.model_name or served_model(options.model, key)
@@ -289,8 +293,8 @@ def make_agent(options: argparse.Namespace) -> Iterator[Agent]:
 def play(
     agent: Agent, tasks: Sequence[Task], pool: MiniStackPool, options: argparse.Namespace
 ) -> list[EpisodeRecord]:
-    """Play all episodes of one agent, with progress on standard error: a bar on a terminal,
-    otherwise lines."""
+    """Let an agent play all tasks and return their records. Progress is shown on standard error: a
+    bar on a terminal, otherwise lines."""
     with _progress(agent.name, len(tasks)) as advance:
         return play_tasks(
             agent,
@@ -317,8 +321,8 @@ def _progress(name: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def _progress_lines(name: str, total: int, every_s: float) -> Callable[[], None]:
-    """Return a function that counts an episode and prints a line when ``every_s`` seconds have
-    passed since the last one, and for the last episode."""
+    """Return a function to call after each episode. It prints a progress line if ``every_s``
+    seconds have passed since the last line, and after the last episode."""
     done = 0
     written = process_clock.now()
 
@@ -333,7 +337,7 @@ def _progress_lines(name: str, total: int, every_s: float) -> Callable[[], None]
 
 
 def table(reports: dict[str, dict[str, Any]], title: str) -> Table:
-    """Return a table with one row per agent and group."""
+    """Return a table of the reports with one row per agent and group."""
     rows = Table(
         "agent",
         "tier",
@@ -486,7 +490,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(tasks: Sequence[Task], options: argparse.Namespace) -> dict[str, list[EpisodeRecord]]:
-    """Play all agents and return each agent's records by name, the model first."""
+    """Play the tasks with all agents and return the records by agent name, the model first."""
     pool = MiniStackPool(options.pool_size)
     played: dict[str, list[EpisodeRecord]] = {}
     pool.start()
@@ -502,7 +506,8 @@ def evaluate(tasks: Sequence[Task], options: argparse.Namespace) -> dict[str, li
 
 
 def write(played: dict[str, list[EpisodeRecord]], options: argparse.Namespace) -> None:
-    """Print the table, and write the plot and a JSON file with metrics and all episodes."""
+    """Print the table of metrics, and write the plot and a JSON file with metrics and all
+    episodes."""
     reports = {agent: report(records) for agent, records in played.items()}
     title = f"{options.split}: {SPLITS[options.split]}"
     console = Console()
@@ -525,8 +530,8 @@ def write(played: dict[str, list[EpisodeRecord]], options: argparse.Namespace) -
 
 
 def plot_success(reports: Mapping[str, Mapping[str, Any]], title: str, path: Path) -> None:
-    """Plot success bars to a PNG file. ``reports``: agent name to {group: {"success": {value, low,
-    high, n}}}."""
+    """Plot the success rates as bars to a PNG file. ``reports``: {agent name: {group: {"success":
+    {value, low, high, n}}}}."""
     from matplotlib.figure import Figure
 
     groups = list(dict.fromkeys(group for report in reports.values() for group in report))

@@ -1,4 +1,5 @@
-"""Text of AWS episodes: finds the command in a policy turn and formats observations as messages.
+"""Conversion between AWS episodes and chat messages: finds the command in a policy turn, and
+formats observations as text.
 
 The text is a pure function of the observation, shared by rollouts and demonstrations. Values that
 differ between runs (ports, times, request ids) or carry no information (response metadata) are
@@ -23,11 +24,12 @@ _THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
 
 
 def extract_command(text: str) -> str | None:
-    """Return the first ``aws ...`` command of a turn in the form of ``read_command``, or None.
+    """Return the first ``aws ...`` command of a turn, cleaned up as by ``read_command``, or None if
+    there is none.
 
     Reasoning is dropped: an unclosed ``<think>`` removes the rest of the text, and a ``</think>``
-    whose opening tag was in the prompt removes everything before it. A quote that is never closed
-    ends with its line.
+    whose opening tag was in the prompt removes everything before it. If a quote is never closed,
+    the command ends with its line.
     """
     lines = _strip_reasoning(text).replace("\r\n", "\n").split("\n")
     for number, line in enumerate(lines):
@@ -61,8 +63,8 @@ def _until_fence(lines: Iterable[str]) -> Iterator[str]:
 HINT_COMMAND = "aws help --task-hint"
 """The command that requests a hint."""
 OBSERVATION_CHARS = 200
-"""Default length limit of an observation, in characters; a small model reads this much after every
-turn."""
+"""Default length limit of an observation, in characters. It is small because a small model has to
+read one after every turn."""
 NO_COMMAND = "error: no command; reply with one line that starts with aws"
 """Answer to a turn without a command."""
 _DROPPED_KEYS = frozenset(
@@ -108,9 +110,12 @@ _CALL_ERROR = re.compile(
 def observation_text(
     observation: Mapping[str, Any], *, max_chars: int = OBSERVATION_CHARS, show_ids: bool = False
 ) -> str:
-    """Return an observation as text of at most ``max_chars`` characters: the minified output of a
-    successful command ("ok" if empty), or the last meaningful line of an error. Longer text keeps
-    its head and its tail. ``show_ids``: see ``normalise``."""
+    """Return an observation as text of at most ``max_chars`` characters.
+
+    For a successful command this is its minified output ("ok" if empty), otherwise the line that
+    states the error. A hint comes first. Of longer text, the head and the tail are kept.
+    ``show_ids``: see ``normalise``.
+    """
     if observation["command_success"]:
         text = _minify(observation["command_output"]) or "ok"
     else:
@@ -169,15 +174,17 @@ def _error_line(error: str) -> str:
 
 PLAYGROUND_COMMAND = "aws-env"
 PLAYGROUND_URL = "http://127.0.0.1:8100/web"
-"""-"""
+"""Command that starts the playground, and the playground's default address."""
 _NOT_SHOWN = ("account_changes", "account_key")
 _COLUMNS = ("service", "type", "name", "before", "after", "calls")
 
 
 def episode_task(task: AwsTask, spare_turns: int | None = None, **reset: Any) -> Task:
-    """Return an AWS task in the format of the environment contract. Its turn limit is the number of
-    commands of its solution, plus one look at each resource that may have drifted, plus
-    ``spare_turns`` (None: the limit of the run). ``reset``: further reset arguments of the episode.
+    """Return an AWS task in the format of the environment contract.
+
+    Its turn limit is the number of commands in its solution, plus one look at each resource that
+    may have drifted, plus ``spare_turns`` (None: no limit of its own, only that of the run).
+    ``reset``: further reset arguments of the episode.
     """
     payload = {"task": task.to_json(), **reset}
     needed = len(task.solution) + len(task.possible_drifts)
@@ -193,8 +200,9 @@ def episode_task(task: AwsTask, spare_turns: int | None = None, **reset: Any) ->
 
 
 def replay_of(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``replay`` of ``Opening.info``: how a person can play the episode of a task by hand.
-    ``payload`` is that of ``episode_task``; returns {} if it contains no task."""
+    """Return the ``replay`` entry of ``Opening.info``, which describes how a person can play the
+    task's episode by hand. ``payload`` is the payload of a task built by ``episode_task``; returns
+    {} if it contains no AWS task."""
     task = payload.get("task")
     if not isinstance(task, Mapping):
         return {}
@@ -209,8 +217,9 @@ def replay_of(payload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def turn_info(command: str, observation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``info`` of the answer to a command, for people: ``did``, the whole ``observation``,
-    and ``view``, a table of what the commands so far changed in the account (see ``Turn.info``)."""
+    """Return ``Turn.info`` for the answer to a command. It is meant for people: ``did`` (the
+    command), ``observation`` (without the description and digest of the account's changes) and, if
+    the episode's commands have changed the account, ``view`` (a table of these changes)."""
     changes = observation.get("account_changes") or ()
     shown = {name: value for name, value in observation.items() if name not in _NOT_SHOWN}
     info: dict[str, Any] = {"did": command, "observation": shown}
@@ -237,8 +246,8 @@ def _cell(change: Mapping[str, Any], name: str) -> str:
 def task_opening(
     observation: Mapping[str, Any], *, info: Mapping[str, Any] | None = None
 ) -> Opening:
-    """Return the opening of an episode: the description of its task and, if the task has one, the
-    desired state of the account. Without the latter the agent could only guess what drifted."""
+    """Return the opening of an episode: the task description and, if the task has one, the desired
+    state of the account, without which the agent could only guess what has drifted."""
     shown = observation.get("task") or {}
     parts = [shown.get("description", "")]
     if shown.get("desired_state_spec"):
@@ -250,9 +259,11 @@ def task_opening(
 
 
 def account_key(observation: Mapping[str, Any]) -> str:
-    """Return a digest of the account, as computed by the server. If there is none (a real account,
-    or one that could not be read), return a digest of the calls that changed each resource, in
-    order; reads and failed calls do not change it."""
+    """Return the server's digest of the account's state.
+
+    If there is none (a real account, or one that could not be read), return a digest of the calls
+    that changed each resource, in order. Reads and failed calls do not change it.
+    """
     return observation.get("account_key") or _digest(
         json.dumps(observation.get("account_changes") or [], sort_keys=True)
     )
@@ -260,8 +271,8 @@ def account_key(observation: Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=1024)
 def _digest(changes: str) -> str:
-    """Return the SHA-256 of changes in normalised form. Cached, because most turns change nothing
-    and rollouts of a group often make the same changes."""
+    """Return the SHA-256 digest of the normalised text. Cached, because most turns change nothing
+    and the rollouts of a group often make the same changes."""
     return hashlib.sha256(normalise(changes).encode()).hexdigest()
 
 
@@ -280,7 +291,8 @@ def command_turn(
     show_ids: bool = False,
     info: Mapping[str, Any] | None = None,
 ) -> Turn:
-    """Return the answer to a command. ``final``: its reward is the score of the episode so far."""
+    """Return the turn that answers a command. ``final``: ``reward`` is the score of the episode so
+    far, see ``Turn.final``."""
     return Turn(
         [
             {
@@ -305,6 +317,6 @@ def command_turn(
 
 
 def message_turn(text: str, state_key: str = "") -> Turn:
-    """Return an answer to a turn that ran no command. ``state_key`` is the digest of the unchanged
-    account."""
+    """Return a turn for a policy message that ran no command. ``state_key`` is the digest of the
+    unchanged account."""
     return Turn([{"role": "user", "content": text}], state_key=state_key)

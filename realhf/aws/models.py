@@ -1,8 +1,8 @@
 """Messages between an agent and the AWS environment, as pydantic models.
 
-``/schema`` of the server shows them, and the client returns them. Source:
-docs/reference/environment.md 2.1, 10. Parsing drops nothing: an unknown field is kept as an extra
-attribute, and a missing field (of another or an older OpenEnv server) has a neutral value.
+The server publishes their schemas at ``/schema``, and the client returns instances of them. Parsing
+drops nothing: unknown fields are kept as extra attributes. Fields that an older or another OpenEnv
+server does not send get a neutral default. Source: docs/reference/environment.md 2.1, 10.
 """
 
 from __future__ import annotations
@@ -31,21 +31,23 @@ class TaskInfo(BaseModel):
     description: str = ""
     """The task in words."""
     desired_state_spec: str | None = None
-    """Desired state of the account, for tasks with drifts."""
+    """Desired state of the account in words; None except for tasks whose resources may have
+    drifted."""
 
 
 class AwsObservation(BaseModel):
-    """What an agent sees after reset and step. Reward and done lie beside it in the reply."""
+    """What an agent sees after a reset or step. ``reward`` and ``done`` are not part of it: they
+    are separate fields of the reply."""
 
     model_config = ConfigDict(extra="allow")
     episode_id: str = ""
     """Id of the episode."""
     step_count: int = 0
-    """Commands so far."""
+    """Number of commands so far."""
     command_success: bool = True
-    """Whether the last command succeeded; true after a reset."""
+    """Whether the last command succeeded; True after a reset."""
     command_output: str = ""
-    """Standard output of the last command."""
+    """Standard output of the last command, cut to the server's limit."""
     error: str = ""
     """Error text of the last command."""
     task: TaskInfo | None = None
@@ -57,31 +59,32 @@ class AwsObservation(BaseModel):
     hints_used: int = 0
     """Number of hints requested."""
     hint_text: str = ""
-    """The requested hint, "" for other commands."""
+    """The hint, if the last command requested one, else ""."""
     truncated: bool = False
     """Whether the episode ended without solving the task."""
     refusal: str | None = None
-    """Policy rule that refused the command."""
+    """Policy rule that refused the command; None if the command was not refused."""
     steps_left: int = 0
-    """Commands left."""
+    """Number of commands that the episode still allows."""
     account_changes: list[dict[str, Any]] = Field(default_factory=list)
-    """Changes of the account so far, see ``AccountChanges.describe``."""
+    """Changes of the account so far, in the format of ``AccountChanges.describe``."""
     account_key: str = ""
-    """Digest of the account, "" if unknown."""
+    """Digest of the account's state, "" if unknown."""
     simulator_lost: bool = False
     """Whether a command broke the simulator."""
     account_unreadable: str = ""
-    """Kind of error that made the account unreadable, "" if none."""
+    """Kind of the error that made the account unreadable, "" if none."""
 
 
 class AwsState(BaseModel):
-    """Cheap view of a session. Never holds success criteria, setup commands, seed or solution."""
+    """State of a session that is cheap to compute. It never contains success criteria, set-up
+    commands, seed or solution."""
 
     model_config = ConfigDict(extra="allow")
     episode_id: str | None = None
     """Id of the current episode."""
     step_count: int = 0
-    """Commands so far."""
+    """Number of commands so far."""
     current_task: TaskInfo | None = None
     """The task, as far as agents may see it."""
     tracker: dict[str, Any] = Field(default_factory=dict)
@@ -93,7 +96,7 @@ class AwsState(BaseModel):
     current_tier: str | None = None
     """Tier of the task."""
     slot_id: int | None = None
-    """Slot of the session."""
+    """Number of the simulator slot that the session uses."""
 
 
 @dataclass(frozen=True)
@@ -105,4 +108,4 @@ class AwsStepResult:
     reward: float | None
     """Reward of the step; None after a reset."""
     done: bool
-    """Whether the episode is over."""
+    """Whether the episode has ended."""

@@ -1,7 +1,7 @@
 """Settings of the AWS environment server, and the simulator pools built from them.
 
-In addition to the settings of every environment server (``realhf.env.server.config``) they
-configure simulators and commands. Source: docs/reference/environment.md 1.
+They extend the settings of every environment server (``realhf.env.server.config``) by those of
+simulators and commands. Source: docs/reference/environment.md 1.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from realhf.web.settings import SettingError, setting
 
 @dataclass(frozen=True)
 class AwsServerConfig(ServerConfig):
-    """Settings of one server process. Raises SettingError with variable and flag of an invalid
-    one."""
+    """Settings of one server process. The constructor raises SettingError, which names the variable
+    and flag of an invalid setting."""
 
     PREFIX: ClassVar[str] = "AWS_RL_ENV_"
     UNPREFIXED: ClassVar[Mapping[str, str]] = {"backend_type": "BACKEND_TYPE"}
@@ -147,41 +147,41 @@ class AwsServerConfig(ServerConfig):
 
     @property
     def missing_layers(self) -> frozenset[str]:
-        """Containment layers that may be missing."""
+        """Containment layers that the server may start without."""
         return frozenset(filter(None, (name.strip() for name in self.may_lack.split(","))))
 
     @property
     def web_mounted(self) -> bool:
-        """Whether the playground is served."""
+        """Whether the server serves the playground."""
         if self.backend_type == "aws" or self.web == "off":
             return False
         return self.web == "dedicated" or self.pool_size == 1
 
     @property
     def web_absent(self) -> str:
-        """Reason why ``web=auto`` serves no playground, and the flag that does; "" if one is served
-        or none is wanted."""
+        """Message why ``web=auto`` does not serve the playground, with the flag that enables it; ""
+        if the playground is served or switched off."""
         if self.web_mounted or self.web != "auto" or self.backend_type == "aws":
             return ""
         return f"no playground at /web beside {self.pool_size} sessions; --web dedicated serves one"
 
     @property
     def containment(self) -> str:
-        """Containment mode of the simulator pool; a non-loopback address always requires
+        """Containment mode of the simulator pool. On a non-loopback address it is always
         bubblewrap."""
         return self.sandbox if is_loopback_host(self.host) else "bwrap"
 
 
 def aws_endpoints() -> dict[str, str]:
-    """Return the environment variables of botocore that set endpoints, for ``backend_type`` aws.
-    Agents' commands and the server's own clients use the same ones."""
+    """Return the environment variables that set botocore's endpoints, for ``backend_type`` aws.
+    Agents' commands and the server's own clients use the same endpoints."""
     return {
         name: value for name, value in os.environ.items() if name.startswith("AWS_ENDPOINT_URL")
     }
 
 
 def output_limits(config: AwsServerConfig) -> OutputLimits:
-    """Return the limits of every command of a session."""
+    """Return the limits that apply to each command of a session."""
     return OutputLimits(
         config.cmd_timeout_s,
         config.max_stdout_bytes,
@@ -191,7 +191,8 @@ def output_limits(config: AwsServerConfig) -> OutputLimits:
 
 
 def simulator_pool(config: AwsServerConfig, size: int, base_port: int) -> MiniStackPool:
-    """Return a pool of ``size`` simulators with the containment of ``config``, not started yet."""
+    """Return a pool of ``size`` simulators, not started yet, with the containment that ``config``
+    sets."""
     return MiniStackPool(
         size,
         base_port,

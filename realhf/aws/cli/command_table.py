@@ -1,8 +1,9 @@
-"""Allow list of agents: CLI services, operations and waiters. Everything else is refused.
+"""Allow list for agents: the services, operations and waiters of the AWS CLI that they may use.
+Everything else is refused.
 
 Source: docs/reference/environment.md 5.
 
-A waiter only sends a read of this table; its duration is bounded where it runs.
+A waiter only repeats a read operation of this table; the CLI worker limits how long it may take.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ READ_PREFIXES = (
     "Get", "List", "Describe", "Head", "BatchGet", "Query", "Scan", "Search", "Lookup", "Filter", "TransactGet",
     "AdminGet", "AdminList", "AssumeRole",
 )  # fmt: skip
-"""Prefixes of read-only operations, in the API's spelling."""
+"""Prefixes of the names of read-only operations, in the API's spelling."""
 _OPERATIONS = {
     "acm": "request-certificate list-certificates describe-certificate delete-certificate "
     "add-tags-to-certificate "
@@ -294,7 +295,7 @@ _OPERATIONS = {
 ALLOWED: Mapping[str, frozenset[str]] = MappingProxyType(
     {service: frozenset(operations.split()) for service, operations in _OPERATIONS.items()}
 )
-"""For each CLI service, the CLI operations that are allowed."""
+"""Allowed CLI operations, by CLI service."""
 MINISTACK_MODULES = (
     "acm", "alb", "apigateway", "apigateway_v1", "athena", "autoscaling", "backup", "batch", "cloudformation",
     "cloudtrail", "cloudwatch", "cloudwatch_logs", "codebuild", "cognito", "dynamodb", "ec2", "ecr", "ecs",
@@ -302,7 +303,8 @@ MINISTACK_MODULES = (
     "opensearch", "rds", "route53", "s3", "scheduler", "secretsmanager", "ses", "sns", "sqs", "ssm",
     "stepfunctions", "sts", "tagging", "transfer", "waf",
 )  # fmt: skip
-"""Modules of MiniStack that serve these services; imported before the simulators are forked."""
+"""MiniStack modules that implement the services in the table; imported before the simulators are
+forked."""
 MINISTACK_SERVICES = (
     "acm", "apigateway", "athena", "autoscaling", "backup", "batch", "cloudformation", "cloudtrail", "codebuild",
     "cognito-idp", "dynamodb", "ec2", "ecr", "ecs", "elasticache", "elasticfilesystem", "elasticloadbalancing",
@@ -310,7 +312,7 @@ MINISTACK_SERVICES = (
     "route53", "s3", "scheduler", "secretsmanager", "ses", "sns", "sqs", "ssm", "states", "sts", "tagging",
     "wafv2",
 )  # fmt: skip
-"""MiniStack's names of these services."""
+"""MiniStack's names for the services in the table."""
 
 
 _BY_OPERATION = {
@@ -375,4 +377,4 @@ WAITERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         for service, table in _BY_OPERATION.items()
     }
 )
-"""For each CLI service and waiter, the CLI operation that it sends."""
+"""For each CLI service, the CLI operation that each of its waiters sends."""

@@ -1,9 +1,9 @@
-"""Parsing of commands as people and models write them: over several lines, in a code fence, behind
-a prompt.
+"""Parsing of commands as people and models write them: over several lines, in a code fence, after a
+prompt.
 
 Every entry point (the wire, the MCP tool, the playground, policy turns) calls this module before
 anything inspects the command, so that policy, grading and logs see the same line. Separate commands
-are never joined: only a backslash at the end of a line joins it with the next, as in a shell.
+are never joined: only a backslash at the end of a line joins it with the next one, as in a shell.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ _BLANKS = (" ", "\t")
 
 
 def read_command(text: str) -> str:
-    """Return the command in a text, without the code fence, backticks and prompt around it, on one
-    line except for quoted line ends. A text with several commands keeps their line ends, and the
-    policy refuses it."""
+    """Return the command in a text without the code fence, backticks or prompt around it.
+
+    It is one line, except for line breaks inside quotes. If the text contains several commands,
+    they stay on separate lines, which the policy refuses.
+    """
     text = text.strip()
     if "\n" in text or text.startswith(("`", _PROMPT)) or text.endswith("\\"):
         lines = command_lines(unwrap(text.replace("\r\n", "\n")))
@@ -29,8 +31,8 @@ def read_command(text: str) -> str:
 
 
 def unwrap(text: str) -> str:
-    """Strip a code fence, backticks or a prompt at the beginning of a text, and the end of a fence
-    in any case."""
+    """Return a text without a code fence, backticks or prompt at its beginning, and without a code
+    fence at its end."""
     text = text.strip()
     if text.startswith(_FENCE):
         text = _strip_language(text.lstrip("`"))
@@ -42,8 +44,8 @@ def unwrap(text: str) -> str:
 
 
 def _strip_language(text: str) -> str:
-    """Return the content of a fence. The words after its backticks (language, attributes) are
-    dropped, unless a command follows on the same line."""
+    """Return the content of a code fence. The rest of the fence's first line (language, attributes)
+    is dropped, unless it contains a command."""
     words, newline, rest = text.partition("\n")
     for command in (words, words.partition(" ")[2].lstrip()):
         if command.startswith(("aws ", _PROMPT)):
@@ -52,12 +54,13 @@ def _strip_language(text: str) -> str:
 
 
 def command_lines(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield (line, closed) for each command line of a text; ``closed``: whether its quotes are
-    closed.
+    """Yield (line, closed) for each command line of a text. ``closed``: whether all quotes in the
+    line are closed.
 
-    A line ends at a line end that is neither quoted nor preceded by a backslash; such a backslash
-    is removed together with its line end. Outside of quotes, invisible blanks after the backslash
-    are ignored, and the blanks around it become one.
+    A command line ends at a line break that is neither quoted nor escaped by a backslash. An
+    escaped line break is removed together with its backslash. Outside of quotes, blanks between the
+    backslash and the line break are ignored, and the blanks around the removed line break become
+    one blank.
     """
     line: list[str] = []
     quote = ""

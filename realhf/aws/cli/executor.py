@@ -1,7 +1,8 @@
-"""Execution of an agent's command: policy check, then the slot's CLI worker, then a record of the
-requests that were sent.
+"""Execution of an agent's command: check it against the policy, run it in the slot's CLI worker,
+and record the requests that it sent.
 
-Worker replies are untrusted: size, time and the type of every field are checked first.
+Worker replies are untrusted, so their size and the type of every field are checked, and they must
+arrive in time.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class SentRequest:
     params: dict[str, Any]
     """Parameters of the operation."""
     status: int
-    """HTTP status; 0 when no answer came."""
+    """HTTP status; 0 if no answer came."""
     error_code: str
-    """AWS error code; "" for none."""
+    """AWS error code; "" if there was no error."""
 
     @property
     def ok(self) -> bool:
@@ -50,15 +51,16 @@ class CommandResult:
     stderr: str
     """Standard error, cut to the limit."""
     refusal: str | None = None
-    """Policy rule that refused the command; None when it ran."""
+    """Policy rule that refused the command; None if it was not refused."""
     timed_out: bool = False
     """Whether the command exceeded its time limit."""
     requests: tuple[SentRequest, ...] = ()
     """Requests that the command sent."""
     stopped: bool = False
-    """Whether the worker was lost, so that the effects of the command are unknown."""
+    """Whether the worker was lost while the command ran, so that the command's effects are
+    unknown."""
     truncated: bool = False
-    """Whether the output was cut."""
+    """Whether the standard output was cut."""
 
     @property
     def success(self) -> bool:
@@ -67,28 +69,29 @@ class CommandResult:
 
     @property
     def lost(self) -> bool:
-        """Whether the effects of the command are unknown: it may have sent any request."""
+        """Whether the command's effects are unknown, because the worker was lost or the command
+        timed out: any request may have been sent."""
         return self.stopped or self.timed_out
 
 
 @dataclass(frozen=True)
 class OutputLimits:
-    """Limits of one command."""
+    """Limits of one command: time, output and length."""
 
     timeout_s: float = 10.0
-    """Seconds that it may take."""
+    """Maximum duration, in seconds."""
     stdout_bytes: int = 16384
-    """Bytes kept of standard output."""
+    """Maximum bytes kept of standard output."""
     stderr_bytes: int = 4096
-    """Bytes kept of standard error."""
+    """Maximum bytes kept of standard error."""
     command_bytes: int = MAX_COMMAND_BYTES
-    """Longest command line, in bytes."""
+    """Maximum length of the command line, in bytes."""
 
 
 _MAX_REQUESTS = 10_000
-"""Most requests in a reply."""
+"""Maximum number of requests in a reply."""
 _NOTE_CHARS = 64
-"""Longest note that a stream was cut; it is added to the kept bytes."""
+"""Maximum length of the note that a stream was cut. The note comes on top of the kept bytes."""
 _FIELDS: Mapping[str, type] = {
     "exit_code": int,
     "stdout": str,
@@ -113,14 +116,14 @@ class WorkerReply:
     result: CommandResult
     """Result of the command."""
     refusal: tuple[str, str] | None
-    """(rule, text) if the worker refused the command."""
+    """(rule, message) if the worker refused the command, otherwise None."""
     last: bool
     """Whether the worker ends after this reply."""
 
 
 def parse_reply(data: Any, limits: OutputLimits) -> WorkerReply:
-    """Validate a reply. Raises BadFrame unless it is a well-formed answer to a command that ran
-    under ``limits``."""
+    """Validate a worker's reply and return it. Raises BadFrame if it is malformed or exceeds
+    ``limits``."""
     if not isinstance(data, dict):
         raise BadFrame("not an object")
     _check_types(data, _FIELDS)
@@ -160,12 +163,12 @@ def _check_types(data: Mapping[str, Any], fields: Mapping[str, type]) -> None:
 TIMED_OUT = "command timed out"
 STOPPED = "command stopped: it used too much"
 MAX_COMMANDS_PER_WORKER = 500
-"""A worker is replaced after this many commands."""
+"""Number of commands after which a worker is replaced."""
 
 
 class SimulatorLost(RuntimeError):
-    """The slot has no usable simulator or worker; the session needs a reset. ``by_command``: the
-    command broke it."""
+    """The slot has no working simulator or worker; a reset of the session is needed.
+    ``by_command``: whether the command broke it."""
 
     def __init__(self, message: str, *, by_command: bool = False) -> None:
         super().__init__(message)
@@ -181,7 +184,7 @@ class _Worker:
     channel: socket.socket
     """Socket of requests and replies."""
     commands: int = 0
-    """Commands it has run."""
+    """Number of commands that it has run."""
 
     def close(self) -> None:
         """Kill the worker and close its channel."""
@@ -202,16 +205,17 @@ class ExecutorCounters:
     worker_starts: int = 0
     """Workers started."""
     worker_kills: int = 0
-    """Workers killed because of a lost or late reply."""
+    """Workers killed because their reply was invalid or late, or the connection was lost."""
     refusals: Counter[str] = field(default_factory=Counter)
-    """Refused commands by rule."""
+    """Number of refused commands for each rule."""
 
 
 class CliExecutor:
-    """The agent's shell of one slot. ``run`` blocks; not thread-safe.
+    """Executor of agent commands for one slot. ``run`` blocks; not thread-safe.
 
-    ``spawn()`` forks a new worker that is connected to the slot's simulator. ``simulator_runs()``
-    is checked before a command, ``simulator_healthy()`` after a worker or its connection was lost.
+    ``spawn()`` forks a new worker that is connected to the slot's simulator, and returns its
+    process and channel. ``simulator_runs()`` is checked before each command,
+    ``simulator_healthy()`` after a worker or its connection was lost.
     """
 
     def __init__(
@@ -229,7 +233,7 @@ class CliExecutor:
         self.counters = ExecutorCounters()
 
     def start(self) -> None:
-        """Ensure that a live worker is ready."""
+        """Start a worker if none is alive."""
         if self._worker is not None and not self._worker.process.alive():
             self.stop()
         if self._worker is None:
@@ -239,12 +243,12 @@ class CliExecutor:
 
     @property
     def worker_pid(self) -> int:
-        """Pid of the worker; -1 without one."""
+        """Pid of the worker; -1 if there is none."""
         worker = self._worker
         return -1 if worker is None else worker.process.pid
 
     def responsive(self, timeout_s: float) -> bool:
-        """Return whether the worker answers a liveness check within ``timeout_s``."""
+        """Return whether the worker answers a liveness check within ``timeout_s`` seconds."""
         worker = self._worker
         if worker is None:
             return False
@@ -255,8 +259,8 @@ class CliExecutor:
             return False
 
     def run(self, command: str) -> CommandResult:
-        """Execute an ``aws ...`` command. A refused or failing command is a result, not an error.
-        Raises SimulatorLost when simulator or worker is lost."""
+        """Execute an ``aws ...`` command. A command that is refused or fails still has a result.
+        Raises SimulatorLost if the simulator or the worker is lost."""
         self.counters.commands += 1
         verdict = check_command(command, self._limits.command_bytes)
         if verdict.rule is not None:
@@ -279,8 +283,8 @@ class CliExecutor:
     def _refuse(
         self, rule: str, message: str, requests: tuple[SentRequest, ...] = ()
     ) -> CommandResult:
-        """Count a refusal and return it as a result. ``requests``: those sent before one was
-        refused."""
+        """Count a refusal and return it as the command's result. ``requests``: those that the
+        command sent before one of them was refused."""
         self.counters.refusals[rule] += 1
         return CommandResult(
             exit_code=252, stdout="", stderr=message, refusal=rule, requests=requests
@@ -317,8 +321,8 @@ class CliExecutor:
         return reply.result
 
     def _exchange(self, worker: _Worker, argv: tuple[str, ...]) -> WorkerReply:
-        """Return the worker's answer. Raises TimeoutError when it is late, OSError when the worker
-        is lost, BadFrame when it is invalid."""
+        """Let the worker run a command and return its reply. Raises TimeoutError if the reply is
+        late, OSError if the worker is lost, and BadFrame if the reply is invalid."""
         limits = self._limits
         if spoke_unasked(worker.channel):  # it would be taken for the answer to this command
             raise BadFrame("an unsolicited frame")

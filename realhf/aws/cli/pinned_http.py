@@ -1,13 +1,13 @@
-"""HTTP/1.1 client for one simulator over one connection, and the grammar checks for both ends of
-the wire.
+"""HTTP/1.1 client that uses one connection to one simulator, and grammar checks that both ends of
+the connection apply.
 
-Agent text ends up in header names, header values and request targets. Whatever RFC 9110 and RFC
-9112 do not allow there is refused, never escaped, cut or guessed, so both ends see the same
-requests in the same bytes.
+Text written by an agent ends up in header names, header values and request targets. Whatever RFC
+9110 and RFC 9112 do not allow there is refused, never escaped, cut or guessed. So both ends see the
+same requests in the same bytes.
 
-In a CLI worker the owner opens the connection and passes it on as a descriptor; the worker has no
-other way out. ``botocore`` is whichever copy the process uses: the CLI's own in a worker. One
-request is sent for each answer that was read.
+In a CLI worker, the owner opens the connection and passes it on as a descriptor; the worker has no
+other network access. ``botocore`` means the copy that the process uses, which is the CLI's own in a
+worker. The next request is sent only after the previous answer was read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from botocore.parsers import ResponseParserError
 from realhf.aws.cli.policy import REGION, Refuse
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
-"""Largest request body."""
+"""Maximum size of a message body, in bytes."""
 _TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _TARGET = re.compile(rb"/(?:[A-Za-z0-9\-._~!$&'()*+,;=:@/?]|%[0-9A-Fa-f]{2})*")
@@ -37,35 +37,36 @@ _HOST = re.compile(rb"(?:[A-Za-z0-9.\-_]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 _LENGTH = re.compile(rb"[0-9]{1,9}")
 _SLASH_IN_A_SEGMENT = re.compile(r"%2f", re.IGNORECASE)
 _FOREIGN_ROUTE = re.compile(r"/+(?:iceberg[^/]*|health|log(?:in|out)|oauth2|v2|v20180820)(?:/|$)")
-"""Paths that the simulator routes to another service than S3."""
+"""Paths that the simulator routes to a service other than S3."""
 _DECODINGS = 4
-"""Rounds of percent-decoding applied before a path is judged."""
+"""How often a path is percent-decoded before it is checked."""
 
 
 class BadHttp(ValueError):
-    """A message violates the HTTP grammar. The text names the part and quotes none of it."""
+    """A message violates the HTTP grammar. The error names the invalid part without quoting it."""
 
 
 @dataclass(frozen=True)
 class RequestHead:
-    """Head of a request."""
+    """Parsed request line and header of a request."""
 
     method: str
     """HTTP method."""
     target: bytes
-    """Path and query."""
+    """Path and query, percent-encoded."""
     fields: tuple[tuple[bytes, bytes], ...]
-    """(name, value) of the header fields in order, names in lower case."""
+    """Header fields as (name, value) in their order; names are in lower case."""
     length: int
     """Length of the body in bytes."""
 
     def field(self, name: bytes) -> bytes:
-        """Return the value of a field, b"" if it is missing."""
+        """Return the value of a header field, b"" if it is missing. ``name``: in lower case."""
         return next((value for known, value in self.fields if known == name), b"")
 
 
 def check_field(name: bytes, value: bytes) -> None:
-    """Raise BadHttp for a header field that could be read as more or less than one field."""
+    """Raise BadHttp if a header field is invalid, for example because it could be read as several
+    fields."""
     if not _TOKEN.fullmatch(name):
         raise BadHttp("a header name is not a token")
     if _CONTROL.search(value):
@@ -73,8 +74,8 @@ def check_field(name: bytes, value: bytes) -> None:
 
 
 def check_request_line(method: bytes, target: bytes) -> None:
-    """Raise BadHttp for a method that is not a token, or a target that is not a path with an
-    optional query."""
+    """Raise BadHttp if the method is not a token, or the target is not a path with an optional
+    query."""
     if not _TOKEN.fullmatch(method):
         raise BadHttp("the method is not a token")
     if not _TARGET.fullmatch(target):
@@ -82,9 +83,11 @@ def check_request_line(method: bytes, target: bytes) -> None:
 
 
 def parse_request_head(head: bytes) -> RequestHead:
-    """Parse the head of a request, without the final empty line. Raises BadHttp for everything
-    ambiguous: bare CR or LF, folded lines, space before a colon, no or several hosts, several
-    lengths, any transfer coding."""
+    """Parse the head of a request, given without the final empty line.
+
+    Raises BadHttp for everything ambiguous: a bare CR or LF, folded lines, a space before a colon,
+    a missing or second Host, a second Content-Length, any Transfer-Encoding.
+    """
     lines = head.split(b"\r\n")
     words = lines[0].split(b" ")
     if len(words) != 3 or words[2] != b"HTTP/1.1":
@@ -100,7 +103,7 @@ def parse_request_head(head: bytes) -> RequestHead:
 
 
 def parse_fields(lines: Iterable[bytes]) -> tuple[tuple[bytes, bytes], ...]:
-    """Parse header lines without their line ends. Raises BadHttp."""
+    """Parse header lines, given without their line ends, to (name, value) pairs. Raises BadHttp."""
     fields = []
     for line in lines:
         name, colon, value = line.partition(b":")
@@ -113,8 +116,9 @@ def parse_fields(lines: Iterable[bytes]) -> tuple[tuple[bytes, bytes], ...]:
 
 
 def body_length(fields: tuple[tuple[bytes, bytes], ...]) -> int | None:
-    """Return the Content-Length, None without one. Raises BadHttp for a second one and for any
-    Transfer-Encoding: the length of a body must be one unambiguous number."""
+    """Return the Content-Length, or None if there is none. Raises BadHttp for a second
+    Content-Length and for any Transfer-Encoding, because the length of a body must be
+    unambiguous."""
     if _field_values(fields, b"transfer-encoding"):
         raise BadHttp("a transfer coding is not accepted")
     lengths = _field_values(fields, b"content-length")
@@ -128,8 +132,8 @@ def body_length(fields: tuple[tuple[bytes, bytes], ...]) -> int | None:
 
 
 def is_internal_path(path: str) -> bool:
-    """Return whether a path, after repeated decoding, contains ".." or leads to an endpoint that is
-    not part of AWS."""
+    """Return whether a path, after repeated percent-decoding, contains ".." or leads to an endpoint
+    of the simulator that is not part of AWS."""
     for _ in range(_DECODINGS):
         path = unquote(path)
     plain = path.replace("\\", "/")
@@ -137,14 +141,14 @@ def is_internal_path(path: str) -> bool:
 
 
 def is_foreign_route(path: str) -> bool:
-    """Return whether the simulator would route a request for this path to another service than S3,
-    whatever service it is signed for: the path starts with a bucket name that is also a route."""
+    """Return whether the simulator would route a request for this path to a service other than S3,
+    although it is signed for S3. This happens if the bucket has the name of such a route."""
     return _FOREIGN_ROUTE.match(path) is not None
 
 
 def has_encoded_slash(path: str) -> bool:
-    """Return whether a segment of an undecoded path contains an encoded slash. Decoding would split
-    the segment, and the request would become another operation (``functions/a%2Fconcurrency``)."""
+    """Return whether an undecoded path contains an encoded slash. Decoding it would split a path
+    segment and turn the request into another operation (``functions/a%2Fconcurrency``)."""
     return _SLASH_IN_A_SEGMENT.search(path) is not None
 
 
@@ -154,7 +158,8 @@ def _field_values(fields: tuple[tuple[bytes, bytes], ...], name: bytes) -> list[
 
 _AUTHORITY = "localhost:4566"
 ENDPOINT = f"http://{_AUTHORITY}"
-"""Endpoint that every simulator is configured with; connections lead to the real address."""
+"""Endpoint URL that every client is configured with. The connections themselves lead to the
+simulator's real address."""
 _READ_TIMEOUT_S = 8.0
 """Deadline for an answer, in seconds."""
 _MAX_RESPONSE_BYTES = 16 << 20
@@ -168,15 +173,15 @@ _DROPPED_HEADERS = (
 
 
 class AnswerTooLarge(ValueError):
-    """An answer announces more bytes than the limit."""
+    """The Content-Length of an answer exceeds the limit."""
 
 
 class PinnedConnection:
-    """Replacement for botocore's HTTP session that sends over one connection. Requests are
-    serialised; all clients share it.
+    """Replacement for botocore's HTTP session that sends all requests over one connection, one at a
+    time. All clients share it.
 
-    ``dial`` opens the first and every later connection; without it a broken connection stays
-    broken.
+    ``dial`` opens a new connection, at the first request and whenever the connection is broken.
+    Without ``dial`` a broken connection stays broken.
     """
 
     def __init__(self, refuse: Refuse, dial: Callable[[], socket.socket] | None = None) -> None:
@@ -193,12 +198,12 @@ class PinnedConnection:
 
     @property
     def usable(self) -> bool:
-        """Whether there is a connection to send over."""
+        """Whether there is an open connection."""
         return self._socket is not None
 
     def send(self, request: AWSPreparedRequest) -> AWSResponse:
         """Send a request and return the complete answer. Raises RefusedRequest,
-        ConnectionClosedError, ReadTimeoutError, or ResponseParserError for an answer that is too
+        ConnectionClosedError or ReadTimeoutError, and ResponseParserError if the answer is too
         large."""
         data = self._encode(request)
         with self._lock:
@@ -271,8 +276,8 @@ class PinnedConnection:
         return read_answer(self._socket, method)
 
     def close(self) -> None:
-        """Do nothing. Clients close their session when they are garbage collected, but this
-        connection is shared."""
+        """Do nothing. A client calls this when it is garbage collected, but the connection is
+        shared."""
 
     def disconnect(self) -> None:
         """Close the connection."""
@@ -310,9 +315,9 @@ class PinnedConnection:
 
 
 def _check_no_input(connection: socket.socket) -> None:
-    """Check that no bytes are waiting before a request is sent, because they would be read as its
-    answer. Raises ConnectionResetError at the end of the stream, ValueError for unsolicited bytes.
-    """
+    """Check before sending a request that no bytes have arrived: they would be read as the
+    request's answer. Raises ValueError for unsolicited bytes, and ConnectionResetError if the
+    simulator closed the connection."""
     waiting = select.poll()
     waiting.register(connection, select.POLLIN)
     if waiting.poll(0):
@@ -346,8 +351,8 @@ def _body_bytes(body: Any) -> bytes:
 
 
 def read_answer(connection: socket.socket, method: str) -> tuple[int, dict[str, str], bytes]:
-    """Return (status, headers, body) of exactly one answer. Raises ValueError for bytes that are
-    not exactly one answer, ConnectionResetError when the answer ends early."""
+    """Read one answer and return (status, headers, body). Raises ValueError if the received bytes
+    are not exactly one answer, and ConnectionResetError if the answer ends early."""
     received = bytearray()
     while (end := received.find(b"\r\n\r\n")) < 0:
         if len(received) > _MAX_HEAD_BYTES:
@@ -389,8 +394,9 @@ def _receive(connection: socket.socket) -> bytes:
 
 
 class _Signature:
-    """Replacement for SigV4 signing: the simulator only reads account, region and service from the
-    header. Presigned URLs are shown to the agent, so they are signed as usual."""
+    """Replacement for SigV4 signing. The simulator reads only account, region and service from the
+    header, so a constant signature suffices. Presigned URLs are shown to the agent, so they are
+    signed as usual."""
 
     def __init__(self, account: str, signing_name: str, sign: Callable[..., None]) -> None:
         self._sign = sign
@@ -407,8 +413,8 @@ class _Signature:
 
 
 def pin_client(client: Any, account: str, connection: PinnedConnection) -> Any:
-    """Make a client send over ``connection`` with a constant signature and user agent, and return
-    it."""
+    """Make a botocore client send over ``connection``, with a constant signature and user agent,
+    and return the client."""
     service_id = client.meta.service_model.service_id.hyphenize()
     client._endpoint.http_session = connection
     signer = client._request_signer

@@ -1,4 +1,4 @@
-"""Command policy: decides, before anything runs, whether an agent's command line is allowed. It
+"""Command policy: decides before anything runs whether an agent's command line is allowed. It
 inspects the words as the CLI parses them.
 
 All code that needs to know the meaning of a command uses ``policy.Verdict``. Words that the CLI
@@ -6,8 +6,8 @@ would read differently are refused, so that there is only one interpretation.
 
 Rules, as they appear in observations: ``not-aws``, ``malformed``, ``newline``, ``too-long``,
 ``unknown-service``, ``operation``, ``global-option``, ``region``, ``local-file``, ``url-value``,
-``internal-path``, ``stdin``, ``query``, ``too-many``. The worker enforces the same rules again on
-the parsed request, and only there the last one (``bounds``).
+``internal-path``, ``stdin``, ``query``, ``too-many``. The worker checks the parsed request against
+the same rules again; ``too-many`` is checked only there.
 
 Source: docs/reference/environment.md 5.
 """
@@ -30,7 +30,8 @@ from realhf.base.text import quote_states
 
 
 class RefusedRequest(Exception):
-    """A request that an agent may not make. ``rule`` is the refusal rule in the observation."""
+    """A request that an agent may not make. ``rule``: name of the policy rule, as shown in the
+    observation."""
 
     def __init__(self, rule: str, message: str) -> None:
         super().__init__(f"{rule}: {message}")
@@ -43,7 +44,7 @@ Refuse = Callable[[str, str], NoReturn]
 
 
 def refuse(rule: str, message: str) -> NoReturn:
-    """Raise RefusedRequest without recording it."""
+    """Raise RefusedRequest, without recording the refusal."""
     raise RefusedRequest(rule, message)
 
 
@@ -52,9 +53,10 @@ FORBIDDEN_OPTIONS = (
     "cli-input-json", "cli-input-yaml", "cli-auto-prompt", "no-cli-auto-prompt", "cli-read-timeout",
     "cli-connect-timeout", "cli-binary-format", "no-cli-pager", "generate-cli-skeleton", "v2-debug",
 )  # fmt: skip
-"""Options that are refused in every abbreviation that the CLI accepts."""
+"""Options that are refused, also when abbreviated in a way that the CLI accepts."""
 _WITHOUT_EFFECT = frozenset({"--no-cli-pager", "--no-cli-auto-prompt"})
-"""Flags of AWS CLI version 2 whose effect is the default here."""
+"""Flags of AWS CLI version 2 that have no effect here, because the CLI already behaves as they
+demand."""
 DOCUMENTS = ("--cli-input-json", "--cli-input-yaml")
 _BLOB_FORMAT = "--cli-binary-format"
 RAW = "raw-in-base64-out"
@@ -71,27 +73,31 @@ _FLAGS = (
 
 @dataclass(frozen=True)
 class OwnOptions:
-    """Options that this version of the CLI does not know, or not safely, and that the worker
-    implements itself."""
+    """Options that the worker implements itself, because this version of the CLI does not know them
+    or does not handle them safely."""
 
     document_option: str = ""
     """``--cli-input-json`` or ``--cli-input-yaml``; "" if neither is given."""
     document: str = ""
-    """Its value: the document itself, or ``file://`` and a file name in the working folder."""
+    """Value of ``document_option``: the document itself, or ``file://`` and a file name in the
+    working folder."""
     blobs: str = ""
     """Value of ``--cli-binary-format``; "" if it is not given."""
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The options as command-line words, as ``read_own_options`` parses them."""
+        """The options as command-line words that ``read_own_options`` can parse."""
         document = (self.document_option, self.document) if self.document_option else ()
         return (*document, *((_BLOB_FORMAT, self.blobs) if self.blobs else ()))
 
 
 def read_own_options(words: Sequence[str]) -> tuple[list[str], OwnOptions]:
-    """Split words into those for the CLI and ``OwnOptions``. The latter may be anywhere, but not
-    abbreviated; flags of version 2 without effect are dropped. Raises RefusedRequest for an option
-    that is given twice, has no value, or names an unknown binary format."""
+    """Split a command's words into (words for the CLI, OwnOptions).
+
+    The worker's own options may be anywhere but not abbreviated. Flags of CLI version 2 that have
+    no effect are dropped. Raises RefusedRequest for an option that is given twice, has no value, or
+    names an unknown binary format.
+    """
     kept: list[str] = []
     found: dict[str, str] = {}
     pending = iter(words)
@@ -115,9 +121,12 @@ def read_own_options(words: Sequence[str]) -> tuple[list[str], OwnOptions]:
 
 
 def read_words(words: Sequence[str]) -> tuple[list[str], Sequence[str]]:
-    """Return ([service, operation], remaining words). Service and operation are the first words
-    that are neither global options nor their values; the list is shorter if they are missing.
-    Raises RefusedRequest for any other option before them."""
+    """Return ([service, operation], remaining words).
+
+    Service and operation are the first words that are neither global options nor values of global
+    options; the list is shorter if they are missing. Raises RefusedRequest if an option other than
+    the global ones precedes them.
+    """
     names: list[str] = []
     position = 0
     while position < len(words) and len(names) < 2:
@@ -138,14 +147,14 @@ def read_words(words: Sequence[str]) -> tuple[list[str], Sequence[str]]:
 
 
 def split_option(word: str) -> tuple[str, str | None]:
-    """Split ``--name=value`` into (name, value); the value is None without "="."""
+    """Split ``--name=value`` into (name, value). Without "=" the value is None."""
     name, equals, value = word.partition("=")
     return name, value if equals else None
 
 
 def with_option(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (option, word) for every word that is not an option: the option it directly follows, or
-    ""."""
+    """Yield (option, value) for every word that is not an option, and for every ``--option=value``.
+    The option is "" for a word that does not directly follow an option with a value."""
     option = ""
     for word in words:
         if word.startswith("--"):
@@ -161,7 +170,7 @@ def with_option(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 REGION = "us-east-1"
 MAX_COMMAND_BYTES = 8192
-"""Longest command line, unless the server's configuration sets another limit."""
+"""Default of the server's limit for the length of a command line, in bytes."""
 MAX_QUERY_CHARS = 1000
 MAX_QUERY_DEPTH = 20
 _OUTPUTS = ("json", "text", "table")
@@ -173,8 +182,8 @@ _LOCAL_PREFIX = re.compile(r"fileb?://", re.IGNORECASE)
 _PLAIN_FILE = re.compile(r"fileb?://(.+)", re.DOTALL)
 _URL = re.compile(r"\s*https?://", re.IGNORECASE)
 _FETCHED_OPTIONS = ("--template-url", "--stack-policy-url", "--stack-policy-during-update-url")
-"""Options whose values name a document to fetch. Other URLs are plain text and are never followed.
-"""
+"""Options whose value can be a URL from which the service fetches a document. URLs in other options
+are plain text and are never followed."""
 _BUCKET_OPTIONS = ("--bucket", "--copy-source")
 _KEY_OPTION = "--key"
 _PLAIN_NAMES_ONLY = "only plain names inside the working folder can be used"
@@ -182,33 +191,33 @@ _PLAIN_NAMES_ONLY = "only plain names inside the working folder can be used"
 
 @dataclass(frozen=True)
 class Verdict:
-    """Decision on a command line."""
+    """Decision of the policy on a command line."""
 
     argv: tuple[str, ...] = ()
-    """Words of an allowed command, without ``aws`` and the ``own`` options."""
+    """Words of an allowed command, without ``aws`` and without the options in ``own``."""
     own: OwnOptions = OwnOptions()
     """Options that the worker implements itself."""
     service: str = ""
     """Service in the CLI's spelling."""
     operation: str = ""
-    """Operation in the CLI's spelling; for a waiter, the operation that it sends."""
+    """Operation in the CLI's spelling; for a waiter, the operation that it repeats."""
     waits: bool = False
     """Whether the command is a waiter."""
     answer: str | None = None
-    """Output of a command that needs no execution, such as help; otherwise None."""
+    """Output of a command that is answered without being run, such as help; otherwise None."""
     rule: str | None = None
-    """Refusal rule; None for an allowed command."""
+    """Rule that refused the command; None if it is allowed."""
     message: str = ""
-    """Error text of a refusal."""
+    """Error text if the command is refused."""
 
 
 def refusal_text(rule: str, message: str) -> str:
-    """Return the error text of a refusal in the observation."""
+    """Return the error text that the observation shows for a refusal."""
     return f"refused ({rule}): {message}"
 
 
 def check_command(command: str, max_bytes: int = MAX_COMMAND_BYTES) -> Verdict:
-    """Decide on a command line as an agent wrote it. Never raises."""
+    """Return the decision on a command line as an agent wrote it. Never raises."""
     try:
         return _decide(_split_words(command, max_bytes))
     except RefusedRequest as refused:
@@ -217,13 +226,13 @@ def check_command(command: str, max_bytes: int = MAX_COMMAND_BYTES) -> Verdict:
 
 @functools.lru_cache(maxsize=1024)
 def operation_allowed(service: str, operation: str) -> bool:
-    """Return whether a task may send this request (botocore's names) in its set-up: tasks are bound
-    by the same table as agents."""
+    """Return whether a task's set-up may send this request (names as in botocore). Tasks are
+    limited to the same operations as agents."""
     return xform_name(operation, "-") in ALLOWED.get("s3api" if service == "s3" else service, ())
 
 
 def _split_words(command: str, max_bytes: int) -> list[str]:
-    """Return the words after ``aws``. Raises RefusedRequest."""
+    """Split a command line into words and return those after ``aws``. Raises RefusedRequest."""
     try:
         n_bytes = len(command.encode())
     except UnicodeEncodeError:
@@ -254,7 +263,7 @@ def _has_bare_newline(command: str) -> bool:
 
 
 def _decide(words: Sequence[str]) -> Verdict:
-    """Decide on the words after ``aws``. Raises RefusedRequest."""
+    """Return the decision on the words after ``aws``. Raises RefusedRequest."""
     words, own = read_own_options(words)
     _check_global_options(words)
     names, arguments = read_words(words)
@@ -324,7 +333,7 @@ def _query_too_complex(query: str) -> bool:
 
 def _check_values(service: str, words: Sequence[str]) -> None:
     """Refuse local files, documents to fetch and internal paths in any value, however it is
-    written."""
+    written. Raises RefusedRequest."""
     option = ""
     for word in words:
         value = word
@@ -342,14 +351,17 @@ def _check_values(service: str, words: Sequence[str]) -> None:
 
 
 def _may_be(option: str, *names: str) -> bool:
-    """Return whether the CLI could read ``option``, possibly an abbreviation, as one of the
-    names."""
+    """Return whether the CLI could read ``option``, which may be abbreviated, as one of
+    ``names``."""
     return len(option) > 2 and any(name.startswith(option) for name in names)
 
 
 def _is_internal(option: str, value: str) -> bool:
-    """Return whether a value is an internal path of the simulator. A key may have any name without
-    "../"; a bucket is the first part of a request path."""
+    """Return whether the value of an option leads to an internal path of the simulator.
+
+    The name of a bucket is the first part of a request path, so it must not be one. An object key
+    may be any string without "../".
+    """
     address = value.startswith("s3://")
     bucket = address or _may_be(option, *_BUCKET_OPTIONS)
     key = _may_be(option, _KEY_OPTION)
@@ -367,7 +379,8 @@ def _is_internal(option: str, value: str) -> bool:
 
 
 def _check_files(service: str, operation: str, arguments: Sequence[str]) -> None:
-    """Refuse arguments that name a local file outside the working folder without a prefix."""
+    """Refuse arguments that name a file outside the working folder without a prefix such as
+    ``file://``. Raises RefusedRequest."""
     key = (service, operation)
     for option, word in with_option(arguments):
         if key in _FILE_OPTIONS and _may_be(option, _FILE_OPTIONS[key]):

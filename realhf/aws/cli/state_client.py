@@ -1,8 +1,8 @@
-"""API client of the environment for a simulator: warm botocore clients for set-up, grading and
-inventory.
+"""The environment's own API client for a simulator: long-lived botocore clients for set-up, grading
+and inventory.
 
-botocore's own document decoders raise RecursionError for deeply nested documents; here they are
-replaced.
+botocore's document decoders raise RecursionError for deeply nested documents, so they are replaced
+here.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from realhf.aws.cli.pinned_http import ENDPOINT, PinnedConnection, pin_client
 from realhf.aws.cli.policy import REGION, RefusedRequest, refuse
 
 _POLICY = "policyDocumentType"
-"""Name of the shape of IAM policy documents in botocore's model."""
+"""Name of the shape for IAM policy documents in botocore's model."""
 
 
 def guard_decoders(client: Any, service: str) -> None:
-    """Replace botocore's document decoders on this client with ones that keep undecodable documents
+    """Replace botocore's document decoders on this client by ones that leave undecodable documents
     as text."""
     if service == "iam":
         client.meta.events.unregister("after-call.iam", json_decode_policies)
@@ -44,8 +44,8 @@ def guard_decoders(client: Any, service: str) -> None:
 
 
 def decode_document(document: Any) -> Any:
-    """Return the value of quoted JSON text, or the text itself if it is not JSON or is nested too
-    deeply."""
+    """Return the value of percent-encoded JSON, or the argument itself if it is not JSON or is
+    nested too deeply."""
     try:
         return json.loads(unquote(document))
     except (ValueError, TypeError, RecursionError):
@@ -77,7 +77,8 @@ def _decode_template(parsed: dict[str, Any], **arguments: Any) -> None:
 
 
 class StateCallError(Exception):
-    """A call was answered with an error. ``code`` is the AWS error code (``NoSuchBucket``)."""
+    """The simulator answered a call with an error, or the call was invalid. ``code``: AWS error
+    code such as ``NoSuchBucket``."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(f"{code}: {message}")
@@ -86,16 +87,16 @@ class StateCallError(Exception):
 
 
 class UnreadableAnswer(StateCallError):
-    """An answer cannot be decoded. The simulator works; its content may have been made undecodable
-    by the agent on purpose, so a check that meets this error has failed."""
+    """An answer cannot be decoded, although the simulator works. An agent may have made the
+    simulator's content undecodable on purpose, so a check that meets this error has failed."""
 
     def __init__(self, message: str) -> None:
         super().__init__("UnreadableAnswer", message)
 
 
 class ClientFactory:
-    """Builds the client of each service once per process, which takes 10 to 200 ms, and copies it
-    for every slot. Thread-safe."""
+    """Factory of botocore clients. The client of each service is built once per process, which
+    takes 10 to 200 ms, and copied for every slot. Thread-safe."""
 
     def __init__(self) -> None:
         self._session = botocore.session.Session()
@@ -103,7 +104,7 @@ class ClientFactory:
         self._clients: dict[tuple[str, str], Any] = {}
 
     def create(self, service: str, account: str, connection: PinnedConnection) -> Any:
-        """Return a client of botocore's ``service`` that sends over ``connection``."""
+        """Return a client for ``service`` (botocore's name) that sends over ``connection``."""
         with self._lock:
             original = self._clients.get((service, account))
             if original is None:
@@ -130,8 +131,10 @@ class ClientFactory:
 
 
 class StateClient:
-    """API client of one slot's simulator. ``dial`` opens connections; ``endpoint`` is the address
-    in error messages. Thread-safe."""
+    """API client for one slot's simulator. Thread-safe.
+
+    ``dial`` opens a connection to the simulator; ``endpoint`` is its address for error messages.
+    """
 
     def __init__(
         self, endpoint: str, account: str, dial: Callable[[], socket.socket], factory: ClientFactory
@@ -145,12 +148,12 @@ class StateClient:
     def call(
         self, service: str, operation: str, params: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the answer of ``operation`` (``ListBuckets``) of ``service`` (botocore's name)
-        without its metadata.
+        """Call an API operation and return its answer without the response metadata. ``service``:
+        botocore's name; ``operation``: for example ``ListBuckets``.
 
-        Raises StateCallError for an error answer, an unknown operation or invalid parameters (code
-        ``ParamValidation``), UnreadableAnswer, or ConnectionError when the simulator does not
-        answer.
+        Raises StateCallError for an error answer, an unknown operation or invalid parameters (the
+        latter two with code ``ParamValidation``), UnreadableAnswer for an answer that cannot be
+        decoded, and ConnectionError if the simulator does not answer.
         """
         client = self._clients.get(service)
         try:

@@ -1,4 +1,4 @@
-"""Virtual folder of a session: the only files that a command may name, by plain relative names."""
+"""Virtual folder of a session. Commands can only access files in it, by plain relative names."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 MAX_FILES = 64
 MAX_FOLDERS = 64
 MAX_DEPTH = 10
-"""Most nested folders; paths below stay shorter than the system's limit."""
+"""Maximum number of nested folders. It keeps paths below the system's length limit."""
 MAX_FILE_BYTES = 1 << 20
 MAX_TOTAL_BYTES = 8 << 20
 _PLAIN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether a name cannot leave the folder: no separator, no leading dot or dash, no
-    ".."."""
+    """Return whether a name cannot lead outside the folder: no separator, no leading dot or dash,
+    no ".."."""
     return _PLAIN_NAME.match(name) is not None and ".." not in name
 
 
 def is_folder_name(name: str) -> bool:
-    """Return whether a text is a plain name, optionally written as ``./name``."""
+    """Return whether a string is a plain file name, or ``./`` and one."""
     return is_plain_name(name.removeprefix("./"))
 
 
@@ -34,8 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 def empty_folder(path: Path) -> None:
-    """Remove everything inside a folder of any depth. Entries two levels down are moved up first,
-    which avoids recursion and paths that are too long. Raises OSError."""
+    """Remove everything inside a folder, whatever its depth. Raises OSError.
+
+    Entries two levels down are moved up first, which avoids recursion and too long paths.
+    """
     top = os.open(path, _FOLDER_FLAGS)
     moved = uuid.uuid4().hex
     try:
@@ -55,8 +57,8 @@ def empty_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder and its contents of any depth. On failure the folder is left and a warning is
-    logged."""
+    """Remove a folder and its contents, whatever their depth. If that fails, log a warning and
+    leave the folder."""
     try:
         empty_folder(path)
         path.rmdir()
@@ -67,7 +69,8 @@ def remove_folder(path: Path) -> None:
 
 
 def _unlink_files(folder: int) -> list[str]:
-    """Remove everything but folders from an open folder, and return the names of the folders."""
+    """Remove all files from an open folder, and return the names of its subfolders. ``folder``:
+    file descriptor."""
     with os.scandir(folder) as entries:
         found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     for name, is_folder in found:
@@ -77,8 +80,8 @@ def _unlink_files(folder: int) -> list[str]:
 
 
 class VirtualFolder:
-    """A directory that is private to one slot. Limits: 64 files, 1 MiB each, 8 MiB in all, 64
-    folders, ten levels."""
+    """Private directory of one simulator slot. Limits: 64 files of at most 1 MiB each, 8 MiB in
+    total, 64 folders, ten levels."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -86,7 +89,7 @@ class VirtualFolder:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a file (task assets). Raises ValueError for an invalid name or size."""
+        """Write a file for the task. Raises ValueError for an invalid name or size."""
         if not is_plain_name(name):
             raise ValueError(f"asset name {name!r} is not a plain file name")
         if len(content) > MAX_FILE_BYTES:
@@ -98,8 +101,11 @@ class VirtualFolder:
         return sorted(os.listdir(self.path))
 
     def clear(self) -> bool:
-        """Remove everything inside and return True. If that fails, switch to a new folder and
-        return False; processes that use the old one must be replaced."""
+        """Remove everything inside and return True.
+
+        If that fails, switch to a new folder and return False; the caller must then replace
+        processes that use the old folder.
+        """
         try:
             empty_folder(self.path)
         except OSError as error:
@@ -110,7 +116,7 @@ class VirtualFolder:
         return True
 
     def enforce_limits(self) -> int:
-        """Remove the newest files until the limits hold, and return the number of folders that may
+        """Remove the newest files until the limits hold. Return the number of folders that may
         still be created."""
         found = list(_walk(self.path))
         files = [
@@ -132,7 +138,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _walk(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield all entries below a folder, including those in folders made by a recursive download."""
+    """Yield all entries below a folder, at any depth."""
     pending = [os.fspath(folder)]
     while pending:
         with os.scandir(pending.pop()) as entries:

@@ -1,12 +1,13 @@
-"""In-process AWS CLI driver that stays warm between commands and bounds what requests may ask for.
+"""In-process AWS CLI driver that stays loaded between commands and limits what requests may ask
+for.
 
-It limits every count that a simulator would turn into objects, by member name in botocore's models,
-and the expansion of YAML documents. Limits of the simulator process bound its memory and time as
-well, because a template may contain counts that are not visible here.
+The public program rebuilds parsers and clients for every command; this driver builds them once.
+Event handlers that a command registers on shared objects are removed afterwards, so that commands
+neither slow the driver down nor affect each other.
 
-The public program rebuilds parsers and clients for every command. Event handlers that a command
-registers on shared objects are removed after it, so the driver neither slows down nor carries state
-over.
+Limits apply to every count that a simulator would turn into objects (found by member name in
+botocore's models), and to the expansion of YAML documents. Not all counts are visible here, for
+example those in templates; the resource limits of the simulator process bound the rest.
 """
 
 from __future__ import annotations
@@ -51,22 +52,22 @@ from realhf.aws.cli.policy import (
 from realhf.aws.cli.virtual_folder import is_folder_name
 
 MAX_COUNT = 100
-"""Largest count in a request, unless botocore's model has its own maximum."""
+"""Largest count in a request, unless botocore's model defines a maximum for it."""
 MAX_ALIASES = 16
-"""Most aliases in a YAML document. Each alias may more than double the expansion of the previous
-ones."""
+"""Maximum number of aliases in a YAML document. With each alias the expanded document may more than
+double."""
 _COUNT_MEMBER = re.compile(
     r"(?<!sample)count$|capacity$|capacitybuffer$|instances$|workers$|nodes$|shards$|replicas|partitions$|buckets$|pools$"
     r"|^m(in|ax)size$|^num(ber)?of|^num(cache|node)|concurrency$|concurrentruns$",
     re.IGNORECASE,
 )
-"""Names of members that are counts of objects."""
+"""Names of members that are a number of objects to create."""
 _ALIAS, _ANCHOR = (re.compile(rf"(?:^|[\s\[{{,:?-]){sign}[^\s\]}},*&]") for sign in (r"\*", "&"))
 _NUMBERS = frozenset({"integer", "long", "float", "double"})
 
 
 def find_excess(model: OperationModel, params: Any) -> str:
-    """Return which limit a request exceeds; "" if none."""
+    """Return a message about the limit that a request exceeds, or "" if it exceeds none."""
     stored = model.service_model.service_name == "s3"
     for name, shape, value in _leaves(model.input_shape, params):
         if isinstance(value, (str, bytes)):
@@ -80,7 +81,7 @@ def find_excess(model: OperationModel, params: Any) -> str:
 
 
 def has_many_aliases(document: str | bytes) -> bool:
-    """Return whether a text, read as YAML, has more than ``MAX_ALIASES`` aliases."""
+    """Return whether a document, read as YAML, has more than ``MAX_ALIASES`` aliases."""
     if isinstance(document, bytes) and document.startswith(b"PK\x03\x04"):
         return False  # an archive: no reader of YAML takes these characters
     text = document.decode("utf-8", "replace") if isinstance(document, bytes) else document
@@ -98,8 +99,8 @@ def has_many_aliases(document: str | bytes) -> bool:
 
 
 def _leaves(shape: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (member name, shape, value) of every scalar in ``params``. Iterative, because agents
-    write deeply nested documents."""
+    """Yield (member name, shape, value) for every scalar in ``params``. Iterative, because agents
+    may send deeply nested documents."""
     pending = [("", shape, params)]
     while pending:
         name, shape, value = pending.pop()
@@ -123,8 +124,8 @@ _MANY_BASE64_CHARS = 40
 
 
 def looks_like_base64(text: str) -> bool:
-    """Return whether a text was probably meant as base64: it is padded, decodes to text, or is long
-    and mixes upper case, lower case and digits."""
+    """Return whether a string was probably meant as base64: it is padded, it decodes to text, or it
+    is long and mixes upper case, lower case and digits."""
     if len(text) < _FEWEST_BASE64_CHARS or len(text) % 4 or not _BASE64.fullmatch(text):
         return False
     try:
@@ -140,7 +141,8 @@ def _is_text(text: str) -> bool:
 
 
 def _text_blobs(shape: Any, params: Any) -> Iterator[tuple[Any, Any, str]]:
-    """Yield (container, key or index, member name) of every text where the model expects bytes."""
+    """Yield (container, key or index, member name) for every string where botocore's model expects
+    bytes."""
     pending = [("", shape, params)]
     while pending:
         name, shape, value = pending.pop()
@@ -162,7 +164,7 @@ def _text_blobs(shape: Any, params: Any) -> Iterator[tuple[Any, Any, str]]:
 
 
 class _TextLoader(yaml.CSafeLoader):
-    """YAML loader that keeps timestamps as text; botocore parses them itself."""
+    """YAML loader that keeps timestamps as strings, because botocore parses them itself."""
 
 
 _TextLoader.yaml_implicit_resolvers = {
@@ -172,7 +174,8 @@ _TextLoader.yaml_implicit_resolvers = {
 
 
 def _is_deep(text: str) -> bool:
-    """Return whether YAML may be nested too deeply: its parser scans all levels for every token."""
+    """Return whether a YAML document may be nested too deeply. The YAML parser goes through all
+    levels for every token, so deep documents are slow."""
     depth = deepest = 0
     for bracket in _BRACKETS.findall(text):
         depth += 1 if bracket in "[{" else -1
@@ -181,8 +184,8 @@ def _is_deep(text: str) -> bool:
 
 
 def read_document(own: OwnOptions) -> Mapping[str, Any]:
-    """Return the parameters in the document of a command, {} without one. Raises RefusedRequest if
-    the document is not an object, or is a file outside the working folder."""
+    """Return the parameters in the document that a command names, or {} if it names none. Raises
+    RefusedRequest if the document is not an object, or is a file outside the working folder."""
     if not own.document_option:
         return {}
     text = own.document
@@ -214,20 +217,20 @@ def read_document(own: OwnOptions) -> Mapping[str, Any]:
 
 _MAX_PARAM_CHARS = 65536
 _WAIT_DELAY_S = 0.25
-"""Longest delay between two requests of a waiter, in seconds."""
+"""Maximum delay between two requests of a waiter, in seconds."""
 _WAIT_ATTEMPTS = 8
-"""Most requests of a waiter. With the delay this bounds a waiter to two seconds; a simulator's
-state does not progress after its first answer."""
+"""Maximum number of requests of a waiter. Together with the delay this limits a waiter to two
+seconds. Waiting longer is useless, because a simulator's state does not progress by itself."""
 _CLIENT_EVENTS = (
     "after-call", "before-call", "before-parameter-build", "provide-client-params", "request-created", "before-send",
     "response-received", "needs-retry", "choose-signer", "before-sign",
 )  # fmt: skip
-"""Events whose handlers a client copies from its session."""
+"""Events whose handlers a new client copies from its session."""
 
 
 class UndoLog:
-    """Record of the event handlers registered while a command runs, on any emitter, so that they
-    can be removed."""
+    """Record of the event handlers that are registered while a command runs, on any emitter, so
+    that they can be removed afterwards."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[HierarchicalEmitter, str, Any, Any]] = []
@@ -256,8 +259,8 @@ class UndoLog:
         self._recording = True
 
     def client_handlers(self, session_emitter: HierarchicalEmitter) -> list[tuple[str, Any]]:
-        """Return the handlers that this command registered on the session and that a client created
-        now would inherit."""
+        """Return the handlers that this command registered on the session and that a newly created
+        client would copy."""
         return [
             (name, handler)
             for emitter, name, handler, _ in self._entries
@@ -265,8 +268,8 @@ class UndoLog:
         ]
 
     def take(self, action: Callable[[], Any]) -> tuple[Any, list[tuple[str, Any]]]:
-        """Run ``action`` and return its result and the handlers it registered, which are removed at
-        once."""
+        """Run ``action`` and return (its result, the handlers that it registered). The handlers are
+        removed again at once."""
         outer = self._entries
         was_recording = self._recording
         self._entries = []
@@ -279,7 +282,7 @@ class UndoLog:
         return result, taken
 
     def undo(self) -> None:
-        """Stop recording and remove every handler since ``begin``."""
+        """Stop recording and remove every handler registered since ``begin``."""
         self._recording = False
         for emitter, event_name, handler, unique_id in reversed(self._entries):
             emitter.unregister(event_name, handler, unique_id)
@@ -287,14 +290,14 @@ class UndoLog:
 
 
 class RequestLog:
-    """Record of the requests that botocore sent during a command: one entry per answered or failed
-    request."""
+    """Record of the requests that botocore sent during a command. There is one entry for each
+    request that was answered or failed."""
 
     def __init__(self) -> None:
         self.entries: list[dict[str, Any]] = []
 
     def attach(self, session: Any) -> None:
-        """Listen to the requests of a botocore session."""
+        """Start recording the requests of a botocore session."""
         session.register("provide-client-params", self._on_params)
         session.register("before-call", self._answer_dry_run)
         session.register("after-call", self._on_answer)
@@ -340,7 +343,7 @@ class RequestLog:
 
 
 def json_able(value: Any) -> Any:
-    """Return ``value`` in a form that JSON can represent. Streams become a marker, long text is
+    """Return ``value`` in a form that JSON can represent: streams become a marker, long strings are
     cut."""
     if isinstance(value, Mapping):
         return {str(key): json_able(item) for key, item in value.items()}
@@ -358,8 +361,8 @@ def json_able(value: Any) -> Any:
 
 
 class _WarmDriver(clidriver.CLIDriver):
-    """CLI driver without the parts that depend on a user's machine (aliases, log handlers) and with
-    cached parsers."""
+    """CLI driver with cached parsers and without the features that depend on the user's machine
+    (aliases, log handlers)."""
 
     def __init__(self, session: Any, refuse: Refuse) -> None:
         super().__init__(session)
@@ -391,8 +394,8 @@ class _WarmDriver(clidriver.CLIDriver):
         args.verify_ssl = None
 
     def announce_session(self) -> None:
-        """Emit the session event once, which the program emits for every command; handlers of
-        values and formats register on it."""
+        """Emit the session event once; the public program emits it for every command. Handlers for
+        values and formats register themselves on this event."""
         parsed, _ = self._create_parser(self._get_command_table()).parse_known_args(["sts"])
         super()._emit_session_event(parsed)
 
@@ -401,7 +404,8 @@ class _WarmDriver(clidriver.CLIDriver):
 
 
 class WarmCli:
-    """Executes one command like the ``aws`` program, with ``run(argv)``. Not thread-safe."""
+    """In-process equivalent of the ``aws`` program: ``run(argv)`` executes one command. Not
+    thread-safe."""
 
     def __init__(self, account: str, on_refusal: Callable[[RefusedRequest], None]) -> None:
         self.account = account
@@ -434,7 +438,8 @@ class WarmCli:
         logging.disable(logging.CRITICAL)
 
     def preload(self, operations: Mapping[str, frozenset[str]]) -> None:
-        """Build argument tables and clients of the allowed services, before the fork."""
+        """Build the argument tables and clients of the allowed services before worker processes are
+        forked."""
         table = self._driver._get_command_table()
         for service, names in operations.items():
             command = table[service]
@@ -451,7 +456,8 @@ class WarmCli:
     def run(
         self, argv: list[str], stdout: io.TextIOBase, stderr: io.TextIOBase
     ) -> tuple[int, list[dict[str, Any]]]:
-        """Run a command and return (exit code, requests sent). Output goes to the two streams."""
+        """Run a command and return (exit code, requests sent). Its output goes to ``stdout`` and
+        ``stderr``."""
         self._log.entries = []
         saved = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = stdout, stderr  # type: ignore[assignment]
@@ -476,21 +482,21 @@ class WarmCli:
         return code or 0, self._log.entries
 
     def _relax_required(self, argument_table: Mapping[str, Any], **_: Any) -> None:
-        """Make all options optional if a document provides parameters."""
+        """Make all options optional if the command has a document with parameters."""
         if self._document:
             self._relaxed = [argument for argument in argument_table.values() if argument.required]
             for argument in self._relaxed:
                 argument.required = False
 
     def _fill_from_document(self, call_parameters: dict[str, Any], **_: Any) -> None:
-        """Add the parameters of the document that the command line does not set."""
+        """Add the document's parameters, except those that the command line sets."""
         for name, value in self._document.items():
             call_parameters.setdefault(name, value)
 
     def _decode_blobs(self, params: Mapping[str, Any], model: Any, **_: Any) -> None:
-        """Decode text for binary members as ``--cli-binary-format`` says. Without that option
-        refuse text that looks like base64: version 1 of the CLI takes it literally, version 2
-        decodes it."""
+        """Decode the strings given for binary members, as ``--cli-binary-format`` demands. Without
+        that option, refuse strings that look like base64: version 1 of the CLI takes them
+        literally, version 2 decodes them."""
         for holder, key, name in _text_blobs(model.input_shape, params):
             if self._blobs == BASE64:
                 try:
@@ -503,8 +509,8 @@ class WarmCli:
                 self._refuse("malformed", f"{name} looks like base64, and {version}; {say}")
 
     def _check_bounds(self, params: Mapping[str, Any], model: Any, **_: Any) -> None:
-        """Check the values of a request. The policy cannot do that, because a document may be in a
-        file."""
+        """Check the parameters of a request against limits and for URLs and internal paths. The
+        policy cannot do that, because they may come from a document in a file."""
         reason = find_excess(model, params)
         if reason:
             self._refuse("too-many", reason)
@@ -589,7 +595,7 @@ class WarmCli:
 
 
 def _disable_help(refuse: Refuse) -> None:
-    """Refuse help pages, because they start a pager."""
+    """Refuse help pages, because they would start a pager."""
 
     def no_help(self: HelpCommand, args: Any, parsed_globals: Any) -> None:
         refuse("operation", "help pages are not available here")
@@ -598,8 +604,8 @@ def _disable_help(refuse: Refuse) -> None:
 
 
 def _bound_waiters() -> None:
-    """Make waiters poll often and give up soon. Their commands are built once, because parsers are
-    cached by identity."""
+    """Make waiters poll often and give up early. Also build each waiter command only once, because
+    parsers are cached by the identity of their commands."""
     original = SingleWaiterConfig.__init__
     build = WaitCommand._build_subcommand_table
     tables: dict[int, tuple[WaitCommand, Any]] = {}
@@ -619,7 +625,7 @@ def _bound_waiters() -> None:
 
 
 def _restrict_param_files(refuse: Refuse) -> None:
-    """Restrict ``file://`` to the virtual folder; URLs are never followed."""
+    """Restrict ``file://`` to the virtual folder, and disable parameters from URLs."""
 
     def read(prefix: str, path: str, mode: str) -> Any:
         name = path[len(prefix) :]

@@ -1,9 +1,11 @@
-"""CLI worker: runs AWS CLI commands inside the sandbox, one at a time, over a socket pair.
+"""CLI worker process: runs AWS CLI commands inside the sandbox, one at a time, on request over a
+socket pair.
 
-Frames are a 4-byte big-endian length and JSON. Request: ``{"argv": [...]}``. Reply: ``exit_code``,
-``stdout``, ``stderr``, ``refusal``, ``requests``, ``truncated`` (the output was cut), ``last`` (the
-worker ends). A worker never opens a connection: its connection to the simulator is an inherited
-descriptor.
+A frame is a 4-byte big-endian length and JSON. Request: ``{"argv": [...], "stdout_cap": bytes,
+"stderr_cap": bytes}``; an empty object is a liveness check. Reply: ``exit_code``, ``stdout``,
+``stderr``, ``refusal``, ``requests``, ``truncated`` (whether the output was cut), ``last`` (whether
+the worker ends after this reply). A worker never opens a connection: it inherits the descriptor of
+its connection to the simulator.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from realhf.env.containment.frames import frame, read_frame
 from realhf.env.containment.sandbox import ProcessGuard
 
 RUNAWAY_BYTES = 8 << 20
-"""A command is aborted after this many dropped output bytes."""
+"""Number of dropped output bytes after which a command is aborted."""
 MAX_RESIDENT_BYTES = 300 << 20
-"""A worker with more resident memory is replaced."""
+"""Resident memory above which a worker is replaced, in bytes."""
 _WRITES_PER_COMMAND = 2 * MAX_FILES
-"""Most files that one command may write."""
+"""Maximum number of files that one command may write."""
 
 
 class RunawayOutput(BaseException):
-    """A command printed far more than an observation can hold; the worker ends."""
+    """A command printed far more than an observation can contain. The worker ends."""
 
 
 class CappedSink(io.RawIOBase):
@@ -66,8 +68,8 @@ class CappedSink(io.RawIOBase):
         return self._dropped > 0
 
     def text(self) -> str:
-        """Return the kept text, cut at a character boundary. Carriage returns are dropped, control
-        characters replaced."""
+        """Return the kept bytes as text, cut at a character boundary, with a note if bytes were
+        dropped. Carriage returns are removed and control characters replaced."""
         kept = bytes(self._kept)
         if self._dropped:
             kept = kept.decode("utf-8", "ignore").encode()
@@ -80,7 +82,7 @@ class CappedSink(io.RawIOBase):
 
 
 class CliWorker:
-    """Runs commands. The zygote constructs it, and ``serve`` runs in a fork of the zygote."""
+    """AWS CLI worker. The zygote constructs it; ``serve`` then runs in a fork of the zygote."""
 
     def __init__(self, account: str) -> None:
         self.refusals: list[RefusedRequest] = []
@@ -89,8 +91,12 @@ class CliWorker:
     _statm = -1
 
     def serve(self, request: dict[str, Any], fds: list[int], guard: ProcessGuard) -> None:
-        """Contain this process, then answer requests until the owner closes the channel. ``fds``:
-        descriptors of the channel and of the connection to the simulator."""
+        """Apply the containment to this process, then answer requests until the owner closes the
+        channel.
+
+        ``request``: contains the path of the working ``folder``. ``fds``: descriptors of the
+        channel and of the connection to the simulator.
+        """
         channel, connection = (socket.socket(fileno=fd) for fd in fds)
         self.cli.connection.attach(connection)
         folder = request["folder"]
@@ -135,7 +141,8 @@ class CliWorker:
         }
 
     def _is_polluted(self, folder: str) -> bool:
-        """Return whether a command left something behind that could affect the next one."""
+        """Return whether the last command left something in the process that could affect the next
+        one."""
         resident_bytes = int(os.pread(self._statm, 100, 0).split()[1]) * resource.getpagesize()
         return (
             threading.active_count() > 1

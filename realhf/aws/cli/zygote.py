@@ -1,7 +1,7 @@
-"""Zygote of the CLI workers: imports the AWS CLI, builds everything once, then forks workers on
-request.
+"""Zygote process of the CLI workers: imports the AWS CLI and prepares everything once, then forks a
+worker for each request.
 
-Run by ``ForkServer`` as ``python -m realhf.aws.cli.zygote <control fd> <account> <network> <layers
+``ForkServer`` runs it as ``python -m realhf.aws.cli.zygote <control fd> <account> <network> <layers
 that may be missing>``. It never executes agent input.
 """
 
@@ -27,7 +27,8 @@ _CPU_S = 120
 
 
 def main() -> None:
-    """Build the worker, then fork children until the owner closes its end."""
+    """Prepare the worker, then fork children on request until the owner closes its end of the
+    control socket."""
     control = socket.socket(fileno=int(sys.argv[1]))
     account, mode, may_lack = sys.argv[2:]
     sys.argv = ["aws"]  # argparse names the program after it

@@ -1,4 +1,4 @@
-"""Client of the AWS environment: one session, async and sync.
+"""Client of the AWS environment for one session, async and sync.
 
     async with AwsEnv("http://127.0.0.1:8100") as env:
         result = await env.reset(task_id=1, seed=3)
@@ -7,8 +7,8 @@
     with AwsEnv("http://127.0.0.1:8100").sync() as env:
         result = env.reset(task_id=1, seed=3)
 
-It also works with other OpenEnv servers: an action may be a mapping, and unknown fields are
-attributes of the observation. Source: docs/reference/environment.md 2.4, 10.
+It also works with other OpenEnv servers: an action may be a mapping, and unknown fields of a reply
+become attributes of the observation. Source: docs/reference/environment.md 2.4, 10.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ T = TypeVar("T")
 
 
 class AwsEnv:
-    """One session. Use it on one event loop, one request at a time.
+    """One session of an environment server. Use it on one event loop, one request at a time.
 
     Args:
         base_url: ``http(s)://`` or ``ws(s)://`` address of the server.
         token: bearer token, if the server requires one.
-        connect_timeout_s: deadline for the handshake and the first state request.
-        message_timeout_s: deadline for each request.
-        session: an open session to use instead of opening one.
+        connect_timeout_s: deadline for the handshake and the first state request, in seconds.
+        message_timeout_s: deadline for each request, in seconds.
+        session: an existing session to use instead of opening one.
         ca_file: PEM file of the certificate authority for an https server ("": the system's, or
             SSL_CERT_FILE).
 
-    Requests raise EnvError (the session stays usable), MessageTimeout, ConnectionLost, and then
-    ConnectionPoisoned until ``connect`` opens a new session.
+    A request raises EnvError for an error reply, after which the session stays usable. If it raises
+    MessageTimeout or ConnectionLost, all later requests raise ConnectionPoisoned until ``connect``
+    opens a new session.
     """
 
     def __init__(
@@ -82,14 +83,14 @@ class AwsEnv:
         await self._session.connect()
 
     async def reset(self, **arguments: Any) -> AwsStepResult:
-        """Start an episode. ``arguments``: ``task_id``, ``task``, ``seed``, ``episode_id``,
-        ``chaos``. Connects if necessary."""
+        """Start an episode, connecting first if necessary. ``arguments``: ``task_id``, ``task``,
+        ``seed``, ``episode_id``, ``chaos``."""
         if self._session is None:
             await self.connect()
         return parse_result(await self._open().reset(**arguments))
 
     async def step(self, action: Action) -> AwsStepResult:
-        """Run a command line."""
+        """Run a command line and return the reply."""
         return parse_result(
             await self._open().step(action.command if isinstance(action, AwsAction) else action)
         )
@@ -101,12 +102,12 @@ class AwsEnv:
         return AwsState.model_validate(await self._open().state())
 
     async def close(self) -> None:
-        """Close the session; idempotent, and harmless when the server is gone."""
+        """Close the session. Idempotent, and harmless if the server is gone."""
         if self._session is not None:
             await self._session.close()
 
     def sync(self) -> SyncAwsEnv:
-        """Return the same client for blocking code, with its own event loop."""
+        """Return a blocking client for this session, with an event loop of its own."""
         return SyncAwsEnv(self)
 
     async def __aenter__(self) -> AwsEnv:
@@ -128,8 +129,8 @@ class AwsEnv:
 
 
 class SyncAwsEnv(BlockingFace[AwsEnv]):
-    """``AwsEnv`` with blocking methods. Its thread answers the server's pings while the caller is
-    busy. After ``close``, ``connect`` opens a new session."""
+    """``AwsEnv`` with blocking methods. Its thread answers the server's pings while the caller does
+    other work. After ``close``, ``connect`` opens a new session."""
 
     connect = blocking(AwsEnv.connect)
     reset = blocking(AwsEnv.reset)
@@ -146,7 +147,7 @@ class SyncAwsEnv(BlockingFace[AwsEnv]):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Metadata that the server sent at connecting; {} before."""
+        """Metadata that the server sent when the client connected; {} before that."""
         return self.inner.metadata
 
     def __enter__(self) -> Self:
@@ -159,8 +160,8 @@ class SyncAwsEnv(BlockingFace[AwsEnv]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Run a coroutine method of the client to completion. Raises RuntimeError inside a
-        coroutine, and in a forked child of the process that opened the session."""
+        """Run a coroutine method of the client and return its result. Raises RuntimeError if the
+        caller is a coroutine, or a forked child of the process that opened the session."""
         in_child = self.thread.pid != os.getpid() and not self.inner.usable
         if in_child or not self._finalizer.alive:
             super().__init__(self.inner, "aws-env")
@@ -169,7 +170,7 @@ class SyncAwsEnv(BlockingFace[AwsEnv]):
 
 
 def parse_result(result: StepResult) -> AwsStepResult:
-    """Return the typed reply; unknown fields are kept."""
+    """Return a reply with a typed observation. Unknown fields become extra attributes."""
     return AwsStepResult(
         AwsObservation.model_validate(result.observation), result.reward, result.done
     )

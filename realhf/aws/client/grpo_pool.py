@@ -1,5 +1,5 @@
-"""N environment sessions for asynchronous code such as notebooks, on the caller's event loop. The
-only thread is one for generation.
+"""N environment sessions for asynchronous code such as notebooks. They run on the caller's event
+loop; only generation has a thread of its own.
 
     async with GrpoPool("http://127.0.0.1:8100", 8, curriculum) as pool:
         await pool.reset_group(task)
@@ -40,12 +40,15 @@ T = TypeVar("T")
 
 
 class GrpoPool(SessionGroup):
-    """Runs groups of rollouts on its sessions. ``envs`` are the sessions, [] until connected. Use
-    it on one event loop.
+    """N sessions on which groups of rollouts run. Use it on one event loop.
 
-    ``session`` are the arguments of ``SessionGroup``. ``on_failure``: ``drop`` returns a
-    RolloutFailure for a rollout whose environment failed, ``retry`` plays it once more on a new
-    connection (reset like ``reset_group`` did), ``raise`` raises.
+    ``envs`` are the sessions, [] until connected. ``session``: further arguments of
+    ``SessionGroup``. ``on_failure`` is one of them and decides what happens to a rollout whose
+    environment failed:
+
+    - ``drop``: the result is a RolloutFailure
+    - ``retry``: the rollout runs once more on a new connection, reset like the last ``reset_group``
+    - ``raise``: GroupError is raised
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class GrpoPool(SessionGroup):
             )
 
     async def close(self) -> None:
-        """Close all sessions; idempotent, and harmless when the server is gone."""
+        """Close all sessions. Idempotent, and harmless if the server is gone."""
         if os.getpid() != self._pid:
             return
         await super().close()
@@ -98,9 +101,12 @@ class GrpoPool(SessionGroup):
     async def reset_group(
         self, task: Any, seed: int | None = None, *, chaos: bool = False
     ) -> list[AwsStepResult]:
-        """Reset all sessions to one task instance: a ``Task`` or reset arguments. Lost sessions are
-        reopened first. Raises GroupResetError with all outcomes when one fails; the other resets
-        have completed by then."""
+        """Reset all sessions to the same task instance and return the results. ``task``: a ``Task``
+        or reset arguments.
+
+        Lost sessions are reopened first. Raises GroupResetError with all outcomes if one reset
+        fails; the other resets have completed by then.
+        """
         self._check_usable()
         arguments = reset_arguments(task, seed, chaos)
         try:
@@ -114,9 +120,12 @@ class GrpoPool(SessionGroup):
     async def run_group_step(
         self, actions: Sequence[str | None]
     ) -> list[AwsStepResult | RolloutFailure | None]:
-        """Run one command per session, concurrently, and return results in order. None skips a
-        session (its episode is over); a failed environment returns RolloutFailure. Raises
-        ValueError when the lengths differ."""
+        """Run one command per session, concurrently, and return the results in order.
+
+        None instead of a command skips the session, for example because its episode is over. If the
+        environment fails, the result is a RolloutFailure. Raises ValueError when the lengths
+        differ.
+        """
         self._check_usable()
         results = await self.step(actions)
         return [
@@ -126,12 +135,12 @@ class GrpoPool(SessionGroup):
     async def run_group(
         self, rollout_fn: Callable[[AwsEnv], Awaitable[T]]
     ) -> list[T | RolloutFailure]:
-        """Run ``rollout_fn`` with every session concurrently and return the results in the order of
+        """Run ``rollout_fn`` on every session concurrently and return the results in the order of
         the sessions.
 
-        A failed environment is handled as ``on_failure`` says. After any other error the remaining
-        rollouts may run until the message timeout, and GroupError is raised with all outcomes.
-        Raises RuntimeError while another group is running.
+        ``on_failure`` decides what happens when an environment fails. If ``rollout_fn`` raises any
+        other error, the remaining rollouts get ``message_timeout_s`` seconds to finish; then
+        GroupError is raised with all outcomes. Raises RuntimeError while another group is running.
         """
         self._check_usable()
         if self._playing:
@@ -154,8 +163,8 @@ class GrpoPool(SessionGroup):
     async def _run_all(
         self, rollout_fn: Callable[[AwsEnv], Awaitable[T]]
     ) -> list[T | RolloutFailure | BaseException]:
-        """Return the result or error of each rollout. After the first error the others have the
-        message timeout to finish."""
+        """Return the result or error of each rollout. After the first error, the others get
+        ``message_timeout_s`` seconds to finish."""
         tasks = [
             asyncio.ensure_future(self._run_one(rollout_fn, index)) for index in range(self.size)
         ]
@@ -192,7 +201,8 @@ class GrpoPool(SessionGroup):
             return as_failure(error)
 
     async def generate(self, fn: Callable[..., T], *args: Any) -> T:
-        """Run ``fn(*args)`` in the generation thread; calls are queued, and sockets stay served."""
+        """Run ``fn(*args)`` in the generation thread and return its result. Calls are queued. The
+        event loop stays free to serve the sockets."""
         self._check_usable()
         if self._generator is None:
             self._generator = ThreadPoolExecutor(1, thread_name_prefix="grpo-generate")

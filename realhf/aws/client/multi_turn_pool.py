@@ -1,12 +1,13 @@
-"""N environment sessions for a blocking trainer: a synchronous facade with its own thread and event
-loop.
+"""N environment sessions for a blocking trainer: a synchronous interface to sessions that run on an
+event loop in a thread of their own.
 
-Generation runs in the caller's thread, environment steps on the pool's loop, which also answers
-pings while the caller generates or trains. Source: docs/reference/environment.md 1 and 9.
+Generation runs in the caller's thread. Environment steps run on the pool's event loop, which also
+answers the server's pings while the caller generates or trains. Source:
+docs/reference/environment.md 1 and 9.
 
-Environment variables: AWS_RL_ENV_URL and AWS_RL_ENV_TOKEN locate the server; NUM_GENERATIONS (8),
-MAX_TURNS (6) and MAX_TOTAL_TOKENS (4096) set the rollouts of a group, and the policy turns and
-tokens of an episode.
+Environment variables: AWS_RL_ENV_URL and AWS_RL_ENV_TOKEN locate the server. NUM_GENERATIONS
+(default 8) sets the rollouts per group, MAX_TURNS (6) and MAX_TOTAL_TOKENS (4096) limit the policy
+turns and the tokens of an episode.
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ _FINALIZE_S = 2.0
 _STOP_S = 10.0
 """Seconds for closing the sessions in ``close``."""
 MODES = ("lockstep", "independent")
-"""Schedules of turns: all episodes advance together, or each on its own."""
+"""Schedules of turns. ``lockstep``: all episodes advance together; ``independent``: each advances
+on its own."""
 
 
 class Policy(BatchEngine, Protocol):
-    """Token source of a pool."""
+    """Engine that generates the turns of a pool's episodes, with its chat format."""
 
     @property
     def chat(self) -> ChatFormat:
@@ -60,24 +62,26 @@ class Policy(BatchEngine, Protocol):
 
 
 class MultiTurnEnvPool:
-    """Plays groups of episodes on ``size`` sessions.
+    """N sessions on which groups of episodes are played.
 
     Args:
         base_url: address of the server, see ``SessionGroup``.
         size: number of sessions.
         curriculum: receiver of group results, see ``SessionGroup``.
-        max_turns: policy turns of an episode.
-        max_total_tokens: prompt and completion tokens of an episode.
-        turn_tokens: the engine's ``max_new_tokens``; an episode without room for a turn ends
-            (token_budget).
-        observation_chars: longest text of one observation.
-        session: further arguments of ``SessionGroup``. The default of ``on_failure`` is ``retry``
-            (an episode whose environment failed is played once more, on a new connection; ``drop``
-            returns it as a failed outcome, ``raise`` raises GroupError after all episodes have
-            ended), that of ``connect_timeout_s`` is 20.
+        max_turns: maximum number of policy turns in an episode.
+        max_total_tokens: maximum number of prompt and completion tokens in an episode.
+        turn_tokens: the engine's ``max_new_tokens``; an episode without room for another turn ends
+            with status ``token_budget``.
+        observation_chars: maximum length of an observation, in characters.
+        session: further arguments of ``SessionGroup``. Two of them have other defaults here:
+            ``connect_timeout_s`` is 20, and ``on_failure`` is ``retry`` (an episode whose
+            environment failed is played once more, on a new connection). With ``drop`` such an
+            episode becomes a failed outcome; with ``raise`` GroupError is raised after all episodes
+            have ended.
 
-    ``timings`` sums ``env_s`` (including ``reset_s``: the first resets of a run), ``generation_s``,
-    ``rounds``, ``env_steps`` and ``episodes`` of all runs.
+    ``timings`` holds totals over all runs: ``generation_s`` and ``env_s`` (seconds of generation,
+    and of everything else), ``reset_s`` (the part of ``env_s`` before the first generation of a
+    run), and the numbers of ``rounds``, ``env_steps`` and ``episodes``.
     """
 
     def __init__(
@@ -105,12 +109,13 @@ class MultiTurnEnvPool:
 
     @property
     def turn_tokens(self) -> int:
-        """Most tokens of a policy turn."""
+        """Maximum number of tokens in a policy turn."""
         return self._limits.turn_tokens
 
     @property
     def reward_mode(self) -> str:
-        """Meaning of the server's rewards: ``potential`` or ``level``."""
+        """How the server computes rewards: ``potential`` or ``level``, see
+        ``SessionGroup.reward_mode``."""
         return self._group.reward_mode
 
     def connect(self) -> None:
@@ -140,8 +145,11 @@ class MultiTurnEnvPool:
         mode: str = "lockstep",
         chaos: bool = False,
     ) -> list[RolloutOutcome]:
-        """Play ``group_size`` (default: ``size``) episodes of one task instance: a ``Task`` or
-        reset arguments. ``seed`` None: the task's own (0 for reset arguments). See ``run_groups``.
+        """Play ``group_size`` (default: ``size``) episodes of one task instance and return their
+        outcomes.
+
+        ``task``: a ``Task`` or reset arguments. ``seed`` None: the seed of the task, or of the
+        reset arguments (0 if they have none). Other arguments: see ``run_groups``.
         """
         arguments = reset_arguments(task, seed, chaos)
         wanted = int(arguments.pop("seed", 0))
@@ -158,12 +166,14 @@ class MultiTurnEnvPool:
         seeds: Sequence[int],
         mode: str = "lockstep",
     ) -> list[list[RolloutOutcome]]:
-        """Play ``group_size`` episodes of every task and return them per task, in order.
+        """Play ``group_size`` episodes of every task; return one list of outcomes per task, in
+        order.
 
-        ``tasks[i]`` are reset arguments (``{"task": {...}}`` or ``{"task_id": ...}``), ``seeds[i]``
-        their seed. A failed environment is an outcome without reward; an error of the policy is
-        raised. In ``lockstep`` mode the same policy outputs produce the same sequence of batches;
-        in ``independent`` mode no episode waits for another.
+        ``tasks[i]`` are reset arguments (``{"task": {...}}`` or ``{"task_id": ...}``) and
+        ``seeds[i]`` the seed for them. An episode whose environment failed has an outcome without
+        reward; an error of the policy is raised. In ``lockstep`` mode the same policy outputs
+        always lead to the same sequence of batches. In ``independent`` mode no episode waits for
+        another.
         """
         if len(tasks) != len(seeds):
             raise ValueError(f"{len(tasks)} tasks, but {len(seeds)} seeds")
@@ -185,8 +195,8 @@ class MultiTurnEnvPool:
     def reset_group(
         self, task: Any, seed: int | None = None, *, chaos: bool = False
     ) -> list[StepResult]:
-        """Reset all sessions to one task instance. Raises GroupResetError when one of them
-        fails."""
+        """Reset all sessions to the same task instance and return the results. Raises
+        GroupResetError if one of them fails."""
         thread = self._connected_thread()
         with self._exclusive():
             return thread.call(self._group.reset(reset_arguments(task, seed, chaos)))
@@ -194,8 +204,8 @@ class MultiTurnEnvPool:
     def run_group_step(
         self, actions: Sequence[str | None]
     ) -> list[StepResult | RolloutFailure | None]:
-        """Run one command per session, concurrently. None skips a session; a failed one returns
-        RolloutFailure."""
+        """Run one command per session, concurrently, and return the results in order. None instead
+        of a command skips the session. If the environment fails, the result is a RolloutFailure."""
         thread = self._connected_thread()
         with self._exclusive():
             return thread.call(self._group.step(actions))
@@ -203,12 +213,12 @@ class MultiTurnEnvPool:
     def record_group_result(
         self, task: Any, outcomes: Sequence[Any], success_threshold: float = 0.99
     ) -> GroupSummary:
-        """Report a group to the curriculum, once; this is the pool's only write to it. See
-        ``record_group``."""
+        """Report a group's results to the curriculum and return their statistics, see
+        ``record_group``. Nothing else in the pool reports to the curriculum."""
         return self._group.record_group_result(task, outcomes, success_threshold)
 
     def close(self, timeout_s: float = _STOP_S) -> None:
-        """Close all sessions and stop the thread; idempotent, and harmless when the server is
+        """Close all sessions and stop the thread. Idempotent, and harmless if the server is
         gone."""
         self._group.closed = True
         thread = self._thread
@@ -287,8 +297,8 @@ class MultiTurnEnvPool:
 
 
 class _SharedSessionEnvironment(AwsEnvironment):
-    """``AwsEnvironment`` on a session of the pool. It takes a free session when it is created and
-    returns it when it is closed."""
+    """``AwsEnvironment`` on one of the pool's sessions. It takes a free session when it is created
+    and gives it back when it is closed."""
 
     def __init__(
         self, group: SessionGroup, free: list[OpenEnvClient], *, level: bool, observation_chars: int
@@ -301,13 +311,15 @@ class _SharedSessionEnvironment(AwsEnvironment):
         self._taken = client
 
     async def close(self) -> None:
-        """Return the session, closed: the state of its last episode is unknown."""
+        """Close the session, because its state is unknown, and give it back to the pool, which
+        reopens it."""
         await super().close()
         self._free.append(self._taken)
 
 
 class _TimedPolicy:
-    """Policy that counts and times its batches. ``first``: start time of the first batch."""
+    """Policy that counts and times the batches of the wrapped policy. ``first``: start time of the
+    first batch."""
 
     def __init__(self, policy: Policy) -> None:
         self.seconds = 0.0
@@ -330,7 +342,8 @@ class _TimedPolicy:
 
 
 def _build_task(arguments: Mapping[str, Any], seed: int) -> Task:
-    """Return the player's task for reset arguments, named after the task in them."""
+    """Return a task with these reset arguments as its payload. Its id and group are the number and
+    difficulty of the task in them."""
     task = arguments.get("task") or {}
     name = str(task.get("task_id", arguments.get("task_id", "")))
     group = str(task.get("difficulty", ""))
@@ -345,8 +358,8 @@ _NUMBERS = {
 
 
 def pool_arguments(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Read arguments of ``MultiTurnEnvPool`` from environment variables. Raises ValueError naming a
-    variable that is not a positive integer."""
+    """Return arguments of ``MultiTurnEnvPool`` that are read from environment variables. Raises
+    ValueError, which names the variable, for a value that is not a positive integer."""
     arguments: dict[str, Any] = {
         "base_url": environ.get("AWS_RL_ENV_URL") or DEFAULT_URL,
         "token": environ.get("AWS_RL_ENV_TOKEN") or None,
@@ -360,6 +373,6 @@ def pool_arguments(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def pool_from_environment(**arguments: Any) -> MultiTurnEnvPool:
-    """Return an unconnected pool; ``arguments`` override environment variables. Raises
-    ValueError."""
+    """Return a pool, not connected yet, with arguments from environment variables; ``arguments``
+    override them. Raises ValueError."""
     return MultiTurnEnvPool(**{**pool_arguments(os.environ), **arguments})

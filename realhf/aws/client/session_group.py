@@ -1,8 +1,8 @@
-"""Group of N sessions of one environment server that are played together, with failures and group
-statistics.
+"""Group of N sessions of one environment server that are used together, with its failure handling
+and statistics.
 
-Its coroutines run on the event loop that owns the sockets. Connecting is all or nothing, and a
-failed environment is never a reward of 0. Source: docs/reference/environment.md 9.
+Its coroutines run on the event loop that owns the sockets. Either all sessions connect or none
+does. The reward of a failed environment is None, never 0. Source: docs/reference/environment.md 9.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from realhf.env.openenv_client import (
 
 DEFAULT_URL = "http://127.0.0.1:8100"
 ON_FAILURE = ("drop", "retry", "raise")
-"""Policies for a rollout whose environment failed: leave it out, play it once more, or raise an
+"""What to do with a rollout whose environment failed: leave it out, play it once more, or raise an
 error."""
 FAILURES = (ConnectionError, TimeoutError, EnvError)
-"""Errors of an environment or of the connection to it; any other error is a bug in the caller's
+"""Errors of an environment or of the connection to it. Any other error is a bug in the caller's
 code."""
 
 
 @dataclass(frozen=True)
 class RolloutFailure:
-    """Placeholder for the result of a failed rollout."""
+    """Result of a failed rollout, in place of an outcome."""
 
     status: str
     """One of ``realhf.api.rollout.FAILURE_STATUSES``."""
@@ -59,8 +59,8 @@ class PoolClosed(RuntimeError):
 
 
 class GroupError(RuntimeError):
-    """Rollouts of a group failed. ``outcomes``: one entry per rollout in order, a RolloutFailure
-    for each failed one."""
+    """Some rollouts of a group failed. ``outcomes``: one entry per rollout in order, with a
+    RolloutFailure for each failed one."""
 
     def __init__(self, message: str, outcomes: Sequence[Any]) -> None:
         super().__init__(message)
@@ -68,18 +68,18 @@ class GroupError(RuntimeError):
 
 
 class GroupResetError(GroupError):
-    """Not every session could be reset to the task."""
+    """Not all sessions of a group could be reset to the task."""
 
 
 def as_failure(error: BaseException) -> RolloutFailure:
-    """Convert ``error`` to a RolloutFailure. An error that is not in FAILURES is attributed to the
+    """Return a RolloutFailure for ``error``. Errors that are not in FAILURES are attributed to the
     policy."""
     status = failure_kind(error) if isinstance(error, FAILURES) else POLICY_FAILED
     return RolloutFailure(status, str(error) or type(error).__name__)
 
 
 def describe_failures(outcomes: Sequence[Any]) -> str:
-    """Return a text for an error message that lists the failed entries."""
+    """Return a string for an error message that lists the failed outcomes."""
     named = [
         f"{i}: {o.status} ({o.message})"
         for i, o in enumerate(outcomes)
@@ -89,11 +89,11 @@ def describe_failures(outcomes: Sequence[Any]) -> str:
 
 
 class ResultSink(Protocol):
-    """Receiver of results, such as a curriculum."""
+    """Receiver of group results, such as a curriculum."""
 
     def record_result(self, task: Any, achieved: bool | float | None, reward: float = 0.0) -> None:
-        """Record the result of a group: ``achieved`` is the share of its valid rollouts that solved
-        the task, None without valid ones; ``reward`` is their mean reward."""
+        """Record the result of a group. ``achieved``: fraction of its valid rollouts that solved
+        the task, None if no rollout is valid. ``reward``: their mean reward."""
         ...
 
 
@@ -106,13 +106,13 @@ class GroupSummary:
     valid: int
     """Number of valid rollouts."""
     achieved: float
-    """Share of the valid rollouts that solved the task; 0.0 without any."""
+    """Fraction of the valid rollouts that solved the task; 0.0 if none is valid."""
     mean: float
-    """Mean reward of the valid rollouts; 0.0 without any."""
+    """Mean reward of the valid rollouts; 0.0 if none is valid."""
     std: float
-    """Population standard deviation of those rewards; 0.0 without any."""
+    """Population standard deviation of the valid rollouts' rewards; 0.0 if none is valid."""
     failures: dict[str, int] = field(default_factory=dict)
-    """Number of failed rollouts by status."""
+    """Number of failed rollouts for each failure status."""
 
     @property
     def trainable(self) -> bool:
@@ -126,11 +126,11 @@ def record_group(
     results: Sequence[Any],
     success_threshold: float = 0.99,
 ) -> GroupSummary:
-    """Report a group to the curriculum (if any), once, and return its statistics.
+    """Report a group's results to the curriculum, if there is one, and return their statistics.
 
     ``results`` are rewards, or outcomes with ``valid``, ``reward``, ``achieved`` and ``status``.
-    None, NaN and failed outcomes are excluded, never counted as zeros. A bare reward of at least
-    ``success_threshold`` is a success.
+    None, NaN and failed outcomes are left out, never counted as zeros. A plain reward counts as a
+    success if it is at least ``success_threshold``.
     """
     entries = [_entry(result, success_threshold) for result in results]
     valid = [(reward, achieved) for reward, achieved, _ in entries if reward is not None]
@@ -150,7 +150,7 @@ def record_group(
 
 
 def _entry(result: Any, threshold: float) -> tuple[float | None, bool, str]:
-    """Return (reward or None, achieved, failure status)."""
+    """Return (reward or None, achieved, failure status) of one result."""
     if result is None:
         return None, False, "missing"
     if isinstance(result, int | float):
@@ -166,29 +166,29 @@ def _entry(result: Any, threshold: float) -> tuple[float | None, bool, str]:
 
 
 def episode_return(rewards: Sequence[float], reward_mode: str) -> float:
-    """Return the score of an episode from its step rewards: their sum, or in ``level`` mode the
-    last one."""
+    """Return the score of an episode from the rewards of its steps: the last one in ``level`` mode,
+    otherwise their sum."""
     return (rewards[-1] if rewards else 0.0) if reward_mode == "level" else float(sum(rewards))
 
 
 T = TypeVar("T")
 _REOPEN_S = 5.0
-"""Seconds to keep trying to replace a lost session while the server is full."""
+"""How long to retry replacing a lost session while the server is full, in seconds."""
 
 
 class SessionGroup:
-    """Connects, resets and steps N sessions together. ``clients`` are the sessions, [] until
-    connected; a lost session is reopened in its place.
+    """N sessions that are connected, reset and stepped together. ``clients`` are the sessions, []
+    until connected; a lost session is reopened in its place.
 
     Args:
         base_url: address of the environment server, see ``AwsEnv``.
-        size: number of sessions, at most the server's.
+        size: number of sessions, at most the server's pool size.
         curriculum: receives the result of a group from ``record_group_result``, and from nothing
             else.
-        connect_timeout_s: deadline for opening all sessions.
-        message_timeout_s: deadline for each reset or step.
-        retry_capacity_s: keep trying to connect this long while the server is full.
-        on_failure: handling of a failed environment, one of ON_FAILURE.
+        connect_timeout_s: deadline for opening all sessions, in seconds.
+        message_timeout_s: deadline for each reset or step, in seconds.
+        retry_capacity_s: how long to retry connecting while the server is full, in seconds.
+        on_failure: what to do when an environment fails, one of ON_FAILURE.
         token: bearer token of the server.
         ca_file: PEM file of the certificate authority, see ``AwsEnv``.
     """
@@ -231,22 +231,22 @@ class SessionGroup:
 
     @property
     def reward_mode(self) -> str:
-        """``potential`` (the rewards of an episode sum to its score) or ``level`` (the last reward
-        is the score)."""
+        """How the server computes rewards: ``potential`` (the rewards of an episode sum to its
+        score) or ``level`` (the last reward is the score)."""
         return str(self.metadata.get("reward_mode", "potential"))
 
     def check_connected(self) -> None:
-        """Raise PoolClosed after ``close`` and before ``connect``."""
+        """Raise PoolClosed if the group is closed or was never connected."""
         if self.closed:
             raise PoolClosed("the pool is closed")
         if not self.clients:
             raise PoolClosed("the pool is not connected; call connect() first")
 
     async def connect(self) -> None:
-        """Open all sessions or none. Does nothing if connected; can be retried after a failure.
+        """Open all sessions or none. Does nothing if they are open. A failed call can be repeated.
 
-        Raises CapacityError or ConnectError: the first error, after all opened sessions are closed
-        again.
+        If a session cannot be opened, the others are closed again and its error is raised,
+        CapacityError or ConnectError.
         """
         if self.closed:
             raise PoolClosed("the pool is closed")
@@ -271,13 +271,14 @@ class SessionGroup:
         return clients
 
     async def reopen(self, client: OpenEnvClient) -> None:
-        """Replace a lost session with a new one, waiting a moment for the server to notice the
-        loss. Raises ConnectionError."""
+        """Replace a lost session with a new one. While the server has not noticed the loss and is
+        full, this is retried for some seconds. Raises ConnectionError."""
         await client.close()
         await _open_with_retries(client.connect, _REOPEN_S)
 
     async def reopen_lost(self) -> None:
-        """Reopen lost sessions. Raises the ConnectionError if no session is left."""
+        """Reopen the lost sessions. Raises the last ConnectionError if no session is usable
+        afterwards."""
         self.check_connected()
         last_error: ConnectionError | None = None
         for client in self.clients:
@@ -290,8 +291,9 @@ class SessionGroup:
             raise last_error
 
     async def reset(self, arguments: Mapping[str, Any]) -> list[StepResult]:
-        """Reset every session with the same arguments. Raises GroupResetError with all outcomes
-        when one failed or when their task texts differ; the other resets have completed by then."""
+        """Reset every session with the same arguments. Raises GroupResetError with all outcomes if
+        a reset fails or the sessions show different tasks; the other resets have completed by
+        then."""
         await self.reopen_lost()
         outcomes = await asyncio.gather(
             *(_await_outcome(client.reset(**arguments)) for client in self.clients)
@@ -309,8 +311,9 @@ class SessionGroup:
         return results
 
     async def step(self, actions: Sequence[str | None]) -> list[StepResult | RolloutFailure | None]:
-        """Run one command per session, concurrently, and return results in the order of the
-        sessions; None skips a session. Raises ValueError when the lengths differ."""
+        """Run one command per session, concurrently, and return the results in the order of the
+        sessions. None instead of a command skips the session. Raises ValueError when the lengths
+        differ."""
         self.check_connected()
         if len(actions) != self.size:
             raise ValueError(f"{len(actions)} actions for {self.size} sessions")
@@ -319,12 +322,12 @@ class SessionGroup:
     def record_group_result(
         self, task: Any, results: Sequence[Any], success_threshold: float = 0.99
     ) -> GroupSummary:
-        """Report a group to the curriculum, once; this is the pool's only write to it. See
-        ``record_group``."""
+        """Report a group's results to the curriculum and return their statistics, see
+        ``record_group``. Nothing else in the group reports to the curriculum."""
         return record_group(self._curriculum, task, results, success_threshold)
 
     async def close(self) -> None:
-        """Close every session; idempotent, and harmless when the server is gone."""
+        """Close every session. Idempotent, and harmless if the server is gone."""
         self.closed = True
         await asyncio.gather(*(client.close() for client in self.clients), return_exceptions=True)
 
@@ -336,7 +339,7 @@ async def _step_one(
 
 
 async def _await_outcome(answer: Awaitable[StepResult]) -> StepResult | RolloutFailure:
-    """Await an answer; a failed environment becomes a RolloutFailure."""
+    """Await an answer. Return a RolloutFailure if the environment failed."""
     try:
         return await answer
     except FAILURES as error:
@@ -344,8 +347,9 @@ async def _await_outcome(answer: Awaitable[StepResult]) -> StepResult | RolloutF
 
 
 def reset_arguments(task: Any, seed: int | None, chaos: bool) -> dict[str, Any]:
-    """Return the keyword arguments of reset for a task: a ``Task`` (anything with ``to_json``), or
-    a mapping such as ``{"task_id": 3}``. ``seed`` None: the task's own."""
+    """Return the keyword arguments of a reset to a task. ``task``: a ``Task`` (any object with
+    ``to_json`` and ``seed``), or a mapping such as ``{"task_id": 3}``. ``seed`` None: the task's
+    own seed."""
     if isinstance(task, Mapping):
         arguments = {"chaos": chaos, **task}
     else:
@@ -354,7 +358,7 @@ def reset_arguments(task: Any, seed: int | None, chaos: bool) -> dict[str, Any]:
 
 
 def _check_distinct(clients: Sequence[OpenEnvClient]) -> None:
-    """Raise ConnectError when two sessions share a simulator, since each would see the other's
+    """Raise ConnectError if two sessions share a simulator: each would see the other's
     resources."""
     slots = [client.probe["slot_id"] for client in clients if "slot_id" in client.probe]
     if len(set(slots)) < len(slots):
@@ -362,7 +366,8 @@ def _check_distinct(clients: Sequence[OpenEnvClient]) -> None:
 
 
 async def _open_with_retries(open_session: Callable[[], Awaitable[T]], patience_s: float) -> T:
-    """Open a session, retrying for ``patience_s`` seconds while the server is full."""
+    """Open a session (or a group of them). While the server is full, retry for ``patience_s``
+    seconds."""
     deadline = process_clock.now() + patience_s
     while True:
         try:

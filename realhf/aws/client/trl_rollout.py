@@ -1,5 +1,5 @@
-"""``rollout_func`` for TRL's GRPOTrainer on MultiTurnEnvPool: token-exact multi-turn episodes, all
-concurrent.
+"""``rollout_func`` for TRL's GRPOTrainer on MultiTurnEnvPool: multi-turn episodes with exact token
+ids, played concurrently.
 
     pool = MultiTurnEnvPool(url, size=8, turn_tokens=64)
     trainer = GRPOTrainer(model, [episode_reward], rollout_func=PoolRollouts(pool),
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def task_of_prompt(prompt: Any) -> dict[str, Any]:
-    """Return the reset arguments in a prompt. Raises ValueError when it contains none."""
+    """Return the reset arguments that a prompt contains. Raises ValueError if it contains none."""
     text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     try:
         arguments = json.loads(text)
@@ -41,18 +41,18 @@ def task_of_prompt(prompt: Any) -> dict[str, Any]:
 def episode_reward(
     completions: Sequence[Any], episode_reward: Sequence[float | None], **_: Any
 ) -> list[float | None]:
-    """Reward function for TRL that returns the scores of the rollouts; None (not 0) for a failed
-    one."""
+    """Return the scores of the rollouts; a reward function for TRL. A failed rollout has None, not
+    0."""
     return list(episode_reward)
 
 
 class PoolRollouts:
-    """Plays the rollouts of a TRL trainer; call it as ``rollout_func(prompts, trainer)``.
+    """A ``rollout_func`` for TRL: call it with ``(prompts, trainer)`` to play the rollouts.
 
-    Returns ``prompt_ids``, ``completion_ids``, ``logprobs``, ``env_mask`` (1 on sampled tokens),
-    and for reward functions ``episode_reward`` (None: failed), ``achieved``, ``progress``,
-    ``status``, with ``num_generations`` rows per task. A failed rollout is a single end token with
-    mask 0.
+    It returns a dict of columns with ``num_generations`` rows per task: ``prompt_ids``,
+    ``completion_ids``, ``logprobs`` and ``env_mask`` (1 for sampled tokens), and for reward
+    functions ``episode_reward`` (None: failed), ``achieved``, ``progress`` and ``status``. The
+    completion of a failed rollout is a single end token with mask 0.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class PoolRollouts:
         self._task_of = task_of
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        """Play a rollout for every prompt, in order. Raises CapacityError or ConnectError when the
-        pool cannot connect."""
+        """Play one rollout for every prompt and return the columns, with rows in the order of the
+        prompts. Raises CapacityError or ConnectError when the pool cannot connect."""
         self._pool.connect()
         group_size = (
             trainer.num_generations if trainer.model.training else trainer.num_generations_eval
@@ -78,7 +78,8 @@ class PoolRollouts:
 
 
 class TransformersPolicy:
-    """Samples with the trainer's model through ``generate``, at the trainer's temperature."""
+    """Policy that samples from the trainer's model with transformers' ``generate``, at the
+    trainer's temperature."""
 
     def __init__(self, trainer: Any, max_new_tokens: int) -> None:
         # TRL's own option for the same thing.
@@ -91,7 +92,7 @@ class TransformersPolicy:
         self._pad = trainer.processing_class.pad_token_id
 
     def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
-        """Generate one batch from left-padded prefixes."""
+        """Sample the next turn of every request, as one batch of left-padded token sequences."""
         import torch
 
         model = self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped)
@@ -124,12 +125,13 @@ class TransformersPolicy:
         ]
 
     def free(self, slots: Sequence[int]) -> None:
-        """Do nothing: ``generate`` keeps no state between rounds."""
+        """Do nothing: no state is kept between calls of ``generate``."""
         del slots
 
     def _output(self, ids: torch.Tensor, logits: torch.Tensor) -> GenOutput:
-        """Return one row. ``ids`` [n] is cut after the first stop id; ``logits`` [n,
-        vocabulary]."""
+        """Return the output for one row of the batch. ``ids`` [n]: generated token ids, which are
+        cut after the first stop id. ``logits`` [n, vocabulary]: logits divided by the
+        temperature."""
         tokens = ids.tolist()
         ends = [position for position, token in enumerate(tokens) if token in self.chat.stop_ids]
         count = ends[0] + 1 if ends else len(tokens)
@@ -138,7 +140,8 @@ class TransformersPolicy:
 
 
 def _distinct(prompts: Sequence[Any], group_size: int) -> list[Any]:
-    """Return one prompt per group; TRL passes each prompt ``num_generations`` times in a row."""
+    """Return one prompt per group: TRL passes each prompt ``num_generations`` times in a row.
+    Raises ValueError if it did not."""
     groups = [
         list(prompts[start : start + group_size]) for start in range(0, len(prompts), group_size)
     ]

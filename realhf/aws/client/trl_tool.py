@@ -1,8 +1,7 @@
-"""The AWS environment as the tool class that TRL's ``GRPOTrainer(environment_factory=AwsToolEnv)``
-takes.
+"""The AWS environment as the tool class for TRL's ``GRPOTrainer(environment_factory=AwsToolEnv)``.
 
-TRL creates one instance per rollout of a generation batch, calls ``reset`` with the row's columns,
-offers every public method as a tool, and calls ``get_reward`` once at the end. Source:
+TRL creates one instance per rollout of a generation batch, calls ``reset`` with the columns of the
+dataset row, offers every public method as a tool, and calls ``get_reward`` once at the end. Source:
 docs/reference/environment.md 10.
 """
 
@@ -20,15 +19,18 @@ from realhf.aws.models import AwsStepResult
 from realhf.env.openenv_client import EnvError
 
 _OUTPUT_CHARS = 2000
-"""Longest output of a command, in characters."""
+"""Maximum length of a command's output, in characters."""
 _ROW_KEYS = ("task", "task_id", "seed", "chaos")
-"""Dataset columns that are reset arguments."""
+"""Dataset columns that are passed to the reset."""
 
 
 class AwsToolEnv:
-    """One session, reused over episodes. AWS_RL_ENV_URL is the server's address, AWS_RL_ENV_TOKEN
-    its token. The socket stays open while the trainer optimises; a lost session is reopened by the
-    next ``reset``, never within an episode."""
+    """One session of the environment server, reused for many episodes.
+
+    The environment variables AWS_RL_ENV_URL and AWS_RL_ENV_TOKEN set the server's address and
+    token. The connection stays open while the trainer optimises. A lost session is reopened by the
+    next ``reset``, never within an episode.
+    """
 
     def __init__(self) -> None:
         url = os.environ.get("AWS_RL_ENV_URL") or DEFAULT_URL

@@ -1,9 +1,10 @@
-"""Playground: plays episodes of one visitor at a time on its own simulator.
+"""The playground: visitors play episodes in the browser, one visitor at a time, on a simulator of
+its own.
 
-``PlaygroundSession`` must be used from a single, long-lived thread: the simulator's processes die
-with the thread that started them. Source: docs/reference/environment.md 11.
-
-``Playground`` decides on the event loop who plays, and runs the session on its own thread.
+``Playground`` decides on the event loop which visitor plays, and runs the ``PlaygroundSession`` on
+a dedicated thread. The session must be used from a single, long-lived thread, because the
+simulator's processes die with the thread that started them. Source: docs/reference/environment.md
+11.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _SHOWN = (
     "command_output", "error", "command_success", "refusal", "hint_text", "hints_used", "partial_progress",
     "task_achieved", "truncated", "steps_left",
 )  # fmt: skip
-"""Observation fields in the log of a step."""
+"""Observation fields that the log of a step contains."""
 
 
 def no_episode() -> Refusal:
@@ -42,10 +43,13 @@ def no_episode() -> Refusal:
 
 
 class PlaygroundSession:
-    """Plays one episode at a time. ``make_pool`` builds the simulator, a pool of one, when the
-    first episode starts; a failed start is retried with the next episode. ``make_player`` plays on
-    its slot. ``summed``: the score is the sum of the rewards, otherwise the last reward (see
-    ``RewardMeter``)."""
+    """The playground's simulator and the episode that is played on it.
+
+    ``make_pool`` builds the simulator, a pool of size one, when the first episode starts; if that
+    fails, the next episode tries again. ``make_player`` returns the player for the pool's slot.
+    ``summed``: whether the score is the sum of the rewards instead of the last reward (see
+    ``RewardMeter``).
+    """
 
     def __init__(
         self,
@@ -64,12 +68,20 @@ class PlaygroundSession:
         self._followed: list[str] = []
         self._random = random.Random()
         self.log: dict[str, Any] | None = None
-        """What happened in the episode so far, as it is downloaded; None before the first."""
+        """Log of the episode so far, in the format of the download; None before the first
+        episode."""
 
     def reset(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Start an episode and return its log. ``order``: the template ``task_id``, or a random one
-        of ``tier`` or of all tiers; ``seed`` (default: random); ``split`` of the names; ``chaos``.
-        Raises WireError, and the errors of ``MiniStackPool.start``."""
+        """Start an episode and return its log. Keys of ``order``, all optional:
+
+        - ``task_id``: the template; default: a random one
+        - ``tier``: tier from which the random template is chosen; default: all
+        - ``seed``: default: random
+        - ``split``: which resource names are drawn, ``train`` (default) or ``heldout``
+        - ``chaos``: whether the episode may be perturbed
+
+        Raises WireError, and the errors of ``MiniStackPool.start``.
+        """
         task = self._draw(order)
         if self._player is None:
             self._player = self._make_player(self._lease())
@@ -98,7 +110,8 @@ class PlaygroundSession:
         self._followed = []
 
     def step(self, command: str) -> dict[str, Any]:
-        """Run a command and return its log entry. Raises Refusal, WireError."""
+        """Run a command and return its log entry. Raises Refusal if no episode is running, and
+        WireError."""
         if self.log is None or self._player is None:
             raise no_episode()
         steps = self.log["steps"]
@@ -130,8 +143,9 @@ class PlaygroundSession:
         return resolve(self._solution[done], self._followed) if done < len(self._solution) else None
 
     def solution(self) -> dict[str, Any]:
-        """Return the first reference command that has not been run yet: ``command`` (None: all
-        were), its ``position`` from 1, ``total``. Raises Refusal."""
+        """Return the first command of the reference solution that the player has not run yet:
+        ``command`` (None if all were run), ``position`` (from 1) and ``total``. Raises Refusal
+        without an episode."""
         if self.log is None:
             raise no_episode()
         position = len(self._followed) + 1
@@ -142,7 +156,8 @@ class PlaygroundSession:
         }
 
     def release(self) -> None:
-        """End the episode and empty the account. The simulator stays warm for the next visitor."""
+        """End the episode and empty the account. The simulator keeps running for the next
+        visitor."""
         self._clear_episode()
         self._player = None
         slot = self._slot
@@ -151,7 +166,7 @@ class PlaygroundSession:
             self._pool.release(slot)
 
     def kill(self) -> None:
-        """Abort the running command; thread-safe."""
+        """Kill the running command. Thread-safe."""
         player = self._player
         if player is not None:
             player.kill()
@@ -194,7 +209,7 @@ class PlaygroundSession:
 
 
 def _shown_names(task: Task, description: str) -> list[str]:
-    """Return the drawn names that the description contains, longest first; the page highlights
+    """Return the resource names that the description contains, longest first. The page highlights
     them."""
     drawn = {str(value) for value in task.params.values()}
     shown = sorted(name for name in drawn if len(name) > 2 and name in description)
@@ -203,18 +218,19 @@ def _shown_names(task: Task, description: str) -> list[str]:
 
 T = TypeVar("T")
 IDLE_RELEASE_S = 600.0
-"""Seconds without a request after which an idle player loses the session."""
+"""Seconds without a request after which the player loses the session."""
 AWAY_RELEASE_S = 30.0
-"""The same after the page was closed; a page that is reloaded asks again within this time."""
+"""The same limit after the player closed the page. If the page was only reloaded, it sends a
+request within this time."""
 _LOG = logging.getLogger(__name__)
 
 
 class Playground:
-    """Gives the playground's session to one visitor at a time.
+    """Access to the playground's session for one visitor at a time, the player.
 
-    ``idle_release_s``: seconds without a request of the player after which others may play.
-    ``away_release_s``: the same after the player's page was closed. Call all coroutines on one
-    event loop; ``close`` is thread-safe. Raises ``Refusal`` for a request that is not served.
+    After ``idle_release_s`` seconds without a request by the player, or ``away_release_s`` seconds
+    if the player closed the page, the session is free for other visitors. Call all coroutines on
+    one event loop; ``close`` is thread-safe. Requests that are not served raise ``Refusal``.
     """
 
     def __init__(
@@ -234,8 +250,8 @@ class Playground:
         self._idle_timer: asyncio.TimerHandle | None = None
 
     async def reset(self, visitor: str, order: dict[str, Any]) -> dict[str, Any]:
-        """Start an episode and return its log. The visitor becomes the player, if the session is
-        free."""
+        """Start an episode and return its log. If the session is free, the visitor becomes the
+        player."""
         self._refuse_others(visitor)
         newcomer = self._player is None
         self._player = visitor
@@ -269,14 +285,16 @@ class Playground:
         return await self._play(self._session.solution)
 
     async def state(self, visitor: str) -> dict[str, Any]:
-        """Return ``busy`` (another visitor is playing), ``free_in_s`` (seconds until the session is
-        free at the latest) and ``log`` of the visitor's own episode."""
+        """Return ``busy`` (whether another visitor is playing), ``free_in_s`` (seconds until the
+        session is free at the latest) and ``log`` of the visitor's own episode (None without
+        one)."""
         if self._player == visitor:
             return {"busy": False, "log": await self._play(lambda: self._session.log)}
         return {"busy": self._player is not None, "free_in_s": self._free_in_s(), "log": None}
 
     async def away(self, visitor: str) -> None:
-        """Note that the visitor's page was closed; the visitor's next request cancels this."""
+        """Record that the player closed the page. The player's next request cancels this. Other
+        visitors are ignored."""
         if self._player != visitor:
             return
         self._away = True
@@ -287,13 +305,13 @@ class Playground:
         )
 
     async def leave(self, visitor: str) -> None:
-        """Free the session, if the visitor is the player."""
+        """Free the session if the visitor is the player."""
         if self._player == visitor:
             self._player = None
             await asyncio.get_running_loop().run_in_executor(self._thread, self._release)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the simulator; a running command is killed. Idempotent."""
+        """Stop the simulator and kill a running command. Idempotent."""
         self._session.kill()
         try:
             self._thread.submit(self._session.close).result(timeout_s)
@@ -337,7 +355,7 @@ class Playground:
             self._last_used = loop.time()
 
     def _check_idle(self) -> None:
-        """Timer callback: release an idle player, or check again when the time may have come."""
+        """Timer callback: free the session of an idle player, or schedule the next check."""
         self._idle_timer = None
         if self._player is None:
             return

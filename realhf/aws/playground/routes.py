@@ -35,9 +35,12 @@ _RUN_TIME = re.compile(r"\$\{setup[^}]*\}")
 
 
 def catalog() -> list[dict[str, Any]]:
-    """Return the tasks, easiest first: ``task_id``, ``tier``, ``description`` with an ellipsis for
-    values that depend on the seed or the set-up, ``held_out``. Template names are left out, because
-    they would reveal the solution."""
+    """Return the tasks for the playground's picker, easiest first.
+
+    Each has ``task_id``, ``tier``, ``description`` (with an ellipsis for values that depend on the
+    seed or the set-up) and ``held_out``. Template names are left out, because they would reveal the
+    solution.
+    """
     tasks = []
     for template in load_templates():
         blank = _RUN_TIME.sub(
@@ -55,12 +58,12 @@ def catalog() -> list[dict[str, Any]]:
 
 
 _LARGEST_SEED = (1 << 53) - 1
-"""Largest integer that a browser's JSON represents exactly."""
+"""Largest integer that a browser represents exactly."""
 
 
 def mount(app: FastAPI, config: AwsServerConfig) -> Playground:
-    """Add the playground to an application. The simulator starts with the first episode; ``close``
-    the returned playground when the server ends."""
+    """Add the playground to an application and return it. Its simulator starts with the first
+    episode; call ``close`` on the playground when the server ends."""
 
     def make_pool() -> MiniStackPool:
         return simulator_pool(config, 1, config.web_ministack_port)
@@ -83,7 +86,7 @@ def mount(app: FastAPI, config: AwsServerConfig) -> Playground:
 
 
 def _with_wire_errors(handler: Handler) -> Handler:
-    """Return ``handler`` with the errors of the wire as refusals."""
+    """Return a handler that runs ``handler`` and converts its WireError to a Refusal."""
 
     async def handle(request: Request) -> Response:
         try:
@@ -102,7 +105,8 @@ class _Handlers:
         self._config = config
 
     def table(self) -> list[tuple[str, str, Handler, bool]]:
-        """Return rows of method, path below /web, handler, and whether it needs no login."""
+        """Return the routes as (method, path below /web, handler, whether it works without a
+        login)."""
         page = resources.files("realhf.aws.playground").joinpath("static")
         rows: list[tuple[str, str, Handler, bool]] = [
             ("GET", "", _static(page.joinpath("index.html")), True),
@@ -123,8 +127,8 @@ class _Handlers:
         return rows + [("GET", f"/{file.name}", _static(file), True) for file in files]
 
     async def session(self, request: Request) -> Response:
-        """Return the page's settings; sets the cookie of a new browser, unless a login is required
-        first."""
+        """Return the page's settings. A new browser gets a cookie; if a login is required first,
+        only that is returned."""
         known = self._auth.visitor(request)
         if known is None and self._auth.needs_login:
             return JSONResponse({"login": True})
@@ -158,11 +162,12 @@ class _Handlers:
         return JSONResponse(await asyncio.to_thread(catalog))
 
     async def state(self, request: Request) -> Response:
-        """Return the state that the visitor's page shows."""
+        """Return the state that the visitor's page displays."""
         return JSONResponse(await self._playground.state(self._visitor(request)))
 
     async def log(self, request: Request) -> Response:
-        """Return the episode as a JSON file for download. 409 without one."""
+        """Return the episode as a JSON file for download. Raises Refusal 409 if there is no
+        episode."""
         log = (await self._playground.state(self._visitor(request)))["log"]
         if log is None:
             raise no_episode()
@@ -198,7 +203,7 @@ class _Handlers:
         return JSONResponse({})
 
     async def away(self, request: Request) -> Response:
-        """Note that the visitor's page was closed."""
+        """Record that the visitor closed the page."""
         await self._playground.away(self._visitor(request))
         return JSONResponse({})
 

@@ -1,5 +1,5 @@
-"""Assembly of the AWS environment server: description for the environment server, pools, episodes,
-playground.
+"""Assembly of the AWS environment server: its ``ServedEnvironment``, simulator pool, episode
+players and playground.
 
 Source: docs/reference/environment.md 2.1.
 """
@@ -41,10 +41,10 @@ TOOL = {
 
 
 class AwsServed(ServedEnvironment):
-    """AWS as the environment server sees it.
+    """The AWS environment as the generic environment server serves it.
 
-    The wire carries the whole observation and no text for a policy; the client formats that
-    (``realhf.aws.environment``). ``make_player`` replaces the ``EpisodePlayer``, for tests.
+    Replies contain the whole observation but no text for a policy; the client formats that
+    (``realhf.aws.environment``). ``make_player`` replaces the default ``EpisodePlayer``, for tests.
     """
 
     title = "realhf AWS environment"
@@ -76,11 +76,11 @@ class AwsServed(ServedEnvironment):
         self._templates = frozenset(template.task_id for template in load_templates())
 
     def check_reset(self, data: Any) -> dict[str, Any]:
-        """Validate the task, seed and chaos of a reset."""
+        """Validate and parse the arguments of a reset. Raises WireError."""
         return check_reset(data)
 
     def check_action(self, data: Any) -> dict[str, Any]:
-        """Validate and parse a command."""
+        """Validate and parse a command. Raises WireError."""
         return check_action(data, self._settings.max_command_bytes)
 
     def outcome(self, observation: Mapping[str, Any]) -> str:
@@ -93,17 +93,18 @@ class AwsServed(ServedEnvironment):
         return f"unreadable_{kind}" if kind else "truncated"
 
     def template(self, observation: Mapping[str, Any]) -> str:
-        """Return the number of the template, or "other" for a task written by a client."""
+        """Return the number of the observation's template, or "other" for a task written by a
+        client."""
         number = (observation.get("task") or {}).get("task_id")
         return str(number) if number in self._templates else "other"
 
     def tools(self, player: Any) -> Sequence[Mapping[str, Any]]:
-        """Return the only tool; this needs no simulator."""
+        """Return the only tool. No simulator is needed for this."""
         del player
         return [TOOL]
 
     def call_problem(self, params: Any) -> str:
-        """Return what is wrong with a call of the tool, "" if nothing."""
+        """Return what is wrong with a tool call, or "" if it is valid."""
         if not isinstance(params, Mapping) or params.get("name") != TOOL["name"]:
             return "params name the tool 'aws'"
         given = params.get("arguments")
@@ -120,7 +121,8 @@ class AwsServed(ServedEnvironment):
         return self.check_action(params["arguments"])
 
     def call_answer(self, observation: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return (text, failed): the command's output, or its error text."""
+        """Return (text, failed) for a tool call: the command's output, or its error text if it
+        failed."""
         failed = not observation.get("command_success", False)
         text = observation.get("error") if failed else observation.get("command_output")
         return text or "", failed
@@ -136,8 +138,8 @@ class AwsServed(ServedEnvironment):
         }
 
     def mount(self, app: FastAPI) -> Page | None:
-        """Add the playground if the settings enable it; otherwise add a route at its address that
-        says how to enable it."""
+        """Add the playground to the server if the settings enable it. Otherwise add a route at its
+        address that answers with how to enable it."""
         if self._settings.web_mounted:
             return mount(app, self._settings)
         if absent := self._settings.web_absent:
@@ -147,8 +149,8 @@ class AwsServed(ServedEnvironment):
         return None
 
     def announcement(self) -> str:
-        """Return the containment statement for the log and, if the playground is off, how to enable
-        it."""
+        """Return text for the log: how the simulators are contained and, if ``web=auto`` does not
+        serve the playground, how to enable it."""
         statement = self._simulators.containment()
         return (
             f"{statement}\naws-env: {self._settings.web_absent}"
@@ -161,8 +163,8 @@ ABOUT = "Serve AWS episodes on MiniStack over the OpenEnv wire, one simulator pe
 
 
 def make_pool(config: AwsServerConfig) -> MiniStackPool | RealAwsPool:
-    """Return a simulator pool, or the pool of the real account if that is confirmed; not started
-    yet."""
+    """Return a simulator pool, or the pool of the real account if ``backend_type`` is aws; not
+    started yet."""
     simulators = simulator_pool(config, config.pool_size, config.ministack_base_port)
     if config.backend_type == "aws":
         limits = output_limits(config)
@@ -173,8 +175,8 @@ def make_pool(config: AwsServerConfig) -> MiniStackPool | RealAwsPool:
 
 
 def prepare(arguments: argparse.Namespace, config: ServerConfig) -> tuple[AwsServed, ServerConfig]:
-    """Return the environment for the server, not started yet. Raises SettingError for options of
-    another environment."""
+    """Return the environment and its settings for the server, not started yet. Raises SettingError
+    for ``--option``, which is for other environments."""
     assert isinstance(config, AwsServerConfig)
     if arguments.option:
         raise SettingError(
@@ -185,8 +187,8 @@ def prepare(arguments: argparse.Namespace, config: ServerConfig) -> tuple[AwsSer
 
 
 class EnvServerProcess(ServerProcess):
-    """``python -m workers.env_worker`` with ``pool_size`` simulators on free ports; see
-    ``ServerProcess``."""
+    """Process of the AWS environment server (``python -m workers.env_worker``) with ``pool_size``
+    simulators on free ports; see ``ServerProcess``."""
 
     def __init__(self, pool_size: int, *arguments: str, timeout_s: float = 60.0) -> None:
         super().__init__(

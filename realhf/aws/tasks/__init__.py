@@ -1,1 +1,1 @@
-"""Task templates of the environment, one YAML file or folder per tier, and their loader."""
+"""Task templates of the AWS environment (one YAML file or folder per tier) and their loader."""

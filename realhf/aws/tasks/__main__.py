@@ -30,11 +30,11 @@ from realhf.aws.tasks.task import TaskError
 from realhf.base.files import write_whole
 
 _FILE_COLUMNS = 160
-"""Width of the tables where there is no terminal."""
+"""Width of the tables when the output is not a terminal, in columns."""
 
 
 def load_own_templates(files: Sequence[Path], tiers: Sequence[str] | None) -> list[Template]:
-    """Return the templates of a user's files. Raises TaskError, and OSError for an unreadable
+    """Return the templates in a user's files. Raises TaskError, or OSError for an unreadable
     file."""
     if not tiers or len(tiers) != 1:
         raise TaskError("say of which tier the files are: --tiers beginner")
@@ -42,14 +42,14 @@ def load_own_templates(files: Sequence[Path], tiers: Sequence[str] | None) -> li
 
 
 def select_templates(ids: Sequence[int] | None, tiers: Sequence[str] | None) -> list[Template]:
-    """Return the templates with these ids, or of these tiers if no ids are given. Raises
-    TaskError."""
+    """Return the templates with these ids or, if there are no ids, those of these tiers (None:
+    all). Raises TaskError."""
     return [get_template(task_id) for task_id in ids] if ids else load_templates(tiers)
 
 
 def build_verdict_table(templates: Sequence[Template], problems: dict[int, list[str]]) -> Table:
-    """Return a table with one row per template. ``problems``: messages by task_id, empty for a
-    valid task."""
+    """Return a table with one row per template. ``problems``: error messages by task_id; an empty
+    list means that the task is valid."""
     table = Table("id", "tier", "split", "task", "commands", "verdict")
     for template in templates:
         wrong = problems[template.task_id]
@@ -97,7 +97,8 @@ def _build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line program.
 
-    Returns the exit status: 0 if every verdict is good, 1 if not, 130 after an interrupt.
+    Returns the exit status: 0 on success, 1 if a task has problems or the table cannot be written,
+    130 after an interrupt.
     """
     parser = _build_parser()
     options = parser.parse_args(argv)
@@ -144,8 +145,8 @@ def _make_members(
     output: Path | None,
     console: Console,
 ) -> int:
-    """Probe every served write operation with the requests of these templates and plays, and write
-    the table. Returns the exit status."""
+    """Probe every write operation that the simulator serves, with the requests in these templates
+    and plays, and write the table. Returns the exit status."""
     began = time.monotonic()
     pool = MiniStackPool(pool_size)
     try:

@@ -1,8 +1,9 @@
-"""Run-time captures: ``${step1:QueueUrl}`` in commands, ``${setup2:Vpc.VpcId}`` anywhere in a task.
+"""Captures that are filled at run time: ``${step1:QueueUrl}`` in commands, ``${setup2:Vpc.VpcId}``
+anywhere in a task.
 
-The text after the colon is a JMESPath expression (a leading ``$.`` is accepted). It is evaluated on
-the JSON output of that command, or on the response to that set-up request; both count from 1.
-Source: docs/reference/environment.md 6.
+The number counts from 1; ``step`` refers to the JSON output of that command, ``setup`` to the
+response to that set-up request. The text after the colon is a JMESPath expression that is evaluated
+on it (a leading ``$.`` is accepted). Source: docs/reference/environment.md 6.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ _SETUP = re.compile(r"\$\{setup(\d+):([^}]+)\}")
 
 
 class CaptureError(ValueError):
-    """A capture matches nothing; the message contains the capture."""
+    """A capture could not be filled. The message quotes the capture."""
 
 
 def resolve(command: str, outputs: Sequence[str]) -> str:
-    """Return ``command`` with its ``${stepN:...}`` captures filled from the outputs so far.
+    """Return ``command`` with its ``${stepN:...}`` captures filled.
 
-    ``outputs`` holds the outputs of the earlier commands of the same list. A capture that matches
-    nothing (its command failed) is left as it is, so that the command fails as it would for a
+    ``outputs``: outputs of the earlier commands in the same list. A capture that matches nothing,
+    because its command failed, is left unchanged, so that the command fails as it would for a
     person.
     """
 
@@ -41,10 +42,11 @@ def resolve(command: str, outputs: Sequence[str]) -> str:
 
 
 def fill_setup(value: Any, answers: Sequence[Mapping[str, Any]]) -> Any:
-    """Return ``value`` (texts, lists and mappings) with every ``${setupN:...}`` capture filled.
+    """Return ``value``, any nesting of strings, lists and mappings, with every ``${setupN:...}``
+    capture filled from ``answers``.
 
-    A text that consists of one capture becomes the captured value and keeps its type. Raises
-    CaptureError.
+    A string that consists of a single capture becomes the captured value and keeps the value's
+    type. Raises CaptureError.
     """
     if isinstance(value, str):
         whole = _SETUP.fullmatch(value)
@@ -59,7 +61,7 @@ def fill_setup(value: Any, answers: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def setup_captures(value: Any) -> set[str]:
-    """Return the texts of all set-up captures in ``value``."""
+    """Return all set-up captures that occur in ``value``, as strings."""
     return {match[0] for match in _SETUP.finditer(repr(value))}
 
 

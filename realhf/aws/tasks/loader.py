@@ -1,10 +1,10 @@
-"""Loader of the task templates in YAML, and the drawing of task instances.
+"""Loader of the YAML task templates, and construction of task instances from them.
 
-Texts of a template contain ``{parameter}`` placeholders. A parameter is ``words`` (a drawn name) or
-a closed list of values; ``{account}`` is always defined. A value that consists of one placeholder
-keeps the type of the parameter. The seed decides names, values and phrasing.
+Strings in a template contain ``{parameter}`` placeholders. A parameter is ``words`` (a drawn name)
+or a list of values to choose from; ``{account}`` is always defined. A value that consists of a
+single placeholder keeps the type of the parameter. The seed decides names, values and phrasing.
 
-Held out from training are whole templates (``split: heldout``), names
+Three things are held out from training: whole templates (``split: heldout``), names
 (``instantiate(split="heldout")`` draws only names that training never draws) and one seed in ten. A
 held-out name is an unseen *pair*: an adjective and a noun that no training name combines, decided
 by a stable hash of the pair. Every single word occurs in training names, so a policy has to copy
@@ -29,7 +29,7 @@ import yaml
 from realhf.aws.tasks.task import ACCOUNT_ID, TIERS, Task, TaskError, choose_drifts, repairs
 
 HELDOUT_SHARE = 5
-"""One of this many word pairs is held out."""
+"""One in this many word pairs is held out."""
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -54,13 +54,12 @@ SUFFIXES = _words(
 
 
 def is_heldout_pair(adjective: str, noun: str) -> bool:
-    """Return whether names with this pair of words are reserved for evaluation."""
+    """Return whether names with this adjective and noun are reserved for evaluation."""
     return zlib.crc32(f"{adjective} {noun}".encode()) % HELDOUT_SHARE == 0
 
 
 def draw_name(rng: random.Random, split: str) -> str:
-    """Draw a name of a split, ``"train"`` or ``"heldout"``. The suffix is independent of the
-    split."""
+    """Draw a name for a split, ``"train"`` or ``"heldout"``. Both splits use the same suffixes."""
     wanted = split == "heldout"
     while True:
         adjective = rng.choice(ADJECTIVES)
@@ -70,48 +69,50 @@ def draw_name(rng: random.Random, split: str) -> str:
 
 
 def is_name(text: object) -> bool:
-    """Return whether a parameter value is a drawn name."""
+    """Return whether a parameter value is a name as ``draw_name`` returns it."""
     parts = str(text).split("-")
     return len(parts) == 3 and parts[0] in ADJECTIVES and parts[1] in NOUNS and parts[2] in SUFFIXES
 
 
 SPLITS = ("train", "heldout")
 TEN = (18, 21, 122, 124, 217, 219, 309, 325, 411, 417)
-"""Ids of templates that a run which trains on all others holds out: two per tier, from both of
-``SPLITS``. For every service in their solutions, other templates train another part of it."""
+"""Ids of the templates that are held out from a run with ``split=all_but_ten``: two per tier, from
+both of ``SPLITS``. For every service in their solutions, other templates train different operations
+of the service."""
 ALL_BUT_TEN = "all_but_ten"
 THE_TEN = "ten"
 TEMPLATE_SPLITS = (*SPLITS, ALL_BUT_TEN, THE_TEN)
-"""Template splits: as the files state (one in five is held out), or ``TEN`` and all others."""
+"""Splits of the templates: ``train`` and ``heldout`` as declared in the files (one in five is held
+out), or ``TEN`` and all others."""
 STARTER = "starter"
 """Tag of the templates that the built-in policy can learn."""
 _SEED_SHARE = 10
-"""One of this many seeds is held out."""
+"""One in this many seeds is held out."""
 _FOLDERS = {"drift": "expert"}
-"""Tiers of files and folders that are not named after their tier."""
+"""Tiers of files and folders that are named differently from their tier."""
 _PLACE = re.compile(r"(?<!\$)\{([a-z_]+)\}")
 _FILLED = (
     *("setup_commands", "success_criteria", "solution", "any_of", "free", "may_change", "verbatim"),
     *("desired_state_spec", "possible_drifts", "assets", "decoys"),
 )
-"""Keys of a template that its instances have as well, with their placeholders filled."""
+"""Keys of a template whose placeholders are filled to make an instance."""
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """A wrong habit and the way back."""
+    """A typical wrong way to attempt a task, with the commands that recover from it."""
 
     commands: tuple[str, ...]
     """Commands that do not solve the task."""
     recovery: tuple[str, ...]
-    """Commands that repair the damage; empty if there is no way back."""
+    """Commands that repair the damage and solve the task; empty if that is impossible."""
 
 
 @dataclass(frozen=True)
 class Template:
     """One task of the YAML files as written there, with unfilled placeholders.
 
-    Fields that ``Task`` has too are documented there.
+    Fields that ``Task`` has too are documented in more detail there.
     """
 
     task_id: int
@@ -125,36 +126,36 @@ class Template:
     description: Sequence[str]
     """Phrasings of the request to the agent; an instance draws one."""
     params: Mapping[str, Any]
-    """Values by parameter: ``words`` (a drawn name) or a list to choose from."""
+    """Kinds of values by parameter name: ``words`` for a drawn name, or a list to choose from."""
     solution: Sequence[str]
-    """The canonical commands. Those of a drift task apply its whole desired state, without a look
-    at what has drifted."""
+    """Commands of the reference solution. In a drift task they apply the whole desired state,
+    regardless of what has drifted."""
     setup_commands: Sequence[Any] = ()
     """Requests that build the account, as in ``Task.setup``."""
     success_criteria: Mapping[str, Any] = field(default_factory=dict)
     """Success criteria as plain data, as in ``Task.success``."""
     mistakes: Sequence[Mapping[str, Any]] = ()
-    """Wrong habits: mappings with ``commands`` and optionally ``recovery``."""
+    """Typical mistakes: mappings with ``commands`` and optionally ``recovery``, see ``Mistake``."""
     split: str = "train"
     """"train", or "heldout" for a template that training never sees."""
     tags: Sequence[str] = ()
-    """Topics; "starter" marks templates that the built-in policy learns."""
+    """Topics of the template; "starter" marks templates that the built-in policy can learn."""
     desired_state_spec: str = ""
-    """Text of the desired state of a drift task."""
+    """Description of the desired state, for a drift task."""
     possible_drifts: Sequence[Any] = ()
-    """Disturbances from which a reset draws some."""
+    """Requests that introduce drifts; a reset draws some of them."""
     assets: Mapping[str, str] = field(default_factory=dict)
-    """Texts of the files in the session's folder, by name."""
+    """Contents of the files in the session's folder, by file name."""
     decoys: Sequence[Any] = ()
     """Requests that create resources unrelated to the task."""
     any_of: Sequence[Sequence[str]] = ()
-    """Alternative solutions whose end states are equally good."""
+    """Alternative solutions that are graded as equally good."""
     free: Sequence[str] = ()
     """Fields whose values the agent may choose."""
     may_change: Sequence[str] = ()
-    """Globs of set-up resources that the agent may change."""
+    """Glob patterns for set-up resources that the agent may change."""
     verbatim: Sequence[str] = ()
-    """Kinds whose policies are compared word for word."""
+    """Resource kinds whose policies are compared word for word."""
 
     @property
     def kind(self) -> str:
@@ -167,8 +168,9 @@ def load_templates(
 ) -> list[Template]:
     """Return the matching templates, ordered by id.
 
-    ``tiers``: None for all. ``tags``: templates with any of these, none for all. ``split``: one of
-    ``TEMPLATE_SPLITS``, None for all. Raises TaskError for an unknown tier, tag or split.
+    ``tiers``: None for all. ``tags``: templates with any of these tags; if empty, all templates.
+    ``split``: one of ``TEMPLATE_SPLITS``, None for all. Raises TaskError for an unknown tier, tag
+    or split.
     """
     everything = _all_templates().values()
     wanted = _check_names("tier", TIERS if tiers is None else tiers, TIERS)
@@ -194,9 +196,9 @@ def training_tags(
 ) -> list[str]:
     """Return the tags of the templates to train on.
 
-    ``tags`` None selects STARTER if every tier has such templates in this split, else no tags,
-    which means all templates. Raises TaskError for an unknown name, or if a tier has no matching
-    template.
+    If ``tags`` is None, this is STARTER if every tier has templates with that tag in the split,
+    otherwise no tag, which means all templates. Raises TaskError for an unknown name, or if a tier
+    has no template with any of the tags.
     """
     if tags is None:
         starters = {
@@ -218,7 +220,7 @@ def _check_names(kind: str, names: Iterable[str], known: Iterable[str]) -> set[s
 
 
 def get_template(template_id: int) -> Template:
-    """Return the template with this id. Raises TaskError for an unknown id."""
+    """Return the template with this id. Raises TaskError if there is none."""
     try:
         return _all_templates()[template_id]
     except KeyError:
@@ -226,10 +228,11 @@ def get_template(template_id: int) -> Template:
 
 
 class TrainingTasks:
-    """The training templates of some tiers, tags and a split, as a source of instances.
+    """Source of training instances: the templates with the given tiers and tags in a training
+    split.
 
-    ``tiers``: None for all. ``tags``: templates with any of these, none for all. Held-out templates
-    never belong to it. Raises TaskError for an unknown tier, tag or split.
+    ``tiers``: None for all. ``tags``: templates with any of these tags; if empty, all templates.
+    Raises TaskError for an unknown tier, tag or split.
     """
 
     def __init__(
@@ -247,13 +250,14 @@ class TrainingTasks:
 
 
 def is_heldout_seed(template_id: int, seed: int) -> bool:
-    """Return whether training never plays the instance of this template and seed."""
+    """Return whether this seed of this template is held out from training."""
     return zlib.crc32(f"{template_id}:{seed}".encode()) % _SEED_SHARE == _SEED_SHARE - 1
 
 
 @cache
 def phrasings() -> Mapping[int, Sequence[str]]:
-    """Return additional phrasings by template id. Only training and demonstrations may use them."""
+    """Return additional phrasings of the tasks, by template id. Only training and demonstrations
+    may use them."""
     text = (
         resources.files("realhf.aws.tasks").joinpath("phrasings.yaml").read_text(encoding="utf-8")
     )
@@ -263,11 +267,11 @@ def phrasings() -> Mapping[int, Sequence[str]]:
 def instantiate(
     template_id: int, seed: int, split: str = "train", *, rephrased: bool = False
 ) -> Task:
-    """Return the instance of a template for ``seed`` in ``split``; equal arguments give equal
+    """Return the instance of a template for ``seed`` in ``split``. Equal arguments give equal
     tasks.
 
-    In the split "train", a held-out seed is replaced by the next one that is not held out
-    (``Task.seed`` keeps the replacement). ``rephrased``: in the split "train", the description may
+    In the split "train", a held-out seed is replaced by the next seed that is not held out;
+    ``Task.seed`` is then the replacement. ``rephrased``: in the split "train", the description may
     also be one of ``phrasings``; everything else stays the same. Raises TaskError for an unknown id
     or split.
     """
@@ -299,24 +303,23 @@ def instantiate(
 
 
 def with_drifts(task: Task, places: Iterable[int]) -> Task:
-    """Return the task with the solution for the given drifts instead of the ones that its seed
-    draws.
+    """Return the task with the solution for the given drifts, instead of those that its seed draws.
 
-    ``places`` are indices into ``possible_drifts``.
+    ``places``: indices into ``possible_drifts``.
     """
     solution = repairs([task.possible_drifts[place] for place in places])
     return replace(task, solution=tuple(solution)) if solution else task
 
 
 def whole_state(task: Task) -> list[str]:
-    """Return the commands that apply the whole desired state of a drift task; for other tasks the
-    solution."""
+    """Return the commands that apply the whole desired state of a drift task. For other tasks,
+    return the solution."""
     return fill(get_template(task.task_id).solution, task.params)
 
 
 def mistakes(task: Task) -> list[Mistake]:
-    """Return the wrong habits of this task. Without a recovery of its own, a mistake is repaired by
-    the canonical solution."""
+    """Return the typical mistakes in this task. If a mistake has no recovery of its own, it is
+    recovered from by the task's solution."""
     habits = []
     for entry in get_template(task.task_id).mistakes:
         recovery = fill(entry["recovery"], task.params) if "recovery" in entry else task.solution
@@ -325,10 +328,10 @@ def mistakes(task: Task) -> list[Mistake]:
 
 
 def fill(value: Any, params: Mapping[str, Any]) -> Any:
-    """Return ``value`` with the placeholders in all of its strings filled.
+    """Return ``value``, any nesting of strings, lists and mappings, with the placeholders filled.
 
-    A string that consists of one placeholder becomes the parameter's value and keeps its type.
-    Braces around anything that is not a parameter stay.
+    A string that consists of a single placeholder becomes the parameter's value and keeps its type.
+    Braces around anything that is not a parameter are left unchanged.
     """
     if isinstance(value, str):
         if "{" not in value:
@@ -357,7 +360,8 @@ def _all_templates() -> dict[int, Template]:
 
 
 def load_file(path: Path, tier: str) -> list[Template]:
-    """Load and return the templates of a user's file; ``load_templates`` returns them from then on.
+    """Load and return the templates in a user's file. From then on ``load_templates`` returns them
+    too.
 
     Raises TaskError for an invalid file or a task_id that is taken, OSError for an unreadable file.
     """
@@ -369,7 +373,7 @@ def load_file(path: Path, tier: str) -> list[Template]:
 
 
 def _add_templates(templates: dict[int, Template], tier: str, file: Traversable) -> list[Template]:
-    """Add the templates of a file to ``templates`` and return them. Raises TaskError."""
+    """Add the templates in a file to ``templates`` and return the added ones. Raises TaskError."""
     added = []
     for entry in yaml.load(file.read_text(), Loader=yaml.CSafeLoader):
         try:
@@ -384,7 +388,8 @@ def _add_templates(templates: dict[int, Template], tier: str, file: Traversable)
 
 
 def _iterate_files() -> Iterator[tuple[str, Traversable]]:
-    """Yield (tier, YAML file) for ``<tier>.yaml`` and ``<tier>/*.yaml`` next to this module."""
+    """Yield (tier, YAML file) for each file ``<tier>.yaml`` and ``<tier>/*.yaml`` next to this
+    module."""
     for entry in sorted(
         resources.files("realhf.aws.tasks").iterdir(), key=lambda entry: entry.name
     ):
@@ -398,8 +403,8 @@ def _iterate_files() -> Iterator[tuple[str, Traversable]]:
 def line_of(template: Template, key: str, place: int | None = None) -> int:
     """Return the line number (from 1) of a key in the template's file.
 
-    ``place`` selects an element of the key's list. Without such a key, it is the line of the
-    template.
+    ``place``: index of an element in the key's list, whose line is returned instead. If the
+    template does not have the key, return the template's own line.
     """
     entry = _nodes(template.file)[template.task_id]
     for name, value in entry.value:
@@ -415,7 +420,7 @@ def line_of(template: Template, key: str, place: int | None = None) -> int:
 
 @cache
 def _nodes(file: str) -> dict[int, yaml.MappingNode]:
-    """Return the YAML nodes of the entries of a file, which know their lines, by task_id."""
+    """Return the YAML nodes of a file's templates by task_id. The nodes know their line numbers."""
     root = yaml.compose(Path(file).read_text(), Loader=yaml.CSafeLoader)
     return {
         int(next(v.value for k, v in entry.value if k.value == "task_id")): entry

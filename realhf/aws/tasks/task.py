@@ -1,8 +1,8 @@
 """Task instances: the request to the agent, the set-up of its account, and the success criteria.
 
-``to_json`` writes the wire form, with the field names of docs/reference/environment.md 6.
-``from_json`` ignores unknown keys and accepts missing optional ones, so that complete task objects
-of other clients parse.
+``to_json`` returns the wire format, with the field names of docs/reference/environment.md 6.
+``from_json`` ignores unknown keys and accepts missing optional ones, so that task objects written
+by other clients can be parsed.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import msgspec
 
 TIERS = ("warmup", "beginner", "intermediate", "advanced", "expert")
 ACCOUNT_ID = "000000000000"
-"""The account id of every simulator slot. ARNs in task texts contain it."""
+"""Account id of every simulator slot. ARNs in task texts contain it."""
 MAX_SETUP_COMMANDS = 40
 MAX_COMMAND_CHARS = 65536
-"""Longest set-up command, in characters of its text or of its parameters."""
+"""Maximum length of a set-up command, in characters of its command line or of its parameters."""
 MAX_CRITERIA_CHARS = 65536
-"""Longest ``success_criteria``, in characters of its Python representation."""
+"""Maximum length of ``success_criteria``, in characters of its Python representation."""
 MAX_ASSETS = 16
 MAX_ASSET_CHARS = 65536
 FEWEST_DRIFTS = 2
 MOST_DRIFTS = 3
-"""Bounds of the number of drifts that a reset draws."""
+"""Minimum and maximum number of drifts that a reset draws."""
 T = TypeVar("T")
 
 
@@ -38,26 +38,27 @@ class TaskError(ValueError):
 
 @dataclass(frozen=True)
 class SetupCommand:
-    """One request of the environment itself, which builds, disturbs or clutters the account.
+    """One set-up request, which the environment itself sends to build the account, to introduce a
+    drift or to add an unrelated resource.
 
     It is given either as ``service``, ``operation`` and ``params`` or as ``command``. Raises
-    TaskError if neither is complete or one is too long.
+    TaskError if it has neither, or is too long.
     """
 
     service: str = ""
-    """Service of an API request (botocore's name), e.g. "s3"."""
+    """Service of the API request (botocore's name), e.g. "s3"."""
     operation: str = ""
-    """Operation of an API request, e.g. "CreateBucket"."""
+    """Operation of the API request, e.g. "CreateBucket"."""
     params: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters of an API request, as botocore takes them."""
+    """Parameters of the API request, in botocore's format."""
     command: str = ""
-    """A command line, as an agent would write it; used instead of an API request."""
+    """Command line as an agent would write it, as an alternative to an API request."""
     description: str = ""
     """Free text for readers of the task."""
     ignore_failure: bool = False
     """Whether the set-up continues if this command fails."""
     repair: tuple[str, ...] = ()
-    """The commands that undo a drift."""
+    """If this command introduces a drift: the commands that undo it."""
 
     def __post_init__(self) -> None:
         if not self.command and not (self.service and self.operation):
@@ -71,8 +72,7 @@ class SetupCommand:
         return self.command or f"{self.service}:{self.operation}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the command in the form that ``Task.from_json`` reads, without fields that are not
-        set."""
+        """Return the command in the format that ``Task.from_json`` reads, without empty fields."""
         request = {
             "service": self.service,
             "operation": self.operation,
@@ -91,11 +91,11 @@ Commands = Annotated[tuple[SetupCommand, ...], msgspec.Meta(max_length=MAX_SETUP
 
 @dataclass(frozen=True)
 class Task:
-    """One instance of a task; its fields are the schema of the wire form.
+    """A task instance. Its fields are the schema of the wire format.
 
     Only ``task_id``, ``tier``, ``description`` and ``desired_state_spec`` may ever be shown to an
-    agent. Texts may contain ``${setup1:path}`` captures, which are filled from the answers to the
-    set-up requests (see ``captures``).
+    agent. Strings may contain captures such as ``${setup1:path}``, which are filled from the
+    responses to the set-up requests (see ``captures``).
     """
 
     task_id: Annotated[int, msgspec.Meta(ge=0)]
@@ -105,42 +105,44 @@ class Task:
     tier: str
     """One of ``TIERS``; ``difficulty`` on the wire."""
     seed: int
-    """Seed that drew the names, the values and the phrasing."""
+    """Seed from which names, values and phrasing are drawn."""
     description: str
     """The request to the agent, in words."""
     setup: Commands
-    """Requests that build the account; ``setup_commands`` on the wire."""
+    """Requests that build the account; called ``setup_commands`` on the wire."""
     success: Mapping[str, Any]
-    """Success criteria as plain data (see ``criteria.parse_criteria``), ``success_criteria`` on the
-    wire. Empty if the task is graded by comparing the account with the result of ``solution``."""
+    """Success criteria as plain data (see ``criteria.parse_criteria``); called ``success_criteria``
+    on the wire. If empty, the account is compared with the state that ``solution`` leads to."""
     solution: tuple[str, ...] = ()
     """The canonical commands. For a drift task: the commands that repair the drifts of this
     seed."""
     any_of: tuple[tuple[str, ...], ...] = ()
-    """Alternative solutions whose end states are equally good."""
+    """Alternative solutions that are graded as equally good."""
     free: tuple[str, ...] = ()
-    """Fields whose values the agent may choose: "service/kind: path = value | value"."""
+    """Fields whose values the agent may choose, as "service/kind: path = value | value"."""
     may_change: tuple[str, ...] = ()
-    """Globs of service/kind/identity of set-up resources that the agent may change."""
+    """Glob patterns for set-up resources that the agent may change, matched against
+    service/kind/identity."""
     verbatim: tuple[str, ...] = ()
-    """Kinds ("service/kind") whose policies are compared word for word instead of by meaning."""
+    """Resource kinds ("service/kind") whose policies are compared word for word instead of by
+    meaning."""
     params: Mapping[str, Any] = field(default_factory=dict)
-    """Drawn names and values, by parameter of the template."""
+    """Drawn names and values, by the parameter names of the template."""
     desired_state_spec: str = ""
-    """Text of the desired state of a drift task."""
+    """Description of the desired state, for a drift task."""
     possible_drifts: Commands = ()
-    """Disturbances from which a reset draws some."""
+    """Requests that introduce drifts; a reset draws some of them."""
     decoys: Commands = ()
     """Requests that create resources unrelated to the task."""
     assets: Annotated[Mapping[str, Any], msgspec.Meta(max_length=MAX_ASSETS)] = field(
         default_factory=dict
     )
-    """Texts of the files in the session's folder, by name."""
+    """Contents of the files in the session's folder, by file name."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the task as JSON-compatible data, the ``task`` of a reset on the wire.
+        """Return the task as JSON-compatible data, the ``task`` argument of a reset on the wire.
 
-        Optional fields appear only if they are set.
+        Optional fields are included only if they are set.
         """
         optional = {
             "desired_state_spec": self.desired_state_spec,
@@ -166,7 +168,7 @@ class Task:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any] | str) -> Task:
-        """Parse a task from a mapping or from JSON text. Raises TaskError naming the invalid
+        """Parse a task from a mapping or a JSON string. Raises TaskError, which names the invalid
         field."""
         try:
             data = json.loads(data) if isinstance(data, str) else data
@@ -215,9 +217,10 @@ _WIRE_NAMES: Mapping[str, str] = {
     "setup_commands": "setup",
     "success_criteria": "success",
 }
-"""Fields of ``Task`` by their names on the wire, where these differ."""
+"""Names of ``Task`` fields by their names on the wire, for fields with different names."""
 _NAMED = re.compile(r"(?<=`)(\$\.)?(tier|setup|success)\b")
-"""A field name in an error message of msgspec, which is replaced by its name on the wire."""
+"""Matches a field name in an error message of msgspec; it is replaced by the field's name on the
+wire."""
 
 
 def _replace_by_wire_name(match: re.Match[str]) -> str:
@@ -225,8 +228,9 @@ def _replace_by_wire_name(match: re.Match[str]) -> str:
 
 
 def _normalize_commands(commands: Any) -> Any:
-    """Return a list of set-up commands in object form: a text becomes ``command``, null values are
-    dropped. Anything else is returned unchanged, for the validation to refuse."""
+    """Return a list of set-up commands with every command as an object: a string becomes
+    ``command``, and null values are dropped. Anything else is left unchanged; the later validation
+    rejects it."""
     if not isinstance(commands, list):
         return commands
     objects = ({"command": one} if isinstance(one, str) else one for one in commands)
@@ -239,8 +243,8 @@ def _normalize_commands(commands: Any) -> Any:
 
 
 def choose_drifts(possible: Sequence[T], seed: int) -> list[T]:
-    """Choose two or three of the possible drifts, by ``seed``; all if there are fewer. Keeps their
-    order."""
+    """Choose two or three of the possible drifts, decided by ``seed``, and return them in their
+    original order. If there are fewer, return all."""
     rng = random.Random(f"drift:{seed}")
     count = min(rng.randint(FEWEST_DRIFTS, MOST_DRIFTS), len(possible))
     return [possible[i] for i in sorted(rng.sample(range(len(possible)), count))]

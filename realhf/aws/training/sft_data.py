@@ -42,9 +42,10 @@ from realhf.rollout.player import NO_TOKENS, Player
 
 
 class ScriptSpeaker:
-    """A ``TurnSource`` that sends the lines of a script instead of sampling from a model.
+    """A ``TurnSource`` that sends the commands of a script instead of sampling from a model.
 
-    ``recorder`` holds the episode so far; it supplies the outputs that later lines refer to.
+    ``recorder``: environment that records the episode; it supplies the outputs that later commands
+    refer to.
     """
 
     tokens = None
@@ -59,7 +60,7 @@ class ScriptSpeaker:
         """The assistant messages sent so far."""
 
     def open(self, opening: Opening) -> None:
-        """Do nothing: a script does not depend on the opening."""
+        """Do nothing: a script does not depend on the opening of the episode."""
 
     async def next_turn(self) -> AssistantMessage:
         """Return the next command of the script, with its captures filled in."""
@@ -74,8 +75,8 @@ class ScriptSpeaker:
         return AssistantMessage(command, text=command)
 
     def observe(self, messages: Sequence[ChatMessage]) -> bool:
-        """Store the output of the command for the captures of later lines; always return True
-        (continue)."""
+        """Keep the output of the last command for the captures in later commands. Always returns
+        True (continue)."""
         if self._lines[len(self._sent) - 1].number:
             self._outputs.append(self._recorder.turns[-1].info["observation"]["command_output"])
         return True
@@ -83,10 +84,10 @@ class ScriptSpeaker:
     def messages(self) -> list[dict[str, Any]]:
         """Return the conversation as chat messages.
 
-        The first message (role ``user``) is the task description. Each following pair is an
+        The first message (role ``user``) is the task description. It is followed by pairs of an
         ``assistant`` message with a command (``"train": false`` marks context that must not be
-        imitated) and a ``user`` message with the answer as a policy reads it. User messages also
-        carry the whole observation.
+        imitated) and a ``user`` message with the answer as a policy reads it. Every user message
+        also has the complete observation.
         """
         messages = _build_user_messages(self._recorder.opening)
         for sent, turn in zip(self._sent, self._recorder.turns, strict=True):
@@ -95,9 +96,9 @@ class ScriptSpeaker:
 
 
 def _build_user_messages(reply: Opening | Turn) -> list[dict[str, Any]]:
-    """Return the messages of a reply, each with the observation.
+    """Return the messages of an opening or turn, each with the observation as an additional key.
 
-    The random episode id is left out, so that the file depends on the seed alone.
+    The episode id is left out because it is random; the file shall depend on the seed alone.
     """
     observation = {
         key: value for key, value in reply.info["observation"].items() if key != "episode_id"
@@ -106,14 +107,14 @@ def _build_user_messages(reply: Opening | Turn) -> list[dict[str, Any]]:
 
 
 _RETRIES = 1
-"""Attempts after the first one to resume or replay an episode whose simulator was lost."""
+"""Number of times that an episode whose simulator was lost is resumed or replayed."""
 
 
 class AwsScriptAgent:
     """An ``EpisodeAgent`` that plays scripts and collects one row per episode.
 
-    A row has the keys task_id, template, tier, seed, kind, messages (``ScriptSpeaker.messages``),
-    achieved and reward. ``on_row`` is called after each new row.
+    A row has the keys task_id, template, tier, seed, kind, messages (see
+    ``ScriptSpeaker.messages``), achieved and reward. ``on_row`` is called after each new row.
     """
 
     def __init__(self, scripts: Sequence[Script], on_row: Callable[[], None]) -> None:
@@ -128,7 +129,7 @@ class AwsScriptAgent:
         """Play one script and store its row.
 
         Raises RuntimeError if an episode failed and is not retried, or if its outcome contradicts
-        its kind (a ``habit`` must fail, all others must succeed). The error ends the whole run,
+        its kind: a ``habit`` must fail, all others must succeed. Such an error ends the whole run,
         because the rows would be incomplete.
         """
         script = self._scripts[wanted.index]
@@ -169,10 +170,10 @@ def play_all(
     observation_chars: int = OBSERVATION_CHARS,
     show_ids: bool = False,
 ) -> list[dict[str, Any]]:
-    """Play scripts on all free slots of a started pool; return the rows in the order of the
+    """Play scripts on all free slots of a started pool, and return the rows in the order of the
     scripts.
 
-    ``observation_chars`` and ``show_ids`` shape what a policy reads of the answers, see
+    ``observation_chars`` and ``show_ids`` control how answers are shown to a policy, see
     ``pooled_environment``. Raises RuntimeError as soon as an episode fails or its outcome
     contradicts its kind.
     """
@@ -189,8 +190,8 @@ def play_all(
 
 
 def summarize_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row of statistics per tier and kind: the counts of rows and of achieved episodes,
-    and the mean turns and reward."""
+    """Return statistics for each pair of tier and kind: the number of rows, the number of solved
+    episodes, the mean number of turns and the mean reward."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["tier"], row["kind"]), []).append(row)
@@ -211,7 +212,7 @@ def summarize_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _parse_mix(texts: Sequence[str]) -> dict[str, float]:
-    """Parse ``kind=share`` words into shares by kind. Raises ValueError."""
+    """Parse words of the form ``kind=share`` into a dict of shares by kind. Raises ValueError."""
     mix = {}
     for text in texts:
         kind, _, share = text.partition("=")
@@ -318,7 +319,7 @@ def write_rows(
 ) -> list[dict[str, Any]]:
     """Play the scripts on a pool of ``pool_size`` slots, write the rows to ``out`` and return them.
 
-    ``out`` appears only when it is complete. ``view``: the keyword arguments of ``play_all``.
+    The file ``out`` appears only when it is complete. ``view``: keyword arguments for ``play_all``.
     """
     pool = MiniStackPool(pool_size)
     pool.start()
