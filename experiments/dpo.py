@@ -1,12 +1,12 @@
-"""Direct preference optimization (DPO) on pairs of episodes that the policy plays on the tasks of
-any environment.
+"""Direct preference optimization (DPO) on preference pairs of episodes. The policy plays the
+episodes, on the tasks of any environment.
 
 (tasks) ──► actor_gen ──┬─ env_rewards, outcome ─► rew_inf ─ rewards ─┬─► actor_train
                        └─ packed_input_ids ──────► ref_inf ──────────┘
 
-``preference.player=first`` (the default) plays with the policy's initial weights, which are the
-reference (Rafailov et al. 2023); ``current`` plays with the weights in training (Guo et al. 2024,
-Direct Language Model Alignment from Online AI Feedback).
+With ``preference.player=first`` (the default) the episodes are played with the policy's initial
+weights, which are also the reference (Rafailov et al. 2023). With ``current`` they are played with
+the weights in training (Guo et al. 2024, Direct Language Model Alignment from Online AI Feedback).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def config_class(environment: str) -> type[Config]:
 
 
 def build(config: Config) -> ExperimentSpec:
-    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for
-    contradicting options."""
+    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError if options
+    contradict each other."""
     check_synchronous(config)
     first = resolve_initial_weights(config)
     options = config.preference

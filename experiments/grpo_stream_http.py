@@ -30,8 +30,8 @@ class Config(policy_gradient.Config):
 
 
 def build(config: Config) -> ExperimentSpec:
-    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for
-    contradicting options."""
+    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError if options
+    contradict each other."""
     # The producers' limits are unknown here, so the longest sequence bounds the sampled tokens.
     longest = config.rollout.max_total_tokens
     ppo = resolve(
@@ -96,18 +96,19 @@ def build(config: Config) -> ExperimentSpec:
 
 
 def max_groups(config: Config) -> int:
-    """Return the maximum number of groups in a batch: its sequences in groups of the minimum
-    size."""
+    """Return the maximum number of groups in a batch, which is reached if all groups have the
+    minimum size."""
     return sequences_per_batch(config) // config.rollout.min_group_size
 
 
 def sequences_per_batch(config: Config) -> int:
-    """Return the number of sequences in a batch, over all groups."""
+    """Return the number of sequences in a batch, summed over its groups."""
     return config.dataset.train_bs_n_seqs * config.ppo.group_size
 
 
 def stream_gen(config: Config) -> MFCDef:
-    """Return the call that pulls the next batch from the server, on the actor's worker."""
+    """Return the call with which the actor's worker pulls the next batch from the server. Raises
+    ConfigError if ``stream.wait_s`` is not shorter than the call timeout."""
     stream = config.stream
     if stream.wait_s >= config.rpc.call_timeout_s:
         raise ConfigError(
@@ -142,7 +143,8 @@ def stream_gen(config: Config) -> MFCDef:
 
 
 def trajectory_server(config: Config) -> ServiceSpec:
-    """Return the trajectory server that the launcher starts, with its queue in the run folder."""
+    """Return the trajectory server that the launcher starts. Its queue is stored in the run
+    folder."""
     stream = config.stream
     argv = (
         "--host",

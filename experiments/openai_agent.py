@@ -1,4 +1,5 @@
-"""Example of a black-box agent: a program around the ``openai`` package, without any training code.
+"""Example of a black-box agent: a program that uses the ``openai`` package and contains no training
+code.
 
 rollout.agent=experiments.openai_agent:rollout
 """
@@ -15,8 +16,8 @@ from realhf.rollout.black_box_agent import AgentSession
 
 
 async def rollout(task: Mapping[str, Any], base_url: str, session: AgentSession) -> float | None:
-    """Let the model act until the environment ends the episode. Return None: the environment's
-    reward counts."""
+    """Let the model act until the environment ends the episode. Returns None, so that the episode
+    keeps the environment's reward."""
     del task  # The session's messages describe the task.
     messages: list[Any] = list(session.messages)
     tools: dict[str, Any] = {"tools": session.tools} if session.tools else {}

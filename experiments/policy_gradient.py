@@ -1,8 +1,8 @@
 """Policy-gradient training on the tasks of any environment: env=NAME, or env.path=FILE.py:Name for
 a custom one.
 
-GRPO, PPO, REINFORCE and related algorithms are settings of it (ppo.algo). The graph contains only
-the calls that the chosen algorithm needs.
+GRPO, PPO, REINFORCE and related algorithms are settings of this experiment (ppo.algo). The graph
+contains only the calls that the chosen algorithm needs.
 
 (tasks) ──► actor_gen ──┬─ env_rewards, outcome ─► rew_inf ────┬──┬─► actor_train
                        ├─ packed_input_ids ─► teacher_inf ────┤  │   (teacher_inf only for distillation,
@@ -12,16 +12,16 @@ the calls that the chosen algorithm needs.
                        ├─ packed_input_ids ──► critic_inf ────┘  │    critic_* only for value-based advantages)
                        └─ tokens, masks, logprobs ───────────────┴─► critic_train
 
-With async_rl.enabled rollout workers replace actor_gen and rew_inf, and play while the trainer
-trains:
+With async_rl.enabled, rollout workers replace actor_gen and rew_inf and generate episodes while the
+trainer trains:
 
 rollout workers ── packed_input_ids, rewards, ... ──► StreamDataset ──► ref_inf, actor_inf, critic_inf ──► *_train
   (tokens from generation workers)  ▲──────────────── weights of every step ───────────────────────────────┘
 
 The inference calls are independent of each other, and so are the two train calls: on different
 workers they run concurrently. Both train calls compute the same advantages from the same inputs.
-Values are computed with the critic's weights at the arrival of the batch, whatever weights sampled
-it.
+Values are computed with the critic's weights at the time when the batch arrives, regardless of
+which policy weights sampled it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ NO_REWARD_MODEL = (
     "reward_model.path names no reward model, or this experiment has another use for it"
 )
 REWARD_SHAPING = ("reward_scaling", "reward_bias", "max_reward_clip")
-"""Options of the section ppo that transform the environment's rewards."""
+"""Options of the section ``ppo`` that transform the environment's rewards."""
 EPISODE_KEYS = (
     "packed_input_ids",
     "prompt_mask",
@@ -100,12 +100,12 @@ EPISODE_KEYS = (
     "outcome",
     ROLLOUT_KEY,
 )
-"""Outputs of the call that generates episodes."""
+"""Output keys of the call that generates episodes."""
 
 
 @dataclass
 class Config(sft.Config):
-    """sft.Config plus the sections ppo, critic, teacher and reward_model."""
+    """sft.Config plus the sections ``ppo``, ``critic``, ``teacher`` and ``reward_model``."""
 
     ppo: PolicyGradientOptions = section(PolicyGradientOptions)
     critic: CriticConfig = section(CriticConfig, idle=NO_CRITIC)
@@ -113,9 +113,9 @@ class Config(sft.Config):
     reward_model: RewardModelConfig = section(RewardModelConfig, idle=NO_REWARD_MODEL)
 
     def problems(self, name: str) -> Iterator[str]:
-        """Report group and minibatch sizes that do not divide their batches, a critic warm-up as
-        long as the run, and adapter dropout, which would make the trained policy differ from the
-        sampling one."""
+        """Yield a message for each of these: group or minibatch sizes that do not divide their
+        batches, a critic warm-up as long as the run, and adapter dropout, which would make the
+        trained policy differ from the sampling one."""
         del name
         yield from batch_problems(self.ppo, self)
         if self.critic.warmup_steps >= self.total_train_steps:
@@ -138,8 +138,8 @@ def config_class(environment: str) -> type[Config]:
 
 
 def build(config: Config) -> ExperimentSpec:
-    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for
-    contradicting options."""
+    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError if options
+    contradict each other."""
     streamed = config.async_rl.enabled
     ppo = policy_options(config, streamed=streamed)
     first = resolve_initial_weights(config)
@@ -151,8 +151,8 @@ def build(config: Config) -> ExperimentSpec:
 def build_training_graph(
     config: Config, ppo: ResolvedOptions, first: InitialWeights
 ) -> tuple[dict[str, ModelSpec], list[MFCDef]]:
-    """Return the models, and the calls that follow the generation of episodes, whatever its
-    source."""
+    """Return (models by role, calls) for everything that follows the generation of episodes. It
+    does not depend on where the episodes come from."""
     actor = actor_spec(config, first)
     (scoring, mfcs) = build_reward_calls(config, ppo, first.path)
     if scoring and not ppo.rl_weight:
@@ -187,12 +187,13 @@ def build_training_graph(
 
 
 def policy_options(config: Config, *, streamed: bool = False) -> ResolvedOptions:
-    """Return the resolved options of the section ppo.
+    """Return the resolved options of the section ``ppo``.
 
     ``loss_agg=constant`` divides by the maximum number of sampled tokens. ``sampler_differs`` is
-    set where sampling and training log-probabilities differ: with asynchronous rollouts, another
-    engine, or in bfloat16, whose rounding differences exceed a typical clip range. Raises
-    ConfigError for ``count=row`` where each rollout is one row."""
+    set if log-probabilities can differ between sampling and training: with asynchronous rollouts,
+    with another engine, or in bfloat16, whose rounding differences exceed a typical clip range.
+    Raises ConfigError for ``count=row`` if each rollout is a single row anyway.
+    """
     if config.ppo.count == "row" and trains_one_sequence(config):
         raise ConfigError(
             "ppo.count=row has no effect where each rollout trains as one sequence: remove it, or "
@@ -211,8 +212,8 @@ def policy_options(config: Config, *, streamed: bool = False) -> ResolvedOptions
 
 
 def max_sampled_tokens(config: Config) -> int:
-    """Return the maximum number of sampled tokens per episode: the limit of all turns, and that of
-    one sequence if an episode trains as a single sequence."""
+    """Return the maximum number of sampled tokens per episode: the sum of its turns' limits. If an
+    episode trains as a single sequence, the limit of the sequence applies too."""
     in_turns = config.gen.max_new_tokens * config.rollout.max_turns
     return (
         min(in_turns, config.rollout.max_total_tokens) if trains_one_sequence(config) else in_turns
@@ -220,26 +221,27 @@ def max_sampled_tokens(config: Config) -> int:
 
 
 def trains_one_sequence(config: Config) -> bool:
-    """Return whether each episode trains as one sequence: no reasoning is dropped, and no agent may
-    hold several conversations."""
+    """Return whether each episode trains as one sequence: no reasoning is dropped from the context,
+    and no custom agent may hold several conversations."""
     return config.rollout.keep_reasoning and not (config.async_rl.enabled and config.rollout.agent)
 
 
 def actor_spec(config: Config, first: InitialWeights) -> ModelSpec:
-    """Return the actor, the role that plays and is trained."""
+    """Return the specification of the actor, the role that plays and is trained."""
     actor = sft.actor_model(config, first.path, config.actor.optimizer, config.actor.lora.chosen())
     return replace(actor, engine=episode_engine(config))
 
 
 def episode_engine(config: Config) -> EngineConfig:
-    """Return the engine options, with a maximum length that holds the longest episode."""
+    """Return the engine options with a maximum model length, which by default is the maximum length
+    of an episode."""
     return replace(
         config.engine, max_model_len=config.engine.max_model_len or config.rollout.max_total_tokens
     )
 
 
 def reference_model(config: Config, actor: ModelSpec) -> ModelSpec:
-    """Return the reference role, which keeps the initial weights of ``actor``."""
+    """Return the specification of the reference, which keeps the initial weights of ``actor``."""
     return ModelSpec(
         "ref",
         actor.path,
@@ -254,11 +256,13 @@ def reference_model(config: Config, actor: ModelSpec) -> ModelSpec:
 def build_reward_calls(
     config: Config, ppo: ResolvedOptions, actor_path: str
 ) -> tuple[dict[str, ModelSpec], list[MFCDef]]:
-    """Return the reward model, if there is one, and the calls that compute ``rewards``.
+    """Return (models, calls): the reward model, if one is configured, and the calls that compute
+    ``rewards``.
 
     The reward model must use the tokenizer of the model in ``actor_path``. Raises ConfigError for a
-    folder without a reward model, and for reward shaping options that a weight of 1 makes
-    ineffective."""
+    folder without a reward model, and for reward-shaping options that have no effect because
+    ``reward_model.weight`` is 1.
+    """
     model = config.reward_model
     if not model.path:
         return {}, [rew_inf(config, ppo)]
@@ -299,15 +303,16 @@ def build_reward_calls(
 
 def algorithm_options(config: Config) -> Any:
     """Return the section ``algorithm``, which the launcher adds for ``ppo.algo=FILE.py:NAME``, or
-    None."""
+    None if there is none."""
     return getattr(config, "algorithm", None)
 
 
 def actor_gen(config: Config, ppo: ResolvedOptions, role: str = "actor") -> MFCDef:
-    """Return the call that generates groups of episodes, with the actor's weights or the
-    reference's.
+    """Return the call that generates groups of episodes with the weights of ``role``, the actor or
+    the reference.
 
-    The task of a sample is metadata, so there are no input keys."""
+    It has no input keys, because the task of a sample is metadata.
+    """
     workers = (
         config.actor.workers if role == "actor" else (*config.ref.workers, config.actor.workers[0])
     )
@@ -326,11 +331,12 @@ def actor_gen(config: Config, ppo: ResolvedOptions, role: str = "actor") -> MFCD
 
 
 def group_signal(config: Config, ppo: ResolvedOptions) -> GroupSignal:
-    """Return the criterion of dynamic sampling for groups with a learning signal.
+    """Return the criterion by which dynamic sampling decides whether a group has a learning signal.
 
-    A group has one if its environment rewards differ, clipped as ``rew_inf`` clips them and without
-    the overlong penalty: a group that differs in its lengths alone would only teach shortness. DAPO
-    requires some right and some wrong answers (Yu et al. 2025, eq. 11)."""
+    A group has one if its environment rewards differ after clipping as in ``rew_inf``. The overlong
+    penalty does not count: a group whose rewards differ only by length would only teach short
+    answers. DAPO requires at least one right and one wrong answer (Yu et al. 2025, eq. 11).
+    """
     ends = [
         end / ppo.reward_scaling - ppo.reward_bias
         for end in (-ppo.max_reward_clip, ppo.max_reward_clip)
@@ -340,8 +346,8 @@ def group_signal(config: Config, ppo: ResolvedOptions) -> GroupSignal:
 
 
 def overlong_args(ppo: ResolvedOptions) -> dict[str, Any]:
-    """Return the arguments of the overlong penalty for the call that outputs ``rewards``; {}
-    without it."""
+    """Return the arguments of the overlong penalty for the call that outputs ``rewards``; {} if
+    there is no penalty."""
     names = ("overlong_length", "overlong_buffer") if ppo.overlong_length is not None else ()
     return {name: getattr(ppo, name) for name in names}
 
@@ -349,9 +355,10 @@ def overlong_args(ppo: ResolvedOptions) -> dict[str, Any]:
 def rew_inf(config: Config, ppo: ResolvedOptions, output: str = "rewards") -> MFCDef:
     """Return the call that shapes the environment's rewards and subtracts the overlong penalty.
 
-    It needs no weights and runs on the actor's worker. With a reward model, whose call mixes the
-    two, ``output`` is the key of the verifier's rewards; the penalty is then applied after the
-    mixing, so that it is not scaled by the weight."""
+    It needs no weights and runs on the actor's worker. With a reward model, ``output`` is the key
+    of the verifier's rewards, which another call mixes with the reward model's. That call then also
+    subtracts the penalty, so that the mixing weight does not scale it.
+    """
     args: dict[str, Any] = {name: getattr(ppo, name) for name in REWARD_SHAPING} | {
         "output_key": output
     }
@@ -372,7 +379,7 @@ def rew_inf(config: Config, ppo: ResolvedOptions, output: str = "rewards") -> MF
 
 
 def ref_inf(config: Config) -> MFCDef:
-    """Return the call that computes the reference's log-probabilities of the trainable tokens, for
+    """Return the call that computes the reference's log-probabilities of the trained tokens, for
     the KL term."""
     return step_call(
         config,
@@ -387,8 +394,8 @@ def ref_inf(config: Config) -> MFCDef:
 
 
 def teacher_model(config: Config, actor_path: str) -> ModelSpec:
-    """Return the teacher, a frozen role. It must use the tokenizer of the actor in
-    ``actor_path``."""
+    """Return the specification of the teacher, a frozen role. It must use the tokenizer of the
+    actor in ``actor_path``."""
     teacher = config.teacher
     return ModelSpec(
         "teacher",
@@ -401,12 +408,14 @@ def teacher_model(config: Config, actor_path: str) -> ModelSpec:
 
 
 def teacher_inf(config: Config) -> MFCDef:
-    """Return the call that computes the teacher's log-probabilities, by its own role or through a
-    server.
+    """Return the call that computes the teacher's log-probabilities, with the teacher's own role or
+    through a server.
 
-    Raises ConfigError without a teacher. A server is queried by the actor's worker; ConfigError is
-    raised if the temperature is not 1, the only one that servers support, or if several workers
-    share a sharded actor and would query it for the same sequences."""
+    The actor's worker sends the requests to a server. Raises ConfigError if no teacher is
+    configured. For a server, also raises ConfigError if the temperature is not 1, because servers
+    support no other, or if several workers share a sharded actor, because each would send requests
+    for the same sequences.
+    """
     teacher = config.teacher
     keys = ("packed_input_ids", "loss_mask")
     args: dict[str, Any] = {"output_key": "teacher_logprobs", "temperature": config.gen.temperature}
@@ -453,9 +462,12 @@ def teacher_inf(config: Config) -> MFCDef:
 
 
 def feedback_inf(config: Config) -> MFCDef:
-    """Return the self-distillation call: the actor scores its tokens given feedback on the episode.
+    """Return the self-distillation call: the actor scores its own tokens, given feedback on the
+    episode.
 
-    Raises ConfigError for a custom agent, whose prompts the feedback cannot be inserted into."""
+    Raises ConfigError for a custom agent, because feedback cannot be inserted into an agent's own
+    prompts.
+    """
     if config.async_rl.enabled and config.rollout.agent:
         raise ConfigError(
             f"rollout.agent={config.rollout.agent}: it writes its own prompts, so feedback cannot "
@@ -475,8 +487,8 @@ def feedback_inf(config: Config) -> MFCDef:
 
 
 def actor_inf(config: Config) -> MFCDef:
-    """Return the call that computes the actor's log-probabilities before the step's update: those
-    of the proximal policy."""
+    """Return the call that computes the actor's log-probabilities before the update of the step,
+    which are those of the proximal policy."""
     args = {"output_key": "proximal_logprobs", "temperature": config.gen.temperature}
     return step_call(
         config,
@@ -491,9 +503,11 @@ def actor_inf(config: Config) -> MFCDef:
 
 
 def actor_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
-    """Return the call that computes advantages and takes one step on the resolved objective.
+    """Return the call that computes advantages and takes one optimization step on the policy
+    objective.
 
-    During the critic's warm-up it makes no update."""
+    During the critic's warm-up it makes no update.
+    """
     args = {
         "ppo": ppo.chosen(config.ppo),
         "temperature": config.gen.temperature,
@@ -525,11 +539,12 @@ def actor_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
 
 
 def critic_model(config: Config, actor_path: str) -> ModelSpec:
-    """Return the critic: a decoder with a value head.
+    """Return the specification of the critic, a decoder with a value head.
 
-    Its initial weights are the actor's in ``actor_path`` unless ``critic.path`` is set. Its
+    Its initial weights are the actor's, from ``actor_path``, unless ``critic.path`` is set. Its
     learning rate defaults to the actor's, or to ``BUILTIN_RATE`` when it starts from the built-in
-    policy."""
+    policy.
+    """
     critic = config.critic
     small = critic.path == ACTOR and config.actor.path in (BUILTIN, UNTRAINED)
     return ModelSpec(
@@ -550,8 +565,8 @@ def critic_model(config: Config, actor_path: str) -> ModelSpec:
 
 
 def critic_inf(config: Config, ppo: ResolvedOptions) -> MFCDef:
-    """Return the call that computes the values of all sampled tokens' states, before the critic's
-    update."""
+    """Return the call that computes the value of the state before each sampled token, with the
+    critic's weights before their update."""
     args = _critic_args(config, ppo)
     keys = ("packed_input_ids", "loss_mask")
     return step_call(
@@ -567,8 +582,8 @@ def critic_inf(config: Config, ppo: ResolvedOptions) -> MFCDef:
 
 
 def critic_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
-    """Return the critic's train call, on returns computed from the same inputs as ``actor_train``'s
-    advantages."""
+    """Return the call that trains the critic on returns, which are computed from the same inputs as
+    the advantages in ``actor_train``."""
     behaviour = ("packed_logprobs", "packed_ref_logprobs") if ppo.kl_ctl != 0 else ()
     proximal = ("proximal_logprobs",) if ppo.kl_ctl != 0 and ppo.recompute_logprob else ()
     truncated = ("seq_no_eos_mask",) if ppo.mask_too_long else ()
@@ -591,8 +606,8 @@ def critic_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
 
 
 def _critic_args(config: Config, ppo: ResolvedOptions) -> dict[str, object]:
-    """Return the arguments of the critic's interface. Both critic calls must have the same ones, so
-    that they share one interface and the scale of its values."""
+    """Return the arguments of the critic's interface. They are the same for both critic calls, so
+    that both share one interface object and the scale of its values."""
     return {
         "ppo": ppo.chosen(config.ppo),
         "critic": config.critic.learning(ppo.ppo_n_minibatches, ppo.sample_reuse),
@@ -601,10 +616,11 @@ def _critic_args(config: Config, ppo: ResolvedOptions) -> dict[str, object]:
 
 
 def rollout_options(config: Config) -> RolloutOptions:
-    """Return the options with which training and evaluation play episodes.
+    """Return the options for playing episodes, in training as well as evaluation.
 
     Raises ConfigError if ``rollout.max_turns`` would end episodes before the environment scores
-    them."""
+    them.
+    """
     rollout = config.rollout
     environment = chosen_environment(config.env)
     if (own := environment.spec.max_turns) > rollout.max_turns:
@@ -634,11 +650,12 @@ def rollout_options(config: Config) -> RolloutOptions:
 
 
 def rollout_options_per_worker(config: Config, workers: Iterable[int]) -> RolloutOptions:
-    """Return the rollout options of each of ``workers``, which divide the environment's sessions
-    evenly.
+    """Return the rollout options for each of ``workers``. The environment's sessions are divided
+    evenly between them.
 
-    Workers keep their sessions open, so one that tried to open more than its share would wait
-    forever."""
+    Workers keep their sessions open, so a worker that tried to open more than its share would wait
+    forever.
+    """
     options = rollout_options(config)
     return replace(options, sessions=max(1, options.sessions // len({*workers})))
 
@@ -651,10 +668,11 @@ def on_tasks(
     first: InitialWeights,
     exported: str = "actor",
 ) -> ExperimentSpec:
-    """Return the experiment on tasks drawn by the curriculum.
+    """Return the experiment with these models and calls, on tasks drawn by the curriculum.
 
-    The role ``exported`` is saved at the end. Held-out success is evaluated before and after
-    training if that is the actor."""
+    ``exported``: role whose weights are saved at the end. If it is the actor, its success on
+    held-out tasks is evaluated before and after training.
+    """
     environment = chosen_environment(config.env)
     dataset = config.dataset
     mfcs = add_turn_rewards(mfcs)
@@ -686,11 +704,12 @@ def on_tasks(
 
 
 def stream_rollouts(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
-    """Return the asynchronous variant of an experiment, with its generating calls on rollout
+    """Return the asynchronous variant of an experiment, whose generating calls run on rollout
     workers.
 
-    Raises ConfigError if a worker's sessions do not hold a group, if the agent's file does not
-    exist, or for an option without effect."""
+    Raises ConfigError if a worker has too few sessions for a group, if the agent's file does not
+    exist, or for an option without effect.
+    """
     staying, leaving = to_async(spec.mfcs)
     options = config.async_rl
     episodes = RolloutOptions.from_args(leaving[0].interface_args)
@@ -719,8 +738,8 @@ def stream_rollouts(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
 
 
 def resolve_agent(config: Config) -> str:
-    """Return the agent's reference with an absolute path, since rollout workers import it. Raises
-    ConfigError if its file does not exist."""
+    """Return the reference to the agent with an absolute path, because rollout workers import it.
+    Raises ConfigError if its file does not exist."""
     agent = absolute(config.rollout.agent)
     place = agent.rpartition(":")[0]
     if place.endswith(".py") and not Path(place).is_file():
@@ -729,8 +748,8 @@ def resolve_agent(config: Config) -> str:
 
 
 def add_turn_rewards(mfcs: list[MFCDef]) -> list[MFCDef]:
-    """Return the calls, with turn rewards among the outputs of ``env_rollout`` if any call reads
-    them."""
+    """Return the calls. If any of them reads turn rewards, ``env_rollout`` gets these as additional
+    outputs."""
     if not any(key in TURN_KEYS for call in mfcs for key in call.input_keys):
         return mfcs
     return [
@@ -746,10 +765,12 @@ def add_turn_rewards(mfcs: list[MFCDef]) -> list[MFCDef]:
 
 
 def held_out_evaluation(config: Config, playing: MFCDef) -> EvaluationSpec:
-    """Return the evaluation on held-out instances of the templates, sampled and greedy.
+    """Return the evaluation on held-out instances of the templates, with sampled and greedy
+    episodes.
 
-    It uses the same interface arguments as the call ``playing``, so that both share one interface
-    and its sessions: the environment may not allow more."""
+    It has the same interface arguments as the call ``playing``. So both share one interface and its
+    sessions; the environment may not allow more sessions.
+    """
     evaluation = config.evaluation
     final = HeldOutOptions(
         HELD_OUT,
@@ -784,7 +805,7 @@ def step_call(
     inputs: tuple[str, ...] = (),
     outputs: tuple[str, ...] = (),
 ) -> MFCDef:
-    """Return a call of the graph on all samples of a step."""
+    """Return the definition of a call that processes all samples of a step."""
     return MFCDef(
         name,
         role,

@@ -1,8 +1,8 @@
 """Shared parts of the experiments on preference pairs (``experiments/reward_model.py``,
 ``experiments/dpo.py``).
 
-The policy plays groups of episodes. Two episodes of a group form a pair, in which the one with the
-higher environment reward is preferred.
+The policy plays groups of episodes. Two episodes of the same group form a pair if their environment
+rewards differ; the one with the higher reward is preferred.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Config(policy_gradient.Config):
     preference: PreferenceOptions = section(PreferenceOptions)
 
     def problems(self, name: str) -> Iterator[str]:
-        """Report a ``min_gap`` that clipped rewards cannot exceed, and groups too small for a
-        pair."""
+        """Yield a message for a ``min_gap`` that clipped rewards cannot exceed, and for groups that
+        are too small for a pair."""
         yield from super().problems(name)
         if self.preference.min_gap >= 2 * self.ppo.max_reward_clip:
             yield (
@@ -104,8 +104,8 @@ class Config(policy_gradient.Config):
 
 
 def check_synchronous(config: Config) -> None:
-    """Raise ConfigError for asynchronous rollouts: pairs are formed in the whole groups of a
-    step."""
+    """Raise ConfigError for asynchronous rollouts, because pairs are formed within the complete
+    groups of a step."""
     if config.async_rl.enabled:
         raise ConfigError(
             f"async_rl.enabled=true: {config.experiment} plays and trains in turns; leave it out, "
@@ -115,7 +115,8 @@ def check_synchronous(config: Config) -> None:
 
 
 def group_options(config: Config) -> ResolvedOptions:
-    """Return the options of the section ppo that apply here: the group size and reward shaping."""
+    """Return the options of the section ``ppo`` that apply to preference pairs: the group size and
+    reward shaping."""
     names = ("group_size", "reward_scaling", "reward_bias", "max_reward_clip")
     return resolve({name: getattr(config.ppo, name) for name in names})
 
@@ -123,8 +124,8 @@ def group_options(config: Config) -> ResolvedOptions:
 def pairwise_train(
     config: Config, role: str, interface: str, args: Mapping[str, Any], *extra_keys: str
 ) -> MFCDef:
-    """Return the train call of ``role`` on the pairs of a step. ``extra_keys`` are inputs in
-    addition to ``PAIR_KEYS``."""
+    """Return the train call of ``role`` on the preference pairs of a step. ``extra_keys``: input
+    keys in addition to ``PAIR_KEYS``."""
     shared = {name: getattr(config.preference, name) for name in ("pairing", "min_gap", "held_out")}
     options = {**shared, "max_nonfinite_steps": config.ppo.max_nonfinite_steps, **args}
     inputs = (*PAIR_KEYS, *extra_keys)

@@ -1,10 +1,11 @@
-"""Reward model training on pairs of episodes that the policy plays on the tasks of any environment.
+"""Training of a reward model on preference pairs of episodes. The policy plays the episodes, on the
+tasks of any environment.
 
 (tasks) ──► actor_gen ──┬─ env_rewards, outcome ─► rew_inf ─ rewards ─► reward_model_train
                        └─ packed_input_ids, loss_mask ────────────────────┘
 
-The policy plays with its initial weights and is not trained. ``reward_model.path=RUN/policy`` then
-uses the model in the rewards of any policy-gradient experiment.
+The policy plays with its initial weights and is not trained. Any policy-gradient experiment can
+then use the reward model with ``reward_model.path=RUN/policy``.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def config_class(environment: str) -> type[Config]:
 
 
 def build(config: Config) -> ExperimentSpec:
-    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for
-    contradicting options."""
+    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError if options
+    contradict each other."""
     check_synchronous(config)
     first = resolve_initial_weights(config)
     models = {"actor": playing_model(config, first), ROLE: build_reward_model(config, first)}
@@ -47,7 +48,7 @@ def build(config: Config) -> ExperimentSpec:
 
 
 def playing_model(config: Config, first: InitialWeights) -> ModelSpec:
-    """Return the actor, which plays the episodes and is not trained."""
+    """Return the specification of the actor, which plays the episodes and is not trained."""
     actor = config.actor
     return ModelSpec(
         "actor",
@@ -63,10 +64,11 @@ def playing_model(config: Config, first: InitialWeights) -> ModelSpec:
 
 
 def build_reward_model(config: Config, first: InitialWeights) -> ModelSpec:
-    """Return the reward model: a decoder with a value head.
+    """Return the specification of the reward model, a decoder with a value head.
 
     Its initial weights are the actor's unless ``reward_model.path`` is set. Its learning rate
-    defaults to the actor's, or to ``BUILTIN_RATE`` when it starts from the built-in policy."""
+    defaults to the actor's, or to ``BUILTIN_RATE`` when it starts from the built-in policy.
+    """
     model = config.reward_model
     small = not model.path and config.actor.path in (BUILTIN, UNTRAINED)
     return ModelSpec(

@@ -1,9 +1,9 @@
-"""Supervised fine-tuning on demonstrations: episodes that the environment's scripted solver played
-in it.
+"""Supervised fine-tuning on demonstrations, which are episodes played by the environment's scripted
+solver.
 
     packed_input_ids, loss_mask ──► actor_train
 
-It is an experiment by itself, and the warm start of the policy in other experiments.
+This is an experiment by itself, and the warm start of the policy in other experiments.
 """
 
 from __future__ import annotations
@@ -48,18 +48,17 @@ LEARNING_MODULES = (
     "realhf.backends.training.torch_backend",
     "realhf.dataflow.model_host",
 )
-"""Modules whose code, with everything that they import, enters the cache key of a warm-started
-policy."""
+"""Modules whose code, including everything that they import, is part of the cache key of a
+warm-started policy."""
 BUILTIN = "builtin"
-"""``actor.path`` of the built-in policy, which is trained on demonstrations first."""
+"""Value of ``actor.path`` for the built-in policy, which is first trained on demonstrations."""
 UNTRAINED = "builtin_tiny"
-"""``actor.path`` of the built-in policy with random weights."""
+"""Value of ``actor.path`` for the built-in policy with random weights."""
 
 
 @dataclass
 class Config(ExperimentConfig):
-    """ExperimentConfig plus the section ``env``, which holds the options of the chosen
-    environment."""
+    """ExperimentConfig plus the section ``env`` with the options of the chosen environment."""
 
     env: Any = option(
         None, "Environment and its options: env=NAME, or env.path=FILE.py:Name for a custom one."
@@ -72,10 +71,11 @@ def config_class(environment: str) -> type[Config]:
 
 
 def build(config: Config) -> ExperimentSpec:
-    """Return the supervised experiment. Its demonstrations are played first, unless they are
+    """Return the supervised experiment. A job generates its demonstrations first, unless they are
     cached.
 
-    Raises ConfigError for an environment without a scripted solver."""
+    Raises ConfigError for an environment without a scripted solver.
+    """
     spec = _build_supervised(
         config,
         steps=config.total_train_steps,
@@ -87,7 +87,7 @@ def build(config: Config) -> ExperimentSpec:
 
 
 class InitialWeights(NamedTuple):
-    """The initial weights of an experiment, and what has to run to produce them."""
+    """Initial weights of an experiment, and what has to run to produce them."""
 
     path: str
     """Folder or hub id of the model."""
@@ -98,11 +98,12 @@ class InitialWeights(NamedTuple):
 
 
 def resolve_initial_weights(config: Config) -> InitialWeights:
-    """Return the model that an experiment starts from.
+    """Return the initial weights of an experiment: the built-in policy after its warm start, the
+    built-in policy with random weights, or the model at ``actor.path``, after a warm start if
+    ``actor.warm_start`` is set.
 
-    It is the built-in policy after its warm start, the untrained one, or the model of
-    ``actor.path``, after a warm start if ``actor.warm_start`` is set. Raises ConfigError for a warm
-    start in an environment without a scripted solver."""
+    Raises ConfigError for a warm start in an environment without a scripted solver.
+    """
     if config.actor.path == BUILTIN or (config.actor.path != UNTRAINED and config.actor.warm_start):
         before = build_warm_start(config)
         return InitialWeights(str(before.artifact), (before,))
@@ -122,11 +123,12 @@ OUTDATED = (
 
 
 def build_warm_start(config: Config) -> ExperimentSpec:
-    """Return the supervised experiment that warm-starts the policy, training all of its weights.
+    """Return the supervised experiment that warm-starts the policy. It trains all weights.
 
-    The artifact's name is a hash of everything that it depends on, so that later runs reuse it. For
-    the built-in policy the artifact is the one shipped with the environment, if it was made from
-    the same inputs."""
+    The artifact is named by a hash of all its inputs, so that later runs reuse it. For the built-in
+    policy, the artifact is the policy shipped with the environment if that was made from the same
+    inputs.
+    """
     options = config.warm_start
     spec = _build_supervised(
         config, steps=options.train_steps, batch=options.batch_size, optimizer=options.optimizer
@@ -157,9 +159,9 @@ def build_warm_start(config: Config) -> ExperimentSpec:
 
 
 def warm_start_recipe(config: Config) -> dict[str, Any]:
-    """Return the inputs of the built-in policy's warm start as JSON values: the user's options,
-    without the seed, the code and file locations, and a digest of the demonstrated tasks and
-    scripts."""
+    """Return the inputs of the built-in policy's warm start as JSON values. They include the user's
+    options and a digest of the demonstrated tasks and scripts, but not the seed, the code or file
+    locations."""
     environment = chosen_environment(config.env)
     options = config.warm_start
     return {
@@ -182,14 +184,15 @@ def warm_start_recipe(config: Config) -> dict[str, Any]:
 _SAMPLE = DemonstrationRequest(
     episodes_per_task=2, seed=0, habit_fraction=0.5, recovery_fraction=0.5
 )
-"""Two demonstrations of each template: one unrepaired mistake, and one that is repaired and then
-solves the task."""
+"""Request for two demonstrations per template: one with a mistake that is not repaired, and one
+with a mistake that is repaired before the task is solved."""
 
 
 def _lessons_digest(environment: ChosenEnvironment) -> str:
     """Return the SHA-256 of the system prompt and of a sample of tasks and scripts.
 
-    A shipped policy with another digest is outdated, whatever the options of its warm start."""
+    A shipped policy with another digest is outdated, regardless of its warm-start options.
+    """
     spec = environment.spec
     lessons: list[Any] = []
     if spec.demonstrations is not None:
@@ -202,14 +205,15 @@ def _lessons_digest(environment: ChosenEnvironment) -> str:
 
 
 def _training_options(options: WarmStartConfig) -> dict[str, Any]:
-    """Return the options that affect the training, with those about file locations set to None."""
+    """Return the options as JSON values, with those that do not affect the training set to None."""
     return {**to_json_value(options), "cache_dir": None, "shipped": None}
 
 
 def _hash_model_files(path: str) -> list[str]:
-    """Return "NAME SHA-256" for each file in a model's folder, or the name of a hub id.
+    """Return "NAME SHA-256" for each file in a model's folder. For a hub id, return the id itself.
 
-    Hashing half a gigabyte takes about a second."""
+    Hashing half a gigabyte takes about a second.
+    """
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return [path]
@@ -279,7 +283,8 @@ def _build_supervised(
 def actor_model(
     config: Config, path: str, optimizer: OptimizerConfig, lora: LoraConfig | None
 ) -> ModelSpec:
-    """Return the actor, the role that is trained, with its initial weights in ``path``."""
+    """Return the specification of the actor, the role that is trained. ``path``: its initial
+    weights."""
     actor = config.actor
     return ModelSpec(
         "actor",
@@ -309,7 +314,8 @@ def _demonstration_request(config: Config, seed: int) -> DemonstrationRequest:
 def _demonstration_program(
     environment: ChosenEnvironment, request: DemonstrationRequest
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the module that plays the demonstrations as a program, and its arguments."""
+    """Return the module that generates the demonstrations when run as a program, and its
+    arguments."""
     program = environment.spec.demonstrations
     if program is not None:
         return program.module, program.argv(request)
@@ -337,9 +343,10 @@ def _demonstrations_job(config: Config, environment: ChosenEnvironment) -> JobSp
 def _demonstration_argv(
     environment: ChosenEnvironment, request: DemonstrationRequest
 ) -> tuple[str, ...]:
-    """Return the arguments of ``realhf.rollout.demonstrations``, which plays scripted episodes.
+    """Return the arguments of the program ``realhf.rollout.demonstrations`` for this environment.
 
-    Raises ConfigError for an environment without a scripted solver."""
+    Raises ConfigError for an environment without a scripted solver.
+    """
     if environment.spec.demonstrate is None:
         raise ConfigError(
             f"the environment {environment.spec.name} has no scripted solver, so there are no "
@@ -358,8 +365,8 @@ def _demonstration_argv(
 
 
 def _environment_files(environment: ChosenEnvironment) -> list[Path]:
-    """Return the source files of an environment, as far as they can be found: the file that defines
-    it, or its module in this package with all imported modules."""
+    """Return the source files of an environment: the file that defines it, or its module in this
+    package with all imported modules."""
     file = environment.reference.partition(":")[0]
     if file.endswith(".py"):
         return [Path(file)]
@@ -369,9 +376,10 @@ def _environment_files(environment: ChosenEnvironment) -> list[Path]:
 def build_untrained_policy(config: Config, demonstrations: Path | None = None) -> JobSpec:
     """Return the job that creates a built-in policy with random weights.
 
-    Its tokenizer is trained on ``demonstrations``; without them (``actor.path=builtin_tiny``) it
-    has a token per byte, which works in every environment. The artifact is the model's folder,
-    named by a hash of everything that it depends on."""
+    Its tokenizer is trained on ``demonstrations``. If there are none (``actor.path=builtin_tiny``),
+    it has one token per byte, which works in every environment. The artifact is the model's folder,
+    named by a hash of all its inputs.
+    """
     builtin = to_json_value(config.builtin)
     versions = package_versions(("torch", "transformers", "tokenizers"))
     learned_from = [] if demonstrations is None else [demonstrations.name]

@@ -1,11 +1,12 @@
-"""Shipped policies: warm-started built-in policies inside the package, so that first runs need no
-warm start.
+"""Shipped policies: warm-started built-in policies that are part of the package, so that a first
+run needs no warm start.
 
     python -m experiments.shipped_policy experiment=grpo_aws seed=1
 
-makes the warm start of these options, unless it is cached, and writes it in bfloat16 to the folder
-``EnvironmentSpec.shipped_policy``. Its ``provenance.json`` records the inputs, the command, the
-commit and the SHA-256 of each file. A run uses it if its own warm start would have the same inputs.
+This command runs the warm start of these options, unless its result is cached, and writes the
+policy in bfloat16 to the folder ``EnvironmentSpec.shipped_policy``. The file ``provenance.json``
+records the inputs, the command, the commit and the SHA-256 of each file. A run uses the shipped
+policy if its own warm start would have the same inputs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from realhf.base.files import whole_folder
 
 PROVENANCE = "provenance.json"
 LESSONS = "lessons"
-"""Key in ``made_from`` of the digest of the system prompt, the tasks and the scripts."""
+"""Key in ``made_from`` for the digest of the system prompt, the tasks and the scripts."""
 WARM_START_ONLY = (
     "warm_start.shipped=false",
     "total_train_steps=1",
@@ -35,9 +36,11 @@ WARM_START_ONLY = (
 
 
 def find_shipped_policy(folder: Path | None, made_from: Mapping[str, Any]) -> Path | None:
-    """Return the shipped policy's folder if it was made from ``made_from``, else None.
+    """Return the shipped policy's folder if the policy was made from the inputs ``made_from``, else
+    None.
 
-    Raises ConfigError if its files do not match their recorded SHA-256."""
+    Raises ConfigError if its files do not match their recorded SHA-256.
+    """
     if folder is None or not (folder / PROVENANCE).is_file():
         return None
     try:
@@ -58,8 +61,8 @@ def find_shipped_policy(folder: Path | None, made_from: Mapping[str, Any]) -> Pa
 
 
 def is_outdated(folder: Path, made_from: Mapping[str, Any]) -> bool:
-    """Return whether a shipped policy matches ``made_from`` in everything but the lessons, that is
-    the prompt, tasks and scripts, which have changed since."""
+    """Return whether a shipped policy matches ``made_from`` in everything but the system prompt,
+    tasks and scripts, which means that those have changed since."""
     if not (folder / PROVENANCE).is_file():
         return False
     shipped = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))["made_from"]
@@ -68,13 +71,14 @@ def is_outdated(folder: Path, made_from: Mapping[str, Any]) -> bool:
 
 
 def hash_files(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file of a shipped policy by name, without its provenance."""
+    """Return the SHA-256 of each file of a shipped policy by file name, except for its provenance
+    file."""
     files = sorted(file for file in folder.iterdir() if file.is_file() and file.name != PROVENANCE)
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def ship(policy: Path, folder: Path, provenance: Mapping[str, Any]) -> None:
-    """Write a trained policy in bfloat16 to ``folder``, which is replaced atomically."""
+    """Write a trained policy in bfloat16 to ``folder``, replacing the folder atomically."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with whole_folder(folder) as whole:
@@ -88,7 +92,7 @@ def ship(policy: Path, folder: Path, provenance: Mapping[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Make and ship the warm start of a run with these ``key=value`` arguments. Return the exit
+    """Train and ship the warm start of a run with these ``key=value`` arguments. Return the exit
     code."""
     from experiments.sft import Config, build_warm_start, chosen_environment, warm_start_recipe
     from realhf.base.installation import PACKAGE, git_state

@@ -1,8 +1,8 @@
 """Registries of named parts: interfaces, backends, data sources, datasets, environments, advantage
 estimators, policy losses and schedulers.
 
-Built-in parts are listed as text and imported on first use, so this module does not import torch.
-An experiment file adds its own parts by ``@interfaces.register("name")``.
+Built-in parts are listed as strings and imported on first use, so that this module does not import
+torch. An experiment file adds its own parts with ``@interfaces.register("name")``.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ T = TypeVar("T")
 
 
 class Registry:
-    """Mapping from names to objects, which are imported on first use. Names cannot be registered
-    twice."""
+    """Mapping from names to objects. Entries given as strings are imported on first use. A name can
+    be registered only once."""
 
     def __init__(self, kind: str, builtin: Mapping[str, str] | None = None) -> None:
         self.kind = kind
         self._entries: dict[str, Any] = dict(builtin or {})
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that adds an object under ``name``. Raises ValueError if the name is
-        taken."""
+        """Return a decorator that registers an object under ``name``. It raises ValueError if the
+        name is taken."""
 
         def add(item: T) -> T:
-            """Register ``item`` and return it."""
+            """Register ``item`` under the decorator's name and return it."""
             if name in self._entries:
                 raise ValueError(f"{self.kind} {name!r} is registered already")
             self._entries[name] = item
@@ -38,7 +38,8 @@ class Registry:
         return add
 
     def get(self, name: str) -> Any:
-        """Return the object of this name. Raises KeyError with similar and known names."""
+        """Return the object with this name. Raises KeyError for an unknown name; the message lists
+        the known names and suggests a similar one."""
         if name not in self._entries:
             close = difflib.get_close_matches(name, self._entries, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -146,9 +147,9 @@ REGISTRIES: Mapping[str, Registry] = MappingProxyType(
         "schedulers": schedulers,
     }
 )
-"""All registries by the name that an option refers to as ``registry=``."""
+"""All registries by name. Options refer to a registry with ``registry=NAME``."""
 
 
 def registered_names(registry: str) -> Sequence[str]:
-    """Return the names that are registered now. Raises KeyError for an unknown registry."""
+    """Return the names that are currently registered. Raises KeyError for an unknown registry."""
     return [*REGISTRIES[registry]]

@@ -1,5 +1,5 @@
-"""Supervised data: conversations of a JSONL file as tokens, with a loss mask on the assistant's
-turns."""
+"""Data for supervised training: tokenised conversations of a JSONL file, with a loss mask that
+selects the assistant's turns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from realhf.base.json_rows import count_json_lines, read_json_lines
 def conversation_tokens(
     row: Mapping[str, Any], chat: TemplateChat, system_prompt: str = ""
 ) -> tuple[list[int], list[bool]]:
-    """Return token ids and loss mask of a demonstration.
+    """Return (token ids, loss mask) of a demonstration.
 
     The ids are the same as those of a played episode with these messages: the same template text
     around the turns, every turn tokenised separately, nothing after the last turn. An assistant
@@ -28,13 +28,13 @@ def conversation_tokens(
     context of later turns.
 
     Args:
-        row: ``messages`` with the roles system, user, assistant and tool and, optionally, the schemas of
-            ``tools``, in the format of the OpenAI chat API.
+        row: Demonstration in the format of the OpenAI chat API: ``messages`` with the roles system,
+            user, assistant and tool and, optionally, the schemas of ``tools``.
         chat: Chat template and tokenizer.
-        system_prompt: System message before the messages, empty for none.
+        system_prompt: System message to put before the messages; empty for none.
 
-    Raises ValueError for the first of ``demonstration_problems``, ChatTemplateError for messages
-    that the template cannot render.
+    Raises ValueError for the first problem that ``demonstration_problems`` finds, and
+    ChatTemplateError for messages that the template cannot render.
     """
     for problem in demonstration_problems(row):
         raise ValueError(problem)
@@ -60,10 +60,10 @@ def conversation_tokens(
 
 
 class ChatDataset:
-    """Tokenised rows of a JSONL file, on the worker.
+    """Tokenised conversations of a JSONL file, loaded on the worker.
 
-    Raises ValueError if a row is not a valid demonstration or is longer than ``max_tokens``.
-    Truncating it would train on turns without their ends.
+    Raises ValueError if a row is not a valid demonstration or is longer than ``max_tokens``. Rows
+    are not truncated, because that would train on incomplete turns.
     """
 
     def __init__(
@@ -101,8 +101,9 @@ class ChatDataset:
         return len(self._rows)
 
     def load(self, ids: Sequence[str], rows: Sequence[int]) -> SequenceSample:
-        """Return these rows as samples ``ids`` with ``packed_input_ids`` i64 (L) and ``loss_mask``
-        bool (L)."""
+        """Return the conversations with these row numbers as a sample with the ids ``ids`` and the
+        keys ``packed_input_ids`` (int64) and ``loss_mask`` (bool), both of the conversation's
+        length."""
         import torch
 
         selected = [self._rows[row] for row in rows]
@@ -122,8 +123,8 @@ class ChatDataset:
 
 
 class ChatDatasetSource:
-    """Order of the rows, on the master: a permutation per (seed, epoch). Sample ids are
-    ``row@epoch``."""
+    """Order in which the master draws the rows of a ``ChatDataset``: a permutation for each seed
+    and epoch. Sample ids are ``row@epoch``."""
 
     def __init__(self, *, seed: int, path: str) -> None:
         self._n_rows = count_json_lines(Path(path))
@@ -133,7 +134,7 @@ class ChatDatasetSource:
         self._cursor = 0
 
     def next_batch(self, n: int) -> list[SourceItem]:
-        """Return the next ``n`` rows. A batch may span the end of an epoch."""
+        """Return the next ``n`` rows. A batch may contain rows of two epochs."""
         items = []
         for _ in range(n):
             epoch, position = divmod(self._cursor, self._n_rows)
@@ -147,19 +148,19 @@ class ChatDatasetSource:
         del results
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of rows drawn so far, which determines all later ones."""
+        """Return the number of rows drawn so far, which determines all later rows."""
         return {"cursor": self._cursor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of ``state_dict``. Raises KeyError without ``cursor``."""
+        """Restore a state returned by ``state_dict``. Raises KeyError if it lacks ``cursor``."""
         self._cursor = int(state["cursor"])
 
     def stats(self) -> dict[str, float]:
-        """Return ``epoch``, the number of epochs drawn so far (fractional)."""
+        """Return {"epoch": number of epochs drawn so far, as a fraction}."""
         return {"epoch": self._cursor / self._n_rows}
 
     def _permutation(self, epoch: int) -> list[int]:
-        """Return the order of the rows in an epoch."""
+        """Return the row numbers in their order for this epoch."""
         if getattr(self, "_cached_epoch", None) != epoch:
             rows = list(range(self._n_rows))
             random.Random(f"{self._seed}/{epoch}").shuffle(rows)

@@ -1,13 +1,13 @@
-"""Write-ahead log of finished samples, kept until a checkpoint covers their training.
+"""Write-ahead log of finished samples, which are kept until a checkpoint covers their training.
 
-Each rank of the trainer has a log of its own, rank 0 in the folder, the others in ``rank-<r>``
-below it. It can read the logs of all ranks, including those of ranks that only an earlier start of
-the run had.
+Each rank of the trainer writes its own log: rank 0 directly in the folder, other ranks in the
+subfolders ``rank-<r>``. Every rank can read the logs of all ranks, also of ranks that existed only
+when the run was started with more of them.
 
 Segments ``payload-<n>.log`` contain records ``crc32 u32 | frames u32 | size u64 per frame |
 frames``, little-endian; the checksum covers everything after it. A record is valid once ``append``
-has returned its reference. A log never appends to a segment of an earlier start, so an incomplete
-record at the end of one is harmless. See docs/reference/dataflow.md 9, Journal.
+has returned a reference to it. After a restart the log begins a new segment, so an incomplete
+record at the end of an older one is harmless. See docs/reference/dataflow.md 9, Journal.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from realhf.api.calls import PayloadRef, rank_of
 from realhf.base.files import disk_blamed
 
 SEGMENT_BYTES = 64 << 20
-"""Default size from which a new segment is started, bytes."""
+"""Default segment size, in bytes; when it is reached, a new segment begins."""
 MAX_FRAMES = 1 << 16
-"""Maximum number of frames of a record."""
+"""Maximum number of frames in a record."""
 _IOV_MAX = 1024
-"""Maximum number of buffers of one writev call (Linux)."""
+"""Maximum number of buffers in one writev call (Linux)."""
 
 
 class PayloadDamaged(ValueError):
@@ -37,14 +37,14 @@ class PayloadDamaged(ValueError):
 
 
 class PayloadLog:
-    """Log of the samples of one rank, which also reads those of other ranks. Not thread-safe.
+    """Log of one rank's samples, which can also read the logs of other ranks. Not thread-safe.
 
     Args:
-        folder: Folder of the logs of all ranks.
-        rank: Rank of the trainer.
-        segment_bytes: Size from which a new segment is started, bytes.
+        folder: Folder with the logs of all ranks.
+        rank: Rank of this trainer process.
+        segment_bytes: Segment size in bytes; when it is reached, a new segment begins.
 
-    Raises OSError if the folder of the rank cannot be created or read.
+    Raises OSError if the rank's folder cannot be created or read.
     """
 
     def __init__(self, folder: Path, *, rank: int = 0, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -60,24 +60,24 @@ class PayloadLog:
 
     @property
     def folder(self) -> Path:
-        """Folder of the logs of all ranks."""
+        """Folder with the logs of all ranks."""
         return self._root
 
     @property
     def active(self) -> int:
-        """Number of the segment that is appended to, -1 before the first append."""
+        """Number of the segment that is being written; -1 before the first append."""
         return self._active
 
     def segments(self) -> list[int]:
-        """Return the numbers of the segments of this rank, ascending."""
+        """Return the numbers of this rank's segments, in ascending order."""
         return _segments(self._folder)
 
     def append(self, items: Sequence[Sequence[Any]]) -> list[PayloadRef]:
-        """Write one record per item and make all of them durable with one sync; return their
+        """Write one record per item, make all of them durable with one sync, and return their
         references.
 
-        An item is a sequence of frames (buffers). After an OSError none of the records is valid,
-        and the next call starts a new segment.
+        An item is a sequence of frames (buffers). If an OSError is raised, none of the records is
+        valid, and the next call begins a new segment.
         """
         if not items:
             return []
@@ -103,10 +103,10 @@ class PayloadLog:
         return refs
 
     def read(self, ref: Sequence[int]) -> list[bytearray]:
-        """Return the frames of a record of any rank, in writable memory.
+        """Return the frames of a record written by any rank, in writable memory.
 
-        Raises PayloadDamaged if the record is missing or damaged, OSError if it cannot be read for
-        another reason, e.g. too many open files.
+        Raises PayloadDamaged if the record is missing or damaged, and OSError if it cannot be read
+        for another reason, e.g. too many open files.
         """
         segment, offset, nbytes = ref[:3]
         try:
@@ -135,17 +135,18 @@ class PayloadLog:
         return frames
 
     def keep_only(self, segments: Collection[int]) -> list[int]:
-        """Delete all segments but these and the active one; return the numbers of the deleted
-        ones."""
+        """Delete this rank's segments except ``segments`` and the one being written. Return the
+        numbers of the deleted segments."""
         deleted = [n for n in self.segments() if n not in segments and n != self._active]
         for number in deleted:
             _path(self._folder, number).unlink()
         return deleted
 
     def sweep(self, alive: Collection[PayloadRef], ranks: int) -> None:
-        """Delete segments without a payload in ``alive`` from the logs of ranks >= ``ranks``.
+        """Delete segments of former ranks that contain no payload in ``alive``. Former ranks are
+        those numbered ``ranks`` and above.
 
-        Only an earlier start of the run had these ranks, so no process writes there.
+        They belong to an earlier start of the run with more ranks, so no process writes to them.
         """
         kept = {(rank_of(ref), ref[0]) for ref in alive}
         for folder in self._root.glob("rank-*"):
@@ -159,7 +160,7 @@ class PayloadLog:
                 folder.rmdir()
 
     def close(self) -> None:
-        """Close the active segment. A later append starts a new one."""
+        """Close the segment that is being written. A later append begins a new one."""
         descriptor = self._descriptor
         self._descriptor = -1
         self._active = -1
@@ -167,7 +168,7 @@ class PayloadLog:
             os.close(descriptor)
 
     def _roll(self) -> None:
-        """Start a new segment, and make its directory entry durable."""
+        """Begin a new segment, and make its directory entry durable."""
         self.close()
         number = self._next
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -193,13 +194,14 @@ def _path(folder: Path, segment: int) -> Path:
 
 
 def _segments(folder: Path) -> list[int]:
-    """Return the numbers of the segments in a folder, ascending."""
+    """Return the numbers of the segments in a folder, in ascending order."""
     stems = [path.stem.removeprefix("payload-") for path in folder.glob("payload-*.log")]
     return sorted(int(stem) for stem in stems if stem.isdigit())
 
 
 def _build_record(frames: Sequence[Any]) -> list[memoryview]:
-    """Return the buffers of a record. Raises ValueError for no or too many frames."""
+    """Return the buffers of a record with these frames. Raises ValueError for no or too many
+    frames."""
     if not 1 <= len(frames) <= MAX_FRAMES:
         raise ValueError(f"{len(frames)} frames, allowed 1 to {MAX_FRAMES}")
     views = [memoryview(frame).cast("B") for frame in frames]
@@ -211,7 +213,7 @@ def _build_record(frames: Sequence[Any]) -> list[memoryview]:
 
 
 def _write_all(descriptor: int, buffers: Sequence[memoryview]) -> None:
-    """Write all buffers, also if a writev call writes only a part of them."""
+    """Write all buffers, repeating writev calls that wrote only some of their data."""
     waiting = [view for view in buffers if view.nbytes]
     begin = 0
     while begin < len(waiting):

@@ -1,9 +1,10 @@
 """Stream of finished samples from rollout workers into the tensor store of a model worker.
 
 A sample is received, decoded and validated, written to the payload log, put into the store and
-reported to the master. When the master has answered (its ACCEPT is durable then), the sample is
-acknowledged to its producer, which keeps it until then. So a crash at any point loses no sample. A
-sample that arrives twice is recognised by (id, attempt). See docs/reference/dataflow.md 9.
+reported to the master. The master answers after recording the sample durably (ACCEPT). Only then is
+the sample acknowledged to its producer, which keeps it until then. So a crash at any point loses no
+sample. A sample that arrives twice is recognised by (id, attempt). See docs/reference/dataflow.md
+9.
 """
 
 from __future__ import annotations
@@ -52,46 +53,48 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 Notify = Callable[[list[Arrival]], Sequence[str]]
-"""Function that reports arrivals to the master and returns its answer to each (``accepted``,
-``duplicate``, ``refused``), in order. It blocks, with a timeout of its own. TransportError,
-TimeoutError and OSError mean that the master cannot answer now; the call is then retried."""
+"""Function that reports arrivals to the master and returns the master's answer to each
+(``accepted``, ``duplicate``, ``refused``), in order. It blocks, with a timeout of its own.
+TransportError, TimeoutError and OSError mean that the master cannot answer now; the call is then
+retried."""
 MAX_ROUND = 64
 """Maximum number of samples that are logged and reported to the master together."""
 RETRY_S = (0.1, 2.0)
-"""First and maximum delay of the exponential back-off when the master does not answer, seconds."""
+"""Initial and maximum delay of the exponential back-off when the master does not answer, in
+seconds."""
 CLOSE_TIMEOUT_S = 10.0
-"""Time that ``close`` waits for an answer of the master, seconds."""
+"""How long ``close`` waits for the master's answer, in seconds."""
 NOTIFY_TIMEOUT_S = 60.0
-"""Timeout of a report of arrivals to the master, seconds."""
+"""Timeout for reporting arrivals to the master, in seconds."""
 _FLOATS = ("f16", "bf16", "f32", "f64")
 """Dtypes whose values must be finite."""
 
 
 @dataclass(slots=True)
 class _StoredAttempt:
-    """The attempt at a sample that is in the store."""
+    """State of a sample in the store: which attempt is stored, and whether it is final."""
 
     attempt: int
-    """Number of the attempt."""
+    """Number of the stored attempt."""
     safe: bool
-    """Whether the master has accepted the attempt. Until then its answer may require to discard
-    it."""
+    """Whether the master has accepted the attempt. Until then the attempt may have to be
+    discarded."""
 
 
 @dataclass(slots=True)
 class _RoundItem:
-    """A sample of the current round."""
+    """A sample of the round in progress."""
 
     arrival: Arrival
     """Report of the sample to the master."""
     sample: SequenceSample | None
-    """The sample, None if it is malformed."""
+    """The decoded sample; None if it is malformed."""
     stored: bool = False
-    """Whether this round has put it into the store."""
+    """Whether this round put the sample into the store."""
 
 
 class StreamDataset:
-    """Receiver of the samples for one model worker.
+    """Receiver of finished samples for one model worker.
 
     Attributes:
         counts: Number of samples ``accepted``, ``duplicate``, ``refused`` and ``malformed``, and of
@@ -100,15 +103,15 @@ class StreamDataset:
 
     Args:
         run_id: Id of the run.
-        folder: Folder of the payload logs of all ranks.
+        folder: Folder with the payload logs of all ranks.
         store: Tensor store of the worker.
-        notify: Reports arrivals to the master. It is called on a thread of this object, one call at a
-            time, in the order in which payloads are logged.
+        notify: Function that reports arrivals to the master. It is called on a thread of this
+            object, one call at a time, in the order in which payloads are logged.
         credits: Number of samples that producers may send ahead.
-        limits: Format of the samples.
+        limits: Required format of the samples.
         network: Network settings of the run.
         rank: Rank of the worker among those that train together.
-        segment_bytes: Size of a segment of the payload log, bytes.
+        segment_bytes: Size of a payload log segment, in bytes.
 
     Every method but ``close`` raises StreamFailed after a thread has failed.
     """
@@ -146,9 +149,10 @@ class StreamDataset:
         self._thread.start()
 
     def restore(self, items: Iterable[tuple[str, int, PayloadRef]]) -> list[Arrival]:
-        """Put logged samples (id, attempt, ref) of any rank back into the store after a restart.
+        """Put logged samples, given as (id, attempt, ref), back into the store after a restart.
+        They may come from any rank.
 
-        Returns their arrivals; that of a sample that cannot be read has ``error`` set.
+        Returns one arrival per sample. If a sample cannot be read, ``error`` of its arrival is set.
         """
         self.check()
         return [self._restore_sample(id, attempt, list(ref)) for id, attempt, ref in items]
@@ -156,14 +160,15 @@ class StreamDataset:
     def prune(
         self, alive: Collection[PayloadRef], newest: PayloadRef | None = None, ranks: int = 1
     ) -> list[int]:
-        """Delete the segments of the log without a payload in ``alive``; return their numbers.
+        """Delete the log segments that contain no payload in ``alive``; return their numbers.
 
         Args:
             alive: References of the payloads to keep.
-            newest: Last reference that was accepted when ``alive`` was collected, by default the last one
-                of ``alive``. Its segment and later ones are kept, because they may contain newer payloads.
-            ranks: Number of ranks of this start of the run. Rank 0 also prunes the logs of the ranks that an
-                earlier start had in addition.
+            newest: The last reference that was accepted when ``alive`` was collected; default: the
+                last one in ``alive``. Its segment and all later ones are kept, because they may
+                contain payloads that are newer than ``alive``.
+            ranks: Current number of ranks. Rank 0 also prunes the logs of higher ranks, which an
+                earlier start of the run had.
         """
         self.check()
         own_refs = [ref for ref in alive if rank_of(ref) == self._rank]
@@ -176,7 +181,7 @@ class StreamDataset:
         return deleted
 
     def check(self) -> None:
-        """Raise StreamFailed if no sample can arrive any more."""
+        """Raise StreamFailed if samples can no longer arrive."""
         if self._failure is not None:
             raise StreamFailed(
                 f"the stream of samples failed: {type(self._failure).__name__}: {self._failure}"
@@ -184,8 +189,8 @@ class StreamDataset:
         self._receiver.check()
 
     def close(self) -> None:
-        """Stop the threads. Producers keep the samples that the master has not answered; the store
-        is unchanged."""
+        """Stop the threads. Samples that the master has not answered stay with their producers; the
+        store is unchanged."""
         self._closing.set()
         with self._filled:
             self._filled.notify()
@@ -223,8 +228,8 @@ class StreamDataset:
             _log.exception("the stream of samples failed")
 
     def _next_round(self) -> list[StreamMessage]:
-        """Take queued messages with distinct ids: two attempts at one sample are processed in
-        different rounds."""
+        """Take messages with distinct ids from the queue. Two attempts at the same sample are thus
+        processed in different rounds."""
         ids: set[str] = set()
         messages: list[StreamMessage] = []
         while self._queue and len(messages) < MAX_ROUND and self._queue[0].id not in ids:
@@ -263,7 +268,7 @@ class StreamDataset:
     def _log_samples(
         self, decoded: list[tuple[StreamMessage, SequenceSample | None, str]]
     ) -> list[_RoundItem]:
-        """Write the valid samples to the payload log; return an item for each message."""
+        """Write the valid samples to the payload log. Return one item per message."""
         with self._log_lock:
             refs = iter(
                 self._log.append(
@@ -285,8 +290,8 @@ class StreamDataset:
         return self._stored.get(id) == _StoredAttempt(attempt, safe=True)
 
     def _put(self, arrival: Arrival, sample: SequenceSample, *, safe: bool) -> bool:
-        """Put a sample into the store. Return False if the store already has this or another
-        attempt at it."""
+        """Put a sample into the store. Return False if the store already has an attempt at this
+        sample."""
         with self._stored_lock:
             if arrival.id in self._stored:
                 self._mark_safe(arrival, safe)
@@ -298,7 +303,8 @@ class StreamDataset:
     def _discard(self, id: str, attempt: int) -> None:
         """Remove the received values of an attempt from the store.
 
-        Values that calls have computed for the sample are kept: another receiver has the sample.
+        Values that calls have computed for the sample are kept, because another receiver has the
+        sample.
         """
         with self._stored_lock:
             stored = self._stored.get(id)
@@ -307,15 +313,15 @@ class StreamDataset:
             self._store.discard(id, _producer_key(id, attempt))
 
     def _mark_safe(self, arrival: Arrival, safe: bool) -> None:
-        """Record that the master has accepted the stored attempt if ``safe``. Called under the
+        """If ``safe``, record that the master has accepted the stored attempt. The caller holds the
         lock."""
         stored = self._stored.get(arrival.id)
         if stored is not None and stored.attempt == arrival.attempt:
             stored.safe = stored.safe or safe
 
     def _report(self, arrivals: list[Arrival]) -> list[str] | None:
-        """Report arrivals to the master until it answers; return None if this object is closed
-        before."""
+        """Report arrivals to the master, retrying until it answers. Return its answers, or None if
+        the dataset is closed first."""
         if not arrivals:
             return []
         wait = RETRY_S[0]
@@ -340,7 +346,7 @@ class StreamDataset:
         return answers
 
     def _apply_answer(self, item: _RoundItem, answer: str) -> None:
-        """Keep an accepted sample in the store, discard another one."""
+        """Keep a sample in the store if the master accepted it, otherwise discard it."""
         arrival = item.arrival
         sample = item.sample
         self.counts["malformed" if sample is None else answer] += 1
@@ -358,7 +364,8 @@ class StreamDataset:
             self._discard(arrival.id, arrival.attempt)
 
     def _restore_sample(self, id: str, attempt: int, ref: PayloadRef) -> Arrival:
-        """Put one logged sample back into the store."""
+        """Put one logged sample back into the store. Return its arrival, with ``error`` set if that
+        failed."""
         try:
             with run_folder_needed(self._log.folder):
                 sample = self._limits.read(id, self._log.read(ref))
@@ -371,24 +378,24 @@ class StreamDataset:
         return arrival
 
     def _forget(self, ids: frozenset[str]) -> None:
-        """Forget samples that the store has cleared. Runs on any thread."""
+        """Drop the records of samples that the store has cleared. Runs on any thread."""
         with self._stored_lock:
             for id in ids:
                 self._stored.pop(id, None)
 
 
 def _producer_key(id: str, attempt: int) -> str:
-    """Return the producer under which the store keeps the received values of an attempt."""
+    """Return the producer name under which the store keeps the received values of an attempt."""
     return f"{id}#{attempt}"
 
 
 def _encode_meta(sample: SequenceSample) -> list[bytes]:
-    """Return the frames of a sample without its data."""
+    """Return the encoded metadata of a sample, without its data."""
     return [bytes(frame) for frame in encode_sample(sample.meta())]
 
 
 class StreamHost:
-    """Handlers of the master's calls about the stream of a worker. ``open`` creates its
+    """A worker's handlers for the master's calls about its sample stream. ``open`` creates the
     ``StreamDataset``."""
 
     def __init__(
@@ -408,7 +415,7 @@ class StreamHost:
         self._dataset: StreamDataset | None = None
 
     def handlers(self) -> dict[str, Callable[[Any], Any]]:
-        """Return the handlers of the immediate lane, by name."""
+        """Return the handlers by call name. They belong to the immediate lane."""
         return dict(
             [
                 STREAM_OPEN.served_by(self.open),
@@ -460,7 +467,7 @@ class StreamHost:
         return request
 
     def _opened(self) -> StreamDataset:
-        """Return the dataset. Raises RuntimeError before ``open``."""
+        """Return the dataset. Raises RuntimeError if ``open`` was not called before."""
         if self._dataset is None:
             raise RuntimeError("the stream is not open")
         return self._dataset
@@ -474,27 +481,27 @@ class StreamHost:
 
 @dataclass(frozen=True)
 class SampleLimits:
-    """Required format of a finished sample."""
+    """Required format and maximum size of a finished sample."""
 
     keys: tuple[KeySpec, ...]
-    """Exactly the keys that a sample has, with dtype, trailing shape and length rule.
-    ``packed_input_ids`` is one."""
+    """The keys that a sample must have, with dtype, trailing shape and length rule; no others are
+    allowed. ``packed_input_ids`` must be one of them."""
     min_sequences: int = 1
     """Minimum number of sequences."""
     max_sequences: int = 1024
     """Maximum number of sequences."""
     max_tokens: int = 1 << 20
-    """Maximum number of tokens of a sequence."""
+    """Maximum number of tokens in a sequence."""
     max_bytes: int = 256 << 20
-    """Maximum size of the encoded sample, bytes."""
+    """Maximum size of the encoded sample, in bytes."""
 
     def __post_init__(self) -> None:
         if "packed_input_ids" not in {spec.name for spec in self.keys}:
             raise ValueError("samples of a stream need the key packed_input_ids")
 
     def read(self, id: str, frames: Sequence[Any]) -> SequenceSample:
-        """Return the sample with this id, decoded from ``frames``. Raises CodecError for an invalid
-        one."""
+        """Decode and return the sample with this id from ``frames``. Raises CodecError if it is
+        invalid."""
         nbytes = sum(memoryview(frame).nbytes for frame in frames)
         if nbytes > self.max_bytes:
             raise CodecError(f"sample {id!r} has {nbytes} bytes, allowed are {self.max_bytes}")
@@ -531,9 +538,10 @@ def _check_key(
     lengths: list[int],
     expected: dict[str, list[int]],
 ) -> None:
-    """Raise CodecError unless the key conforms to its specification.
+    """Raise CodecError if the values of one key do not conform to its specification.
 
-    ``lengths`` are the lengths of the key's sequences, ``expected`` the lengths by length rule.
+    ``lengths``: lengths of the key's sequences. ``expected``: the required lengths for each length
+    rule.
     """
     tensor = sample[spec.name]
     shape = tuple(tensor.shape[1:])
@@ -555,7 +563,7 @@ def _check_key(
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Return whether all values are finite, in one pass.
+    """Return whether all values are finite, in a single pass.
 
     Unless it overflows, the sum of the values is finite if and only if all of them are.
     """
@@ -564,10 +572,8 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _without_failures(sample: SequenceSample, spec: KeySpec) -> Tensor:
-    """Return the key's values without those of failed rollouts, if it has one per rollout.
-
-    A failed rollout has no reward, which is encoded as NaN.
-    """
+    """Return the key's values. If there is one value per rollout, leave out those of failed
+    rollouts, whose missing reward is encoded as NaN."""
     tensor = sample[spec.name]
     per_rollout = (
         spec.rule == "1" and "outcome" in sample.keys and sample["outcome"].shape == tensor.shape
@@ -576,12 +582,13 @@ def _without_failures(sample: SequenceSample, spec: KeySpec) -> Tensor:
 
 
 def _length_lists(sample: SequenceSample) -> dict[str, list[int]]:
-    """Return the lengths of the sequences of each key. Keys with shared lengths share the list."""
+    """Return the sequence lengths for each key. Keys that share their lengths also share the
+    list."""
     columns = {key: sample.lengths(key) for key in sample.keys}
     lists = {id(column): column.values.tolist() for column in columns.values()}
     return {key: lists[id(column)] for key, column in columns.items()}
 
 
 def _where(sample: SequenceSample, spec: KeySpec) -> str:
-    """Return the name of a key of a sample for error messages."""
+    """Return text that identifies a key of a sample in error messages."""
     return f"sample {sample.ids[0]!r}, key {spec.name!r}"

@@ -27,7 +27,7 @@ from realhf.transport.network import host_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until the launcher's run has ended. Returns the exit code: 0, 1 after an error, or 130
+    """Serve until the launcher's run has ended. Return the exit code: 0, 1 after an error, or 130
     after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m realhf.worker",
@@ -97,8 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read_key(args: argparse.Namespace) -> tuple[str, HostKey]:
-    """Return the name of this host and its key. Raises NetworkError, or ValueError for a file that
-    is no text."""
+    """Return the name and key of this host. Raises NetworkError, or ValueError for a file that is
+    not text."""
     keys = HostKeys.read(args.key_file.expanduser())
     name = args.name or (next(iter(keys.hosts)) if len(keys.hosts) == 1 else host_name())
     return name, keys.of(name)
