@@ -47,25 +47,26 @@ from matplotlib import pyplot as plt
 T = TypeVar("T")
 EVERY_STEPS = 5
 TEACHER = "grpo"
-"""Whose policy, of the first seed, ``opd`` learns from."""
+"""Preset whose policy, of the first seed, is the teacher for ``opd``."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Is what a run reached: ``success`` (share of held-out episodes, sampled) after ``seconds`` of
-    train steps, the first before them."""
+    """Learning curve of a run. ``success``: share of held-out episodes solved, sampled, at each
+    evaluation; the first is before training. ``seconds``: seconds of train steps until each
+    evaluation."""
 
     seconds: tuple[float, ...]
     success: tuple[float, ...]
 
     def after(self, budget: float) -> float:
-        """Return the success after ``budget`` seconds, on a straight line between two
+        """Return the success after ``budget`` seconds, interpolated linearly between
         evaluations."""
         return float(np.interp(budget, self.seconds, self.success))
 
 
 def read_curve(folder: Path) -> Curve:
-    """Read a finished run. Raises FileNotFoundError."""
+    """Return the learning curve of a finished run. Raises FileNotFoundError."""
     rows = [
         json.loads(line)
         for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -80,7 +81,8 @@ def read_curve(folder: Path) -> Curve:
 
 
 def play(environment: str, preset: str, seed: int, asked: argparse.Namespace) -> Curve:
-    """Train, or read what was trained before. Raises Failed."""
+    """Train with a preset and seed, unless that run exists, and return its learning curve. Raises
+    Failed."""
     runs: Path = asked.runs.resolve()
     folder = runs / environment / f"{preset}-seed{seed}"
     log = runs / f"{environment}-{preset}-seed{seed}.log"
@@ -107,8 +109,8 @@ def play(environment: str, preset: str, seed: int, asked: argparse.Namespace) ->
 
 
 def play_all(asked: argparse.Namespace) -> dict[str, dict[str, dict[int, Curve]]]:
-    """Return environment -> preset -> seed -> curve, with a line for each as it ends. Raises
-    Failed."""
+    """Return the learning curves by environment, preset and seed. A line is printed as each run
+    ends. Raises Failed."""
     cores = sorted(os.sched_getaffinity(0))
     shares = [cores[number :: asked.jobs] for number in range(asked.jobs)]
 
@@ -149,7 +151,8 @@ def play_all(asked: argparse.Namespace) -> dict[str, dict[str, dict[int, Curve]]
 
 
 def table(curves: Mapping[str, Mapping[int, Curve]]) -> list[str]:
-    """Return the lines (Markdown) of one environment: preset -> seed -> curve."""
+    """Return the lines of a Markdown table for one environment. ``curves``: learning curves by
+    preset and seed."""
     budget = min(curve.seconds[-1] for seeds in curves.values() for curve in seeds.values())
     rows = [
         f"| preset | seconds of steps | success at {budget:.0f} s, seeds | mean | difference | "
@@ -178,8 +181,8 @@ def table(curves: Mapping[str, Mapping[int, Curve]]) -> list[str]:
 
 
 def draw(found: Mapping[str, Mapping[str, Mapping[int, Curve]]], out: Path) -> None:
-    """Draw a panel for each environment: the mean of the seeds over the seconds of train steps, and
-    a band from the least to the greatest."""
+    """Plot a panel per environment: the mean over the seeds against the seconds of train steps,
+    with a band from minimum to maximum."""
     figure, axes = plt.subplots(
         1, len(found), figsize=(5.2 * len(found), 4.4), layout="constrained", squeeze=False
     )
@@ -204,12 +207,13 @@ def draw(found: Mapping[str, Mapping[str, Mapping[int, Curve]]], out: Path) -> N
 
 
 def listed(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """Return a reader of values with commas between."""
+    """Return a function that parses a comma-separated list."""
     return lambda text: [kind(word) for word in text.split(",") if word]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is not there, print the tables and draw the curves; 2 where a run failed."""
+    """Run what is missing, print the tables and plot the curves. Return the exit status: 2 if a run
+    failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

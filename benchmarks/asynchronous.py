@@ -35,12 +35,12 @@ from typing import Any
 import psutil
 
 SKIPPED = 2
-"""Steps at the beginning that are not counted."""
+"""Number of steps at the beginning of a run that are not measured."""
 START_S = 600.0
 STEP_S = 600.0
 STOP_S = 30.0
 TARGETS = {True: 1.8, False: 1.0}
-"""Ratio to reach with simulated latency, and without."""
+"""Ratio that should be reached, by whether the latency is simulated."""
 SAME = (
     "env.pool_size=64", "rollout.sessions=64", "seed=1", "evaluation.episodes_per_task=0",
     "evaluation.greedy_episodes_per_task=0",
@@ -51,8 +51,8 @@ SYNCHRONOUS = "synchronous"
 
 @dataclass(frozen=True)
 class Moment:
-    """``cpu`` seconds by process since their start; ``total`` seconds of CPU of the whole machine
-    since it booted."""
+    """CPU times at one moment of a run. ``at``: monotonic time in seconds. ``cpu``: CPU seconds of
+    each kind of process since its start. ``total``: CPU seconds of the whole machine since boot."""
 
     at: float
     cpu: dict[str, float]
@@ -61,8 +61,9 @@ class Moment:
 
 @dataclass(frozen=True)
 class Measured:
-    """One run. ``cpu``: seconds per sample by process; ``others``: cores that other programs used;
-    ``occupancy``: of generation and training, where the run tells it."""
+    """Measurements of one run. ``cpu``: CPU seconds per sample, by kind of process. ``others``:
+    cores used by other programs. ``occupancy``: of generation and training, if the run reports it.
+    ``row``: means of the run's metrics."""
 
     rate: float
     step_s: float
@@ -73,13 +74,12 @@ class Measured:
 
 
 class Failed(RuntimeError):
-    """A run that was to be measured did not get on; the message ends with the last lines of its
-    output."""
+    """A run did not make progress. The message ends with the last lines of its output."""
 
 
 def measure(command: Sequence[str], folder: Path, output: Path, steps: int, batch: int) -> Measured:
-    """Start a run whose folder will be ``folder`` and interrupt it after ``SKIPPED + steps`` steps.
-    Raises Failed."""
+    """Start a run whose folder will be ``folder``, interrupt it after ``SKIPPED + steps`` steps and
+    return its measurements. Raises Failed."""
     with output.open("wb") as log:
         run = psutil.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
@@ -94,7 +94,7 @@ def measure(command: Sequence[str], folder: Path, output: Path, steps: int, batc
 
 
 def _moment_of(run: psutil.Popen, folder: Path, output: Path, step: int) -> Moment:
-    """The moment at which the step is over."""
+    """Wait for the end of this step and return the CPU times at that moment. Raises Failed."""
     deadline = time.monotonic() + START_S + step * STEP_S
     while len(_rows(folder)) < step:
         if run.poll() is not None or time.monotonic() > deadline:
@@ -122,7 +122,7 @@ def _stop(run: psutil.Popen) -> None:
 
 
 def _cpu(run: psutil.Popen) -> dict[str, float]:
-    """CPU seconds by worker, what it started counted with it."""
+    """Return CPU seconds by kind of worker, including the processes that each worker started."""
     seconds = {"launch": _seconds(run)}
     for worker in run.children():
         with suppress(psutil.Error):
@@ -136,7 +136,7 @@ def _cpu(run: psutil.Popen) -> dict[str, float]:
 
 
 def _seconds(process: psutil.Process) -> float:
-    """Of it and of the children that it has waited for."""
+    """Return the CPU seconds of a process and of the children that it has waited for."""
     with suppress(psutil.Error):
         return float(sum(process.cpu_times()[:4]))
     return 0.0
@@ -167,7 +167,8 @@ def _measured(
 
 
 def play(args: argparse.Namespace, side: str, latency: float, runs: Path) -> Measured:
-    """One run of a side: SYNCHRONOUS or the staleness bound of an asynchronous one."""
+    """Run one side once and return its measurements. ``side``: SYNCHRONOUS, or the staleness bound
+    of an asynchronous run."""
     eta = 0 if side == SYNCHRONOUS else int(side)
     experiment = "grpo_aws" if side == SYNCHRONOUS else "grpo_aws_async"
     options = [
@@ -189,7 +190,8 @@ def play(args: argparse.Namespace, side: str, latency: float, runs: Path) -> Mea
 
 
 def compare(args: argparse.Namespace, latency: float, runs: Path) -> dict[str, Any]:
-    """All sides in turns; prints a line per run and the table."""
+    """Run all sides in turns, print a line per run and a summary per side, and return the
+    measurements by side."""
     sides = [SYNCHRONOUS, *(str(eta) for eta in args.eta)]
     results: dict[str, list[Measured]] = {side: [] for side in sides}
     for number in range(args.pairs):

@@ -36,7 +36,7 @@ ORDER = ("actor_gen", "ref_inf", "rew_inf", "actor_train")
 
 
 def graph(batch: int) -> DataFlowGraph:
-    """The synchronous GRPO graph with its real keys."""
+    """Return the call graph of synchronous GRPO with its real keys."""
     kinds = InterfaceType
 
     def mfc(name: str, kind: InterfaceType, inputs: str, outputs: str = "") -> MFCDef:
@@ -62,7 +62,7 @@ def graph(batch: int) -> DataFlowGraph:
 
 
 class Cycle:
-    """Everything that goes into the buffer, and the steps of one cycle."""
+    """Buffer under test, with the batches for it and the operations of one cycle."""
 
     def __init__(self, resident: int, batch: int, cycles: int, read_meta: bool) -> None:
         self.graph = graph(batch)
@@ -89,7 +89,8 @@ class Cycle:
         )
 
     async def fill(self, resident: int) -> None:
-        """Fill up; then run the first calls over two thirds and the middle ones over one third."""
+        """Fill the buffer. A third of the samples then waits for the first call, a third for the
+        middle calls and a third for the last."""
         batches = resident // self.batch
         for _ in range(batches):
             await self.put()
@@ -105,7 +106,7 @@ class Cycle:
         self._next_put += 1
 
     async def call(self, name: str) -> None:
-        """Take a batch for a call, answer it and give it back."""
+        """Lease a batch for a call, and return it to the buffer with the call's outputs."""
         lease = await self._timed(self.buffer.get_batch_for_rpc, name)
         if self.read_meta and not lease.meta.keys:
             raise AssertionError(f"{name} got no keys")
@@ -123,7 +124,7 @@ class Cycle:
         return result
 
     async def run(self, cycles: int) -> float:
-        """CPU seconds for this many cycles."""
+        """Run ``cycles`` cycles and return their CPU seconds."""
         began = time.process_time()
         for _ in range(cycles):
             await self.put()
@@ -135,7 +136,7 @@ class Cycle:
 async def measure(
     resident: int, batch: int, cycles: int, repeats: int, read_meta: bool
 ) -> dict[str, Any]:
-    """CPU microseconds per sample at one fill level."""
+    """Return the cost per sample, in CPU microseconds, with ``resident`` samples in the buffer."""
     bench = Cycle(resident, batch, cycles * (repeats + 1), read_meta)
     await bench.fill(resident)
     await bench.run(cycles)
@@ -156,13 +157,13 @@ async def measure(
 
 
 def machine() -> dict[str, Any]:
-    """Return what the figures depend on."""
+    """Return the properties of the machine that the results depend on."""
     versions = {"python": platform.python_version(), "numpy": np.__version__}
     return {"machine": platform.machine(), "cores": os.cpu_count(), **versions}
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Cost per sample over resident samples, both axes logarithmic."""
+    """Plot the cost per sample over the number of resident samples, with logarithmic axes."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -29,7 +29,7 @@ BATCH = 4
 GROUP = 4
 SESSIONS = 16
 MOST = 1.3
-"""Slowdown that passes."""
+"""Maximum acceptable slowdown."""
 TINY = (
     "experiment=grpo_aws_async", f"env.pool_size={SESSIONS}", "env.tiers=[warmup]",
     f"dataset.train_bs_n_seqs={BATCH}", f"ppo.group_size={GROUP}", "gen.max_new_tokens=16", "rollout.max_turns=4",
@@ -40,8 +40,8 @@ TINY = (
 
 @dataclass(frozen=True)
 class Played:
-    """One run: samples per second, CPU seconds of a sample, and what it counted up to its last
-    step."""
+    """Measurements of one run: samples per second, CPU seconds per sample, and the number of
+    failures by kind and of failed rollouts until its last step."""
 
     rate: float
     cpu: float
@@ -50,7 +50,8 @@ class Played:
 
 
 def play(options: argparse.Namespace, policy: Path, runs: Path, rate: float, number: int) -> Played:
-    """A run with a share of failing steps, interrupted after the steps that are measured."""
+    """Run with a fraction ``rate`` of failing steps, interrupt the run after the measured steps and
+    return its measurements."""
     trial = f"rate{rate:g}-{number}"
     command = [
         sys.executable,
@@ -77,7 +78,7 @@ def play(options: argparse.Namespace, policy: Path, runs: Path, rate: float, num
 
 
 def line(name: str, played: Played) -> str:
-    """Return one row of the table."""
+    """Return the measurements of a run as one line."""
     kinds = (
         ", ".join(f"{kind} {count:.0f}" for kind, count in sorted(played.failures.items()))
         or "none"
@@ -92,7 +93,7 @@ def line(name: str, played: Played) -> str:
 def report(
     options: argparse.Namespace, clean: Sequence[Played], faulty: Sequence[Played]
 ) -> dict[str, Any]:
-    """Prints the result; what goes into the JSON file."""
+    """Print the result and return it for the JSON file."""
     slower = [one.rate / other.rate for one, other in zip(clean, faulty, strict=True)]
     verdict = "" if statistics.median(slower) <= MOST else f": above {MOST:g}"
     print(

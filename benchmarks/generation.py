@@ -60,8 +60,8 @@ Play = Callable[[Sequence["Episode"]], None]
 
 @dataclass(frozen=True)
 class Episode:
-    """``replies``: tokens to sample per turn; ``observations``: the ids that come after each but
-    the last."""
+    """Token ids of one episode. ``replies``: number of tokens to sample in each turn.
+    ``observations``: ids that follow each turn but the last."""
 
     prompt: list[int]
     replies: list[int]
@@ -69,13 +69,13 @@ class Episode:
 
     @property
     def sampled(self) -> int:
-        """Tokens that the policy says in the whole episode."""
+        """Number of tokens sampled in the whole episode."""
         return sum(self.replies)
 
 
 def episodes(count: int, seed: int, vocabulary: int) -> list[Episode]:
-    """``count`` episodes in groups of eight with one prompt; all prompts begin with the same 60
-    tokens."""
+    """Return ``count`` random episodes. The eight episodes of a group have the same prompt; all
+    prompts begin with the same 60 tokens."""
     rng = random.Random(seed)
 
     def ids(least: int, most: int) -> list[int]:
@@ -92,7 +92,8 @@ def episodes(count: int, seed: int, vocabulary: int) -> list[Episode]:
 
 
 def play_streaming(engine: StreamingGenerator, batch: Sequence[Episode], first_slot: int) -> None:
-    """All episodes at once, each asking for its next turn as soon as it has one."""
+    """Play all episodes concurrently. Each requests its next turn as soon as the previous one is
+    finished."""
     ready: queue.Queue[tuple[int, GenOutput | Exception]] = queue.Queue()
     texts = [list(episode.prompt) for episode in batch]
     turns = [0] * len(batch)
@@ -123,8 +124,8 @@ def play_streaming(engine: StreamingGenerator, batch: Sequence[Episode], first_s
 
 @torch.inference_mode()
 def play_generate(model: Any, batch: Sequence[Episode]) -> None:
-    """A turn of all episodes per call, left-padded; every row samples until the longest reply is
-    done."""
+    """Play all episodes with one call of ``generate`` per turn. The batch is left-padded, and every
+    row is sampled until the longest reply is finished."""
     texts = [list(episode.prompt) for episode in batch]
     for turn in range(TURNS):
         width = max(map(len, texts))
@@ -153,8 +154,8 @@ def play_generate(model: Any, batch: Sequence[Episode]) -> None:
 def measure(
     plays: dict[str, Play], concurrent: int, repeats: int, vocabulary: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Tokens per second and CPU microseconds per token: per side one figure per repeat, the sides
-    in turns. A first round warms up and is not counted."""
+    """Return (tokens per second, CPU microseconds per token), each with one value per side and
+    repeat. The sides take turns. A first repeat warms up and is not counted."""
     rates: dict[str, list[float]] = {name: [] for name in plays}
     cpu: dict[str, list[float]] = {name: [] for name in plays}
     for repeat in range(repeats + 1):
@@ -171,7 +172,7 @@ def measure(
 
 
 def cpu_seconds() -> float:
-    """Of this process and everything below it."""
+    """Return the CPU seconds of this process and its descendants."""
     me = psutil.Process()
     times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
     return sum(t.user + t.system for t in times)
@@ -180,8 +181,8 @@ def cpu_seconds() -> float:
 def weight_pauses(
     engine: ContinuousGenerator, model: Any, concurrent: int, updates: int
 ) -> list[float]:
-    """Milliseconds from taking new weights to the next token, with ``concurrent`` requests in
-    play."""
+    """Return the pauses of generation for ``updates`` weight updates, from the arrival of new
+    weights to the next token, in milliseconds. ``concurrent`` requests are in progress."""
     over: queue.Queue[object] = queue.Queue()
     for i, episode in enumerate(episodes(concurrent, 99, model.config.vocab_size)):
         prompt = episode.prompt + [
@@ -213,14 +214,15 @@ def weight_pauses(
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and greatest."""
+    """Return the median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def compare(
     plays: dict[str, Play], concurrent: int, repeats: int, vocabulary: int
 ) -> dict[str, Any]:
-    """Return speeds and processor time of all sides, and their ratios to ours."""
+    """Return the speed and CPU time of all sides, and the embedded engine's speed divided by each
+    other side's. Prints a line per side."""
     rates, cpu = measure(plays, concurrent, repeats, vocabulary)
     ours = rates["embedded"]
     result: dict[str, Any] = {
@@ -246,7 +248,8 @@ def compare(
 
 
 def bandwidth(size: int, repeats: int) -> float:
-    """Bytes a second that reading ``size`` bytes reaches, the best of the repeats."""
+    """Return the rate at which ``size`` bytes of memory are read, in bytes per second; the best of
+    the repeats."""
     memory = torch.ones(size // 4)
     best = float("inf")
     for _ in range(repeats + 1):
@@ -257,8 +260,8 @@ def bandwidth(size: int, repeats: int) -> float:
 
 
 def decode_seconds(model: Any, concurrent: int, repeats: int) -> float:
-    """Seconds of a step that decodes one token for each of ``concurrent`` sequences, the best of 8
-    for each repeat."""
+    """Return the seconds of one decoding step for ``concurrent`` sequences, which samples one token
+    each; the best of 8 steps per repeat."""
     core = DecodeCore(model)
     turns = [
         Turn(GenRequest(i, episode.prompt), GenConfig(), frozenset(), 1 << 8, i)
@@ -276,8 +279,8 @@ def decode_seconds(model: Any, concurrent: int, repeats: int) -> float:
 
 
 def beside_the_bound(model: Any, concurrent: int, repeats: int) -> dict[str, float]:
-    """Print and return a step's bytes of weights, the bandwidth, the time both allow and the time
-    of a step."""
+    """Compare a decoding step with the time that reading the weights takes at the measured memory
+    bandwidth; print and return the result."""
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     rate = bandwidth(size, 3 * repeats)
     took = decode_seconds(model, concurrent, repeats)
@@ -296,14 +299,15 @@ def beside_the_bound(model: Any, concurrent: int, repeats: int) -> dict[str, flo
 
 
 def models(folder: Path | None) -> list[Any]:
-    """The same model twice: one for the embedded engine, one for the others."""
+    """Return the same model twice: one for the embedded engine, one for the other sides."""
     if folder is None:
         return [build_model(BUILTIN, BUILTIN.vocab_size, 3, 0, seed=1).eval() for _ in range(2)]
     return [load_causal_lm(str(folder), "model", torch.float32) for _ in range(2)]
 
 
 def tokenizer_of(folder: Path | None) -> Any:
-    """The tokenizer of a folder, or of the built-in policy."""
+    """Return the tokenizer in a model's folder, or that of the built-in policy if there is no
+    folder."""
     if folder is None:
         return train_tokenizer(WORDS, BUILTIN.vocab_size, BUILTIN.max_positions)
     return load_tokenizer(str(folder), "model")
@@ -312,7 +316,8 @@ def tokenizer_of(folder: Path | None) -> Any:
 def vllm_player(
     model: Any, tokenizer: Any, executable: Path, threads: int, stack: ExitStack
 ) -> Play:
-    """A vLLM server with the same weights, over HTTP with token ids."""
+    """Start a vLLM server with the same weights; return a function that plays episodes on it over
+    HTTP, with token ids. ``stack`` stops the server."""
     from realhf.backends.vllm.generation import VllmGenerator
     from realhf.backends.vllm.server import VllmOptions, VllmServer
 

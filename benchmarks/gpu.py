@@ -54,8 +54,9 @@ DEFAULT_S = 600.0
 
 @dataclass(frozen=True)
 class Load:
-    """Says what is measured of a model: ``rows`` sequences with prompts of ``prompt`` tokens, which
-    groups of ``group`` share, and ``new`` tokens each; ``budget`` positions of a micro-batch."""
+    """A workload: ``rows`` sequences, each with a prompt of ``prompt`` tokens, shared by the
+    ``group`` sequences of a group, and ``new`` generated tokens. ``budget``: maximum number of
+    positions in a micro-batch."""
 
     name: str
     config: Qwen3Config
@@ -70,7 +71,7 @@ class Load:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence."""
+        """Number of tokens in each sequence."""
         return [self.prompt + self.new] * self.rows
 
 
@@ -113,7 +114,7 @@ REHEARSAL = Load(
 
 
 class Bench:
-    """Measures one model on a device."""
+    """Measurements of one model on a device."""
 
     def __init__(self, load: Load, device: torch.device, peak: float | None) -> None:
         self.load = load
@@ -134,7 +135,7 @@ class Bench:
         self.gen = GenConfig(max_new_tokens=load.new)
 
     def rows(self) -> list[Row]:
-        """Measure everything."""
+        """Run all measurements and return their table rows."""
         load = self.load
         shape = Shape.of(self.load.config)
         tokens = sum(load.lengths)
@@ -198,15 +199,15 @@ class Bench:
         ]
 
     def row(self, what: str, number: float, unit: str, remark: str) -> Row:
-        """Make a row about this model."""
+        """Return a table row for this model."""
         return Row(f"{self.load.name}: {what}", number, unit, remark)
 
     def timed(self, run: Callable[[], object], rounds: int = 0) -> Timing:
-        """Time ``run`` with the device idle before and after."""
+        """Time ``run``, with the device idle before and after each repeat."""
         return timed(run, rounds=rounds or self.load.rounds, finish=lambda: _finish(self.device))
 
     def generate(self) -> None:
-        """Sample from fresh rows."""
+        """Generate all sequences from their prompts, without any cache."""
         load = self.load
         generator = self.engine.generator()
         generator.free()
@@ -217,8 +218,8 @@ class Bench:
             raise RuntimeError("generation ended early: the rates would be wrong")
 
     def batch(self, group: int) -> SequenceSample:
-        """Sequences of which ``group`` after another share their prompt; what follows the prompt is
-        trained."""
+        """Return a batch of sequences of which ``group`` consecutive ones share their prompt. The
+        tokens after the prompt are trained."""
         load = self.load
         stems = _draw(
             load.rows // group, load.prompt, load.config.vocab_size, seed=2
@@ -233,11 +234,11 @@ class Bench:
         )
 
     def score(self, sample: SequenceSample) -> None:
-        """Compute log-probabilities."""
+        """Compute log-probabilities of the sample."""
         self.engine.logprobs(sample, temperature=1.0, mb_spec=self.spec)
 
     def train(self, sample: SequenceSample) -> None:
-        """Take a step."""
+        """Take one train step on the sample."""
         scale = float(self.load.rows * self.load.new)
 
         def loss(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
@@ -248,8 +249,8 @@ class Bench:
         self.engine.version += 1
 
     def head(self) -> Callable[[], None]:
-        """Return what computes log-probabilities of as many tokens as a step trains, and their
-        gradients, from hidden states that are there already."""
+        """Return a function that computes log-probabilities and their gradients from given hidden
+        states, for as many tokens as a step trains."""
         load, weight = (
             self.load,
             self.engine.model.get_output_embeddings().weight.detach().clone().requires_grad_(),
@@ -265,7 +266,7 @@ class Bench:
         return both_ways
 
     def step(self) -> None:
-        """Generate, score and train as a step of GRPO does."""
+        """Generate, score and train, as one step of GRPO does."""
         groups = self.batch(self.load.group)
         self.generate()
         self.engine.release_generation()
@@ -273,8 +274,8 @@ class Bench:
         self.train(groups)
 
     def update_rows(self) -> list[Row]:
-        """Bring the weights into a streaming engine on the same device, as between processes of one
-        host."""
+        """Measure updates of a streaming engine's weights on the same device, as between processes
+        of one host."""
         with torch.device(self.device):
             copy = AutoModelForCausalLM.from_config(self.load.config, dtype=self.load.dtype).eval()
         stream = ContinuousGenerator(copy, version=-1)
@@ -309,7 +310,8 @@ class Bench:
 
 
 def device_rows(device: torch.device) -> tuple[list[Row], float | None]:
-    """Return what the device is, and the peak that utilisation is a share of."""
+    """Return (rows that describe the device, peak rate that the utilisation refers to, None on a
+    CPU)."""
     if device.type != "cuda":
         return [
             Row(
@@ -339,8 +341,8 @@ def device_rows(device: torch.device) -> tuple[list[Row], float | None]:
 
 
 def default_rows(device: torch.device, limit_s: float = DEFAULT_S) -> list[Row]:
-    """Run the default experiment for some steps, within ``limit_s``, and read how long they
-    took."""
+    """Run some steps of the default experiment, within ``limit_s`` seconds, and return a row with
+    their duration."""
     what = "default experiment: a step"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         options = [
@@ -372,8 +374,9 @@ def default_rows(device: torch.device, limit_s: float = DEFAULT_S) -> list[Row]:
 def measure(
     device: torch.device, wanted: Sequence[str], minutes: float, say: Callable[[str], object]
 ) -> list[Row]:
-    """Measure the parts ``wanted`` in their order. What has not begun after ``minutes`` is a row
-    that says so, and so is a part that fails: the others are measured all the same."""
+    """Measure the parts ``wanted`` in order and return their rows. A part that fails, or would
+    begin after ``minutes`` minutes, becomes a row that says so; the other parts are still
+    measured."""
     began = time.monotonic()
     rows = list[Row]()
     found, peak = device_rows(device)
@@ -425,7 +428,7 @@ def _peak_bytes(device: torch.device) -> int:
 
 
 def main() -> int:
-    """Measure and print; 1 if a part failed."""
+    """Run the benchmark and print the table. Return 1 if a part failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -35,7 +35,8 @@ Seconds = dict[str, list[float]]
 
 
 def llama(hidden: int, layers: int, vocabulary: int) -> Any:
-    """Make a tied Llama with three queries to a key and heads of 64."""
+    """Return a Llama with random weights, tied embeddings, three query heads per key head and head
+    dimension 64."""
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -49,7 +50,8 @@ def llama(hidden: int, layers: int, vocabulary: int) -> Any:
 
 
 class Update:
-    """The trainer's side and an engine; every step is timed."""
+    """Both ends of a weight update in this process, the trainer and an engine. Every step of an
+    update is timed."""
 
     def __init__(self, model: Any, folder: Path) -> None:
         self.seconds: Seconds = {}
@@ -60,8 +62,8 @@ class Update:
         self.probe = WeightProbe(self.engine, list(range(5, 5 + SHORT_PREFIX)), "recompute")
 
     def timed(self, name: str, step: Callable[[], Any]) -> Any:
-        """Run a step and note its seconds: those of this thread, or of the engine's where it
-        works."""
+        """Run a step, return its result and record its CPU seconds (all threads of the process) and
+        wall seconds."""
         began = time.process_time()
         wall = time.perf_counter()
         result = step()
@@ -70,7 +72,7 @@ class Update:
         return result
 
     def load(self, version: int, trial: int = 0) -> None:
-        """Bring a version to the engine, as the workers do."""
+        """Transfer a weight version to the engine, as the workers do."""
         tensors = self.trainer.weights()
         changed = self.trial.names
         manifest = self.timed(
@@ -84,7 +86,7 @@ class Update:
         self.timed("engine digests after", lambda: self.held.after(manifest, received))
 
     def self_test(self, version: int) -> None:
-        """Everything that a run does at its start beyond its first update."""
+        """Run the self-test that a run performs at its start, after its first update."""
         self.probe.sample(ProbeRequest(False))
         probes = []
         for trial in (TRIAL_CHANGE, TRIAL_RESTORE):
@@ -94,7 +96,7 @@ class Update:
 
 
 def main() -> None:
-    """Print a table."""
+    """Run the benchmark and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

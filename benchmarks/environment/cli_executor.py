@@ -89,7 +89,7 @@ def _play(slot: Slot, repeats: int) -> dict[str, object]:
 
 
 def _cycle(pool: MiniStackPool) -> tuple[float, float]:
-    """Milliseconds of taking a slot, of using it once and giving it back."""
+    """Return (milliseconds to acquire a slot, milliseconds to release it after one command)."""
     began = time.perf_counter()
     slot = pool.acquire()
     taken = (time.perf_counter() - began) * 1e3
@@ -98,7 +98,7 @@ def _cycle(pool: MiniStackPool) -> tuple[float, float]:
 
 
 def measure(slots: int, repeats: int, sandbox: str) -> dict[str, object]:
-    """All figures of the module's docstring."""
+    """Run the benchmark and return all measurements named in the module docstring."""
     pool = MiniStackPool(slots, sandbox=sandbox)
     start_ms = _timed(pool.start)
     try:

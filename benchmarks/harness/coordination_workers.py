@@ -39,19 +39,19 @@ TURN_TOKENS = 20
 OBSERVATION_TOKENS = 20
 TURNS = 2
 VARIETY = 16
-"""Different groups that the fake environment repeats."""
+"""Number of different groups that the fake environment repeats."""
 
 
 class FakeImmediateFlight:
-    """Holds the groups that are in play, and ends the oldest quarter of them when ``groups`` are:
-    so many are in flight all the time, and none waits for anything but the others."""
+    """Queue that keeps a constant number of groups in flight. When ``groups`` of them are waiting,
+    the oldest quarter is released, so groups wait only for each other."""
 
     def __init__(self, groups: int) -> None:
         self._groups = groups
         self._held: collections.deque[asyncio.Future[None]] = collections.deque()
 
     async def pass_through(self) -> None:
-        """Hold a group in flight until as many are as there should be."""
+        """Wait until this group is released."""
         future = asyncio.get_running_loop().create_future()
         self._held.append(future)
         if len(self._held) >= self._groups:
@@ -61,7 +61,8 @@ class FakeImmediateFlight:
 
 
 class FakeImmediatePlayer:
-    """A ``Player`` without environment and engine: its groups were made before the run."""
+    """A ``Player`` without environment and engine. It returns groups that were made before the
+    run."""
 
     def __init__(
         self, flight: FakeImmediateFlight, groups: Sequence[Sequence[RolloutOutcome]]
@@ -70,7 +71,7 @@ class FakeImmediatePlayer:
         self._groups = groups
 
     async def play(self, lease: RolloutLease) -> PlayedGroup:
-        """Return a group that was played before."""
+        """Return one of the prepared groups."""
         await self._flight.pass_through()
         return PlayedGroup(self._groups[lease.order % len(self._groups)], seconds=0.001)
 
@@ -80,7 +81,7 @@ class FakeImmediatePlayer:
 
 
 def fake_groups(size: int, seed: int = 0) -> list[list[RolloutOutcome]]:
-    """Groups of ``size`` rollouts of two turns and about a hundred tokens each."""
+    """Return groups of ``size`` rollouts, each with two turns and about a hundred tokens."""
     rng = random.Random(seed)
     return [[_fake_rollout(rng) for _ in range(size)] for _ in range(VARIETY)]
 
@@ -116,7 +117,7 @@ def _fake_rollout(rng: random.Random) -> RolloutOutcome:
 
 
 def rollout_worker(args: argparse.Namespace) -> None:
-    """Run a real rollout worker whose players need no time."""
+    """Run a real rollout worker whose players take no time."""
     import torch
 
     from workers.rollout_worker import RolloutWorker
@@ -124,7 +125,7 @@ def rollout_worker(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
 
     class FakeImmediateRolloutWorker(RolloutWorker):
-        """The real one with other players."""
+        """The real rollout worker with fake players."""
 
         def _build_players(self, generation: Any, env_urls: Sequence[str]) -> Any:
             del generation, env_urls
@@ -139,13 +140,13 @@ def rollout_worker(args: argparse.Namespace) -> None:
 
 
 class FakeImmediateEngine:
-    """Weights that are none."""
+    """Engine without weights."""
 
     version = 0
 
 
 class FakeImmediateCalls:
-    """The interface of every call that stays in the graph: reads nothing, answers with zeros."""
+    """Interface of all calls on the model worker. It reads nothing and returns zeros."""
 
     def inference(self, model: Any, sample: Any, context: Any) -> Any:
         """Return log-probabilities of zero."""
@@ -160,7 +161,7 @@ class FakeImmediateCalls:
         return SequenceSample.from_tensors(sample.ids, {name: zeros}, {name: lengths}), {}
 
     def train_step(self, model: Any, sample: Any, context: Any) -> Any:
-        """Return the result of a step that changes nothing."""
+        """Return the result of a train step without doing one."""
         from realhf.api.model import TrainResult
 
         del model, context
@@ -210,7 +211,7 @@ def model_worker(args: argparse.Namespace) -> None:
 
 
 def generation(args: argparse.Namespace) -> None:
-    """Run a generation worker that only takes weights."""
+    """Run a generation worker that only accepts weights."""
 
     weights = FakeImmediateWeights()
 
@@ -235,7 +236,7 @@ KINDS = {"model_worker": model_worker, "rollout_worker": rollout_worker, "genera
 
 
 def main() -> int:
-    """Run a worker of the kind that is named. Return the exit status."""
+    """Run a worker of the kind given on the command line. Return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,5 +1,5 @@
-"""Works out what the GPU benchmark prints: operations of a model, its use of a device, timings and
-the table."""
+"""Metrics of the GPU benchmark: floating-point operations of a model, utilisation of a device,
+timings and the table."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ PEAKS = {
     "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A40": 150e12, "A10": 125e12, "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }  # fmt: skip
-"""Dense bf16 products, in operations a second, by a part of the device's name; the first that fits
-counts. From the makers' data sheets, without sparsity and, for consumer cards, with sums in
-fp32."""
+"""Peak rate of dense bf16 matrix products in operations per second, by a part of the device's name;
+the first match counts. From the vendors' data sheets, without sparsity and, for consumer cards,
+with fp32 accumulation."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Is what a decoder's operations depend on. ``head_dim`` counts for queries, keys and values
-    alike; ``gated``: the feed-forward layer has three matrices, else two."""
+    """Dimensions of a decoder that determine its number of operations. ``head_dim``: of queries,
+    keys and values alike. ``gated``: whether the feed-forward layer has three matrices instead of
+    two."""
 
     vocabulary: int
     width: int
@@ -36,7 +37,7 @@ class Shape:
 
     @staticmethod
     def of(config: Any) -> Shape:
-        """Read the shape from a configuration of transformers of the Llama, Qwen 2 or Qwen 3
+        """Return the shape of a transformers configuration of the Llama, Qwen 2 or Qwen 3
         family."""
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return Shape(
@@ -46,8 +47,8 @@ class Shape:
 
     @property
     def weights(self) -> int:
-        """Number of weights that every token is multiplied with, the head's included and the
-        embedding's not."""
+        """Number of weights that every token is multiplied by. It includes the output head but not
+        the embedding."""
         attention = self.width * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return (
             self.layers * (attention + self.width * self.intermediate * (3 if self.gated else 2))
@@ -56,15 +57,17 @@ class Shape:
 
     @property
     def head(self) -> int:
-        """Number of weights of the projection to the vocabulary."""
+        """Number of weights in the output head, the projection to the vocabulary."""
         return self.width * self.vocabulary
 
 
 def forward_operations(shape: Shape, lengths: Iterable[int], scored: int | None = None) -> float:
-    """Return floating-point operations of a forward pass over sequences of ``lengths`` tokens: two
-    for each weight and token, and those of causal attention, in which token ``t`` sees ``t + 1``
-    tokens. The head is computed for ``scored`` tokens (None: all). Norms, activations and positions
-    are left out, as is usual."""
+    """Return the floating-point operations of a forward pass over sequences of ``lengths`` tokens.
+
+    These are two per weight and token, plus causal attention, in which token ``t`` attends to ``t +
+    1`` tokens. The output head is computed for ``scored`` tokens (None: all). Norms, activations
+    and positions are left out, as is usual.
+    """
     sizes = list(lengths)
     tokens = sum(sizes)
     pairs = sum(n * (n + 1) // 2 for n in sizes)
@@ -76,36 +79,36 @@ def forward_operations(shape: Shape, lengths: Iterable[int], scored: int | None 
 
 
 def train_operations(shape: Shape, lengths: Iterable[int], scored: int | None = None) -> float:
-    """Return operations of a train step: the backward pass has twice those of the forward pass.
-    What is computed a second time to save memory does not count, so that a method cannot look
+    """Return the floating-point operations of a train step; the backward pass has twice as many as
+    the forward pass. Recomputation that saves memory is not counted, so that a method cannot look
     better by computing more."""
     return 3.0 * forward_operations(shape, lengths, scored)
 
 
 def peak_of(device_name: str) -> float | None:
-    """Return a device's bf16 operations a second by its data sheet; None for one that is not
-    known."""
+    """Return a device's peak bf16 operations per second according to its data sheet; None for an
+    unknown device."""
     return next((peak for part, peak in PEAKS.items() if part in device_name), None)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Holds the seconds of repeated runs."""
+    """Wall seconds of repeated runs."""
 
     seconds: tuple[float, ...]
 
     @property
     def median(self) -> float:
-        """Return the median."""
+        """Median seconds of a run."""
         return statistics.median(self.seconds)
 
     def rate(self, amount: float) -> float:
-        """Return how much of ``amount``, which each run did, was done a second."""
+        """Return ``amount``, the work done in each run, per second."""
         return amount / self.median
 
     @property
     def spread(self) -> str:
-        """Return the range, as text."""
+        """Range of the seconds, as text."""
         return f"{min(self.seconds):.3g} to {max(self.seconds):.3g} s"
 
 
@@ -117,8 +120,8 @@ def timed(
     finish: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timing:
-    """Run ``run`` some times and return what each took, without the first ``warm_up`` ones.
-    ``finish`` waits for a device, before and after each."""
+    """Return the seconds of ``rounds`` runs, after ``warm_up`` runs that are not measured.
+    ``finish`` waits for the device, before and after each run."""
     for _ in range(warm_up):
         run()
     seconds = []
@@ -133,8 +136,8 @@ def timed(
 
 @dataclass(frozen=True)
 class Row:
-    """Is a line of the table: what was measured, the number with its unit, and a remark. Without a
-    number the remark says why there is none."""
+    """A line of the table: what was measured, the value with its unit, and a remark. If there is no
+    value, the remark says why."""
 
     what: str
     number: float | None = None
@@ -162,5 +165,5 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _digits(number: float) -> str:
-    """Return a number with three digits that count, or all of those before the point."""
+    """Return a number as text with three significant digits, or without decimals from 100 on."""
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"

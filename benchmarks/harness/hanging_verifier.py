@@ -1,6 +1,6 @@
-"""A data set with a verifier that holds the interpreter for ever when the file ``hang`` lies beside
-it, once for each time that somebody makes that file: a regular expression that tries every way to
-divide a text."""
+"""A data set whose verifier can be made to hang. If the file ``hang`` lies next to this module, the
+next verdict deletes it and then hangs for ever while holding the interpreter lock, in a regular
+expression with exponential backtracking."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 HANG = Path(__file__).with_name("hang")
+"""File that makes the next verdict hang."""
 LONG_S = 0.3
-"""How long a verdict takes, so that there is something to hang in."""
+"""Duration of a normal verdict in seconds, so that a test can interrupt one."""
 
 
 def tasks(split: str) -> Iterator[dict[str, Any]]:
@@ -23,7 +24,7 @@ def tasks(split: str) -> Iterator[dict[str, Any]]:
 
 
 def reward(completion: str, **row: Any) -> float:
-    """Return what a completion is worth."""
+    """Return the reward of a completion."""
     with contextlib.suppress(FileNotFoundError):
         HANG.unlink()
         re.match(r"(a|a)*b", "a" * 100)

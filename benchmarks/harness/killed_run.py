@@ -1,10 +1,10 @@
-"""An asynchronous run of a tiny model whose processes are killed while it goes on, and the balance
-at its end.
+"""An asynchronous run of a tiny model whose processes are killed or stopped, and the checks of its
+journal at the end.
 
-Everything is real: launcher, master, workers, environment, training; with AWS also environment
-server and simulators, whose latency is simulated, so that episodes take long enough to be killed
-in. An environment that lives in the rollout workers, such as ``sql``, has no processes of its own
-to kill.
+Everything is real: launcher, master, workers, environment, training and, with AWS, the environment
+server and its simulators. Their latency is simulated, so that episodes last long enough to be
+killed. An environment that runs inside the rollout workers, such as ``sql``, has no processes of
+its own to kill.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ MARKS = {
     "env": "workers.env_worker",
     "ministack": "realhf.aws.simulator.ministack_server",
 }
-"""Kinds of processes that are killed, and the word of their command line by which they are
-known."""
+"""Kinds of processes that are killed, with the word in their command line that identifies them."""
 FROZEN_ONLY = {"executor": "realhf.aws.cli.zygote"}
-"""Kinds of processes that are stopped and not killed here; their own tests do that."""
+"""Kinds of processes that are stopped but not killed here; killing them is covered by their own
+tests."""
 SERVICE = ("env", "ministack")
-"""Those among them that only an environment with a service has."""
+"""Kinds of processes that exist only if the environment has a server."""
 VERIFIER = "verifier"
-"""Where the environment is a file with a verifier: this one begins to compute, holds the
-interpreter and never ends."""
+"""Fault of an environment that is a file with a verifier: the verifier starts a computation that
+holds the interpreter lock and never ends."""
 FROZEN = "frozen "
-"""Begins a fault that stops a process for ever: the run itself has to notice it and to kill it."""
+"""Prefix of faults that stop a process for ever, so that the run has to notice and kill it."""
 LAUNCHER = "launcher"
 CTRL_C = "ctrl_c"
-"""The launcher is killed; it is interrupted. The same command then goes on."""
+"""Faults of the launcher: it is killed, or interrupted. The same command then resumes the run."""
 BATCH = 2
 GROUP = 2
 TINY = (
@@ -66,36 +66,40 @@ ON_AWS = (
     "rollout.max_turns=2", "rollout.max_total_tokens=640",
 )  # fmt: skip
 HANGING = Path(__file__).with_name("hanging_verifier.py")
-"""An environment that hangs on request, see ``VERIFIER``; each run has a copy of its own."""
+"""Environment that hangs on request, see ``VERIFIER``. Each run uses a copy of its own."""
 ELSEWHERE = (
     "experiment=grpo_async",
     "rollout.sessions=4",
     "rollout.max_turns=8",
     "rollout.max_total_tokens=2000",
 )
-"""Without a latency, episodes of more turns take long enough to be killed in."""
+"""Options for environments without simulated latency; more turns make the episodes long enough to
+be killed."""
 SAYINGS = {
     AWS: ("aws s3api list-buckets", "aws sqs create-queue --queue-name a-b"),
     "sql": ("select 1", "select 2"),
 }
-"""What the policy says, by environment; else it is that of AWS, which an environment may answer as
-it likes."""
+"""Replies that the policy is taught, by environment. Other environments get those of AWS; their
+answer does not matter."""
 TAUGHT_STEPS = 200
 GONE_WITHIN_S = 20.0
-"""Ranks of a trainer may unwind one after the other, each for five seconds: one that waits for
-another in a collective hears of its own end afterwards."""
+"""Seconds within which all processes of a stopped run must have ended. Ranks of a trainer may shut
+down one after the other and take five seconds each, because a rank that waits in a collective
+learns of its own end only afterwards."""
 LOOK_S = 0.15
-"""How often the run's processes are looked up, so that none that it leaves behind is missed."""
+"""Interval in seconds at which the run's processes are listed, so that leftover ones can be found
+at the end."""
 SILENCE_S = 12.0
-"""After this time a process that is stopped has been noticed, with the default options."""
+"""Seconds after which a stopped process must have been noticed, with the default options."""
 ANY_MOMENT = 0.3
-"""Share of the kills that come whatever the run does; the others wait until it has got on since the
-kill before."""
+"""Fraction of the kills that come at any moment. Before the others the run must have made progress
+since the previous kill."""
 
 
 def make_policy(folder: Path, environment: str = AWS) -> Path:
-    """A model of the smallest size and its tokenizer, taught to answer whatever is said with one of
-    ``SAYINGS``: an untrained one would never step the environment."""
+    """Create a very small model with its tokenizer and return its folder. The model is taught to
+    answer any message with one of ``SAYINGS``, because an untrained model would never step the
+    environment."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -138,15 +142,14 @@ def make_policy(folder: Path, environment: str = AWS) -> Path:
 
 
 class Stuck(RuntimeError):
-    """The run did not get on, or did not end, in time. The message ends with the last lines of its
+    """The run made no progress or did not end in time. The message ends with the last lines of its
     log."""
 
 
 @dataclass
 class Verdict:
-    """What is left of a run. ``problems`` is empty where everything balances; ``stop_s``: how long
-    it took until nothing of it ran any more, for each time that ``LAUNCHER`` or ``CTRL_C`` stopped
-    it."""
+    """Result of a run. ``problems`` is empty if the run is correct. ``stop_s``: for each of
+    ``LAUNCHER`` and ``CTRL_C``, the seconds from each stop until all processes had ended."""
 
     tally: Tally | None
     kills: Counter[str] = field(default_factory=Counter)
@@ -156,9 +159,11 @@ class Verdict:
 
 
 class KilledRun:
-    """One run below ``runs`` with a policy of ``make_policy``; ``start`` it, also after the
-    launcher was killed. Each start takes ``options`` beside the run's own; the next one may have
-    others."""
+    """One run below the folder ``runs``, with a policy from ``make_policy``.
+
+    ``start`` starts it, and resumes it after the launcher was stopped. The attribute ``options``
+    holds additional launcher options; it may be changed between starts.
+    """
 
     def __init__(
         self,
@@ -205,7 +210,7 @@ class KilledRun:
         self._began = time.monotonic()
 
     def start(self) -> None:
-        """The command; a second time it goes on with the same run."""
+        """Start the launcher; the second and later times it resumes the run."""
         with self.output.open("ab") as log:
             self._launcher = psutil.Popen(
                 [*self._command, *self.options],
@@ -217,11 +222,11 @@ class KilledRun:
 
     @property
     def running(self) -> bool:
-        """Whether the launcher lives."""
+        """Whether the launcher is alive."""
         return self._launcher is not None and self._launcher.poll() is None
 
     def processes(self) -> set[psutil.Process]:
-        """Everything below the launcher at this moment."""
+        """Return all current descendants of the launcher."""
         assert self._launcher is not None
         found: set[psutil.Process] = set()
         with contextlib.suppress(psutil.Error):
@@ -234,7 +239,7 @@ class KilledRun:
             self._named_memory |= _named_memory(process.pid)
 
     def alive(self, kind: str) -> list[psutil.Process]:
-        """Processes of a kind, in the order of their numbers."""
+        """Return the processes of this kind, ordered by pid."""
         found = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -243,7 +248,8 @@ class KilledRun:
         return sorted(found, key=lambda process: process.pid)
 
     def kill(self, kind: str, choice: random.Random) -> bool:
-        """SIGKILL to one of a kind of workers; False where there is none at this moment."""
+        """Send SIGKILL to a random process of this kind. Return False if there is none at the
+        moment."""
         victims = self.alive(kind)
         if not victims:
             return False
@@ -254,8 +260,8 @@ class KilledRun:
         return True
 
     def freeze(self, kind: str, choice: random.Random) -> psutil.Process | None:
-        """SIGSTOP to one of a kind of workers, which is returned; None where there is none at this
-        moment. A ``VERIFIER`` hangs by itself, for ever."""
+        """Send SIGSTOP to a random process of this kind and return the process; None if there is
+        none at the moment. For ``VERIFIER``, make the verifier hang and return None."""
         if kind == VERIFIER:
             self._hang.touch()
             return None
@@ -267,9 +273,9 @@ class KilledRun:
         return None
 
     def stop(self, how: str, timeout_s: float) -> None:
-        """Kill the launcher (``LAUNCHER``) or send it what Ctrl-C does (``CTRL_C``), wait until
-        nothing of it is left, and start it again, unless the run came to its end first. Raises
-        Stuck."""
+        """Kill the launcher (``LAUNCHER``) or interrupt it as Ctrl-C does (``CTRL_C``), wait until
+        all processes have ended, and start it again. If the run finishes first, it is not started
+        again. Raises Stuck."""
         assert self._launcher is not None
         self._look_at_memory()
         number = signal.SIGKILL if how == LAUNCHER else signal.SIGINT
@@ -290,7 +296,7 @@ class KilledRun:
         self.start()
 
     def wait(self, timeout_s: float) -> int:
-        """The launcher's exit code. Raises Stuck."""
+        """Wait for the launcher's end and return its exit code. Raises Stuck."""
         assert self._launcher is not None
         deadline = time.monotonic() + timeout_s
         while self.running:
@@ -303,7 +309,7 @@ class KilledRun:
         return int(self._launcher.wait())
 
     def journal_bytes(self) -> int:
-        """Grows while the run gets on."""
+        """Return the size of the journal, which grows as long as the run makes progress."""
         folder = self.folder / "journal"
         total = 0
         for path in [*folder.glob("*.log"), *(folder / ARCHIVE).glob("*.log")]:
@@ -312,7 +318,8 @@ class KilledRun:
         return total
 
     def wait_for_progress(self, since: int, timeout_s: float) -> None:
-        """Until the journal is longer than ``since`` bytes, or the run has ended. Raises Stuck."""
+        """Wait until the journal has more than ``since`` bytes or the run has ended. Raises
+        Stuck."""
         deadline = time.monotonic() + timeout_s
         while self.running and self.journal_bytes() <= since:
             if time.monotonic() > deadline:
@@ -323,8 +330,8 @@ class KilledRun:
             time.sleep(LOOK_S)
 
     def left_over(self, within_s: float = GONE_WITHIN_S) -> list[str]:
-        """Command lines of processes of the run that outlive the launcher by ``within_s`` seconds;
-        they are killed."""
+        """Return the command lines of processes that are still alive ``within_s`` seconds later,
+        and kill those processes."""
         _, alive = psutil.wait_procs(list(self._seen), timeout=within_s)
         names = []
         for process in alive:
@@ -334,7 +341,7 @@ class KilledRun:
         return names
 
     def end(self) -> None:
-        """Kill what is left of it."""
+        """Kill all remaining processes of the run."""
         self.processes()
         for process in [
             *([self._launcher] if self._launcher and self.running else []),
@@ -346,7 +353,8 @@ class KilledRun:
             self._launcher.wait(GONE_WITHIN_S)
 
     def verdict(self, exit_code: int) -> Verdict:
-        """After a run's end: did it do all its steps, and does the journal balance?"""
+        """Return the result of a run that has ended: whether all steps were done and the journal is
+        consistent."""
         result = Verdict(None, self.kills, time.monotonic() - self._began, self.stop_s)
         if exit_code != 0:
             result.problems.append(f"exit code {exit_code}: {self.tail()}")
@@ -370,12 +378,12 @@ class KilledRun:
         return result
 
     def finished_steps(self) -> list[float]:
-        """Return the numbers of the steps whose rows are written."""
+        """Return the numbers of the steps that have a row in the metrics file."""
         return [row["step"] for row in self.rows()]
 
     def pause(self, seconds: float) -> int:
-        """Stop the launcher and all its processes for so many seconds, as a machine that is moved
-        does. Return how many there were."""
+        """Stop the launcher and all its processes for ``seconds``, as if the machine had been
+        suspended. Return the number of processes."""
         assert self._launcher is not None
         stopped: set[psutil.Process] = set()
         # One that is stopped starts no others: none is missed once a look finds nothing new.
@@ -391,29 +399,33 @@ class KilledRun:
         return len(stopped)
 
     def rows(self) -> list[dict[str, float]]:
-        """What the run wrote about its steps."""
+        """Return the metrics of the finished steps."""
         path = self.folder / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def deaths(self) -> list[str]:
-        """Return which workers ended before the run, and why, in the launcher's words."""
+        """Return a description of each worker that ended before the run, with the launcher's
+        reason."""
         return [
             f"{death.process}: {death.why.partition(' (log:')[0]}; {death.then}"
             for death in deaths(self.folder)
         ]
 
     def tail(self, lines: int = 12) -> str:
-        """Return the last lines of what the launcher said."""
+        """Return the last lines of the launcher's output."""
         return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
 
 
 def kill_at_random(
     run: KilledRun, kinds: Sequence[str], choice: random.Random, *, every_s: float, timeout_s: float
 ) -> None:
-    """One kill (or stop, see ``FROZEN``) per entry of ``kinds``, in turn, ``every_s`` seconds after
-    the one before on average, and after the run has got on in the meantime (most of them) or at any
-    moment (``ANY_MOMENT`` of them). Ends with the run. Raises Stuck when it does not get on for
-    ``timeout_s`` seconds."""
+    """Apply the faults ``kinds`` to the run, one after the other, on average ``every_s`` seconds
+    apart. Returns when the run ends.
+
+    Each fault is a kill, or a stop if it begins with ``FROZEN``. A fraction ``ANY_MOMENT`` of the
+    faults come at any moment; before the others the run must have made progress since the previous
+    fault. Raises Stuck if it makes none for ``timeout_s`` seconds.
+    """
     before = 0
     for kind in kinds:
         # One that hangs before it has registered is noticed after rpc.connect_timeout_s only.
@@ -435,10 +447,12 @@ def kill_at_random(
 def freeze_for(
     run: KilledRun, kind: str, seconds: float, choice: random.Random, *, timeout_s: float
 ) -> float:
-    """Stop one of a kind of workers for so many seconds. Return the longest time in which the run
-    did not get on from then on until it got on after the thaw, or ended. Raises Stuck when that is
-    more than ``timeout_s`` beyond the freeze itself, or beyond the ``SILENCE_S`` after which
-    somebody has to notice it."""
+    """Stop a random process of this kind for ``seconds``, and wait until the run has made progress
+    after it was resumed, or has ended. Return the longest time without progress, in seconds.
+
+    Raises Stuck if that time exceeds ``timeout_s`` plus the duration of the freeze, or plus
+    ``SILENCE_S`` if that is shorter, because the run should then have noticed.
+    """
     began = moved = time.monotonic()
     victim = run.freeze(kind, choice)
     while victim is None and kind != VERIFIER and run.running:
@@ -477,10 +491,10 @@ def freeze_for(
 def pause_again_and_again(
     run: KilledRun, moments: int, seconds: float, choice: random.Random, timeout_s: float
 ) -> int:
-    """Let the whole run stand still at so many random moments, for so many seconds each: the first
-    two during its start, each later one within a second after a step. Return how many steps were
-    done a step after the last one. Raises Stuck where the run ends, or no step comes for
-    ``timeout_s``."""
+    """Pause the whole run ``moments`` times at random moments, each time for ``seconds``: twice
+    during its start, and later within a second after a step. Return the number of steps finished
+    after the last pause, at least one more than before. Raises Stuck if the run ends, or finishes
+    no step for ``timeout_s`` seconds."""
     steps = 0
     for moment in range(moments + 1):
         deadline = time.monotonic() + timeout_s
@@ -498,7 +512,8 @@ def pause_again_and_again(
 
 
 def _heed_ctrl_c() -> None:
-    """What a shell starts in the background ignores it, and so does what that starts."""
+    """Make the child process react to Ctrl-C. Processes that a shell starts in the background
+    ignore it, and so would their children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -547,7 +562,7 @@ def _faults(tally: Tally, samples: int) -> list[str]:
 
 
 def _named_memory(pid: int) -> set[str]:
-    """Files of /dev/shm that a process has mapped."""
+    """Return the files in /dev/shm that a process has mapped."""
     try:
         with open(f"/proc/{pid}/maps", encoding="utf-8") as maps:
             return {line.split()[5] for line in maps if "/dev/shm/" in line}

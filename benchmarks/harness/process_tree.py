@@ -1,5 +1,5 @@
-"""What a process and everything below it hold: memory, descriptors, processes. For the
-environment's benchmarks."""
+"""Resources used by a process and its descendants: memory, descriptors, processes. For the
+environment benchmarks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import psutil
 
 @dataclass(frozen=True)
 class Footprint:
-    """``pss_mb``: proportional set size, shared pages counted once in all; ``files``: open
-    descriptors."""
+    """Resources of a process tree. ``pss_mb``: proportional set size in MiB, in which shared pages
+    count once in total. ``files``: number of open descriptors."""
 
     pss_mb: float
     files: int
@@ -21,7 +21,8 @@ class Footprint:
 
 
 def footprint(pid: int) -> Footprint:
-    """Of ``pid`` and its descendants; what ends meanwhile counts as nothing."""
+    """Return the resources of ``pid`` and its descendants. Processes that end during the call are
+    not counted."""
     root = psutil.Process(pid)
     pss = files = processes = 0
     for process in [root, *root.children(recursive=True)]:
@@ -39,8 +40,8 @@ def footprint(pid: int) -> Footprint:
 
 
 def named(pid: int, module: str) -> list[int]:
-    """Descendants of ``pid`` whose command line names ``module`` and that are forked from such a
-    process."""
+    """Return the descendants of ``pid`` whose command line contains ``module`` and that were forked
+    from a process with ``module`` in its command line."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         try:

@@ -1,10 +1,10 @@
-"""Takes GRPO steps with our engine, one at a time, for ``benchmarks/trainer.py``.
+"""Program that takes GRPO steps with our engine one at a time, for ``benchmarks/trainer.py``.
 
     python realhf_steps.py SETUP.json
 
-A step is what the calls ``actor_gen`` and ``actor_train`` of a run do in a worker, without an
-environment: generation by the engine that is embedded in the trainer, and the interface of the
-policy gradient over the batch.
+A step does what a worker does for the calls ``actor_gen`` and ``actor_train`` of a run, but without
+an environment: it generates with the engine embedded in the trainer, and trains on the batch with
+the policy-gradient interface.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from realhf.backends.training.torch_backend import TorchBackend
 
 
 class Steps:
-    """Holds model and interface. ``setup``: what ``benchmarks/trainer.py`` writes for both
-    sides."""
+    """Model and interface that take the steps. ``setup``: the settings that
+    ``benchmarks/trainer.py`` writes for both sides."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self._setup = setup
@@ -43,7 +43,8 @@ class Steps:
         self._interface = PolicyGradientInterface({"algo": "grpo", "group_size": setup["group"]})
 
     def step(self, number: int, *, given: bool) -> dict[str, float]:
-        """Take step ``number``; return its seconds and statistics."""
+        """Take step ``number`` and return its times and statistics. ``given``: whether to train on
+        given completions instead of generating."""
         began = time.perf_counter()
         used = time.process_time()
         logprobs, completions = self._given() if given else self._generated(number)
@@ -78,7 +79,7 @@ class Steps:
         return [output.logprobs for output in made], [output.token_ids for output in made]
 
     def _given(self) -> tuple[list[list[float]], list[list[int]]]:
-        """Return the given completions with the log-probabilities that they have now."""
+        """Return the given completions and their log-probabilities under the current weights."""
         completions = self._setup["given"]
         blank = self._batch(completions, [[0.0] * len(ids) for ids in completions])
         found = self._engine.logprobs(blank, temperature=1.0, mb_spec=self._spec)
@@ -127,7 +128,7 @@ class Steps:
 
 
 def main() -> None:
-    """Take the steps that the parent asks for."""
+    """Take steps on the parent's orders."""
     lines = Lines()
     setup = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(setup["threads"])

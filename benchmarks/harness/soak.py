@@ -1,5 +1,5 @@
-"""Plays many runs of a tiny model in which something befalls its processes, and adds up what became
-of them."""
+"""Soak tests: many runs of a tiny model whose processes suffer faults, and the summary of their
+results."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from typing import Any
 from harness.killed_run import AWS, KilledRun, Stuck, Verdict, make_policy
 
 Entry = dict[str, Any]
-"""What is known of a run when it is over; ``run`` is its number, and ``problems`` is empty where
-all balanced."""
+"""Result of a finished run. ``run`` is its number; ``problems`` is empty if the run was correct."""
 COMMON = ("runs", "first", "jobs", "json", "keep")
-"""Options that do not decide what a run does."""
+"""Options that do not affect what happens in a run."""
 
 
 def command_line(about: str | None, *, runs: int, jobs: int) -> argparse.ArgumentParser:
-    """Return a parser with the options of every soak; these are their defaults."""
+    """Return a parser with the options of every soak test, with these defaults."""
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -45,8 +44,9 @@ def command_line(about: str | None, *, runs: int, jobs: int) -> argparse.Argumen
 
 
 def watched(run: KilledRun, befalls: Callable[[KilledRun], None], end_s: float) -> Verdict:
-    """Start a run, let ``befalls`` do what it does, and judge the run at its end, which comes
-    within ``end_s`` after that. Nothing of it runs afterwards."""
+    """Start a run, call ``befalls`` to inject its faults, and return the verdict on the run. The
+    run must end within ``end_s`` seconds after ``befalls`` returns. All its processes are killed at
+    the end."""
     run.start()
     try:
         befalls(run)
@@ -58,7 +58,7 @@ def watched(run: KilledRun, befalls: Callable[[KilledRun], None], end_s: float) 
 
 
 def entry(number: int, verdict: Verdict, **more: Any) -> Entry:
-    """Return what is kept of a run."""
+    """Return the result of a run as JSON-compatible data."""
     return {
         "run": number,
         "seconds": round(verdict.seconds, 1),
@@ -73,7 +73,7 @@ def entry(number: int, verdict: Verdict, **more: Any) -> Entry:
 
 
 def total(entries: Sequence[Entry], name: str) -> int:
-    """Return the sum of a field of all tallies."""
+    """Return the sum of one field over the tallies of all runs."""
     return sum((found["tally"] or {}).get(name, 0) for found in entries)
 
 
@@ -84,10 +84,13 @@ def soak(
     summary: Callable[[Sequence[Entry]], dict[str, Any]],
     environment: str = AWS,
 ) -> int:
-    """Let ``play`` play all runs, each in a folder of its own with a policy for ``environment``;
-    print a ``line`` for each, and the ``summary``. Runs that the file of ``--json`` holds are not
-    repeated; after Ctrl-C those that go on come to their end, and no other begins. Return the exit
-    status: 1 where a run has problems. Raises SystemExit for a file of other options."""
+    """Play all runs with ``play``, each in its own folder and with a policy for ``environment``.
+    Print a ``line`` for each run and a ``summary`` at the end.
+
+    Runs whose results are in the file of ``--json`` are not repeated. After Ctrl-C the runs in
+    progress are completed, and no others begin. Returns the exit status: 1 if a run has problems.
+    Raises SystemExit if the file belongs to other options.
+    """
     entries = _earlier(options)
     ended = {found["run"] for found in entries}
     numbers = [
@@ -131,7 +134,7 @@ def soak(
 
 
 def bad(entries: Sequence[Entry]) -> list[int]:
-    """Return the numbers of the runs that have problems."""
+    """Return the numbers of the runs with problems."""
     return sorted(found["run"] for found in entries if found["problems"])
 
 

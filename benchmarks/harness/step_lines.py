@@ -1,9 +1,9 @@
-"""Lets a measured program take one step at a time, as its parent says. It imports nothing but the
-standard library, because it runs in other environments too.
+"""Protocol by which a benchmark process takes one training step at a time on its parent's orders.
+It uses only the standard library, because it also runs in other Python environments.
 
-The parent sends a line for every step (``step``, or ``given`` for one with completions that are
-given) and ``end``; the program answers each with a line of JSON. What it prints otherwise goes to
-its error output.
+The parent sends a line for every step (``step``, or ``given`` for a step with given completions)
+and finally ``end``. The program answers each step with a line of JSON. Its other output goes to
+standard error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ END = "end"
 
 
 class Lines:
-    """Holds the way to the parent, and keeps what libraries print out of it."""
+    """Channel to the parent process. Standard output of libraries is redirected to standard error,
+    so that it does not mix with the answers."""
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -32,7 +33,8 @@ class Lines:
         print(json.dumps(fields), file=self._out, flush=True)
 
     def orders(self) -> Iterator[str]:
-        """Yield ``STEP`` or ``GIVEN`` until the parent says ``END`` or has gone."""
+        """Yield ``STEP`` or ``GIVEN`` for each order, until the parent sends ``END`` or has
+        exited."""
         for line in sys.stdin:
             order = line.strip()
             if order == END:
@@ -41,8 +43,8 @@ class Lines:
 
 
 def peak_bytes() -> int:
-    """Return the sum of the largest resident sizes that this process and those below it had so far
-    (``VmHWM``)."""
+    """Return the peak resident memory of this process and its descendants in bytes, as the sum of
+    each one's own peak (``VmHWM``)."""
     return sum(_peak(pid) for pid in (os.getpid(), *_below(os.getpid())))
 
 

@@ -1,8 +1,8 @@
-"""Load for a server that speaks the Trajectory Handler API: a small HTTP/1.1 client and groups to
-push.
+"""Load generator for a server with the Trajectory Handler API: a small HTTP/1.1 client and groups
+of rollouts to push.
 
-The same client drives every server. Bodies are made before the clock starts, and responses are read
-but not parsed while it runs, so the client stays cheap.
+All servers are measured with the same client. Request bodies are built before the clock starts, and
+responses are read but not parsed while it runs, so that the client costs little.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ ID = re.compile(rb'"bench_id":\s*(\d+)')
 
 @dataclass
 class Answer:
-    """Holds the reply to a request."""
+    """Response to a request."""
 
     status: int
     headers: dict[str, str]
     body: bytes
 
     def json(self) -> Any:
-        """Return the body, decoded."""
+        """Return the body as decoded JSON."""
         return json.loads(self.body)
 
 
 class Http:
-    """One keep-alive connection on a bare socket: a body is copied once, into a buffer that
-    stays."""
+    """HTTP client on one keep-alive connection. It uses a plain socket and a reused buffer, so that
+    a body is copied only once."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -48,7 +48,8 @@ class Http:
         self._filled = 0
 
     async def request(self, method: str, path: str, body: bytes = b"", **headers: Any) -> Answer:
-        """One request and its whole answer, still compressed. Raises ConnectionError."""
+        """Send one request and return the complete response with the body still compressed. Raises
+        ConnectionError."""
         loop = asyncio.get_running_loop()
         if self._socket is None:
             self._socket = socket.socket()
@@ -81,7 +82,7 @@ class Http:
         return Answer(int(head[0].split()[1]), headers, body)
 
     async def _chunks(self, position: int) -> tuple[bytes, int]:
-        """The chunked body from ``position`` on, and where it ends."""
+        """Return (chunked body that starts at ``position``, position of its end)."""
         spans = []
         while True:
             start = await self._until(b"\r\n", position)
@@ -94,7 +95,8 @@ class Http:
             spans.append((start, start + size))
 
     async def _until(self, mark: bytes, start: int) -> int:
-        """Where ``mark`` ends, at or after ``start``."""
+        """Return the position after the next ``mark`` at or after ``start``, receiving data until
+        it arrives."""
         while (found := self._buffer.find(mark, start, self._filled)) < 0:
             await self._at_least(self._filled + 1)
         return found + len(mark)
@@ -113,14 +115,15 @@ class Http:
             self._filled += received
 
     def close(self) -> None:
-        """Close the connection; harmless when repeated."""
+        """Close the connection. Idempotent."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
 
 def group_prefix(rng: random.Random, sequences: int, tokens: int, env_id: int) -> bytes:
-    """JSON of a group with masks and log-probabilities, open at its end for an id."""
+    """Return the JSON of a group with masks and log-probabilities, without the closing brace, so
+    that an id can be added."""
     ids = [[rng.randrange(150_000) for _ in range(tokens)] for _ in range(sequences)]
     cut = tokens // 4
     value = {
@@ -137,12 +140,12 @@ def group_prefix(rng: random.Random, sequences: int, tokens: int, env_id: int) -
 
 
 def with_id(prefix: bytes, number: int) -> bytes:
-    """Return the body of a group that carries a number of its own."""
+    """Return the complete body of a group with this number as its id."""
     return prefix + b',"group_overrides":{"bench_id":%d}}' % number
 
 
 def bodies_of(groups: Sequence[bytes], per: int) -> list[bytes]:
-    """One body for each group, or JSON arrays of several."""
+    """Return request bodies of ``per`` groups each: a single group, or a JSON array of several."""
     if per == 1:
         return list(groups)
     return [
@@ -159,7 +162,7 @@ async def set_up(
     tokens: int,
     minimum: float | None = None,
 ) -> None:
-    """Reset, register a trainer, let it ask once, register environments."""
+    """Reset the server, register a trainer that requests a batch, and register environments."""
     http = Http(port)
     await http.request("GET", "/reset_data")
     registration = {
@@ -189,8 +192,8 @@ async def set_up(
 
 @dataclass
 class Pushed:
-    """What a push phase saw. Latencies in seconds; ``refused``: answers 503, honoured and tried
-    again."""
+    """Measurements of a push phase. ``latencies``: in seconds. ``refused``: number of 503
+    responses; the request is repeated after the time that the server asks for."""
 
     seconds: float = 0.0
     latencies: list[float] = field(default_factory=list)
@@ -200,7 +203,7 @@ class Pushed:
 async def push(
     port: int, path: str, bodies: Sequence[bytes], clients: int, **headers: Any
 ) -> Pushed:
-    """Push all bodies over so many connections."""
+    """Push all bodies over ``clients`` connections and return the measurements."""
     waiting, pushed = deque(bodies), Pushed()
 
     async def client() -> None:
@@ -223,7 +226,8 @@ async def push(
 
 @dataclass
 class Pulled:
-    """What a drain saw. Latencies in seconds."""
+    """Measurements of a pull phase. ``latencies``: in seconds. ``ids``: how often each group was
+    received."""
 
     seconds: float = 0.0
     latencies: list[float] = field(default_factory=list)
@@ -232,7 +236,8 @@ class Pulled:
 
 
 async def drain(port: int, **headers: Any) -> Pulled:
-    """Pull until there is nothing twice in a row; ids are counted when the clock has stopped."""
+    """Pull batches until the server has returned none twice in a row. Group ids are counted after
+    the clock has stopped."""
     http = Http(port)
     pulled = Pulled()
     bodies = []
@@ -261,9 +266,9 @@ async def drain(port: int, **headers: Any) -> Pulled:
 
 
 class Prober:
-    """A process of its own that asks cheap questions all the time and notes how long each waits.
-    Under ``"clock"`` it notes how late it was itself: what a machine with other work to do adds to
-    every wait."""
+    """Process that sends cheap requests all the time and records their latencies. Under ``"clock"``
+    it records how late its own timer was, which is the delay that other load on the machine adds to
+    every latency."""
 
     def __init__(self, port: int, paths: Sequence[str], every_s: float = 0.01) -> None:
         self._ours, theirs = multiprocessing.Pipe()
@@ -275,7 +280,7 @@ class Prober:
         self._ours.recv()
 
     def stop(self) -> dict[str, list[float]]:
-        """Latencies in seconds by path."""
+        """Stop the process and return the latencies in seconds, by path."""
         self._ours.send("stop")
         assert self._ours.poll(600), "the prober does not answer"
         found = self._ours.recv()
@@ -316,7 +321,8 @@ async def _probing(pipe: Connection, port: int, paths: list[str], every_s: float
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value that so large a share does not exceed; nan of nothing."""
+    """Return the value that a fraction ``share`` of the values does not exceed; NaN if there are no
+    values."""
     ordered = sorted(values)
     return (
         ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]

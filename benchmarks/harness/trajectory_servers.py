@@ -1,5 +1,5 @@
-"""Server processes for the trajectory benchmark: the original in its side environment, and ours
-over each store."""
+"""Server processes for the trajectory benchmark: the original server in its own Python environment,
+and ours with each kind of store."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _UP_S = 120.0
 
 
 class Server:
-    """One server and whatever processes it starts. ``kind``: original, sqlite or memory. It runs on
-    the cores of the process that starts it."""
+    """A server process and its children. ``kind``: original, sqlite or memory. It runs on the same
+    cores as the process that starts it."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind = kind
@@ -47,7 +47,7 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        """Start, and wait for the first answer."""
+        """Start the server and wait for its first response."""
         store = "memory" if self.kind == "memory" else f"sqlite:{self._folder / 'data'}"
         command = PEER if self.kind == "original" else [*OURS, "--store", store]
         with (self._folder / "log").open("ab") as log:
@@ -65,18 +65,18 @@ class Server:
                 time.sleep(0.02)
 
     def kill(self) -> None:
-        """``kill -9``."""
+        """Kill the server with SIGKILL."""
         self._process.kill()
         self._process.wait(10)
 
     @property
     def memory_mb(self) -> float:
-        """Proportional set size of all its processes."""
+        """Proportional set size of the server's process tree, in MiB."""
         return footprint(self._process.pid).pss_mb
 
     @property
     def cpu_s(self) -> float:
-        """Processor seconds of all its processes since they started."""
+        """CPU seconds that the server's process tree has used."""
         root = psutil.Process(self._process.pid)
         total = 0.0
         for process in (root, *root.children(recursive=True)):
@@ -88,7 +88,7 @@ class Server:
 
 @contextmanager
 def running(kind: str) -> Iterator[Server]:
-    """Run a server of this kind inside the block."""
+    """Context manager that runs a server of this kind."""
     with tempfile.TemporaryDirectory() as folder:
         server = Server(kind, Path(folder))
         try:
@@ -98,7 +98,7 @@ def running(kind: str) -> Iterator[Server]:
 
 
 def peer_versions() -> str:
-    """Versions in the side environment, in words."""
+    """Return text with the package versions in the original server's environment."""
     code = (
         "import sys, importlib.metadata as m; print(', '.join(f'{name} {m.version(name)}' for name "
         "in sys.argv[1:]))"

@@ -1,5 +1,4 @@
-"""What the trajectory benchmark measured: medians, ratios with their range, the goals, a
-picture."""
+"""Results of the trajectory benchmark: medians, ratios with their range, goals, and a plot."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ WAIT = "longest wait of any request, ms"
 
 @dataclass(frozen=True)
 class Goal:
-    """``ratio``: the limit is for our value over the original's of the same repeat; ``least``: it
-    must not fall below (else: not exceed)."""
+    """Goal for one row and server. ``least``: whether ``limit`` is a minimum instead of a maximum.
+    ``ratio``: whether it applies to our value divided by the original's in the same repeat."""
 
     row: str
     server: str
@@ -27,7 +26,7 @@ class Goal:
 
 
 def goals(depth: int) -> list[Goal]:
-    """What the server is expected to reach."""
+    """Return the goals for our server with this queue depth."""
     push = [
         Goal(f"push {way}: sequences/s", kind, 3, least=True, ratio=True)
         for kind in ("sqlite", "memory")
@@ -63,22 +62,22 @@ def goals(depth: int) -> list[Goal]:
 
 @dataclass
 class Table:
-    """Measurements by row and server; one value for each repeat."""
+    """Measured values by row and server, with one value per repeat."""
 
     values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def add(self, row: str, server: str, value: float) -> None:
-        """Note a value of one row and server."""
+        """Add a value to a row and server."""
         self.values.setdefault(row, {}).setdefault(server, []).append(value)
 
     def median(self, row: str, server: str) -> float | None:
-        """Return the median of a cell; None for an empty one."""
+        """Return the median of a row and server; None if there are no values."""
         found = self._of(row, server)
         return statistics.median(found) if found else None
 
     def ratios(self, row: str, server: str) -> list[float]:
-        """Ours over the original's, repeat by repeat, in order of size. Each of several repeats of
-        ours goes against the only one of the original where it was measured once."""
+        """Return our values divided by the original's of the same repeat, sorted. If the original
+        was measured only once, all our values are divided by that one."""
         ours = self._of(row, server)
         theirs = self._of(row, "original")
         theirs = theirs * len(ours) if len(theirs) == 1 else theirs
@@ -88,7 +87,7 @@ class Table:
         return self.values.get(row, {}).get(server, [])
 
     def lines(self) -> list[str]:
-        """One line for each row: median by server, and ours over the original."""
+        """Return one line per row: the median for each server, and our ratios to the original."""
         found = [
             f"{'median of the repeats':<56}{'original':>10}{'sqlite':>10}{'memory':>10}   "
             "sqlite / original           memory / original"
@@ -100,7 +99,7 @@ class Table:
         return found
 
     def verdicts(self, wanted: Sequence[Goal]) -> tuple[list[str], int]:
-        """One line for each goal that was measured, and how many were missed."""
+        """Return (one line for each measured goal, number of missed goals)."""
         found = []
         missed = 0
         for goal in wanted:
@@ -124,7 +123,7 @@ class Table:
 
 
 def draw(table: Table, target: Path) -> None:
-    """Throughput and longest waits as a picture; bars are medians, whiskers the range of the
+    """Write a plot of throughput and longest waits. Bars are medians, whiskers the range of the
     repeats."""
     import matplotlib
 

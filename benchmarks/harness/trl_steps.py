@@ -1,11 +1,11 @@
-"""Takes GRPO steps with TRL's GRPOTrainer, one at a time, for ``benchmarks/trainer.py``.
+"""Program that trains with TRL's GRPOTrainer one step at a time, for ``benchmarks/trainer.py``.
 
     .venv-trl/bin/python trl_steps.py SETUP.json
 
-Runs in the environment of TRL, so it imports nothing of ours. Its settings are what one would
-choose on a CPU: fp32, the fused AdamW, no gradient checkpointing, no vLLM, no reference model,
-nothing written. TRL's own head computes log-probabilities in chunks, without the logits of a batch;
-the kernels of Liger and of the hub need a GPU.
+It runs in TRL's own Python environment, so it imports nothing from realhf. The settings are those
+that one would choose on a CPU: fp32, fused AdamW, no gradient checkpointing, no vLLM, no reference
+model, no output files. TRL computes log-probabilities in chunks, without the logits of a whole
+batch; the kernels of Liger and of the hub need a GPU.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 def alternating(completions: list[str], **_: Any) -> list[float]:
-    """Reward every other completion of a group, so that each has an advantage."""
+    """Return reward 0 and 1 in turns, so that every completion of a group has a non-zero
+    advantage."""
     return [float(i % 2) for i in range(len(completions))]
 
 
 class Steps(TrainerCallback):
-    """Waits for the parent before each step, and tells it after each how long it took."""
+    """Callback that waits for the parent process before each step, and reports the measurements to
+    it afterwards."""
 
     def __init__(self, lines: Lines, trainer_of: Any) -> None:
         self._lines = lines
@@ -42,7 +44,7 @@ class Steps(TrainerCallback):
         self._began = self._used = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Wait for the next order."""
+        """Wait for the parent's next order."""
         order = next(self._orders, None)
         if order is None:
             raise KeyboardInterrupt("the parent has ended")
@@ -53,7 +55,8 @@ class Steps(TrainerCallback):
         self._began, self._used = time.perf_counter(), time.process_time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Keep the time; the answer goes out with the log, which has the norm."""
+        """Store the measured times. They are reported in ``on_log``, which also has the gradient
+        norm."""
         step = time.perf_counter() - self._began
         cpu = time.process_time() - self._used
         trainer = self._trainer_of()
@@ -68,14 +71,14 @@ class Steps(TrainerCallback):
         }
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> Any:
-        """Answer the parent."""
+        """Report the step to the parent."""
         if logs is not None and "grad_norm" in logs:
             self._lines.answer(**self._times, grad_norm=float(logs["grad_norm"]), peak=peak_bytes())
 
 
 class MeasuredTrainer(GRPOTrainer):
-    """Is TRL's trainer; it keeps the time of generation, and takes completions that are given where
-    the parent says so."""
+    """TRL's trainer, which also measures the time of generation. If the parent demands it, it uses
+    given completions instead of generating."""
 
     given: list[list[int]]
     use_given = False
@@ -102,7 +105,7 @@ class MeasuredTrainer(GRPOTrainer):
 
 
 def trainer_of(setup: dict[str, Any], out: str) -> MeasuredTrainer:
-    """Make the trainer that ``setup`` describes."""
+    """Return the trainer that ``setup`` describes."""
     tokenizer = AutoTokenizer.from_pretrained(setup["model"], padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(setup["model"], dtype=torch.float32)
     optimizer = setup["optimizer"]
@@ -148,7 +151,7 @@ def trainer_of(setup: dict[str, Any], out: str) -> MeasuredTrainer:
 
 
 def main() -> None:
-    """Take the steps that the parent asks for."""
+    """Take steps on the parent's orders."""
     lines = Lines()
     setup = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(setup["threads"])

@@ -46,7 +46,8 @@ def _network(address: str, key_file: str, way: str) -> Network:
 
 
 def serve(address: str, key_file: str, trusted: str, megabytes: str) -> None:
-    """Hold the array and serve it until standard input ends."""
+    """Serve the array from a tensor store until standard input ends; print the process's CPU
+    seconds for each input line."""
     import torch
 
     from realhf.api.sample import SequenceSample
@@ -65,7 +66,7 @@ def serve(address: str, key_file: str, trusted: str, megabytes: str) -> None:
 
 
 def fetch(address: str, key_file: str, trusted: str, endpoint: str) -> None:
-    """Fetch the array once for every line of standard input; print seconds, seconds of CPU and
+    """Fetch the array once for each line of standard input, and print wall seconds, CPU seconds and
     bytes."""
     from realhf.transport.data_plane import DataPlane
     from realhf.transport.tensor_store import TensorStore
@@ -84,7 +85,8 @@ def fetch(address: str, key_file: str, trusted: str, endpoint: str) -> None:
 
 
 def iperf(first: Host, second: Host) -> float:
-    """Return the bytes per second that one stream brings from the second host to the first."""
+    """Return the throughput of one TCP stream from the second host to the first, in bytes per
+    second."""
     server = subprocess.Popen(
         [*first.enter, "iperf3", "-s", "-1", "-B", first.address], stdout=subprocess.DEVNULL
     )
@@ -105,7 +107,7 @@ def iperf(first: Host, second: Host) -> float:
 
 
 class Pair:
-    """An owner on the second host and a reader on the first, each a process of its own."""
+    """Processes of one owner on the second host and one reader on the first."""
 
     def __init__(self, first: Host, second: Host, keys: str, trusted: str, megabytes: int) -> None:
         self._owner = _start(second, "--serve", second.address, keys, trusted, str(megabytes))
@@ -113,13 +115,13 @@ class Pair:
         self._reader = _start(first, "--fetch", first.address, keys, trusted, endpoint)
 
     def fetch(self) -> tuple[float, float]:
-        """Fetch once; return bytes per second, and per second of CPU of both ends."""
+        """Fetch once. Return (bytes per second, bytes per CPU second of both processes)."""
         before = float(_ask(self._owner))
         seconds, cpu, nbytes = map(float, _ask(self._reader).split())
         return nbytes / seconds, nbytes / (cpu + float(_ask(self._owner)) - before)
 
     def close(self) -> None:
-        """End both."""
+        """Kill both processes."""
         for process in (self._reader, self._owner):
             process.kill()
             process.wait()
@@ -147,7 +149,8 @@ def _ask(process: subprocess.Popen[str]) -> str:
 
 
 def measure(rounds: int, megabytes: int) -> list[dict[str, float]]:
-    """Return the bytes per second of all, for every round. Raises NoNamespaces."""
+    """Return one dict per round with all throughputs in bytes per second, and their ratios. Raises
+    NoNamespaces."""
     from realhf.transport.network import RunKeys
 
     found = []
@@ -175,7 +178,7 @@ def measure(rounds: int, megabytes: int) -> list[dict[str, float]]:
 
 
 def main() -> int:
-    """Measure and print. Returns the exit code."""
+    """Run the benchmark and print the results. Return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,5 +1,4 @@
-"""Makes two network namespaces on this machine that see each other over a cable, as two hosts
-do."""
+"""Two network namespaces on this machine, connected like two hosts by a virtual Ethernet cable."""
 
 from __future__ import annotations
 
@@ -20,28 +19,29 @@ _COMMAND_S = 30.0
 
 
 class NoNamespaces(RuntimeError):
-    """This machine, or this user of it, cannot make network namespaces."""
+    """This machine or user cannot create network namespaces."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """One namespace, with an interface ``cable`` of this ``address``."""
+    """A network namespace, with the interface ``cable`` at ``address``."""
 
     name: str
     address: str
 
     @property
     def enter(self) -> list[str]:
-        """The words before a command that is to run here."""
+        """Words to put before a command so that it runs in this namespace."""
         return ["ip", "netns", "exec", self.name]
 
     def run(self, *command: str) -> str:
-        """Run a command here and return what it prints. Raises CalledProcessError."""
+        """Run a command in this namespace and return its output. Raises CalledProcessError."""
         return command_output(*self.enter, *command)
 
     @contextlib.contextmanager
     def cut_off_from(self, other: Host) -> Iterator[None]:
-        """Drop what this host sends to the other; what the other sends arrives."""
+        """Context manager that drops what this host sends to the other one. The other direction
+        still works."""
         command_output("ip", "-n", self.name, "route", "add", "blackhole", f"{other.address}/32")
         try:
             yield
@@ -51,12 +51,12 @@ class Host:
             )
 
     def slow_down(self, mbit_s: float) -> None:
-        """Send no faster than this from now on."""
+        """Limit this host's sending rate from now on."""
         shape = ["root", "tbf", "rate", f"{mbit_s:g}mbit", "burst", "32kbit", "latency", "400ms"]
         command_output("tc", "-n", self.name, "qdisc", "add", "dev", "cable", *shape)
 
     def received_bytes(self) -> int:
-        """Return how much has come over the cable."""
+        """Return the number of bytes received on the interface ``cable``."""
         (link,) = json.loads(
             command_output("ip", "-n", self.name, "-s", "-j", "link", "show", "cable")
         )
@@ -64,8 +64,8 @@ class Host:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Be in this namespace with the calling thread: sockets that it makes, and processes and
-        threads that it starts."""
+        """Context manager that moves the calling thread into this namespace, with the sockets,
+        processes and threads that it creates."""
         libc = ctypes.CDLL(None, use_errno=True)
         own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         there = os.open(NAMES / self.name, os.O_RDONLY | os.O_CLOEXEC)
@@ -84,7 +84,8 @@ class Host:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Make two hosts, and take them away at the end. Raises NoNamespaces with the reason."""
+    """Context manager that creates two connected hosts and removes them at the end. Raises
+    NoNamespaces with the reason."""
     if shutil.which("ip") is None:
         raise NoNamespaces("the command ip is missing (apt-get install iproute2)")
     tag = secrets.token_hex(3)
@@ -128,7 +129,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 
 def command_output(*command: str) -> str:
-    """Run a command and return what it prints. Raises CalledProcessError or TimeoutExpired."""
+    """Run a command and return its output. Raises CalledProcessError or TimeoutExpired."""
     return subprocess.run(
         command, check=True, capture_output=True, text=True, timeout=_COMMAND_S
     ).stdout

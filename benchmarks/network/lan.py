@@ -1,5 +1,5 @@
-"""Makes several network namespaces that see each other over a bridge, as hosts at one switch; each
-can be unplugged."""
+"""Several network namespaces connected by a bridge, like hosts at one switch. Each can be
+unplugged."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from benchmarks.network.hosts import Host, NoNamespaces, command_output
 
 @dataclass(frozen=True)
 class Lan:
-    """The hosts by the names that they were asked for, and the namespace that holds the bridge."""
+    """Connected hosts by name. ``switch``: name of the namespace with the bridge."""
 
     hosts: dict[str, Host]
     switch: str
 
     def unplug(self, name: str) -> None:
-        """Let nothing pass between a host and the others, in both directions."""
+        """Disconnect a host from all others, in both directions."""
         command_output("ip", "-n", self.switch, "link", "set", f"to-{name}", "down")
 
     def plug(self, name: str) -> None:
-        """Connect a host again."""
+        """Connect an unplugged host again."""
         command_output("ip", "-n", self.switch, "link", "set", f"to-{name}", "up")
 
 
 @contextlib.contextmanager
 def lan(names: Sequence[str]) -> Iterator[Lan]:
-    """Make hosts with these names of at most eight characters, and take them away at the end.
-    Raises NoNamespaces with the reason."""
+    """Context manager that creates connected hosts with these names (at most eight characters) and
+    removes them at the end. Raises NoNamespaces with the reason."""
     if shutil.which("ip") is None:
         raise NoNamespaces("the command ip is missing (apt-get install iproute2)")
     tag = secrets.token_hex(3)

@@ -39,8 +39,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "trainer"
 WAYS = ("local", "join", "hosts", "ray")
 APART = "apart"
-"""Of two ranks the second is on another host, of a trusted network: the same to rounding, not to
-the bit."""
+"""Variant in which the second of two ranks is on another host of a trusted network. Its results are
+equal up to rounding, not bit for bit."""
 OPTIONS = (
     "experiment=grpo",
     "env=sql",
@@ -59,7 +59,7 @@ OPTIONS = (
 
 
 def policy(folder: Path) -> Path:
-    """Make a small policy; its folder."""
+    """Create a small policy and return its folder."""
     from realhf.api.config import BuiltinModelConfig
     from realhf.backends.builtin_policy import build_builtin_policy
 
@@ -79,8 +79,8 @@ def policy(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Way:
-    """How a run is started: options of its launcher, words before its command, and the same for a
-    host agent, if the way needs one that nobody else starts."""
+    """How a run is started: launcher options and words before its command, and the same for a host
+    agent, if one has to be started by hand."""
 
     options: tuple[str, ...] = ()
     enter: tuple[str, ...] = ()
@@ -90,7 +90,8 @@ class Way:
 
 @contextlib.contextmanager
 def way_of(name: str, folder: Path) -> Iterator[Way]:
-    """Make what a way needs, and take it away at the end. Raises NoNamespaces with the reason."""
+    """Context manager that sets up what a way of starting needs, and removes it at the end. Raises
+    NoNamespaces with the reason."""
     key = folder / "key"
     if name == "local":
         yield Way()
@@ -143,8 +144,8 @@ def _joined(
 
 
 def run(name: str, folder: Path, actor: Path, steps: int, *options: str) -> list[dict[str, Any]]:
-    """Run once, with further options; the metrics of its steps. Raises RuntimeError with the
-    launcher's last words, and NoNamespaces."""
+    """Run once with the additional ``options`` and return the metrics of the steps. Raises
+    NoNamespaces, or RuntimeError with the launcher's last output."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with way_of(name, folder) as way, contextlib.ExitStack() as stack:
         given = [
@@ -183,7 +184,7 @@ def run(name: str, folder: Path, actor: Path, steps: int, *options: str) -> list
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """An agent ends with its run; one whose run has failed is told to."""
+    """Wait for the end of a host agent, which ends with its run; terminate it if the run failed."""
     try:
         process.wait(END_S / 4)
     except subprocess.TimeoutExpired:
@@ -192,8 +193,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def losses(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What each step has computed: everything but how long it took and what its hosts did
-    meanwhile."""
+    """Return the metrics of each step without those that depend on time or host."""
     clocked = ("time/", "host/", "throughput/")
     return [
         {key: value for key, value in row.items() if not key.startswith(clocked)} for row in rows
@@ -201,7 +201,7 @@ def losses(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Measure and print. Returns 0 when all losses are identical."""
+    """Run the benchmark and print the results. Return 0 if all losses are identical."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
