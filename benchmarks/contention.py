@@ -44,7 +44,7 @@ from realhf.monitor.summary import call_times
 
 HERE = Path(__file__).resolve().parent.parent
 WARM_UP = 3
-"""Steps at the beginning that are not counted."""
+"""Number of steps at the beginning that are not measured."""
 WORST = 2.5
 QUIET_SPEED = 1.05
 JUDGED_S = 0.01
@@ -64,19 +64,19 @@ Row = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds by phase (``step``: the whole), and the cores that neither the run nor the strangers
-    used."""
+    """Measurements of one step. ``phases``: seconds by phase (``step``: the whole step).
+    ``others``: number of cores used by programs other than the run and the strangers."""
 
     phases: Row
     others: float
 
 
 class Failed(RuntimeError):
-    """A run did not get on; the message ends with the last lines of its output."""
+    """A run failed or made no progress. The message ends with the last lines of its output."""
 
 
 class Run:
-    """A launcher of ``checkout`` with its run folder. Use as a context manager."""
+    """Context manager for a launcher of ``checkout`` with its run folder."""
 
     def __init__(self, checkout: Path, runs: Path, trial: str, options: Sequence[str]) -> None:
         python = checkout / ".venv" / "bin" / "python"
@@ -108,7 +108,7 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Interrupt it, as a person would; whatever is left after that is killed."""
+        """Interrupt the run as a user would, then kill the remaining processes."""
         children: list[psutil.Process] = []
         with suppress(psutil.Error):
             children = self._process.children(recursive=True)
@@ -120,14 +120,15 @@ class Run:
                 process.kill()
 
     def finish(self, within_s: float) -> None:
-        """Wait for its end. Raises Failed unless it was a good one."""
+        """Wait for the end of the run. Raises Failed if it fails or takes longer than ``within_s``
+        seconds."""
         with suppress(psutil.TimeoutExpired):
             if self._process.wait(within_s) == 0:
                 return
         raise Failed(self._told("the run failed"))
 
     def steps(self, count: int, strangers: Sequence[psutil.Process] = ()) -> list[Step]:
-        """The next steps that are over. Raises Failed."""
+        """Wait for the next ``count`` steps and return their measurements. Raises Failed."""
         found = []
         done = len(self._rows())
         for number in range(done, done + count):
@@ -159,7 +160,8 @@ class Run:
         return []
 
     def _moment(self, strangers: Sequence[psutil.Process]) -> tuple[float, float, float]:
-        """Now; CPU seconds of the machine; those of the run and of the strangers."""
+        """Return (monotonic time, CPU seconds of the machine, CPU seconds of the run and the
+        strangers)."""
         busy = psutil.cpu_times()
         used = sum(busy) - busy.idle - busy.iowait - busy.guest - busy.guest_nice
         processes: list[psutil.Process] = [self._process, *strangers]
@@ -169,7 +171,7 @@ class Run:
 
 
 def _seconds(process: psutil.Process) -> float:
-    """Of a process and of the children that it has waited for."""
+    """Return the CPU seconds of a process and of the children that it has waited for."""
     with suppress(psutil.Error):
         return float(sum(process.cpu_times()[:4]))
     return 0.0
@@ -177,7 +179,8 @@ def _seconds(process: psutil.Process) -> float:
 
 @contextmanager
 def busy(count: int, pin: bool) -> Iterator[Sequence[psutil.Process]]:
-    """So many strangers, each on any core, or each on one of its own."""
+    """Context manager that runs ``count`` strangers, each on any core or, with ``pin``, on one
+    fixed core."""
     strangers = [
         psutil.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)
     ]
@@ -195,7 +198,7 @@ def busy(count: int, pin: bool) -> Iterator[Sequence[psutil.Process]]:
 def contended(
     args: argparse.Namespace, policy: str, runs: Path
 ) -> tuple[list[list[Step]], list[list[Step]]]:
-    """Blocks of steps without strangers and beside them, from one run."""
+    """Return blocks of steps without strangers, and blocks of steps with them, from one run."""
     quiet: list[list[Step]] = []
     beside: list[list[Step]] = []
     total = WARM_UP + 2 * args.steps + 2 * (args.block + 1)
@@ -214,7 +217,8 @@ def contended(
 def against(
     args: argparse.Namespace, policy: str, runs: Path
 ) -> tuple[list[list[Step]], list[list[Step]]]:
-    """Quiet runs of this checkout and of the other one, in turns."""
+    """Return the steps of runs of this checkout, and of the other one, in turns and without
+    strangers."""
     found: dict[Path, list[list[Step]]] = {HERE: [], args.against: []}
     options = [
         f"actor.path={policy}",
@@ -242,8 +246,8 @@ def _say(name: str, steps: Sequence[Step]) -> None:
 def table(
     names: tuple[str, str], ours: Sequence[Sequence[Step]], theirs: Sequence[Sequence[Step]]
 ) -> dict[str, dict[str, Any]]:
-    """Prints a line per phase: both medians with their ranges, and the ratio of the first to the
-    second."""
+    """Print a line per phase: the medians of both sides with their ranges, and the ratio of the
+    first to the second. Return these values."""
     result: dict[str, dict[str, Any]] = {}
     print(f"{'phase':14}" + "".join(f"{name + ', s':>36}" for name in names) + f"{'ratio':>24}")
     for phase in ours[0][0].phases:
@@ -269,7 +273,8 @@ def table(
 
 
 def warm_policy(options: Sequence[str]) -> str:
-    """The weights that ``make train`` begins with; made if they are not there. Raises Failed."""
+    """Return the path of the weights that ``make train`` starts from, creating them if they do not
+    exist. Raises Failed."""
     from realhf.launch.build import build_experiment
     from realhf.launch.compose import compose_config
 
@@ -285,7 +290,7 @@ def warm_policy(options: Sequence[str]) -> str:
 
 
 def measure(args: argparse.Namespace, runs: Path) -> tuple[dict[str, Any], dict[str, bool]]:
-    """Figures and verdicts."""
+    """Return (measurements, verdicts)."""
     policy = str(args.policy.resolve()) if args.policy else warm_policy(args.options)
     figures: dict[str, Any] = {
         "cores": psutil.cpu_count(),

@@ -58,7 +58,7 @@ ENDLESS = 1_000_000
 
 
 def make_plan(folder: Path, episodes: int, batch: int) -> tuple[RunPlan, int]:
-    """The plan of a run with so many episodes in flight, and how many groups that are."""
+    """Return the plan of a run with this number of episodes in flight, and the number of groups."""
     groups = -(-episodes // GROUP)
     eta = 1 + -(-groups // batch)
     composed = compose_config(
@@ -82,11 +82,12 @@ def make_plan(folder: Path, episodes: int, batch: int) -> tuple[RunPlan, int]:
 FAKE_ENVIRONMENT = WorkerInfo(
     "env/0", "env", 0, "localhost", 0, endpoints={"env": "http://127.0.0.1:1"}
 )
-"""Rollouts wait until there is an environment; the fake players never call it."""
+"""Registered environment server. Rollouts wait until there is one; the fake players never call
+it."""
 
 
 class Run:
-    """The master's side, in this process, of one run."""
+    """The master's side of one run, in this process."""
 
     def __init__(self, plan: RunPlan, groups: int) -> None:
         self._plan = plan
@@ -98,8 +99,8 @@ class Run:
     async def measure(
         self, warm_up_s: float, windows: int, seconds: float
     ) -> list[dict[str, float]]:
-        """One row per window: microseconds of every process, episodes per second, mean episodes in
-        flight."""
+        """Return one row per window: CPU microseconds per episode of each process, episodes per
+        second, mean number of episodes in flight."""
         async with AsyncExitStack() as stack:
             rpc = RpcMaster("bench", on_death=self._died, on_join=self._joined)
             self._rollouts: AsyncRollouts | None = None
@@ -187,7 +188,7 @@ class Run:
         )
 
     async def _steps(self, seconds: float) -> int:
-        """Train for so long; returns the samples trained."""
+        """Train for ``seconds`` and return the number of trained samples."""
         assert self._rollouts is not None
         until = time.monotonic() + seconds
         trained = 0
@@ -225,8 +226,8 @@ class Run:
 
 
 def measure(episodes: int, args: argparse.Namespace) -> list[dict[str, float]]:
-    """Return one row per window of a run with so many episodes in flight. Raises what ended it; its
-    logs are shown."""
+    """Return one row per window of a run with this number of episodes in flight. If the run fails,
+    print its logs and raise its error."""
     folder = Path(tempfile.mkdtemp(prefix="coordination-", dir=args.folder))
     try:
         plan, groups = make_plan(folder, episodes, args.batch)
@@ -241,13 +242,13 @@ def measure(episodes: int, args: argparse.Namespace) -> list[dict[str, float]]:
 
 
 def spread(rows: Sequence[dict[str, float]], name: str) -> str:
-    """Return median and range of a column as text."""
+    """Return the median and range of a column as text."""
     values = [row[name] for row in rows]
     return f"{statistics.median(values):,.0f} ({min(values):,.0f}-{max(values):,.0f})"
 
 
 def verdicts(results: dict[int, list[dict[str, float]]]) -> dict[str, bool]:
-    """Return for each goal whether it is met."""
+    """Return for each goal whether it is reached."""
     cpu = {
         episodes: statistics.median(row["all"] for row in rows)
         for episodes, rows in results.items()
@@ -278,7 +279,7 @@ def show(results: dict[int, list[dict[str, float]]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Return the exit status: 1 when a goal is missed."""
+    """Run the benchmark. Return the exit status: 1 if a goal is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

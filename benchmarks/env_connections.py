@@ -36,7 +36,7 @@ _SETTLE_S = 20.0
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the server holds when no client is there."""
+    """Resources of the server while no client is connected."""
 
     descriptors: int
     threads: int
@@ -45,7 +45,7 @@ class Footprint:
 
 
 def footprint(server: EnvServerProcess) -> Footprint:
-    """Return what a server holds: descriptors, threads, processes, free places."""
+    """Return the resources that a server uses, and its number of free slots."""
     process = psutil.Process(server.process.pid)
     page = urllib.request.urlopen(server.url + "/metrics", timeout=5).read().decode()
     free = next(line for line in page.splitlines() if line.startswith("realhf_env_pool_free "))
@@ -56,14 +56,15 @@ def footprint(server: EnvServerProcess) -> Footprint:
 
 
 def lives(process: psutil.Process) -> bool:
-    """Whether it has not ended, also not since it was listed."""
+    """Return whether a process is still running."""
     with suppress(psutil.NoSuchProcess):
         return process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def rested(server: EnvServerProcess, pool_size: int, wanted: Footprint | None = None) -> Footprint:
-    """The footprint once all slots are free (and it is ``wanted``), or what it is after a while."""
+    """Wait until all slots are free, and the footprint equals ``wanted`` if given; return the
+    footprint. After some time, return it as it is."""
     deadline = time.monotonic() + _SETTLE_S
     while True:
         now = footprint(server)
@@ -85,13 +86,15 @@ def open_session(url: str) -> ClientConnection:
 
 
 def kill(session: ClientConnection) -> None:
-    """The client's end: a reset without a goodbye, as the kernel sends it for a killed process."""
+    """Close a client's connection with a reset and no closing handshake, as the kernel does for a
+    killed process."""
     session.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     session.socket.close()
 
 
 def refused(url: str) -> bool:
-    """One session too many: 503 with Retry-After and the numbers."""
+    """Return whether a session beyond the capacity is refused correctly, with status 503 and
+    Retry-After."""
     try:
         open_session(url).close()
     except InvalidStatus as error:
@@ -106,7 +109,7 @@ def refused(url: str) -> bool:
 
 
 def half_open(url: str, step: int) -> None:
-    """A client that stops somewhere in its handshake."""
+    """Connect a client that stops in the middle of its handshake."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=5) as connection:
         connection.sendall(_HANDSHAKE[: step % len(_HANDSHAKE)])
@@ -115,8 +118,8 @@ def half_open(url: str, step: int) -> None:
 
 
 def storm(server: EnvServerProcess, pool_size: int, connections: int) -> int:
-    """``connections`` of all three kinds; returns how many of those beyond capacity were refused as
-    they should."""
+    """Make ``connections`` connections of all three kinds. Return how many of those beyond the
+    capacity were refused correctly."""
     sessions = [open_session(server.url) for _ in range(pool_size)]
     try:
         good = sum(refused(server.url) for _ in range(connections // 2))
@@ -131,7 +134,8 @@ def storm(server: EnvServerProcess, pool_size: int, connections: int) -> int:
 
 
 def freed_after_s(server: EnvServerProcess, repeats: int) -> list[float]:
-    """Seconds from a client's death to a new session, with all slots leased before."""
+    """Return the seconds from a client's death to a new session on its slot, for each of
+    ``repeats`` deaths."""
     times = []
     for _ in range(repeats):
         session = open_session(server.url)

@@ -45,7 +45,7 @@ _SCRIPT = (
 
 
 async def _ask(connection: ClientConnection, kind: str, data: dict[str, Any]) -> float:
-    """Milliseconds until the answer."""
+    """Send a message and return the milliseconds until the answer."""
     began = time.perf_counter()
     await connection.send(json.dumps({"type": kind, "data": data}))
     reply = json.loads(await connection.recv())
@@ -56,7 +56,8 @@ async def _ask(connection: ClientConnection, kind: str, data: dict[str, Any]) ->
 async def _session(
     connection: ClientConnection, number: int, rounds: int
 ) -> tuple[list[float], list[float], float]:
-    """Reset times, step times, and when it was done."""
+    """Play ``rounds`` episodes on one session. Return (reset times in ms, step times in ms, time of
+    the end)."""
     resets = []
     steps = []
     for turn in range(rounds):
@@ -98,7 +99,8 @@ async def _measure(url: str, pid: int, sessions: int, rounds: int) -> dict[str, 
 
 
 def measure(sessions: int, rounds: int) -> dict[str, Any]:
-    """One server of that size, every slot in use."""
+    """Start a server with this number of sessions, play on all of them and return the
+    measurements."""
     began = time.perf_counter()
     with EnvServerProcess(sessions, timeout_s=180.0) as server:
         start_s = time.perf_counter() - began

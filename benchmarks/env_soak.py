@@ -40,9 +40,10 @@ from realhf.aws.tasks.loader import instantiate, load_templates
 EPISODES_PER_CONNECTION = 10
 WARM_UP = 0.3
 TOLERANCE = {"pss_mb": 0.05, "files": 0.02, "processes": 0.02}
-"""Growth over the whole measured part that passes, as a share of the median."""
+"""Acceptable growth over the whole measured part, as a fraction of the median."""
 FLOOR = {"pss_mb": 10.0, "files": 8.0, "processes": 2.0}
-"""Growth that always passes: a slot in the middle of a scrub has a simulator and a worker less."""
+"""Growth that is always acceptable: a slot that is just being cleaned temporarily lacks a simulator
+and a worker."""
 _CONNECT_S = 15.0
 _MESSAGE_S = 60.0
 _KILLS = ("client", "worker", "simulator")
@@ -50,8 +51,8 @@ _KILLS = ("client", "worker", "simulator")
 
 @dataclass
 class Tally:
-    """What happened. ``wrong``: canonical solutions that were not achieved; ``refused``: connects
-    answered 503."""
+    """Counts of events. ``wrong``: reference solutions that did not solve their task. ``refused``:
+    connection attempts answered with 503."""
 
     episodes: int = 0
     steps: int = 0
@@ -64,7 +65,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Sample:
-    """Holds what the server had after so many episodes and seconds."""
+    """Resources of the server after this number of episodes and seconds."""
 
     episodes: int
     seconds: float
@@ -72,7 +73,7 @@ class Sample:
 
 
 class Soak:
-    """Plays ``episodes`` on ``slots`` sessions of one server."""
+    """``episodes`` played on ``slots`` sessions of one server, with occasional kills."""
 
     def __init__(
         self, server: EnvServerProcess, episodes: int, slots: int, kill_every: int
@@ -87,7 +88,7 @@ class Soak:
         self._templates = [t.task_id for t in load_templates(tags=["starter"])]
 
     def run(self, sample_every: int) -> list[Sample]:
-        """The samples; ends when all episodes are played."""
+        """Play all episodes and return the samples of the server's resources."""
         began = time.monotonic()
         samples = []
         threads = [threading.Thread(target=self._client, daemon=True) for _ in range(self._slots)]
@@ -165,8 +166,8 @@ def _ask(connection: ClientConnection, kind: str, data: dict[str, Any]) -> dict[
 
 
 def growth(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
-    """By figure: median, what the fitted line gained over the measured part, its share, and whether
-    that passes."""
+    """Return for each resource its median, the growth of a fitted line over the measured part, the
+    acceptable growth, and whether the growth is acceptable."""
     measured = samples[int(len(samples) * WARM_UP) :]
     result = {}
     for name, tolerance in TOLERANCE.items():
@@ -188,7 +189,7 @@ def growth(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
 
 
 def plot(samples: Sequence[Sample], path: Path) -> None:
-    """Draw memory, descriptors and processes over the episodes."""
+    """Plot memory, descriptors and processes over the episodes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 6), layout="constrained")
@@ -210,7 +211,7 @@ def plot(samples: Sequence[Sample], path: Path) -> None:
 
 
 def report(samples: Sequence[Sample], soak: Soak) -> dict[str, Any]:
-    """Return everything that was observed, for JSON."""
+    """Return all results, for JSON."""
     tally = soak.tally
     seconds = samples[-1].seconds
     disturbed = tally.kills["worker"] + tally.kills["simulator"]
@@ -267,7 +268,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Return the exit status: 1 when something grew."""
+    """Run the benchmark. Return the exit status: 1 if a check failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

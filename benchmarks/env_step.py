@@ -54,7 +54,8 @@ _READS = (
 
 
 class ByteChat:
-    """One token per byte; enough for a policy that recites commands."""
+    """Chat format with one token per byte, which is sufficient for a policy that recites
+    commands."""
 
     stop_ids = (256,)
 
@@ -71,14 +72,14 @@ class ByteChat:
         return self.opening(messages, tools)
 
     def parse(self, token_ids: Sequence[int], tools: Messages = ()) -> AssistantMessage:
-        """Return the bytes as text; there are no tools."""
+        """Return the bytes as text. There are no tools."""
         del tools
         text = bytes(i for i in token_ids if i < 256).decode()
         return AssistantMessage(text, text=text, token_count=len(token_ids))
 
 
 class ScriptedPolicy:
-    """Recites ``scripts[slot]``, one command per round."""
+    """Policy that recites ``scripts[slot]``, one command per round."""
 
     def __init__(self, scripts: Sequence[Sequence[str]]) -> None:
         self.chat = ByteChat()
@@ -93,13 +94,13 @@ class ScriptedPolicy:
         return outputs
 
     def free(self, slots: Iterable[int]) -> None:
-        """Do nothing: nothing is cached."""
+        """Do nothing: no state is kept."""
         del slots
 
 
 def workload() -> tuple[list[Task], list[list[str]]]:
-    """One multi-step task per session and its script: the solution spread over six turns between
-    reads, so that the task is achieved by the last command."""
+    """Return one multi-step task per session, and for each a script of six commands: the solution
+    mixed with reads, so that the last command completes the task."""
     tasks = []
     scripts = []
     templates = [t for t in load_templates(["intermediate"]) if 2 <= len(t.solution) <= 3]
@@ -121,7 +122,8 @@ def workload() -> tuple[list[Task], list[list[str]]]:
 def play_ours(
     pool: MultiTurnEnvPool, tasks: Sequence[Task], scripts: Sequence[Sequence[str]]
 ) -> tuple[float, float]:
-    """One step: milliseconds of environment time, resets included, and of the turns alone."""
+    """Play one step. Return (milliseconds of environment time including resets, milliseconds of the
+    turns alone)."""
     before = dict(pool.timings)
     resets = [{"task": task.to_json(), "chaos": False} for task in tasks]
     groups = pool.run_groups(
@@ -133,8 +135,8 @@ def play_ours(
 
 
 def play_process_per_command(slots: Sequence[Slot], scripts: Sequence[Sequence[str]]) -> float:
-    """Milliseconds of the usual design: the same commands, each a fresh `aws` process, sessions
-    concurrent."""
+    """Play the same commands with a new ``aws`` process per command and all sessions concurrently,
+    which is the usual design. Return the milliseconds."""
     aws = str(Path(sys.executable).parent / "aws")
     environment = {
         "PATH": os.defpath,
@@ -146,7 +148,7 @@ def play_process_per_command(slots: Sequence[Slot], scripts: Sequence[Sequence[s
     }
 
     def play(slot: Slot, script: Sequence[str]) -> None:
-        """Play a script with one ``aws`` process a command."""
+        """Play a script with one ``aws`` process per command."""
         slot.reset()
         for command in script:
             argv = [aws, "--endpoint-url", slot.endpoint, *shlex.split(command)[1:]]
@@ -160,7 +162,8 @@ def play_process_per_command(slots: Sequence[Slot], scripts: Sequence[Sequence[s
 
 
 def measure(repeats: int, baseline_repeats: int) -> dict[str, list[float]]:
-    """Both designs in turn, so that a change of the machine's load meets both. Milliseconds."""
+    """Measure both designs in turn, so that changes of the machine's load affect both, and return
+    the milliseconds of each repeat."""
     tasks, scripts = workload()
     samples: dict[str, list[float]] = {"step_ms": [], "turns_ms": [], "process_per_command_ms": []}
     baseline = MiniStackPool(SESSIONS)
@@ -195,7 +198,7 @@ def measure(repeats: int, baseline_repeats: int) -> dict[str, list[float]]:
 
 
 def summary(samples: Sequence[float]) -> dict[str, float]:
-    """Median, 95th percentile (nearest rank), least and greatest, in milliseconds."""
+    """Return the median, 95th percentile (nearest rank), minimum and maximum, in milliseconds."""
     ordered = sorted(samples)
     rank = max(0, -(-95 * len(ordered) // 100) - 1)
     return {

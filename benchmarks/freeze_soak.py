@@ -39,12 +39,12 @@ PLANS = [
     for environment, kinds in ((VERIFIER, (*LIGHT, VERIFIER)), (AWS, ON_AWS))
     for kind in kinds
 ]
-"""(environment, kind, seconds), in turn."""
+"""Combinations of (environment, kind of process, seconds), used in turn."""
 
 
 def play(runs: Path, policy: Path, number: int, options: argparse.Namespace) -> Entry:
-    """One run from its start to its balance. What is frozen for how long is decided by the number,
-    the moment by chance."""
+    """Play one run, freeze a process in it and return its result. The run's number decides which
+    process is frozen for how long; the moment is random."""
     environment, kind, seconds = PLANS[number % len(PLANS)]
     choice = random.Random(f"{options.seed}/{number}")
     steps = 12 if environment == AWS else 20
@@ -84,7 +84,7 @@ def play(runs: Path, policy: Path, number: int, options: argparse.Namespace) -> 
 
 
 def line(found: Entry) -> str:
-    """What is printed about a run."""
+    """Return the line that is printed about a run."""
     tally = found["tally"] or {}
     books = " ".join(
         f"{name} {tally.get(name)}" for name in ("consumed", "lost", "twice", "resumes")
@@ -99,7 +99,7 @@ def line(found: Entry) -> str:
 
 
 def summary(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Sums over all runs."""
+    """Return totals over all runs."""
     hit = [found for found in entries if found["hit"]]
     return {
         "runs": len(entries),

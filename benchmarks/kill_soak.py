@@ -34,15 +34,15 @@ STUCK_S = 180.0
 
 
 def kinds_of(environment: str) -> list[str]:
-    """What is killed in runs on an environment."""
+    """Return the kinds of processes that are killed in runs with this environment."""
     return [
         kind for kind in (*MARKS, LAUNCHER, CTRL_C) if environment == AWS or kind not in SERVICE
     ]
 
 
 def play(runs: Path, policy: Path, number: int, options: argparse.Namespace) -> Entry:
-    """One run from its start to its balance. What it does is decided by seed and number, when it
-    does it is not."""
+    """Play one run, kill processes in it and return its result. Seed and number decide what is
+    killed; the moments are not reproducible."""
     choice = random.Random(f"{options.seed}/{number}")
     seed = choice.randrange(1 << 20)
     run = KilledRun(
@@ -58,7 +58,7 @@ def play(runs: Path, policy: Path, number: int, options: argparse.Namespace) -> 
 
 
 def line(found: Entry) -> str:
-    """What is printed about a run."""
+    """Return the line that is printed about a run."""
     kills = " ".join(f"{kind}:{count}" for kind, count in sorted(found["kills"].items()))
     tally = found["tally"]
     books = "no journal"
@@ -71,7 +71,7 @@ def line(found: Entry) -> str:
 
 
 def summary(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Sums over all runs."""
+    """Return totals over all runs."""
     kills: Counter[str] = Counter()
     for found in entries:
         kills.update(found["kills"])

@@ -28,16 +28,16 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""Student's t by degrees of freedom: 2.5 % of the values are above."""
+"""97.5th percentile of Student's t distribution, by degrees of freedom."""
 Z_975 = statistics.NormalDist().inv_cdf(0.975)
 TIER = "source/success/"
-"""Metric: the curriculum's running success of a tier, a mean over its templates however often each
-was drawn."""
+"""Prefix of a metric: the curriculum's running success rate of a tier, which weights all its
+templates equally regardless of how often each was drawn."""
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Summary, seed and running training success per step, the mean of the tiers. Raises
-    FileNotFoundError."""
+    """Return a run's summary, seed, metrics and running training success per step (mean of the
+    tiers). Raises FileNotFoundError."""
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     rows = [
@@ -68,7 +68,8 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def _learner(config: dict[str, Any]) -> str:
-    """Say how a run learns where that is not one update of GRPO on all weights."""
+    """Return text about how a run's training differs from one GRPO update per step on all weights;
+    "" if it does not."""
     ppo = config.get("ppo", {})
     rank = ((config.get("actor") or {}).get("lora") or {}).get("rank", 0)
     updates = ppo.get("ppo_n_minibatches", 1) * ppo.get("sample_reuse", 1)
@@ -79,7 +80,8 @@ def _learner(config: dict[str, Any]) -> str:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Markdown: one row per seed and decoding, success before -> after in percent."""
+    """Return a Markdown table with one row per seed and decoding: success in percent before and
+    after training."""
     tiers = ["overall", *sorted(set(runs[0]["summary"]["heldout_success_before"]) - {"overall"})]
     rows = [
         "| kind | seed | decoding | " + " | ".join(tiers) + " | wall s |",
@@ -103,8 +105,8 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 
 def comparison(runs: list[dict[str, Any]]) -> str:
-    """Markdown: one row per kind of run, in the order in which the kinds occur; percent and percent
-    points."""
+    """Return a Markdown table with one row per kind of run, in the order of their first occurrence,
+    in percent and percentage points."""
     kinds = list(dict.fromkeys(run["kind"] for run in runs))
     after = {
         (run["kind"], run["seed"]): 100 * run["summary"]["heldout_success_after"]["overall"]
@@ -142,7 +144,7 @@ def _wilson(share: float, n: int) -> tuple[float, float]:
 
 
 def difference(gaps: list[float]) -> str:
-    """Two cells: the mean and its interval."""
+    """Return two table cells: the mean of the differences and its confidence interval."""
     mean = statistics.mean(gaps)
     if len(gaps) < 2:
         return f"{mean:+.1f} | "
@@ -151,8 +153,8 @@ def difference(gaps: list[float]) -> str:
 
 
 def draw(runs: list[dict[str, Any]], out: Path, metrics: list[str]) -> None:
-    """Running success in training over steps, and held-out success as dots; below it a picture for
-    each of the metrics."""
+    """Plot the running success in training as lines and the held-out success as dots, and below
+    them a panel for each of ``metrics``."""
     figure, every = plt.subplots(
         1 + len(metrics),
         figsize=(7.5, 3.8 + 2.2 * len(metrics)),
@@ -198,7 +200,7 @@ def draw(runs: list[dict[str, Any]], out: Path, metrics: list[str]) -> None:
 
 
 def main() -> None:
-    """Print the table of the runs, and draw their curves."""
+    """Print the table of the runs, and plot their curves."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -42,12 +42,12 @@ from learning import T_975, Z_975
 DEFAULT_RECORD = Path(__file__).with_suffix(".json")
 RUNS = Path("runs/learning_gate")
 STOP_S = 60.0
-"""A run that is told to end ends within these seconds."""
+"""Seconds within which a run ends after it was asked to."""
 FIRST_STEP = re.compile(r"^\s*([\d.]+) s\s+step 1/", re.MULTILINE)
 HELD_OUT = re.compile(r"^\s*([\d.]+) s\s+held-out, .*?sampled overall ([\d.]+)%", re.MULTILINE)
 RISE = 10.0
-"""Points of held-out success above the first evaluation that a curve shows to whoever looks at
-it."""
+"""Rise of held-out success above the first evaluation, in percentage points, that a reader of the
+curve would notice."""
 FIGURES = {
     "sampled": ("held-out success after training, sampled", "%"),
     "greedy": ("held-out success after training, greedy", "%"),
@@ -55,17 +55,17 @@ FIGURES = {
     "risen_s": (f"seconds until an evaluation was {RISE:g} points above the first, sampled", "s"),
     "end_s": ("seconds until the end", "s"),
 }
-"""What is compared: percentages must not fall, seconds must not grow."""
+"""What is compared, with its label and unit. Percentages must not fall, seconds must not grow."""
 Found = dict[str, Any]
-"""Of one run: its seed and each of ``FIGURES``, None where it has none."""
+"""Results of one run: its seed and each of ``FIGURES``, None for those it does not have."""
 
 
 class Failed(RuntimeError):
-    """A run did not come to its end, or there is nothing to compare it with."""
+    """A run failed or did not finish, or there is nothing to compare it with."""
 
 
 def play(seed: int, runs: Path, options: Sequence[str], minutes: float) -> Found:
-    """Train with a seed, or go on with what is there of it. Raises Failed."""
+    """Train with a seed, resuming an unfinished run, and return its results. Raises Failed."""
     folder = runs / "grpo_aws" / f"seed{seed}"
     log = runs / f"seed{seed}.log"
     own = [
@@ -82,8 +82,8 @@ def play(seed: int, runs: Path, options: Sequence[str], minutes: float) -> Found
 
 
 def code_state() -> str:
-    """Name the state of the checkout: its commit, and a digest of what was changed since. Raises
-    Failed elsewhere."""
+    """Return a name for the state of the checkout: its commit, and a digest of uncommitted changes.
+    Raises Failed outside a git checkout."""
     here = Path(__file__).parent
     said = [
         subprocess.run(["git", *words], cwd=here, capture_output=True, check=False)
@@ -99,8 +99,8 @@ def code_state() -> str:
 
 
 def run(command: Sequence[str], log: Path, minutes: float) -> None:
-    """Wait for the end of a program; what it prints is put behind what is in ``log``. Raises
-    Failed."""
+    """Run a program to its end and append its output to ``log``. Raises Failed if it fails or takes
+    longer than ``minutes``."""
     with log.open("ab") as output:
         child = subprocess.Popen(command, stdout=output, stderr=output)
         try:
@@ -127,8 +127,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def figures(folder: Path, log: Path, asked: Sequence[str], seed: int) -> Found:
-    """Read what a finished run reached. Raises Failed for one that has no summary or held-out
-    episodes, or that was asked for otherwise."""
+    """Return the results of a finished run. Raises Failed if it has no summary or no held-out
+    episodes, or was started with other arguments."""
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -162,8 +162,8 @@ def figures(folder: Path, log: Path, asked: Sequence[str], seed: int) -> Found:
 
 
 def machine() -> dict[str, Any]:
-    """Say what decides how long a run takes: the processor and the cores that this program may
-    use."""
+    """Return what the duration of a run depends on: the processor and the number of cores that this
+    program may use."""
     try:
         names = re.findall(
             r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
@@ -177,7 +177,7 @@ def machine() -> dict[str, Any]:
 
 
 def prediction_interval(values: Sequence[float], new: int) -> tuple[float, float]:
-    """Return the interval in which the mean of ``new`` further values lies with a probability of 95
+    """Return the interval that contains the mean of ``new`` further values with a probability of 95
     %: mean +- t(n - 1) s sqrt(1/n + 1/new), for n >= 2 independent values of one normal
     distribution."""
     n = len(values)
@@ -189,8 +189,7 @@ def prediction_interval(values: Sequence[float], new: int) -> tuple[float, float
 def compare(
     record: Mapping[str, Any], found: Sequence[Found], here: Mapping[str, Any]
 ) -> tuple[list[str], bool]:
-    """Return the lines of the table (Markdown), and whether any figure is worse than the record
-    allows."""
+    """Return (lines of a Markdown table, whether any result is worse than the record allows)."""
     rows = ["| figure | record | 95 % of new means | now | |", "|---|---|---|---|---|"]
     worse = False
     for name, (label, unit) in FIGURES.items():
@@ -226,8 +225,8 @@ def _each(values: Sequence[float]) -> str:
 
 
 def read_record(file: Path, options: Sequence[str]) -> dict[str, Any]:
-    """Read the record that runs with these options are compared with. Raises Failed when there is
-    none."""
+    """Return the record with which runs with these options are compared. Raises Failed if there is
+    none or it has other options."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         told = record["options"]
@@ -248,7 +247,7 @@ def read_record(file: Path, options: Sequence[str]) -> dict[str, Any]:
 
 
 def write_record(file: Path, options: Sequence[str], found: Sequence[Found], code: str) -> None:
-    """Keep runs of this state of the code as the record."""
+    """Write the results of runs with this state of the code as the new record."""
     record = {"options": list(options), "code": code, "machine": machine(), "runs": list(found)}
     temporary = file.with_name(f"{file.name}.part")
     temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -256,7 +255,7 @@ def write_record(file: Path, options: Sequence[str], found: Sequence[Found], cod
 
 
 def _numbers(text: str) -> list[int]:
-    """Parse different numbers with commas between them. Raises ValueError."""
+    """Parse a comma-separated list of distinct integers. Raises ValueError."""
     found = [int(word) for word in text.split(",")]
     if len({*found}) < len(found):
         raise ValueError("the same number twice")
@@ -269,8 +268,8 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program. Return the exit status: 1 when a figure is worse than recorded, 2 for
-    nothing to say."""
+    """Run the program. Return the exit status: 1 if a result is worse than the record, 2 if a run
+    failed or there is nothing to compare."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

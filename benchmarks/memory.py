@@ -33,7 +33,7 @@ DEADLINE_S = 3600.0
 
 
 def engine(width: int, tokens: int) -> TorchEngine:
-    """Make the model with random weights, and its optimizer."""
+    """Return an engine with randomly initialised weights and an optimizer."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -50,7 +50,8 @@ def engine(width: int, tokens: int) -> TorchEngine:
 
 
 def batch(sequences: int, tokens: int, scored: float) -> SequenceSample:
-    """Draw sequences with nothing in common, of whose tokens the share ``scored`` is trained."""
+    """Return random sequences without common prefixes. A fraction ``scored`` of their tokens is
+    trained."""
     g = torch.Generator().manual_seed(1)
     n = sequences * tokens
     data = {
@@ -62,15 +63,15 @@ def batch(sequences: int, tokens: int, scored: float) -> SequenceSample:
 
 
 def loss(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
-    """Train on the negative log-likelihood, with the entropy as the objectives with a bonus ask for
-    it."""
+    """Return the negative log-likelihood with an entropy bonus, so that the entropy is computed
+    too."""
     logprobs, entropy = outputs.logprobs(with_entropy=True)
     assert entropy is not None
     return -(logprobs + 0.01 * entropy).sum() / len(part), {}
 
 
 def peak_bytes() -> int:
-    """Return the largest resident size of this process so far."""
+    """Return the peak resident memory of this process so far, in bytes."""
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -78,7 +79,7 @@ def peak_bytes() -> int:
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
-    """Take the step of one number of sequences in this process."""
+    """Take a train step in this process and return its time and the peak memory."""
     torch.set_num_threads(args.threads)
     trained = engine(args.width, args.tokens)
     spec = MicroBatchSpec(1, args.budget)
@@ -91,8 +92,8 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure every number of sequences and print the table; 1 if a peak is not within the
-    target."""
+    """Measure every number of sequences and print the results. Return 1 if a peak differs from the
+    first by more than the target."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sequences", type=int, nargs="+", default=[8, 32, 128])
     parser.add_argument("--tokens", type=int, default=4096)

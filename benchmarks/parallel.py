@@ -34,11 +34,11 @@ from realhf.backends.training.torch_engine import TorchEngine
 JOIN_S = 120.0
 STEP_S = 600.0
 STEPS = 3
-"""Steps of a round; the median counts."""
+"""Number of steps in a round; the median is measured."""
 
 
 def load(folder: str) -> Any:
-    """The model to train."""
+    """Return the model to train."""
     torch.manual_seed(0)
     if folder:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -58,7 +58,7 @@ def load(folder: str) -> Any:
 
 
 def batch_of(sequences: int, tokens: int, vocabulary: int) -> SequenceSample:
-    """Sequences of ``tokens`` / 2 to ``tokens`` tokens, half of which train."""
+    """Return random sequences of ``tokens / 2`` to ``tokens`` tokens, of which half are trained."""
     g = torch.Generator().manual_seed(1)
     lengths = [[int(n)] for n in torch.randint(tokens // 2, tokens + 1, (sequences,), generator=g)]
     total = sum(n for (n,) in lengths)
@@ -79,7 +79,8 @@ def serve(
     address: str,
     options: argparse.Namespace,
 ) -> None:
-    """One worker: trains whenever it is told to, and answers with the seconds of a step."""
+    """Run one worker. It trains a round whenever it is told to, and answers with the median seconds
+    of a step."""
     torch.set_num_threads(n_threads)
     model = load(options.model)
     settings: dict[str, Any] = {"optimizer": OptimizerConfig(lr=1e-4), "total_train_steps": 1000}
@@ -110,7 +111,7 @@ def serve(
 
 
 class Crew:
-    """``size`` workers with ``n_threads`` each."""
+    """``size`` workers with ``n_threads`` threads each."""
 
     def __init__(self, size: int, n_threads: int, options: argparse.Namespace) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -127,19 +128,19 @@ class Crew:
             pipe.recv()
 
     def step(self) -> float:
-        """Seconds of a step of all."""
+        """Let all workers train a round; return the seconds of a step of the slowest worker."""
         for pipe in self._pipes:
             pipe.send(True)
         return max(pipe.recv() for pipe in self._pipes)
 
     def end(self) -> None:
-        """Let them go."""
+        """Stop the workers."""
         for pipe in self._pipes:
             pipe.send(False)
 
 
 def line(name: str, values: Sequence[float], unit: str) -> str:
-    """Median and range."""
+    """Return a line with the median and range of the values."""
     return (
         f"{name:<34} {statistics.median(values):8.3f} {unit}  [{min(values):.3f}, "
         f"{max(values):.3f}]"
@@ -147,7 +148,7 @@ def line(name: str, values: Sequence[float], unit: str) -> str:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -28,7 +28,7 @@ ENVIRONMENTS = {"verifier": VERIFIER, "aws": AWS}
 def play(
     folder: Path, policy: Path, mode: str, environment: str, options: argparse.Namespace
 ) -> list[str]:
-    """Let one run stand still at all moments; print a line about it and return what went wrong."""
+    """Pause one run at all moments, print a line about it and return its problems."""
     choice = random.Random(f"{options.seed}/{mode}/{environment}")
     run = KilledRun(
         folder,

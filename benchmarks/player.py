@@ -35,7 +35,7 @@ from realhf.rollout.episode import EpisodeRequest, Limits
 from realhf.rollout.player import PlayedEpisodes, Player, TurnAgent
 
 LEAST = 1500.0
-"""Episodes a second that pass."""
+"""Goal, in episodes per second."""
 LIMITS = Limits(max_turns=4, max_total_tokens=2048, turn_tokens=128)
 CALL = '<tool_call>{"name": "add", "arguments": {"number": 1}}</tool_call>'
 
@@ -63,8 +63,8 @@ class Count:
 
 
 class Immediate:
-    """Says the call in the first turn of an episode and "done" in the second, without computing
-    anything."""
+    """Engine that returns fixed turns without any computation: a tool call in the first turn of an
+    episode, and "done" in the second."""
 
     def __init__(self, chat: TemplateChat) -> None:
         self._turns = [[*chat.encode(text), chat.stop_ids[0]] for text in (CALL, "done")]
@@ -83,12 +83,12 @@ class Immediate:
         return [self.output(request) for request in requests]
 
     def free(self, slots: Sequence[int]) -> None:
-        """Do nothing: a slot begins anew by itself."""
+        """Do nothing: the turn counter of a slot restarts by itself."""
         del slots
 
 
 class ImmediateTokens(Immediate):
-    """The same as a ``TokenSource``."""
+    """The same engine as a ``TokenSource``."""
 
     async def generate(self, request: GenRequest) -> GenOutput:  # type: ignore[override]
         """See ``TokenSource``."""
@@ -106,7 +106,7 @@ def player(spec: EnvironmentSpec, chat: TemplateChat, slots: int) -> Player:
 
 
 def in_lockstep(spec: EnvironmentSpec, chat: TemplateChat, slots: int, count: int) -> float:
-    """Return episodes per second of a synchronous run."""
+    """Return the episodes per second when played as in a synchronous run."""
     blocking = BlockingPlayer(player(spec, chat, slots))
     blocking.play(episodes(slots), Immediate(chat))
     began = time.perf_counter()
@@ -117,7 +117,7 @@ def in_lockstep(spec: EnvironmentSpec, chat: TemplateChat, slots: int, count: in
 
 
 async def freely(spec: EnvironmentSpec, chat: TemplateChat, slots: int, count: int) -> float:
-    """Return episodes per second of an asynchronous run."""
+    """Return the episodes per second when played as in an asynchronous run."""
     own = player(spec, chat, slots)
     await own.play(episodes(slots), ImmediateTokens(chat))
     began = time.perf_counter()
@@ -128,7 +128,7 @@ async def freely(spec: EnvironmentSpec, chat: TemplateChat, slots: int, count: i
 
 
 def checked(played: PlayedEpisodes) -> None:
-    """Raise unless every episode was played and solved."""
+    """Raise AssertionError unless every episode was played and solved."""
     wrong = [
         outcome for outcome in played.outcomes if outcome.reward != 1.0 or len(outcome.turns) != 2
     ]
@@ -139,7 +139,7 @@ def checked(played: PlayedEpisodes) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

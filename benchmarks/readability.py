@@ -39,7 +39,7 @@ WORDS = (
     "owed",
     "witness",
 )
-"""Words that engineers of the field hardly use, and that this code once used hundreds of times."""
+"""Words that engineers of this field hardly use, but that this code once used hundreds of times."""
 IRREGULAR = frozenset(
     {
         "told",
@@ -81,24 +81,25 @@ NOT_PARTICIPLES = frozenset(
         "spread",
     }
 )
-"""Words that end like a participle and are nouns or verbs."""
+"""Words that end like a participle but are nouns or verbs."""
 LONG_LINE = 100
 DUPLICATE_STATEMENTS = 5
-"""Bodies of functions with fewer statements may be equal by chance."""
+"""Minimum number of statements for comparing function bodies; shorter ones may be equal by
+chance."""
 NO_CODE = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass
 class Figures:
-    """What one reading of the tree counts."""
+    """Counts for a source tree."""
 
     files: int = 0
     lines: int = 0
     code_lines: int = 0
-    """Lines that hold at least one token of code; docstrings are none."""
+    """Lines with at least one token of code. Docstrings are not code."""
     long_lines: int = 0
-    """Lines over ``LONG_LINE`` columns."""
+    """Lines longer than ``LONG_LINE`` columns."""
     tokens: int = 0
     comments: int = 0
     field_doc_lines: int = 0
@@ -106,20 +107,20 @@ class Figures:
     fields: int = 0
     documented_fields: int = 0
     tuple_assignments: int = 0
-    """Assignments such as ``a, b = x, y``, swaps included."""
+    """Assignments such as ``a, b = x, y``, including swaps."""
     functions: int = 0
     participles: list[str] = field(default_factory=list)
-    """Functions, without properties, whose name begins with a participle."""
+    """Functions, except properties, whose name begins with a participle."""
     longest_function: tuple[int, str] = (0, "")
     words: Counter[str] = field(default_factory=Counter)
     class_names: Counter[str] = field(default_factory=Counter)
     bodies: Counter[str] = field(default_factory=Counter)
-    """Bodies of at least ``DUPLICATE_STATEMENTS`` statements, with their names taken out."""
+    """Function bodies of at least ``DUPLICATE_STATEMENTS`` statements, with all names removed."""
 
 
 @dataclass(frozen=True)
 class Excerpt:
-    """A piece of code that somebody may be asked to judge."""
+    """A function or class that a reader may be asked to judge."""
 
     place: str
     """File and line."""
@@ -129,7 +130,7 @@ class Excerpt:
 
 
 def measure(root: Path, folders: Sequence[str]) -> Figures:
-    """Count everything in the Python files of ``folders`` below ``root``."""
+    """Return the counts for the Python files in ``folders`` below ``root``."""
     figures = Figures()
     for path, source in python_files(root, folders):
         figures.files += 1
@@ -139,14 +140,14 @@ def measure(root: Path, folders: Sequence[str]) -> Figures:
 
 
 def python_files(root: Path, folders: Sequence[str]) -> Iterator[tuple[Path, str]]:
-    """Yield path and text of each file, in a fixed order."""
+    """Yield (path, text) of each file, in a fixed order."""
     for folder in folders:
         for path in sorted((root / folder).rglob("*.py")):
             yield path, path.read_text(encoding="utf-8")
 
 
 def count_text(source: str, figures: Figures) -> None:
-    """Add what lines, tokens and words of a file show."""
+    """Add the counts of a file's lines, tokens and words."""
     lines = source.splitlines()
     figures.lines += len(lines)
     figures.long_lines += sum(len(line) > LONG_LINE for line in lines)
@@ -168,7 +169,7 @@ def count_text(source: str, figures: Figures) -> None:
 
 
 def count_tree(tree: ast.Module, place: str, figures: Figures) -> None:
-    """Add what the syntax of a file shows."""
+    """Add the counts of a file's syntax tree."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and _packs_tuples(node):
             figures.tuple_assignments += 1
@@ -185,7 +186,7 @@ def _packs_tuples(node: ast.Assign) -> bool:
 
 
 def count_function(node: Function, place: str, figures: Figures) -> None:
-    """Add name, length and body of a function; special methods are left out."""
+    """Add the name, length and body of a function. Special methods are left out."""
     if node.name.startswith("__"):
         return
     figures.functions += 1
@@ -202,7 +203,7 @@ def count_function(node: Function, place: str, figures: Figures) -> None:
 
 
 def _shape(node: Function) -> str:
-    """Return the body of a function without docstring and without the names that it uses."""
+    """Return the body of a function without its docstring and with all names removed."""
     body = node.body[1:] if ast.get_docstring(node) else node.body
     text = ast.dump(ast.Module(body, []))
     return re.sub(r"(id|arg|attr|name)='\w+'", r"\1", text)
@@ -218,7 +219,8 @@ def is_participle(name: str) -> bool:
 
 
 def count_fields(node: ast.ClassDef | ast.Module, figures: Figures) -> None:
-    """Add the fields of a class, or the variables of a module, and the strings below them."""
+    """Add the fields of a class or the variables of a module, and the strings that document
+    them."""
     for statement, following in (
         zip(node.body, [*node.body[1:], node], strict=True) if node.body else ()
     ):
@@ -236,7 +238,7 @@ def count_fields(node: ast.ClassDef | ast.Module, figures: Figures) -> None:
 
 
 def excerpts(root: Path, folders: Sequence[str]) -> list[Excerpt]:
-    """Return every function and class, in a fixed order."""
+    """Return all functions and classes, in a fixed order."""
     found = []
     for path, source in python_files(root, folders):
         for node in ast.walk(ast.parse(source)):
@@ -248,7 +250,7 @@ def excerpts(root: Path, folders: Sequence[str]) -> list[Excerpt]:
 
 
 def print_figures(figures: Figures) -> None:
-    """Print the figures, one subject a line."""
+    """Print the counts, one subject per line."""
     per_thousand = 1000 / max(figures.lines, 1)
     print(f"{figures.files} files, {figures.lines} lines, {figures.code_lines} of them with code")
     print(f"tokens a code line: {figures.tokens / max(figures.code_lines, 1):.1f}")
@@ -273,7 +275,7 @@ def print_figures(figures: Figures) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program. Returns the exit status."""
+    """Run the program. Return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -39,7 +39,7 @@ INSTALL_RAY = "Ray is not installed here: pip install -c constraints.txt -e '.[r
 
 
 def serve(endpoint: str, name: str) -> None:
-    """The worker process of our side."""
+    """Run a worker process of our side."""
     import torch
 
     from realhf.api.sample import SequenceSample
@@ -53,11 +53,11 @@ def serve(endpoint: str, name: str) -> None:
     source = torch.from_numpy(np.ones(ELEMENTS, dtype=np.float32))
 
     def offer(sample_id: str) -> None:
-        """Make the tensor available, and return what fetches it."""
+        """Make the tensor available under this id."""
         store.put(SequenceSample.from_tensors([sample_id], {"x": source}, {"x": [[ELEMENTS]]}))
 
     def obtain(wish: dict[str, Any]) -> float:
-        """Fetch the tensor and read one number of it, or all."""
+        """Fetch the tensor, and return its last number or, with ``read``, the sum of all."""
         sample = plane.fetch(wish["endpoint"], [wish["id"]], ["x"], FETCH_TIMEOUT_S)
         return float(sample["x"].numpy().sum()) if wish["read"] else float(sample["x"][-1])
 
@@ -77,7 +77,7 @@ def serve(endpoint: str, name: str) -> None:
 
 
 class Ours:
-    """Two worker processes under an RpcMaster."""
+    """Our side: an RpcMaster with two worker processes."""
 
     async def start(self) -> None:
         """Start a master and two workers."""
@@ -91,11 +91,11 @@ class Ours:
         self.endpoint = self.master.roster["a"].data_endpoint
 
     async def call(self, payload: bytes) -> None:
-        """Send bytes to a worker and back."""
+        """Send bytes to a worker, which returns them."""
         await self.master.call("a", "echo", payload, timeout_s=30)
 
     async def transfer(self, number: int, read: bool) -> float:
-        """Return the seconds that a tensor takes from one worker to the other."""
+        """Return the seconds that the transfer of a tensor from one worker to the other takes."""
         wish = {"endpoint": self.endpoint, "id": str(number), "read": read}
         started = time.perf_counter()
         await self.master.call("a", "offer", str(number), timeout_s=30)
@@ -106,14 +106,14 @@ class Ours:
         return elapsed
 
     async def close(self) -> None:
-        """End master and workers."""
+        """Stop the master and the workers."""
         await self.master.close()
         for process in self.processes:
             process.wait(timeout=20)
 
 
 class Rays:
-    """Two Ray actors."""
+    """Ray's side: two actors."""
 
     async def start(self) -> None:
         """Start Ray and two actors."""
@@ -129,15 +129,16 @@ class Rays:
                 self.source = np.ones(ELEMENTS, dtype=np.float32)
 
             def echo(self, payload: bytes) -> bytes:
-                """Return what came."""
+                """Return the payload."""
                 return payload
 
             def offer(self) -> list[Any]:
-                """Make the tensor available, and return what fetches it."""
+                """Make the tensor available, and return the reference for fetching it."""
                 return [ray.put(self.source)]
 
             def obtain(self, refs: list[Any], read: bool) -> float:
-                """Fetch the tensor and read one number of it, or all."""
+                """Fetch the tensor, and return its last number or, with ``read``, the sum of
+                all."""
                 array = ray.get(refs[0])
                 return float(array.sum()) if read else float(array[-1])
 
@@ -146,11 +147,11 @@ class Rays:
         ray.get([self.a.echo.remote(b""), self.b.echo.remote(b"")])
 
     async def call(self, payload: bytes) -> None:
-        """Send bytes to an actor and back."""
+        """Send bytes to an actor, which returns them."""
         self.ray.get(self.a.echo.remote(payload))
 
     async def transfer(self, number: int, read: bool) -> float:
-        """Return the seconds that a tensor takes from one actor to the other."""
+        """Return the seconds that the transfer of a tensor from one actor to the other takes."""
         started = time.perf_counter()
         refs = self.ray.get(self.a.offer.remote())
         value = self.ray.get(self.b.obtain.remote(refs, read))
@@ -159,7 +160,7 @@ class Rays:
         return elapsed
 
     async def close(self) -> None:
-        """End Ray."""
+        """Shut down Ray."""
         self.ray.shutdown()
 
 
@@ -169,7 +170,7 @@ def _expect(value: float, read: bool) -> None:
 
 
 async def measure_calls(side: Ours | Rays, payload: bytes, calls: int) -> dict[str, float]:
-    """Microseconds: median and 99th percentile of one round."""
+    """Return the median and 99th percentile of a call's duration in one round, in microseconds."""
     times = []
     for _ in range(calls):
         started = time.perf_counter()
@@ -181,7 +182,7 @@ async def measure_calls(side: Ours | Rays, payload: bytes, calls: int) -> dict[s
 async def measure_round(
     side: Ours | Rays, number: int, args: argparse.Namespace
 ) -> dict[str, float]:
-    """One figure per measurement: microseconds for calls, MB/s for transfers."""
+    """Return all measurements of one round: microseconds for calls, MB/s for transfers."""
     out: dict[str, float] = {}
     for label, size in (("64 B", 64), ("128 KiB", 128 << 10)):
         for name, value in (await measure_calls(side, bytes(size), args.calls)).items():
@@ -194,7 +195,7 @@ async def measure_round(
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the report: both sides in every round, in turn."""
+    """Measure both sides in turns in every round, and return the report."""
     sides: dict[str, Ours | Rays] = {"ours": Ours()}
     if importlib.util.find_spec("ray") is not None:
         sides["ray"] = Rays()
@@ -216,7 +217,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the figures depend on."""
+    """Return the properties of the machine and the software versions that the results depend on."""
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {}
@@ -235,10 +236,11 @@ def machine() -> dict[str, Any]:
 
 
 def summarise(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Per measurement: median and range of each side and of the per-round ratio ours / Ray."""
+    """Return for each measurement the median and range of each side, and of the per-round ratio
+    ours / Ray."""
 
     def spread(values: list[float]) -> dict[str, float]:
-        """Return what is reported of several measurements."""
+        """Return the median, minimum and maximum."""
         return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
     out: dict[str, Any] = {}

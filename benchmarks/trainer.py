@@ -70,8 +70,9 @@ ANSWER_S = 3600.0
 
 @dataclass(frozen=True)
 class Case:
-    """``prompts`` tasks with ``group`` rollouts of ``tokens`` tokens; ``budget`` and ``trl_batch``
-    bound micro-batches; ``step`` and ``memory``: the least ratios to TRL's that are asked for."""
+    """Workload: ``prompts`` tasks with ``group`` rollouts of ``tokens`` tokens. ``budget`` and
+    ``trl_batch`` limit the micro-batches of the two sides. ``step`` and ``memory``: goals, the
+    highest acceptable ratios to TRL's step time and peak memory."""
 
     prompts: int
     group: int
@@ -88,11 +89,11 @@ CASES = {
     "smollm2": Case(2, 8, 48, 2048, 16, step=0.5, memory=0.7, folder=Path("models/smollm2_135m")),
 }
 TRAIN = 2.2
-"""Train speed that is asked for, in that of TRL."""
+"""Goal for the train speed, as a multiple of TRL's."""
 
 
 class Side:
-    """Is one of the two programs, and the way to it."""
+    """One of the two programs as a child process."""
 
     def __init__(
         self, name: str, python: Path, setup: Path, threads: int, log: TextIO, stack: ExitStack
@@ -122,7 +123,7 @@ class Side:
             self._process.wait()
 
     def answer(self) -> dict[str, float]:
-        """Wait for the next answer. Raises RuntimeError that names the log when the program has
+        """Wait for the next answer. Raises RuntimeError with the end of the log if the program has
         ended."""
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], ANSWER_S)
@@ -137,7 +138,7 @@ class Side:
         return json.loads(line)
 
     def step(self, order: str) -> dict[str, float]:
-        """Take one step."""
+        """Take one step and return its measurements."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{order}\n")
         self._process.stdin.flush()
@@ -145,8 +146,8 @@ class Side:
 
 
 def builtin_folder(folder: Path) -> Path:
-    """Write the built-in policy with random weights, whose tokenizer knows the tasks and their
-    solutions."""
+    """Write the built-in policy with random weights to ``folder`` and return it. Its tokenizer is
+    trained on the tasks and their solutions."""
     from realhf.backends.builtin_policy import build_model, train_tokenizer
 
     config = BuiltinModelConfig()
@@ -164,8 +165,8 @@ def builtin_folder(folder: Path) -> Path:
 
 
 def setup_of(case: Case, folder: Path, threads: int) -> dict[str, Any]:
-    """Return what both sides read: model, prompts, lengths, the optimizer's options and completions
-    for the first step."""
+    """Return the settings that both sides read: model, prompts, lengths, optimizer options and
+    completions for the first step."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
@@ -202,7 +203,7 @@ def setup_of(case: Case, folder: Path, threads: int) -> dict[str, Any]:
 def measure(
     case: Case, setup: dict[str, Any], args: argparse.Namespace, stack: ExitStack
 ) -> dict[str, list[Any]]:
-    """Return the counted steps of both sides. Raises RuntimeError when they do not compute the
+    """Return the measured steps of both sides. Raises RuntimeError if the two do not compute the
     same."""
     work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     (work / "setup.json").write_text(json.dumps(setup), encoding="utf-8")
@@ -243,12 +244,12 @@ def _mib(size: float) -> str:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return median, least and greatest."""
+    """Return the median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def table(case: Case, found: dict[str, list[Any]]) -> dict[str, Any]:
-    """Print the rows of a case and return them."""
+    """Print the results of a case and return them."""
     rows: dict[str, Any] = {}
 
     def row(
@@ -292,7 +293,7 @@ def table(case: Case, found: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the benchmark; 2 if a side is missing or fails."""
+    """Run the benchmark. Return 2 if a side is missing or fails."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

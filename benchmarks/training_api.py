@@ -31,7 +31,8 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def sequences(shared: bool, seed: int, vocabulary: int = 40_000) -> list[list[int]]:
-    """Token ids: ragged, or two groups that share a prompt of 128 tokens."""
+    """Return random token ids: sequences of different lengths or, if ``shared``, two groups that
+    share a prompt of 128 tokens."""
     draw = random.Random(seed)
     tokens = lambda n: [draw.randrange(vocabulary) for _ in range(n)]
     if not shared:
@@ -41,7 +42,7 @@ def sequences(shared: bool, seed: int, vocabulary: int = 40_000) -> list[list[in
 
 
 class PlainLoop:
-    """PEFT and transformers: one padded batch, one step of AdamW."""
+    """Baseline with PEFT and transformers: one padded batch and one AdamW step."""
 
     def __init__(self, model: str, threads: int) -> None:
         import peft
@@ -56,7 +57,7 @@ class PlainLoop:
         self._adam = torch.optim.AdamW(own, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
 
     def step(self, data: list[list[int]]) -> float:
-        """Return the sum of losses before the step."""
+        """Take a step and return the sum of the losses before it."""
         width = max(map(len, data))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in data])
         mask = torch.arange(width)[None] < torch.tensor([len(row) for row in data])[:, None]
@@ -72,7 +73,7 @@ class PlainLoop:
 
 
 class Client:
-    """The package ``tinker``, with the server at ``url``."""
+    """Client of the server at ``url``, using the package ``tinker``."""
 
     def __init__(self, url: str, key: str) -> None:
         import tinker
@@ -92,7 +93,7 @@ class Client:
         ).result()  # as the plain loop has it
 
     def step(self, data: list[list[int]]) -> float:
-        """Return the sum of losses before the step."""
+        """Take a step and return the sum of the losses before it."""
         types = self._types
         batch = [
             types.Datum(
@@ -108,14 +109,15 @@ class Client:
 
 
 def timed(work: Callable[[], float]) -> tuple[float, float]:
-    """Return what it returned, and its seconds."""
+    """Return (result of ``work``, its wall seconds)."""
     began = time.perf_counter()
     value = work()
     return value, time.perf_counter() - began
 
 
 def beside_peft(url: str, model: str, steps: int, threads: int) -> None:
-    """Print seconds of a step, both ways, and how far the losses are apart."""
+    """Print the seconds of a step with PEFT and with the server, and the difference of their
+    losses."""
     for shared in (False, True):
         plain, served = PlainLoop(model, threads), Client(url, "tml-benchmark-of-steps")
         seconds: dict[str, list[float]] = {"plain": [], "served": []}
@@ -139,7 +141,8 @@ def beside_peft(url: str, model: str, steps: int, threads: int) -> None:
 
 
 def two_clients(url: str, steps: int, memory: Callable[[], float]) -> None:
-    """Print the speed of two clients at once beside one alone, and what the second one costs."""
+    """Print the speed of two concurrent clients relative to a single one, and the memory of the
+    second."""
     data = [sequences(False, number) for number in range(steps + 1)]
 
     def run(client: Client) -> float:
@@ -163,7 +166,7 @@ def two_clients(url: str, steps: int, memory: Callable[[], float]) -> None:
 
 
 def main() -> None:
-    """Start a server, and measure."""
+    """Start a server and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="folder of the model")
     parser.add_argument("--steps", type=int, default=6)

@@ -58,8 +58,8 @@ DEPTH = 50_000
 MANY_ENVS = 64
 PROBED = ("/status", "/status-env")
 PROBE_EVERY_S = 0.05
-"""While throughput is measured: probes come faster to a server that answers faster, and are work
-for it."""
+"""Interval of probes while throughput is measured. Without it, a server that answers faster would
+get more probes and so more work."""
 MSGPACK = {"Content_Type": "application/msgpack"}
 CASES = (
     ("plain", "/scored_data", 1, False),
@@ -73,8 +73,8 @@ NO_PEER = (
 
 
 async def throughput(server: Server, table: Table, groups: int) -> None:
-    """Four ways to push and both ways to pull groups of 8 x 1024 tokens, with a prober
-    meanwhile."""
+    """Measure four ways to push and two ways to pull groups of 8 x 1024 tokens, while a prober
+    measures latency."""
     rng = random.Random(0)
     prefixes = [group_prefix(rng, GROUP, TOKENS, env) for env in range(ENVS) for _ in range(2)]
     for number, (way, path, per, zipped) in enumerate(CASES):
@@ -137,8 +137,8 @@ async def _pull(server: Server, table: Table, coding: str, groups: int) -> None:
 async def long_queue(
     server: Server, table: Table, depth: int, minimum: float | None, pulls: int
 ) -> None:
-    """The first batch out of many small groups, and how long anybody waits while pushes and pulls
-    go on."""
+    """Measure the first batch from a queue of many small groups, and the longest wait of any
+    request while pushes and pulls continue."""
     rng = random.Random(1)
     name = f"{depth} queued" + ("" if minimum is None else ", minimums")
     kind = server.kind
@@ -172,7 +172,7 @@ async def long_queue(
 
 
 async def _batches(port: int, count: int) -> list[float]:
-    """Seconds for each of so many batches, and one more before them."""
+    """Pull ``count + 1`` batches and return the seconds that each took."""
     http = Http(port)
     found = []
     for _ in range(count + 1):
@@ -185,7 +185,7 @@ async def _batches(port: int, count: int) -> list[float]:
 
 
 def restart(server: Server, table: Table, depth: int) -> None:
-    """Kill the server and time its return with the queue it had."""
+    """Kill the server and measure how long a restart with its queue takes."""
     server.kill()
     began = time.perf_counter()
     server.start()
@@ -195,8 +195,8 @@ def restart(server: Server, table: Table, depth: int) -> None:
 
 
 async def binary(server: Server, table: Table, groups: int) -> None:
-    """MessagePack with tensors, 512 tokens: int32 tokens and masks, float32 log-probabilities;
-    lists of 32 groups."""
+    """Measure pushes and pulls in MessagePack, with lists of 32 groups of sequences of 512 tokens:
+    int32 tokens and masks, float32 log-probabilities."""
     rng = np.random.default_rng(0)
     await set_up(server.port, envs=1, batch_size=256, group_size=GROUP, tokens=512)
 
@@ -260,7 +260,7 @@ def say(text: str) -> None:
 
 
 def machine(cores: Sequence[int], load: float, repeats: int) -> str:
-    """What the numbers were measured on, in words."""
+    """Return text about the machine and the software versions."""
     ours = ", ".join(
         f"{name} {importlib.metadata.version(name)}" for name in ("fastapi", "msgspec", "uvicorn")
     )
@@ -273,8 +273,8 @@ def machine(cores: Sequence[int], load: float, repeats: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table and the goals. Returns the exit code: missed goals do not fail it, they
-    depend on the machine."""
+    """Run the benchmark and print the table and the goals. Return the exit code. Missed goals do
+    not affect it, because they depend on the machine."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -45,7 +45,7 @@ COMMAND = (
 
 
 def outcome(turns: int, tokens: int, member: int) -> RolloutOutcome:
-    """An episode of ``turns`` turns, a third of whose ``tokens`` were sampled."""
+    """Return an episode with this number of turns and tokens; a third of the tokens are sampled."""
     random = np.random.default_rng(member)
     mask = [place % 3 == 0 for place in range(tokens)]
     said = AssistantMessage(COMMAND, text=COMMAND)
@@ -68,7 +68,7 @@ def outcome(turns: int, tokens: int, member: int) -> RolloutOutcome:
 
 
 def made_up(given: argparse.Namespace) -> None:
-    """Print the cost of a step."""
+    """Record invented steps and print the cost per step."""
     names = {token: f"t{token}" for token in range(2000)}
     group = [outcome(given.turns, given.tokens, member) for member in range(given.group_size)]
     rows = given.groups * given.group_size
@@ -124,7 +124,7 @@ def made_up(given: argparse.Namespace) -> None:
 
 
 def pairs(given: argparse.Namespace) -> None:
-    """Train in turns and print the medians."""
+    """Train with and without recording in turns, and print the median step times."""
     ratios = []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(given.pairs):
@@ -142,7 +142,8 @@ def pairs(given: argparse.Namespace) -> None:
 
 
 def trained(folder: Path, name: str, kept: str, options: Sequence[str]) -> float:
-    """Run the job and return the median seconds of a step."""
+    """Run a training job and return its median step time in seconds. ``kept``: value of
+    ``monitor.rollouts``."""
     arguments = [
         *(options or ["experiment=grpo_aws", "total_train_steps=8"]),
         f"fileroot={folder}",

@@ -47,7 +47,7 @@ GOAL_RECOVERY_S = 30.0
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options. Ends the process with a message where they contradict each other."""
+    """Parse the command line. Exits with a message if options contradict each other."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -97,7 +97,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of one run. Raises what ended it; its logs are shown."""
+    """Run the simulation and return its measurements. If it fails, print the logs and raise its
+    error."""
     folder = Path(tempfile.mkdtemp(prefix="scale-", dir=args.folder))
     try:
         plan = make_plan(folder, args)
@@ -117,7 +118,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def verdicts(figures: dict[str, Any]) -> dict[str, bool]:
-    """Return for each bar whether it is met."""
+    """Return for each goal whether it is reached."""
     speed = statistics.median(row["per_master_second"] for row in figures["windows"])
     reached = {
         f"at least {GOAL_PER_S:g} episodes per CPU second of the master": speed >= GOAL_PER_S,
@@ -133,13 +134,13 @@ def verdicts(figures: dict[str, Any]) -> dict[str, bool]:
 
 
 def spread(rows: Sequence[dict[str, float]], name: str) -> str:
-    """Return median and range of a column as text."""
+    """Return the median and range of a column as text."""
     values = [row[name] for row in rows]
     return f"{statistics.median(values):,.4g} ({min(values):,.4g} to {max(values):,.4g})"
 
 
 def show(figures: dict[str, Any], args: argparse.Namespace) -> None:
-    """Print what was found."""
+    """Print the measurements."""
     lines = figures["connections"]
     rows = figures["windows"]
     print(
@@ -187,7 +188,7 @@ def show(figures: dict[str, Any], args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Return the exit status: 1 when a bar is missed."""
+    """Run the benchmark. Return the exit status: 1 if a goal is missed."""
     args = parse(argv)
     figures = measure(args)
     host = {

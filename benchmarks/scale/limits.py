@@ -23,7 +23,8 @@ MEASURED = ("master_us", "master_idle", "digest_bytes_s", "shared")
 
 @dataclass(frozen=True)
 class Model:
-    """``kv_bytes``: keys and values of a token, over all layers, in 16 bits."""
+    """Size of a model. ``kv_bytes``: size of one token's keys and values over all layers, in 16-bit
+    precision."""
 
     name: str
     parameters: float
@@ -36,52 +37,56 @@ GPUS = (8, 64, 1024)
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Bytes, seconds, operations; a GPU is an H100 of 80 GB."""
+    """Assumed properties of hardware and workload, in bytes, seconds and operations. A GPU is an
+    H100 with 80 GB."""
 
     per_host: int = 8
     memory: float = 80e9
     memory_used: float = 0.8
     train_bytes: float = 16.0
-    """Per parameter: weights and gradients in 16 bits, weights and two moments in 32."""
+    """Bytes per parameter for training: weights and gradients in 16 bits, weights and two moments
+    in 32 bits."""
     operations: float = 989e12
     operations_used: float = 0.4
     bandwidth: float = 3.35e12
     bandwidth_used: float = 0.5
     in_play: int = 64
-    """Episodes that a GPU generates at once."""
+    """Number of episodes that a GPU generates concurrently."""
     sampled: int = 2000
     tokens: int = 4000
-    """Of an episode: sampled, and with prompt and answers of the environment; half of them lie in
-    the cache on average."""
+    """Tokens per episode: ``sampled`` are generated, ``tokens`` include the prompt and the
+    environment's answers. On average half of them are in the cache."""
     token_bytes: int = 18
-    """Of a token in the stream: id, log-probability, version, two masks."""
+    """Bytes per token in the stream of samples: id, log-probability, version, two masks."""
     operations_per_token: float = 8.0
-    """Per parameter: a train step, and the forward pass of the reference."""
+    """Operations per parameter and token: a train step, and the reference's forward pass."""
     batch: int = 1024
     batch_per_gpu: int = 8
-    """Episodes of a train step: the larger of both."""
+    """Episodes per train step: ``batch``, or ``batch_per_gpu`` times the number of GPUs if that is
+    more."""
     link: float = 25e9
-    """Between two hosts, in each direction."""
+    """Bytes per second between two hosts, in each direction."""
     shared: float = 5e9
-    """Through memory that two processes of a host share."""
+    """Bytes per second through memory shared by two processes of a host."""
     weights: float = 2e9
     """Bytes per second of weights that one process sends to other hosts, encrypted. Measured with a
-    record layer above TLS that has been removed; ``benchmarks.network.data_plane`` measures TLS
-    alone. Each engine fetches them for itself."""
+    record layer above TLS that has since been removed; ``benchmarks.network.data_plane`` measures
+    TLS alone. Each engine fetches the weights by itself."""
     socket: float = 1e9
-    """What one process brings through encrypted sockets."""
+    """Bytes per second that one process receives through encrypted sockets."""
     digest_bytes_s: float = 1.6e9
-    """Digests of one thread; each engine makes two passes for an update."""
+    """Bytes per second of digests on one thread. Each engine makes two passes per update."""
     master_us: float = 230.0
     master_idle: float = 0.3
     trainer_us: float = 90.0
-    """The model worker's CPU for an episode of the stream."""
+    """CPU microseconds of the model worker per streamed episode."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Rates are episodes per second; shares are of what there is; times are seconds. ``why``: what
-    limits it."""
+    """Result for one number of GPUs and model. Rates are in episodes per second, times in seconds;
+    ``master``, ``stream`` and ``stream_cpu`` are fractions of the available capacity. ``why``: what
+    limits the rate."""
 
     gpus: int
     model: str
@@ -101,7 +106,7 @@ class Line:
 
 
 def line(gpus: int, model: Model, given: Assumptions) -> Line:
-    """Return the arithmetic of one case."""
+    """Return the result for one number of GPUs and model."""
     usable = given.memory * given.memory_used
     train_gpus = ceil(model.parameters * given.train_bytes / usable)
     engine_gpus = _power(ceil(2 * model.parameters / (usable / 2)))
@@ -149,17 +154,18 @@ def line(gpus: int, model: Model, given: Assumptions) -> Line:
 
 
 def _power(count: int) -> int:
-    """Return the power of two from ``count`` on: a cut model has as many parts."""
+    """Return the smallest power of two that is at least ``count``: a model is split into that many
+    parts."""
     return 1 << (count - 1).bit_length()
 
 
 def lines(given: Assumptions | None = None) -> list[Line]:
-    """Return every case."""
+    """Return the results for all numbers of GPUs and models."""
     return [line(gpus, model, given or Assumptions()) for gpus in GPUS for model in MODELS]
 
 
 def table(found: Sequence[Line]) -> str:
-    """Return the cases as a table in Markdown."""
+    """Return the results as a Markdown table."""
     rows = [
         "| GPUs | model | GPUs to hold trainer / engine | episodes/s: generation / training | step "
         "s | weights s: one "

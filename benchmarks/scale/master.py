@@ -1,5 +1,5 @@
-"""The master's side of ``python -m benchmarks.scale``: everything here is what a run has, but for
-the trained model."""
+"""The master's side of ``python -m benchmarks.scale``. Everything in this process is as in a real
+run, except that no model is trained."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ from realhf.transport.rpc_master import RpcMaster
 ENDLESS = 1_000_000
 RUN_ID = "scale"
 ENVIRONMENT = WorkerInfo("env/0", "env", 0, "localhost", 0, endpoints={"env": "http://127.0.0.1:1"})
-"""Rollouts wait until there is an environment; the simulated workers never call it."""
+"""Registered environment server. Rollouts wait until there is one; the simulated workers never call
+it."""
 SPARE_DESCRIPTORS = 500
 REPEATED_LOOK_S = 0.05
 
 
 def say(text: str) -> None:
-    """Show progress."""
+    """Print progress."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def make_plan(folder: Path, args: Namespace) -> RunPlan:
-    """Return the plan of a run with so many samples in flight."""
+    """Return the plan of a run with the configured number of samples in flight."""
     samples = -(-args.episodes // args.group)
     composed = compose_config(
         [
@@ -66,15 +67,15 @@ def make_plan(folder: Path, args: Namespace) -> RunPlan:
 
 @dataclass(frozen=True)
 class Connections:
-    """Connections to the master: of each kind, by all simulated workers together."""
+    """Number of connections to the master, by kind, from all simulated workers together."""
 
     admission: int
     rpc: int
 
     @staticmethod
     def that_fit(workers: int, parts: int) -> Connections:
-        """Return one of each kind for every worker, or as many as descriptors allow: those for
-        admission first."""
+        """Return one connection of each kind per worker or, if the descriptor limit does not allow
+        that, as many as possible, with priority for admission."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_DESCRIPTORS
         own = min(limit, parts * limit // 2)
         if 4 * workers <= limit and 8 * workers <= parts * limit:
@@ -82,12 +83,13 @@ class Connections:
         return Connections(min(workers, own - 4 * parts), parts)
 
     def words(self) -> str:
-        """Say it for a reader."""
+        """Return the numbers as text."""
         return f"{self.admission} for admission, {2 * self.rpc} for RPC, {self.rpc} for heartbeats"
 
 
 class NotedResults:
-    """Passes on what was trained, and keeps how many versions old it was."""
+    """Result sink that forwards the results of training and records the age of each trained sample,
+    in versions."""
 
     def __init__(self, results: ResultSink) -> None:
         self._results = results
@@ -95,18 +97,18 @@ class NotedResults:
         self.step = 0
 
     def record(self, results: Sequence[SampleResult]) -> None:
-        """A step has been trained."""
+        """Forward the results of a trained step and record the ages of its samples."""
         self.ages += [self.step - int(result.metadata["admitted"]) for result in results]
         self.step += 1
         self._results.record(results)
 
     def stats(self) -> dict[str, float]:
-        """The source's own figures."""
+        """Return the statistics of the wrapped sink."""
         return self._results.stats()
 
 
 class Simulation:
-    """One run. ``measure`` returns its figures."""
+    """One simulated run. ``measure`` returns its measurements."""
 
     def __init__(self, plan: RunPlan, args: Namespace) -> None:
         self._plan = plan
@@ -120,7 +122,7 @@ class Simulation:
         self._step = 0
 
     async def measure(self) -> dict[str, Any]:
-        """Run all of it. Raises what ended it early."""
+        """Run the simulation and return all measurements. Raises the error that ended it early."""
         async with AsyncExitStack() as stack:
             beat_s = self._args.heartbeat
             rpc = RpcMaster(
@@ -156,7 +158,8 @@ class Simulation:
     # ---- processes
 
     async def _register(self, rpc: RpcMaster) -> dict[str, float]:
-        """Start the simulated workers and wait until all are known."""
+        """Start the simulated workers and wait until all have registered. Return the wall time and
+        the master's CPU time for that."""
         say(f"... {self._args.workers} workers register over {self._connections.words()}")
         before = sum(thread_seconds().values())
         began = time.monotonic()
@@ -287,7 +290,7 @@ class Simulation:
                 await asyncio.sleep(REPEATED_LOOK_S)
 
     async def _fill(self) -> dict[str, float]:
-        """Have every sample in flight admitted. Returns what that costs."""
+        """Let every sample in flight be admitted. Return the cost in time and memory."""
         wanted = self._connections.admission + 3 * self._connections.rpc
         await self._until(lambda: descriptors() >= wanted, "workers connected")
         await asyncio.sleep(1.0)
@@ -311,7 +314,7 @@ class Simulation:
         }
 
     async def _rest(self) -> dict[str, float]:
-        """Return the CPU seconds per second while everything is in flight and nothing is
+        """Return the CPU seconds per second while everything is in flight and no sample is
         finished."""
         before = thread_seconds()
         began = time.monotonic()
@@ -327,7 +330,7 @@ class Simulation:
         return self._rollouts.control
 
     async def _steps(self, executor: FunctionExecutor, seconds: float) -> int:
-        """Train for so long; returns the steps."""
+        """Train for ``seconds`` and return the number of steps."""
         assert self._rollouts is not None
         until = time.monotonic() + seconds
         steps = 0
@@ -343,7 +346,7 @@ class Simulation:
         return steps
 
     async def _window(self, executor: FunctionExecutor, number: int) -> dict[str, float]:
-        """Return the figures of one window, for episodes."""
+        """Return the measurements of one time window, per episode."""
         staleness = self._control.staleness
         group = self._args.group
         self._results.ages.clear()
@@ -382,8 +385,9 @@ class Simulation:
         return row
 
     async def _recover(self, executor: FunctionExecutor) -> dict[str, float]:
-        """Let a share of the workers vanish. Returns the seconds until all deaths were noticed, and
-        until as many samples were in flight as before with none of theirs left unplayed."""
+        """Let a share of the workers vanish. Return the time until all deaths were noticed, and the
+        time until as many samples were in flight as before and none of the lost samples was still
+        waiting."""
         count = (
             round(self._args.workers * self._args.lose)
             // self._args.processes
@@ -398,7 +402,7 @@ class Simulation:
         self._tell(f"drop {count // self._args.processes}")
 
         def recovered() -> bool:
-            """Everything that was lost is in play again."""
+            """Return whether all lost samples are in flight again."""
             if training.done():
                 training.result()
             waiting = control.counters()["waiting"]

@@ -23,8 +23,8 @@ KEY = "packed_input_ids"
 def step(
     rng: random.Random, ranks: int, per_rank: int, receivers: int, *, near: bool
 ) -> tuple[int, int, int]:
-    """Return the bytes of a batch, those that an inference fetches, and the most that a rank sends
-    to the others for a group call."""
+    """Return the bytes of a random batch, the bytes that the ranks fetch for an inference, and the
+    largest number of bytes that one rank sends to others for a group call."""
     names = [f"model_worker/{rank}" for rank in range(ranks)]
     tokens = [int(rng.lognormvariate(9, 0.6)) for _ in range(ranks * per_rank)]
     storage = StorageMap()
@@ -54,7 +54,7 @@ def _moved(
     hosts: dict[str, str],
     tokens: Sequence[int],
 ) -> Counter[str]:
-    """Bytes by the rank that sends them."""
+    """Return the bytes that each rank sends for this placement of samples."""
     moved: Counter[str] = Counter()
     for fetch in storage.plan(placement, [KEY], hosts):
         moved[fetch.src] += TOKEN_BYTES * sum(tokens[int(i)] for i in fetch.ids)

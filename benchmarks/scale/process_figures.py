@@ -1,4 +1,4 @@
-"""What this process uses: CPU by thread, memory, descriptors (Linux)."""
+"""Resources that this process uses: CPU by thread, memory, descriptors (Linux)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _TASKS = Path("/proc/self/task")
 
 
 def thread_seconds() -> dict[str, float]:
-    """Return the CPU seconds of this process by kind of thread: ``loop`` is the calling one,
-    ``zmq`` those that move messages, the others have their names."""
+    """Return the CPU seconds of this process by thread: ``loop`` is the calling thread, ``zmq`` the
+    threads of ZeroMQ together; the others have their own names."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     found: dict[str, float] = {}
     for folder in _TASKS.iterdir():
@@ -28,10 +28,10 @@ def thread_seconds() -> dict[str, float]:
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process that is in use."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def descriptors() -> int:
-    """Return how many descriptors this process has open."""
+    """Return the number of open descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))

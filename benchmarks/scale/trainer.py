@@ -68,8 +68,8 @@ TOKENS = "packed_input_ids"
 
 
 class FakeImmediateTrainer:
-    """Knows the lengths of every sample that has arrived, and answers each call with metadata of
-    the right form."""
+    """Simulated model worker. It stores only the sequence lengths of the samples that have arrived,
+    and answers each call with metadata of the right format."""
 
     def __init__(self, plan: RunPlan, run_id: str) -> None:
         self._outputs = {mfc.name: mfc.output_keys for mfc in plan.spec.mfcs}
@@ -85,7 +85,7 @@ class FakeImmediateTrainer:
         self.endpoint = f"tcp://127.0.0.1:{port}"
 
     def handlers(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what is served in order, and what beside it."""
+        """Return (handlers of the ordered lane, handlers of the immediate lane)."""
         ordered = [CALL.served_by(self._call), PUBLISH_WEIGHTS.served_by(fake_publish)]
         immediate = [
             CLEAR.served_by(self._clear),
@@ -177,7 +177,7 @@ class FakeImmediateTrainer:
 
 
 def _templates(plan: RunPlan) -> list[tuple[SequenceSample, list[int]]]:
-    """Return the metadata of encoded samples, each with the lengths of its sequences."""
+    """Return (metadata, sequence lengths) of some encoded samples."""
     assert plan.spec.rollout is not None
     options = plan.spec.rollout.episodes
     spec = plan.spec
@@ -200,7 +200,7 @@ def _templates(plan: RunPlan) -> list[tuple[SequenceSample, list[int]]]:
 
 
 def generation(index: int, run_id: str, master: str, patience_s: float) -> None:
-    """Run a generation worker that only takes weights."""
+    """Run a generation worker that only accepts weights."""
     weights, rng = FakeImmediateWeights(), random.Random(index)
 
     def status(request: Nothing) -> StatusAnswer:
@@ -224,7 +224,7 @@ def generation(index: int, run_id: str, master: str, patience_s: float) -> None:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Run all of them, each on a thread of its own, until the master says bye."""
+    """Run all simulated workers, each on its own thread, until the master ends the run."""
     trainer = FakeImmediateTrainer(RunPlan.read(args.run_dir), args.run_id)
     for index in range(args.generation):
         threading.Thread(
@@ -247,7 +247,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Return the exit status."""
+    """Run the program. Return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,5 +1,5 @@
-"""Many connections of one process that stand for many workers, without a thread or an event loop
-for each."""
+"""Many connections in one process that stand for many workers, without a thread or an event loop
+per connection."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any
 import zmq
 
 Receive = Callable[[int, list[bytes]], None]
-"""Gets the number of the line and the frames that came over it."""
+"""Function that receives the number of a line and the frames of a message from it."""
 
 
 class Wires:
-    """Waits for all connections of the process at once. ``timeout_s`` bounds how long ``turn``
-    waits."""
+    """Event loop for all connections of the process, based on epoll."""
 
     def __init__(self, most_sockets: int) -> None:
         self.context = zmq.Context(io_threads=1)
@@ -23,20 +22,21 @@ class Wires:
         self._epoll = select.epoll()
         self._drains: dict[int, Callable[[], None]] = {}
         self.due: set[int] = set()
-        """Descriptors that may have announced a message already."""
+        """Descriptors for which a message may already have been announced."""
 
     def watch(self, descriptor: int, drain: Callable[[], None]) -> None:
-        """Call ``drain`` when the descriptor is readable."""
+        """Call ``drain`` whenever the descriptor becomes readable."""
         self._drains[descriptor] = drain
         self._epoll.register(descriptor, select.EPOLLIN)
 
     def forget(self, descriptor: int) -> None:
-        """Watch it no longer."""
+        """Stop watching a descriptor."""
         if self._drains.pop(descriptor, None) is not None:
             self._epoll.unregister(descriptor)
 
     def turn(self, timeout_s: float) -> None:
-        """Handle what has come, or wait for it."""
+        """Handle the messages that have arrived; if there are none, wait up to ``timeout_s``
+        seconds for some."""
         due = self.due
         self.due = set()
         ready = [descriptor for descriptor, _ in self._epoll.poll(0 if due else timeout_s, 512)]
@@ -52,7 +52,7 @@ class Wires:
 
 
 class Lines:
-    """``count`` DEALER connections to one endpoint; whoever has number n uses line n modulo
+    """``count`` DEALER connections to one endpoint. User number n sends over line n modulo
     ``count``."""
 
     def __init__(self, wires: Wires, endpoint: str, count: int, receive: Receive) -> None:
@@ -72,7 +72,7 @@ class Lines:
         return len(self._sockets)
 
     def send(self, user: int, frames: Sequence[Any]) -> None:
-        """Send over the line of a user. Does nothing once it is cut."""
+        """Send a message over a user's line. Does nothing if the line was cut."""
         number = user % len(self._sockets)
         socket = self._sockets[number]
         if socket is not None:
@@ -82,7 +82,7 @@ class Lines:
                 self._wires.due.add(socket.FD)
 
     def cut(self, user: int) -> None:
-        """Close the line of a user, if no other shares it."""
+        """Close a user's line, unless other users share it."""
         if user < len(self._sockets) and (socket := self._sockets[user]) is not None:
             self._sockets[user] = None
             self._wires.forget(socket.FD)

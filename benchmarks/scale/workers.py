@@ -32,18 +32,18 @@ from realhf.transport.roster import WorkerInfo
 from realhf.transport.sockets import own_versions
 
 BURST = 256
-"""Samples that are finished at once."""
+"""Number of samples that are finished at once."""
 UNACKED = 2048
-"""Samples of one process that are on their way to the trainer, at most."""
+"""Maximum number of samples of one process that the trainer has not acknowledged yet."""
 ENOUGH = 0.97
-"""Share of the samples in flight from which on some are finished."""
+"""Fraction of the intended samples in flight above which samples are finished."""
 STALL_S = 0.25
-"""After so long without any, samples are finished however few there are: the trainer may wait for
-them."""
+"""Seconds without a finished sample after which samples are finished even if too few are in flight,
+because the trainer may be waiting for them."""
 
 
 class Held(NamedTuple):
-    """A sample that is in play."""
+    """A sample in flight."""
 
     worker: int
     id: str
@@ -54,7 +54,7 @@ class Held(NamedTuple):
 
 @dataclass(slots=True)
 class Simulated:
-    """One rollout worker."""
+    """State of one simulated rollout worker."""
 
     name: str
     session: bytes = field(default_factory=lambda: os.urandom(16))
@@ -65,8 +65,8 @@ class Simulated:
 
 
 class Part:
-    """The workers of this process, which are numbered from 0 here and from ``first`` on in the
-    run."""
+    """The simulated workers of this process. They are numbered from 0 here, and from ``first`` on
+    in the run."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -94,7 +94,7 @@ class Part:
         self._wires.watch(0, self._command)
 
     def run(self) -> None:
-        """Until standard input ends."""
+        """Simulate the workers until standard input ends."""
         node = os.uname().nodename
         versions = own_versions()
         for n, worker in enumerate(self._workers):
@@ -168,7 +168,7 @@ class Part:
         self._control.send(n, [hello])
 
     def _beat(self) -> None:
-        """Send the pings that are due."""
+        """Send the heartbeats that are due."""
         if self._beats is None:
             return
         now = time.monotonic()
@@ -231,7 +231,8 @@ class Part:
             self._ask(n)
 
     def _finish(self) -> None:
-        """Finish a burst, chosen at random from the older half, while enough are in flight."""
+        """Finish some samples, chosen at random from the older half, if enough samples are in
+        flight."""
         now = time.monotonic()
         enough = len(self._held) + self._unacked >= ENOUGH * self._args.in_flight
         stalled = now - self._finished_at > STALL_S
@@ -259,7 +260,7 @@ class Part:
         self._unacked -= msgpack.unpackb(frames[0])
 
     def _drop(self, count: int) -> None:
-        """Let the last ``count`` workers vanish, as when their hosts lose power."""
+        """Let the last ``count`` workers vanish, as if their hosts lost power."""
         gone = range(len(self._workers) - count, len(self._workers))
         for n in gone:
             self._workers[n].alive = False
@@ -270,7 +271,7 @@ class Part:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status."""
+    """Run the program. Return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -42,7 +42,7 @@ SHOWN = (
 
 
 class Server:
-    """The page's server as a process of its own; ``close`` it."""
+    """The page's server as a child process. Call ``close`` at the end."""
 
     def __init__(self, folder: Path) -> None:
         command = [sys.executable, "-m", "realhf.view", str(folder), "--port", "0"]
@@ -57,18 +57,19 @@ class Server:
             answer.read()
 
     def cpu_s(self) -> float:
-        """Seconds of CPU that it has used."""
+        """Return the CPU seconds that it has used."""
         spent = psutil.Process(self._process.pid).cpu_times()
         return spent.user + spent.system
 
     def close(self) -> None:
-        """End it."""
+        """Kill the server."""
         self._process.kill()
         self._process.wait()
 
 
 def measure(folder: Path) -> dict[str, float]:
-    """Open, filter, sort and search once, with a server and a browser that know nothing."""
+    """Open, filter, sort and search once with a new server and browser, and return the
+    measurements."""
     with closing(Server(folder)) as server, closing(Chromium()) as page:
         page.look(1280, 800)
         before = server.cpu_s()
@@ -112,7 +113,7 @@ def _searched(page: Chromium) -> float:
 
 
 def main() -> int:
-    """Measure and print. Returns the exit code."""
+    """Run the benchmark and print the results. Return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -43,9 +43,13 @@ _KINDS = ("beginner", "intermediate", "advanced", "expert", "warmup")
 
 
 class MadeUpRun:
-    """Writes into ``folder`` step by step. The same ``seed`` writes the same rollouts. ``longest``:
-    the first rollout of each step has so many tokens, all of them kept. ``info``: what its
-    environment says for people, of the episode and of its last turn."""
+    """Run folder with invented data, written step by step to ``folder``. The same ``seed`` gives
+    the same rollouts.
+
+    ``longest``: number of tokens of the first rollout of each step, which is recorded with its
+    tokens. ``info``: the environment's information for people about the episode, and about its last
+    turn.
+    """
 
     def __init__(
         self,
@@ -81,8 +85,9 @@ class MadeUpRun:
     def add_step(
         self, n_groups: int = GROUPS_OF_A_STEP, of: int = 100, *, train: bool = True
     ) -> None:
-        """Write a step of so many groups; ``of`` steps take a task from its beginning to its end.
-        Without ``train`` they are only played, until ``train`` is called."""
+        """Write a step with ``n_groups`` groups. ``of``: number of steps over which the success
+        rates of the tasks change from their initial to their final values. Without ``train``, the
+        rollouts are only played until ``train`` is called."""
         self._step += 1
         lines: list[tuple[PlayLine, TrainLine | None]] = []
         for number in range(n_groups):
@@ -114,7 +119,7 @@ class MadeUpRun:
             file.write(json.dumps({"step": self._step, **metrics}) + "\n")
 
     def train(self) -> None:
-        """Write what the trainer saw of the rollouts that were only played."""
+        """Write the trainer's records of the rollouts that were only played so far."""
         trained = self._untrained
         self._untrained = []
         for line in trained:
@@ -210,7 +215,7 @@ class MadeUpRun:
 
 
 def write_run(folder: Path, rollouts: int) -> None:
-    """Write a run of about so many rollouts into ``folder``."""
+    """Write a run with about ``rollouts`` rollouts to ``folder``."""
     run = MadeUpRun(folder)
     steps = max(1, rollouts // (GROUP * GROUPS_OF_A_STEP))
     left = max(1, rollouts // GROUP)
@@ -221,7 +226,7 @@ def write_run(folder: Path, rollouts: int) -> None:
 
 
 def main() -> None:
-    """Write a run of the size that the command line says."""
+    """Write a run of the size given on the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
