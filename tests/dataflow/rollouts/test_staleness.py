@@ -1,5 +1,5 @@
-"""Admission: the formula, and what keeps it true (docs/reference/dataflow.md 9, 14). The gate: no
-sample is overtaken until it is too old (docs/reference/dataflow.md 9, 14). Requests for samples get
+"""Admission: the formula, and what keeps it true (docs/reference/dataflow.md 9, 13). The gate: no
+sample is overtaken until it is too old (docs/reference/dataflow.md 9, 13). Requests for samples get
 their turn in the order in which they came, and no turn is lost."""
 
 from __future__ import annotations
