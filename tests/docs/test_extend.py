@@ -1,5 +1,5 @@
-"""The pages of ``docs/extend/`` show the files beside them word for word, and every example does
-what its page says."""
+"""The pages of ``docs/extend/`` link the files of ``examples/`` and show some of them word for word,
+and every example does what its page says."""
 
 from __future__ import annotations
 
@@ -75,6 +75,8 @@ SHOWN = re.compile(
     re.M | re.S,
 )
 """A link to a file with a colon, followed by the file itself."""
+LINKED = re.compile(r"\]\(examples/([\w.]+)\)")
+"""A link to an example."""
 DEADLINE_S = 120.0
 
 
@@ -92,14 +94,14 @@ def example(name: str) -> ModuleType:
 
 
 def test_a_page_shows_its_files_word_for_word() -> None:
-    """Every file of the examples stands on exactly one page, and is what the page says it is."""
-    shown = [found for name in PAGES for found in SHOWN.finditer(page(name))]
-    for found in shown:
-        assert found["code"] == (EXAMPLES / found["name"]).read_text(encoding="utf-8"), found[
-            "name"
-        ]
+    """Every file of the examples is linked from exactly one page; code under a link is that file."""
+    for name in PAGES:
+        for found in SHOWN.finditer(page(name)):
+            text = (EXAMPLES / found["name"]).read_text(encoding="utf-8")
+            assert found["code"] == text, found["name"]
+    linked = [name for each in PAGES for name in {*LINKED.findall(page(each))}]
     files = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".yaml")]
-    assert sorted(found["name"] for found in shown) == sorted(files)
+    assert sorted(linked) == sorted(files)
 
 
 @pytest.mark.parametrize("name", PAGES[1:])
