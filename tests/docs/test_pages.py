@@ -374,12 +374,6 @@ QUOTED = (
         "whole default run",
     ),
     (
-        "docs/environment.md",
-        r"\| environment time of 8 sessions.*",
-        MEASURED,
-        "environment time of 8 sessions",
-    ),
-    (
         "docs/environments/sql.md",
         r"The runs took (.*?) on two quiet",
         MEASURED,
