@@ -6,7 +6,7 @@ Options that contradict each other or have no effect are errors. This module imp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any
@@ -22,17 +22,31 @@ from realhf.algorithms.options import (
     policy_gradient_options,
 )
 from realhf.algorithms.presets import COMMON, CORRECTIONS, PRESETS
-from realhf.api.algorithm import ADVANTAGES, CLIP_OPTIONS, LOSS, Algorithm, algorithm_of, is_own
+from realhf.api.algorithm import (
+    ADVANTAGES,
+    CLIP_OPTIONS,
+    DECLARED_CLIP_OPTIONS,
+    LOSS,
+    Algorithm,
+    algorithm_of,
+    is_own,
+)
 from realhf.api.keys import NONE, SOLVED
 from realhf.api.option import problems
-from realhf.registry import registered_names
+from realhf.registry import policy_losses, registered_names
 
 DEFAULT_CAP: float = CORRECTIONS["decoupled"].options["behav_imp_weight_cap"]
 """Upper bound of a behaviour weight if the options set none."""
 _NEEDS_GROUPS = ("grpo", "grpo_nostd", "rloo", "reinforce_pp_baseline", *OF_SUCCESS)
 """Estimators that compare the rollouts of a group."""
-_HAS_NO_EFFECT = MappingProxyType({"reinforce": CLIP_OPTIONS, "cispo": ("c_clip",)})
-"""For each loss, the options that it does not read."""
+BUILTIN_CLIP_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "ppo": CLIP_OPTIONS,
+        "cispo": ("eps_clip", "eps_clip_higher", "ratio"),
+        "reinforce": (),
+    }
+)
+"""For each built-in loss, those of ``CLIP_OPTIONS`` that it reads: known without importing torch."""
 _OF_REWARDS = (
     *(
         "adv_estimator",
@@ -355,6 +369,21 @@ def check_effects(config: PolicyGradientOptions, value: Mapping[str, Any]) -> No
         raise ValueError(f"ppo.{problem}")
 
 
+def _unread_clip_options(loss: str) -> Sequence[str]:
+    """Return those of ``CLIP_OPTIONS`` that a loss does not read.
+
+    A registered loss that declares none reads none; a custom algorithm, whose loss is named by the
+    reference of its file, is checked by its own ``clip_options``.
+    """
+    if loss in BUILTIN_CLIP_OPTIONS:
+        read = BUILTIN_CLIP_OPTIONS[loss]
+    elif loss in policy_losses:
+        read = getattr(policy_losses.get(loss), DECLARED_CLIP_OPTIONS, ())
+    else:
+        read = CLIP_OPTIONS
+    return [name for name in CLIP_OPTIONS if name not in read]
+
+
 def _without_effect(config: PolicyGradientOptions, value: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for every option that is set but has no effect."""
     loss = value["loss"]
@@ -364,8 +393,13 @@ def _without_effect(config: PolicyGradientOptions, value: Mapping[str, Any]) -> 
     no_kl = value["kl_ctl"] == 0
     credit = value["credit"]
     has_returns = estimator in (*RETURN_TO_GO, GAE) or credit != "episode"
+    undeclared = (
+        ""
+        if loss in BUILTIN_CLIP_OPTIONS
+        else ": remove it, or let the loss declare it with realhf.api.algorithm.reads_clip_options"
+    )
     rules = [
-        *((name, True, f"with loss {loss!r}") for name in _HAS_NO_EFFECT.get(loss, ())),
+        *((name, True, f"with loss {loss!r}{undeclared}") for name in _unread_clip_options(loss)),
         (
             "kl_estimator",
             no_kl and value["kl_loss_coef"] == 0,

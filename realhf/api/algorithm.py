@@ -11,18 +11,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from realhf.api.option import problems
 from realhf.base.plugin import load_reference, split_reference
 from realhf.base.text import close_to
 
+T = TypeVar("T")
 CLIP_OPTIONS = ("eps_clip", "eps_clip_higher", "c_clip", "ratio")
 """Options of the section ppo that only some losses read."""
 LOSS = "loss"
 """Option of the section ppo that names the loss."""
 ADVANTAGES = "adv_estimator"
 """Option of the section ppo that names the advantage estimator."""
+DECLARED_CLIP_OPTIONS = "clip_options"
+"""Attribute of a registered loss function: those of ``CLIP_OPTIONS`` that it reads."""
 _ARGUMENTS = {"loss": ("terms", "ppo", "own"), "advantages": ("scores", "valid", "group", "own")}
 """Arguments of the functions of an algorithm."""
 
@@ -117,6 +120,25 @@ class Algorithm:
         if wrong := [*problems(own, "algorithm")]:
             raise ValueError("\n".join(wrong))
         return own
+
+
+def reads_clip_options(*names: str) -> Callable[[T], T]:
+    """Return a decorator declaring which of ``CLIP_OPTIONS`` a registered loss function reads.
+
+    Setting one that the loss does not declare is an error, because it would do nothing. The
+    decorator goes below ``policy_losses.register``. Raises ValueError for another name.
+    """
+    if unknown := [name for name in names if name not in CLIP_OPTIONS]:
+        raise ValueError(
+            f"reads_clip_options: {unknown[0]!r} is not one of {', '.join(CLIP_OPTIONS)}"
+        )
+
+    def declare(loss: T) -> T:
+        """Note the names on ``loss`` and return it."""
+        setattr(loss, DECLARED_CLIP_OPTIONS, names)
+        return loss
+
+    return declare
 
 
 def _takes(function: Any, arguments: int) -> bool:

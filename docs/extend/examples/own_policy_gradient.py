@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.policy_gradient import Config, build, config_class
+from realhf.api.algorithm import reads_clip_options
 from realhf.registry import advantage_estimators, policy_losses
 
 __all__ = ["Config", "build", "config_class"]
 
 
 @policy_losses.register("soft_clip")
+@reads_clip_options("ratio")
 def soft_clip_loss(terms: Any, options: Any) -> Any:
     """Return -A tanh(ratio - 1): the further a token's ratio is from 1, the less it is moved; no hard clip."""
     import torch

@@ -8,9 +8,11 @@ import torch
 from realhf.algorithms.options import PolicyGradientOptions
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.presets import PRESETS
-from realhf.algorithms.resolution import resolve
+from realhf.algorithms.resolution import BUILTIN_CLIP_OPTIONS, resolve
 from realhf.algorithms.token_advantages import KLController
 from realhf.algorithms.train_step import PredictedTokens
+from realhf.api.algorithm import reads_clip_options
+from realhf.registry import policy_losses
 from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor
 
 TABLE = {
@@ -295,3 +297,36 @@ def test_a_train_step_steers_the_next_one_and_a_resumed_run_goes_on(rollout_batc
     older = PolicyGradientInterface(options)
     older.load_state_dict({"nonfinite_in_a_row": 0})
     assert older.state_dict()["kl_ctl"] == 0.1
+
+
+def test_a_registered_loss_declares_the_clip_options_that_it_reads(monkeypatch):
+    """An option that a loss does not read would do nothing, and is refused; also with a loss of
+    one's own, which declares what it reads."""
+    monkeypatch.setattr(policy_losses, "_entries", {**policy_losses._entries})
+
+    @policy_losses.register("silent")
+    def silent(terms, options):
+        return None
+
+    @policy_losses.register("declared")
+    @reads_clip_options("eps_clip")
+    def declared(terms, options):
+        return None
+
+    with pytest.raises(ValueError, match="eps_clip has no effect.*'silent'.*reads_clip_options"):
+        resolve({"loss": "silent", "eps_clip": 0.3})
+    assert resolve({"loss": "silent"}).loss == "silent"
+    assert resolve({"loss": "declared", "eps_clip": 0.3}).eps_clip == 0.3
+    with pytest.raises(ValueError, match="ratio has no effect"):
+        resolve({"loss": "declared", "ratio": "sequence"})
+    with pytest.raises(ValueError, match="'eps' is not one of eps_clip"):
+        reads_clip_options("eps")
+
+
+def test_every_built_in_loss_has_a_row_of_the_clip_options_that_it_reads():
+    builtin = {name for name, entry in policy_losses._entries.items() if _is_builtin(entry)}
+    assert builtin == {*BUILTIN_CLIP_OPTIONS}
+
+
+def _is_builtin(entry):
+    return isinstance(entry, str) or entry.__module__ == "realhf.algorithms.policy_loss"
