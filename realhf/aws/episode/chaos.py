@@ -133,25 +133,26 @@ class Chaos:
     occurred: bool = False
     """Whether a resource was disturbed."""
     broken: frozenset[str] = frozenset()
-    """Criteria that held before the disturbance and not after it."""
+    """Criteria that were satisfied before the disturbance and not after it, as ``find_satisfied``
+    names them."""
 
     def after_progress(self, tracker: Tracker) -> str:
         """Roll; on a hit, disturb one resource and return its service, otherwise "". Raises
         ConnectionError when the simulator does not answer."""
         if self.occurred or self.rng.random() >= self.probability:
             return ""
-        held = self.grader.holding()
+        satisfied_before = self.grader.find_satisfied()
         for deed, perturbation in self._candidates(tracker.evidence):
             if self._disturb(deed, perturbation):
                 self.occurred = True
                 tracker.record_disturbance(deed.service, deed.resource)
-                self.broken = held - self.grader.holding()
+                self.broken = satisfied_before - self.grader.find_satisfied()
                 return deed.service
         return ""
 
     def survived(self) -> bool:
         """Return whether everything that the disturbance broke has been repaired."""
-        return bool(self.broken) and self.broken <= self.grader.holding()
+        return bool(self.broken) and self.broken <= self.grader.find_satisfied()
 
     def _candidates(self, evidence: Sequence[Evidence]) -> list[tuple[Evidence, Perturbation]]:
         services = self.grader.criteria.named_services

@@ -320,7 +320,7 @@ class Episode:
             grade = self._grader.evaluate(evidence, lost=result.lost or self._unread)
             self._unread = False
             self._achieved = grade.achieved
-            if not self._grader.lost_ground:
+            if not self._grader.charges_rollback:
                 self._tracker.rollbacks = rollbacks  # to undo what was never credited costs nothing
             if grade.progress > before:
                 self._tracker.record_progress()
@@ -333,7 +333,7 @@ class Episode:
                 and may_disturb
                 and (disturbed := self._chaos.after_progress(self._tracker))
             ):
-                self._grader.excuse()
+                self._grader.ignore_new_harms()
                 self._inventory.touch(disturbed, changed=True)
         except (TargetError, TaskError) as error:
             raise EpisodeError(str(error)) from error

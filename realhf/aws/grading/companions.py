@@ -1,9 +1,10 @@
-"""Companion grants: permissions that AWS requires for what a solution connects, and that no task
-names.
+"""Companion grants: permissions that AWS requires for the connections in a solution, although the
+task does not mention them.
 
-The table of connections ("wirings") is ``companions.yaml``. A grant is judged by what it allows,
-wherever it is written: no more than the least permission, given to the service for the source alone
-or for sources of the account alone, or to the role that the connection names. Source:
+The connections that need a grant ("wirings") are listed in ``companions.yaml``. A grant is judged
+by what it allows, not by the policy that contains it. It may allow no more than the least
+permission. A grant to a service must be limited to the connection's source, or to sources in the
+account; a grant to a role must be to the role that the connection names. Source:
 docs/reference/environment.md 7.
 """
 
@@ -30,63 +31,67 @@ _PLACES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "sns": ("topics", ("attributes", "Policy")),
     "sqs": ("queues", ("attributes", "Policy")),
 }
-"""Kind of the record that contains the policy of a resource, and the path within it, by service."""
+"""Kind of the record that contains a resource's policy, and the path to the policy within the
+record, by service."""
 _GROUPS = ("logs", "log_groups")
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """One row of the table; its fields are named as in the file."""
+    """One row of ``companions.yaml``: a kind of connection and the grant that it needs. Fields are
+    named as in the file."""
 
     name: str
-    """Name of the connection."""
+    """Name of the kind of connection."""
     wires: str
-    """JMESPath of the connections in a record: mappings with ``target`` (a text that contains the
-    ARN) and further texts such as ``role`` or ``function``."""
+    """JMESPath that finds the connections in a record. Each is a mapping with ``target``, a string
+    that contains the target's ARN, and optionally other strings such as ``role`` or
+    ``function``."""
     to: str
-    """Regular expression of the target's ARN within that text."""
+    """Regular expression for the target's ARN within ``target``."""
     aws: str
-    """Link to the page of AWS."""
+    """Link to the AWS documentation page."""
     kind: tuple[str, str]
-    """``from`` of the file: service and kind of the record that defines the connection."""
+    """``from`` in the file: service and kind of the record that defines the connection."""
     source: str = ""
-    """Path of the source ARN, optionally preceded by the kind of another record of the same
-    name."""
+    """Path to the ARN of the connection's source. The optional prefix "service/kind:" makes it a
+    path in the record of that kind with the same name."""
     role: bool = False
-    """Whether the grant belongs to a role (that of the connection or of its function) instead of
-    the target's own policy."""
+    """Whether the grant goes into the policies of a role instead of the target's own policy. The
+    role is that of the connection or of its function."""
     trust: bool = False
-    """Whether the row is about the trust policy of the role instead of a grant."""
+    """Whether the row is about the role's trust policy instead of a grant."""
     principal: str = ""
-    """The service principal."""
+    """Service principal that receives the grant."""
     actions: tuple[str, ...] = ()
-    """The actions that must be allowed."""
+    """Actions that must be allowed."""
     resources: tuple[str, ...] = ()
-    """Templates of the resources that must be allowed: {target}, {name}, {account}, {group}, or a
-    text of the connection."""
+    """Templates of the resources on which the actions must be allowed. Placeholders: {target},
+    {name}, {account}, {group}, or the name of another string of the connection."""
     managed: tuple[str, ...] = ()
-    """Managed policies that contain the grant."""
+    """AWS managed policies that contain the grant."""
     condition: Mapping[str, Mapping[str, str]] | None = None
-    """Condition of the least grant."""
+    """Condition of the smallest sufficient grant."""
     source_arn: tuple[str, ...] = ()
-    """Templates of further ARNs that a grant may be limited to."""
+    """Templates of other ARNs that may stand for the source in a grant's condition."""
 
 
 @dataclass(frozen=True)
 class CompanionGrants:
-    """The grants that an account may have in addition to the target."""
+    """The companion grants that an account may have in addition to the target state."""
 
     rights: Rights
-    """All rights of the target including the companion grants."""
+    """All rights in the target state with the companion grants added."""
     roles: Mapping[Key, str]
-    """ARN of each role that may have a companion grant, by its key."""
+    """ARN of each role that may have a companion grant, by the key of the role's record."""
     policies: frozenset[str]
-    """Names of the resource policies that may have one, as in ``rights``."""
+    """Names of the resource policies that may contain a companion grant, in the notation of
+    ``Rights.resources``."""
 
 
 @cache
 def read_wirings() -> tuple[Wiring, ...]:
-    """Return the table. Raises TypeError for a malformed row."""
+    """Return the rows of ``companions.yaml``. Raises TypeError for a malformed row."""
     text = (
         resources.files("realhf.aws.grading")
         .joinpath("companions.yaml")
@@ -103,10 +108,9 @@ def read_wirings() -> tuple[Wiring, ...]:
 def find_companions(
     target: Resources, wanted: Rights, rename: Callable[[str], str]
 ) -> CompanionGrants:
-    """Return the grants that an account may have in addition to a target with the rights
-    ``wanted``.
+    """Return the companion grants that an account may have in addition to ``target``.
 
-    ``rename``: as in ``read_rights``.
+    ``wanted``: the rights that ``target`` grants. ``rename``: as in ``read_rights``.
     """
     extended = {key: attributes for key, attributes in target.items()}  # the target with all grants
     roles = dict[Key, str]()
@@ -148,10 +152,11 @@ def find_companions(
 
 
 def narrow_trust_policies(target: Resources) -> dict[Key, list[dict[str, Any]]]:
-    """Return the narrower trust policies that are as good as the target's, by role.
+    """Return trust policies that are narrower than the target's but equally acceptable, by role.
 
-    For each role that services assume on behalf of the target's connections, they limit the trust
-    to the sources and the account; one policy for each way to name the sources.
+    They exist for the roles that services assume for connections in the target. Each policy limits
+    the trust to the connection's sources and the account. There is one policy per way to name the
+    sources.
     """
     roles = {
         str(one.get("Arn", "")): key for key, one in target.items() if key[:2] == ("iam", "roles")
@@ -183,8 +188,11 @@ def narrow_trust_policies(target: Resources) -> dict[Key, list[dict[str, Any]]]:
 
 
 def _narrow_policy(policy: Mapping[str, Any], sources: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return a trust policy that admits each service for its sources only; a service without
-    sources keeps its statement."""
+    """Return a trust policy that admits each service only for its sources. The statement of a
+    service without sources is unchanged.
+
+    ``sources``: (service principal, source ARN) pairs.
+    """
     statements = []
     for one in policy["Statement"]:
         named = one.get("Principal")
@@ -215,8 +223,8 @@ def _narrow_policy(policy: Mapping[str, Any], sources: Sequence[tuple[str, str]]
 def _connections(
     row: Wiring, key: Key, attributes: Mapping[str, Any], target: Resources
 ) -> Iterator[dict[str, str]]:
-    """Yield the words of each connection in a record: source, identity, account, target, name and
-    the values of ``wires``."""
+    """Yield, for each connection in a record, the strings that fill the templates of ``Wiring``:
+    ``source``, ``identity``, ``account``, ``target``, ``name`` and those that ``wires`` finds."""
     kind, _, path = row.source.rpartition(":")
     namesake = (*kind.split("/"), key[2]) if kind else key
     source = jmespath.search(path.strip(), target.get(namesake, {})) if path else ""  # type: ignore[arg-type]
@@ -255,7 +263,7 @@ def _least_grant(row: Wiring, words: Mapping[str, str], target: Resources) -> di
 
 
 def _source_arns(row: Wiring, words: Mapping[str, str]) -> list[str]:
-    """Return the ARNs by which a policy may name the source of a connection."""
+    """Return the ARNs by which a policy may name a connection's source."""
     return [
         one for one in (words["source"], *(text.format(**words) for text in row.source_arn)) if one
     ]
@@ -264,16 +272,16 @@ def _source_arns(row: Wiring, words: Mapping[str, str]) -> list[str]:
 def _merge_conditions(
     one: Mapping[str, Mapping[str, Any]], other: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Return two conditions as one that demands both."""
+    """Return one condition that requires both of two conditions."""
     return {name: {**one.get(name, {}), **other.get(name, {})} for name in (*one, *other)}
 
 
 def _add_grant(
     resources_by_key: dict[Key, Mapping[str, Any]], arn: str, document: Mapping[str, Any]
 ) -> str:
-    """Append statements to the policy of a resource of the target.
+    """Append the statements of ``document`` to the policy of the resource with this ARN, in place.
 
-    Returns the name of the policy, "" if the target has no such resource.
+    Returns the name of the policy, or "" if the target has no such resource.
     """
     service = arn.split(":")[2]
     kind, path = _PLACES[service]
@@ -298,10 +306,10 @@ def _add_role_grant(
     words: Mapping[str, str],
     document: Mapping[str, Any],
 ) -> str:
-    """Append to the policy of a resource what a role's policy would allow; within one account
-    either suffices.
+    """Append the grant that a role needs to the resource's own policy, in place. Within one
+    account, either the role's policy or the resource's policy suffices.
 
-    Returns the name of the policy, "" if the resource has none.
+    Returns the name of the policy, or "" if the resource cannot have one.
 
     https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_policies_evaluation-logic.html
     """
@@ -316,7 +324,8 @@ def _add_role_grant(
 def _append_statements(
     value: Any, path: tuple[str, ...], document: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return ``value`` with the statements of a document appended to the policy at a path."""
+    """Return ``value`` with the statements of ``document`` appended to the policy at ``path`` in
+    it."""
     if path:
         known = value if isinstance(value, Mapping) else {}
         return {**known, path[0]: _append_statements(known.get(path[0]), path[1:], document)}

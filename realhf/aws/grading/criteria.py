@@ -2,15 +2,15 @@
 environment.
 
     operation, params             a request that an agent has to send; in a warm-up task "s3:ListObjectsV2"
-    operation, command_contains   the same in the words of the CLI ("create-table"), with a service or text
+    operation, command_contains   the same as a CLI word ("create-table"), with a service or another text
     resource_exists               {service, name}: a resource with exactly this name
     steps                         [{operation, resource?}], in their order
     services                      services that must receive an accepted request
     state_checks                  [{command, json_path, expected, output_contains}]: a command that only reads
 
-Tasks that ask for more have no criteria here: they are graded by their end state. Criteria without
-an equivalent here are refused with a reason, because an unsolvable task looks like a policy that
-cannot learn. Source: docs/reference/environment.md 6.
+Tasks that ask for more are graded by their end state instead and have no criteria. Criteria of the
+public environment that have no equivalent here are refused with a reason, because an unsolvable
+task looks like a policy that cannot learn. Source: docs/reference/environment.md 6.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from realhf.aws.grading.tracker import (
 from realhf.aws.tasks.task import TaskError
 
 MAX_CHECKS = 40
-"""Largest number of steps, and of state checks, of a task."""
+"""Maximum number of a task's steps, and of its state checks."""
 _TYPES: Mapping[str, type] = {
     **{"operation": str, "command_contains": str, "params": dict, "resource_exists": dict},
     **dict.fromkeys(("steps", "services", "state_checks"), list),
 }
-"""Types of the known keys of the criteria."""
+"""Types of the known keys in the criteria."""
 _CHECK_TYPES: Mapping[str, type] = {"command": str, "json_path": str, "output_contains": str}
-"""Types of the known keys of a state check."""
+"""Types of the known keys in a state check."""
 _SERVICES: Mapping[str, str] = {"s3api": "s3", "ebs": "ec2"}
-"""Names of services in criteria that differ from those in evidence."""
+"""Services whose names in criteria differ from botocore's."""
 _S3_WORDS: Mapping[str, str] = {
     **{"ls": "ListBuckets", "mb": "CreateBucket", "rb": "DeleteBucket", "rm": "DeleteObject"},
     **dict.fromkeys(("cp", "mv", "sync"), "PutObject"),
 }
 """API operations of the high-level ``aws s3`` commands."""
 _KINDS: Mapping[str, str] = {"elasticache:create-cache-cluster": "cluster"}
-"""The kind of resource that an operation makes, where it is not the rest of the operation's
-name."""
+"""The kind of resource that an operation creates, where it is not simply the rest of the
+operation's name."""
 _USUAL_KINDS: Mapping[str, str] = {
     **{
         "s3": "bucket",
@@ -84,7 +84,8 @@ _USUAL_KINDS: Mapping[str, str] = {
     **{"ssm": "parameter", "events": "rule", "cloudformation": "stack", "apigateway": "rest-api"},
     **{"apigatewayv2": "api", "glue": "database", "firehose": "delivery-stream"},
 }
-"""The kind of resource that a service has by default, where no operation names one."""
+"""The default kind of resource of each service, used if the operation does not determine the
+kind."""
 _UNNAMED = frozenset(
     {
         ("ec2", "instance"),
@@ -95,11 +96,11 @@ _UNNAMED = frozenset(
         ("sns", "subscription"),
     }
 )
-"""Kinds that are listed by a generated id or by an endpoint instead of a name."""
+"""Kinds of resources that are listed by a generated id or an endpoint instead of a name."""
 _DRAWN_IDS = re.compile(
     r"--(user-pool|hosted-zone|rest-api|api|file-system|group|vpc|subnet|instance|volume|key|security-group)-ids?[ =]"
 )
-"""Options whose values AWS generates: no agent can make a resource with an id that a task's author
+"""Options whose values AWS generates. No agent can create a resource whose id a task's author
 chose."""
 _READ_PREFIXES = (
     "get-",
@@ -121,7 +122,8 @@ class StateReader(ListingClient, Protocol):
     """The part of a slot that a check needs; see ``world.SlotState``."""
 
     def run(self, command: str) -> CommandResult:
-        """Run a command that only reads. Raises ConnectionError if the answer is unknown."""
+        """Run a command that only reads. Raises ConnectionError if the simulator gives no
+        answer."""
         ...
 
 
@@ -130,11 +132,11 @@ class ListedResource:
     """Check that the account lists a resource with exactly this name."""
 
     service: str
-    """Service, by botocore's name."""
+    """The service's botocore name."""
     kind: str
-    """Type of ``inventory.LISTINGS``."""
+    """Kind of resource, as in ``inventory.LISTINGS``."""
     name: str
-    """Canonical name, see ``tracker.identity``."""
+    """Canonical name of the resource, see ``tracker.identity``."""
 
     def holds(self, state: StateReader) -> bool:
         """Return whether the check passes now.
@@ -148,32 +150,32 @@ class ListedResource:
 
 @dataclass(frozen=True)
 class CommandCheck:
-    """Check that a command that only reads prints a text, or JSON with the expected value at a
-    path.
+    """Check on the output of a command that only reads: it must contain a text, or be JSON with the
+    expected value at a path.
 
-    Values are compared by their text, as in the public environment.
+    Values are compared as strings, ignoring case, as in the public environment.
     """
 
     command: str
     """The command line."""
     json_path: str = ""
-    """JMESPath into the output, "" for all of it."""
+    """JMESPath into the output, or "" for the whole output."""
     expected: Any = None
-    """Expected value at the path, None for no comparison."""
+    """Expected value at the path, or None to compare nothing."""
     output_contains: str = ""
-    """Text that the output has to contain."""
+    """Text that the output must contain."""
 
     @property
     def service(self) -> str:
-        """Name of the service that the check reads, by botocore's name."""
+        """The botocore name of the service that the check reads."""
         service = check_command(self.command).service
         return "s3" if service == "s3api" else service
 
     def holds(self, state: StateReader) -> bool:
-        """Return whether the check passes now. Truncated output fails, because an agent can flood
-        it.
+        """Return whether the check passes now. Truncated output fails, because an agent can cause
+        it by creating many resources.
 
-        Raises ConnectionError if the answer is unknown.
+        Raises ConnectionError if the simulator gives no answer.
         """
         result = state.run(self.command)
         if not result.success or result.truncated or self.output_contains not in result.stdout:
@@ -199,15 +201,15 @@ class CriteriaStep:
     """One step of a multi_step task."""
 
     operation: str
-    """The operation that the step asks for, e.g. "s3:CreateBucket"."""
+    """The required operation, e.g. "s3:CreateBucket"."""
     resource: str | None = None
-    """Name of the resource, None for any."""
+    """Name of the resource, or None for any."""
     also: frozenset[str] = frozenset()
-    """Operations that are accepted as well."""
+    """Operations that are accepted in place of ``operation``."""
 
     def is_met_by(self, request: Evidence) -> bool:
-        """Return whether a request has an operation of this step and names its resource in some
-        parameter."""
+        """Return whether a request has an operation that this step accepts, and names the step's
+        resource in some parameter."""
         if not has_effect(request.operation, self.operation) and request.operation not in self.also:
             return False
         if self.resource is None or same_resource(
@@ -219,18 +221,18 @@ class CriteriaStep:
 
 @dataclass(frozen=True)
 class Criteria:
-    """Parsed success criteria; see ``parse_criteria``."""
+    """A task's parsed success criteria; see ``parse_criteria``."""
 
     operation: str = ""
-    """Operation of the request to send, "" if none is demanded."""
+    """Operation of the required request, or "" if none is required."""
     params: Mapping[str, Any] = field(default_factory=dict)
     """Parameters that the request must have."""
     command_contains: str = ""
-    """Text that the command line must contain."""
+    """Text that the request's command line must contain."""
     resource: ListedResource | None = None
     """Resource that must exist."""
     steps: tuple[CriteriaStep, ...] = ()
-    """Steps in their order."""
+    """The steps, in order."""
     services: frozenset[str] = frozenset()
     """Services that must receive an accepted request."""
     state_checks: tuple[CommandCheck, ...] = ()
@@ -254,11 +256,12 @@ class Criteria:
         return self.services | operations | {check.service for check in self.checks}
 
     def matches(self, request: Evidence) -> bool:
-        """Return whether one request fulfils the criteria, by exact names (layer 7).
+        """Return whether one request meets the criteria, with exact names (layer 7 of the
+        ``grader`` module docstring).
 
-        It must ask the demanded question about the demanded resource, by its name, ARN or URL, and
-        show the answer, which a waiter does not. The command line that sent it must contain
-        ``command_contains``.
+        The request must ask the required question about the required resource, by its name, ARN or
+        URL. Its command line must contain ``command_contains`` and must show the answer, so a
+        ``wait`` command does not count.
         """
         if not answers_question(request.operation, request.params, self.operation, self.params):
             return False
@@ -266,7 +269,7 @@ class Criteria:
 
 
 def parse_criteria(data: Mapping[str, Any]) -> Criteria:
-    """Parse the criteria of a task. Raises TaskError naming what cannot be graded."""
+    """Parse a task's criteria. Raises TaskError, naming the part that cannot be graded."""
     data = {key: value for key, value in data.items() if value not in (None, [], {}, "")}
     _refuse_unknown(data, _TYPES.keys(), "")
     _check_types(data, _TYPES, "")
@@ -315,13 +318,13 @@ def _check_types(data: Mapping[str, Any], types: Mapping[str, type], where: str)
 
 
 def _is_cli_word(operation: str) -> bool:
-    """Return whether an operation is written as in the CLI (``create-table``), not as
+    """Return whether an operation is written as in the CLI (``create-table``) and not as
     ``service:Operation``."""
     return operation != "" and ":" not in operation
 
 
 def _parse_service(name: Any) -> str:
-    """Return botocore's name of a service. Raises TaskError for a service that is not available."""
+    """Return a service's botocore name. Raises TaskError for a service that is not available."""
     if not isinstance(name, str):
         raise TaskError("a service of task.success_criteria is not a text")
     service = _SERVICES.get(name, name)
@@ -331,7 +334,8 @@ def _parse_service(name: Any) -> str:
 
 
 def _named_service(text: str) -> frozenset[str]:
-    """Return the service that ``command_contains`` names; empty if it is another text."""
+    """Return the service that ``command_contains`` names, as a set; empty if ``command_contains``
+    is any other text."""
     if _table_name(_SERVICES.get(text, text)) in ALLOWED or (
         text.isidentifier() and text.islower()
     ):
@@ -340,13 +344,13 @@ def _named_service(text: str) -> frozenset[str]:
 
 
 def _table_name(service: str) -> str:
-    """Return the name of a service in the table of commands."""
+    """Return a service's name in the command table ``ALLOWED``."""
     return "s3api" if service == "s3" else service
 
 
 def _find_operations(word: str, services: frozenset[str]) -> list[str]:
-    """Return all operations that the CLI calls ``word`` within these services (none: in all
-    services).
+    """Return all operations that the CLI calls ``word`` within these services, or within all
+    services if ``services`` is empty.
 
     Raises TaskError if there is none that an agent may use.
     """
@@ -370,7 +374,7 @@ def _find_operations(word: str, services: frozenset[str]) -> list[str]:
 
 @cache
 def _api_names(service: str) -> Mapping[str, str]:
-    """Return the API names of a service's operations by their CLI words.
+    """Return a service's API operation names by their CLI words.
 
     Reading the model of a large service takes about 100 ms, once per process.
     """

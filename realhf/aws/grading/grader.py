@@ -1,14 +1,14 @@
-"""Grading of an episode: by requests and verified state, or by comparing the end state with the
-solution's.
+"""Graders of an episode: one by accepted requests and state checks, one by comparing the end state
+with the solution's.
 
-``Grader`` is for warm-up tasks and tasks of other makers, whose success criteria state the requests
-or the state that count; ``EndStateGrader`` is for all other tasks. The field that is set decides
-how ``Grader`` works: ``state_checks``, ``steps`` (multi_step), ``resource_exists``
-(resource_creation), else ``operation`` (command_match).
+``Grader`` is for warm-up tasks and third-party tasks, whose success criteria list the requests or
+the state that count. ``EndStateGrader`` is for all other tasks. ``Grader`` uses the criteria that
+are set: ``state_checks`` and ``steps`` (multi_step), otherwise ``resource_exists``
+(resource_creation), otherwise ``operation`` (command_match).
 
-The eight layers against reward hacking, each a function: 1 ground truth ``verified``, 2 dedup
-``unspent_request``, 3 grader invisibility ``episode.masked_task``, 4 allow-list
-``policy.check_command``, 5 no verification reward ``earns_credit``, 6 monotone progress
+Eight layers protect against reward hacking, each implemented by one function: 1 ground truth
+``check_passes``, 2 dedup ``find_unused_request``, 3 grader invisibility ``episode.masked_task``, 4
+allow-list ``policy.check_command``, 5 no verification reward ``earns_credit``, 6 monotone progress
 ``reward.monotone_progress``, 7 exact names ``tracker.same_resource``, 8 final state ``_judge``.
 
 End-state grading ignores which operations an agent used. Progress measures the present state: it
@@ -32,54 +32,54 @@ from realhf.aws.tasks.task import Task, TaskError
 from realhf.base import process_clock
 
 _UNDER_WAY_S = 0.5
-"""Seconds to wait for an execution that the agent has started to end by itself, before it counts as
+"""Seconds to wait for an execution that the agent started to end by itself, before it counts as
 left behind."""
 _POLL_S = 0.05
-"""Seconds between two looks at the account during that wait."""
+"""Seconds between two reads of the account during that wait."""
 
 INCOMPLETE_CREATION = 0.5
-"""Progress if the required create was accepted but the resource does not exist."""
+"""Progress if the required create request was accepted but the resource does not exist."""
 STEP_SHARE = 0.7
-"""Weight of the steps in a task with both steps and state checks."""
+"""Weight of the steps in the progress of a task with both steps and state checks."""
 
 
 @dataclass(frozen=True)
 class Grade:
-    """The result of grading, at the time of the last evaluation."""
+    """The result of the latest evaluation of an episode."""
 
     progress: float
     """Progress in [0, 1]."""
     achieved: bool
     """Whether the task is achieved."""
     harmed: bool = False
-    """Whether a protected resource of the set-up is harmed."""
+    """Whether the agent harmed a protected resource that the set-up made."""
 
 
 class Grader:
-    """Grades one episode by its success criteria.
+    """Grader of one episode by its success criteria.
 
     Call ``evaluate`` after every command. The state is read only if a request could have changed
     something; otherwise the last grade stays valid.
     """
 
     needless_writes = 0
-    """Not counted by this grader."""
-    lost_ground = True
-    """Whether a rollback is charged: always, because operations are credited."""
+    """Always 0: only ``EndStateGrader`` counts needless writes."""
+    charges_rollback = True
+    """Whether a rollback costs reward. Always true here, because this grader credits operations."""
 
     def __init__(self, criteria: Criteria, state: StateReader) -> None:
         self.criteria = criteria
         self._state = state
         self._evidence: list[Evidence] = []
         self._credited: list[int] = []
-        """Index of the request that was credited for each step, as far as the steps are done."""
+        """Index of the request that was credited for each step completed so far."""
         self._baseline = 0
         """Number of state checks that pass before the first command."""
         self.grade = Grade(0.0, False)
 
     def start(self) -> None:
-        """Read the state right after set-up. Raises TaskError for a task that is already solved or
-        unsolvable."""
+        """Read the state right after set-up. Raises TaskError if the task is already solved or
+        cannot be solved."""
         checks = self.criteria.state_checks
         for check in checks:
             if check.asks_for_drawn_id():
@@ -95,20 +95,20 @@ class Grader:
 
     @property
     def credited_operations(self) -> list[str]:
-        """The operations that have been credited, in the order of the criteria."""
+        """The operations credited so far, in the order of the criteria."""
         if self.criteria.steps:
             return [step.operation for step in self.criteria.steps[: len(self._credited)]]
         return [self.criteria.operation] if self.criteria.operation and self.grade.progress else []
 
     def missing(self) -> list[str]:
-        """Describe what keeps the task from being achieved: steps without credit, failing checks,
-        services."""
+        """Describe what still prevents success: uncredited steps, failing checks, and services
+        without an accepted request."""
         criteria = self.criteria
         gaps = [
             f"step {step.operation} {step.resource or ''}"
             for step in criteria.steps[len(self._credited) :]
         ]
-        gaps += [str(check) for check in criteria.checks if not verified(check, self._state)]
+        gaps += [str(check) for check in criteria.checks if not check_passes(check, self._state)]
         return gaps + [
             f"service {s}"
             for s in sorted(criteria.services)
@@ -118,36 +118,40 @@ class Grader:
     def evaluate(self, added: Sequence[Evidence], *, lost: bool = False) -> Grade:
         """Return the grade after a command that sent the requests ``added``.
 
-        ``lost``: the requests of the command are unknown, so the state is read in any case. Raises
-        StateCallError or ConnectionError if the simulator cannot be read.
+        ``lost``: it is unknown which requests the command sent, so the state is read in any case.
+        Raises StateCallError or ConnectionError if the simulator cannot be read.
         """
         self._evidence.extend(added)
-        worthy = [request for request in added if earns_credit(request, self.criteria)]
-        if (worthy or lost) and not self.grade.achieved:
-            self.grade = self._judge(worthy)
+        creditable = [request for request in added if earns_credit(request, self.criteria)]
+        if (creditable or lost) and not self.grade.achieved:
+            self.grade = self._judge(creditable)
         return self.grade
 
-    def holding(self) -> frozenset[str]:
-        """Return the positions of the checks that pass now, as text. Raises ConnectionError."""
+    def find_satisfied(self) -> frozenset[str]:
+        """Return the positions, as strings, of the checks that pass now. Raises ConnectionError."""
         return frozenset(
             str(place) for place, check in enumerate(self.criteria.checks) if self._holds(check)
         )
 
     def _holds(self, check: Check) -> bool:
-        """Return whether a check passes; a check that cannot be read fails."""
+        """Return whether a check passes. A check whose state cannot be read fails."""
         try:
-            return verified(check, self._state)
+            return check_passes(check, self._state)
         except StateCallError:
             return False
 
-    def excuse(self) -> None:
-        """Do nothing: tasks with criteria protect no resources."""
+    def ignore_new_harms(self) -> None:
+        """Do nothing: tasks with success criteria protect no resources."""
 
-    def _judge(self, worthy: Sequence[Evidence]) -> Grade:
-        """Return the grade of the present state, whatever was undone in between (layer 8)."""
+    def _judge(self, creditable: Sequence[Evidence]) -> Grade:
+        """Return the grade of the present state, whatever was done and undone before (layer 8 of
+        the module docstring).
+
+        ``creditable``: the requests of the last command that may earn credit.
+        """
         criteria = self.criteria
         if not criteria.state_checks and not criteria.steps:
-            return self._judge_creation() if criteria.resource else self._judge_request(worthy)
+            return self._judge_creation() if criteria.resource else self._judge_request(creditable)
         self._credit_steps()
         n_steps = len(criteria.steps)
         n_checks = len(criteria.state_checks)
@@ -163,23 +167,23 @@ class Grader:
         progress = STEP_SHARE * share + (1 - STEP_SHARE) * repaired if n_steps else repaired
         return Grade(progress, passing == n_checks and reached)
 
-    def _judge_request(self, worthy: Sequence[Evidence]) -> Grade:
-        """Return the grade of the requests of one command.
+    def _judge_request(self, creditable: Sequence[Evidence]) -> Grade:
+        """Return the grade of a task that asks for one request, after the requests of one command.
 
-        If the task asks for a read, a command that also writes does not count (``s3 rm
-        --recursive`` lists the objects that it deletes).
+        If the task asks for a read, a command that also writes does not count. For example, ``s3 rm
+        --recursive`` lists the objects that it deletes.
         """
-        writes = any(not request.reads for request in worthy)
-        achieved = any(map(self.criteria.matches, worthy)) and not (
+        writes = any(not request.reads for request in creditable)
+        achieved = any(map(self.criteria.matches, creditable)) and not (
             is_read(self.criteria.operation) and writes
         )
         return Grade(float(achieved), achieved)
 
     def _judge_creation(self) -> Grade:
-        """Return the grade of a task that asks for a resource."""
+        """Return the grade of a task that asks for a resource to be created."""
         resource = self.criteria.resource
         assert resource is not None
-        if verified(resource, self._state):
+        if check_passes(resource, self._state):
             return Grade(1.0, True)
         accepted = any(
             request.ok
@@ -191,23 +195,26 @@ class Grader:
 
     def _count_passing_checks(self) -> int:
         """Return the number of state checks that pass now."""
-        return sum(verified(check, self._state) for check in self.criteria.state_checks)
+        return sum(check_passes(check, self._state) for check in self.criteria.state_checks)
 
     def _credit_steps(self) -> None:
-        """Credit the steps in order, each to a different request, until one has no request."""
+        """Credit the steps in order, each to a different request. Stop at the first step that no
+        request meets."""
         steps = self.criteria.steps
         while len(self._credited) < len(steps):
-            request = unspent_request(steps[len(self._credited)], self._evidence, self._credited)
+            request = find_unused_request(
+                steps[len(self._credited)], self._evidence, self._credited
+            )
             if request is None:
                 return
             self._credited.append(request.index)
 
 
-def verified(check: Check, state: StateReader) -> bool:
-    """Return whether a check passes in the simulator's state as the grader itself reads it (layer
-    1, ground truth).
+def check_passes(check: Check, state: StateReader) -> bool:
+    """Return whether a check passes in the simulator's state, which the grader reads itself (layer
+    1 of the module docstring, ground truth).
 
-    The output of the agent's commands plays no role. A state that cannot be parsed fails the check.
+    The output of the agent's commands is not used. A state that cannot be parsed fails the check.
     """
     try:
         return check.holds(state)
@@ -215,11 +222,14 @@ def verified(check: Check, state: StateReader) -> bool:
         return False
 
 
-def unspent_request(
+def find_unused_request(
     step: CriteriaStep, evidence: Iterable[Evidence], spent: Sequence[int]
 ) -> Evidence | None:
-    """Return the first accepted request for a step that is not credited to another step (layer 2,
-    dedup)."""
+    """Return the first accepted request that meets a step and is not credited to another step yet;
+    None if there is none (layer 2 of the module docstring, dedup).
+
+    ``spent``: indices of the requests that are credited already.
+    """
     return next(
         (
             request
@@ -231,10 +241,12 @@ def unspent_request(
 
 
 def earns_credit(request: Evidence, criteria: Criteria) -> bool:
-    """Return whether a request counts (layer 5, no verification reward).
+    """Return whether a request may earn credit: it was accepted, and it can change state or is one
+    that the criteria ask for.
 
-    It must be accepted and able to change something, unless the task asks for a request instead of
-    a state.
+    Other reads earn nothing, so that an agent is not rewarded for running the checks itself (layer
+    5 of the module docstring). If the criteria have neither checks nor steps, any accepted request
+    may earn credit.
     """
     asks_only = not criteria.checks and not criteria.steps
     return request.ok and (
@@ -243,19 +255,20 @@ def earns_credit(request: Evidence, criteria: Criteria) -> bool:
 
 
 def services_reached(services: Iterable[str], evidence: Iterable[Evidence]) -> bool:
-    """Return whether each of the services received an accepted request."""
+    """Return whether each of the services has received an accepted request."""
     return set(services) <= {request.service for request in evidence if request.ok}
 
 
 def is_graded_by_end_state(task: Task) -> bool:
-    """Return whether a task is graded by its end state: it has no success criteria."""
+    """Return whether a task is graded by its end state, which it is if it has no success
+    criteria."""
     return not task.success
 
 
 def parse_free_field(line: str) -> tuple[str, str, str]:
-    """Parse "service/kind: path = values" into (service/kind, path, values).
+    """Parse "service/kind: path = values" and return (service/kind, path, values).
 
-    Raises TaskError for a free field without bounds.
+    Raises TaskError if one of the three parts is missing.
     """
     kind, _, field = line.partition(":")
     path, _, values = field.partition(" = ")
@@ -265,23 +278,23 @@ def parse_free_field(line: str) -> tuple[str, str, str]:
 
 
 def build_freedom(task: Task) -> Freedom:
-    """Return the choices that a task leaves to the agent. Raises TaskError for a free field without
-    bounds."""
+    """Return the choices that a task leaves to the agent. Raises TaskError for a free field in the
+    wrong format."""
     return Freedom(tuple(map(parse_free_field, task.free)), task.may_change, task.verbatim)
 
 
 class EndStateGrader:
-    """Grades one episode by comparing the account with the end states of the solutions.
+    """Grader of one episode that compares the account with the end states of the task's solutions.
 
-    ``goals`` waits for the goals of the solutions and returns them; ``read`` takes a snapshot. The
-    account is read only if a request could have changed something.
+    ``goals`` waits until the solutions have been played and returns their goals; ``read`` takes a
+    snapshot. The account is read only if a request could have changed something.
 
-    In drift tasks, ``needless_writes`` counts commands that write and repair nothing, or that set a
-    wrong value where a certain one is wanted.
+    In drift tasks, ``needless_writes`` counts the commands that write but repair nothing, or that
+    write a wrong value where the task requires a certain one.
     """
 
     may_drop_settings = True
-    """Whether the account may drop settings that were requested, as the simulator does."""
+    """Whether the account may drop settings that a request sent, as the simulator does."""
 
     def __init__(
         self, task: Task, goals: Callable[[], tuple[Goal, ...]], read: Callable[[], Snapshot]
@@ -289,25 +302,26 @@ class EndStateGrader:
         self.criteria = Criteria(services=services_of(task.solution))
         self.needless_writes = 0
         self.grade = Grade(0.0, False)
-        self.lost_ground = False
+        self.charges_rollback = False
         self._goals = goals
         self._read = read
         self._counts_needless_writes = bool(task.possible_drifts)
         self._start: Snapshot | None = None
         self._now: Snapshot | None = None
         self._unread: list[Evidence] = []
-        """Accepted writes since the account was read last."""
+        """Accepted writes since the last read of the account."""
         self._sent: list[SentWrite] = []
-        """All writes until the account was read last."""
+        """All accepted writes up to the last read of the account."""
         self._comparisons: list[EpisodeComparison] = []
         self._verdict: AccountVerdict | None = None
-        self._excused: frozenset[str] = frozenset()
-        """Harms that the agent does not answer for."""
+        self._ignored_harms: frozenset[str] = frozenset()
+        """Harms that the environment caused and that are not charged to the agent."""
         self._ever_satisfied: frozenset[str] = frozenset()
-        """Wanted leaves that the account has had at some time."""
+        """Wanted leaves (see ``differences``) that the account has satisfied at some time."""
         self._operations: list[str] = []
         self._digest: tuple[Snapshot | None, str] = (None, "")
-        """``state_key`` and the snapshot that it describes."""
+        """The last snapshot whose digest was computed, and that digest; a cache for
+        ``state_key``."""
 
     def start(self) -> None:
         """Read the account right after set-up. Raises SnapshotError."""
@@ -315,13 +329,13 @@ class EndStateGrader:
 
     @property
     def credited_operations(self) -> list[str]:
-        """The operations of the solution whose part of the target state is reached."""
+        """The operations of those parts of the solution that the account has reached."""
         return self._operations
 
     @property
     def state_key(self) -> str:
-        """A digest of the account as last read, equal for equal accounts in all episodes of the
-        task.
+        """A digest of the account as last read. Equal accounts have equal digests in all episodes
+        of a task.
 
         Raises RuntimeError before ``start``.
         """
@@ -334,26 +348,26 @@ class EndStateGrader:
         return digest
 
     def missing(self) -> list[str]:
-        """Describe what keeps the task from being achieved."""
+        """Describe what still prevents success."""
         return self._judge().describe()
 
     def evaluate(self, added: Sequence[Evidence], *, lost: bool = False) -> Grade:
         """Return the grade after a command that sent the requests ``added``.
 
-        ``lost``: the requests of the command are unknown, so the account is read in any case.
+        ``lost``: it is unknown which requests the command sent, so the account is read in any case.
         Raises SnapshotError if the account cannot be read.
         """
         self._unread += [request for request in added if request.ok and not request.reads]
         wrote = any(not request.reads for request in added)
         may_differ = wrote or lost or (self._now is not None and is_under_way(self._now))
         if self.grade.achieved or not may_differ:
-            self.lost_ground = False
+            self.charges_rollback = False
             return self.grade
         satisfied_before: frozenset[str] = self._verdict.satisfied if self._verdict else frozenset()
         wrong_before: frozenset[str] = self._verdict.wrong_values if self._verdict else frozenset()
         verdict = self._judge_settled()
         self._verdict = verdict
-        self.lost_ground = bool(satisfied_before - verdict.satisfied)
+        self.charges_rollback = bool(satisfied_before - verdict.satisfied)
         if (
             self._counts_needless_writes
             and wrote
@@ -363,23 +377,27 @@ class EndStateGrader:
         ):
             self.needless_writes += 1
         self._ever_satisfied |= verdict.satisfied
-        self.grade = Grade(verdict.progress, verdict.achieved, bool(verdict.harms - self._excused))
+        self.grade = Grade(
+            verdict.progress, verdict.achieved, bool(verdict.harms - self._ignored_harms)
+        )
         return self.grade
 
-    def holding(self) -> frozenset[str]:
-        """Return the wanted leaves that the account has now. Raises SnapshotError."""
+    def find_satisfied(self) -> frozenset[str]:
+        """Return the wanted leaves (see ``differences``) that the account satisfies now. Raises
+        SnapshotError."""
         return self._judge().satisfied
 
-    def excuse(self) -> None:
-        """Excuse new harms since the last grading: the environment caused them, not the agent."""
+    def ignore_new_harms(self) -> None:
+        """Ignore the harms that are new since the last grading: the environment caused them, not
+        the agent."""
         known = self._verdict.harms if self._verdict else frozenset()
-        self._excused |= self._judge().harms - known
+        self._ignored_harms |= self._judge().harms - known
 
     def _judge_settled(self) -> AccountVerdict:
-        """Judge the account; if only unfinished executions differ, wait for them up to
-        ``_UNDER_WAY_S``.
+        """Judge the account. If the only differences are unfinished executions, wait up to
+        ``_UNDER_WAY_S`` for them to end.
 
-        An execution that ends by itself within that time is not left behind.
+        An execution that ends by itself within that time does not count as left behind.
         """
         verdict = self._judge()
         deadline = process_clock.now() + _UNDER_WAY_S
@@ -391,7 +409,7 @@ class EndStateGrader:
         return verdict
 
     def _judge(self) -> AccountVerdict:
-        """Read the account and return the verdict of the goal that it matches best."""
+        """Read the account and return its verdict against the goal that it matches best."""
         if not self._comparisons:
             assert self._start is not None
             # The goals are known only once the solutions have been played, so not at ``start``.
@@ -421,17 +439,18 @@ class EndStateGrader:
         return best
 
     def _build_comparison(self, goal: Goal) -> EpisodeComparison:
-        """Return the comparison of this episode with a goal. Subclasses for other accounts override
-        it."""
+        """Return the comparison of this episode with a goal. Overridden in subclasses for other
+        kinds of accounts."""
         assert self._start is not None
         return EpisodeComparison(self._start, goal)
 
     def _compared_part(self, now: Snapshot, target: Target) -> Snapshot:
-        """Return the part of the account that is compared with a target: all of it."""
+        """Return the part of the account that is compared with a target. Here it is the whole
+        account."""
         return now
 
 
 def services_of(commands: Iterable[str]) -> frozenset[str]:
-    """Return the services of command lines."""
+    """Return the services that command lines address, by the API's names."""
     words = (line.split() for line in commands)
     return frozenset("s3" if word[1] == "s3api" else word[1] for word in words if len(word) > 1)

@@ -1,9 +1,9 @@
 """Leftovers: resources that neither set-up nor solution contain and that only the agent can have
-made.
+created.
 
-Every additional resource counts unless it is made by a service, still shown by AWS after its
-removal, a record of a use, or the stack that declares the requested resources. Source:
-docs/reference/environment.md 7.
+Every additional resource counts as one, except resources that a service creates, resources that AWS
+still shows after their removal, records of a use, and a stack that declares the required resources.
+Source: docs/reference/environment.md 7.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from realhf.aws.grading.snapshot import SETTLED, Key, Snapshot
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 
 Leaf = tuple[Key, str, str, int]
-"""Resource, path, value as JSON, and an index among equal leaves."""
+"""(resource, path, value as JSON, number that distinguishes equal leaves)."""
 OWN = "own "
-"""Prefix of the drawn name of a resource that has no counterpart in the target."""
+"""Prefix that marks the generated name of a resource without a counterpart in the target."""
 _RECORDS_OF_USE = frozenset(
     {
         *(("athena", "executions"), ("backup", "jobs"), ("batch", "jobs"), ("codebuild", "builds")),
@@ -33,12 +33,13 @@ _RECORDS_OF_USE = frozenset(
         *(("ses", "sent_emails"), ("sns", "sms_messages")),
     }
 )
-"""Kinds of records of runs, sent messages or measurements. AWS removes them itself later; no
-operation does."""
+"""Kinds that are records of runs, sent messages or measurements. AWS deletes them itself after some
+time; no operation does."""
 _RUNS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("stepfunctions", "executions"): ("status", SETTLED)
 }
-"""Kinds of runs that may still create something, with the member and the value of a running one."""
+"""Kinds of runs that may still create something, with the member that shows the status and its
+value while the run continues."""
 _KEPT_BY_AWS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("cloudformation", "stacks"): ("StackStatus", '"DELETE_COMPLETE"'),
     ("ec2", "instances"): ("State/Name", '"terminated"'),
@@ -49,13 +50,13 @@ _KEPT_BY_AWS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("kms", "keys"): ("KeyState", '"PendingDeletion"'),
     ("secretsmanager", "secrets"): ("DeletedDate", ""),
 }
-"""Kinds of resources that AWS still shows after their removal, with the path and the value ("" for
-any) that mark a removed one."""
+"""Kinds of resources that AWS still shows after their removal, with the path and the value that
+show the removal ("" for any value)."""
 _ENDS_WITH_IT = '"DeleteOnTermination":"true"'
-"""Marks a disk that is deleted with its instance."""
+"""Text in a disk's attributes that shows that the disk is deleted with its instance."""
 _STACK = ("cloudformation", "stacks")
 _DECLARED = re.compile(r"^_resources/[^/]+/PhysicalResourceId$")
-"""Path of the identity of a resource that a stack declares."""
+"""Path in a stack's record to the identity of a resource that the stack declares."""
 _GRANTS = frozenset(
     {
         "AWS::IAM::ManagedPolicy",
@@ -69,23 +70,24 @@ _GRANTS = frozenset(
         "AWS::SQS::QueuePolicy",
     }
 )
-"""Template types that are graded as grants, by their effect; a mention of their names proves
-nothing."""
+"""CloudFormation types of policies and permissions. They are graded as grants, by their effect, so
+it is not required that the account mentions their names."""
 _LOG_GROUPS = ("logs", "log_groups")
 _LOGS_OF: Mapping[tuple[str, str], str] = {
     ("codebuild", "projects"): "/aws/codebuild/",
     ("lambda", "functions"): "/aws/lambda/",
 }
-"""Kinds of resources for which AWS creates a log group on their first run, with the prefix of its
-name."""
+"""Kinds of resources for which AWS creates a log group on the first run, with the prefix of the log
+group's name."""
 _REVISIONS = ("ecs", "task_defs")
-"""Kind whose records are numbered revisions of a family."""
+"""Kind of resource whose records are numbered revisions of a family."""
 _CHOSEN_GROUP = "LoggingConfig/LogGroup"
-"""Path of a log group that a function logs to by its own configuration."""
+"""Path of the log group that a function's configuration selects."""
 _OF_A_NEW_GROUP = frozenset({"", "arn", "streams"})
-"""Paths of a log group as its service creates it: without expiry, destinations and tags."""
+"""Paths of a log group's leaves when a service has just created it: without retention, destinations
+and tags."""
 _LOG_GROUP_OF_FUNCTION = re.compile(r'\\?"LogGroup\\?": ?\\?"[^"]*"')
-"""The automatic log group of a function, which is part of every answer about the function."""
+"""A function's automatic log group, which appears in every answer about the function."""
 _PARTS = re.compile(r"[/:|]")
 _OWN_TOKEN = re.compile(f"{DRAWN}{OWN}([^{END_DRAWN}]*){END_DRAWN}")
 
@@ -96,14 +98,14 @@ def find_leftovers(
     wanted: Set[Key],
     transcript: str | None,
 ) -> set[Key]:
-    """Return the resources that the agent has left behind.
+    """Return the resources that the agent left behind.
 
     ``own``: resources without a counterpart in the target, with their leaves. ``others``: the
-    leaves of all other resources. ``wanted``: the resources that the solution makes.
-    ``transcript``: the agent's requests that may have changed something with their answers, None if
-    they are unknown.
+    leaves of all other resources. ``wanted``: the resources that the solution creates.
+    ``transcript``: the agent's requests that may have changed something, with their answers; None
+    if they are unknown.
     """
-    past = {key for key, leaves in own.items() if _is_past(key, leaves)}
+    past = {key for key, leaves in own.items() if _is_finished(key, leaves)}
     judged = {
         key
         for key in own.keys() - past
@@ -114,14 +116,15 @@ def find_leftovers(
     transcript = _LOG_GROUP_OF_FUNCTION.sub("", transcript or "")
     known = [*others]
     unnamed = {key for key in judged - stacks if not _is_named(key, transcript, declared)}
-    leftovers = judged - stacks - _made_by_services(unnamed, own, known)
+    leftovers = judged - stacks - _find_made_by_services(unnamed, own, known)
     return leftovers | {
         key for key in stacks if not _declares_wanted(own[key], known, wanted, leftovers)
     }
 
 
-def _is_past(key: Key, leaves: Sequence[Leaf]) -> bool:
-    """Return whether a resource is a record of a finished use, or removed but still shown."""
+def _is_finished(key: Key, leaves: Sequence[Leaf]) -> bool:
+    """Return whether a resource is the record of a finished use, or was removed and is still
+    shown."""
     if key[:2] in _RECORDS_OF_USE:
         path, value = _RUNS.get(key[:2], ("", ""))
         return not any(leaf[1] == path and leaf[2] == f'"{value}"' for leaf in leaves if path)
@@ -130,7 +133,7 @@ def _is_past(key: Key, leaves: Sequence[Leaf]) -> bool:
 
 
 def is_under_way(account: Snapshot) -> bool:
-    """Return whether something that may still create resources is running in an account."""
+    """Return whether anything that may still create resources is running in an account."""
     for key, attributes in account.resources.items():
         member, value = _RUNS.get(key[:2], ("", ""))
         if member and attributes.get(member) == value:
@@ -139,8 +142,8 @@ def is_under_way(account: Snapshot) -> bool:
 
 
 def _belongs_to_removed(key: Key, leaves: Sequence[Leaf], past: Iterable[Key]) -> bool:
-    """Return whether a resource is part of a removed one: lies in it, or is the disk of an
-    instance."""
+    """Return whether a resource belongs to a removed one in ``past``: it lies within that resource,
+    or is a disk deleted with an instance."""
     for service, kind, identity in past:
         if (
             key[0] == service
@@ -160,8 +163,8 @@ def _belongs_to_removed(key: Key, leaves: Sequence[Leaf], past: Iterable[Key]) -
 def _is_named(key: Key, transcript: str, declared: str) -> bool:
     """Return whether the transcript or the agent's stacks name a resource.
 
-    It is named by the last part of its identity; a log group by its whole name, because services
-    name it by a path.
+    They must contain the last part of its identity. For a log group they must contain the whole
+    name, because services name log groups by a path.
     """
     tokens = _OWN_TOKEN.findall(key[2])
     if tokens:
@@ -170,14 +173,14 @@ def _is_named(key: Key, transcript: str, declared: str) -> bool:
     return name in transcript or name in declared
 
 
-def _made_by_services(
+def _find_made_by_services(
     unnamed: Set[Key], own: Mapping[Key, Sequence[Leaf]], known: Sequence[Leaf]
 ) -> set[Key]:
-    """Return those of the ``unnamed`` resources that services made as a consequence of known
-    resources.
+    """Return the ``unnamed`` resources that services created as a consequence of resources in
+    ``known``.
 
-    Only kinds and names that services are known to use count. A resource that the agent had a
-    workflow or a stack create, under whatever name, counts as the agent's.
+    Only kinds and names that services are known to use are included. A resource that a workflow or
+    a stack created on the agent's behalf counts as the agent's, whatever its name.
     """
     known_keys = {leaf[0] for leaf in known}
     names = {f"{_LOGS_OF[key[:2]]}{key[2]}" for key in known_keys if key[:2] in _LOGS_OF}
@@ -198,13 +201,13 @@ def _made_by_services(
     return groups | {
         key
         for key in unnamed
-        if any(_lies_in(key, holder) for holder in holders)
+        if any(_is_part_of(key, holder) for holder in holders)
         or (key[:2] == _REVISIONS and key[2].partition(":")[0] in families)
     }
 
 
-def _lies_in(key: Key, holder: Key) -> bool:
-    """Return whether a resource is a part of another one."""
+def _is_part_of(key: Key, holder: Key) -> bool:
+    """Return whether a resource is part of ``holder``."""
     return (
         key[0] == holder[0]
         and key[1].startswith(f"{holder[1]}/")
@@ -213,8 +216,8 @@ def _lies_in(key: Key, holder: Key) -> bool:
 
 
 def short_names(key: Key) -> Iterator[str]:
-    """Yield the last part of an identity, by which others refer to it, unless AWS gives it to many
-    resources."""
+    """Yield the last part of a resource's identity, by which other resources refer to it. Yield
+    nothing if AWS gives that name to many resources."""
     name = _PARTS.split(key[2])[-1]
     if name not in ("", "default"):
         yield name
@@ -223,7 +226,8 @@ def short_names(key: Key) -> Iterator[str]:
 def _declares_wanted(
     stack: Sequence[Leaf], known: Sequence[Leaf], wanted: Set[Key], leftovers: Set[Key]
 ) -> bool:
-    """Return whether a stack declares a wanted resource, and none that is left over or missing."""
+    """Return whether a stack declares a wanted resource, and no resource that is left over or
+    missing."""
     resources = {
         leaf[1].rpartition("/")[0]: leaf[2].strip('"') for leaf in stack if _DECLARED.match(leaf[1])
     }

@@ -1,5 +1,5 @@
-"""Notes written by hand about members of requests (``member_notes.yaml``), and their check against
-botocore's models."""
+"""Hand-written notes about request members (``member_notes.yaml``), and a check of the notes
+against botocore's models."""
 
 from __future__ import annotations
 
@@ -17,46 +17,49 @@ from botocore.model import OperationNotFoundError
 from realhf.aws.tasks.task import TaskError
 
 EVERY = "*"
-"""Stands for all operations in place of an operation, and for any key of a map in a path."""
+"""Wildcard: all operations, where an operation is expected; any key of a map, in a path."""
 _PAGES = "https://docs.aws.amazon.com/"
-"""Prefix of the links that document defaults."""
+"""Required prefix of the links to the documentation of defaults."""
 _KEYS = frozenset({"operation", "member", "value", "page"})
-"""Keys of a default in the file."""
+"""Required keys of an entry about a default."""
 _CONDITION = "where"
-"""Key of the members, with their values, that must also be sent for a default to apply."""
+"""Optional key of such an entry: other members, with their values, that must be sent for the
+default to apply."""
 
 
 @dataclass(frozen=True)
 class Notes:
-    """Facts about members of requests that no probe of the simulator can show."""
+    """Facts about request members that no probe of the simulator can show."""
 
     defaults: Mapping[tuple[str, str], Any]
-    """The value that AWS documents for a member that is not sent, by operation and path."""
+    """The value that AWS documents for a member that is not sent, by (operation, member path)."""
     conditional: tuple[Mapping[str, Any], ...]
-    """Defaults that depend on other members: entries of the file with ``where``."""
+    """Defaults that depend on other members: the entries of the file that have a ``where`` key."""
     steering: Mapping[str, frozenset[str]]
-    """Paths of members that only control the request, by operation."""
+    """Paths of the members that only control how the request is carried out, such as ``DryRun``, by
+    operation."""
     texts: Mapping[str, frozenset[str]]
-    """Paths of members that are only descriptions or tags, by operation."""
+    """Paths of the members that contain only descriptions or tags, by operation."""
     uses: frozenset[str]
     """Operations that use a resource without changing it."""
 
     def steers(self, operation: str, path: str) -> bool:
-        """Return whether a member only controls the request."""
+        """Return whether the request member at ``path`` only controls how the request is carried
+        out, like ``DryRun``, and sets nothing on the resource."""
         return path in self.steering.get(operation, ()) or path in self.steering.get(EVERY, ())
 
     def is_text(self, operation: str, path: str) -> bool:
-        """Return whether a member is only a description or a tag."""
+        """Return whether the request member at ``path`` contains only a description or a tag."""
         return path in self.texts.get(operation, ()) or path in self.texts.get(EVERY, ())
 
 
 NOTES = Path(__file__).with_name("member_notes.yaml")
-"""The notes file of the package."""
+"""The package's notes file."""
 
 
 @cache
 def read_notes(file: Path = NOTES) -> Notes:
-    """Return the notes in a file, without a check."""
+    """Return the notes in a file without checking them."""
     entries = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
     defaults = entries["defaults"]
     return Notes(
@@ -73,10 +76,10 @@ def read_notes(file: Path = NOTES) -> Notes:
 
 
 def check_notes(file: Path = NOTES) -> None:
-    """Check notes against botocore's models; takes about a second.
+    """Check the notes in a file against botocore's models, which takes about a second.
 
-    Raises TaskError with file and line for an invalid note: a member that the model does not have,
-    or a default without a link to the documentation of AWS.
+    Raises TaskError with file and line for an invalid note: one about a member that the model does
+    not have, or a default without a link to the AWS documentation.
     """
     text = file.read_text(encoding="utf-8")
     entries = yaml.load(text, Loader=yaml.CSafeLoader)
@@ -85,7 +88,7 @@ def check_notes(file: Path = NOTES) -> None:
 
 
 def _find_problems(entries: Any, root: Any) -> Iterator[tuple[int, str]]:
-    """Yield (line, problem) for every invalid note. ``root``: the YAML nodes of ``entries``."""
+    """Yield (line, problem) for each invalid note. ``root``: the YAML node tree of ``entries``."""
     nodes = {name.value: value for name, value in root.value}
     for note, node in zip(entries["defaults"], nodes["defaults"].value, strict=True):
         line = node.start_mark.line + 1
@@ -119,8 +122,8 @@ def _find_problems(entries: Any, root: Any) -> Iterator[tuple[int, str]]:
 
 
 def has_member(operation: str, path: str) -> bool:
-    """Return whether botocore's model of an operation ("service:Operation") has a member at a
-    path."""
+    """Return whether botocore's model of an operation ("service:Operation") has a request member at
+    ``path``."""
     shape: Any = getattr(operation_model(operation), "input_shape", None)
     for step in path.replace("[]", ".[]").split("."):
         kind = getattr(shape, "type_name", "")

@@ -1,21 +1,22 @@
 """Parser of IAM policies, and comparison of policies by meaning instead of wording.
 
-Patterns are those of IAM: ``*`` matches any text, ``?`` one character. ``combinations`` returns
-every set of patterns that some name matches exactly, with an example name. Two expressions over the
-patterns are therefore equal for all names if they are equal for these few names. The result is
-exact: the patterns run side by side as automata over all texts, and texts that lead to the same
-state are equivalent.
+Patterns are those of IAM: ``*`` matches any text, ``?`` one character. ``combinations`` finds the
+sets of patterns that a name can match: it returns each set that some name matches exactly, with an
+example name. If two expressions over the patterns are equal for the example names, they are equal
+for all names. This is exact: the patterns run side by side as automata over all texts, and texts
+that lead to the same state are equivalent.
 
-``compare_policies`` compares one request of every kind that the policies of both sides distinguish:
-the principals, actions and resources that represent all others come from ``combinations``, and
-conditions are compared as formulas.
+``compare_policies`` tests one request of every kind that the policies of either side distinguish.
+``combinations`` chooses the principals, actions and resources that represent all others; conditions
+are compared as formulas.
 
-Guaranteed: policies that are reported equal answer every request alike, and every gain is listed.
-Without conditions and policy variables the reverse holds as well. With them, two ways to write the
-same policy may be reported as different. Of a condition the comparison knows only that a list of
-values means any of them (none of them if negated), that an exact value matches the patterns that it
-fits, and that a key has one value. It does not know which actions a service has or on which
-resources, so ``*`` on a bucket is more than ``s3:*`` on it.
+Guaranteed: policies that are reported as equal answer every request alike, and every gain is
+listed. Without conditions and policy variables the reverse holds as well: policies that answer
+alike are reported as equal. With conditions or variables, two ways to write the same policy may be
+reported as different. The comparison knows three facts about conditions: a list of values means any
+of them (none of them if negated), an exact value satisfies the patterns that it matches, and a key
+has one value. It does not know which actions a service has or on which resources, so ``*`` on a
+bucket allows more than ``s3:*`` on it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 
 MOST_CHARACTERS = 20_480
 LONGEST_NAME = 2_048
-"""Longest policy and longest ARN, in characters, as limited by AWS."""
+"""Maximum length of a policy and of an ARN, in characters, as limited by AWS."""
 _ANYTHING = ("*",)
 _STATEMENT_KEYS = frozenset(
     {
@@ -51,17 +52,18 @@ _PRINCIPAL_KINDS = frozenset({"AWS", "Service", "Federated", "CanonicalUser"})
 
 
 class PolicyError(ValueError):
-    """A document that AWS would not accept as a policy."""
+    """A document is not a policy that AWS would accept."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """A set of names: those that match one of the patterns or, if ``inverted``, all others."""
+    """A set of names: those that match one of the patterns or, if ``inverted``, all that match
+    none."""
 
     patterns: tuple[str, ...] = _ANYTHING
     """IAM patterns."""
     inverted: bool = False
-    """Whether the set contains the names that match no pattern."""
+    """Whether the set consists of the names that match none of the patterns."""
 
     def has(self, name: str) -> bool:
         """Return whether the set contains ``name``."""
@@ -70,18 +72,18 @@ class Names:
 
 @dataclass(frozen=True)
 class Statement:
-    """One statement of a policy. A part that is not written restricts nothing."""
+    """One statement of a policy. An absent part restricts nothing."""
 
     allow: bool
-    """Whether the effect is Allow; else it is Deny."""
+    """Whether the effect is Allow; otherwise it is Deny."""
     principals: Names = Names()
-    """Principals, as "kind:name"; "*" for anybody."""
+    """Principals as "kind:name", or "*" for everybody."""
     actions: Names = Names()
-    """Actions in lower case, as "service:action"."""
+    """Actions as "service:action" in lower case."""
     resources: Names = Names()
-    """ARNs."""
+    """ARNs of the resources."""
     conditions: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
-    """(operator, key, values), operator and key in lower case."""
+    """Conditions as (operator, key, values); operator and key are in lower case."""
 
 
 def parse_policy(document: Any) -> tuple[Statement, ...]:
@@ -102,10 +104,11 @@ def parse_policy(document: Any) -> tuple[Statement, ...]:
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Return whether the text matches a pattern of ``*`` (any text) and ``?`` (one character).
+    """Return whether a text matches a pattern, in which ``*`` stands for any text and ``?`` for one
+    character.
 
-    Runs in linear passes for any pattern: the pieces between the stars are searched one after the
-    other, without backtracking.
+    The pieces between the stars are searched one after the other, so no pattern causes
+    backtracking.
     """
     first, *rest = pattern.split("*")
     if not rest:
@@ -147,7 +150,7 @@ def _parse_statement(entry: Any) -> Statement:
 
 
 def _parse_names(entry: Mapping[str, Any], key: str, read: Any) -> Names:
-    """Parse ``key`` or ``Not<key>`` of a statement with ``read``."""
+    """Parse the part ``key`` or ``Not<key>`` of a statement, whose value ``read`` parses."""
     if key in entry and f"Not{key}" in entry:
         raise PolicyError(f"a statement names both {key} and Not{key}")
     if f"Not{key}" in entry:
@@ -156,7 +159,7 @@ def _parse_names(entry: Mapping[str, Any], key: str, read: Any) -> Names:
 
 
 def _parse_texts(value: Any) -> tuple[str, ...]:
-    """Return a text or a list of texts as a tuple without duplicates. Raises PolicyError."""
+    """Return a string or a list of strings as a tuple without duplicates. Raises PolicyError."""
     values = [value] if isinstance(value, str) else value
     if (
         not isinstance(values, list | tuple)
@@ -170,8 +173,8 @@ def _parse_texts(value: Any) -> tuple[str, ...]:
 
 
 def _parse_principals(value: Any) -> tuple[str, ...]:
-    """Return the canonical principals of ``"*"``, ``"arn"``, a list, or ``{"AWS": ..., "Service":
-    ...}``."""
+    """Return the principals as "kind:name", or "*" for everybody. AWS accepts them as ``"*"``,
+    ``"arn"``, a list, or ``{"AWS": ..., "Service": ...}``. Raises PolicyError."""
     if not isinstance(value, Mapping):
         value = {"AWS": value}
     if not value or not set(value) <= _PRINCIPAL_KINDS:
@@ -189,7 +192,8 @@ def _parse_principals(value: Any) -> tuple[str, ...]:
 
 
 def _parse_conditions(data: Any) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yield (operator, key, values), operator and key in lower case."""
+    """Yield each condition as (operator, key, values), operator and key in lower case. Raises
+    PolicyError."""
     if not isinstance(data, Mapping):
         raise PolicyError("a condition is no object")
     for operator, keys in data.items():
@@ -209,19 +213,19 @@ def _condition_text(value: Any) -> str:
 
 
 FEWEST_STEPS = 256
-"""Smallest charge of one call, in steps."""
+"""Minimum cost of one call of ``combinations``, in steps."""
 _STEP_BITS = 512
-"""Characters of patterns that one step covers; larger sets of patterns cost more steps."""
+"""Number of pattern characters that one step covers; larger sets of patterns cost more steps."""
 _SPARE = string.ascii_lowercase + string.digits + "".join(map(chr, range(0xE000, 0xF8FF)))
-"""Candidates for the character that represents all characters in no pattern."""
+"""Candidates for the character that stands for all characters that occur in no pattern."""
 
 
 class TooManySteps(Exception):
-    """A comparison exceeded its step budget; its input may have been written to be expensive."""
+    """A comparison exceeded its step budget. Its input may have been written to be expensive."""
 
 
 class Budget:
-    """A budget of steps of about a microsecond each."""
+    """Number of steps that a comparison may still take; a step takes about a microsecond."""
 
     def __init__(self, steps: int) -> None:
         self.left = steps
@@ -234,14 +238,14 @@ class Budget:
 
 
 def combinations(patterns: Sequence[str], budget: Budget) -> dict[int, str]:
-    """Return every set of patterns that some non-empty name matches exactly, with an example name.
+    """Return each set of patterns that some non-empty name matches exactly, with an example name.
 
-    A set is a number whose bit i stands for ``patterns[i]``. Raises TooManySteps.
+    A set is an integer whose bit i stands for ``patterns[i]``. Raises TooManySteps.
 
-    Whether a pattern with a policy variable (``${aws:username}``) matches depends on the value of
-    the variable. So for each set that contains such a pattern, the set without it is returned too.
-    Relations between two such patterns are not considered: the result may contain sets that do not
-    occur, but never lacks one.
+    Whether a pattern with a policy variable (``${aws:username}``) matches depends on the variable's
+    value. So for each set that contains such a pattern, the set without it is returned too.
+    Relations between such patterns are ignored: the result may contain sets that no name matches
+    exactly, but it never lacks one that some name does.
     """
     budget.spend(FEWEST_STEPS)
     plain = [re.sub(r"\$\{[^}]*\}", "*", pattern) for pattern in patterns]
@@ -258,10 +262,10 @@ def combinations(patterns: Sequence[str], budget: Budget) -> dict[int, str]:
 
 
 def _combine_prefixes(patterns: Sequence[str], budget: Budget) -> Iterator[tuple[int, str]]:
-    """Return the combinations of patterns whose only wildcard is a star at the end.
+    """Yield the combinations of patterns whose only wildcard is a star at the end.
 
-    The longest prefix that a name shares with a pattern decides then, so it is enough to test the
-    exact names, and the prefixes with a spare character appended.
+    Which of these patterns a name matches depends only on its longest common prefix with them. So
+    it is enough to test the exact names, and each prefix with a spare character appended.
     """
     whole: dict[str, int] = {}
     starts: dict[str, int] = {"": 0}
@@ -279,16 +283,17 @@ def _combine_prefixes(patterns: Sequence[str], budget: Budget) -> Iterator[tuple
 
 
 def _combine_patterns(patterns: Sequence[str], budget: Budget) -> Iterator[tuple[int, str]]:
-    """Return the combinations of arbitrary patterns, by a breadth-first walk over their joint
+    """Yield the combinations of arbitrary patterns, by a breadth-first search of their joint
     automaton.
 
     A state is the set of positions that the patterns have reached, one bit per position. The next
-    character is one that occurs at these positions, or a spare one that stands for all others.
+    character is one that a pattern has at one of these positions, or a spare one that stands for
+    all others.
     """
-    letters: dict[int, str] = {}  # bit of a place -> the character that leads to the next place
+    letters: dict[int, str] = {}  # bit of a position -> character that leads to the next position
     loops = ends = anything = start = named = 0
-    steps: dict[str, int] = {}  # character -> places that it leads on from
-    owners: dict[int, int] = {}  # bit of a last place -> bit of its pattern
+    steps: dict[str, int] = {}  # character -> positions from which it leads to the next one
+    owners: dict[int, int] = {}  # bit of a pattern's last position -> bit of the pattern
     place = 1
     for number, pattern in enumerate(patterns):
         start |= place
@@ -312,7 +317,7 @@ def _combine_patterns(patterns: Sequence[str], budget: Budget) -> Iterator[tuple
     origins: dict[int, tuple[int, str]] = {start: (0, "")}
     waiting = [start]
     seen: set[int] = set()
-    for state in waiting:  # grows while it is walked, so the shortest name of each kind comes first
+    for state in waiting:  # grows during the loop (breadth-first), so shorter names come first
         budget.spend(cost + state.bit_count())
         live = state & ends
         mask = 0
@@ -336,7 +341,8 @@ def _combine_patterns(patterns: Sequence[str], budget: Budget) -> Iterator[tuple
 
 
 def _spell_name(origins: Mapping[int, tuple[int, str]], state: int) -> str:
-    """Return the text that leads to a state."""
+    """Return the text that leads from the initial state to ``state``. ``origins``: the predecessor
+    of each state, and the character between the two."""
     chars: list[str] = []
     while (step := origins[state])[1]:
         state = step[0]
@@ -351,20 +357,22 @@ def _spare_character(patterns: Sequence[str]) -> str:
 
 
 Atom = tuple[str, str, tuple[str, ...]]
-"""One condition: operator, key, values."""
+"""One condition: (operator, key, values)."""
 Term = frozenset[Atom]
-"""A conjunction of conditions."""
+"""A conjunction of conditions: it is satisfied if all of them are."""
 AccessRequest = tuple[str, str, str]
-"""Principal, action, resource."""
+"""One request: (principal, action, resource)."""
 _MOST_TERMS = 16
-"""Largest number of alternatives into which the value lists of one statement are expanded."""
+"""Maximum number of terms into which the value lists of one statement are expanded."""
 _ACTIONS: Mapping[str, str] = {
     service: f"{service}:*"
     for service in ("sqs", "sns", "s3", "lambda", "kms", "ecr", "secretsmanager")
 } | {"iam": "sts:*"}
-"""The actions that a policy of a resource is about, by service; a role can only be assumed."""
+"""Pattern of the actions that a resource's policy can be about, by service. For "iam" the policy is
+a role's trust policy, because a role can only be assumed."""
 _BELOW: Mapping[str, str] = {"s3": "/*", "lambda": ":*"}
-"""Suffix of the names of what lies in a resource and is subject to its policy, by service."""
+"""Suffix of the ARNs of a resource's parts that are subject to its policy, such as the objects of a
+bucket, by service."""
 _ONE_OF = frozenset(
     {"stringequals", "stringlike", "arnequals", "arnlike", "ipaddress", "numericequals", "bool"}
 )
@@ -376,36 +384,36 @@ _NONE_OF = frozenset(
 _OPTIONAL = "ifexists"
 """Suffix of operators that also hold if the key is absent."""
 _TLS = "aws:securetransport"
-"""Key of the demand for TLS."""
+"""Condition key by which a policy requires TLS."""
 
 
 @dataclass(frozen=True)
 class Policies:
-    """All policies that decide the rights of one identity, or the access to one resource."""
+    """All policies that determine the rights of one identity, or the access to one resource."""
 
     statements: tuple[Statement, ...] = ()
-    """The statements of all its policies."""
+    """The statements of all the policies."""
     boundary: tuple[Statement, ...] | None = None
-    """The statements of its permission boundary, None without one."""
+    """The statements of the permission boundary, or None if there is none."""
     owner: str = ""
-    """ARN of the resource that the policies are attached to, "" for an identity. Only requests for
-    that resource count then."""
+    """ARN of the resource that the policies are attached to, or "" for an identity. If it is set,
+    only requests for that resource count."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Access that a statement allows and that was not allowed before."""
+    """Access that a statement allows now and that was not allowed before."""
 
     principal: str
-    """The pattern of the principal in the statement."""
+    """The statement's principal pattern."""
     action: str
-    """The pattern of the action in the statement."""
+    """The statement's action pattern."""
     resource: str
-    """The pattern of the resource in the statement."""
+    """The statement's resource pattern."""
     conditions: tuple[str, ...]
-    """The conditions of the statement, as text."""
+    """The conditions under which the access is new, as strings."""
     example: AccessRequest
-    """A request that is allowed now."""
+    """An example of a request that is newly allowed."""
 
     def __str__(self) -> str:
         where = f" where {' and '.join(self.conditions)}" if self.conditions else ""
@@ -417,18 +425,18 @@ class PolicyDifference:
     """The difference between two sets of policies."""
 
     equal: bool = True
-    """Whether both allow and deny the same requests. A request that no statement matches is not
-    denied, because another policy may allow it."""
+    """Whether the two sets allow and deny the same requests. A request that no statement matches
+    does not count as denied, because another policy may allow it."""
     gains: tuple[Gain, ...] = ()
-    """New access, once for each statement that allows it."""
+    """New access: one gain for each statement that allows something new."""
     loses: bool = False
-    """Whether a request is no longer allowed."""
+    """Whether some request is no longer allowed."""
 
 
 def compare_policies(before: Policies, after: Policies, budget: Budget) -> PolicyDifference:
-    """Compare policies. Raises TooManySteps.
+    """Return the difference between two sets of policies. Raises TooManySteps.
 
-    A demand for TLS in ``after`` is ignored if ``before`` has no such condition.
+    If ``before`` has no condition about TLS, a requirement of TLS in ``after`` is ignored.
     """
     if before == after:
         return PolicyDifference()
@@ -458,23 +466,24 @@ def compare_policies(before: Policies, after: Policies, budget: Budget) -> Polic
 
 @dataclass(frozen=True)
 class _Clause:
-    """A statement with its conditions expanded: it applies if one of the ``terms`` holds."""
+    """A statement with its conditions expanded: it applies if one of its ``terms`` is satisfied."""
 
     statement: Statement
     """The statement."""
     principals: Names
-    """Its principals, including those who belong to them."""
+    """The statement's principals and the identities that belong to them, such as the sessions of a
+    role."""
     terms: tuple[Term, ...]
-    """Alternatives of its conditions."""
+    """Alternative sets of conditions; one of them must be satisfied."""
 
     @property
     def allow(self) -> bool:
-        """Whether it allows; else it denies."""
+        """Whether the effect is Allow; otherwise it is Deny."""
         return self.statement.allow
 
 
 class _Conditions:
-    """Implications between the conditions of some clauses."""
+    """Implications between the conditions in a set of clauses."""
 
     def __init__(self, clauses: Sequence[_Clause], budget: Budget) -> None:
         atoms = {atom for clause in clauses for term in clause.terms for atom in term}
@@ -484,8 +493,8 @@ class _Conditions:
         }
 
     def close(self, term: Term) -> Term | None:
-        """Return a term with all conditions that it implies; None if the conditions contradict each
-        other."""
+        """Return a term extended by all conditions that it implies, or None if its conditions
+        contradict each other."""
         if not term:
             return term
         whole = frozenset().union(*(self._implied[atom] for atom in term))
@@ -505,13 +514,13 @@ class _Conditions:
 
 @dataclass(frozen=True)
 class _Answer:
-    """The answer to a request: denied or, if it is not denied, allowed where one of the terms
-    holds."""
+    """The answer of policies to a request, depending on conditions: denied if a term of ``deny`` is
+    satisfied, otherwise allowed if a term of ``allow`` is."""
 
     allow: tuple[Term, ...]
-    """Terms under which it is allowed."""
+    """Terms under which the request is allowed."""
     deny: tuple[Term, ...]
-    """Terms under which it is denied."""
+    """Terms under which the request is denied."""
 
 
 @dataclass(frozen=True)
@@ -519,32 +528,32 @@ class _RequestKind:
     """All requests that match the same statements, represented by one of them."""
 
     request: AccessRequest
-    """The representative."""
+    """The representative request."""
     before: _Answer
-    """The answer of the old policies."""
+    """The old policies' answer."""
     after: _Answer
-    """The answer of the new policies."""
+    """The new policies' answer."""
     sources: tuple[_Clause, ...]
-    """The new clauses that allow the request."""
+    """The clauses of the new policies that allow the request."""
     conditions: _Conditions
     """Implications between the conditions."""
     budget: Budget
-    """Budget of the comparison."""
+    """Step budget of the comparison."""
 
     def implies(self, first: Sequence[Term], second: Sequence[Term]) -> bool:
-        """Return whether one of the second terms holds whenever one of the first terms does."""
+        """Return whether a term of ``second`` is satisfied whenever a term of ``first`` is."""
         return all(self._is_met(second, self.conditions.close(term)) for term in first)
 
     def find_gain(self, term: Term, old: _Answer, new: _Answer) -> Term | None:
-        """Return conditions under which ``term`` of the new answer allows a request that the old
-        answer does not.
+        """Return conditions under which ``new`` allows the request by ``term`` although ``old``
+        does not allow it; None if there are none.
 
-        None if there are none.
+        ``term``: a term of ``new.allow``.
         """
-        holding = self.conditions.close(term)
-        if holding is None or self._is_met(new.deny, holding):
+        closed_term = self.conditions.close(term)
+        if closed_term is None or self._is_met(new.deny, closed_term):
             return None
-        if not self._is_met(old.allow, holding):
+        if not self._is_met(old.allow, closed_term):
             return term
         for denial in old.deny:
             both = self.conditions.close(term | denial)
@@ -552,19 +561,19 @@ class _RequestKind:
                 return term | denial
         return None
 
-    def _is_met(self, terms: Sequence[Term], holding: Term | None) -> bool:
-        """Return whether one of the terms follows from the closed term ``holding``; a contradiction
-        implies all."""
+    def _is_met(self, terms: Sequence[Term], closed_term: Term | None) -> bool:
+        """Return whether one of ``terms`` follows from ``closed_term``. None, a contradiction,
+        implies everything."""
         self.budget.spend(1 + len(terms) // 8)
-        return holding is None or any(term <= holding for term in terms)
+        return closed_term is None or any(term <= closed_term for term in terms)
 
 
 def _request_kinds(before: Policies, after: Policies, budget: Budget) -> Iterator[_RequestKind]:
     """Yield every kind of request that the two sets of policies distinguish.
 
-    Clauses are the bits of a number. ``live`` maps each set of clauses that some request matches to
-    the principal, action and resource of such a request; it is refined by one of the three at a
-    time.
+    A set of clauses is an integer with one bit per clause. ``live`` maps each set of clauses that
+    some request can match to the principal, action and resource of such a request. It is computed
+    in three steps: for the principals, then the actions, then the resources.
     """
     budget.spend(len(_all_statements(before)) + len(_all_statements(after)))
     if not any(
@@ -610,7 +619,8 @@ def _request_kinds(before: Policies, after: Policies, budget: Budget) -> Iterato
 def _build_answer(
     clauses: Sequence[_Clause], boundary: Sequence[_Clause] | None, budget: Budget
 ) -> _Answer:
-    """Return the answer of clauses, limited by a permission boundary if there is one."""
+    """Return the answer of the matching clauses. If there is a permission ``boundary``, its
+    matching clauses limit the answer."""
     allow = dict.fromkeys(term for clause in clauses if clause.allow for term in clause.terms)
     deny = dict.fromkeys(
         term
@@ -626,10 +636,11 @@ def _build_answer(
 
 
 def _distinguish(names: Sequence[Names], within: Sequence[str], budget: Budget) -> dict[int, str]:
-    """Return each combination of the sets that some name belongs to exactly, with an example name.
+    """Return each combination of the sets ``names`` to which some name belongs exactly, with an
+    example name.
 
-    A combination is a number with one bit per set. If there are patterns ``within``, only names
-    that match one of them count.
+    A combination is an integer with one bit per set. If ``within`` is not empty, only names that
+    match one of its patterns are considered.
     """
     bits: dict[Names, int] = {}
     for number, one in enumerate(names):
@@ -653,8 +664,11 @@ def _distinguish(names: Sequence[Names], within: Sequence[str], budget: Budget) 
 
 
 def _scope_of(owner: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return patterns of the actions and resources that the policies of a resource are about; empty
-    for any."""
+    """Return (action patterns, resource patterns) of the requests that the policies of a resource
+    can be about. Both are empty if there is no restriction.
+
+    ``owner``: as in ``Policies``.
+    """
     service = owner.split(":")[2] if owner.count(":") > 2 else ""
     if service not in _ACTIONS:
         return (), ()
@@ -662,10 +676,10 @@ def _scope_of(owner: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _expand_clauses(statement: Statement) -> Iterator[_Clause]:
-    """Yield the clauses of a statement, extended to those who belong to its principals.
+    """Yield the clauses of a statement, extended to the identities that belong to its principals.
 
-    If an account as a whole is allowed something, its own policies may pass the right on to its
-    members; a denial applies to all of its members.
+    If something is allowed to an account as a whole, the account's own policies decide which
+    members may use it. A denial applies to all members.
     """
     who = statement.principals
     clause = _Clause(statement, who, _expand_terms(statement.conditions))
@@ -690,7 +704,7 @@ def _expand_clauses(statement: Statement) -> Iterator[_Clause]:
 
 
 def _expand_terms(conditions: Sequence[Atom]) -> tuple[Term, ...]:
-    """Return the alternatives of a statement's conditions."""
+    """Return a statement's conditions as alternative terms, one of which must be satisfied."""
     each = [_alternatives(*condition) for condition in conditions]
     if math.prod(map(len, each)) > _MOST_TERMS:
         each = [
@@ -701,7 +715,7 @@ def _expand_terms(conditions: Sequence[Atom]) -> tuple[Term, ...]:
 
 
 def _alternatives(operator: str, key: str, values: tuple[str, ...]) -> list[Term]:
-    """Return the alternatives of one condition, a term for each value that satisfies it."""
+    """Return one condition as alternative terms, one for each value that satisfies it."""
     suffix = _OPTIONAL if operator.endswith(_OPTIONAL) else ""
     base = operator.removesuffix(_OPTIONAL)
     if not values or base not in _ONE_OF | _NONE_OF:
@@ -718,7 +732,8 @@ def _alternatives(operator: str, key: str, values: tuple[str, ...]) -> list[Term
 
 
 def _canonical_operator(operator: str, value: str) -> str:
-    """Return one name for all operators that compare a text literally."""
+    """Return an operator's canonical name: the operators that compare a string literally share
+    one."""
     kind = operator.replace("not", "")
     exact = kind == "stringequals" or (
         kind in ("stringlike", "arnlike", "arnequals") and not set("*?") & set(value)
@@ -729,8 +744,8 @@ def _canonical_operator(operator: str, value: str) -> str:
 
 
 def _implies(atom: Atom, other: Atom) -> bool:
-    """Return whether the first condition implies the second one, as far as the comparison can
-    tell."""
+    """Return whether the condition ``atom`` implies the condition ``other``. False if the
+    comparison cannot tell."""
     if atom == other:
         return True
     operator, key, values = atom
@@ -768,18 +783,20 @@ def _has_no_variables(values: Sequence[str]) -> bool:
 
 
 def _all_statements(policies: Policies) -> tuple[Statement, ...]:
-    """Return the statements of the policies and of their boundary."""
+    """Return the statements of the policies and of their permission boundary."""
     return policies.statements + (policies.boundary or ())
 
 
 def _assume_tls_everywhere(policies: Policies) -> Policies:
-    """Return the policies as they apply to requests over TLS, the default of all clients."""
+    """Return the policies, including the boundary, as they apply to requests over TLS, which all
+    clients use by default."""
     boundary = None if policies.boundary is None else _assume_tls(policies.boundary)
     return replace(policies, statements=_assume_tls(policies.statements), boundary=boundary)
 
 
 def _assume_tls(statements: Sequence[Statement]) -> tuple[Statement, ...]:
-    """Return the statements that can apply over TLS, without their demand for TLS."""
+    """Return the statements that can apply to requests over TLS, without their conditions that
+    require TLS."""
     plain = {("bool", _TLS, ("true",)), ("boolifexists", _TLS, ("true",))}
     never = {("bool", _TLS, ("false",))}
     return tuple(
@@ -793,7 +810,8 @@ def _assume_tls(statements: Sequence[Statement]) -> tuple[Statement, ...]:
 
 
 def _build_gain(source: _Clause, term: Term, request: AccessRequest) -> Gain:
-    """Return the gain of a request by a clause under the conditions of a term."""
+    """Return the gain for a request that ``source`` newly allows under the conditions in
+    ``term``."""
     statement = source.statement
     parts = zip((source.principals, statement.actions, statement.resources), request, strict=True)
     who, what, where = (_matching_pattern(names, example) for names, example in parts)
@@ -802,7 +820,8 @@ def _build_gain(source: _Clause, term: Term, request: AccessRequest) -> Gain:
 
 
 def _matching_pattern(names: Names, example: str) -> str:
-    """Return the pattern of a statement that the example matches."""
+    """Return the pattern in ``names`` that the example matches; for an inverted set, "anything but"
+    and its patterns."""
     if names.inverted:
         return "anything but " + ", ".join(names.patterns)
     return next(

@@ -1,19 +1,20 @@
-"""Access rights in an account, and the rights that one state of it grants and another does not.
+"""Access rights in an account, and the comparison of the rights that two states of it grant.
 
-``read_rights`` resolves all policies of an account: for each user the policies of its own, the
-attached ones and those of its groups, within its permission boundary; for each role the same, plus
-who may assume it; for each other resource the policies attached to it, and the grants of keys.
-``compare_rights`` compares two accounts holder by holder, by meaning (``policy_comparison`` states
-what is exact). When in doubt it assumes more rights:
+``read_rights`` resolves all policies of an account. For each user these are the user's own
+policies, the attached ones and those of the user's groups, within the permission boundary. Roles
+are treated likewise, and the result also says who may assume them. For each other resource they are
+the policies attached to it, and the grants of KMS keys. ``compare_rights`` compares two accounts
+holder by holder, by meaning; ``policy_comparison`` describes what is exact. When in doubt, more
+rights are assumed:
 
-- AWS managed policies are known by name only, except the widest. Each may allow anything, and
-  equals nothing but itself.
+- AWS managed policies are known by name only, except AdministratorAccess. Each may allow anything,
+  and equals nothing but itself.
 - A document that cannot be parsed as a policy may allow anything.
-- A holder whose comparison needs more than MOST_STEPS steps is listed in ``unread``; neither
-  equality nor a gain is claimed for it.
+- A holder whose comparison needs more than MOST_STEPS steps is listed in ``not_compared``. Nothing
+  is claimed about it, neither equality nor a gain.
 
-Not covered: rights that a holder reaches through another one (by assuming a role, or passing one to
-a service), and settings that are not policies: access lists of buckets, function URLs without
+Not covered: rights that a holder obtains through another one (by assuming a role, or by passing one
+to a service), and settings that are not policies: access lists of buckets, function URLs without
 authentication, network rules.
 """
 
@@ -39,44 +40,45 @@ from realhf.aws.grading.policy_comparison import (
 from realhf.aws.tasks.task import ACCOUNT_ID
 
 Resources = Mapping[tuple[str, str, str], Mapping[str, Any]]
-"""Attributes of resources by (service, kind, identity), as in a ``Snapshot``; policies parsed or as
-text."""
+"""Attributes of resources by (service, kind, identity), as in a ``Snapshot``. Policies in them are
+parsed, or strings of JSON."""
 MOST_STEPS = 50_000
-"""Step budget of the comparison of two accounts, about 0.1 s at most. Ten statements with ten
-actions and five resources each take 4,000 steps."""
+"""Step budget for comparing two accounts, about 0.1 s at most. Ten statements with ten actions and
+five resources each take 4,000 steps."""
 _AWS_POLICIES = "arn:aws:iam::aws:policy/"
 """Prefix of the ARNs of AWS managed policies."""
 _DEEPEST = 12
 """Depth to which attributes are searched for policies."""
 _LITERAL = "\uf8ff{"
-"""Replaces ``${`` in policies of the version 2008-10-17, which has no variables and is the default
-if a policy states no version."""
+"""Replacement for ``${`` in policies of version 2008-10-17, in which it does not begin a variable.
+A policy that states no version has this version."""
 
 
 @dataclass(frozen=True)
 class Rights:
-    """All rights in an account. The keys of the four mappings name the holders."""
+    """All rights in an account. The keys of the four mappings identify the holders."""
 
     users: Mapping[str, Policies]
     """Policies of each user, by ARN."""
     roles: Mapping[str, Policies]
     """Policies of each role, by ARN."""
     groups: Mapping[str, Policies]
-    """Policies that each group passes on to its members, by name."""
+    """Policies that each group gives its members, by name."""
     resources: Mapping[str, Policies]
-    """Policies of each resource, by a name made of service, kind, identity and path."""
+    """Policies of each resource, by a name that joins service, kind, identity and path with "/". A
+    role's trust policy is here as "trust in <ARN>"."""
 
 
 @dataclass(frozen=True)
-class MoreRights:
-    """One right that a holder gained."""
+class GainedRight:
+    """A right that one holder has gained."""
 
     holder: str
-    """The identity or resource whose policies allow it."""
+    """The identity or resource whose policies grant the right."""
     gain: Gain
     """The right."""
     who: str
-    """Who gained it: "anybody", "another account", "a service" or "the account"."""
+    """Who gained the right: "anybody", "another account", "a service" or "the account"."""
     new: bool
     """Whether the holder did not exist before."""
 
@@ -87,22 +89,22 @@ class MoreRights:
 
 @dataclass(frozen=True)
 class RightsChange:
-    """The difference between the rights in two accounts."""
+    """The difference between the rights in two states of an account."""
 
     changed: tuple[str, ...] = ()
-    """Holders whose policies have a different meaning."""
-    more: tuple[MoreRights, ...] = ()
-    """Rights that are gained."""
-    unread: tuple[str, ...] = ()
-    """Holders whose policies take too many steps to compare."""
+    """Holders whose policies differ in meaning."""
+    gained: tuple[GainedRight, ...] = ()
+    """Rights that were gained."""
+    not_compared: tuple[str, ...] = ()
+    """Holders whose policies need too many steps to compare."""
 
 
 def compare_rights(before: Rights, after: Rights) -> RightsChange:
-    """Return how the rights ``after`` differ from those ``before``."""
+    """Return how the rights ``after`` differ from the rights ``before``."""
     budget = Budget(MOST_STEPS)
     changed: list[str] = []
-    more: list[MoreRights] = []
-    unread: list[str] = []
+    gained: list[GainedRight] = []
+    not_compared: list[str] = []
     admitted = [
         statement.principals
         for rights in (before, after)
@@ -124,7 +126,7 @@ def compare_rights(before: Rights, after: Rights) -> RightsChange:
             try:
                 difference = compare_policies(old_policies, new_policies, budget)
             except TooManySteps:
-                unread.append(holder)
+                not_compared.append(holder)
                 continue
             if difference.equal:
                 continue
@@ -138,16 +140,16 @@ def compare_rights(before: Rights, after: Rights) -> RightsChange:
                 changed.append(holder)
             # rights that a group passes on are counted with its members
             if old is not before.groups:
-                more += [
-                    _build_more_rights(holder, gain, identity, holder not in old)
+                gained += [
+                    _build_gained_right(holder, gain, identity, holder not in old)
                     for gain in difference.gains
                 ]
-    return RightsChange(tuple(changed), tuple(more), tuple(unread))
+    return RightsChange(tuple(changed), tuple(gained), tuple(not_compared))
 
 
 def read_rights(resources: Resources, rename: Callable[[str], str] = str) -> Rights:
-    """Return the rights in an account. ``rename`` is applied to all names and texts that are
-    read."""
+    """Return the rights in an account. ``rename`` is applied to all names and policy documents that
+    are read."""
     iam = {kind: {} for kind in _IAM_KINDS}
     others: dict[str, Policies] = {}
     for (service, kind, identity), attributes in resources.items():
@@ -199,11 +201,11 @@ _IAM_KINDS = (
     "user_inline_policies",
     "group_inline_policies",
 )
-"""Kinds of IAM records that hold policies or refer to them."""
+"""Kinds of IAM records that contain policies or refer to them."""
 
 
 class _ManagedPolicies:
-    """The managed policies of an account, by ARN."""
+    """The managed policies of an account, with lookup by ARN."""
 
     def __init__(
         self, policies: Mapping[str, Mapping[str, Any]], rename: Callable[[str], str]
@@ -217,12 +219,13 @@ class _ManagedPolicies:
             yield from self._statements(str(arn))
 
     def boundary(self, holder: Mapping[str, Any]) -> tuple[Statement, ...] | None:
-        """Return the statements of a permission boundary, None if there is none."""
+        """Return the statements of the permission boundary of a user or role, or None if it has
+        none."""
         arn = holder.get("PermissionsBoundary")
         return tuple(self._statements(str(arn))) if arn else None
 
     def _statements(self, arn: str) -> tuple[Statement, ...]:
-        """Return the statements of the default version of a policy."""
+        """Return the statements in the default version of the policy with this ARN."""
         policy = self._policies.get(arn)
         if policy is None:
             return (
@@ -235,10 +238,10 @@ class _ManagedPolicies:
 
 
 def read_document(document: Any, rename: Callable[[str], str] = str) -> tuple[Statement, ...]:
-    """Return the statements of a policy, given as an object or as JSON text; empty without a
-    document.
+    """Return the statements of a policy given as an object or as JSON text. A missing or empty
+    document has no statements.
 
-    Every part of a statement may be a list. A document that cannot be parsed becomes a statement
+    Any part of a statement may be a list. A document that cannot be parsed becomes one statement
     that may allow anything.
     """
     if document in (None, "", {}):
@@ -251,8 +254,8 @@ def read_document(document: Any, rename: Callable[[str], str] = str) -> tuple[St
 
 @functools.lru_cache(maxsize=512)
 def _parse_statements(text: str) -> tuple[Statement, ...]:
-    """Return the statements of a policy in JSON. Cached, because most policies occur in many
-    snapshots."""
+    """Return the statements of a policy in JSON. The result is cached, because most policies occur
+    in many snapshots."""
     try:
         document = json.loads(text)
         if isinstance(document, dict) and document.get("Statement") == []:
@@ -267,7 +270,8 @@ def _parse_statements(text: str) -> tuple[Statement, ...]:
 
 
 def _with_single_effects(document: Any) -> Any:
-    """Return a policy in which each effect that is a list of one value is that value."""
+    """Return a policy in which an ``Effect`` that is a list of one value is replaced by that
+    value."""
     statements = document.get("Statement") if isinstance(document, Mapping) else None
     listed = statements if isinstance(statements, list) else [statements]
     return {
@@ -283,7 +287,7 @@ def _with_single_effects(document: Any) -> Any:
 
 
 def _unknown_policy(name: str, content: str = "") -> tuple[Statement, ...]:
-    """Return the statement of a policy with unknown content."""
+    """Return the statement that stands for a policy with unknown content."""
     return (Statement(True, conditions=(("says so", name, (content,) if content else ()),)),)
 
 
@@ -306,7 +310,8 @@ def _attached_to_resource(
     attributes: Mapping[str, Any],
     rename: Callable[[str], str],
 ) -> dict[str, Policies]:
-    """Return the policies attached to a resource, by name. A grant of a key counts as one."""
+    """Return the policies attached to a resource, by name. A grant of a KMS key counts as a
+    policy."""
     if (service, kind) == ("kms", "grants"):
         return {f"kms/grants/{identity}": _read_key_grant(attributes, rename)}
     policies = [*_find_policies(attributes, "")]
@@ -324,10 +329,10 @@ def _attached_to_resource(
 def _find_policies(
     value: Any, path: str, depth: int = 0
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (path, policy) for each policy among the attributes that names principals.
+    """Yield (path, policy) for each policy in the attributes that has a principal.
 
-    Attributes are JSON, so a map is a ``dict``, which ``isinstance`` tests ten times faster than
-    Mapping.
+    Attributes are JSON, so every mapping is a ``dict``, for which ``isinstance`` is ten times
+    faster than for Mapping.
     """
     if isinstance(value, str) and value[:1] == "{" and '"Statement"' in value:
         try:
@@ -353,7 +358,7 @@ def _find_policies(
 
 
 def arn_of(service: str, identity: str, attributes: Mapping[str, Any]) -> str:
-    """Return the ARN of a resource as far as its attributes contain it, else ""."""
+    """Return the ARN of a resource if its identity or attributes contain it, otherwise ""."""
     if service == "s3":
         return f"arn:aws:s3:::{identity}" if not identity.startswith("arn:") else identity
     if identity.startswith("arn:"):
@@ -373,11 +378,11 @@ _ARN_FIELDS: Mapping[str, tuple[str, ...]] = {
     "lambda": ("FunctionArn",),
     "kms": ("Arn",),
 }
-"""Attributes that contain the ARN of a resource, by service."""
+"""Names of the attributes that contain a resource's ARN, by service."""
 
 
 def _read_key_grant(grant: Mapping[str, Any], rename: Callable[[str], str]) -> Policies:
-    """Return a grant of a KMS key as the policies of the key."""
+    """Return the grant of a KMS key as policies of that key."""
     actions = tuple(f"kms:{name}".lower() for name in grant.get("Operations") or ())
     who = tuple(
         (f"Service:{name}" if name.endswith(".amazonaws.com") else f"AWS:{name}")
@@ -395,15 +400,16 @@ def _read_key_grant(grant: Mapping[str, Any], rename: Callable[[str], str]) -> P
     )
 
 
-def _build_more_rights(holder: str, gain: Gain, identity: bool, new: bool) -> MoreRights:
-    """Return a gained right. Gains of an identity belong to the account itself."""
+def _build_gained_right(holder: str, gain: Gain, identity: bool, new: bool) -> GainedRight:
+    """Return a gained right. If the holder is an identity (user, role or group), the account itself
+    gains the right."""
     if identity:
-        return MoreRights(holder, replace(gain, principal=""), "the account", new)
-    return MoreRights(holder, gain, _classify_principal(gain.principal), new)
+        return GainedRight(holder, replace(gain, principal=""), "the account", new)
+    return GainedRight(holder, gain, _classify_principal(gain.principal), new)
 
 
 def _classify_principal(principal: str) -> str:
-    """Return the kind of holder that a principal of a statement stands for."""
+    """Return which kind of party a statement's principal stands for, as in ``GainedRight.who``."""
     if principal.startswith("Service:"):
         return "a service"
     arn = principal.removeprefix("AWS:").split(":", 5)
@@ -413,8 +419,8 @@ def _classify_principal(principal: str) -> str:
 
 
 def _is_admitted(holder: str, admitted: Iterable[Names]) -> bool:
-    """Return whether a resource may admit the identity, so that denials in its own policies
-    matter."""
+    """Return whether a resource's policy may admit an identity by itself. If so, denials in the
+    identity's own policies matter."""
     session = f":assumed-role/{holder.rsplit('/', 1)[-1]}/"
     return any(
         names.has(f"AWS:{holder}") or any(session in one for one in names.patterns)

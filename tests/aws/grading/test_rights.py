@@ -8,7 +8,7 @@ import pytest
 from realhf.aws.grading.policy_comparison import Budget, Policies, compare_policies
 from realhf.aws.grading.rights import (
     MOST_STEPS,
-    MoreRights,
+    GainedRight,
     Resources,
     RightsChange,
     compare_rights,
@@ -91,9 +91,9 @@ def change(before: Account, after: Account) -> RightsChange:
     return compare_rights(read_rights(before.resources()), read_rights(after.resources()))
 
 
-def openings(found: RightsChange) -> list[MoreRights]:
+def openings(found: RightsChange) -> list[GainedRight]:
     """What lets somebody in from outside of the account."""
-    return [one for one in found.more if one.who in ("anybody", "another account")]
+    return [one for one in found.gained if one.who in ("anybody", "another account")]
 
 
 def same_policy(wanted: Any, found: Any) -> bool:
@@ -111,7 +111,7 @@ def test_whoever_stays_administrator_through_a_group_is_seen() -> None:
     wanted = Account()
     found = Account()
     found.group.update(Users=["ann"], AttachedPolicies=[ADMIN])
-    (more,) = change(wanted, found).more
+    (more,) = change(wanted, found).gained
     assert str(more) == f"{wanted.user['Arn']} may * on *"
     assert more.who == "the account"
     by_group = Account()
@@ -129,7 +129,7 @@ def test_a_group_without_members_gives_nobody_anything() -> None:
     before = Account()
     after = Account()
     after.group_inline["all"] = ALL
-    assert not change(before, after).more
+    assert not change(before, after).gained
     assert change(before, after).changed == ("staff",)
 
 
@@ -143,7 +143,7 @@ def test_the_version_that_counts_is_the_default() -> None:
         one.versions["v2"] = {"Document": json.dumps(ALL)}
     switched.default = "v2"
     assert change(before, after) == RightsChange()
-    assert [one.holder for one in change(before, switched).more] == [before.user["Arn"]]
+    assert [one.holder for one in change(before, switched).gained] == [before.user["Arn"]]
 
 
 def test_a_boundary_limits_and_its_end_is_a_gain() -> None:
@@ -152,9 +152,9 @@ def test_a_boundary_limits_and_its_end_is_a_gain() -> None:
     for one in (bound, free):
         one.inline["all"] = ALL
     bound.user["PermissionsBoundary"] = OWN
-    assert not change(free, bound).more
+    assert not change(free, bound).gained
     assert change(free, bound).changed == (free.user["Arn"],)
-    assert len(change(bound, free).more) == 1
+    assert len(change(bound, free).gained) == 1
     small = Account()
     small.inline["read"] = READ
     assert change(small, bound) == RightsChange(), (
@@ -177,8 +177,8 @@ def test_policies_of_aws_are_equal_to_themselves_only() -> None:
     after = Account()
     before.user["AttachedPolicies"] = [ADMIN]
     after.user["AttachedPolicies"] = ["arn:aws:iam::aws:policy/ReadOnlyAccess"]
-    assert not change(before, after).more, "an administrator has it already"
-    (more,) = change(Account(), after).more
+    assert not change(before, after).gained, "an administrator has it already"
+    (more,) = change(Account(), after).gained
     assert str(more).endswith("where arn:aws:iam::aws:policy/ReadOnlyAccess says so")
 
 
@@ -190,7 +190,7 @@ def test_what_cannot_be_read_may_be_anything(document: str) -> None:
     before = Account()
     after = Account()
     after.inline["odd"] = document
-    assert len(change(before, after).more) == 1
+    assert len(change(before, after).gained) == 1
     assert change(after, after) == RightsChange()
 
 
@@ -218,10 +218,10 @@ def test_who_gains_by_the_policy_of_a_resource(document: Any, who: str, opening:
     after = Account()
     after.queue["attributes"]["Policy"] = document
     found = change(before, after)
-    assert {one.who for one in found.more} == {who}
+    assert {one.who for one in found.gained} == {who}
     assert bool(openings(found)) is opening
     assert found.changed == ("sqs/queues/jobs/attributes/Policy",)
-    assert not change(after, before).more
+    assert not change(after, before).gained
 
 
 def test_wider_trust_is_told_with_the_role() -> None:
@@ -230,7 +230,7 @@ def test_wider_trust_is_told_with_the_role() -> None:
     after.role["AssumeRolePolicyDocument"] = trust(
         Service=["lambda.amazonaws.com", "ec2.amazonaws.com"]
     )
-    (more,) = change(before, after).more
+    (more,) = change(before, after).gained
     assert (more.holder, more.who) == (f"trust in {before.role['Arn']}", "a service")
     after.role["AssumeRolePolicyDocument"] = trust()
     assert [one.who for one in openings(change(before, after))] == ["anybody"]
@@ -337,5 +337,5 @@ def test_what_takes_long_is_named_and_never_taken_for_equal(kind: str) -> None:
     }
     after.versions["v1"] = {"Document": json.dumps(hostile(kind))}
     found = change(before, after)
-    assert len(found.unread) + len(found.changed) == 100
-    assert len(found.unread) > 90
+    assert len(found.not_compared) + len(found.changed) == 100
+    assert len(found.not_compared) > 90

@@ -18,7 +18,7 @@ from realhf.aws.episode.episode import Episode, masked_task
 from realhf.aws.episode.validation import play
 from realhf.aws.episode.world import SlotState
 from realhf.aws.grading.criteria import CriteriaStep, ListedResource, parse_criteria
-from realhf.aws.grading.grader import earns_credit, unspent_request, verified
+from realhf.aws.grading.grader import check_passes, earns_credit, find_unused_request
 from realhf.aws.grading.reward import monotone_progress, score
 from realhf.aws.grading.tracker import Evidence, same_resource
 from realhf.aws.messages import HINT_COMMAND
@@ -85,7 +85,7 @@ def test_layer_1_printed_or_unsent_success_is_no_success(episode: Episode) -> No
         f"\"'{name}'\"",
     ]
     assert play(episode, task, fakes) == (False, 0.0)
-    assert not verified(ListedResource("s3", "bucket", name), SlotState(episode._slot))
+    assert not check_passes(ListedResource("s3", "bucket", name), SlotState(episode._slot))
 
 
 def test_layer_2_one_request_pays_once(episode: Episode) -> None:
@@ -100,7 +100,7 @@ def test_layer_2_one_request_pays_once(episode: Episode) -> None:
     again = [create] * 5 + ["aws s3api list-buckets"]
     assert play(episode, instantiate(VERSIONED, 1), again) == (False, pytest.approx(0.45))
     deed = Evidence(0, "s3:CreateBucket", {}, "a", True, "")
-    assert unspent_request(CriteriaStep("s3:CreateBucket", "a"), [deed], [0]) is None
+    assert find_unused_request(CriteriaStep("s3:CreateBucket", "a"), [deed], [0]) is None
 
 
 def test_layer_3_nothing_shown_holds_criteria_seed_or_solution(episode: Episode) -> None:
