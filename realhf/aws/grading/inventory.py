@@ -1,5 +1,5 @@
-"""Names of the resources in an account, listed by service and type. The simulator has no inventory
-API.
+"""Names of the resources in an account, listed by service and type with one API request per type,
+because the simulator has no inventory API.
 
 Source: docs/reference/environment.md 2.1 (infra_state) and 3.
 """
@@ -20,16 +20,16 @@ from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.grading.tracker import plain_name
 
 MAX_NAMES = 100
-"""Largest number of names per type; further ones are dropped."""
+"""Maximum number of names per type; the rest are dropped."""
 MAX_PAGES = 50
-"""Largest number of pages that are read of one list."""
+"""Maximum number of pages read of one list."""
 
 
 class ListingClient(Protocol):
-    """The part of ``StateClient`` that an inventory needs."""
+    """The part of ``StateClient`` that an inventory uses."""
 
     def call(self, service: str, operation: str, params: dict[str, Any]) -> dict[str, Any]:
-        """Send an API request and return its response, see ``StateClient.call``."""
+        """Send an API request and return its response. See ``StateClient.call``."""
         ...
 
 
@@ -39,7 +39,7 @@ _PARAMS: Mapping[str, Mapping[str, Any]] = {
     "ListIPSets": {"Scope": "REGIONAL"},
     "ListWebACLs": {"Scope": "REGIONAL"},
 }
-"""Parameters of the list operations that require some."""
+"""Parameters of the list operations that need any."""
 _ROWS = """
 acm certificate ListCertificates CertificateSummaryList[].DomainName
 apigateway rest-api GetRestApis items[].name
@@ -107,10 +107,10 @@ stepfunctions state-machine ListStateMachines stateMachines[].name
 wafv2 ip-set ListIPSets IPSets[].Name
 wafv2 web-acl ListWebACLs WebACLs[].Name
 """
-"""Service (botocore's name), type, list operation, and JMESPath of the names in the response;
-sorted."""
+"""Rows of ``LISTINGS``, sorted: service (botocore's name), type, list operation, JMESPath of the
+names in the response."""
 Listing = tuple[str, str, Mapping[str, Any], str]
-"""Type, list operation, its parameters, and JMESPath of the names."""
+"""(type, list operation, parameters of the operation, JMESPath of the names in the response)."""
 LISTINGS: Mapping[str, tuple[Listing, ...]] = {
     service: tuple(
         (kind, operation, _PARAMS.get(operation, {}), path) for _, kind, operation, path in rows
@@ -121,7 +121,7 @@ LISTINGS: Mapping[str, tuple[Listing, ...]] = {
 
 
 class Inventory:
-    """Cached names of the resources of some services, read on demand.
+    """Cached names of an account's resources in some services, read on demand.
 
     Use it from one thread at a time and not from an event loop: it sends blocking requests.
     """
@@ -132,7 +132,8 @@ class Inventory:
         self._known: dict[str, dict[str, list[str]]] = {}
 
     def touch(self, service: str, *, changed: bool) -> None:
-        """Record a request to ``service``. ``changed``: it may have changed the service's state."""
+        """Add ``service`` to the services that are listed. ``changed``: a request may have changed
+        the service's state, so its cached names are dropped."""
         self._services.add(service)
         if changed:
             self._known.pop(service, None)
@@ -142,8 +143,8 @@ class Inventory:
         self._known.clear()
 
     def read(self) -> dict[str, dict[str, list[str]]]:
-        """Return the names by service and type, without empty types and services that cannot be
-        listed.
+        """Return the names as {service: {type: names}}. Types without names and services that
+        cannot be listed are left out.
 
         Raises ConnectionError if the simulator does not answer.
         """
@@ -171,10 +172,10 @@ class Inventory:
 def list_names(
     caller: ListingClient, service: str, kind: str, limit: int | None = None
 ) -> set[str]:
-    """Return the names that the account lists for one of the ``LISTINGS``.
+    """Return the names that the account lists for one type of ``LISTINGS``.
 
-    Reads page by page until there are ``limit`` names (None: until MAX_PAGES). Raises
-    StateCallError or ConnectionError.
+    Reads page by page until there are ``limit`` names. If ``limit`` is None, it reads up to
+    MAX_PAGES pages. Raises StateCallError or ConnectionError.
     """
     _, operation, params, path = next(row for row in LISTINGS[service] if row[0] == kind)
     input_token, output_token = _page_tokens(service, operation)
@@ -192,7 +193,7 @@ def list_names(
 
 @cache
 def _page_tokens(service: str, operation: str) -> tuple[str, str]:
-    """Return the parameter that requests the next page and the response field that holds its token.
+    """Return (parameter that requests the next page, response field with that page's token).
 
     Both are "" for an operation without pages.
     """

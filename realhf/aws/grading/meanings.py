@@ -1,8 +1,8 @@
-"""Meaning of resource members beyond their names: descriptions, tags, ordered lists, and default
-values.
+"""Meaning of resource members that the snapshot alone does not show: descriptions, tags, ordered
+lists, and default values.
 
 The facts are in ``meanings.yaml``, by service, kind and member. A member that is not listed there
-is compared as it is.
+is compared without changes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any
 import yaml
 
 Key = tuple[str, str, str]
-"""Service, kind and identity of a resource. A kind with a ``/`` lies within a resource of the kind
-before the ``/``."""
+"""(service, kind, identity) of a resource. A kind "a/b" is a part of resources of the kind "a"."""
 Drops = Callable[[str, Mapping[str, Any]], bool]
-"""Returns whether to drop a text; called with the text and the innermost mapping that contains
-it."""
+"""Function that returns whether to drop a value, given as text, from the innermost mapping that
+contains it."""
 DOCUMENT = "{document}"
-"""Path step before the content of a document that a user wrote, none of which belongs to the
+"""Path step that precedes the content of a user-written document. No member in it belongs to the
 service."""
 _TAG_OF_RESOURCE = "aws:ResourceTag/"
 _QUOTED_WORD = re.compile(r'"(\w+)"')
 _REFERENCE = re.compile(r"\{([^{}]+)\}")
 _SIBLING = "./"
-"""Prefix of a path that starts at the member's own mapping; other paths start at the resource."""
+"""Prefix of a path relative to the mapping that contains the member; other paths are relative to
+the resource."""
 
 
 @cache
@@ -42,7 +42,7 @@ def _tables() -> Mapping[str, Any]:
 
 @cache
 def _kinds_in(table: str) -> frozenset[str]:
-    """Return the kinds ("service/kind") in a table."""
+    """Return the kinds ("service/kind") listed in a table."""
     return frozenset(_tables()[table])
 
 
@@ -54,18 +54,18 @@ def _paths(table: str, kind: str) -> tuple[list[str], ...]:
 
 
 def holds_tags(key: Key) -> bool:
-    """Return whether records of this kind contain the tags of a resource and nothing else."""
+    """Return whether records of this kind contain a resource's tags and nothing else."""
     return f"{key[0]}/{key[1]}" in _kinds_in("tag_kinds")
 
 
 def is_setting(key: Key) -> bool:
-    """Return whether a record is a setting of a resource: only its content counts, not its
-    identity."""
+    """Return whether a record is a setting of a resource, for which only the content counts and not
+    the identity."""
     return f"{key[0]}/{key[1]}" in _kinds_in("settings") or holds_tags(key)
 
 
 def only_describes(key: Key, path: str) -> bool:
-    """Return whether the value at a path of a resource is a description or a tag."""
+    """Return whether the value at a path of a resource is only a description or a tag."""
     if holds_tags(key):
         return True
     kind = f"{key[0]}/{key[1]}"
@@ -79,27 +79,28 @@ def only_describes(key: Key, path: str) -> bool:
 
 
 def _matches_prefix(known: list[str], steps: list[str]) -> bool:
-    """Return whether the steps of two paths match as far as both go; ``*`` in ``known`` matches any
-    step."""
+    """Return whether two paths match up to the end of the shorter one; ``*`` in ``known`` matches
+    any step."""
     return all(one in ("*", other) for one, other in zip(known, steps, strict=False))
 
 
 @dataclass(frozen=True)
 class MemberPosition:
-    """The position of a value: a member of a service's resource, or a part of a document."""
+    """The position of a value: in a member of a service's resource, or within a user-written
+    document."""
 
     service: str
-    """Service of the resource."""
+    """The resource's service."""
     name: str
-    """Name of the innermost member."""
+    """Name of the innermost member around the value."""
     written: bool = False
-    """Whether the value is part of a document that a user wrote."""
+    """Whether the value is part of a user-written document."""
     holder: str = ""
     """Name of the member that contains the document."""
 
     @classmethod
     def of(cls, key: Key) -> MemberPosition:
-        """Return the position of a whole resource."""
+        """Return the position of a resource as a whole."""
         return cls(key[0], key[1])
 
     def inner(self, name: str) -> MemberPosition:
@@ -110,10 +111,10 @@ class MemberPosition:
 
     @property
     def in_order(self) -> bool:
-        """Whether the order of a list counts at this position.
+        """Whether the order of a list matters at this position.
 
-        In a document it counts unless the member is known to be unordered; elsewhere it counts only
-        if the member is known to be ordered.
+        In a document it matters unless the member is listed as unordered. Elsewhere it matters only
+        if the member is listed as ordered.
         """
         if not self.written:
             return self.name in _members("ordered", self.service)
@@ -122,28 +123,28 @@ class MemberPosition:
 
     @property
     def typed(self) -> bool:
-        """Whether a number differs from its text at this position.
+        """Whether a number differs from the string that spells it at this position.
 
-        It does in documents, whose types the service reads; for the service's own members the API
-        model defines the type.
+        It does in documents, whose types the service reads. For the service's own members the API
+        model defines the type, so the two are equal.
         """
         return self.written and self.name not in _members("numbers_or_texts", self.service)
 
 
 @cache
 def _members(table: str, service: str) -> frozenset[str]:
-    """Return the members that a table lists for a service."""
+    """Return the members of a service that are listed in a table."""
     return frozenset(_tables()[table].get(service, ()))
 
 
 def known_defaults() -> Mapping[str, Sequence[Mapping[str, Any]]]:
-    """Return the default values of AWS by "service/kind", as rows of the file."""
+    """Return AWS's default values by "service/kind", as rows of the file."""
     return _tables()["defaults"]
 
 
 def drop_defaults(kind: str, attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a resource of a kind ("service/kind") without the values that AWS
-    takes by default, and in the form that its equivalents share."""
+    """Return the attributes of a resource of a kind ("service/kind") without members that have
+    AWS's default value, and in canonical form."""
     if kind == "backup/selections":
         attributes = _normalize_selection(attributes)
     for path in _tables()["descriptions_in_lists"].get(kind, ()):
@@ -161,8 +162,8 @@ def drop_defaults(kind: str, attributes: dict[str, Any]) -> dict[str, Any]:
 def _is_default(
     default: Mapping[str, Any], resource: Mapping[str, Any], text: str, holder: Mapping[str, Any]
 ) -> bool:
-    """Return whether ``text`` is the default of a row, for a member of ``holder`` in
-    ``resource``."""
+    """Return whether ``text`` is the default value according to a row of the file. ``holder`` is
+    the mapping in ``resource`` that contains the member."""
 
     def value_at(path: str) -> str:
         if path.startswith(_SIBLING):
@@ -175,10 +176,11 @@ def _is_default(
 
 
 def _normalize_selection(selection: dict[str, Any]) -> dict[str, Any]:
-    """Return a selection of AWS Backup by one tag in the form of a list of that tag.
+    """Return an AWS Backup selection in canonical form: a condition on a single tag becomes a list
+    of that tag.
 
-    A condition on a single tag and a list of that tag select the same resources. With several tags
-    the forms differ: conditions must all match, of a list one.
+    The two select the same resources. With several tags they differ: all conditions must match, but
+    only one entry of the list.
 
     https://docs.aws.amazon.com/aws-backup/latest/devguide/API_BackupSelection.html
     """
@@ -209,14 +211,15 @@ def _normalize_selection(selection: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_text(attributes: Any, path: str) -> str:
-    """Return the value at a path as text, "" if there is none."""
+    """Return the value at a path as a string, or "" if there is none."""
     for step in path.split("/"):
         attributes = attributes.get(step) if isinstance(attributes, Mapping) else None
     return "" if attributes is None else _as_text(attributes)
 
 
 def _as_text(value: Any) -> str:
-    """Return a value as text; a list as its sorted texts, joined by spaces."""
+    """Return a value as a string. A list becomes its items as strings, sorted and joined by
+    spaces."""
     if isinstance(value, list):
         return " ".join(sorted(map(_as_text, value)))
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -225,10 +228,11 @@ def _as_text(value: Any) -> str:
 def _without(
     value: Any, steps: list[str], drops: Drops, holder: Mapping[str, Any] | None = None
 ) -> Any:
-    """Return ``value`` without the droppable text, or list of texts, at the end of a path.
+    """Return ``value`` without the scalar, or list of scalars, at the end of a path, if ``drops``
+    says so.
 
-    Containers that become empty are dropped too; None if nothing is left. ``name[]`` goes through a
-    list and ``*`` through all keys of a mapping.
+    Containers that become empty are dropped too; the result is None if nothing is left. In a path,
+    ``name[]`` stands for all elements of a list and ``*`` for all keys of a mapping.
     """
     if not steps:
         items = value if isinstance(value, list) else [value]

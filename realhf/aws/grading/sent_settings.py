@@ -1,13 +1,14 @@
-"""Comparison of request members that the simulator drops, which no snapshot can show.
+"""Comparison of request members that the simulator does not store and that no snapshot can
+therefore show.
 
-``kept_members.json`` states for each write operation which members of a request reach the account
-of a simulator; the command ``python -m realhf.aws.tasks members`` creates it by sending requests
-with and without them. ``member_notes.yaml`` adds facts that no request can show: defaults that AWS
-documents, members that only control a request, descriptions and tags. A member in neither file
-counts as not kept.
+``kept_members.json`` states for each write operation which request members reach the account of a
+simulator. The command ``python -m realhf.aws.tasks members`` creates it by sending requests with
+and without each member. ``member_notes.yaml`` adds facts that no request can show: defaults that
+AWS documents, members that only control a request, descriptions and tags. What the two files state
+about a member is its *fate*. A member in neither file counts as not stored.
 
-A *setting* is a member of a request together with the resource that the request is about, its
-*subject*. The value that was sent last counts. Source: docs/reference/environment.md 7.
+A *setting* is a request member together with its *subject*, the resource that the request is about.
+The value that was sent last counts. Source: docs/reference/environment.md 7.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from realhf.aws.grading.tracker import identifying_parameter, identity, is_read
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 
 TABLE = Path(__file__).with_name("kept_members.json")
-"""The table of members of the package."""
+"""The package's table of members."""
 REMAKE = "python -m realhf.aws.tasks members tests/aws/validation/plays/*.yaml"
 """The command that recreates the table."""
 KEPT = "kept"
@@ -46,27 +47,27 @@ DEFAULT = "default"
 TEXT = "text or tag"
 """Fates of a member in the table."""
 NOT_PROBED = "not probed"
-"""Prefix of a fate; a reason follows."""
+"""Prefix of the fate of a member that was not probed; the reason follows."""
 _COMPARED = (NOT_KEPT, DEFAULT, NOT_PROBED)
-"""Prefixes of the fates whose members are compared as they were sent."""
+"""Prefixes of the fates that require comparing the values that were sent."""
 ANY = "*"
 """Path step that matches any key of a map."""
 ELEMENT = "[]"
-"""Path step into the elements of a list."""
+"""Path step that stands for the elements of a list."""
 _MAKES = re.compile(r"^AWS::|:(Create|Run|Allocate|Request|Register|Import|Copy|Restore)")
 """Operations that may create a resource with a generated id."""
 _REPLACES = re.compile(r"^AWS::|:(Create|Run|Put|Set|Register|Request)")
-"""Operations that set all of a resource: members that they omit return to their defaults."""
+"""Operations that set a resource as a whole: members that they omit return to their defaults."""
 _CREATES = re.compile(r"^AWS::|:Create")
 """Operations that create a resource."""
 _VERB = re.compile(r"^[A-Z][a-z]+(?=[A-Z])")
-"""The verb of an operation."""
+"""An operation's verb."""
 _ENDS = re.compile(r":(Delete|Terminate|Deregister|Release|Remove|Schedule\w*Deletion)")
 """Operations that delete a resource."""
 _RESTORES = re.compile(r":(Restore|Cancel)")
 """Operations that cancel a deletion."""
 _VERSIONS = frozenset({"Qualifier", "Version", "VersionId", "Versions"})
-"""Members that select a version to delete; the rest of the resource stays."""
+"""Members of a delete request that select versions; the rest of the resource stays."""
 _TAKES_AWAY = re.compile(
     r":(Delete|Terminate|Deregister|Release|Remove|Schedule\w*Deletion|Detach|Disassociate|Untag|Abort|Cancel)"
 )
@@ -74,13 +75,14 @@ _TAKES_AWAY = re.compile(
 _STACKS = frozenset({"cloudformation:CreateStack", "cloudformation:UpdateStack"})
 """Operations on a stack whose requests contain a template."""
 _TYPE = "AWS::"
-"""Prefix of the resource types of CloudFormation."""
+"""Prefix of CloudFormation's resource types."""
 _UNNAMED = "(unnamed)"
-"""Prefix of the subject of a declared resource without a known name; it is always compared."""
+"""Prefix that marks, in a subject, a declared resource without a known name. It is always
+compared."""
 _NAME_SUFFIX = re.compile(r"(name|identifier|id)$")
 """End of a property that names a resource."""
 _UNREAD = "AWS::CloudFormation::Template"
-"""Stands for a template that cannot be read; all that it declares counts as a difference."""
+"""Stands for a template that cannot be read. Everything that it declares counts as a difference."""
 _TYPE_SERVICES: Mapping[str, str] = {
     "CertificateManager": "acm",
     "Cognito": "cognito-idp",
@@ -88,76 +90,76 @@ _TYPE_SERVICES: Mapping[str, str] = {
     "KinesisFirehose": "firehose",
     "OpenSearchService": "opensearch",
 }
-"""botocore's names of services whose CloudFormation name is not the same in lower case."""
+"""botocore names of the services whose CloudFormation name, in lower case, is different."""
 _ATTRIBUTES = "Attributes"
-"""Member with a map of attributes."""
+"""Member that contains a map of attributes."""
 _ATTRIBUTE = frozenset({"AttributeName", "AttributeValue"})
-"""Members of a request that sets a single attribute: its name and its value."""
+"""Members of a request that sets a single attribute: the attribute's name and value."""
 _TRUTHS = frozenset({"true", "false"})
-"""Texts of booleans."""
+"""Strings that spell booleans."""
 _SHOWN_CHARS = 200
-"""Characters of a value that a message shows."""
+"""Number of characters of a value that a message shows."""
 _MOST_VALUES = 30_000
-"""Largest number of values of one episode that are read; an excess counts as a difference."""
+"""Maximum number of values read in one episode. Values beyond it count as a difference."""
 _TELLING = 4
-"""Length from which a text hardly occurs in an account by chance."""
+"""Minimum length of a string that hardly occurs in an account by chance."""
 _MOST_BITS = 10_000
-"""Largest size of an integer, in bits; Python refuses to write larger ones in decimal."""
+"""Maximum size of an integer written in decimal, in bits; Python refuses to convert much larger
+ones."""
 MemberPath = tuple[str, ...]
-"""Path to a member: its names, and ``ELEMENT`` for the elements of a list."""
+"""Path to a member: the names along the way, and ``ELEMENT`` for the elements of a list."""
 Subject = tuple[str, ...]
-"""The resource that a request is about: a service and the names or ids of the resource."""
+"""The resource that a request is about, as (service, names or ids of the resource ...)."""
 
 
 @dataclass(frozen=True)
 class SentWrite:
-    """An accepted write request, with the resources that appeared and disappeared by its
-    command."""
+    """An accepted write request, with the resources that its command created and removed."""
 
     operation: str
-    """The operation as "service:Operation", or the type of a resource that a template declares."""
+    """The operation as "service:Operation", or the type of a resource declared in a template."""
     params: Mapping[str, Any]
-    """Its parameters."""
+    """The request's parameters, or the declared properties."""
     made: tuple[tuple[str, str], ...] = ()
     """(service, id) of the ids that were generated for the new resources."""
     born: frozenset[Key] = frozenset()
     """Keys of the resources that are new."""
     gone: frozenset[Key] = frozenset()
-    """Keys of the resources that are removed or replaced."""
+    """Keys of the resources that were removed or replaced."""
 
 
 Values = frozenset[str]
-"""The values that one request sent of a member, as text; empty if it did not send it or sent its
+"""The values, as strings, that one request sent for a member. Empty if it sent none or the
 default."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The values that a resource received for one member."""
+    """The values that were sent for one member of a resource."""
 
     sent: tuple[Values, ...]
-    """The values of each request of the last operation, in order. If several resources share a
-    name, as the routes of a table do, each has its own request."""
+    """The values in each request with the last operation, in order. If several resources share a
+    name, as the routes of a route table do, each of them has its own request."""
     operation: str
-    """The last operation."""
+    """The last operation that sent the member."""
     path: MemberPath
-    """The member of its request."""
+    """The member's path in requests with that operation."""
     fate: str
-    """Fate of the member in the table."""
+    """The member's fate in the table."""
 
     @property
     def last(self) -> Values:
-        """The values of the last request."""
+        """The values in the last request."""
         return self.sent[-1]
 
     @property
     def ever(self) -> Values:
-        """The values of all requests."""
+        """The values in all of the requests."""
         return frozenset().union(*self.sent)
 
 
 _UNSENT: tuple[Values, ...] = (frozenset(),)
-"""The values of a setting that was never sent."""
+"""``Setting.sent`` for a member that was never sent."""
 Settings = Mapping[Subject, Mapping[MemberPath, Setting]]
 """Settings by subject and normalized path."""
 Resources = Mapping[Key, Mapping[str, Any]]
@@ -166,25 +168,25 @@ Resources = Mapping[Key, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Default:
-    """The value that AWS takes for a member that is not sent."""
+    """The value that AWS uses for a member that is not sent."""
 
     operation: str
-    """The operation, or "service:" for all of a service."""
+    """The operation, or "service:" for all operations of a service."""
     path: str
-    """The member, as ``format_path`` writes it."""
+    """The member's path, as ``format_path`` writes it."""
     value: str
-    """The default value, as text."""
+    """The default value, as a string."""
     where: Mapping[str, str] = field(default_factory=dict)
-    """Members, with their values, that must be sent as well for the default to apply."""
+    """Other members, with their values, that must be sent for the default to apply."""
 
 
 class MemberTable:
-    """The fates of request members.
+    """The fates of request members, and the defaults that AWS documents for them.
 
-    ``fates``: fate by path (see ``format_path``), by operation. ``about``: the members that
-    identify the resource of a request, by operation. ``uses``: operations that only use a resource.
-    ``defaults``: defaults that AWS documents. ``noted``: returns the fate from the notes for an
-    operation and a path, or "".
+    ``fates``: for each operation, the fates of its members by path (see ``format_path``).
+    ``about``: the members that identify a request's resource, by operation. ``uses``: operations
+    that only use a resource. ``defaults``: the documented defaults. ``fate_from_notes``: returns
+    the fate that the notes give for an operation and a path, or "".
     """
 
     def __init__(
@@ -193,12 +195,12 @@ class MemberTable:
         about: Mapping[str, Sequence[str]],
         uses: Iterable[str] = (),
         defaults: Iterable[Default] = (),
-        noted: Callable[[str, str], str] = lambda operation, path: "",
+        fate_from_notes: Callable[[str, str], str] = lambda operation, path: "",
     ) -> None:
         self.uses = frozenset(uses)
         self._about = about
         self._fates = {operation: _build_tree(members) for operation, members in fates.items()}
-        self._noted_fate = noted
+        self._fate_from_notes = fate_from_notes
         self._defaults: defaultdict[tuple[str, MemberPath], list[Default]] = defaultdict(list)
         for one in defaults:
             self._defaults[
@@ -206,23 +208,25 @@ class MemberTable:
             ].append(one)
 
     def fate(self, operation: str, path: MemberPath) -> str:
-        """Return the fate of a member, or of the structure that contains it.
+        """Return the fate of a member, or that of a structure around it if the member itself has
+        none.
 
-        For an operation that was not probed, the notes decide; a member of an operation that only
-        removes something is not a setting.
+        For an operation that was not probed, the notes decide. A member of an operation that only
+        removes something does not count as a setting.
         """
         if operation in self._fates:
             return self._probed_fate(operation, path)
-        noted = (
-            self._noted_fate(operation, format_path(path[:end])) for end in range(1, len(path) + 1)
+        fates = (
+            self._fate_from_notes(operation, format_path(path[:end]))
+            for end in range(1, len(path) + 1)
         )
-        fate = next(filter(None, noted), "")
+        fate = next(filter(None, fates), "")
         if not fate and _TAKES_AWAY.search(operation):
             fate = NAMES
         return fate or NOT_PROBED
 
     def _probed_fate(self, operation: str, path: MemberPath) -> str:
-        """Return the fate of the deepest part of a path that the table lists."""
+        """Return the fate of the deepest part of a path that the table lists, or NOT_PROBED."""
         fate = NOT_PROBED
         node = self._fates.get(operation, {})
         for step in path:
@@ -234,10 +238,10 @@ class MemberTable:
         return fate
 
     def is_default(self, write: SentWrite, path: MemberPath, value: str) -> bool:
-        """Return whether a value is the documented default of a member.
+        """Return whether a value is a member's documented default.
 
-        The default of one operation also applies to other operations on the same kind of resource,
-        and to its type in a template.
+        The default for one operation also applies to other operations on the same kind of resource,
+        and to that kind's type in templates.
         """
         known = self._defaults.get((service_of(write.operation), _normalize_path(path)), [])
         own = [one for one in known if one.operation == write.operation]
@@ -249,7 +253,7 @@ class MemberTable:
         )
 
     def about(self, write: SentWrite) -> Sequence[str]:
-        """Return the members that identify the resource of a request."""
+        """Return the members that identify the request's resource."""
         known = self._about.get(write.operation)
         if known is None and write.operation.startswith(_TYPE):
             noun = _noun_of(write.operation).rpartition("::")[2].lower()
@@ -259,8 +263,8 @@ class MemberTable:
         return known
 
     def subject(self, write: SentWrite) -> Subject:
-        """The resource that a write request is about, by the name that the request gives or by the
-        generated ids."""
+        """Return the resource that a write request is about, identified by the name in the request
+        or by the ids that were generated for it."""
         service = service_of(write.operation)
         values = [write.params.get(member) for member in self.about(write)]
         named = [identity(service, value) for value in values if isinstance(value, str)]
@@ -283,14 +287,14 @@ class MemberTable:
 
 
 def _names_resource(noun: str, member: str) -> bool:
-    """Return whether a property names a resource of a type, as DBInstanceIdentifier does; both in
-    lower case."""
+    """Return whether a property names a resource of a type, as DBInstanceIdentifier does for
+    DBInstance. ``noun`` (the type) and ``member`` must be in lower case."""
     stem = _NAME_SUFFIX.sub("", member)
     return member in (noun, "name", "family") or (stem != member and stem != "" and stem in noun)
 
 
 def _build_tree(members: Mapping[str, str]) -> dict[str, Any]:
-    """Return fates by path as a tree; each node stores its own fate under ""."""
+    """Return fates by path as a tree. Each node has its own fate under the key ""."""
     root: dict[str, Any] = {}
     for text, fate in members.items():
         node = root
@@ -301,20 +305,20 @@ def _build_tree(members: Mapping[str, str]) -> dict[str, Any]:
 
 
 def format_path(path: MemberPath) -> str:
-    """Return a path as the table writes it: ``Statements[].Name``."""
+    """Return a path in the table's notation: ``Statements[].Name``."""
     return ".".join(path).replace(f".{ELEMENT}", ELEMENT)
 
 
 def parse_path(text: str) -> list[str]:
-    """Return the path that ``format_path`` wrote."""
+    """Return the steps of a path in the notation of ``format_path``."""
     return text.replace(ELEMENT, f".{ELEMENT}").split(".")
 
 
 def build_settings(
     writes: Iterable[SentWrite], table: MemberTable, rename: Callable[[str], str] = str
 ) -> Settings:
-    """Return the settings that requests leave, in their order. ``rename`` is applied to every
-    text."""
+    """Return the settings that result from write requests, given in order. ``rename`` is applied to
+    every string."""
     ledger = _SettingsLedger(table, rename)
     for write in writes:
         ledger.record(write)
@@ -322,7 +326,7 @@ def build_settings(
 
 
 class _SettingsLedger:
-    """Accumulates the settings of each resource, request by request."""
+    """The settings of each resource, updated request by request."""
 
     def __init__(self, table: MemberTable, rename: Callable[[str], str]) -> None:
         self.settings: dict[Subject, dict[MemberPath, Setting]] = {}
@@ -330,24 +334,24 @@ class _SettingsLedger:
         self._table = table
         self._rename = rename
         self._existing: defaultdict[Subject, dict[str, frozenset[Key]]] = defaultdict(dict)
-        """Created resources that still exist, by subject and kind, with the keys in the account
-        that appeared with them."""
+        """Created resources that still exist, by subject and kind. The value is the keys that
+        appeared in the account when the resource was created."""
         self._at_top: defaultdict[tuple[Subject, str], set[MemberPath]] = defaultdict(set)
-        """Paths of settings by subject and the first step of the path."""
+        """Paths of settings, by subject and the path's first step."""
         self._asked: defaultdict[tuple[Subject, str], set[MemberPath]] = defaultdict(set)
-        """Paths of settings by subject and operation."""
+        """Paths of settings, by subject and operation."""
         self._made_with: dict[tuple[str, str], Subject] = {}
-        """Subject for which each generated id was made; later requests name the resource by the
-        id."""
+        """Subject for which each generated id was made, by (service, id). Later requests name the
+        resource by the id."""
         self._stacks: dict[str, Mapping[str, Any]] = {}
-        """The last request about each stack."""
+        """The last request about each stack, by the stack's name."""
         self._declared: dict[str, list[SentWrite]] = {}
         """The resources that each stack declares."""
         self._left = _MOST_VALUES
-        """Number of values that may still be read."""
+        """Number of values that may still be recorded."""
 
     def record(self, write: SentWrite) -> None:
-        """Record a request, and the resources that its template declares."""
+        """Record a request and the resources that its template declares."""
         if write.gone:
             self._forget_removed(write.gone)
         if write.operation in self._table.uses or is_read(write.operation, write.params):
@@ -362,14 +366,14 @@ class _SettingsLedger:
             for subject, kind in before & {
                 (self._subject(one), one.operation) for one in self._declared[name]
             }:
-                # a template says all of it again
+                # A template declares a resource completely, so earlier settings are dropped.
                 self._forget(subject, set(self._asked.pop((subject, kind), ())))
             for one in self._declared[name]:
                 self._record_one(one)
 
     def _subject(self, write: SentWrite) -> Subject:
-        """Return the renamed subject of a request; a generated id is replaced by the subject it was
-        made for."""
+        """Return a request's subject with its parts renamed. A generated id is first replaced by
+        the subject it was made for."""
         subject = self._table.subject(write)
         if _MAKES.search(write.operation):
             self._made_with |= {made: subject for made in write.made if made[0] == subject[0]}
@@ -416,8 +420,9 @@ class _SettingsLedger:
     ) -> None:
         """Record the members that a request sends.
 
-        ``again``: the operation was sent to the subject before. ``stays``: the resource exists
-        already and keeps the values that it was created with.
+        ``sent``: the result of ``_sent_members``. ``again``: the operation was sent to the subject
+        before. ``stays``: the resource exists already and keeps the values that it was created
+        with.
         """
         settings = self.settings.setdefault(subject, {})
         top = {path[0] for path in sent} | {
@@ -431,13 +436,13 @@ class _SettingsLedger:
         for path in touched:
             setting = settings[path]
             values = frozenset(sent[path][1]) if path in sent else frozenset()
-            if stays and path in sent:  # without effect: the last value remains the last one
+            if stays and path in sent:  # has no effect, so the last value remains the last one
                 settings[path] = replace(setting, sent=(values, *setting.sent))
             elif setting.operation == write.operation:
                 settings[path] = replace(setting, sent=(*setting.sent, values))
             elif (
                 path not in sent and path[0] in top and not stays
-            ):  # its structure was replaced without it
+            ):  # the structure around it was replaced by one without it
                 self._forget(subject, {path})
         self._asked[subject, write.operation] |= set()  # records the operation even without members
         for path, (where, values) in sent.items():
@@ -451,8 +456,8 @@ class _SettingsLedger:
             self._asked[subject, write.operation].add(path)
 
     def _exists(self, subject: Subject, kind: str, write: SentWrite) -> bool:
-        """Return whether the resource that a request would create existed before and was left as it
-        is."""
+        """Return whether the resource that a create request names existed before and was left
+        unchanged."""
         if kind in self._existing[subject]:
             return True
         return bool(self._existing[subject]) and not _named_by(
@@ -460,8 +465,8 @@ class _SettingsLedger:
         )
 
     def _sent_members(self, write: SentWrite) -> dict[MemberPath, tuple[MemberPath, set[str]]]:
-        """Return the members that a request sends: path and values by normalized path, without
-        default values."""
+        """Return the members that a request sends as {normalized path: (path, values)}. Default
+        values are left out."""
         members: dict[MemberPath, tuple[MemberPath, set[str]]] = {}
         about = self._table.about(write)
         for path, value in leaves(write.params):
@@ -472,7 +477,7 @@ class _SettingsLedger:
         return members
 
     def _forget_removed(self, gone: frozenset[Key]) -> None:
-        """Forget the settings of resources that no longer exist, whatever request removed them."""
+        """Drop the settings of resources that no longer exist, whichever request removed them."""
         for subject, kinds in list(self._existing.items()):
             for kind, born in list(kinds.items()):
                 if born and born & gone:
@@ -481,10 +486,10 @@ class _SettingsLedger:
                         self._forget_resource(subject, kind)
 
     def _forget_deleted(self, subject: Subject, kind: str, write: SentWrite) -> None:
-        """Forget the settings of a deleted resource whose creation was not recorded.
+        """Drop the settings of a deleted resource whose creation was not recorded.
 
-        It is a part of another resource, as the rules of a bucket, or a resource of the set-up; the
-        latter is forgotten only if it is gone from the account.
+        Such a resource is either a part of another one, such as the rules of a bucket, or belongs
+        to the set-up. A resource of the set-up is dropped only if it is gone from the account.
         """
         if self._existing[subject].get(kind):
             return
@@ -506,7 +511,7 @@ class _SettingsLedger:
         self._forget(subject, single)
 
     def _forget_resource(self, subject: Subject, kind: str) -> None:
-        """Forget the settings of a resource and of its parts."""
+        """Drop the settings of a resource and of its parts."""
         existed = self._existing[subject].pop(kind, None) is not None
         others = self._existing[subject].keys()
         for other in list(self.settings):
@@ -526,7 +531,7 @@ class _SettingsLedger:
             )
 
     def _forget(self, subject: Subject, paths: Set[MemberPath]) -> None:
-        """Drop settings of a subject, in all indices."""
+        """Drop settings of a subject, also from the indices."""
         for path in paths:
             setting = self.settings[subject].pop(path)
             self._at_top[subject, path[0]].discard(path)
@@ -538,7 +543,7 @@ class _SettingsLedger:
 
 
 def _named_by(keys: Iterable[Key], subject: Subject) -> frozenset[Key]:
-    """Return those of the keys that a subject names."""
+    """Return the keys whose identity contains a name of the subject."""
     return frozenset(
         key
         for key in keys
@@ -547,8 +552,8 @@ def _named_by(keys: Iterable[Key], subject: Subject) -> frozenset[Key]:
 
 
 def _normalize_value(value: str) -> str:
-    """Return a value in the form that its equivalents share: an ARN of this account as the
-    resource's name, JSON without spaces."""
+    """Return a value in its canonical form: an ARN in this account as the resource's name, JSON
+    without superfluous spaces."""
     if value.startswith("arn:"):
         return identity("", value)
     if value.lstrip()[:1] in ("{", "["):
@@ -560,24 +565,24 @@ def _normalize_value(value: str) -> str:
 
 
 def _same_kind(one: str, other: str) -> bool:
-    """Return whether two operations are about the same kind of resource, as CreateFunction and
-    UpdateFunctionConfiguration are. Resources of different kinds may share a name."""
+    """Return whether two operations concern the same kind of resource, as CreateFunction and
+    UpdateFunctionConfiguration do. Resources of different kinds may share a name."""
     nouns = sorted((_noun_of(name).rpartition("::")[2] for name in (one, other)), key=len)
     return nouns[1].startswith(nouns[0])
 
 
 def _noun_of(operation: str) -> str:
-    """Return the noun of an operation, or a type. The noun of a resource begins the nouns of its
-    parts, as Bucket and BucketCors."""
+    """Return the noun in an operation's name, or a CloudFormation type unchanged. A part's noun
+    begins with that of its resource: Bucket, BucketCors."""
     name = operation.rpartition(":")[2]
     return name if operation.startswith(_TYPE) else _VERB.sub("", name).removesuffix("Deletion")
 
 
 def _declared_writes(params: Mapping[str, Any], write: SentWrite) -> list[SentWrite]:
-    """Return the resources that a request about a stack declares, as writes with their type as
-    operation.
+    """Return the resources that a request about a stack declares, as writes whose operation is the
+    resource's type.
 
-    A template that is invalid or external becomes a single ``_UNREAD`` write.
+    An invalid or external template becomes a single ``_UNREAD`` write.
     """
     try:
         return [
@@ -593,8 +598,8 @@ def _declared_writes(params: Mapping[str, Any], write: SentWrite) -> list[SentWr
 def _complete_stack_request(
     params: Mapping[str, Any], before: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return the parameters of a request about a stack with the template and the values that it
-    keeps from ``before``, the last request."""
+    """Return the parameters of a request about a stack. If it reuses the previous template or
+    values, they are filled in from ``before``, the last request."""
     known = {given.get("ParameterKey"): given for given in _parameters(before)}
     values = [
         known.get(given.get("ParameterKey"), given) if given.get("UsePreviousValue") else given
@@ -609,19 +614,19 @@ def _complete_stack_request(
 
 
 def _parameters(request: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the values of a stack's parameters in a request."""
+    """Return the entries for stack parameters in a request."""
     given = request.get("Parameters")
     return [one for one in given if isinstance(one, Mapping)] if isinstance(given, list) else []
 
 
 def _normalize_path(path: MemberPath) -> MemberPath:
-    """Return a path in the form that APIs and templates share: in lower case, without the map of
-    attributes."""
+    """Return a path in the form that APIs and templates share: in lower case, and without the step
+    into a map of attributes."""
     return tuple(step.lower() for step in path if step.lower() != _ATTRIBUTES.lower())
 
 
 def service_of(operation: str) -> str:
-    """Return the service (botocore's name) of an operation or of a CloudFormation type."""
+    """Return the botocore name of the service of an operation or a CloudFormation type."""
     if not operation.startswith(_TYPE):
         return operation.partition(":")[0]
     name = operation.split("::")[1]
@@ -629,10 +634,10 @@ def service_of(operation: str) -> str:
 
 
 def leaves(value: Any, path: MemberPath = ()) -> Iterator[tuple[MemberPath, str]]:
-    """Yield (path, text) of every scalar in parameters.
+    """Yield (path, value as a string) for every scalar in parameters.
 
-    Empty and None values count as not sent, but an empty structure is yielded as "{}", because its
-    presence may switch something on.
+    None and empty lists are skipped, as if they had not been sent. An empty mapping is yielded as
+    "{}", because its presence may switch something on.
     """
     if isinstance(value, Mapping):
         if not value and path:
@@ -658,11 +663,11 @@ def leaves(value: Any, path: MemberPath = ()) -> Iterator[tuple[MemberPath, str]
 def find_differing_settings(
     mine: Settings, wanted: Settings, account: Resources, target: Resources
 ) -> list[str]:
-    """Describe each setting of a target resource that the simulator drops and that differs from the
-    solution.
+    """Describe each setting of a target resource that the simulator does not store and that differs
+    from the solution's.
 
-    ``mine`` and ``wanted``: settings of the agent and of the solution. A member that was not probed
-    is skipped if ``account`` and ``target`` show that they keep its value.
+    ``mine`` and ``wanted``: the settings of the agent and of the solution. A member that was not
+    probed is skipped if both ``account`` and ``target`` show its value.
     """
     names = {(service, part) for service, _, where in target for part in _name_candidates(where)}
     names |= {(subject[0], part) for subject in wanted for part in subject[1:]}
@@ -688,11 +693,11 @@ def find_differing_settings(
 
 
 def _matches(mine: Setting | None, wanted_setting: Setting | None) -> bool:
-    """Return whether a setting equals the solution's, or needs no comparison because the account
+    """Return whether a setting equals the solution's, or need not be compared because the account
     shows it.
 
-    If several resources share a name, any of them may have been requested first, alone or with the
-    others.
+    If several resources share a name, their requests may come in any order, and may be separate or
+    combined.
     """
     if not any(
         setting and setting.fate.startswith(_COMPARED) for setting in (mine, wanted_setting)
@@ -713,7 +718,7 @@ def _matches(mine: Setting | None, wanted_setting: Setting | None) -> bool:
 
 
 def _describe_difference(mine: Setting | None, wanted_setting: Setting | None) -> str:
-    """Describe the difference between a setting and the solution's."""
+    """Describe how a setting differs from the solution's."""
     one = mine or wanted_setting
     assert one is not None
     compared = next(
@@ -737,16 +742,16 @@ def _describe_difference(mine: Setting | None, wanted_setting: Setting | None) -
 
 
 class _ShownValues:
-    """The settings that an account itself shows: a value under the name of its member, or a value
-    that hardly occurs by chance."""
+    """The settings that are visible in an account itself: as a value under the member's name, or as
+    a value that hardly occurs by chance."""
 
     def __init__(self, account: Resources) -> None:
         self._account = account
         self._read: dict[Subject, tuple[frozenset[tuple[str, str]], frozenset[str]]] = {}
 
     def has(self, subject: Subject, setting: Setting | None) -> bool:
-        """Return whether the account shows the last values of a setting. True for no setting, and
-        for a fate that is not compared."""
+        """Return whether the account shows the last values of a setting. True if there is no
+        setting, or if its fate requires no comparison."""
         if setting is None:
             return True
         if not setting.fate.startswith(NOT_PROBED):
@@ -761,7 +766,8 @@ class _ShownValues:
     def _exists(
         self, name: str, value: str, named: frozenset[tuple[str, str]], values: frozenset[str]
     ) -> bool:
-        """Return whether a value occurs under its name, or occurs at all if it is distinctive."""
+        """Return whether a value occurs under its member's name, or anywhere if it is
+        distinctive."""
         if value[:1] in ("{", "["):
             try:
                 inner = [
@@ -779,8 +785,8 @@ class _ShownValues:
         return False
 
     def _leaves(self, subject: Subject) -> tuple[frozenset[tuple[str, str]], frozenset[str]]:
-        """Return the values of the resources that a subject names: (member name, value) pairs, and
-        values alone.
+        """Return the values in the resources that a subject names, as ({(member name, value)},
+        {value}).
 
         Descriptions and tags are left out.
         """
@@ -806,13 +812,13 @@ class _ShownValues:
 
 
 def _split_identity(where: str) -> list[str]:
-    """Return an identity and its parts."""
+    """Return a resource's identity and the parts of it, without marks."""
     plain = _without_marks(where)
     return [plain, *re.split("[/:|]", plain)]
 
 
 def _name_candidates(where: str) -> Iterator[str]:
-    """Yield the identity of a resource and its last part."""
+    """Yield a resource's identity and the last part of it, without marks."""
     plain = _without_marks(where)
     yield plain
     yield re.split("[/:|]", plain)[-1]
@@ -821,10 +827,11 @@ def _name_candidates(where: str) -> Iterator[str]:
 def build_writes(
     before: Snapshot, after: Snapshot, requests: Iterable[tuple[str, Mapping[str, Any]]]
 ) -> list[SentWrite]:
-    """Return the requests of one command with the resources that appeared and disappeared by it.
+    """Return the requests of one command as writes, with the resources that the command created and
+    removed.
 
-    ``before`` and ``after``: the account around the command; ``requests``: operations with
-    parameters.
+    ``before`` and ``after``: the account before and after the command. ``requests``: (operation,
+    parameters) pairs.
     """
     replaced = {
         key for key, serial in after.serials.items() if before.serials.get(key, serial) != serial
@@ -840,36 +847,36 @@ def build_writes(
 
 
 def _without_marks(text: str) -> str:
-    """Return a text without the marks around generated parts."""
+    """Return a string without the marks around generated parts."""
     return text.replace(DRAWN, "").replace(END_DRAWN, "")
 
 
 @cache
 def member_table() -> MemberTable:
-    """Return the table of the package, with the notes."""
+    """Return the package's table, with the notes."""
     return read_table(json.loads(TABLE.read_text(encoding="utf-8")), read_notes())
 
 
 def table_text(table: Mapping[str, Any]) -> str:
-    """Return a table as the text of its file, with one line per member so that two tables can be
-    compared."""
+    """Return a table as the text of its file. Each member has its own line, so that a diff is
+    readable."""
     return json.dumps(table, indent=1, sort_keys=True) + "\n"
 
 
 def read_table(table: Mapping[str, Any], notes: Notes) -> MemberTable:
-    """Return the table that ``realhf.aws.tasks members`` wrote, with the notes."""
+    """Return the member table from the content of its file, with the notes."""
     operations = table["operations"]
     return MemberTable(
         {name: entry["members"] for name, entry in operations.items() if "members" in entry},
         {name: entry["about"] for name, entry in operations.items() if entry.get("about")},
         notes.uses,
         [*_defaults_of_notes(notes), *_defaults_of_accounts()],
-        partial(_noted_fate, notes),
+        partial(_fate_from_notes, notes),
     )
 
 
 def _defaults_of_notes(notes: Notes) -> Iterator[Default]:
-    """Yield the defaults of the notes."""
+    """Yield the defaults in the notes."""
     for (operation, path), value in notes.defaults.items():
         for _, text in leaves(value):
             yield Default(operation, path, text)
@@ -880,11 +887,10 @@ def _defaults_of_notes(notes: Notes) -> Iterator[Default]:
 
 
 def _defaults_of_accounts() -> Iterator[Default]:
-    """Yield the defaults by which accounts are compared, as far as requests write them in the same
-    way.
+    """Yield the defaults in ``meanings.yaml`` that requests write in the same way as accounts.
 
-    A member that the account shows is hidden there if it has its default value, so the default
-    applies to the request as well.
+    A snapshot leaves a member out if it has its default value, so the same default must apply to
+    the request.
     """
     for kind, rows in known_defaults().items():
         for row in rows:
@@ -896,8 +902,8 @@ def _defaults_of_accounts() -> Iterator[Default]:
                 )
 
 
-def _noted_fate(notes: Notes, operation: str, path: str) -> str:
-    """Return the fate of a member according to the notes, or ""."""
+def _fate_from_notes(notes: Notes, operation: str, path: str) -> str:
+    """Return a member's fate according to the notes, or ""."""
     if notes.steers(operation, path):
         return STEERS
     return TEXT if notes.is_text(operation, path) else ""

@@ -1,4 +1,5 @@
-"""Reader of CloudFormation templates: the declared resources with resolved properties."""
+"""Reader of CloudFormation templates: finds the declared resources and resolves their
+properties."""
 
 from __future__ import annotations
 
@@ -14,47 +15,47 @@ from realhf.aws.cli.pinned_http import REGION
 from realhf.aws.tasks.task import ACCOUNT_ID
 
 _DEEPEST = 40
-"""Largest depth of a template, of its values and of the nesting of functions."""
+"""Maximum depth of a template, of its values, and of nested function calls."""
 _MOST_PARTS = 20_000
-"""Largest number of parts of one template; aliases in YAML can multiply them without limit."""
+"""Maximum number of parts of one template. YAML aliases can multiply the parts without limit."""
 _MOST_CHARS = 1_000_000
-"""Largest number of characters of one template with all values filled in."""
+"""Maximum number of characters of one template with all values filled in."""
 _MOST_BITS = 10_000
-"""Largest size of an integer, in bits; Python refuses to write larger ones in decimal."""
+"""Maximum size of an integer, in bits. Python refuses to convert much larger ones to decimal."""
 _NESTED = "AWS::CloudFormation::Stack"
-"""Type of a nested stack, whose template is not part of the request."""
+"""Type of a nested stack. Its template is not part of the request."""
 _PLACE = re.compile(r"\$\{([^!}]+)\}")
-"""A placeholder in the text of ``Fn::Sub``."""
+"""A placeholder in the text given to ``Fn::Sub``."""
 OF_STACK = "<of the stack>"
-"""Stands for a value that comes from another resource of the template."""
+"""Placeholder for a value that comes from another resource of the template."""
 UNKNOWN = (OF_STACK, "<unknown>")
-"""The stand-ins for values that only CloudFormation knows."""
+"""All placeholders for values that only CloudFormation knows."""
 _NO_VALUE = object()
 """The value of ``AWS::NoValue``, which removes a property."""
 
 
 class UnreadTemplate(ValueError):
-    """The declarations of a template cannot be determined."""
+    """The resources that a template declares cannot be determined."""
 
 
 @dataclass(frozen=True)
 class DeclaredResource:
-    """One resource of a template."""
+    """One resource that a template declares."""
 
     name: str
     """Logical name in the template."""
     type: str
-    """Type, e.g. "AWS::S3::Bucket"."""
+    """CloudFormation type, e.g. "AWS::S3::Bucket"."""
     properties: Mapping[str, Any]
-    """Resolved properties; values from other resources are ``OF_STACK``."""
+    """Resolved properties. Values from other resources are replaced by ``OF_STACK``."""
 
 
 class _Loader(yaml.CSafeLoader):
-    """A YAML loader that expands the short forms of functions (``!Ref name``)."""
+    """YAML loader that expands the short forms of functions (``!Ref name``)."""
 
 
 def _construct_function(loader: _Loader, suffix: str, node: yaml.Node) -> dict[str, Any]:
-    """Return the long form of a function, e.g. ``{"Fn::GetAtt": [name, attribute]}``."""
+    """Return a function in its long form, e.g. ``{"Fn::GetAtt": [name, attribute]}``."""
     if isinstance(node, yaml.ScalarNode):
         value: Any = loader.construct_scalar(node)
         if suffix == "GetAtt":
@@ -70,7 +71,7 @@ _Loader.add_multi_constructor("!", _construct_function)
 
 
 def parse_template(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the template of a request that creates or updates a stack, {} if it is missing or
+    """Return the template in a request that creates or updates a stack, or {} if it is missing or
     invalid."""
     text = str(params.get("TemplateBody", ""))
     try:
@@ -88,11 +89,11 @@ def parse_template(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_declared_resources(params: Mapping[str, Any]) -> list[DeclaredResource]:
-    """Return the resources that the template of a create or update request declares.
+    """Return the resources declared by the template in a create or update request.
 
-    Resources whose condition is false are left out. Raises UnreadTemplate if a part cannot be
-    determined: the template is invalid, external, transformed or too large, or a condition depends
-    on values that only CloudFormation knows.
+    Resources whose condition is false are left out. Raises UnreadTemplate if the declared resources
+    cannot be determined: the template is invalid, external, transformed or too large, or a
+    condition depends on values that only CloudFormation knows.
     """
     template = parse_template(params)
     if not template or "Transform" in template:
@@ -113,15 +114,15 @@ def read_declared_resources(params: Mapping[str, Any]) -> list[DeclaredResource]
 
 
 def _check_size(template: Any) -> None:
-    """Raise UnreadTemplate for a template with too many parts, too deep nesting or too large
-    numbers."""
-    left = _MOST_PARTS
+    """Raise UnreadTemplate if a template has too many parts, is nested too deeply or contains too
+    large a number."""
+    parts_left = _MOST_PARTS
     waiting = [(template, 0)]
     while waiting:
         value, depth = waiting.pop()
-        left -= 1
+        parts_left -= 1
         too_large = isinstance(value, int) and value.bit_length() > _MOST_BITS
-        if left < 0 or depth > _DEEPEST or too_large:
+        if parts_left < 0 or depth > _DEEPEST or too_large:
             raise UnreadTemplate
         if isinstance(value, Mapping):
             waiting += [(part, depth + 1) for pair in value.items() for part in pair]
@@ -130,7 +131,7 @@ def _check_size(template: Any) -> None:
 
 
 def _build_values(template: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that references resolve to: parameters of the stack, pseudo parameters,
+    """Return the values of references by name: the stack's parameters, pseudo parameters, and
     resources."""
     values: dict[str, Any] = {
         "AWS::AccountId": ACCOUNT_ID,
@@ -151,27 +152,27 @@ def _build_values(template: Mapping[str, Any], params: Mapping[str, Any]) -> dic
 
 
 def _check_scalar(value: Any) -> Any:
-    """Return the value of a parameter. Raises UnreadTemplate for a list or a mapping."""
+    """Return a parameter's value. Raises UnreadTemplate if it is a list or a mapping."""
     if isinstance(value, Mapping | list | tuple | set):
         raise UnreadTemplate
     return "" if value in UNKNOWN else value
 
 
 class _TemplateResolver:
-    """Resolves the references of a template. A value that only CloudFormation knows becomes one of
-    ``UNKNOWN``."""
+    """Resolver of the references in a template. A value that only CloudFormation knows becomes one
+    of ``UNKNOWN``."""
 
     def __init__(self, template: Mapping[str, Any], params: Mapping[str, Any]) -> None:
         self._values = _build_values(template, params)
         self._conditions = _mapping_at(template, "Conditions")
         self._mappings = _mapping_at(template, "Mappings")
-        self._left = _MOST_PARTS
-        self._left_chars = _MOST_CHARS
+        self._parts_left = _MOST_PARTS
+        self._chars_left = _MOST_CHARS
 
     def resolve(self, value: Any, depth: int = 0) -> Any:
-        """Return a property with its functions evaluated. Raises UnreadTemplate."""
-        self._left -= 1
-        if depth > _DEEPEST or self._left < 0:
+        """Return a property with its function calls evaluated. Raises UnreadTemplate."""
+        self._parts_left -= 1
+        if depth > _DEEPEST or self._parts_left < 0:
             raise UnreadTemplate
         if isinstance(value, list):
             items = [self.resolve(item, depth + 1) for item in value]
@@ -186,10 +187,10 @@ class _TemplateResolver:
         return {name: item for name, item in inner.items() if item is not _NO_VALUE}
 
     def holds(self, condition: Any, depth: int = 0) -> bool:
-        """Return whether a condition holds, given by name or as written. Raises UnreadTemplate if
-        it is unknown."""
-        self._left -= 1
-        if depth > _DEEPEST or self._left < 0:
+        """Return whether a condition is true. ``condition``: its name, or the expression itself.
+        Raises UnreadTemplate if that is unknown."""
+        self._parts_left -= 1
+        if depth > _DEEPEST or self._parts_left < 0:
             raise UnreadTemplate
         if isinstance(condition, str):
             if condition not in self._conditions:
@@ -215,7 +216,7 @@ class _TemplateResolver:
         raise UnreadTemplate
 
     def _call(self, function: str, argument: Any, depth: int) -> Any:
-        """Return the value of a function."""
+        """Return the value of a function call. Raises UnreadTemplate."""
         if function == "Ref":
             return self._values.get(str(argument), UNKNOWN[1])
         if function == "Fn::GetAtt":
@@ -249,7 +250,7 @@ class _TemplateResolver:
         return UNKNOWN[1]
 
     def _join(self, between: str, parts: list[Any]) -> str:
-        """Return the value of ``Fn::Join``."""
+        """Return the value of ``Fn::Join``. ``between``: the separator."""
         for unknown in UNKNOWN:
             if unknown in parts:
                 return unknown
@@ -260,7 +261,7 @@ class _TemplateResolver:
         return between.join(texts)
 
     def _substitute(self, argument: Any, depth: int) -> str:
-        """Return the value of ``Fn::Sub``; ``OF_STACK`` if a part of the text comes from another
+        """Return the value of ``Fn::Sub``, or ``OF_STACK`` if part of the text comes from another
         resource."""
         own: Any = {}
         if isinstance(argument, list) and len(argument) == 2 and isinstance(argument[1], Mapping):
@@ -278,27 +279,27 @@ class _TemplateResolver:
         return _PLACE.sub(lambda match: texts[match[1].strip()], argument)
 
     def _value_of_place(self, name: str, own: Mapping[str, Any]) -> Any:
-        """Return the value of a placeholder: a variable of the function, a parameter, or an
-        attribute of a resource."""
+        """Return the value of a placeholder: one of the variables ``own`` given to the function, a
+        stack parameter, or an attribute of a resource."""
         value = own.get(name, self._values.get(name))
         if value is None:
             value = OF_STACK if self._values.get(name.partition(".")[0]) == OF_STACK else UNKNOWN[1]
         return value if isinstance(value, str | int) else UNKNOWN[1]
 
     def _count_chars(self, value: Any) -> Any:
-        """Return ``value`` and charge its length to the budget."""
+        """Subtract the length of ``value`` from the budget if it is a string. Return ``value``."""
         if isinstance(value, str):
             self._spend(len(value))
         return value
 
     def _spend(self, chars: int) -> None:
         """Subtract characters from the budget. Raises UnreadTemplate if it is exhausted."""
-        self._left_chars -= chars
-        if self._left_chars < 0:
+        self._chars_left -= chars
+        if self._chars_left < 0:
             raise UnreadTemplate
 
 
 def _mapping_at(value: Any, name: str) -> Mapping[str, Any]:
-    """Return the mapping under ``name``, an empty one if there is none."""
+    """Return the mapping under ``name``, or an empty one if there is none."""
     mapping = value.get(name) if isinstance(value, Mapping) else None
     return mapping if isinstance(mapping, Mapping) else {}

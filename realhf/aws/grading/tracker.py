@@ -1,7 +1,7 @@
-"""Evidence for the grader: the requests that an agent's commands sent, and the resources they are
-about.
+"""Evidence for the grader: the requests that an agent's commands sent, and the resources that they
+are about.
 
-An *evidence* is one sent request with its place in the episode. Its *resource* is the name in the
+One ``Evidence`` is one request, numbered within the episode. Its *resource* is the name in the
 operation's identifying parameter, with ARNs and URLs reduced to the name. Source:
 docs/reference/environment.md 7.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from realhf.aws.cli.executor import CommandResult
 
 _SECRET_SUFFIX = re.compile(r"-[A-Za-z0-9]{6}$")
-"""The random suffix that Secrets Manager appends to the name in an ARN."""
+"""The random suffix that Secrets Manager appends to a secret's name in the ARN."""
 _NAMES: Mapping[str, re.Pattern[str]] = {
     "s3": re.compile(r"([^/]+)"),
     "dynamodb": re.compile(r"table/([^/]+)"),
@@ -41,29 +41,30 @@ _NAMES: Mapping[str, re.Pattern[str]] = {
     "elasticloadbalancing": re.compile(r"(?:targetgroup|loadbalancer/\w+)/([^/]+)/[^/]+$"),
     "autoscaling": re.compile(r".*autoScalingGroupName/([^:]+)"),
 }
-"""Pattern of the name within the resource part of an ARN, by service; elsewhere it is the last
-part."""
+"""Patterns that find the name in the resource part of an ARN, by service. For other services the
+name is the last part."""
 _PARTIAL_FUNCTION = re.compile(r"(?:\d{12}:)?(?:function:)?([\w-]+)(?::[\w$-]+)?")
-"""A function name, partial ARN or name with a qualifier, as Lambda accepts them."""
+"""A function name, a partial ARN, or a name with a qualifier, all of which Lambda accepts."""
 _OWN_ACCOUNTS = frozenset({"", "aws", ACCOUNT_ID})
 _OWN_REGIONS = frozenset({"", REGION})
-"""Accounts and regions of ARNs of the simulated account itself."""
+"""Account ids and regions in ARNs of resources of the simulated account."""
 
 
 @dataclass(frozen=True)
 class _Question:
-    """A read operation whose answer shows the wanted information."""
+    """A read operation whose answer shows the requested information."""
 
     operation: str
     names: Mapping[str, str] = field(default_factory=dict)
-    """JMESPath of a wanted parameter in this operation's parameters, where its name differs."""
+    """JMESPath of a required parameter among this operation's parameters, where the name
+    differs."""
     narrowed_by: tuple[str, ...] = ()
-    """Parameters that remove a part of the wanted information from the answer."""
+    """Parameters that remove part of the requested information from the answer."""
 
 
 def _only_filter(filters: str, key: str, value: str) -> str:
-    """Return a JMESPath expression for the values of the filter whose key is ``value``. It matches
-    nothing if the request has other filters as well."""
+    """Return a JMESPath expression for the values of the filter whose ``key`` is ``value``. The
+    expression matches nothing if the request has other filters as well."""
     return f"!{filters}[1] && {filters}[?{key}=='{value}'].Values[]"
 
 
@@ -156,12 +157,12 @@ _EFFECTS: Mapping[str, frozenset[str]] = {
     "s3:PutObject": frozenset({"s3:CopyObject", "s3:CompleteMultipartUpload"}),
     "secretsmanager:PutSecretValue": frozenset({"secretsmanager:UpdateSecret"}),
 }
-"""For each write operation, other operations on the same resource that can produce the same
+"""For each write operation, the other operations on the same resource that can produce the same
 state."""
 
 
 def plain_name(text: str) -> str:
-    """Return the name in an ARN or URL. Any other text is a name itself."""
+    """Return the name in an ARN or URL. Any other string is itself a name."""
     if text.startswith("arn:"):
         parts = text.split(":", 5)
         service = parts[2] if len(parts) == 6 else ""
@@ -177,10 +178,10 @@ def plain_name(text: str) -> str:
 
 
 def identity(service: str, text: str) -> str:
-    """Return the canonical form of a resource name, ARN or URL for ``service``.
+    """Return the canonical form of a service's resource name, ARN or URL.
 
-    All ways to name a resource of this account and region have the same form; an ARN of another
-    account or region is returned unchanged.
+    All ways to name a resource in this account and region have the same canonical form. An ARN in
+    another account or region is returned unchanged.
     """
     if text.startswith("arn:"):
         parts = text.split(":", 5)
@@ -195,10 +196,10 @@ def identity(service: str, text: str) -> str:
 
 
 def same_meaning(service: str, sent: Any, wanted: Any) -> bool:
-    """Return whether a parameter value means the wanted value.
+    """Return whether the value that a parameter has means the same as the wanted value.
 
-    Texts are compared by their ``identity`` and lists in any order; a single text equals a list of
-    it. ``wanted`` may be ``{one_of: [...]}``.
+    Strings are compared by their ``identity``, and lists in any order. A single string equals a
+    list that contains only it. ``wanted`` may be ``{one_of: [...]}``.
     """
     if isinstance(wanted, Mapping) and set(wanted) == {"one_of"}:
         return any(same_meaning(service, sent, one) for one in wanted["one_of"])
@@ -210,7 +211,7 @@ def same_meaning(service: str, sent: Any, wanted: Any) -> bool:
 
 
 def _identities(service: str, values: Any) -> list[str]:
-    """Return the sorted canonical forms of a value or a list of values."""
+    """Return the canonical forms of a value or of a list's values, sorted."""
     listed = values if isinstance(values, list) else [values]
     return sorted(
         {identity(service, value) if isinstance(value, str) else repr(value) for value in listed}
@@ -220,9 +221,11 @@ def _identities(service: str, values: Any) -> list[str]:
 def answers_question(
     operation: str, params: Mapping[str, Any], wanted_operation: str, wanted: Mapping[str, Any]
 ) -> bool:
-    """Return whether the answer to a request shows the wanted information about the same resource.
+    """Return whether the answer to a request shows the wanted information about the wanted
+    resource.
 
-    A parameter that narrows the answer is accepted only if the task names it.
+    ``wanted``: the parameters that the task requires. A parameter that narrows the answer is
+    accepted only if the task requires it.
     """
     service = operation.partition(":")[0]
     question_operation = wanted_operation or operation
@@ -238,7 +241,7 @@ def answers_question(
 
 
 def has_effect(operation: str, wanted_operation: str) -> bool:
-    """Return whether an operation can produce the same state as the wanted one."""
+    """Return whether an operation can produce the same state as the wanted operation."""
     return operation == wanted_operation or operation in _EFFECTS.get(wanted_operation, frozenset())
 
 
@@ -247,7 +250,7 @@ _STATEMENTS: Mapping[str, str] = {
     "dynamodb:ExecuteStatement": "[Statement]",
     "dynamodb:ExecuteTransaction": "TransactStatements[].Statement",
 }
-"""JMESPath of the PartiQL statements in an operation's parameters. The statements decide whether
+"""JMESPath of the PartiQL statements in an operation's parameters. The statements determine whether
 the request reads or writes."""
 _IDENTIFYING: Mapping[str, tuple[str, ...]] = {
     "s3": ("Bucket",),
@@ -286,8 +289,8 @@ _IDENTIFYING: Mapping[str, tuple[str, ...]] = {
     "scheduler": ("GroupName", "Name"),
     "stepfunctions": ("name", "activityArn", "stateMachineArn"),
 }
-"""For each service, the parameters that identify the resource of a request; the first one present
-counts."""
+"""For each service, the parameters that can identify a request's resource. The first one present in
+the request counts."""
 ROLLBACK_PAIRS: Mapping[str, str] = {
     "s3:CreateBucket": "s3:DeleteBucket",
     "s3:PutBucketPolicy": "s3:DeleteBucketPolicy",
@@ -302,12 +305,12 @@ ROLLBACK_PAIRS: Mapping[str, str] = {
 }
 """The delete operation that undoes a create operation."""
 _POLICY_PAIR = "iam:DetachRolePolicy"
-"""The undo operation whose identity includes the policy in addition to the role."""
+"""The delete operation whose target is a policy on a role, so that it is identified by both."""
 _GENERATED_IDS: Mapping[str, str] = {"apigateway:CreateRestApi": "id"}
-"""Create operations whose deletes name the resource by an id in the answer, and the field of that
-id."""
+"""Create operations whose delete operations name the resource by a generated id, with the field of
+the create answer that contains the id."""
 MAX_IDEMPOTENT_RETRIES = 3
-"""Largest number of idempotent retries that are rewarded per episode."""
+"""Maximum number of idempotent retries that are rewarded per episode."""
 
 
 @dataclass(frozen=True)
@@ -317,15 +320,15 @@ class Evidence:
     index: int
     """Number of the request within the episode, from 0."""
     operation: str
-    """Canonical operation, e.g. "s3:CreateBucket"."""
+    """Operation with botocore's service name, e.g. "s3:CreateBucket"."""
     params: Mapping[str, Any]
     """Parameters of the request."""
     resource: str
-    """Name of the resource that the request is about, "" if there is none."""
+    """Name of the resource that the request is about, or "" if there is none."""
     ok: bool
     """Whether the request was accepted."""
     error_code: str
-    """Error code of a rejected request."""
+    """Error code if the request was rejected."""
     command: str = ""
     """The command line that sent the request."""
 
@@ -343,8 +346,8 @@ class Evidence:
 class Tracker:
     """Record of the commands and requests of one episode.
 
-    ``present``: (service, name) of the resources that the set-up made. ``wanted``: operations of
-    the task's criteria; they never count as rollbacks.
+    ``present``: (service, name) of the resources that the set-up created. ``wanted``: operations
+    that the task's criteria name; they never count as rollbacks.
     """
 
     def __init__(
@@ -367,7 +370,7 @@ class Tracker:
         self._retry: tuple[str, str] | None = None
 
     def record(self, command: str, result: CommandResult) -> list[Evidence]:
-        """Record one command and its result; return the evidence that it added."""
+        """Record one command and its result. Return the requests that it sent."""
         self.commands.append(command)
         self.last_failed = not result.success
         added = []
@@ -393,11 +396,11 @@ class Tracker:
         return added
 
     def record_progress(self) -> None:
-        """Record that the last command brought progress.
+        """Record that the last command made progress.
 
-        If the command before it collided with a resource of the set-up, this counts as an
-        idempotent retry: the agent continued correctly. A harmless command after a collision earns
-        nothing.
+        If the command before it failed because a resource of the set-up already existed, this
+        counts as an idempotent retry, because the agent continued correctly. A command after such a
+        failure that makes no progress earns nothing.
         """
         if (
             self._retry
@@ -408,7 +411,7 @@ class Tracker:
             self.idempotent_retries += 1
 
     def record_disturbance(self, service: str, name: str) -> None:
-        """Record that chaos changed this resource, so that its deletion is no longer a rollback."""
+        """Record that chaos changed this resource. Deleting it no longer counts as a rollback."""
         self._disturbed.add((service, name))
 
     @property
@@ -417,8 +420,7 @@ class Tracker:
         return frozenset(self._disturbed)
 
     def _learn_ids(self, added: Sequence[Evidence], output: str) -> None:
-        """Store the generated ids in the answers to create requests, by the name of the
-        resource."""
+        """Store the generated ids that create requests returned, with the resource's name."""
         for request in added:
             if request.ok and request.operation in _GENERATED_IDS:
                 try:
@@ -431,14 +433,14 @@ class Tracker:
                     self._ids[answer[_GENERATED_IDS[request.operation]]] = request.resource
 
     def _identity(self, request: Evidence) -> str:
-        """Return the resource of a create or delete request by the name that it was created
-        with."""
+        """Return the name that the resource of a create or delete request was created with."""
         name = self._ids.get(request.resource, request.resource)
         pair = (request.operation, ROLLBACK_PAIRS.get(request.operation))
         return f"{name} {request.params.get('PolicyArn')}" if _POLICY_PAIR in pair else name
 
     def _count_rollbacks(self, added: Sequence[Evidence]) -> None:
-        """Count deletes of resources that the agent created itself, each once."""
+        """Count as rollbacks the deletions of resources that the agent created itself, each
+        resource once."""
         for request in added:
             if (
                 not request.ok
@@ -463,13 +465,13 @@ class Tracker:
 
 
 def resource_name(service: str, params: Mapping[str, Any]) -> str:
-    """Return the name of the resource that a request is about, "" if no parameter identifies
+    """Return the name of the resource that a request is about, or "" if no parameter identifies
     one."""
     return identifying_parameter(service, params)[1]
 
 
 def identifying_parameter(service: str, params: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the parameter that identifies the resource of a request, and the resource's name.
+    """Return (parameter that identifies the request's resource, name of the resource).
 
     Both are "" if there is no such parameter.
     """
@@ -483,13 +485,13 @@ def identifying_parameter(service: str, params: Mapping[str, Any]) -> tuple[str,
 
 
 def same_resource(one: str, other: str) -> bool:
-    """Return whether two names are exactly equal (layer 7): a prefix, suffix or substring is
-    another resource."""
+    """Return whether two names are exactly equal (layer 7 of the ``grader`` module docstring). A
+    prefix, suffix or substring names a different resource."""
     return one == other
 
 
 def mentions(params: Any, name: str) -> bool:
-    """Return whether a text among the parameters contains the name as a whole word."""
+    """Return whether a string among the parameters contains ``name`` as a whole word."""
     if isinstance(params, str):
         return re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", params) is not None
     if isinstance(params, Mapping):
@@ -498,7 +500,8 @@ def mentions(params: Any, name: str) -> bool:
 
 
 def is_read(operation: str, params: Mapping[str, Any] = MappingProxyType({})) -> bool:
-    """Return whether an operation only reads (layer 5, no verification reward).
+    """Return whether an operation only reads; reads earn no credit (layer 5 of the ``grader``
+    module docstring).
 
     With ``params``, a PartiQL request is classified by its statements.
     """
@@ -511,8 +514,8 @@ def is_read(operation: str, params: Mapping[str, Any] = MappingProxyType({})) ->
 
 
 def _collides(request: Evidence, present: frozenset[tuple[str, str]]) -> bool:
-    """Return whether a request failed because it would create a resource that the set-up already
-    made."""
+    """Return whether a request failed because it would create a resource that the set-up had
+    already created."""
     exists = any(
         word in request.error_code
         for word in ("AlreadyExist", "AlreadyOwned", "InUse", "Exists", "Duplicate")
