@@ -1,10 +1,10 @@
-"""Snapshots of a whole account: every resource by service, kind and identity, as normalized plain
-data.
+"""Snapshots of a whole account: all resources as normalized plain data, by service, kind and
+identity.
 
-Normalized means: times set by the service are equal, empty values count as absent, transitional
-states are replaced by the settled one, documents in JSON and XML are parsed, and policies have one
-form. Texts that the simulator generated keep the marks of ``simulator.account_state``;
-``differences`` resolves them.
+Normalization makes equivalent accounts equal. Times that a service set become equal, empty values
+count as absent, transitional states are replaced by the settled state, JSON and XML documents are
+parsed, and policies are brought into one form. Names and ids that the simulator generated keep the
+marks of ``simulator.account_state``; ``differences`` resolves them.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ from realhf.aws.tasks.task import ACCOUNT_ID
 
 HOME_REGION = "us-east-1"
 TIME = "<time>"
-"""Stands for a time that a service set."""
+"""Replacement for a time that a service set."""
 SETTLED = "<settled>"
-"""Stands for every state of a resource that is coming up or is up."""
-_OWN_WORDS = frozenset({("lambda", "Variables"), ("dynamodb", "items"), ("s3", "metadata")})
-"""Maps whose keys a user chooses, by service."""
+"""Replacement for every state of a resource that is starting or running."""
+_USER_MAPS = frozenset({("lambda", "Variables"), ("dynamodb", "items"), ("s3", "metadata")})
+"""Maps whose keys the user chooses, as (service, name of the map)."""
 _LARGEST_TIME = 1e15
-"""Numbers from here on are no times."""
+"""Numbers of at least this size are not Unix times."""
 _DAY_S = 86_400.0
-"""Distance from now within which a time counts as set by the service."""
+"""Seconds from now within which a time counts as set by the service."""
 _HOUR_S = 3600.0
-"""Grid of the present time, so that records of the same hour can be cached."""
-_REMEMBERED = 2048
-_LONGEST_REMEMBERED = 4096
-"""Number of cached records, and their longest text in characters. Most records equal those of the
-previous command and of other sessions."""
+"""The present time is rounded down to a multiple of this, so that records read in the same hour can
+be cached."""
+_CACHED_RECORDS = 2048
+"""Number of cached records. Most records equal those after the previous command, and those of other
+sessions."""
+_LONGEST_CACHED_RECORD = 4096
+"""Maximum length of a cached record, in characters."""
 _DEEPEST = 24
-"""Depth below which values are not read."""
+"""Maximum nesting depth; deeper values are not read."""
 _SERVICES: Mapping[str, str] = {
     "alb": "elbv2",
     "apigateway": "apigatewayv2",
@@ -54,9 +56,9 @@ _SERVICES: Mapping[str, str] = {
     "lambda_svc": "lambda",
     "waf": "wafv2",
 }
-"""botocore's names of services whose MiniStack module has another name."""
+"""botocore names of the services whose MiniStack module has a different name."""
 _ISO_TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d")
-_UNDER_WAY = frozenset(
+_SETTLING_STATES = frozenset(
     {
         *(
             "pending",
@@ -100,10 +102,11 @@ _UNDER_WAY = frozenset(
         ),
     }
 )
-"""States of a resource that is coming up or is up; only time separates them."""
+"""States of a resource that is starting or running. They differ only in the time that has
+passed."""
 _STATES = re.compile(r"(state|status|statevalue|lifecyclestate|statuscode)$", re.IGNORECASE)
-"""Members that contain a state."""
-_NOT_STATED = frozenset(
+"""Names of members that contain a state."""
+_DERIVED_MEMBERS = frozenset(
     {
         *(
             "RevisionId",
@@ -159,13 +162,13 @@ _NOT_STATED = frozenset(
         *("pendingTasksCount", "events", "deployments", "history"),
     }
 )
-"""Members that follow from other members or only count writes."""
+"""Members that follow from other members or only count writes. They are dropped."""
 _ENDING = re.compile(r"delet|expir|end|disab|revo", re.IGNORECASE)
-"""Members whose time marks an end, e.g. of a deletion."""
-_GIVEN = frozenset({"StartDate", "EndDate"})
-"""Times that a user sets."""
-_ENDS = frozenset({"NotAfter", "NotBefore", "ValidTo"})
-"""Times that a service sets, far from now."""
+"""Names of members whose time marks an end, such as a deletion or an expiry."""
+_USER_TIMES = frozenset({"StartDate", "EndDate"})
+"""Members whose time the user sets."""
+_DISTANT_TIMES = frozenset({"NotAfter", "NotBefore", "ValidTo"})
+"""Members whose time a service sets, far from the present."""
 _IGNORED: Mapping[tuple[str, str], frozenset[str]] = {
     ("ssm", "parameters"): frozenset({"Version"}),
     ("firehose", "streams"): frozenset({"id", "version"}),
@@ -180,16 +183,17 @@ _IGNORED: Mapping[tuple[str, str], frozenset[str]] = {
     ("glue", "tables"): frozenset({"VersionId"}),
     ("route53", "health_checks"): frozenset({"version"}),
 }
-"""Members of single kinds that count writes, are measurements, or are generated letter by
-letter."""
+"""Members of certain kinds that count writes, are measurements, or are generated character by
+character. They are dropped."""
 _TRANSCRIPT = '["",'
-"""Beginning of the record that is not a resource but the transcript of the agent's requests."""
+"""Beginning of the record that contains the transcript of the agent's requests instead of a
+resource."""
 STRUCTURES_WITHOUT_MEMBERS = frozenset({"EventBridgeConfiguration", "SimplePrefix", "SSES3"})
-"""Structures of S3 without members: only their presence counts."""
+"""S3 structures without members, of which only the presence counts."""
 _NO_RESOURCES = frozenset(
     {("ssm", "parameter_history"), ("ecs", "task_def_latest"), ("iam", "access_keys_last_used")}
 )
-"""Records that are not resources."""
+"""Kinds of records that are not resources."""
 
 
 class SnapshotError(ConnectionError):
@@ -198,22 +202,22 @@ class SnapshotError(ConnectionError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of an account."""
+    """The state of an account at one time."""
 
     resources: Mapping[Key, Mapping[str, Any]]
     """Attributes of each resource, by key."""
     serials: Mapping[Key, int] = field(default_factory=dict)
-    """A number for each resource, which changes when the resource is deleted and created again."""
+    """A number for each resource that changes when the resource is deleted and created again."""
     transcript: str | None = field(default=None, compare=False)
-    """The agent's requests that may have changed something with their answers, None if they are
+    """The agent's requests that may have changed something, with their answers; None if they are
     unknown."""
 
 
 def take_snapshot(slot: Slot) -> Snapshot:
-    """Return the present account of a slot.
+    """Return the present state of a slot's account.
 
-    Raises SnapshotError if the simulator does not answer, the account is too large, or it is a real
-    one.
+    Raises SnapshotError if the simulator does not answer, if the account is too large, or if it is
+    a real account.
     """
     if not slot.simulated:
         raise SnapshotError("a real account (BACKEND_TYPE=aws) is not read as a whole")
@@ -226,9 +230,9 @@ def take_snapshot(slot: Slot) -> Snapshot:
 def state_digest(start: Snapshot, now: Snapshot) -> str:
     """Return a digest of the difference between an account and its start.
 
-    It is equal for equal differences however they came about: lists are unordered, a replaced
-    resource equals one with the same content, and a generated text is identified by the resources
-    that it names.
+    Equal differences have equal digests, however they came about: lists are unordered, a replaced
+    resource equals one with the same content, and a generated name is represented by the content of
+    the resources that it names.
     """
     before = start.resources
     after = now.resources
@@ -246,12 +250,13 @@ def state_digest(start: Snapshot, now: Snapshot) -> str:
 
 
 def _differ(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
-    """Return whether two values differ; identical objects are not compared."""
+    """Return whether two values differ. Identical objects need no comparison, which is fast."""
     return one is not other and one != other
 
 
 def _resources_named_by(drawn: str, *accounts: Mapping[Key, Mapping[str, Any]]) -> set[str]:
-    """Return the content of the resources that a generated text names, without generated texts."""
+    """Return the contents of the resources that a generated name identifies, as canonical text
+    without generated names."""
     return {
         "|".join(
             _canonical_text(item, lambda text: _DRAWN_TEXT.sub("", text))
@@ -264,12 +269,12 @@ def _resources_named_by(drawn: str, *accounts: Mapping[Key, Mapping[str, Any]]) 
 
 
 _DRAWN_TEXT = re.compile(f"{DRAWN}[^{END_DRAWN}]*{END_DRAWN}")
-"""A generated text with its marks."""
+"""A generated name between its two marks."""
 
 
 def _canonical_text(value: Any, relabel: Callable[[str], str]) -> str:
-    """Return data as text independent of the order of maps and lists. ``relabel`` is applied to its
-    strings."""
+    """Return data as text that does not depend on the order of mappings and lists. ``relabel`` is
+    applied to its strings."""
     if isinstance(value, dict):  # records are JSON; isinstance with Mapping takes ten times as long
         items = (pair for pair in value.items() if pair[0] != "Sid" or "Effect" not in value)
         parts = sorted(
@@ -282,15 +287,15 @@ def _canonical_text(value: Any, relabel: Callable[[str], str]) -> str:
 
 
 def _digest(texts: Iterable[str]) -> str:
-    """Return the SHA-256 digest of texts in any order, in hexadecimal."""
+    """Return the hexadecimal SHA-256 digest of the texts, which does not depend on their order."""
     return hashlib.sha256("\n".join(sorted(texts)).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def snapshot_of(records: Iterable[str], now: float) -> Snapshot:
-    """Return the snapshot of records as the simulator reports them (JSON), read at ``now`` (Unix
-    time, s).
+    """Return the snapshot of the JSON records that a simulator reports. ``now``: when they were
+    read (Unix time, s).
 
-    Equal records yield the same object while they are cached.
+    Equal records yield the same object as long as they are cached.
     """
     resources: dict[Key, Mapping[str, Any]] = {}
     serials: dict[Key, int] = {}
@@ -300,7 +305,7 @@ def snapshot_of(records: Iterable[str], now: float) -> Snapshot:
         if record.startswith(_TRANSCRIPT):
             transcript = json.loads(record)[-1]
             continue
-        read = _parse_cached if len(record) <= _LONGEST_REMEMBERED else _parse_record
+        read = _parse_cached if len(record) <= _LONGEST_CACHED_RECORD else _parse_record
         for key, attributes, serial in read(record, hour):
             resources[key] = attributes
             serials[key] = serial
@@ -308,13 +313,13 @@ def snapshot_of(records: Iterable[str], now: float) -> Snapshot:
 
 
 def normalize_attributes(service: str, value: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """Return the normalized attributes of a service's resource, read at ``now`` (Unix time, s)."""
+    """Return a resource's normalized attributes. ``now``: when they were read (Unix time, s)."""
     normal = _normalize(value, "", _RecordContext(service, now, frozenset()))
     return normal if isinstance(normal, dict) else {}
 
 
 def _parse_record(record: str, now: float) -> list[tuple[Key, Mapping[str, Any], int]]:
-    """Return (key, attributes, serial) of each resource in a record."""
+    """Return (key, attributes, serial) for each resource in a record."""
     module, kind, region, name, serial, value = json.loads(record)
     service = _SERVICES.get(module, module)
     if (service, kind) in _NO_RESOURCES:
@@ -344,17 +349,17 @@ def _parse_record(record: str, now: float) -> list[tuple[Key, Mapping[str, Any],
     ]
 
 
-_parse_cached = lru_cache(_REMEMBERED)(_parse_record)
+_parse_cached = lru_cache(_CACHED_RECORDS)(_parse_record)
 
 
 def _number_mark(name: str, number: str) -> str:
-    """Return the number of a version as a generated text, so that it is matched by what it
-    names."""
+    """Return a version number marked like a generated name, so that versions are matched by content
+    instead of number."""
     return f"{DRAWN}{name} no. {number}{END_DRAWN}"
 
 
 def _normalize_function(name: str, value: Any) -> tuple[str, Any]:
-    """Return a Lambda function with the numbers of its versions as generated texts."""
+    """Return a Lambda function with its version numbers marked like generated names."""
     versions = dict(value.get("versions") or {})
     for number, version in versions.items():
         config = {**version.get("config", {}), "Version": _number_mark(name, number)}
@@ -371,7 +376,7 @@ def _normalize_function(name: str, value: Any) -> tuple[str, Any]:
 
 
 def _normalize_secret(name: str, value: Any) -> tuple[str, Any]:
-    """Return a secret without replaced versions."""
+    """Return a secret without versions that are no longer in use."""
     versions = {
         number: version
         for number, version in (value.get("Versions") or {}).items()
@@ -381,18 +386,19 @@ def _normalize_secret(name: str, value: Any) -> tuple[str, Any]:
 
 
 def _normalize_secret_policy(arn: str, value: Any) -> tuple[str, Any]:
-    """Return the policy of a secret under the secret's name."""
+    """Return a secret's policy under the secret's name."""
     return re.sub(f"-{DRAWN}.*", "", arn.rpartition(":secret:")[2]), value
 
 
 def _normalize_task_definition(name: str, value: Any) -> tuple[str, Any]:
-    """Return a revision of a task definition with its number as a generated text."""
+    """Return a task definition's revision with its number marked like a generated name."""
     attributes = {key: item for key, item in _mark_revisions(value).items() if key != "revision"}
     return _mark_revisions(f"{_REVISED}{name}").removeprefix(_REVISED), attributes
 
 
 def _mark_revisions(value: Any) -> Any:
-    """Return data with the revision numbers of task definitions as generated texts."""
+    """Return data in which the revision numbers of task definitions are marked like generated
+    names."""
     if isinstance(value, Mapping):
         return {name: _mark_revisions(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -403,9 +409,10 @@ def _mark_revisions(value: Any) -> Any:
 
 
 def _normalize_queue(name: str, value: Any) -> tuple[str, Any]:
-    """Return a queue without S3's test messages and without the times in messages of services.
+    """Return a queue without S3's test messages, and without the times in messages that services
+    wrote.
 
-    S3 sends a test message each time that a notification is configured.
+    S3 sends a test message whenever a notification is configured.
     """
     messages = [
         {**message, "body": _WRITTEN_AT.sub("", message["body"])}
@@ -424,31 +431,32 @@ _NORMALIZERS: Mapping[tuple[str, str], Callable[[str, Any], tuple[str, Any]]] = 
     ("secretsmanager", "resource_policies"): _normalize_secret_policy,
     ("sqs", "queues"): _normalize_queue,
 }
-"""Normalization of kinds whose content depends on how often something was written."""
+"""Normalization of the kinds whose content depends on how often something was written."""
 _RUN_TASKS = frozenset({"ecs", "events", "scheduler"})
 """Services whose records refer to revisions of task definitions."""
 _REVISED = "task-definition/"
 _REVISION = re.compile(rf"({_REVISED}([\w-]+)):(\d+)")
 _BY_SERVICE = re.compile(r'"(eventSource|TopicArn)"')
-"""Marks a message that a service wrote."""
+"""Text that shows that a service wrote the message."""
 _WRITTEN_AT = re.compile(r'"(eventTime|Timestamp)": ?"[^"]*",? ?')
-"""The time in a message."""
+"""The time in such a message."""
 _DEFAULT_BUS = ("events", "event_buses", "default", {"Arn", "Name"})
-"""The event bus of every account, which the simulator creates on first use."""
+"""The event bus that every account has. The simulator creates it on first use."""
 _ALIAS_ARN = re.compile(rf"\Aarn:aws:kms:{HOME_REGION}:{ACCOUNT_ID}:alias/")
-"""Beginning of the ARN of a KMS alias, which names the same key as the alias alone:
+"""Beginning of a KMS alias's ARN, up to the alias itself, which identifies the same key:
 https://docs.aws.amazon.com/kms/latest/developerguide/alias-access.html"""
 _ACCOUNT = re.compile(r"\A\d{12}\Z")
-"""A principal that is a whole account, in the short form:
+"""Short form of a principal that is a whole account:
 https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_policies_elements_principal.html"""
 _LISTS = frozenset({("iam", "account_aliases")})
-"""Kinds that the simulator keeps as one list, which remains when it is empty."""
+"""Kinds that the simulator stores as one list, whose record remains when the list is empty."""
 _ACCESS_LISTS = frozenset({"bucket_acl", "object_acl"})
-"""Kinds of access lists of S3."""
+"""Kinds of S3 access control lists."""
 
 
 def _is_private(access_list: Mapping[str, Any]) -> bool:
-    """Return whether an access list gives access to the owner only, which equals no access list."""
+    """Return whether an access control list gives access to the owner only, which is equivalent to
+    having no list."""
     owners = [owner.get("ID") for owner in access_list.get("Owner", ())]
     grants = [
         grant
@@ -463,8 +471,8 @@ def _is_private(access_list: Mapping[str, Any]) -> bool:
 def _split_nested(
     kind: str, identity: str, value: dict[str, Any]
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield a record, preceded by each part of it under a generated name as a resource of its
-    own."""
+    """Yield the parts of a record that are stored under generated names, as resources of their own,
+    and then the rest of the record. Each is (kind, identity, attributes)."""
     parts = list(_extract_nested(kind, identity, value, 0))
     yield from parts
     yield kind, identity, value
@@ -473,7 +481,7 @@ def _split_nested(
 def _extract_nested(
     kind: str, identity: str, value: dict[str, Any], depth: int
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Remove the parts under generated names from ``value`` and yield them."""
+    """Remove the parts stored under generated names from ``value``, and yield them."""
     for name, item in list(value.items()):
         if not isinstance(item, dict) or depth > _DEEPEST:
             continue
@@ -486,18 +494,18 @@ def _extract_nested(
 
 @dataclass(frozen=True)
 class _RecordContext:
-    """The record that is being normalized."""
+    """Facts about the record that is being normalized."""
 
     service: str
-    """Its service."""
+    """The resource's service."""
     now: float
-    """Time of the snapshot (Unix time, s)."""
+    """When the snapshot was taken (Unix time, s)."""
     ignored: frozenset[str]
-    """Members of its kind that are dropped."""
+    """Members that are dropped from resources of this kind."""
 
 
-def _normalize(value: Any, name: str, of: _RecordContext, depth: int = 0) -> Any:
-    """Return the normalized value; None for a value that counts as absent."""
+def _normalize(value: Any, name: str, context: _RecordContext, depth: int = 0) -> Any:
+    """Return the normalized value of the member ``name``, or None if it counts as absent."""
     if depth > _DEEPEST:
         return "<too deep>"
     if isinstance(value, dict):
@@ -506,36 +514,38 @@ def _normalize(value: Any, name: str, of: _RecordContext, depth: int = 0) -> Any
         members = {
             str(key): normal
             for key, item in value.items()
-            if key not in _NOT_STATED and key not in of.ignored
-            if (normal := _normalize_item(item, str(key), of, depth + 1)) is not None
+            if key not in _DERIVED_MEMBERS and key not in context.ignored
+            if (normal := _normalize_item(item, str(key), context, depth + 1)) is not None
         }
         return members or None
     if isinstance(value, list):
-        items = [_normalize(item, name, of, depth + 1) if item != "" else item for item in value]
+        items = [
+            _normalize(item, name, context, depth + 1) if item != "" else item for item in value
+        ]
         return [item for item in items if item is not None] or None
     if isinstance(value, str):
-        return _normalize_text(value, name, of, depth)
+        return _normalize_text(value, name, context, depth)
     if (
-        name not in _GIVEN
+        name not in _USER_TIMES
         and isinstance(value, int | float)
         and not isinstance(value, bool)
-        and _is_now(value, of.now)
+        and _is_now(value, context.now)
     ):
         return _normalize_time(name)
     return value
 
 
-def _normalize_item(value: Any, name: str, of: _RecordContext, depth: int) -> Any:
-    """Return the normalized value of a member; a map with keys of the user becomes a document."""
-    if (of.service, name) in _OWN_WORDS and isinstance(value, dict):
+def _normalize_item(value: Any, name: str, context: _RecordContext, depth: int) -> Any:
+    """Return a member's normalized value. A map whose keys the user chose becomes a document."""
+    if (context.service, name) in _USER_MAPS and isinstance(value, dict):
         return {DOCUMENT: _parse_written(value, depth)} if value else None
-    return _normalize(value, name, of, depth)
+    return _normalize(value, name, context, depth)
 
 
 def _parse_written(value: Any, depth: int) -> Any:
-    """Return the content of a user's document, in which no member belongs to the service.
+    """Return the content of a user-written document, in which no member belongs to the service.
 
-    Policies and nested JSON documents are parsed.
+    Policies are normalized, and JSON documents within it are parsed.
     """
     if depth > _DEEPEST:
         return "<too deep>"
@@ -554,13 +564,14 @@ def _parse_written(value: Any, depth: int) -> Any:
 
 
 def _normalize_time(name: str) -> str | None:
-    """Return TIME for a time that marks an end, else None: other times of a service carry no
-    information."""
+    """Return TIME for a time that marks an end, otherwise None: other times set by services carry
+    no information."""
     return TIME if _ENDING.search(name) else None
 
 
-def _normalize_text(text: str, name: str, of: _RecordContext, depth: int) -> Any:
-    """Return a normalized text: parsed JSON or XML, a settled state, a time, or the text itself."""
+def _normalize_text(text: str, name: str, context: _RecordContext, depth: int) -> Any:
+    """Return the normalized form of a string: parsed JSON or XML, the settled state, TIME, or the
+    string itself."""
     start = text[:1]
     if not start:
         return None
@@ -575,38 +586,41 @@ def _normalize_text(text: str, name: str, of: _RecordContext, depth: int) -> Any
             return _parse_xml(ElementTree.fromstring(text)) or None
         except (ElementTree.ParseError, RecursionError):
             return text
-    if _STATES.search(name) and text.lower() in _UNDER_WAY:
+    if _STATES.search(name) and text.lower() in _SETTLING_STATES:
         return SETTLED
     text = _ALIAS_ARN.sub("alias/", text)
-    if name in _ENDS:
+    if name in _DISTANT_TIMES:
         return None
-    if _ISO_TIME.match(text) and name not in _GIVEN:
+    if _ISO_TIME.match(text) and name not in _USER_TIMES:
         try:
             moment = datetime.fromisoformat(text[:19] + "+00:00").timestamp()
         except ValueError:
             return text
-        return _normalize_time(name) if _is_now(moment, of.now) else text
+        return _normalize_time(name) if _is_now(moment, context.now) else text
     return (
         _normalize_time(name)
         if text.isascii()
         and text.isdecimal()
         and len(text) in (10, 13)
-        and _is_now(int(text), of.now)
+        and _is_now(int(text), context.now)
         else text
     )
 
 
 def _is_now(number: float, now: float) -> bool:
-    """Return whether a number is a Unix time within a day of now, in seconds or milliseconds."""
+    """Return whether a number is a Unix time, in seconds or milliseconds, within a day of
+    ``now``."""
     return abs(number) < _LARGEST_TIME and (
         abs(number - now) < _DAY_S or abs(number / 1000 - now) < _DAY_S
     )
 
 
 def _parse_xml(element: ElementTree.Element, depth: int = 0) -> Any:
-    """Return an XML element as a map from child names to lists of children, or its text.
+    """Return an XML element as a mapping from child names to lists of children, or as its text if
+    it has no children.
 
-    Empty children are dropped, except structures without members. The content belongs to the user.
+    Empty children are dropped, except structures that never have members. The content is
+    user-written.
     """
     if not len(element) or depth > _DEEPEST:
         return _ALIAS_ARN.sub("alias/", (element.text or "").strip())
@@ -620,7 +634,8 @@ def _parse_xml(element: ElementTree.Element, depth: int = 0) -> Any:
 
 
 def normalize_policy(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a policy in one form: statements and their names as sorted lists."""
+    """Return a policy in canonical form: its statements, and the names in them, are sorted
+    lists."""
     written = document["Statement"]
     statements = [
         _normalize_statement(one) for one in (written if isinstance(written, list) else [written])
@@ -630,13 +645,13 @@ def normalize_policy(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _statement_sort_key(statement: Any) -> str:
-    """Return a sort key that ignores the id of a statement."""
+    """Return a sort key for a statement that ignores its Sid."""
     named = isinstance(statement, Mapping) and "Sid" in statement
     return json.dumps({**statement, "Sid": ""} if named else statement, sort_keys=True)
 
 
 def _normalize_statement(statement: Any) -> Any:
-    """Return a statement with canonical principals, actions in lower case and without redundant
+    """Return a statement with canonical principals, actions in lower case, and without redundant
     resources."""
     if not isinstance(statement, Mapping):
         return statement
@@ -666,8 +681,8 @@ def _normalize_statement(statement: Any) -> Any:
 
 
 def _is_version_of(resource: str, resources: set[str]) -> bool:
-    """Return whether a resource is "all versions" of a function that is listed as well: AWS writes
-    both for one.
+    """Return whether a resource is "all versions" of a function that is also in ``resources``. AWS
+    writes both for a single function.
 
     https://docs.aws.amazon.com/lambda/latest/dg/lambda-api-permissions-ref.html
     """
@@ -676,8 +691,8 @@ def _is_version_of(resource: str, resources: set[str]) -> bool:
 
 
 def _as_sorted_lists(value: Any) -> Any:
-    """Normalize a value to a sorted list of distinct texts (other values as JSON), and the values
-    of a mapping likewise."""
+    """Return a value as a sorted list of distinct strings, in which other types are written as
+    JSON. A mapping keeps its keys, and its values are converted likewise."""
     if isinstance(value, Mapping):
         return {str(name): _as_sorted_lists(item) for name, item in value.items()}
     items = value if isinstance(value, list) else [value]

@@ -320,7 +320,7 @@ class Evidence:
     index: int
     """Number of the request within the episode, from 0."""
     operation: str
-    """Operation with botocore's service name, e.g. "s3:CreateBucket"."""
+    """Operation as "service:Operation", e.g. "s3:CreateBucket"."""
     params: Mapping[str, Any]
     """Parameters of the request."""
     resource: str

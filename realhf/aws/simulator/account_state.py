@@ -112,41 +112,43 @@ class Draws:
 
     def clear(self) -> None:
         """Forget all texts."""
-        self._parts: list[str] = []
+        self._texts: list[str] = []
         self._size = 0
-        self._text = self._letters = ""
-        self._known: dict[str, bool] = {}
-        self._undrawn: set[str] = set()
+        self._index = self._unfinished = ""
+        self._lookup_cache: dict[str, bool] = {}
+        self._absent_endings: set[str] = set()
         """Word endings that occur in no generated text."""
 
     def add(self, *texts: str) -> None:
         """Record generated texts."""
-        self._parts.extend(texts)
+        self._texts.extend(texts)
         self._size += sum(map(len, texts))
         if self._size > _KEPT_DRAWS:  # such amounts are data rather than names: drop the older half
-            self._parts = [*self._parts[len(self._parts) // 2 :]]
+            self._texts = [*self._texts[len(self._texts) // 2 :]]
             self._size = self._size // 2
 
     def add_letter(self, letter: str) -> None:
         """Record one letter of a text that is generated letter by letter."""
-        self._letters += letter
-        if len(self._letters) > _LONGEST_RUN:
-            self.add(self._letters)
-            self._letters = ""
+        self._unfinished += letter
+        if len(self._unfinished) > _LONGEST_RUN:
+            self.add(self._unfinished)
+            self._unfinished = ""
 
     def refresh(self) -> None:
         """Index the texts that were recorded since the last call. Call it before ``mark``."""
-        if len(self._parts) > bool(self._text) or self._letters:
-            new = "\n".join([*self._parts[bool(self._text) :], self._letters])
-            self._undrawn = (
-                {end for end in self._undrawn if end not in new}
+        if len(self._texts) > bool(self._index) or self._unfinished:
+            new = "\n".join([*self._texts[bool(self._index) :], self._unfinished])
+            self._absent_endings = (
+                {end for end in self._absent_endings if end not in new}
                 if len(new) < _LONGEST_RUN
                 else set()
             )
-            self._text = "\n".join([*self._parts, self._letters])
-            self._parts = [self._text]
-            self._letters = ""
-            self._known = {piece: True for piece, drawn in self._known.items() if drawn}
+            self._index = "\n".join([*self._texts, self._unfinished])
+            self._texts = [self._index]
+            self._unfinished = ""
+            self._lookup_cache = {
+                piece: True for piece, drawn in self._lookup_cache.items() if drawn
+            }
 
     def mark(self, text: str) -> str:
         """Return a text with marks around all generated parts."""
@@ -154,8 +156,10 @@ class Draws:
             text = text.replace(DRAWN, "?").replace(END_DRAWN, "?")
         if len(text) <= _LONGEST_NAME:
             ends = _ends(text)
-            self._undrawn.update(end for end in ends - self._undrawn if end not in self._text)
-            if ends <= self._undrawn:
+            self._absent_endings.update(
+                end for end in ends - self._absent_endings if end not in self._index
+            )
+            if ends <= self._absent_endings:
                 return text
         return _PIECE.sub(self._mark_piece, text)
 
@@ -175,9 +179,9 @@ class Draws:
 
     def _is_generated(self, piece: str) -> bool:
         """Return whether a piece is part of a generated text."""
-        known = self._known.get(piece)
+        known = self._lookup_cache.get(piece)
         if known is None:
-            known = self._known[piece] = piece in self._text
+            known = self._lookup_cache[piece] = piece in self._index
         return known
 
 
@@ -297,7 +301,7 @@ class StateExporter:
 
     def __init__(self, mark: Callable[[str], str]) -> None:
         self._mark = mark
-        self._left = MOST_LEAVES
+        self._leaves_left = MOST_LEAVES
 
     def key(self, key: Any) -> str:
         """Return a key of a store or a mapping as text."""
@@ -313,8 +317,8 @@ class StateExporter:
             return (
                 hex(value) if isinstance(value, int) and value.bit_length() > _MOST_BITS else value
             )
-        self._left -= 1
-        if self._left < 0 or depth > _DEEPEST:
+        self._leaves_left -= 1
+        if self._leaves_left < 0 or depth > _DEEPEST:
             raise TooLarge(
                 f"an account of more than {MOST_LEAVES} parts, or deeper than {_DEEPEST}"
             )

@@ -39,7 +39,7 @@ from realhf.aws.cli.pinned_http import (
 from realhf.aws.simulator.account_state import AccountState, ModuleSwitches, TooLarge
 from realhf.base.loopback import is_loopback_authority
 
-KEPT_REQUESTS = 2000
+RECENT_REQUESTS = 2000
 """Number of requests that are kept for reports."""
 TARGET_CHARS = 500
 """Characters that are kept of a request's target."""
@@ -49,7 +49,7 @@ _ACTION = re.compile(rb"(?:^|&)Action=([A-Za-z0-9]+)")
 """The operation in a form."""
 _FORM_BYTES = 4096
 """Bytes of a form that are searched for the operation."""
-KEPT_BYTES = 256 << 10
+TRANSCRIPT_BYTES = 256 << 10
 """Limit of the transcript between two resets, in bytes."""
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}
 """Control characters by their letter in JSON escapes."""
@@ -73,9 +73,9 @@ class ParsedRequests:
         self.count = 0
         self.entrances: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
-        self._recent: deque[dict[str, Any]] = deque(maxlen=KEPT_REQUESTS)
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_REQUESTS)
         self._transcript: list[str] = []
-        self._left = KEPT_BYTES
+        self._bytes_left = TRANSCRIPT_BYTES
 
     def add(self, entrance: str, head: RequestHead, body: bytes) -> None:
         """Count a request."""
@@ -93,24 +93,24 @@ class ParsedRequests:
             }
         )
 
-    def keep(self, entrance: str, head: RequestHead, body: bytes, answer: bytes) -> None:
+    def add_exchange(self, entrance: str, head: RequestHead, body: bytes, answer: bytes) -> None:
         """Add a request through the port and its answer to the transcript, unless it only reads."""
         reads = head.method in ("GET", "HEAD") or _operation(head, body).startswith(READ_PREFIXES)
         if entrance != "port" or reads:
             return
         exchange = head.target + b"\n" + body + b"\n" + answer.partition(b"\r\n\r\n")[2]
-        self._left -= len(exchange)
-        if self._left >= 0:
+        self._bytes_left -= len(exchange)
+        if self._bytes_left >= 0:
             self._transcript.append(_decode_variants(exchange.decode("utf-8", "replace")))
 
     def transcript(self) -> str | None:
         """Return the transcript since the last reset; None if it exceeds its limit."""
-        return "\n".join(self._transcript) if self._left >= 0 else None
+        return "\n".join(self._transcript) if self._bytes_left >= 0 else None
 
-    def forget(self) -> None:
+    def clear_transcript(self) -> None:
         """Clear the transcript, at a reset."""
         self._transcript.clear()
-        self._left = KEPT_BYTES
+        self._bytes_left = TRANSCRIPT_BYTES
 
     def refuse(self, reason: str) -> None:
         """Count bytes that are not a request, or a request that is not permitted on its
@@ -216,17 +216,17 @@ class HttpConnection(asyncio.Protocol):
             if self._task is not None:
                 raise BadHttp(_PIPELINED)
             self._buffer += data
-            self._take()
+            self._process_buffer()
         except BadHttp as error:
             self._refuse(str(error))
         except MemoryError:
             _end_if_exhausted()
             self._refuse("no memory for the request")
 
-    def _take(self) -> None:
+    def _process_buffer(self) -> None:
         """Start the answer if the request in the buffer is complete. Raises BadHttp."""
         if self._head is None:
-            self._head = self._take_head()
+            self._head = self._parse_head()
         head = self._head
         if head is None or len(self._buffer) < head.length:
             return
@@ -238,7 +238,7 @@ class HttpConnection(asyncio.Protocol):
         self._parsed.add(self._entrance, head, body)
         self._task = self._loop.create_task(self._answer(head, body))
 
-    def _take_head(self) -> RequestHead | None:
+    def _parse_head(self) -> RequestHead | None:
         """Return the head of the next request, None if it is incomplete. Raises BadHttp."""
         end = self._buffer.find(b"\r\n\r\n")
         if end > MAX_HEAD_BYTES or (end < 0 and len(self._buffer) > MAX_HEAD_BYTES):
@@ -295,7 +295,7 @@ class HttpConnection(asyncio.Protocol):
             )
             data = _REASONS[500] + b"content-length: %d\r\n\r\n" % len(reason) + reason
         # a failed request may have made something too
-        self._parsed.keep(self._entrance, head, body, data)
+        self._parsed.add_exchange(self._entrance, head, body, data)
         if data.startswith(b"HTTP/1.1 5"):
             _end_if_exhausted()
         self._task = None
@@ -381,7 +381,7 @@ RESET_PATH = "/_realhf/reset"
 REQUESTS_PATH = "/_realhf/requests"
 SWITCHES_PATH = "/_realhf/switches"
 SNAPSHOT_PATH = "/_realhf/snapshot"
-_OF_BROWSERS = frozenset({b"origin", b"sec-fetch-site", b"sec-fetch-mode"})
+_BROWSER_HEADERS = frozenset({b"origin", b"sec-fetch-site", b"sec-fetch-mode"})
 """Headers that only browsers send."""
 
 
@@ -405,7 +405,7 @@ def _refusal_reason(scope: dict[str, Any]) -> str:
     if is_internal_path(scope["raw_path"].decode("ascii")):
         return "this path is not part of AWS"
     for name, value in scope["headers"]:
-        if name in _OF_BROWSERS:
+        if name in _BROWSER_HEADERS:
             return "a web page may not call a simulator"
         if name == b"host" and not is_loopback_authority(value.decode("latin-1")):
             return "this host is not served here"
@@ -430,7 +430,7 @@ def owner_app(
             switches.restore()
             seed(int(number))
             state.forget()
-            parsed.forget()
+            parsed.clear_transcript()
         elif path == REQUESTS_PATH:
             await _answer(send, 200, parsed.report(int(number)))
         elif path == SWITCHES_PATH:

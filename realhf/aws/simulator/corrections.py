@@ -158,9 +158,9 @@ def _find_security_groups_by_name() -> None:
     handlers["DescribeSecurityGroups"] = groups.with_group_names(handlers["DescribeSecurityGroups"])
     for action in ("DeleteSecurityGroup", "AuthorizeSecurityGroupIngress"):
         handlers[action] = groups.with_one_group_name(handlers[action])
-    revoke = groups.revoking_parts(handlers["RevokeSecurityGroupIngress"], "IpPermissions")
+    revoke = groups.with_partial_revocation(handlers["RevokeSecurityGroupIngress"], "IpPermissions")
     handlers["RevokeSecurityGroupIngress"] = groups.with_one_group_name(revoke)
-    handlers["RevokeSecurityGroupEgress"] = groups.revoking_parts(
+    handlers["RevokeSecurityGroupEgress"] = groups.with_partial_revocation(
         handlers["RevokeSecurityGroupEgress"], "IpPermissionsEgress"
     )
     handlers["RunInstances"] = groups.with_launch_group_names(handlers["RunInstances"])
@@ -419,10 +419,10 @@ def _delete_launch_template_versions() -> None:
                 "At least one of the launch templates specified in the request does not exist."
             )
             return ec2._error("InvalidLaunchTemplateId.NotFound", message, 400)
-        gone = refused = ""
+        deleted = refused = ""
         for asked in ec2._parse_member_list(request, "LaunchTemplateVersion"):
             number = _version_number(template, asked)
-            left = [
+            remaining = [
                 version
                 for version in template["Versions"]
                 if str(version["VersionNumber"]) != number
@@ -430,7 +430,7 @@ def _delete_launch_template_versions() -> None:
             item = f"<launchTemplateId>{template['LaunchTemplateId']}</launchTemplateId>"
             item += f"<launchTemplateName>{ec2._esc(template['LaunchTemplateName'])}</launchTemplateName>"
             item += f"<versionNumber>{ec2._esc(number)}</versionNumber>"
-            if len(left) == len(template["Versions"]):
+            if len(remaining) == len(template["Versions"]):
                 code = "launchTemplateVersionDoesNotExist"
                 refused += f"<item>{item}<responseError><code>{code}</code></responseError></item>"
             elif number == str(template["DefaultVersionNumber"]):
@@ -438,13 +438,15 @@ def _delete_launch_template_versions() -> None:
                 error = f"<code>unexpectedError</code><message>{message}</message>"
                 refused += f"<item>{item}<responseError>{error}</responseError></item>"
             else:
-                template["Versions"] = left
-                template["LatestVersionNumber"] = max(version["VersionNumber"] for version in left)
-                gone += f"<item>{item}</item>"
+                template["Versions"] = remaining
+                template["LatestVersionNumber"] = max(
+                    version["VersionNumber"] for version in remaining
+                )
+                deleted += f"<item>{item}</item>"
         return ec2._xml(
             200,
             "DeleteLaunchTemplateVersionsResponse",
-            f"<successfullyDeletedLaunchTemplateVersionSet>{gone}</successfullyDeletedLaunchTemplateVersionSet>"
+            f"<successfullyDeletedLaunchTemplateVersionSet>{deleted}</successfullyDeletedLaunchTemplateVersionSet>"
             f"<unsuccessfullyDeletedLaunchTemplateVersionSet>{refused}</unsuccessfullyDeletedLaunchTemplateVersionSet>",
         )
 
@@ -720,7 +722,7 @@ class _SecurityGroups:
             del replaced[key]
         return replaced
 
-    def revoking_parts(self, handler: Handler, kept_in: str) -> Handler:
+    def with_partial_revocation(self, handler: Handler, kept_in: str) -> Handler:
         """Return the handler of a revocation, which then removes single ranges of a rule.
 
         An unknown rule is an error, and nothing is revoked; in the default VPC it is listed without
@@ -733,52 +735,52 @@ class _SecurityGroups:
             group = ec2._security_groups.get(group_id)
             if group is None or ec2._parse_member_list(request, "SecurityGroupRuleId"):
                 return handler(request)
-            asked = [
+            requested = [
                 part
                 for rule in ec2._parse_ip_permissions(request, "IpPermissions")
                 for part in _rule_parts(rule)
             ]
-            if not asked:
+            if not requested:
                 return self._error(
                     "MissingParameter", "The request must contain the parameter ipPermissions"
                 )
-            there = {part for rule in group[kept_in] for part in _rule_parts(rule)}
-            unknown = [part for part in asked if part not in there]
+            existing = {part for rule in group[kept_in] for part in _rule_parts(rule)}
+            unknown = [part for part in requested if part not in existing]
             if unknown and group["VpcId"] != ec2._DEFAULT_VPC_ID:
                 return self._error(
                     "InvalidPermission.NotFound",
                     "The specified rule does not exist in this security group.",
                 )
-            return self._remove_parts(group, kept_in, set(asked), unknown)
+            return self._remove_parts(group, kept_in, set(requested), unknown)
 
         return revoke
 
     def _remove_parts(
-        self, group: dict[str, Any], kept_in: str, asked: set[RulePart], unknown: list[RulePart]
+        self, group: dict[str, Any], kept_in: str, requested: set[RulePart], unknown: list[RulePart]
     ) -> Answer:
         """Remove the requested parts from the rules of a group, and return the answer of EC2."""
         ec2 = self.ec2
         is_egress = kept_in == "IpPermissionsEgress"
-        left = []
+        remaining = []
         items = ""
         for rule in group[kept_in]:
-            gone, kept = _split_rule(rule, asked)
+            removed, kept = _split_rule(rule, requested)
             rule_id = ec2._sg_rule_id(group["GroupId"], is_egress, rule)
-            if gone is not None:
+            if removed is not None:
                 items += ec2._revoked_sg_rule_xml(
-                    group["GroupId"], {**gone, "SecurityGroupRuleId": rule_id}, is_egress
+                    group["GroupId"], {**removed, "SecurityGroupRuleId": rule_id}, is_egress
                 )
             if kept is not None:
-                left.append(kept)
+                remaining.append(kept)
             else:
                 ec2._tags.pop(rule_id, None)
-        group[kept_in] = left
-        not_there = "".join(map(_permission_xml, unknown))
+        group[kept_in] = remaining
+        unknown_items = "".join(map(_permission_xml, unknown))
         name = f"RevokeSecurityGroup{'Egress' if is_egress else 'Ingress'}Response"
         return ec2._xml(
             200,
             name,
-            f"<return>true</return><unknownIpPermissionSet>{not_there}</unknownIpPermissionSet>"
+            f"<return>true</return><unknownIpPermissionSet>{unknown_items}</unknownIpPermissionSet>"
             f"<revokedSecurityGroupRuleSet>{items}</revokedSecurityGroupRuleSet>",
         )
 
@@ -815,40 +817,44 @@ def _refuse_missing_references() -> None:
     """
     trails = _module("cloudtrail")
     for operation in ("CreateTrail", "UpdateTrail"):
-        _check_before(trails._DISPATCH, operation, _bucket_of_trail)
+        _check_before(trails._DISPATCH, operation, _check_trail_bucket)
     scaling = _module("autoscaling")
-    _check_before(scaling._ACTION_MAP, "CreateAutoScalingGroup", _source_of_machines)
-    _check_before(scaling._ACTION_MAP, "UpdateAutoScalingGroup", _source_of_machines)
-    _check_before(scaling._ACTION_MAP, "PutScalingPolicy", _group_of_policy)
-    _check_before(vars(_module("elasticache")), "_create_cache_cluster", _groups_of_cache)
-    _check_before(vars(_module("elasticache")), "_modify_cache_cluster", _groups_of_cache)
-    _check_before(_module("ecs")._ACTION_MAP, "CreateService", _parts_of_service)
-    _check_before(_module("rds")._ACTION_MAP, "CreateDBInstance", _subnets_of_database)
+    _check_before(scaling._ACTION_MAP, "CreateAutoScalingGroup", _check_instance_source)
+    _check_before(scaling._ACTION_MAP, "UpdateAutoScalingGroup", _check_instance_source)
+    _check_before(scaling._ACTION_MAP, "PutScalingPolicy", _check_policy_group)
+    _check_before(vars(_module("elasticache")), "_create_cache_cluster", _check_cache_groups)
+    _check_before(vars(_module("elasticache")), "_modify_cache_cluster", _check_cache_groups)
+    _check_before(_module("ecs")._ACTION_MAP, "CreateService", _check_service_parts)
+    _check_before(_module("rds")._ACTION_MAP, "CreateDBInstance", _check_database_subnets)
     for principal in ("Role", "User", "Group"):
-        _check_before(_module("iam")._IAM_HANDLERS, f"Attach{principal}Policy", _attached_policy)
+        _check_before(
+            _module("iam")._IAM_HANDLERS, f"Attach{principal}Policy", _check_attached_policy
+        )
     for principal in ("Role", "User"):
         _check_before(
-            _module("iam")._IAM_HANDLERS, f"Put{principal}PermissionsBoundary", _policy_of_boundary
+            _module("iam")._IAM_HANDLERS,
+            f"Put{principal}PermissionsBoundary",
+            _check_boundary_policy,
         )
-    machines = _module("ec2")._ACTION_MAP
+    ec2_handlers = _module("ec2")._ACTION_MAP
     for operation in (
         "CreateSubnet",
         "CreateSecurityGroup",
         "CreateRouteTable",
         "AttachInternetGateway",
     ):
-        _check_before(machines, operation, _network_of)
-    _check_before(machines, "RunInstances", _parts_of_machine)
+        _check_before(ec2_handlers, operation, _check_vpc)
+    _check_before(ec2_handlers, "RunInstances", _check_instance_parts)
     balancers = _module("alb")._ACTION_MAP
-    _check_before(balancers, "CreateLoadBalancer", _subnets_of_balancer)
-    _check_before(balancers, "SetSubnets", _subnets_of_balancer)
-    _check_before(balancers, "CreateTargetGroup", _network_of_targets)
-    _check_before(vars(_module("lambda_svc")), "_create_alias", _version_of_alias)
-    _check_before(vars(_module("lambda_svc")), "_update_alias", _version_of_updated_alias)
-    _check_before(vars(_module("lambda_svc")), "_create_esm", _queue_of_mapping)
-    _check_before(vars(_module("athena")), "_create_named_query", _work_group_of_query)
+    _check_before(balancers, "CreateLoadBalancer", _check_balancer_subnets)
+    _check_before(balancers, "SetSubnets", _check_balancer_subnets)
+    _check_before(balancers, "CreateTargetGroup", _check_target_vpc)
+    _check_before(vars(_module("lambda_svc")), "_create_alias", _check_alias_version)
+    _check_before(vars(_module("lambda_svc")), "_update_alias", _check_updated_alias_version)
+    _check_before(vars(_module("lambda_svc")), "_create_esm", _check_mapping_queue)
+    _check_before(vars(_module("athena")), "_create_named_query", _check_query_work_group)
     for operation in ("CreateDeliveryStream", "UpdateDestination"):
-        _check_before(_module("firehose")._HANDLERS, operation, _bucket_of_delivery)
+        _check_before(_module("firehose")._HANDLERS, operation, _check_delivery_bucket)
 
 
 def _json_error(code: str, message: str, status: int = 400) -> Answer:
@@ -858,7 +864,7 @@ def _json_error(code: str, message: str, status: int = 400) -> Answer:
     )
 
 
-def _bucket_of_trail(request: Mapping[str, Any]) -> Answer | None:
+def _check_trail_bucket(request: Mapping[str, Any]) -> Answer | None:
     bucket = request.get("S3BucketName")
     if not bucket or bucket in _module("s3")._buckets:
         return None
@@ -867,7 +873,7 @@ def _bucket_of_trail(request: Mapping[str, Any]) -> Answer | None:
     )
 
 
-def _bucket_of_delivery(request: Mapping[str, Any]) -> Answer | None:
+def _check_delivery_bucket(request: Mapping[str, Any]) -> Answer | None:
     buckets = _module("s3")._buckets
     members = (
         f"{kind}S3Destination{what}"
@@ -881,7 +887,7 @@ def _bucket_of_delivery(request: Mapping[str, Any]) -> Answer | None:
     return None
 
 
-def _source_of_machines(request: Parameters) -> Answer | None:
+def _check_instance_source(request: Parameters) -> Answer | None:
     scaling = _module("autoscaling")
     templates = _module("ec2")._launch_templates
     configuration = scaling._p(request, "LaunchConfigurationName")
@@ -915,7 +921,7 @@ def _source_of_machines(request: Parameters) -> Answer | None:
     return None
 
 
-def _group_of_policy(request: Parameters) -> Answer | None:
+def _check_policy_group(request: Parameters) -> Answer | None:
     scaling = _module("autoscaling")
     name = scaling._p(request, "AutoScalingGroupName")
     return (
@@ -925,7 +931,7 @@ def _group_of_policy(request: Parameters) -> Answer | None:
     )
 
 
-def _groups_of_cache(request: Parameters) -> Answer | None:
+def _check_cache_groups(request: Parameters) -> Answer | None:
     caches = _module("elasticache")
     parameters = caches._p(request, "CacheParameterGroupName")
     subnets = caches._p(request, "CacheSubnetGroupName")
@@ -940,7 +946,7 @@ def _groups_of_cache(request: Parameters) -> Answer | None:
     return None
 
 
-def _parts_of_service(request: Mapping[str, Any]) -> Answer | None:
+def _check_service_parts(request: Mapping[str, Any]) -> Answer | None:
     services = _module("ecs")
     if services._resolve_cluster_name(request.get("cluster", "default")) not in services._clusters:
         return _json_error("ClusterNotFoundException", "Cluster not found.", 400)
@@ -950,7 +956,7 @@ def _parts_of_service(request: Mapping[str, Any]) -> Answer | None:
     return None
 
 
-def _subnets_of_database(request: Parameters) -> Answer | None:
+def _check_database_subnets(request: Parameters) -> Answer | None:
     databases = _module("rds")
     name = databases._p(request, "DBSubnetGroupName")
     if not name or name in databases._subnet_groups or name == "default":
@@ -960,7 +966,7 @@ def _subnets_of_database(request: Parameters) -> Answer | None:
     )
 
 
-def _attached_policy(request: Parameters) -> Answer | None:
+def _check_attached_policy(request: Parameters) -> Answer | None:
     iam = _module("iam")
     arn = iam._p(request, "PolicyArn")
     if iam._is_aws_managed_arn(arn) or arn in iam._policies:
@@ -970,7 +976,7 @@ def _attached_policy(request: Parameters) -> Answer | None:
     )
 
 
-def _policy_of_boundary(request: Parameters) -> Answer | None:
+def _check_boundary_policy(request: Parameters) -> Answer | None:
     iam = _module("iam")
     arn = iam._p(request, "PermissionsBoundary")
     if iam._is_aws_managed_arn(arn) or arn in iam._policies:
@@ -989,13 +995,13 @@ def _check_exists(name: str, store: Container[str], code: str, message: str) -> 
     )
 
 
-def _network_of(request: Parameters) -> Answer | None:
+def _check_vpc(request: Parameters) -> Answer | None:
     ec2 = _module("ec2")
     vpc = ec2._p(request, "VpcId")
     return _check_exists(vpc, ec2._vpcs, "InvalidVpcID.NotFound", "The vpc ID '{}' does not exist")
 
 
-def _parts_of_machine(request: Parameters) -> Answer | None:
+def _check_instance_parts(request: Parameters) -> Answer | None:
     ec2 = _module("ec2")
     subnet = ec2._p(request, "SubnetId")
     key = ec2._p(request, "KeyName")
@@ -1010,10 +1016,10 @@ def _parts_of_machine(request: Parameters) -> Answer | None:
         error = error or _check_exists(
             group, ec2._security_groups, "InvalidGroup.NotFound", message
         )
-    return error or _profile_of_machine(request) or _template_of_machine(request)
+    return error or _check_instance_profile(request) or _check_instance_template(request)
 
 
-def _profile_of_machine(request: Parameters) -> Answer | None:
+def _check_instance_profile(request: Parameters) -> Answer | None:
     name = _module("ec2")._p(request, "IamInstanceProfile.Name")
     message = (
         "Value ({}) for parameter iamInstanceProfile.name is invalid. Invalid IAM Instance Profile "
@@ -1022,7 +1028,7 @@ def _profile_of_machine(request: Parameters) -> Answer | None:
     return _check_exists(name, _module("iam")._instance_profiles, "InvalidParameterValue", message)
 
 
-def _template_of_machine(request: Parameters) -> Answer | None:
+def _check_instance_template(request: Parameters) -> Answer | None:
     ec2 = _module("ec2")
     message = "At least one of the launch templates specified in the request does not exist."
     name = ec2._p(request, "LaunchTemplate.LaunchTemplateName")
@@ -1034,7 +1040,7 @@ def _template_of_machine(request: Parameters) -> Answer | None:
     )
 
 
-def _subnets_of_balancer(request: Parameters) -> Answer | None:
+def _check_balancer_subnets(request: Parameters) -> Answer | None:
     balancers = _module("alb")
     subnets = _module("ec2")._subnets
     for key, values in request.items():
@@ -1043,7 +1049,7 @@ def _subnets_of_balancer(request: Parameters) -> Answer | None:
     return None
 
 
-def _network_of_targets(request: Parameters) -> Answer | None:
+def _check_target_vpc(request: Parameters) -> Answer | None:
     balancers = _module("alb")
     vpc = balancers._p(request, "VpcId")
     if not vpc or vpc in _module("ec2")._vpcs:
@@ -1051,7 +1057,7 @@ def _network_of_targets(request: Parameters) -> Answer | None:
     return balancers._error("ValidationError", f"The VPC ID '{vpc}' is not found")
 
 
-def _version_of_alias(function: str, request: Mapping[str, Any]) -> Answer | None:
+def _check_alias_version(function: str, request: Mapping[str, Any]) -> Answer | None:
     functions = _module("lambda_svc")
     stored_function = functions._functions.get(function)
     version = str(request.get("FunctionVersion", ""))
@@ -1061,11 +1067,13 @@ def _version_of_alias(function: str, request: Mapping[str, Any]) -> Answer | Non
     return _json_error("ResourceNotFoundException", message, 404)
 
 
-def _version_of_updated_alias(function: str, _: str, request: Mapping[str, Any]) -> Answer | None:
-    return _version_of_alias(function, request) if "FunctionVersion" in request else None
+def _check_updated_alias_version(
+    function: str, _: str, request: Mapping[str, Any]
+) -> Answer | None:
+    return _check_alias_version(function, request) if "FunctionVersion" in request else None
 
 
-def _queue_of_mapping(request: Mapping[str, Any]) -> Answer | None:
+def _check_mapping_queue(request: Mapping[str, Any]) -> Answer | None:
     source = request.get("EventSourceArn", "")
     if not source.startswith("arn:aws:sqs:") or _module("sqs")._queue_by_arn(source) is not None:
         return None
@@ -1077,7 +1085,7 @@ def _queue_of_mapping(request: Mapping[str, Any]) -> Answer | None:
     return _json_error("InvalidParameterValueException", message, 400)
 
 
-def _work_group_of_query(request: Mapping[str, Any]) -> Answer | None:
+def _check_query_work_group(request: Mapping[str, Any]) -> Answer | None:
     athena = _module("athena")
     name = request.get("WorkGroup") or "primary"
     if name in athena._workgroups:
@@ -1099,20 +1107,20 @@ def _rule_parts(rule: Mapping[str, Any]) -> Iterator[RulePart]:
 
 
 def _split_rule(
-    rule: dict[str, Any], asked: set[RulePart]
+    rule: dict[str, Any], requested: set[RulePart]
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """Return (requested part of a rule, remaining part); each is None if it is empty."""
     parts = list(_rule_parts(rule))
-    if not asked.intersection(parts):
+    if not requested.intersection(parts):
         return None, rule
-    gone = {**rule}
+    removed = {**rule}
     kept = {**rule}
     remaining_parts = iter(parts)
     for kind in _SOURCES:
-        sources = [(source, next(remaining_parts) in asked) for source in rule.get(kind, ())]
-        gone[kind] = [source for source, taken in sources if taken]
-        kept[kind] = [source for source, taken in sources if not taken]
-    return gone, kept if any(kept[kind] for kind in _SOURCES) else None
+        sources = [(source, next(remaining_parts) in requested) for source in rule.get(kind, ())]
+        removed[kind] = [source for source, is_removed in sources if is_removed]
+        kept[kind] = [source for source, is_removed in sources if not is_removed]
+    return removed, kept if any(kept[kind] for kind in _SOURCES) else None
 
 
 def _permission_xml(part: RulePart) -> str:

@@ -1,7 +1,7 @@
-"""Entry point inside a Lambda sandbox: limits its own process, then calls the handler. Uses only
-the stdlib.
+"""Entry point inside a Lambda sandbox: limits its own process, then calls the handler. It uses the
+standard library only.
 
-stdin: the broker's request; stdout: ``{"body", "error"}``; stderr: the output of the function.
+stdin: the broker's request. stdout: ``{"body", "error"}``. stderr: the function's output.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _LIMITS = {
     resource.RLIMIT_NPROC: 16,
     resource.RLIMIT_CORE: 0,
 }
-"""Resource limits of the process: CPU in seconds, memory and file sizes in bytes."""
+"""Resource limits of the process. CPU time is in seconds, memory and file sizes are in bytes."""
 
 
 class Context:
-    """The context object that a handler receives in addition to its event."""
+    """The context object that a handler receives together with its event."""
 
     def __init__(self, name: str, timeout_s: int) -> None:
         self.function_name = name
@@ -36,7 +36,7 @@ class Context:
         self._timeout_ms = timeout_s * 1000
 
     def get_remaining_time_in_millis(self) -> int:
-        """Return the timeout of the function; it does not count down."""
+        """Return the function's timeout in milliseconds. It does not count down."""
         return self._timeout_ms
 
 
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def _handle(request: dict[str, Any]) -> Any:
-    """Load the function from its archive and return the result of the handler."""
+    """Load the function from its archive, call its handler and return the result."""
     with open("/tmp/code.zip", "wb") as file:
         file.write(base64.b64decode(request["code"]))
     sys.path.insert(0, "/tmp/code.zip")

@@ -1,10 +1,10 @@
-"""Lambda broker: runs function code in bubblewrap for one simulator, which cannot start processes
-itself.
+"""Lambda broker: runs the code of Lambda functions in bubblewrap for the simulators, which cannot
+start processes themselves.
 
-Used with LAMBDA=sandbox. ``ForkServer`` runs it with one forked child per slot, which reads the
-frames of ``LambdaGate`` and writes results. Every invocation is a new sandbox: Python and the C
-library read-only, an empty root, no network, no environment variables, 2 s of CPU, 128 MB, 16 KiB
-of output, no child processes, and a time limit.
+Used with LAMBDA=sandbox. ``ForkServer`` runs it with one forked child per slot; the child reads
+requests from ``LambdaGate`` and writes results. Every invocation has a new sandbox: Python and the
+C library are read-only, the root is empty, and there is no network, no environment variable and no
+child process. The limits are 2 s of CPU, 128 MB of memory, 16 KiB of output, and a time limit.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ from realhf.env.containment.frames import frame, read_frame
 from realhf.env.containment.sandbox import hidden
 
 OUTPUT_BYTES = 16 * 1024
-"""Limit of the result and of the log, each, in bytes."""
+"""Maximum size of the result, and of the log, in bytes."""
 MAX_WALL_S = 6.0
-"""Longest run time of an invocation, in seconds."""
+"""Maximum run time of an invocation, in seconds."""
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
-"""Folders and files of the C library that the sandbox can read."""
+"""Paths of the C library that the sandbox can read."""
 _NAMESPACES = (
     "--unshare-all", "--unshare-user", "--die-with-parent", "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534",
 )  # fmt: skip
-"""Options of bubblewrap that isolate the sandbox."""
+"""bubblewrap options that isolate the sandbox."""
 _PYTHON = "/python"
-"""Place of Python inside the sandbox."""
+"""Path of the Python installation inside the sandbox."""
 _TMP_BYTES = 16 << 20
 """Size of /tmp inside the sandbox, in bytes."""
 _BOOT = "/boot"
-"""Place of the bootstrap code inside the sandbox."""
+"""Path of the bootstrap code inside the sandbox."""
 _BOOT_FILES = (str(lambda_bootstrap.__file__), str(seccomp.__file__))
-"""Modules of the bootstrap code."""
+"""Modules that make up the bootstrap code."""
 _CPU_EXCEEDED = (-24, -9, 137, 152)
-"""Exit codes of a process that exceeded its CPU limit: the signal, or 128 plus its number."""
+"""Exit codes of a process that exceeded its CPU limit: the negative signal number, or 128 plus the
+number."""
 
 
 def sandbox_command(program: Path) -> list[str]:
-    """Return the command line of one invocation; the process reads its request from stdin."""
+    """Return the command line of one invocation. The process reads its request from stdin."""
     words = [str(program), *_NAMESPACES, "--clearenv"]
     words += ["--setenv", "LD_LIBRARY_PATH", f"{_PYTHON}/lib", "--setenv", "LANG", "C.UTF-8"]
     for path in _LIBRARIES:
@@ -68,8 +69,9 @@ def sandbox_command(program: Path) -> list[str]:
 def hidden_package(package: str, bound: Mapping[str, str]) -> list[str]:
     """Return the bubblewrap options that hide ``package`` in every bound folder that contains it.
 
-    ``bound``: place inside the sandbox by place outside. In an installation without a virtual
-    environment the tasks and their solutions lie next to the standard library.
+    ``bound``: path inside the sandbox, by path outside of it. Without a virtual environment, the
+    tasks and their solutions are installed next to the standard library, which the sandbox can
+    read.
     """
     words: list[str] = []
     for outside, inside in bound.items():
@@ -81,7 +83,8 @@ def hidden_package(package: str, bound: Mapping[str, str]) -> list[str]:
 
 
 def invoke(command: list[str], request: dict[str, Any]) -> dict[str, Any]:
-    """Run a function and return its result in MiniStack's form: ``body``, ``log``, ``error``."""
+    """Run a Lambda function and return its result in MiniStack's format: ``body``, ``log``,
+    ``error``."""
     if not request["runtime"].startswith("python"):
         return _error("Runtime.NotAvailable", "only python runtimes are run here", "")
     wall_s = min(MAX_WALL_S, max(1, request["timeout_s"]))
@@ -123,12 +126,12 @@ def invoke(command: list[str], request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _collect(process: subprocess.Popen[bytes], deadline: float) -> tuple[bytes, bytes, str]:
-    """Read both output streams to their end; return result, log, and the reason for an early stop
-    or ""."""
+    """Read both output streams until they end. Return (result, log, reason); ``reason`` tells why
+    reading stopped early, or is ""."""
     assert process.stdout is not None and process.stderr is not None
-    kept = {process.stdout: bytearray(), process.stderr: bytearray()}
+    buffers = {process.stdout: bytearray(), process.stderr: bytearray()}
     with selectors.DefaultSelector() as selector, process.stdout, process.stderr:
-        for stream in kept:
+        for stream in buffers:
             selector.register(stream, selectors.EVENT_READ)
         reason = ""
         while selector.get_map() and not reason:
@@ -137,13 +140,13 @@ def _collect(process: subprocess.Popen[bytes], deadline: float) -> tuple[bytes, 
                 reason = "time"
             for key, _ in ready:
                 data = os.read(key.fd, 65536)
-                buffer = kept[key.fileobj]  # type: ignore[index]
+                buffer = buffers[key.fileobj]  # type: ignore[index]
                 buffer += data[: OUTPUT_BYTES - len(buffer)]
                 if not data:
                     selector.unregister(key.fileobj)
                 elif len(buffer) >= OUTPUT_BYTES:
                     reason = f"more than {OUTPUT_BYTES} bytes of output"
-        return bytes(kept[process.stdout]), bytes(kept[process.stderr]), reason
+        return bytes(buffers[process.stdout]), bytes(buffers[process.stderr]), reason
 
 
 def _error(kind: str, message: str, log: str) -> dict[str, Any]:
@@ -152,7 +155,8 @@ def _error(kind: str, message: str, log: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the broker: fork a child per slot, which answers invocations until its channel closes."""
+    """Run the broker. It forks one child per slot, which answers invocations until its channel
+    closes."""
     control = socket.socket(fileno=int(sys.argv[1]))
     program = Path(sys.argv[2])
     command = sandbox_command(program)

@@ -1,10 +1,10 @@
-"""One simulator: a forked, contained MiniStack with a loopback port and a private channel to its
-owner.
+"""One simulator: a forked, contained MiniStack process with a loopback port and a private channel
+to its owner.
 
-The owner sends one end of a socket pair through a channel that only the two processes have, with a
-mark of the connection's purpose. No port, path or secret that an agent could name gives access to
-it: requests through the port are always the agent's. Control, set-up, grading and health checks use
-the private connections.
+For each private connection, the owner sends one end of a socket pair through a channel that only
+the two processes have, with a mark that tells the connection's purpose. An agent can name no port,
+path or secret that gives access to these connections, so requests through the port are always the
+agent's. Control, set-up, grading and health checks use private connections.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from realhf.base.installation import IMPORT_ROOT
 from realhf.env.containment.fork_server import ForkedProcess, ForkServer
 
 OWNER = b"o"
-"""Mark of a connection for the environment's calls and control paths."""
+"""Mark of a connection for the environment's own API calls and the control paths."""
 ENVIRONMENT = b"e"
-"""Mark of a connection for a worker that runs command lines of tasks: AWS operations only, as on
-the port."""
+"""Mark of a connection for the worker that runs the command lines of tasks. Like the port, it
+serves AWS operations only."""
 
 
 class OwnerChannel:
-    """The owner's end of the private channel. ``theirs`` is passed to the simulator at its fork and
-    then closed here."""
+    """The owner's end of the private channel. ``theirs`` is the simulator's end, which is passed to
+    it when it is forked and is then closed here."""
 
     def __init__(self) -> None:
         self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ours.setblocking(False)  # a simulator that hangs must not block its owner
 
     def connect(self, mark: bytes) -> socket.socket:
-        """Return a new connection with one of the marks. Requests wait until the simulator serves.
+        """Return a new private connection with one of the marks. Requests on it wait until the
+        simulator serves.
 
         Raises OSError if the simulator is gone.
         """
@@ -58,7 +59,7 @@ class OwnerChannel:
         return ours
 
     def close(self) -> None:
-        """Close the channel. Idempotent. Existing connections stay open."""
+        """Close the channel; existing connections stay open. Idempotent."""
         self._ours.close()
         self.theirs.close()
 
@@ -68,10 +69,10 @@ def serve_owner(
     channel: socket.socket,
     protocols: Mapping[bytes, Callable[[], asyncio.Protocol]],
 ) -> None:
-    """Serve every connection that arrives on ``channel`` with the protocol of its mark, on a
-    running loop.
+    """Serve every connection that arrives on ``channel`` on a running loop, with the protocol that
+    belongs to its mark.
 
-    This is the simulator's end of ``OwnerChannel``.
+    This is the simulator's side of ``OwnerChannel``.
     """
     tasks: set[asyncio.Task[object]] = set()
 
@@ -102,31 +103,31 @@ async def _serve(
 
 
 HOST = "127.0.0.1"
-"""Address of the simulators' ports."""
+"""Loopback address on which the simulators listen."""
 ANSWER_S = 10.0
-"""Seconds without an answer after which a simulator counts as hung. A busy machine may stall for
-some."""
+"""Seconds without an answer after which a simulator counts as hung. A busy machine may take several
+seconds."""
 SIMULATOR_MEMORY_MB = 512
 """Default memory limit of a simulator in MiB."""
 SIMULATOR_CPU_S = 60
-"""CPU limit of a simulator process in seconds; an episode takes less than one."""
+"""CPU limit of a simulator process, in seconds. An episode takes less than one second."""
 _GROWN_BYTES = 64 << 20
-"""Growth since its start after which a simulator is replaced instead of reset."""
+"""Memory growth since the start above which a simulator is replaced instead of reset."""
 _WORN_S = SIMULATOR_CPU_S / 3
-"""CPU time after which a simulator is replaced instead of reset."""
+"""CPU time above which a simulator is replaced instead of reset."""
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-"""Seconds per tick of the CPU times in /proc."""
+"""Seconds per tick, the unit of CPU times in /proc."""
 _CPU_CLOCK = 2
-"""Lower bits of the clock id of a process's CPU time; the pid is above them (as clock_getcpuclockid
-of the C library computes it)."""
+"""Lower bits of the id of the clock that measures a process's CPU time. The inverted pid is above
+them, as in the C library's clock_getcpuclockid."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-"""Bytes per page of the memory sizes in /proc."""
+"""Bytes per page, the unit of memory sizes in /proc."""
 _BACKLOG = 64
-"""Connections that may wait to be accepted."""
+"""Number of connections that may wait to be accepted."""
 _LOG_TAIL_BYTES = 2000
-"""Bytes of a log that error messages show."""
+"""Number of bytes of a log that error messages show."""
 _EXCERPT_BYTES = 300
-"""Bytes of an answer or a log line that error messages show."""
+"""Number of bytes of an answer or a log line that error messages show."""
 logger = logging.getLogger(__name__)
 _CREDENTIAL = (
     "AWS4-HMAC-SHA256 Credential=000000000000/20260101/us-east-1/{}/aws4_request, "
@@ -143,11 +144,12 @@ BARE_ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "PYTHONPATH": str(IMPORT_ROOT),
 }
-"""Base of the environment variables of every contained process: none are inherited."""
+"""Environment variables that every contained process has; none are inherited."""
 
 
 def zygote_environment(folder: Path) -> dict[str, str]:
-    """Return the complete environment variables of the simulators' zygote."""
+    """Return all environment variables of the simulators' zygote. ``folder``: the folder of the
+    simulators' files."""
     return BARE_ENVIRONMENT | {
         "HOME": str(folder),
         "TMPDIR": str(folder),
@@ -174,7 +176,7 @@ def tail(log: IO[bytes]) -> str:
 
 
 def start_failure(name: str, reason: object, log: str) -> str:
-    """Return the error message for a process that did not start: one line with its last log line,
+    """Return the error message for a process that did not start: one line with the log's last line,
     then the log."""
     text = log.strip()
     last = f"; its last words: {text.splitlines()[-1].strip()}\n{text}" if text else ""
@@ -189,7 +191,7 @@ def _send_request(
     headers: Mapping[str, str] | None = None,
     body: bytes | None = None,
 ) -> tuple[int, bytes]:
-    """Send a request over a connection of the owner; return status and body. Raises OSError,
+    """Send a request over a private connection and return (status, body). Raises OSError or
     ValueError."""
     lines = [
         f"{method} {path} HTTP/1.1",
@@ -204,11 +206,11 @@ def _send_request(
 
 
 class MiniStackProcess:
-    """Starts, checks, resets and ends one simulator.
+    """Handle of one simulator process: starts, checks, resets and ends it.
 
-    ``port`` 0 lets the kernel choose; if the port is taken at a later start, the simulator gets
-    another one. ``folder`` is the stem of its folders: the process makes a new one at every start.
-    ``broker`` runs Lambda code; without it no code runs.
+    ``port``: 0 lets the kernel choose. If the port is taken at a restart, the simulator gets
+    another one. ``folder``: prefix of the names of its folders; each start uses a new folder.
+    ``broker``: runs the code of Lambda functions; without it no such code runs.
     """
 
     def __init__(
@@ -229,7 +231,7 @@ class MiniStackProcess:
         self._control: socket.socket | None = None
 
     def bind(self) -> None:
-        """Bind the port. Raises OSError naming the port if another process has it."""
+        """Bind the port. Raises OSError that names the port if another process has it."""
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -244,7 +246,7 @@ class MiniStackProcess:
         self._listener = listener
 
     def _bind_again(self) -> None:
-        """Bind the port for a restart; choose another one if it is taken."""
+        """Bind the port for a restart, or another one if it is taken."""
         try:
             self.bind()
         except OSError as error:
@@ -262,7 +264,7 @@ class MiniStackProcess:
     def start(self) -> None:
         """Fork the simulator, which takes over the bound port.
 
-        Raises OSError or RuntimeError; call ``stop`` after a failure.
+        Raises OSError or RuntimeError. Call ``stop`` after a failure.
         """
         if self._listener is None:
             self._bind_again()
@@ -287,11 +289,11 @@ class MiniStackProcess:
         self._listener = None
 
     def _folder(self) -> str:
-        """Return the folder of the present start."""
+        """Return the folder that belongs to the latest start."""
         return f"{self._stem}-{self._starts}"
 
     def _start_lambda_runner(self) -> socket.socket | None:
-        """Fork a Lambda runner and return the channel to it, None without a broker."""
+        """Fork a Lambda runner and return the channel to it, or None if there is no broker."""
         if self._broker is None:
             return None
         ours, theirs = socket.socketpair()
@@ -306,15 +308,15 @@ class MiniStackProcess:
         return ours
 
     def wait_healthy(self, timeout_s: float) -> None:
-        """Wait until /_ministack/health answers 200. Raises RuntimeError with the end of the
-        log."""
+        """Wait until /_ministack/health answers 200. Raises RuntimeError with the end of the log if
+        that takes longer than ``timeout_s`` seconds or the process ends."""
         deadline = process_clock.now() + timeout_s
         while True:
             try:
                 self._request(
                     "GET", "/_ministack/health", max(0.05, deadline - process_clock.now())
                 )
-                # only after the start: it grows later
+                # The baseline for ``is_worn_out`` is measured once, after the start.
                 self._fresh_bytes = self._fresh_bytes or self.usage()[0]
                 return
             except OSError as error:
@@ -338,9 +340,9 @@ class MiniStackProcess:
         return True
 
     def answers(self, timeout_s: float) -> bool:
-        """Return whether the simulator answers, for a thread that does not own the slot.
+        """Return whether the simulator answers. For threads that do not own the slot.
 
-        It uses a connection of its own, because the owner may be using the control connection.
+        It opens a new connection, because the owner may be using the control connection.
         """
         try:
             with self.connect_as_owner() as connection:
@@ -349,8 +351,8 @@ class MiniStackProcess:
             return False
 
     def leftovers(self, timeout_s: float = ANSWER_S) -> str:
-        """Return the bucket and table names that remain after a reset, "" for none. Raises
-        OSError."""
+        """Return the names of the buckets and tables that remain after a reset, or "" if there are
+        none. Raises OSError."""
         buckets = self.ask("GET", "/", "s3", timeout_s)
         target = {
             "X-Amz-Target": "DynamoDB_20120810.ListTables",
@@ -383,19 +385,20 @@ class MiniStackProcess:
         )
 
     def reset(self, seed: int, timeout_s: float = ANSWER_S) -> None:
-        """Empty the simulator and seed its random numbers. Raises OSError."""
+        """Empty the account and seed the simulator's random numbers. Raises OSError."""
         self._request("POST", f"/_realhf/reset?{seed}", timeout_s)
 
     def usage(self) -> tuple[int, float]:
-        """Return the resident memory in bytes and the CPU time in seconds. Raises OSError."""
+        """Return (resident memory in bytes, CPU time in seconds). Raises OSError."""
         with open(f"/proc/{self.pid}/stat", "rb") as status:
             fields = status.read().rpartition(b")")[2].split()
         return int(fields[21]) * _PAGE_BYTES, (int(fields[11]) + int(fields[12])) * _TICK_S
 
     def cpu_time_s(self) -> float:
-        """Return the CPU time in seconds with nanosecond resolution; -1.0 if the process is gone.
+        """Return the process's CPU time in seconds with nanosecond resolution, or -1.0 if the
+        process is gone.
 
-        While the value does not change, the process does not run.
+        The process does not run while this value does not change.
         """
         try:
             return time.clock_gettime(~self.pid << 3 | _CPU_CLOCK)
@@ -403,12 +406,12 @@ class MiniStackProcess:
             return -1.0
 
     def is_stopped(self) -> bool:
-        """Return whether the process is stopped by a signal."""
+        """Return whether a signal has stopped the process."""
         return self._process is not None and self._process.stopped()
 
     def is_worn_out(self) -> bool:
-        """Return whether the simulator has grown or used much of its CPU budget, which a reset does
-        not undo.
+        """Return whether the simulator's memory has grown too much, or too much of its CPU budget
+        is used. A reset does not undo either.
 
         Raises OSError.
         """
@@ -416,19 +419,20 @@ class MiniStackProcess:
         return resident > self._fresh_bytes + _GROWN_BYTES or seconds > _WORN_S
 
     def requests(self, after: int = 0, timeout_s: float = ANSWER_S) -> dict[str, Any]:
-        """Return the requests that the simulator parsed since its start. Raises OSError.
+        """Return the simulator's report of the requests it has parsed since its start. Raises
+        OSError.
 
-        The keys are ``count``, ``refused`` (by reason) and ``requests``, the latest ones with a
-        number above ``after`` (see ``ParsedRequests``).
+        See ``ParsedRequests.report`` for the keys. ``requests`` contains the latest ones numbered
+        above ``after``.
         """
         return json.loads(self._request("GET", f"/_realhf/requests?{after}", timeout_s))
 
     def switches(self) -> dict[str, str]:
-        """Return the settings in the simulator's modules, as text by name. Raises OSError."""
+        """Return the settings in the simulator's modules as strings, by name. Raises OSError."""
         return json.loads(self._request("GET", "/_realhf/switches", ANSWER_S))
 
     def account_state(self) -> list[str]:
-        """Return the records of the whole account, see ``account_state.AccountState.report``.
+        """Return the records of the whole account; see ``account_state.AccountState.report``.
 
         Raises OSError, also if the account is too large.
         """
@@ -437,46 +441,45 @@ class MiniStackProcess:
     def connect_as_owner(self) -> socket.socket:
         """Return a new connection with access to the control paths. Raises OSError.
 
-        Never pass it to a process that reads text of an agent.
+        Never pass it to a process that reads text written by an agent.
         """
         return self._connect(OWNER)
 
     def connect_as_environment(self) -> socket.socket:
-        """Return a new connection for the worker that runs command lines of tasks. Raises
+        """Return a new connection for the worker that runs the command lines of tasks. Raises
         OSError."""
         return self._connect(ENVIRONMENT)
 
     def _connect(self, mark: bytes) -> socket.socket:
-        """Return a new private connection with a mark. Raises OSError."""
+        """Return a new private connection with this mark. Raises OSError."""
         if self._owner is None:
             raise ConnectionRefusedError(f"MiniStack on port {self.port} was not started")
         return self._owner.connect(mark)
 
     def connect(self, timeout_s: float = ANSWER_S) -> socket.socket:
-        """Return a new connection to the simulator's port, as the agent uses it."""
+        """Return a new connection to the simulator's port, which the agent's worker uses. Raises
+        OSError."""
         connection = socket.create_connection((HOST, self.port), timeout=timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(None)
         return connection
 
     def alive(self) -> bool:
-        """Return whether the process runs."""
+        """Return whether the process is running."""
         return self._process is not None and self._process.alive()
 
     @property
     def pid(self) -> int:
-        """Pid of the process, -1 before ``start``."""
+        """The process's pid, or -1 before ``start``."""
         return self._process.pid if self._process else -1
 
     def log_tail(self) -> str:
-        """Return the end of the simulator's log, "" before ``start``."""
+        """Return the end of the simulator's log, or "" before ``start``."""
         return "" if self._log is None else tail(self._log)
 
     def last_words(self) -> str:
-        """Return the last line of the log, quoted because an agent may have written it.
-
-        "no word in its log" if it is empty.
-        """
+        """Return the last line of the log, quoted because an agent may have written it, or "no word
+        in its log" if the log is empty."""
         lines = self.log_tail().split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "")
         return repr(last[:_EXCERPT_BYTES]) if last else "no word in its log"
@@ -484,7 +487,7 @@ class MiniStackProcess:
     def stop(self) -> None:
         """Kill the simulator and free the port. Idempotent.
 
-        A process that does not end is logged, and killed again by the next ``stop``.
+        If the process does not end, that is logged, and the next ``stop`` tries to kill it again.
         """
         self._close_control()
         ending = [
@@ -513,8 +516,8 @@ class MiniStackProcess:
         headers: dict[str, str] | None = None,
         data: bytes | None = None,
     ) -> bytes:
-        """Send a request over the control connection; return the body. Raises OSError, also for
-        other than 2xx."""
+        """Send a request over the control connection and return the body of the answer. Raises
+        OSError, also for a status other than 2xx."""
         try:
             if self._control is None:
                 self._control = self.connect_as_owner()
@@ -528,7 +531,7 @@ class MiniStackProcess:
         return body
 
     def _close_control(self) -> None:
-        """Close the control connection; the next request opens a new one."""
+        """Close the control connection. The next request opens a new one."""
         if self._control is not None:
             self._control.close()
             self._control = None

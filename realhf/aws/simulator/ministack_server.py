@@ -316,7 +316,7 @@ def _start_after_fork(thread: threading.Thread) -> None:
     thread.start()
 
 
-def _watch_account_state(draws: Draws) -> AccountState:
+def _build_account_state(draws: Draws) -> AccountState:
     """Return the account state, which counts the deletions in MiniStack's stores from now on."""
     state = AccountState(draws)
     responses = importlib.import_module("ministack.core.responses")
@@ -325,7 +325,7 @@ def _watch_account_state(draws: Draws) -> AccountState:
     return state
 
 
-def _keep_only_metadata(services: Sequence[str]) -> None:
+def _preload_service_metadata(services: Sequence[str]) -> None:
     """Read the metadata of the services' models before the fork.
 
     MiniStack looks up the protocol of a service in botocore's full model, which would take tens of
@@ -334,15 +334,15 @@ def _keep_only_metadata(services: Sequence[str]) -> None:
     responses = importlib.import_module("ministack.core.responses")
     original = responses._service_model.__wrapped__
     loader = botocore.session.get_session().get_component("data_loader")
-    light: dict[str, Any] = {}
+    metadata_models: dict[str, Any] = {}
 
     def service_model(service: str) -> Any:
-        if service not in light:
+        if service not in metadata_models:
             model = original(service)
-            light[service] = (
+            metadata_models[service] = (
                 None if model is None else SimpleNamespace(metadata=dict(model.metadata))
             )
-        return light[service]
+        return metadata_models[service]
 
     responses._service_model = service_model  # type: ignore[attr-defined]
     for service in services:
@@ -350,7 +350,7 @@ def _keep_only_metadata(services: Sequence[str]) -> None:
         if metadata is None:
             service_model(service)
         else:
-            light[service] = SimpleNamespace(metadata=metadata)
+            metadata_models[service] = SimpleNamespace(metadata=metadata)
 
 
 def _metadata(loader: Any, service: str) -> dict[str, Any] | None:
@@ -413,7 +413,7 @@ def _repair_answers(app: AsgiApp) -> AsgiApp:
 
 async def _serve(
     app: AsgiApp,
-    for_agents: AsgiApp,
+    agent_app: AsgiApp,
     seed: Callable[[int], None],
     state: AccountState,
     listener: socket.socket,
@@ -432,7 +432,7 @@ async def _serve(
     await started.wait()
     parsed = ParsedRequests()
     switches = ModuleSwitches()
-    outer = port_app(for_agents, parsed)
+    outer = port_app(agent_app, parsed)
     inner = owner_app(app, seed, switches, parsed, state)
     serve_owner(
         loop,
@@ -467,9 +467,9 @@ def main() -> None:
     gate = LambdaGate()
     gate.install()
     app = _repair_answers(app_module.app)
-    state = _watch_account_state(draws)
-    for_agents = SelectorGate(app, read_selector_table())
-    _keep_only_metadata(MINISTACK_SERVICES)
+    state = _build_account_state(draws)
+    agent_app = SelectorGate(app, read_selector_table())
+    _preload_service_metadata(MINISTACK_SERVICES)
     _preload_service_names()
     corrections.install()
     isolated = sandbox.without_network(mode)
@@ -504,7 +504,7 @@ def main() -> None:
         for thread in deferred:
             _start_after_fork(thread)
         with asyncio.Runner(loop_factory=_PinnedLoop) as runner:
-            runner.run(_serve(app, for_agents, seed, state, listener, owner))
+            runner.run(_serve(app, agent_app, seed, state, listener, owner))
 
     serve_forks(control, {"ready": True, "isolated": isolated}, child)
     remove_folder(Path(root))  # an owner that was killed could not

@@ -1,13 +1,13 @@
-r"""MiniStackPool: checks its containment, leases slots, monitors their health and replaces dead
-ones.
+r"""MiniStackPool: a pool of simulator slots that are leased to sessions. It tests its containment
+at start, monitors the slots' health and replaces dead simulators.
 
-starting -> free -> leased -> scrubbing -> free
-                  \________\___________\-> unhealthy -> respawning -> free
+    starting -> free -> leased -> scrubbing -> free
+                      \________\___________\-> unhealthy -> respawning -> free
 
 Every transition is one call under one lock, so a slot has exactly one owner at any time: the free
-list, a lease, or the thread that scrubs or respawns it. The self-test speaks plain HTTP to one
-simulator; all others are forks of the same zygote. Source: docs/reference/environment.md 1, 3 and
-5.
+list, a lease, or the thread that scrubs or respawns it. At start, the self-test runs hostile code
+in one simulator. That is enough, because all others are forks of the same zygote. Source:
+docs/reference/environment.md 1, 3 and 5.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ from realhf.env.containment.probe import (
 from realhf.env.containment.sandbox import LAYERS, housekept, sandboxed
 
 EXHAUSTED = "MiniStack pool exhausted"
-"""Message of the error if no slot is free."""
+"""Message of the RuntimeError that is raised if no slot is free."""
 
 
 class SlotPhase(enum.StrEnum):
-    """State of a slot between start, lease, scrub and respawn."""
+    """Phase of a slot, from start through lease and scrub to respawn."""
 
     STARTING = "starting"
     FREE = "free"
@@ -76,7 +76,7 @@ class SlotPhase(enum.StrEnum):
 
 
 class LeaseBook:
-    """States and leases of ``size`` slots, by index. All slots start as STARTING. Thread-safe."""
+    """Phases and leases of ``size`` slots, by index. All slots begin as STARTING. Thread-safe."""
 
     def __init__(self, size: int) -> None:
         self._states = [SlotPhase.STARTING] * size
@@ -87,7 +87,7 @@ class LeaseBook:
     def take(self, patience_s: float = 0.0) -> int:
         """Mark the least recently used free slot as LEASED and return its index.
 
-        Waits up to ``patience_s`` seconds for a slot that is about to return. Raises
+        If no slot is free, wait up to ``patience_s`` seconds, unless all slots are leased. Raises
         RuntimeError("MiniStack pool exhausted") if none becomes free.
         """
         with self._lock:
@@ -102,13 +102,13 @@ class LeaseBook:
             return index
 
     def grant(self, index: int, lease: object) -> None:
-        """Record the lease object of a taken slot."""
+        """Record which lease object belongs to a taken slot."""
         with self._lock:
             self._leases[index] = lease
 
     def give_back(self, index: int, lease: object) -> None:
-        """End a lease; the slot is SCRUBBING from now on. Raises ValueError if this lease is not in
-        force."""
+        """End a lease and mark the slot as SCRUBBING. Raises ValueError if ``lease`` is not the
+        slot's present lease."""
         with self._lock:
             if index not in self._leases or self._leases[index] is not lease:
                 raise ValueError(f"slot {index} is not leased from this pool")
@@ -116,8 +116,8 @@ class LeaseBook:
             self._states[index] = SlotPhase.SCRUBBING
 
     def free(self, index: int) -> None:
-        """Mark a started, scrubbed or respawned slot as FREE. Raises ValueError if it is free or
-        leased."""
+        """Mark a started, scrubbed or respawned slot as FREE. Raises ValueError if it is already
+        free, or leased."""
         with self._lock:
             if self._states[index] in (SlotPhase.FREE, SlotPhase.LEASED):
                 raise ValueError(f"slot {index} is {self._states[index]}; it cannot become free")
@@ -126,14 +126,14 @@ class LeaseBook:
             self._lock.notify()
 
     def fail(self, index: int) -> None:
-        """Mark a slot as UNHEALTHY, because its owner found it dead or dirty."""
+        """Mark a slot as UNHEALTHY. Called by its owner, who found it dead or dirty."""
         with self._lock:
             self._states[index] = SlotPhase.UNHEALTHY
 
     def fail_if_free(self, index: int) -> bool:
         """Mark a slot as UNHEALTHY if it is free, because a health check found it dead.
 
-        Returns False if the slot was taken in the meantime; its new owner will notice.
+        Returns False if the slot is no longer free; its new owner will find it dead.
         """
         with self._lock:
             if self._states[index] is not SlotPhase.FREE:
@@ -143,7 +143,8 @@ class LeaseBook:
             return True
 
     def begin_respawn(self, index: int) -> bool:
-        """Mark an UNHEALTHY slot as RESPAWNING. Returns False if another thread respawns it."""
+        """Mark an UNHEALTHY slot as RESPAWNING. Returns False if the slot is not UNHEALTHY, because
+        another thread respawns it."""
         with self._lock:
             if self._states[index] is not SlotPhase.UNHEALTHY:
                 return False
@@ -151,58 +152,60 @@ class LeaseBook:
             return True
 
     def adopt(self, index: int) -> None:
-        """Lease a respawned slot directly to the caller, without making it free first."""
+        """Mark a RESPAWNING slot as LEASED, so that the caller gets it without other callers seeing
+        it free. Raises ValueError for a slot in another phase."""
         with self._lock:
             if self._states[index] is not SlotPhase.RESPAWNING:
                 raise ValueError(f"slot {index} is {self._states[index]}, not respawning")
             self._states[index] = SlotPhase.LEASED
 
     def in_state(self, state: SlotPhase) -> list[int]:
-        """Return the indices of the slots in a state."""
+        """Return the indices of the slots in a phase."""
         with self._lock:
             return [index for index, current in enumerate(self._states) if current is state]
 
     def counts(self) -> dict[str, int]:
-        """Return the number of slots by state."""
+        """Return the number of slots in each phase."""
         with self._lock:
             return {str(state): self._states.count(state) for state in SlotPhase}
 
 
 INTERVAL_S = 5.0
-"""Seconds between two health checks."""
+"""Seconds between health checks."""
 FIRST_BACK_OFF_S = 0.5
-"""Seconds until the second attempt to respawn a slot; doubled after each failure."""
+"""Seconds between the first and second attempt to respawn a slot. The delay is doubled after each
+failure."""
 MAX_BACK_OFF_S = 30.0
-"""Longest delay between two attempts, in seconds."""
+"""Maximum delay between two attempts, in seconds."""
 _STOP_S = 10.0
 """Seconds to wait for the health thread to end."""
 logger = logging.getLogger(__name__)
 
 
 def back_off_s(failures: int) -> float:
-    """Return the delay in seconds after ``failures`` failed attempts in a row: 0, 0.5, 1, 2, ...,
-    30."""
+    """Return the delay in seconds after ``failures`` consecutive failed attempts: 0, 0.5, 1, 2,
+    ..., 30."""
     return min(MAX_BACK_OFF_S, FIRST_BACK_OFF_S * 2 ** (failures - 1)) if failures else 0.0
 
 
 class HealthLoop:
-    """A thread that checks every free slot every ``interval_s`` seconds and respawns UNHEALTHY
-    ones."""
+    """Thread that checks every free slot every ``interval_s`` seconds and respawns UNHEALTHY
+    slots."""
 
     def __init__(
         self, book: LeaseBook, slots: Sequence[Slot], interval_s: float = INTERVAL_S
     ) -> None:
         self.respawns = 0
-        """Number of simulators replaced."""
+        """Number of simulators that were replaced."""
         self.failures = 0
-        """Number of failed attempts to replace one."""
+        """Number of failed attempts to replace a simulator."""
         self._book = book
         self._slots = slots
         self._interval_s = interval_s
         self._failed = [0] * len(slots)
-        """Failed attempts in a row, by slot."""
+        """Number of consecutive failed attempts, by slot."""
         self._due = [0.0] * len(slots)
-        """Time of the next attempt, by slot."""
+        """Time of the next attempt (``process_clock``, s), by slot."""
         self._woken = threading.Event()
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="ministack-health", daemon=True)
@@ -212,18 +215,19 @@ class HealthLoop:
         self._thread.start()
 
     def wake(self) -> None:
-        """Start the next round at once, because a slot is unhealthy."""
+        """Start the next round immediately, because a slot is unhealthy."""
         self._woken.set()
 
     def stop(self) -> None:
-        """End the thread after the check or respawn in progress. Idempotent."""
+        """End the thread; a check or respawn in progress is completed first. Idempotent."""
         self._ending = True
         self._woken.set()
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
 
     def sweep(self) -> None:
-        """Run one round: check the free slots, then respawn the unhealthy ones that are due."""
+        """Run one round: check the free slots, then respawn the unhealthy ones whose next attempt
+        is due."""
         for index in self._book.in_state(SlotPhase.FREE):
             if self._ending:
                 return
@@ -240,7 +244,7 @@ class HealthLoop:
                 self._respawn(index)
 
     def _respawn(self, index: int) -> None:
-        """Respawn one slot; after a failure, schedule the next attempt with back-off."""
+        """Respawn one slot. After a failure, schedule the next attempt with back-off."""
         try:
             self._slots[index].respawn()
         except SimulatorLost as error:
@@ -273,10 +277,10 @@ _ROLE = "arn:aws:iam::000000000000:role/self-test"
 """Role and API path of the self-test's Lambda function."""
 _FUNCTION = "/2015-03-31/functions"
 _EFFECT_S = 0.1
-"""Seconds to wait for an unwanted effect of the self-test."""
+"""Seconds to wait for an effect that the self-test's code must not have."""
 _ANSWER_S = 30.0
-"""Seconds to wait for an answer. A simulator answers within milliseconds, but on a machine that
-starts many processes at once it may take seconds."""
+"""Seconds to wait for an answer in the self-test. A simulator usually answers within milliseconds,
+but on a machine that starts many processes at once it may take seconds."""
 _CODE = """
 import os, socket
 def touch(path):
@@ -295,17 +299,17 @@ def handler(event, context):
         return "ran, contained"
     return "ran, connected"
 """
-"""The function of the self-test: tries to create marker files, and to connect to a port of the
-host."""
+"""Code of the self-test's Lambda function. It tries to create marker files and to connect to a port
+of the host."""
 
 
 def run_self_test(simulator: MiniStackProcess, root: Path, lambda_mode: str) -> tuple[str, ...]:
-    """Run code in a simulator that tries to break out; return descriptions of the attempts that
-    failed.
+    """Run code in a simulator that tries to break out, and return descriptions of the attempts that
+    were contained.
 
-    Raises NotContained if one had an effect, and TimeoutError if the simulator does not answer.
-    ``root`` is the pool's folder; markers would appear there, in the simulator's own folder or in
-    /tmp.
+    Raises NotContained if an attempt had an effect, and TimeoutError if the simulator does not
+    answer. ``root``: the pool's folder. The code tries to create markers there, in the simulator's
+    own folder and in /tmp.
     """
     with socket.create_server(("127.0.0.1", 0)) as canary:
         port = canary.getsockname()[1]
@@ -338,7 +342,8 @@ def run_self_test(simulator: MiniStackProcess, root: Path, lambda_mode: str) -> 
 
 @contextlib.contextmanager
 def _explain_timeouts() -> Iterator[None]:
-    """Turn an OSError of the self-test into a TimeoutError that explains the likely cause."""
+    """Context manager that turns an OSError in the self-test into a TimeoutError with the likely
+    cause."""
     try:
         yield
     except OSError as error:
@@ -350,7 +355,8 @@ def _explain_timeouts() -> Iterator[None]:
 
 
 def _invoke_and_trigger(simulator: MiniStackProcess, markers: list[str], port: int) -> str:
-    """Invoke the function directly, by an event and through outgoing HTTP calls.
+    """Create the self-test's Lambda function. Invoke it directly and as an event, and let a topic
+    call both the function and an HTTP endpoint on ``port``.
 
     Returns the answer to the direct invocation.
     """
@@ -394,8 +400,9 @@ def _ask_sns(simulator: MiniStackProcess, **parameters: str) -> str:
 
 
 RETURN_WAIT_S = 8.0
-"""Seconds that ``acquire`` waits for a slot that is being scrubbed or replaced. Clients of a server
-time out after 10 s, so the error must reach them before."""
+"""Seconds that ``acquire`` waits for a slot that is being scrubbed or replaced. It must be less
+than the 10 s after which clients of the environment server time out, so that they receive the
+error."""
 CONTAINED_PARTS = (
     "__init__.py",
     "base",
@@ -405,18 +412,19 @@ CONTAINED_PARTS = (
     "aws/cli",
     "aws/simulator",
 )
-"""Parts of this package that simulators and CLI workers can read: their own code, but neither tasks
-nor graders."""
+"""Parts of the ``realhf`` package that simulators and CLI workers can read: the code that they run,
+but neither tasks nor graders."""
 
 
 class MiniStackPool:
-    """A pool of slots for leasing. Thread-safe.
+    """A pool of slots that can be leased. Thread-safe.
 
-    ``base_port``: first port of the simulators, 0 lets the kernel choose. ``sandbox``: ``auto``
-    (bubblewrap if it works), ``bwrap`` (fail without it) or ``plain`` (only audit hooks, system
-    call filter and resource limits). ``lambda_mode``: ``stub`` (code never runs) or ``sandbox``.
-    ``may_lack``: layers (``sandbox.LAYERS``) whose absence is accepted. ``memory_mb``: memory limit
-    of a simulator in MiB. Raises ValueError for other values.
+    ``base_port``: the first simulator's port; the others follow. 0 lets the kernel choose.
+    ``sandbox``: ``auto`` (use bubblewrap if it works), ``bwrap`` (fail without bubblewrap) or
+    ``plain`` (only audit hooks, system call filter and resource limits). ``lambda_mode``: ``stub``
+    (the code of Lambda functions never runs) or ``sandbox``. ``may_lack``: containment layers (see
+    ``sandbox.LAYERS``) that may be missing. ``memory_mb``: memory limit of a simulator in MiB.
+    Raises ValueError for invalid values.
     """
 
     def __init__(
@@ -468,8 +476,9 @@ class MiniStackPool:
     def start(self) -> None:
         """Start all processes, test the containment and wait until all slots are healthy.
 
-        After a failure no process is left. Raises OSError naming a taken port, RuntimeError with
-        the log of a process that did not start, or with the layer that is missing or ineffective.
+        After a failure, no process is left running. Raises OSError that names a port if it is
+        taken, and RuntimeError if a process does not start (with its log) or if a containment layer
+        is missing or has no effect (with its name).
         """
         atexit.register(self.stop)
         try:
@@ -514,7 +523,8 @@ class MiniStackPool:
         self._health.start()  # pyright: ignore[reportOptionalMemberAccess]
 
     def _create_slots(self, root: Path, contained: Containment) -> None:
-        """Create the zygotes, the slots, and an extra slot for the environment's own plays."""
+        """Create the zygotes, the slots, and an extra slot on which the environment plays
+        solutions."""
         files = root / "files"
         simulators = root / "simulators"
         for folder in (files, simulators):
@@ -570,7 +580,8 @@ class MiniStackPool:
         self._health = HealthLoop(self._book, tuple(self.slots))
 
     def _probe(self, root: Path, contained: Containment) -> dict[str, list[Attempt]]:
-        """Probe the layers in the zygotes. Raises NotContained with the end of the log."""
+        """Return the result of probing the containment layers in the zygotes. Raises NotContained
+        with the end of the log."""
         probed: dict[str, ForkServer] = dict(
             zip((SIMULATORS, WORKERS), self._zygotes, strict=False)
         )
@@ -591,7 +602,7 @@ class MiniStackPool:
             self._containment.no_network = greeting["isolated"]
 
     def containment(self) -> str:
-        """Describe the active layers, for the log at start. Raises RuntimeError before
+        """Describe the active containment layers, for the log at start. Raises RuntimeError before
         ``start``."""
         if self._containment is None:
             raise RuntimeError("the pool was not started")
@@ -603,11 +614,11 @@ class MiniStackPool:
         return f"{self._containment.statement()}\n  budget of a simulator: {budget}; {whole}"
 
     def acquire(self) -> Slot:
-        """Lease the least recently used slot that answers now; pass the returned object to
-        ``release``.
+        """Lease the least recently used free slot that answers. Pass the returned object to
+        ``release`` later.
 
-        Raises RuntimeError("MiniStack pool exhausted") if there is none, SimulatorLost if the only
-        free ones are dead and cannot be replaced.
+        Raises RuntimeError("MiniStack pool exhausted") if no slot is free, and SimulatorLost if the
+        only free ones are dead and cannot be replaced.
         """
         sick = -1
         while True:
@@ -642,17 +653,17 @@ class MiniStackPool:
         return self._grant(index)
 
     def _grant(self, index: int) -> Slot:
-        """Return a new lease of a taken slot."""
+        """Return a new lease of a slot that was taken."""
         lease = self.slots[index].lease()
         self._book.grant(index, lease)
         self._count("acquired")
         return lease
 
     def release(self, slot: Slot) -> None:
-        """Scrub a slot and free it; a slot that stays dirty is left to the health loop for
-        replacement.
+        """End a lease: scrub the slot and free it. If the scrub fails, the health loop replaces the
+        slot.
 
-        Raises ValueError for a lease that is not in force, so a second release has no effect.
+        Raises ValueError if ``slot`` is not a present lease, so a second release has no effect.
         """
         self._book.give_back(slot.index, slot)
         started = time.perf_counter()
@@ -681,8 +692,8 @@ class MiniStackPool:
         return len(self._book.in_state(SlotPhase.FREE))
 
     def metrics(self) -> dict[str, Any]:
-        """Return metrics for /metrics: slots by state, and counters of leases, respawns, scrubs and
-        commands."""
+        """Return the metrics shown at /metrics: the number of slots in each phase, and counters of
+        leases, respawns, scrubs and commands."""
         numbers: dict[str, Any] = {"size": self.size, **self._book.counts()}
         with self._lock:
             numbers.update(self._counters)
@@ -696,7 +707,7 @@ class MiniStackPool:
         return numbers
 
     def stop(self) -> None:
-        """End all processes, free all ports and remove all files. Idempotent."""
+        """End all processes, free all ports and delete all files. Idempotent."""
         atexit.unregister(self.stop)
         if self._health is not None:
             self._health.stop()
@@ -720,7 +731,7 @@ class MiniStackPool:
 
 
 def worker_environment() -> dict[str, str]:
-    """Return the complete environment variables of the CLI workers."""
+    """Return all environment variables of the CLI workers."""
     return BARE_ENVIRONMENT | {
         "AWS_ACCESS_KEY_ID": ACCOUNT,
         "AWS_SECRET_ACCESS_KEY": "none",

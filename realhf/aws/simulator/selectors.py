@@ -147,7 +147,7 @@ class SelectorGate:
             return
         requested = operation.requested_narrowings(request)
         await self._app(
-            scope, replay, _AnswerFilter(send, service, requested).take if requested else send
+            scope, replay, _AnswerFilter(send, service, requested).send if requested else send
         )
 
 
@@ -220,7 +220,9 @@ class _Operation:
     def __init__(self, service: str, name: str, description: Mapping[str, Any]) -> None:
         self._members: Sequence[Mapping[str, Any]] = description["members"]
         self._narrowings = [
-            each for each in read_narrowings() if (each.service, each.operation) == (service, name)
+            narrowing
+            for narrowing in read_narrowings()
+            if (narrowing.service, narrowing.operation) == (service, name)
         ]
         items = tuple(description.get("items", ()))
         for member in self._members:
@@ -338,14 +340,14 @@ def _filters(name: str, carried: Mapping[str, Any]) -> Iterator[tuple[str, list[
 class _AnswerFilter:
     """Collects an answer and sends it on with only the requested resources."""
 
-    def __init__(self, send: Any, service: _Service, asked: list[RequestedNarrowing]) -> None:
+    def __init__(self, send: Any, service: _Service, requested: list[RequestedNarrowing]) -> None:
         self._send = send
         self._service = service
-        self._asked = asked
+        self._requested = requested
         self._start: dict[str, Any] = {}
         self._body = bytearray()
 
-    async def take(self, message: dict[str, Any]) -> None:
+    async def send(self, message: dict[str, Any]) -> None:
         """Add an ASGI message of the answer; send the filtered answer after the last one."""
         if message["type"] == "http.response.start":
             self._start = message
@@ -360,7 +362,7 @@ class _AnswerFilter:
                 if self._service.protocol in ("json", "rest-json")
                 else _XmlAnswer(body)
             )
-            for narrowing, name, values in self._asked:
+            for narrowing, name, values in self._requested:
                 missing = answer.narrow(narrowing, name, values)
                 if missing and narrowing.unknown:
                     code, text = narrowing.unknown
@@ -380,23 +382,23 @@ class _JsonAnswer:
     """An answer in JSON."""
 
     def __init__(self, body: bytes) -> None:
-        self._held = _parse_object(body)
+        self._content = _parse_object(body)
 
     def narrow(self, narrowing: Narrowing, name: str, values: list[str]) -> list[str]:
         """Remove the items without one of the values; return the values that no item has."""
         (items,) = narrowing.items
-        listed = self._held.get(items) or []
-        kept = [item for item in listed if _keeps(narrowing, name, values, item)]
-        self._held[items] = kept
+        listed = self._content.get(items) or []
+        kept = [item for item in listed if _has_value(narrowing, name, values, item)]
+        self._content[items] = kept
         return [
             value
             for value in values
-            if not any(_keeps(narrowing, name, [value], item) for item in kept)
+            if not any(_has_value(narrowing, name, [value], item) for item in kept)
         ]
 
     def to_bytes(self) -> bytes:
         """Return the encoded answer."""
-        return json.dumps(self._held).encode()
+        return json.dumps(self._content).encode()
 
 
 class _XmlAnswer:
@@ -414,16 +416,18 @@ class _XmlAnswer:
         """Remove the items without one of the values; return the values that no item has."""
         missing = set(values)
         for outer in [
-            element for element in self._root.iter() if _local(element) == narrowing.items[0]
+            element for element in self._root.iter() if _local_name(element) == narrowing.items[0]
         ]:
             for listed in [outer] if len(narrowing.items) == 1 else [*outer]:
                 for item in self._lists(listed, narrowing.items[1:]):
                     for element in [*item]:
-                        content = _plain(element)
+                        content = _as_data(element)
                         missing -= {
-                            value for value in missing if _keeps(narrowing, name, [value], content)
+                            value
+                            for value in missing
+                            if _has_value(narrowing, name, [value], content)
                         }
-                        if not _keeps(narrowing, name, values, content):
+                        if not _has_value(narrowing, name, values, content):
                             item.remove(element)
                 if len(narrowing.items) > 1 and not any(
                     len(item) for item in self._lists(listed, narrowing.items[1:])
@@ -435,29 +439,31 @@ class _XmlAnswer:
     def _lists(element: ElementTree.Element, names: Sequence[str]) -> list[ElementTree.Element]:
         """Return the child lists with the next name of a path, the element itself at the end of the
         path."""
-        return [child for child in element if _local(child) == names[0]] if names else [element]
+        return (
+            [child for child in element if _local_name(child) == names[0]] if names else [element]
+        )
 
     def to_bytes(self) -> bytes:
         """Return the encoded answer."""
         return ElementTree.tostring(self._root, encoding="utf-8", xml_declaration=True)
 
 
-def _local(element: ElementTree.Element) -> str:
+def _local_name(element: ElementTree.Element) -> str:
     """Return the name of an element without its namespace."""
     return element.tag.rpartition("}")[2]
 
 
-def _plain(element: ElementTree.Element) -> Any:
+def _as_data(element: ElementTree.Element) -> Any:
     """Return an element as mappings, lists and texts."""
     children = [*element]
     if not children:
         return element.text or ""
-    if all(_local(child) in ("item", "member") for child in children):
-        return [_plain(child) for child in children]
-    return {_local(child): _plain(child) for child in children}
+    if all(_local_name(child) in ("item", "member") for child in children):
+        return [_as_data(child) for child in children]
+    return {_local_name(child): _as_data(child) for child in children}
 
 
-def _keeps(narrowing: Narrowing, name: str, values: list[str], item: Any) -> bool:
+def _has_value(narrowing: Narrowing, name: str, values: list[str], item: Any) -> bool:
     """Return whether an item has one of the values."""
     if narrowing.rule == "tag":
         tag = name.removeprefix("tag:")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from realhf.aws.episode.episode import Episode
-from realhf.aws.simulator.asgi_http import KEPT_BYTES
+from realhf.aws.simulator.asgi_http import TRANSCRIPT_BYTES
 from realhf.aws.simulator.slot import Slot
 from realhf.aws.tasks.loader import fill, instantiate
 from tests.aws.validation.command_line import moved
@@ -348,5 +348,5 @@ def test_however_much_was_said_the_log_group_of_a_function_is_lambdas(slot: Slot
         PAUSE[-1],
         "aws lambda invoke --function-name {name} answer.json",
     ]
-    assert len(said) * 7900 > KEPT_BYTES
+    assert len(said) * 7900 > TRANSCRIPT_BYTES
     assert play(slot, 405, said, 1).score == 1.0
