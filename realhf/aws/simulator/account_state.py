@@ -1,12 +1,11 @@
-"""Export of the account in a simulator to its owner, and reset of the settings in MiniStack's
-modules.
+"""Export of a simulator's account to its owner, and reset of the settings in MiniStack's modules.
 
-All resources of MiniStack are in its scoped stores, which are read directly instead of through its
-operations: content that no operation shows (bytes of an object, waiting messages) belongs to the
-account too. Texts that the simulator generated are marked, because no agent can choose them.
+MiniStack keeps all resources in its scoped stores. They are read directly instead of through its
+operations, because content that no operation shows (bytes of an object, waiting messages) belongs
+to the account too. Texts that the simulator generated are marked, because no agent can choose them.
 
-MiniStack's own reset empties its stores. Other module state (switches set by its configuration
-path, counters) survives it and would carry information from one episode to the next.
+MiniStack's own reset empties its stores. Other module state (switches set through its configuration
+path, counters) survives that reset and would carry information from one episode to the next.
 """
 
 from __future__ import annotations
@@ -24,33 +23,35 @@ from typing import Any
 
 DRAWN = "\ue000"
 END_DRAWN = "\ue001"
-"""Marks around a text that the simulator generated."""
+"""Marks before and after a text that the simulator generated."""
 MOST_LEAVES = 200_000
-"""Largest number of values in a report."""
+"""Maximum number of values in a report."""
 LONGEST_TEXT = 65_536
-"""Longer texts are reported by their digest; characters."""
+"""Maximum length of a reported string, in characters. A longer one is replaced by its digest."""
 _DEEPEST = 40
-"""Largest depth of a record."""
+"""Maximum depth of a record."""
 _KEPT_DRAWS = 4 << 20
-"""Characters of generated texts that are kept between two resets."""
+"""Maximum number of characters of generated texts that are kept between two resets."""
 _SHORTEST_DRAW = 6
-"""Shortest text that is recognized as generated."""
+"""Minimum length of a text that is recognized as generated."""
 _MOST_BITS = 10_000
-"""Largest size of an integer, in bits; Python refuses to write larger ones in decimal."""
+"""Maximum size of an integer reported in decimal, in bits. Python refuses to convert much larger
+ones."""
 _LONGEST_DRAW = 64
-"""Longest byte string that may be a generated one, in bytes."""
+"""Maximum length of a byte string that may be generated, in bytes."""
 _LONGEST_RUN = 4096
-"""Longest sequence of single generated letters, in characters."""
+"""Maximum length of a text recorded character by character. Also the length from which new text
+discards the cache of absent endings."""
 _LONGEST_NAME = 256
-"""Longest text for which the quick test by word endings is made, in characters."""
+"""Maximum length of a text for which the quick test by word endings is made, in characters."""
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 _STORES = frozenset({"AccountScopedDict", "AccountRegionScopedDict"})
-"""Classes of MiniStack's stores."""
+"""Class names of MiniStack's stores."""
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _PIECE = re.compile(rf"{_UUID.pattern}|[0-9A-Za-z_-]{{20,}}|[0-9A-Za-z]{{6,}}")
 """A part of a text that may be generated as a whole."""
 _WORD = re.compile(r"[0-9A-Za-z]{6,}")
-"""A part of a piece that may be generated."""
+"""A part of such a piece that may be generated."""
 _IGNORED_STORES = frozenset(
     {
         # logs of requests and answers, not state
@@ -97,7 +98,7 @@ _IGNORED_STORES = frozenset(
 )
 """Stores that contain no part of the account."""
 _OF_AWS = "default."
-"""Prefix of the many parameter groups of ElastiCache that belong to AWS."""
+"""Prefix of ElastiCache's many parameter groups that belong to AWS."""
 
 
 class TooLarge(Exception):
@@ -105,37 +106,43 @@ class TooLarge(Exception):
 
 
 class Draws:
-    """The texts that the simulator has generated since the last reset."""
+    """The texts (ids, suffixes, secrets) that the simulator has generated since the last reset."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all texts."""
+        """Discard all recorded texts and the caches about them."""
         self._texts: list[str] = []
+        """The recorded texts. After ``refresh`` the indexed ones are a single text, the first."""
         self._size = 0
-        self._index = self._unfinished = ""
+        """Number of characters of the recorded texts."""
+        self._index = ""
+        """All texts that ``mark`` recognizes, one after another."""
+        self._unfinished = ""
+        """The text that is being generated character by character."""
         self._lookup_cache: dict[str, bool] = {}
+        """Whether a piece occurs in ``_index``, by the piece."""
         self._absent_endings: set[str] = set()
-        """Word endings that occur in no generated text."""
+        """Cache of word endings that occur in no generated text."""
 
     def add(self, *texts: str) -> None:
         """Record generated texts."""
         self._texts.extend(texts)
         self._size += sum(map(len, texts))
-        if self._size > _KEPT_DRAWS:  # such amounts are data rather than names: drop the older half
+        if self._size > _KEPT_DRAWS:  # so much text is data, not names: drop the older half
             self._texts = [*self._texts[len(self._texts) // 2 :]]
             self._size = self._size // 2
 
     def add_letter(self, letter: str) -> None:
-        """Record one letter of a text that is generated letter by letter."""
+        """Record one character of a text that is generated character by character."""
         self._unfinished += letter
         if len(self._unfinished) > _LONGEST_RUN:
             self.add(self._unfinished)
             self._unfinished = ""
 
     def refresh(self) -> None:
-        """Index the texts that were recorded since the last call. Call it before ``mark``."""
+        """Index the texts recorded since the last call. Call it before ``mark``."""
         if len(self._texts) > bool(self._index) or self._unfinished:
             new = "\n".join([*self._texts[bool(self._index) :], self._unfinished])
             self._absent_endings = (
@@ -151,7 +158,7 @@ class Draws:
             }
 
     def mark(self, text: str) -> str:
-        """Return a text with marks around all generated parts."""
+        """Return a text with marks around all of its generated parts."""
         if DRAWN in text or END_DRAWN in text:
             text = text.replace(DRAWN, "?").replace(END_DRAWN, "?")
         if len(text) <= _LONGEST_NAME:
@@ -164,10 +171,10 @@ class Draws:
         return _PIECE.sub(self._mark_piece, text)
 
     def _mark_piece(self, match: re.Match[str]) -> str:
-        """Return a piece with marks around its generated part.
+        """Return a piece with marks around its generated part, if it has one.
 
-        UUIDs count as generated in any case. Otherwise the longest generated ending is marked: ids
-        have short prefixes.
+        A UUID always counts as generated. Otherwise the longest generated ending is marked, because
+        ids have short prefixes.
         """
         piece = match[0]
         if _UUID.fullmatch(piece):  # clients generate them too, as tokens of requests
@@ -178,7 +185,7 @@ class Draws:
         return piece if _WORD.fullmatch(piece) else _WORD.sub(self._mark_piece, piece)
 
     def _is_generated(self, piece: str) -> bool:
-        """Return whether a piece is part of a generated text."""
+        """Return whether a piece occurs in a generated text."""
         known = self._lookup_cache.get(piece)
         if known is None:
             known = self._lookup_cache[piece] = piece in self._index
@@ -187,10 +194,10 @@ class Draws:
 
 @lru_cache(8192)
 def _ends(text: str) -> frozenset[str]:
-    """Return the last characters of all words of a text.
+    """Return the last characters of every word in a text.
 
-    A generated text keeps its ending when a prefix is added. A UUID yields "", which every text
-    contains.
+    Prefixing a generated text does not change its ending, so a text whose endings occur in no
+    generated text contains none. A UUID yields "", which occurs in every text.
     """
     pieces = _PIECE.findall(text)
     words = (
@@ -202,10 +209,10 @@ def _ends(text: str) -> frozenset[str]:
 
 
 class AccountState:
-    """Reads the stores of MiniStack.
+    """Reader of the account in MiniStack's stores.
 
-    The serial number of a record is the number of earlier deletions under its name, so a resource
-    that was deleted and created again is recognized whatever it contains.
+    A record's serial number is the number of earlier deletions under its name. So a resource that
+    was deleted and created again is recognized even if its content is the same.
     """
 
     def __init__(self, draws: Draws) -> None:
@@ -213,10 +220,10 @@ class AccountState:
         self._modules = 0
         self._stores: list[tuple[str, str, Any]] = []
         self._deleted: Counter[tuple[int, Any]] = Counter()
-        """Deletions by store (its id) and scoped name."""
+        """Number of deletions, by (id of the store object, scoped name)."""
 
     def watch(self, store: type) -> None:
-        """Wrap the deleting methods of a store class, so that deletions are counted."""
+        """Wrap the methods of a store class that delete records, so that deletions are counted."""
 
         def count_deletions(
             deletes: Callable[..., Any], scoped: Callable[..., Any]
@@ -248,13 +255,13 @@ class AccountState:
         )
 
     def forget(self) -> None:
-        """Reset all counts and generated texts."""
+        """Reset the deletion counts and the generated texts."""
         self._deleted.clear()
         self._draws.clear()
 
     def report(self) -> list[str]:
-        """Return the records, each as JSON: [module, store, region, key, serial, value]. Raises
-        TooLarge."""
+        """Return the account's records, each as JSON: [module, store, region, key, serial, value].
+        Raises TooLarge."""
         self._find_stores()
         self._draws.refresh()
         exporter = StateExporter(self._draws.mark)
@@ -277,7 +284,8 @@ class AccountState:
         return records
 
     def _find_stores(self) -> None:
-        """Find the stores in MiniStack's modules, again whenever a module was imported."""
+        """Find the stores in MiniStack's modules. Search again only if modules were imported
+        since."""
         if len(sys.modules) == self._modules:
             return
         self._modules = len(sys.modules)
@@ -289,7 +297,7 @@ class AccountState:
 
 
 def _module_contents() -> Iterator[tuple[str, str, Any]]:
-    """Yield (module, name, value) of the contents of MiniStack's services."""
+    """Yield (module, name, value) for everything in the modules of MiniStack's services."""
     for module, contents in sorted(sys.modules.items()):
         if module.startswith("ministack.services."):
             for name, value in vars(contents).items():
@@ -297,14 +305,14 @@ def _module_contents() -> Iterator[tuple[str, str, Any]]:
 
 
 class StateExporter:
-    """Converts records to plain data within limits."""
+    """Converter of records to plain data, up to a maximum size and depth."""
 
     def __init__(self, mark: Callable[[str], str]) -> None:
         self._mark = mark
         self._leaves_left = MOST_LEAVES
 
     def key(self, key: Any) -> str:
-        """Return a key of a store or a mapping as text."""
+        """Return a key of a store or a mapping as a string."""
         if isinstance(key, str):
             return self._mark(key)
         return "/".join(map(self.key, key)) if isinstance(key, tuple) else str(key)
@@ -345,7 +353,7 @@ class StateExporter:
 
 
 def _digest(content: bytes) -> str:
-    """Return length and SHA-256 digest of bytes, as text."""
+    """Return the length and SHA-256 digest of bytes, as a string."""
     return (
         f"{len(content)} bytes, sha256 "
         f"{base64.b64encode(hashlib.sha256(content).digest()).decode()}"
@@ -356,13 +364,14 @@ _PACKAGE = "ministack"
 _PLAIN = (str, bytes, int, float, bool, type(None))
 """Types of plain settings."""
 _SWITCHES_THAT_ARE_OBJECTS = frozenset({("ministack.services.stepfunctions", "_sfn_mock_config")})
-"""Settings that are restored although they are objects, by module and name."""
+"""Settings that are restored although they are objects, as (module, name)."""
 _RUNNING = re.compile(r"_started$|^_inflight_total$|^_generation$")
-"""Names of threads and waits that outlive a reset; restoring them would start them twice."""
+"""Names of variables about threads and waits that outlive a reset. Restoring them would start these
+twice."""
 
 
 class ModuleSwitches:
-    """The plain settings (numbers, texts, flags) in MiniStack's modules at the time of
+    """The plain settings (numbers, strings, flags) in MiniStack's modules, as they were at
     construction."""
 
     def __init__(self) -> None:
@@ -371,10 +380,10 @@ class ModuleSwitches:
             self._initial.setdefault(module, {})[name] = value
 
     def restore(self) -> list[str]:
-        """Restore the settings that changed; return their names.
+        """Restore the settings that have changed, and return their names.
 
-        A setting that was None and is an object now (a thread, a lock) was created on first use,
-        and stays.
+        A setting that was None and is now an object (a thread, a lock) was created on first use. It
+        is left unchanged.
         """
         changed = []
         for module, settings in self._initial.items():
@@ -389,7 +398,8 @@ class ModuleSwitches:
         return changed
 
     def values(self) -> dict[str, str]:
-        """Return the present values by name, as text, for comparing two points in time."""
+        """Return the present settings as strings, by name, so that two points in time can be
+        compared."""
         return {
             f"{module}.{name}": repr(vars(sys.modules[module]).get(name))[:200]
             for module, settings in self._initial.items()

@@ -1,17 +1,17 @@
-"""HTTP/1.1 server on the loopback for one ASGI application, with request counts and separate
-entrances.
+"""HTTP/1.1 server on the loopback for one ASGI application. It separates the agent's requests from
+the environment's and counts both.
 
-An agent's worker, and any other process that finds it, uses the ``port``: AWS operations only, and
-not from a browser. Set-up, grading and control use a connection of the ``owner``, which also reads
-the counts (``MiniStackProcess.requests``).
+The agent's worker uses the port, and so does any other process that finds it. The port serves AWS
+operations only, and no browsers. Set-up, grading and control use private connections of the owner,
+which also reads the counts (``MiniStackProcess.requests``).
 
 MiniStack's own server spends more time on HTTP than on the answers. Here a request costs one parse
-of its head and one write of its answer; bodies arrive whole. A client has to wait for each answer
-before it sends the next request: earlier bytes may hide a request in another one, so they end the
-connection, as does everything that the grammar does not allow.
+of its head and one write of its answer. A client must wait for each answer before it sends the next
+request. Bytes that arrive earlier might hide a request inside another one, so they end the
+connection, as does everything that the HTTP grammar does not allow.
 
 A process without free memory answers some requests and fails others, including its owner's, and its
-data may be incomplete. It ends itself, which its owner notices.
+data may be incomplete. It therefore ends itself, which the owner notices.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ from realhf.aws.simulator.account_state import AccountState, ModuleSwitches, Too
 from realhf.base.loopback import is_loopback_authority
 
 RECENT_REQUESTS = 2000
-"""Number of requests that are kept for reports."""
+"""Number of latest requests that are kept for reports."""
 TARGET_CHARS = 500
-"""Characters that are kept of a request's target."""
+"""Number of characters of a request's target that are kept."""
 _SCOPE = re.compile(rb"Credential=[^/,]*/[0-9]+/[^/,]*/([a-z0-9-]+)/aws4_request")
-"""The service in a signature."""
+"""Finds the service in a signature."""
 _ACTION = re.compile(rb"(?:^|&)Action=([A-Za-z0-9]+)")
-"""The operation in a form."""
+"""Finds the operation in a form."""
 _FORM_BYTES = 4096
-"""Bytes of a form that are searched for the operation."""
+"""Number of bytes of a form that are searched for the operation."""
 TRANSCRIPT_BYTES = 256 << 10
-"""Limit of the transcript between two resets, in bytes."""
+"""Maximum size of the transcript between two resets, in bytes."""
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}
-"""Control characters by their letter in JSON escapes."""
+"""Control characters, by their letter in JSON escapes."""
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))")
-"""An escape sequence of JSON."""
+"""A JSON escape sequence."""
 
 
 class ParsedRequests:
-    """Counts of parsed requests, whatever their answers, and of refused ones by reason.
+    """Counts of parsed requests, whatever their answers, and of refused requests by reason.
 
-    The latest requests are kept. ``number`` counts from 1; ``entrance`` is ``port`` (the agent's
-    worker, or any other process that finds it), ``environment`` (the worker for command lines of
-    tasks) or ``owner``. ``service`` is the one in the signature, ``operation`` that of JSON and
-    query protocols, "" for REST.
+    The latest parsed requests are kept as dicts. ``number`` counts from 1. ``entrance`` is the way
+    the request came in: ``port`` (the agent's worker, or any other process that finds the port),
+    ``environment`` (the worker for the command lines of tasks) or ``owner``. ``service`` is the one
+    in the signature. ``operation`` is the one that JSON and query protocols name, and "" for REST.
 
-    Requests through the port that may have changed something are kept completely, with their
-    answers, until the next reset. This *transcript* shows which names the agent used.
+    Requests through the port that may have changed something are kept in full with their answers
+    until the next reset. This *transcript* shows which names the agent used.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class ParsedRequests:
         self._bytes_left = TRANSCRIPT_BYTES
 
     def add(self, entrance: str, head: RequestHead, body: bytes) -> None:
-        """Count a request."""
+        """Count a parsed request that came in by ``entrance``."""
         self.count += 1
         self.entrances[entrance] += 1
         scope = _SCOPE.search(head.field(b"authorization"))
@@ -94,7 +94,8 @@ class ParsedRequests:
         )
 
     def add_exchange(self, entrance: str, head: RequestHead, body: bytes, answer: bytes) -> None:
-        """Add a request through the port and its answer to the transcript, unless it only reads."""
+        """Add a request and its answer to the transcript if it came through the port and may have
+        changed something."""
         reads = head.method in ("GET", "HEAD") or _operation(head, body).startswith(READ_PREFIXES)
         if entrance != "port" or reads:
             return
@@ -104,23 +105,25 @@ class ParsedRequests:
             self._transcript.append(_decode_variants(exchange.decode("utf-8", "replace")))
 
     def transcript(self) -> str | None:
-        """Return the transcript since the last reset; None if it exceeds its limit."""
+        """Return the transcript since the last reset, or None if it exceeded its size limit."""
         return "\n".join(self._transcript) if self._bytes_left >= 0 else None
 
     def clear_transcript(self) -> None:
-        """Clear the transcript, at a reset."""
+        """Clear the transcript. Called at each reset."""
         self._transcript.clear()
         self._bytes_left = TRANSCRIPT_BYTES
 
     def refuse(self, reason: str) -> None:
-        """Count bytes that are not a request, or a request that is not permitted on its
+        """Count bytes that are not a valid request, or a request that is not permitted for its
         entrance."""
         self.refused[reason] += 1
 
     def report(self, after: int = 0) -> dict[str, Any]:
-        """Return the counts and the kept requests numbered above ``after``.
+        """Return the counts, and the latest requests numbered above ``after``.
 
-        Keys: ``count``, ``entrances`` (counts), ``refused`` (counts by reason), ``requests``.
+        Keys: ``count`` (parsed requests), ``entrances`` (parsed requests by entrance: ``port``,
+        ``environment`` or ``owner``), ``refused`` (refused requests by reason), ``requests`` (the
+        latest requests as dicts, see the class).
         """
         recent = [request for request in self._recent if request["number"] > after]
         return {
@@ -132,10 +135,11 @@ class ParsedRequests:
 
 
 def _decode_variants(text: str) -> str:
-    """Return a text in all decodings: as it is, and without escapes of URLs, XML and JSON.
+    """Return a text in all its decodings, one after another: the text itself, and without URL, XML
+    and JSON escapes.
 
-    JSON escapes are removed twice, for a document within a document. Since a name may itself look
-    like an escape, no variant replaces another one.
+    JSON escapes are removed twice, for a document within a document. A name may itself look like an
+    escape, so every variant is kept.
     """
     variants = {text: None}
     for decode in (unquote_plus, unescape, _without_escapes, _without_escapes):
@@ -144,7 +148,7 @@ def _decode_variants(text: str) -> str:
 
 
 def _without_escapes(text: str) -> str:
-    """Return a text without escapes of JSON."""
+    """Return a text with its JSON escapes decoded."""
     return _ESCAPE.sub(
         lambda match: chr(int(match[1], 16)) if match[1] else _CONTROLS.get(match[2], match[2]),
         text,
@@ -152,7 +156,7 @@ def _without_escapes(text: str) -> str:
 
 
 def _operation(head: RequestHead, body: bytes) -> str:
-    """Return the operation that a request names in a header or a form, "" for REST."""
+    """Return the operation that a request names in a header or a form, or "" for REST."""
     target = head.field(b"x-amz-target")
     if target:
         return target.rpartition(b".")[2].decode("latin-1")
@@ -163,20 +167,22 @@ def _operation(head: RequestHead, body: bytes) -> str:
 
 
 MAX_HEAD_BYTES = 256 * 1024
-"""Longest request head, in bytes."""
+"""Maximum size of a request head, in bytes."""
 _SPARE_BYTES = 8 << 20
-"""Memory that a process must still be able to allocate after a failed request, in bytes."""
+"""Amount of memory that the process must be able to allocate after a failed request, in bytes. If
+it cannot, it ends itself."""
 _REASONS = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
 }
-"""Status lines by status."""
+"""Status lines, by status code."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _PIPELINED = "bytes behind a request, before its answer"
-"""Reason for refusing bytes that arrive before the answer to a request."""
+"""Reason for refusing bytes that arrive before the previous request was answered."""
 _HOP_BY_HOP = frozenset(
     {b"transfer-encoding", b"connection", b"keep-alive", b"upgrade", b"trailer"}
 )
-"""Headers that this server sets or drops itself."""
+"""Headers of the application that this server drops, because it sets them itself or does not use
+them."""
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -184,8 +190,8 @@ AsgiApp = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class HttpConnection(asyncio.Protocol):
-    """One client connection. Its requests are recorded in ``parsed`` under ``entrance``; malformed
-    bytes close it."""
+    """Server side of one client connection. Its requests are recorded in ``parsed`` under
+    ``entrance``. Malformed bytes close the connection."""
 
     def __init__(
         self, app: AsgiApp, loop: asyncio.AbstractEventLoop, parsed: ParsedRequests, entrance: str
@@ -200,16 +206,16 @@ class HttpConnection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store the transport of the new connection."""
+        """Store the new connection's transport."""
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Drop the transport; an answer in preparation is discarded."""
+        """Drop the transport. An answer in preparation will be discarded."""
         self._transport = None
 
     def data_received(self, data: bytes) -> None:
-        """Add bytes and start the answer once a request is complete; refuse what the grammar does
-        not allow."""
+        """Buffer received bytes, and start answering once a request is complete. Refuse bytes that
+        the grammar does not allow."""
         if self._transport is None or self._transport.is_closing():
             return
         try:
@@ -224,7 +230,7 @@ class HttpConnection(asyncio.Protocol):
             self._refuse("no memory for the request")
 
     def _process_buffer(self) -> None:
-        """Start the answer if the request in the buffer is complete. Raises BadHttp."""
+        """Start answering if the request in the buffer is complete. Raises BadHttp."""
         if self._head is None:
             self._head = self._parse_head()
         head = self._head
@@ -239,7 +245,7 @@ class HttpConnection(asyncio.Protocol):
         self._task = self._loop.create_task(self._answer(head, body))
 
     def _parse_head(self) -> RequestHead | None:
-        """Return the head of the next request, None if it is incomplete. Raises BadHttp."""
+        """Return the head of the next request, or None if it is incomplete. Raises BadHttp."""
         end = self._buffer.find(b"\r\n\r\n")
         if end > MAX_HEAD_BYTES or (end < 0 and len(self._buffer) > MAX_HEAD_BYTES):
             raise BadHttp("the head of a request is too long")
@@ -255,7 +261,8 @@ class HttpConnection(asyncio.Protocol):
         return head
 
     def _refuse(self, reason: str) -> None:
-        """Answer 400 with the reason and close; an answer in preparation is discarded."""
+        """Answer 400 with the reason and close the connection. An answer in preparation is
+        discarded."""
         self._parsed.refuse(reason)
         self._buffer.clear()
         self._head = None
@@ -294,7 +301,7 @@ class HttpConnection(asyncio.Protocol):
                 f"{type(error).__name__}: {error}".encode(errors="replace") if is_explained else b""
             )
             data = _REASONS[500] + b"content-length: %d\r\n\r\n" % len(reason) + reason
-        # a failed request may have made something too
+        # A failed request may have created something, so it belongs to the transcript as well.
         self._parsed.add_exchange(self._entrance, head, body, data)
         if data.startswith(b"HTTP/1.1 5"):
             _end_if_exhausted()
@@ -306,7 +313,7 @@ class HttpConnection(asyncio.Protocol):
 
 
 def _end_if_exhausted() -> None:
-    """End this process if it has no memory left."""
+    """End this process if it has run out of memory."""
     try:
         bytearray(_SPARE_BYTES)
     except MemoryError:
@@ -316,7 +323,8 @@ def _end_if_exhausted() -> None:
 
 
 class _Response:
-    """Collects the messages of the application and frames them with a content length."""
+    """The application's answer to one request, assembled from its ASGI messages and sent with a
+    content length."""
 
     def __init__(self, method: str) -> None:
         self._method = method
@@ -325,7 +333,8 @@ class _Response:
         self._parts: list[bytes] = []
 
     async def send(self, message: dict[str, Any]) -> None:
-        """Add a message of the application: the head, or a part of the body."""
+        """Store one ASGI message from the application: the response start or a part of the body.
+        The ``send`` callable of ASGI."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
             self._headers = list(message.get("headers", []))
@@ -333,10 +342,10 @@ class _Response:
             self._parts.append(bytes(message.get("body", b"")))
 
     def to_bytes(self) -> bytes:
-        """Return the complete answer.
+        """Return the complete answer as bytes.
 
-        Raises BadHttp for a header that could split it; an agent can request header values
-        (``--response-content-type``).
+        Raises BadHttp for a header that could split the answer in two. An agent can request header
+        values (``--response-content-type``).
         """
         body = b"".join(self._parts)
         head = [_REASONS.get(self._status) or f"HTTP/1.1 {self._status} Unknown\r\n".encode()]
@@ -386,8 +395,8 @@ _BROWSER_HEADERS = frozenset({b"origin", b"sec-fetch-site", b"sec-fetch-mode"})
 
 
 def port_app(app: AsgiApp, parsed: ParsedRequests) -> AsgiApp:
-    """Return ``app`` without its control paths, restricted to loopback hosts and non-browser
-    clients."""
+    """Return ``app`` as it is served on the port: without its control paths, for loopback hosts
+    only, and not for browsers."""
 
     async def guard(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         reason = _refusal_reason(scope)
@@ -401,7 +410,7 @@ def port_app(app: AsgiApp, parsed: ParsedRequests) -> AsgiApp:
 
 
 def _refusal_reason(scope: dict[str, Any]) -> str:
-    """Return why a request through the port is refused, "" if it is not."""
+    """Return why a request through the port is refused, or "" if it is permitted."""
     if is_internal_path(scope["raw_path"].decode("ascii")):
         return "this path is not part of AWS"
     for name, value in scope["headers"]:
@@ -419,8 +428,8 @@ def owner_app(
     parsed: ParsedRequests,
     state: AccountState,
 ) -> AsgiApp:
-    """Return ``app`` extended by control paths: reset to a seed, request counts, module switches,
-    account."""
+    """Return ``app`` with additional control paths: reset to a seed, request counts, module
+    switches, and the account's records."""
 
     async def control(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -453,12 +462,12 @@ def owner_app(
 
 
 async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
-    """Send an answer with a JSON body."""
+    """Send a response with a JSON body."""
     await _send(send, status, json.dumps(body, separators=(",", ":")))
 
 
 async def _send(send: Send, status: int, text: str) -> None:
-    """Send an answer with a text as its body."""
+    """Send a response whose body is ``text``."""
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": text.encode()})

@@ -1,10 +1,10 @@
-"""Corrections of MiniStack: answers as AWS documents them, where this version of the package
-differs.
+"""Corrections of MiniStack, for answers that differ from the AWS documentation in this version of
+the package.
 
-Each correction is a function with a link to the page of AWS that it follows and a test in
-``tests/aws/simulator/test_corrections.py``, so that it can be removed once the package behaves so
-itself. All are applied once, in the zygote, to the tables that MiniStack's modules use to find the
-handler of an operation.
+Each correction is a function with a link to the AWS page that it follows, and has a test in
+``tests/aws/simulator/test_corrections.py``. It can be removed once the package itself behaves that
+way. All corrections are applied once, in the zygote, to the tables in which MiniStack's modules
+look up the handler of an operation.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 LONGEST_POLL_S = 1.0
-"""Longest time that a poll of an empty queue takes, in seconds: no message can arrive in the
-meantime, so a session's clock is not spent on the wait."""
+"""Maximum time that a poll of an empty queue takes, in seconds. No message can arrive during the
+poll, so a longer wait would only use up the session's time."""
 _MOST_POLL_S = 20
-"""Longest wait that AWS accepts, in seconds."""
+"""Maximum wait that AWS accepts, in seconds."""
 
 Answer = tuple[int, Mapping[str, str], bytes]
-"""Result of a handler: status, headers and body."""
+"""Result of a handler: (status, headers, body)."""
 
 
 def install() -> None:
-    """Apply all corrections. Raises RuntimeError if this version of MiniStack lacks what is
-    corrected."""
+    """Apply all corrections. Raises RuntimeError if this version of MiniStack lacks something that
+    is corrected."""
     for correct in (
         _lowercase_dns_names,
         _limit_poll_time,
@@ -59,7 +59,8 @@ def _module(name: str) -> Any:
 
 
 def _lowercase_dns_names() -> None:
-    """Treat DNS names as case-insensitive, as AWS does: MiniStack keeps a record for each spelling.
+    """Treat DNS names as case-insensitive, as AWS does. MiniStack stores a separate record for each
+    spelling.
 
     https://docs.aws.amazon.com/Route53/latest/DeveloperGuide/DomainNameFormat.html
     """
@@ -69,9 +70,10 @@ def _lowercase_dns_names() -> None:
 
 
 def _limit_poll_time() -> None:
-    """Answer a poll of an empty queue after ``LONGEST_POLL_S``, and refuse a wait that AWS refuses.
+    """Answer a poll of an empty queue after ``LONGEST_POLL_S``, and refuse wait times that AWS
+    refuses.
 
-    MiniStack waits as long as requested, beyond the timeout of the client.
+    MiniStack waits as long as requested, which may exceed the client's timeout.
 
     https://docs.aws.amazon.com/AWSSimpleQueueService/latest/APIReference/API_ReceiveMessage.html
     """
@@ -96,7 +98,7 @@ def _limit_poll_time() -> None:
 
 
 def _find_ip_sets_by_name() -> None:
-    """Find an IP set by its name and id together, as WAF does: MiniStack ignores the name.
+    """Find an IP set by its name and id together, as WAF does. MiniStack ignores the name.
 
     https://docs.aws.amazon.com/waf/latest/APIReference/API_GetIPSet.html
     """
@@ -122,7 +124,7 @@ def _find_ip_sets_by_name() -> None:
 def _stop_executions_with_state_machine() -> None:
     """End the executions of a deleted state machine at their next transition.
 
-    MiniStack forgets them, but they continue.
+    MiniStack removes them from its records, but they continue to run.
 
     https://docs.aws.amazon.com/step-functions/latest/apireference/API_DeleteStateMachine.html
     """
@@ -130,7 +132,7 @@ def _stop_executions_with_state_machine() -> None:
     delete = workflows._delete_state_machine
 
     def delete_with_executions(request: Mapping[str, Any]) -> Answer:
-        # a copy: other threads start executions
+        # Iterate over a copy, because other threads start executions.
         for execution in [*workflows._executions.values()]:
             if (
                 execution["stateMachineArn"] == request.get("stateMachineArn")
@@ -145,8 +147,8 @@ def _stop_executions_with_state_machine() -> None:
 def _find_security_groups_by_name() -> None:
     """Find security groups of the default VPC by name, and revoke rules as AWS does.
 
-    MiniStack ignores names, deletes nothing by them, and finds a rule only if all of its ranges are
-    named.
+    MiniStack ignores the names in a description, deletes nothing if only a name is given, and
+    revokes a rule only if all of the rule's ranges are given.
 
     https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_DescribeSecurityGroups.html
     https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_DeleteSecurityGroup.html
@@ -167,9 +169,9 @@ def _find_security_groups_by_name() -> None:
 
 
 def _keep_desired_capacity_in_bounds() -> None:
-    """Keep the desired capacity of an Auto Scaling group within its bounds when these are updated.
+    """Keep an Auto Scaling group's desired capacity within its bounds when either is updated.
 
-    MiniStack accepts any value, and leaves it below a new minimum.
+    MiniStack accepts any value, and leaves the capacity below a new minimum.
 
     https://docs.aws.amazon.com/autoscaling/ec2/APIReference/API_UpdateAutoScalingGroup.html
     """
@@ -196,7 +198,7 @@ def _keep_desired_capacity_in_bounds() -> None:
 
 
 def _check_desired_capacity(request: Parameters) -> Answer | None:
-    """Return the error for a desired capacity outside of the group's bounds."""
+    """Return the error for a desired capacity outside of the group's bounds, or None."""
     scaling = _module("autoscaling")
     group = scaling._asgs.get(scaling._p(request, "AutoScalingGroupName"))
     asked = scaling._p(request, "DesiredCapacity")
@@ -213,8 +215,8 @@ def _check_desired_capacity(request: Parameters) -> Answer | None:
 
 
 def _update_whole_scaling_group() -> None:
-    """Update the members of an Auto Scaling group that MiniStack drops from the request: its zones,
-    the launch configuration or template, and the termination settings.
+    """Update the members of an Auto Scaling group that MiniStack ignores in the request: zones,
+    launch configuration or template, and termination settings.
 
     https://docs.aws.amazon.com/autoscaling/ec2/APIReference/API_UpdateAutoScalingGroup.html
     https://docs.aws.amazon.com/autoscaling/ec2/userguide/auto-scaling-benefits.html
@@ -229,7 +231,7 @@ def _update_whole_scaling_group() -> None:
         for member in ("AvailabilityZones", "TerminationPolicies"):
             group[member] = autoscaling._parse_member_list(request, member) or group[member]
         zones = sorted(autoscaling._parse_member_list(request, "AvailabilityZones"))
-        # AWS rebalances them over the zones
+        # AWS rebalances the instances over the new zones.
         for place, machine in enumerate(group["Instances"] if zones else ()):
             machine["AvailabilityZone"] = zones[place % len(zones)]
         protected = autoscaling._p(request, "NewInstancesProtectedFromScaleIn")
@@ -258,10 +260,9 @@ def _update_whole_scaling_group() -> None:
 
 
 def _show_launch_templates_in_full() -> None:
-    """Show the launch template of an Auto Scaling group by id and name, however the request named
-    it.
+    """Show an Auto Scaling group's launch template by both id and name, whichever the request gave.
 
-    MiniStack shows the given one as both.
+    MiniStack shows what the request gave as both.
 
     https://docs.aws.amazon.com/autoscaling/ec2/APIReference/API_LaunchTemplateSpecification.html
     """
@@ -283,9 +284,11 @@ def _show_launch_templates_in_full() -> None:
 
 
 def _spread_instances_independent_of_zone_order() -> None:
-    """Start the instances of an Auto Scaling group in the same zones for every order of the zones.
+    """Start the instances of an Auto Scaling group in the same zones, in whatever order the zones
+    are given.
 
-    AWS spreads them evenly over a set of zones; MiniStack begins with the one that was named first.
+    AWS spreads instances evenly over a set of zones. MiniStack begins with the zone that was given
+    first.
 
     https://docs.aws.amazon.com/autoscaling/ec2/userguide/auto-scaling-benefits.html
     """
@@ -293,15 +296,14 @@ def _spread_instances_independent_of_zone_order() -> None:
     reconcile = autoscaling._reconcile_instances
 
     def reconcile_group(group: Mapping[str, Any]) -> None:
-        # its list of machines is kept
+        # The copy shares the group's list of instances, so ``reconcile`` changes the group itself.
         reconcile({**group, "AvailabilityZones": sorted(group["AvailabilityZones"])})
 
     autoscaling._reconcile_instances = reconcile_group
 
 
 def _refuse_mismatched_parameter_groups() -> None:
-    """Refuse a PostgreSQL instance whose version does not belong to the family of its parameter
-    group.
+    """Refuse a PostgreSQL instance whose version does not belong to its parameter group's family.
 
     https://docs.aws.amazon.com/AmazonRDS/latest/UserGuide/parameter-groups-overview.html
     """
@@ -327,7 +329,7 @@ def _refuse_mismatched_parameter_groups() -> None:
 
 
 def _accept_long_forward_actions() -> None:
-    """Accept an action that forwards to a single target group in both forms; MiniStack drops the
+    """Accept both forms of an action that forwards to a single target group. MiniStack ignores the
     longer one.
 
     https://docs.aws.amazon.com/elasticloadbalancing/latest/APIReference/API_Action.html
@@ -352,10 +354,10 @@ def _accept_long_forward_actions() -> None:
 
 
 def _track_load_balancers_of_target_groups() -> None:
-    """Show the load balancers that use a target group now, and delete listeners with their load
-    balancer.
+    """Show which load balancers use a target group at present, and delete a load balancer's
+    listeners together with it.
 
-    MiniStack keeps both unchanged.
+    MiniStack updates neither.
 
     https://docs.aws.amazon.com/elasticloadbalancing/latest/APIReference/API_TargetGroup.html
     https://docs.aws.amazon.com/elasticloadbalancing/latest/APIReference/API_DeleteLoadBalancer.html
@@ -390,7 +392,9 @@ def _track_load_balancers_of_target_groups() -> None:
 
 def _delete_launch_template_versions() -> None:
     """Delete versions of a launch template, which MiniStack can only add, and accept ``$Latest``
-    and ``$Default`` as the source of a new one. The number of a deleted last version is used again.
+    and ``$Default`` as the source of a new version.
+
+    If the last version is deleted, its number is used again.
 
     https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_DeleteLaunchTemplateVersions.html
     https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_CreateLaunchTemplateVersion.html
@@ -457,7 +461,7 @@ def _delete_launch_template_versions() -> None:
 
 
 def _find_launch_template(request: Parameters) -> dict[str, Any] | None:
-    """Return the launch template that a request names by id or name."""
+    """Return the launch template that a request names by id or name, or None."""
     ec2 = _module("ec2")
     named = ec2._p(request, "LaunchTemplateId") or ec2._p(request, "LaunchTemplateName")
     templates = ec2._launch_templates.items()
@@ -468,13 +472,14 @@ def _find_launch_template(request: Parameters) -> dict[str, Any] | None:
 
 
 def _version_number(template: Mapping[str, Any], version: str) -> str:
-    """Return the number of a version given as a number, ``$Latest`` or ``$Default``."""
+    """Return the number, as a string, of a version given as a number, ``$Latest`` or
+    ``$Default``."""
     words = {"$Latest": "LatestVersionNumber", "$Default": "DefaultVersionNumber"}
     return str(template[words[version]]) if version in words else version
 
 
 def _complete_modified_volumes() -> None:
-    """Give a volume whose type changes the defaults of the new type, and the requested throughput.
+    """When a volume's type changes, set the new type's defaults and the requested throughput.
 
     MiniStack leaves both unchanged.
 
@@ -498,7 +503,7 @@ def _complete_modified_volumes() -> None:
 
 
 def _update_domains_partially() -> None:
-    """Keep the options of a domain that an update does not name; MiniStack replaces the whole
+    """Keep the options of a domain that an update does not mention. MiniStack replaces the whole
     structure.
 
     https://docs.aws.amazon.com/opensearch-service/latest/APIReference/API_UpdateDomainConfig.html
@@ -517,8 +522,8 @@ def _update_domains_partially() -> None:
 
 
 def _merge_over(current: Any, value: Any) -> Any:
-    """Return ``value`` merged recursively over the mapping ``current``; a value that is no mapping
-    replaces it."""
+    """Return ``value`` merged recursively into the mapping ``current``. If either is not a mapping,
+    return ``value``."""
     if not isinstance(current, dict) or not isinstance(value, dict):
         return value
     return {
@@ -528,9 +533,10 @@ def _merge_over(current: Any, value: Any) -> Any:
 
 
 def _create_from_template_as_by_request() -> None:
-    """Create topics, subscriptions and tables of a stack as the services create them.
+    """Create a stack's topics, subscriptions and tables with the same content as by a direct
+    request.
 
-    MiniStack gives such a topic another policy and a display name, omits attributes of a
+    MiniStack gives a stack's topic a different policy and a display name, omits attributes of a
     subscription, and provisions capacity for a table that is billed by request.
 
     https://docs.aws.amazon.com/sns/latest/dg/sns-access-policy-use-cases.html
@@ -595,8 +601,8 @@ def _create_from_template_as_by_request() -> None:
 def _call_after(
     create: Callable[..., Any], follow: Callable[[str, Mapping[str, Any]], None]
 ) -> Callable[..., Any]:
-    """Return ``create`` followed by a call of ``follow`` with the physical id and the
-    properties."""
+    """Return a function that calls ``create`` and then ``follow`` with the resource's physical id
+    and properties."""
 
     def create_and_follow(logical_id: str, properties: Mapping[str, Any], stack: str) -> Any:
         answer = create(logical_id, properties, stack)
@@ -607,33 +613,32 @@ def _call_after(
 
 
 Parameters = dict[str, Any]
-"""A request of the query protocol: the list of values by name."""
+"""A request in the query protocol: lists of values, by name."""
 Handler = Callable[[Parameters], Answer]
-"""The handler of an operation of the query protocol."""
+"""Handler of an operation in the query protocol."""
 _SOURCES = {
     "IpRanges": "CidrIp",
     "Ipv6Ranges": "CidrIpv6",
     "PrefixListIds": "PrefixListId",
     "UserIdGroupPairs": "GroupId",
 }
-"""The member that identifies a source of a rule, by kind of source."""
+"""The member that identifies a rule's source, by kind of source."""
 _PROTOCOLS = {"1": "icmp", "6": "tcp", "17": "udp", "58": "icmpv6"}
-"""Names of IP protocols by number."""
+"""Names of IP protocols, by number."""
 
 
 class _UnknownSecurityGroup(Exception):
-    """A request names a security group that the default VPC does not have; the message is that of
-    AWS."""
+    """A request names a security group that the default VPC does not have. The message is AWS's."""
 
 
 class _SecurityGroups:
-    """Wrappers for the handlers of security groups in MiniStack's module ``ec2``."""
+    """Wrappers for the security-group handlers in MiniStack's module ``ec2``."""
 
     def __init__(self, ec2: Any) -> None:
         self.ec2 = ec2
 
     def _id_of(self, name: str) -> str:
-        """Return the id of a group of the default VPC. Raises _UnknownSecurityGroup."""
+        """Return the id of the default VPC's group with this name. Raises _UnknownSecurityGroup."""
         vpc = self.ec2._DEFAULT_VPC_ID
         for group_id, group in self.ec2._security_groups.items():
             if group["GroupName"] == name and group["VpcId"] == vpc:
@@ -643,11 +648,11 @@ class _SecurityGroups:
         )
 
     def _error(self, code: str, message: str) -> Answer:
-        """Return an error of EC2."""
+        """Return an EC2 error."""
         return self.ec2._error(code, self.ec2._esc(message), 400)
 
     def with_group_names(self, handler: Handler) -> Handler:
-        """Return the handler of a description, which then also accepts names instead of ids."""
+        """Return a handler that describes groups and also accepts names instead of ids."""
 
         def describe(request: Parameters) -> Answer:
             names = self.ec2._parse_member_list(request, "GroupName")
@@ -666,8 +671,7 @@ class _SecurityGroups:
         return describe
 
     def with_launch_group_names(self, handler: Handler) -> Handler:
-        """Return the handler that launches instances, which then also accepts group names instead
-        of ids."""
+        """Return a handler that launches instances and also accepts group names instead of ids."""
 
         def launch(request: Parameters) -> Answer:
             names = self.ec2._parse_member_list(request, "SecurityGroup")
@@ -688,8 +692,8 @@ class _SecurityGroups:
         return launch
 
     def with_one_group_name(self, handler: Handler) -> Handler:
-        """Return the handler of an operation on one group, which then also accepts its name and
-        names of sources."""
+        """Return a handler of an operation on one group that also accepts the group's name, and the
+        names of source groups."""
 
         def handle(request: Parameters) -> Answer:
             group_id = self.ec2._p(request, "GroupId")
@@ -709,7 +713,8 @@ class _SecurityGroups:
         return handle
 
     def _with_ids(self, request: Parameters) -> Parameters:
-        """Return the request with the names of source groups replaced by ids."""
+        """Return a request in which the names of source groups are replaced by ids. Raises
+        _UnknownSecurityGroup."""
         replaced = dict(request)
         for key, values in request.items():
             stem, _, last = key.rpartition(".")
@@ -723,10 +728,11 @@ class _SecurityGroups:
         return replaced
 
     def with_partial_revocation(self, handler: Handler, kept_in: str) -> Handler:
-        """Return the handler of a revocation, which then removes single ranges of a rule.
+        """Return a handler that revokes rules and can also remove single ranges of a rule.
+        ``kept_in``: member of a group that contains the rules.
 
-        An unknown rule is an error, and nothing is revoked; in the default VPC it is listed without
-        an error, as AWS documents.
+        If the request names an unknown rule, nothing is revoked and the answer is an error. In the
+        default VPC the unknown rule is instead listed in the answer, as AWS documents.
         """
 
         def revoke(request: Parameters) -> Answer:
@@ -758,7 +764,7 @@ class _SecurityGroups:
     def _remove_parts(
         self, group: dict[str, Any], kept_in: str, requested: set[RulePart], unknown: list[RulePart]
     ) -> Answer:
-        """Remove the requested parts from the rules of a group, and return the answer of EC2."""
+        """Remove the requested parts from a group's rules, and return EC2's answer."""
         ec2 = self.ec2
         is_egress = kept_in == "IpPermissionsEgress"
         remaining = []
@@ -786,20 +792,20 @@ class _SecurityGroups:
 
 
 RequestCheck = Callable[..., Answer | None]
-"""Takes the arguments of a handler and returns an error, or None for a valid request."""
+"""Function that takes a handler's arguments and returns an error, or None for a valid request."""
 
 
 def _check_before(handlers: dict[str, Any], operation: str, check: RequestCheck) -> None:
-    """Call ``check`` before the handler of an operation; its error is the answer."""
+    """Call ``check`` before an operation's handler. If it returns an error, that is the answer."""
     original = handlers[operation]
     handlers[operation] = lambda *request: check(*request) or original(*request)
 
 
 def _refuse_missing_references() -> None:
-    """Refuse a request that refers to a missing resource, where the texts of tasks rely on it.
+    """Refuse requests that refer to a missing resource, where task texts rely on that.
 
-    MiniStack creates the resource anyway. Requirements on roles, images and targets are not
-    checked; environment.md lists them.
+    MiniStack accepts them. References to roles, images and targets are not checked; environment.md
+    lists them.
 
     https://docs.aws.amazon.com/awscloudtrail/latest/APIReference/API_CreateTrail.html
     https://docs.aws.amazon.com/autoscaling/ec2/APIReference/API_CreateAutoScalingGroup.html
@@ -858,7 +864,7 @@ def _refuse_missing_references() -> None:
 
 
 def _json_error(code: str, message: str, status: int = 400) -> Answer:
-    """Return an error of the JSON protocol."""
+    """Return an error in the JSON protocol."""
     return importlib.import_module("ministack.core.responses").error_response_json(
         code, message, status
     )
@@ -987,8 +993,11 @@ def _check_boundary_policy(request: Parameters) -> Answer | None:
 
 
 def _check_exists(name: str, store: Container[str], code: str, message: str) -> Answer | None:
-    """Return the error of EC2 for a name that ``store`` does not contain; None for a contained or
-    empty name."""
+    """Return EC2's error if ``store`` does not contain ``name``. Return None if it does, or if the
+    name is empty.
+
+    ``message``: the error's message, with a placeholder for the name.
+    """
     ec2 = _module("ec2")
     return (
         None if not name or name in store else ec2._error(code, ec2._esc(message.format(name)), 400)
@@ -1094,7 +1103,8 @@ def _check_query_work_group(request: Mapping[str, Any]) -> Answer | None:
 
 
 RulePart = tuple[str, Any, Any, str, str]
-"""One rule as AWS counts them: protocol, first and last port, kind of source, source."""
+"""A rule with a single source, as AWS counts rules: (protocol, first port, last port, kind of
+source, source)."""
 
 
 def _rule_parts(rule: Mapping[str, Any]) -> Iterator[RulePart]:
@@ -1109,7 +1119,7 @@ def _rule_parts(rule: Mapping[str, Any]) -> Iterator[RulePart]:
 def _split_rule(
     rule: dict[str, Any], requested: set[RulePart]
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return (requested part of a rule, remaining part); each is None if it is empty."""
+    """Return (requested part of a rule, remaining part). Each is None if it is empty."""
     parts = list(_rule_parts(rule))
     if not requested.intersection(parts):
         return None, rule
@@ -1124,7 +1134,7 @@ def _split_rule(
 
 
 def _permission_xml(part: RulePart) -> str:
-    """Return one part of a rule in EC2's XML."""
+    """Return one part of a rule as EC2's XML."""
     protocol, first, last, kind, source = part
     ports = "" if first is None else f"<fromPort>{first}</fromPort><toPort>{last}</toPort>"
     name, member = {

@@ -2,13 +2,13 @@
 slot.
 
 ``ForkServer`` runs it as ``python -m`` this module ``<control fd> <network> <root> <layers that may
-be missing> <MiB of memory>``. Every simulator believes that it is ``localhost:4566``, so its output
-(queue URLs, endpoints) is the same in every slot. Its real port is that of the listening socket
-that it receives, which the owner has bound to 127.0.0.1.
+be missing> <MiB of memory>``. Every simulator identifies itself as ``localhost:4566``, so its
+output (queue URLs, endpoints) is the same in every slot. Its real port is that of the listening
+socket that it receives, which the owner has bound to 127.0.0.1.
 
-Answers in XML are repaired: a policy may call a user ``<|x|>`` or put a control character into a
-name. AWS escapes the former and refuses the latter; MiniStack's answer would be unreadable to the
-AWS CLI and the grader for the rest of the episode. Source: docs/reference/environment.md 5, row 8.
+XML answers are repaired. An agent may call a user ``<|x|>`` or put a control character into a name.
+AWS escapes the former and refuses the latter; MiniStack's answer would be unreadable for the AWS
+CLI and the grader for the rest of the episode. Source: docs/reference/environment.md 5, row 8.
 """
 
 from __future__ import annotations
@@ -63,23 +63,23 @@ from realhf.env.containment.sandbox import ProcessGuard
 _TAG = re.compile(r'<(/?)([A-Za-z_][\w.:-]*)(?:\s+[\w.:-]+="[^"<]*")*\s*(/?)>|<\?xml[^>]*\?>')
 """A tag or an XML declaration."""
 _AMPERSAND = re.compile(r"&(?!(?:amp|lt|gt|quot|apos|#\d+|#x[0-9a-fA-F]+);)")
-"""An ampersand that begins no entity."""
+"""An ampersand that does not begin an entity."""
 _NO_CHARACTER = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """A character that XML does not permit."""
 
 
 @dataclass
 class _XmlPiece:
-    """A tag or the text between two tags. A tag without a counterpart is treated as text."""
+    """A tag, or the text between two tags. A tag without a counterpart is treated as text."""
 
     text: str
-    """The text of the piece."""
+    """The piece as written."""
     tag: re.Match[str] | None = None
-    """The match of ``_TAG``, None for text."""
+    """The match of ``_TAG``, or None for text."""
 
 
 def is_well_formed(body: bytes) -> bool:
-    """Return whether the body is well-formed XML."""
+    """Return whether a body is well-formed XML."""
     try:
         expat.ParserCreate().Parse(body, True)
     except expat.ExpatError:
@@ -88,10 +88,10 @@ def is_well_formed(body: bytes) -> bool:
 
 
 def repair_xml(body: bytes) -> bytes:
-    """Return the body as well-formed XML if possible.
+    """Return a body as well-formed XML if possible.
 
     Everything outside of paired tags is escaped, and characters that XML does not permit are
-    replaced by U+FFFD. A well-formed body, or one that cannot be repaired, is returned unchanged.
+    replaced by U+FFFD. A body that is well-formed or cannot be repaired is returned unchanged.
     """
     if is_well_formed(body):
         return body
@@ -103,7 +103,7 @@ def repair_xml(body: bytes) -> bytes:
 
 
 def _split_tags(text: str) -> list[_XmlPiece]:
-    """Split a text into tags and the texts between them."""
+    """Split a text into tags and the text between them."""
     pieces = []
     end = 0
     for match in _TAG.finditer(text):
@@ -113,7 +113,7 @@ def _split_tags(text: str) -> list[_XmlPiece]:
 
 
 def _demote_unpaired_tags(pieces: list[_XmlPiece]) -> None:
-    """Turn tags without a counterpart into text."""
+    """Turn tags without a counterpart into text, in place."""
     opened: list[tuple[str, _XmlPiece]] = []
     depth: Counter[str] = Counter()
     for piece in pieces:
@@ -136,7 +136,7 @@ def _demote_unpaired_tags(pieces: list[_XmlPiece]) -> None:
 
 
 def _escape(text: str) -> str:
-    """Return a text with markup characters escaped; existing entities stay."""
+    """Return a text with its markup characters escaped. Existing entities are left unchanged."""
     return _AMPERSAND.sub("&amp;", text).replace("<", "&lt;").replace(">", "&gt;")
 
 
@@ -147,8 +147,8 @@ _ANSWER_S = 20.0
 
 
 class LambdaGate:
-    """Replacement of all Lambda executors of MiniStack. Without a channel (LAMBDA=stub) no code is
-    read."""
+    """Replacement for all of MiniStack's Lambda executors. Without a channel (LAMBDA=stub), the
+    code of Lambda functions is ignored."""
 
     def __init__(self) -> None:
         self._channel: socket.socket | None = None
@@ -156,7 +156,7 @@ class LambdaGate:
         self._lock = threading.Lock()
 
     def install(self) -> None:
-        """Replace the executors. Raises RuntimeError if this version of MiniStack has other
+        """Replace the executors. Raises RuntimeError if this version of MiniStack has different
         ones."""
         module = importlib.import_module("ministack.services.lambda_svc")
         for executor in _EXECUTORS:
@@ -167,12 +167,12 @@ class LambdaGate:
             setattr(module, f"_execute_function_{executor}", self.execute)
 
     def attach(self, channel: socket.socket) -> None:
-        """Send code to the broker at the other end of ``channel`` from now on."""
+        """From now on, send code to the broker at the other end of ``channel``."""
         self._channel = channel
         self._stream = channel.makefile("rb")
 
     def execute(self, func: dict[str, Any], event: Any, *_: Any) -> dict[str, Any]:
-        """Run a function and return its result in MiniStack's form: ``body``, ``log``,
+        """Run a Lambda function and return its result in MiniStack's format: ``body``, ``log``,
         ``error``."""
         if self._channel is None:
             return {"body": {"statusCode": 200, "body": "stub"}, "log": "", "error": False}
@@ -204,24 +204,24 @@ def _build_failure(kind: str, message: str) -> dict[str, Any]:
 
 
 _XML_PATH = re.compile(r"/$|/\d{4}-\d\d-\d\d/")
-"""Paths of the services that answer in XML, except S3."""
+"""Request paths of the services that answer in XML, except S3."""
 _LOG_BYTES = 4 << 20
-"""Limit of the log of a simulator, in bytes."""
+"""Maximum size of a simulator's log, in bytes."""
 _SHORTEST_DRAW = 6
-"""Shortest generated text that is recorded."""
+"""Minimum length of a generated text that is recorded."""
 _OPEN_FILES = 1024
-"""Limit of open files."""
+"""Maximum number of open files."""
 _FILES = 64
 _FOLDERS = 64
 _DEPTH = 10
-"""Numbers of files and folders, and the depth, that a simulator may write in its in-memory folder
-between resets. Few services write at all."""
+"""Maximum number of files and of folders, and maximum folder depth, that a simulator may write in
+its in-memory folder between resets. Few services write files at all."""
 
 
 class SeededRandomness:
-    """One seeded generator for all random values of MiniStack (ids, suffixes, secrets).
+    """The source of all random values in MiniStack (ids, suffixes, secrets): one seeded generator.
 
-    It is seeded at each reset, and records the generated texts in ``draws``.
+    It is seeded at each reset, and records the texts that it generates in ``draws``.
     """
 
     def __init__(self, draws: Draws) -> None:
@@ -230,8 +230,8 @@ class SeededRandomness:
         self._choices = random.choices
 
     def install(self) -> None:
-        """Replace the sources of randomness. Call it before MiniStack's modules are imported, since
-        they copy names."""
+        """Replace Python's sources of randomness. Call it before MiniStack's modules are imported,
+        because they copy the functions."""
         uuid.uuid4 = self._uuid4
         os.urandom = self._bytes
         random._urandom = self._bytes  # type: ignore[attr-defined]
@@ -273,7 +273,8 @@ class SeededRandomness:
 
 
 class _PinnedLoop(uvloop.Loop):
-    """Event loop without outgoing connections: uvloop's own connects bypass the audit hook."""
+    """Event loop that refuses outgoing connections. uvloop makes them without raising audit events,
+    so the audit hook cannot stop them."""
 
     async def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise sandbox.Denied("egress: not allowed here")
@@ -287,9 +288,10 @@ class _PinnedLoop(uvloop.Loop):
 
 
 def _import_modules() -> list[threading.Thread]:
-    """Import MiniStack's modules; return the threads that they would start at import, unstarted.
+    """Import MiniStack's modules. Return the threads that they would start at import, not yet
+    started.
 
-    A running thread does not survive a fork.
+    A running thread would not survive the fork.
     """
     deferred: list[threading.Thread] = []
     original = threading.Thread.start
@@ -307,9 +309,9 @@ def _import_modules() -> list[threading.Thread]:
 def _start_after_fork(thread: threading.Thread) -> None:
     """Start a thread that was created before the fork.
 
-    From Python 3.13 on, a fork marks the handles of all other threads as done, even of those that
-    never ran, so the thread gets a new handle. The object stays the one that its creator asks
-    whether it is alive.
+    From Python 3.13 on, a fork marks the handles of all other threads as done, even of threads that
+    never ran. So the thread gets a new handle. The ``Thread`` object itself stays the same, because
+    its creator calls ``is_alive`` on it.
     """
     if hasattr(thread, "_handle"):
         thread._handle = type(thread._handle)()  # type: ignore[attr-defined]
@@ -317,7 +319,7 @@ def _start_after_fork(thread: threading.Thread) -> None:
 
 
 def _build_account_state(draws: Draws) -> AccountState:
-    """Return the account state, which counts the deletions in MiniStack's stores from now on."""
+    """Return an ``AccountState`` that counts the deletions in MiniStack's stores from now on."""
     state = AccountState(draws)
     responses = importlib.import_module("ministack.core.responses")
     state.watch(responses.AccountScopedDict)
@@ -326,9 +328,9 @@ def _build_account_state(draws: Draws) -> AccountState:
 
 
 def _preload_service_metadata(services: Sequence[str]) -> None:
-    """Read the metadata of the services' models before the fork.
+    """Read the metadata in the services' botocore models before the fork.
 
-    MiniStack looks up the protocol of a service in botocore's full model, which would take tens of
+    MiniStack looks up a service's protocol in botocore's full model. That would cost tens of
     megabytes and 0.1 s per service in every simulator.
     """
     responses = importlib.import_module("ministack.core.responses")
@@ -354,9 +356,10 @@ def _preload_service_metadata(services: Sequence[str]) -> None:
 
 
 def _metadata(loader: Any, service: str) -> dict[str, Any] | None:
-    """Return ``metadata`` of botocore's model of a service, None if its file has another form.
+    """Return ``metadata`` from botocore's model of a service, or None if the file has another
+    format.
 
-    The rest of the file, nearly all of it, is not parsed.
+    The rest of the file, which is nearly all of it, is not parsed.
     """
     with contextlib.suppress(DataNotFoundError, OSError, ValueError):
         version = loader.determine_latest_version(service, "service-2")
@@ -372,8 +375,8 @@ def _metadata(loader: Any, service: str) -> dict[str, Any] | None:
 def _preload_service_names() -> None:
     """Read the names of all AWS services before the fork.
 
-    For a request to a service that MiniStack lacks, it reads all of botocore's models for their
-    names (400 MB, 5 s) and forgets them at the next reset.
+    For a request to a service that MiniStack lacks, it reads the names from all of botocore's
+    models (400 MB, 5 s), and discards them at the next reset.
     """
     router = importlib.import_module("ministack.core.router")
     names = frozenset(botocore.session.get_session().get_available_services())
@@ -381,9 +384,10 @@ def _preload_service_names() -> None:
 
 
 def _repair_answers(app: AsgiApp) -> AsgiApp:
-    """Return ``app`` with repaired XML answers, which names made up by a policy must not break.
+    """Return ``app`` with repaired XML answers, so that names chosen by an agent cannot make them
+    unreadable.
 
-    S3 is left alone, because it returns objects with any content. The server sets the content
+    S3 is excluded, because it returns objects with any content. The HTTP server sets the content
     length.
     """
 
@@ -495,7 +499,7 @@ def main() -> None:
         guard.apply(request["folder"], writes=writes)
 
         def seed(number: int) -> None:
-            """Seed a new account and reset its write budget."""
+            """Seed a new account and reset the process's write budget."""
             writes.files = _FILES
             writes.folders = _FOLDERS
             randomness.seed(number)

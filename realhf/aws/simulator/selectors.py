@@ -1,11 +1,11 @@
-"""Selectors that MiniStack ignores: applied to its answers here, or refused.
+"""Selectors that MiniStack ignores: they are applied to its answers here, or refused.
 
 A selector restricts the resources that a read returns. If it is ignored, the answer contains too
-much without notice. ``selectors.json`` states for every read operation that agents can use which of
-its selectors are refused, and which filters of EC2 are applied here, with the place of their value;
-``python -m tests.aws.validation.conformance --write`` creates it by trying each of them.
-``narrowings.yaml`` contains other selectors that are applied here. Both affect the requests of
-agents and of tasks' command lines; the owner's requests bypass them.
+much, and nothing shows it. For every read operation that agents can use, ``selectors.json`` states
+which of its selectors are refused, and which EC2 filters are applied here, with the place of the
+value to compare. ``python -m tests.aws.validation.conformance --write`` creates it by trying each
+selector. ``narrowings.yaml`` contains the other selectors that are applied here. Both apply to the
+requests of agents and of tasks' command lines, but not to the owner's requests.
 """
 
 from __future__ import annotations
@@ -27,40 +27,42 @@ import yaml
 from realhf.aws.simulator.asgi_http import AsgiApp
 
 TABLE = Path(__file__).with_name("selectors.json")
-"""The table of the package."""
+"""The package's table of selectors."""
 _NARROWINGS = Path(__file__).with_name("narrowings.yaml")
 Rule = Literal["equal", "prefix", "path of the ARN", "not zero", "tag", "glob"]
-"""How a value is compared with the requested ones."""
+"""How a resource's value is compared with the requested values."""
 
 
 @dataclass(frozen=True)
 class Narrowing:
-    """A selector that is applied to the answer: resources with other values are left out."""
+    """A selector that is applied to the answer: resources without a requested value are left
+    out."""
 
     service: str
-    """Service in the signature of requests."""
+    """Service name in the signature of requests."""
     operation: str
     """The read operation."""
     member: str
-    """Name of the selector in botocore's model and on the wire."""
+    """The selector's name in botocore's model and in requests."""
     items: tuple[str, ...]
-    """Path of the resources in the answer: names of nested lists."""
+    """Path of the resources in the answer, as names of nested lists."""
     place: str
-    """Path of the value within a resource, names joined by dots."""
+    """Path of the value within a resource, as names joined by dots."""
     rule: Rule
     """How the value is compared."""
     page: str
-    """Link to the documentation of AWS."""
+    """Link to the AWS documentation."""
     filter: str = ""
-    """Name of the filter, if the member is a list of filters; ``tag:`` for all tags."""
+    """Name of the filter, if the member is a list of filters. ``tag:`` stands for all tags."""
     unknown: tuple[str, str] | None = None
-    """Code and message of the error for a value that no resource has, if AWS returns one."""
+    """(code, message) of the error that AWS returns for a value that no resource has. None if AWS
+    returns no error."""
 
 
 @cache
 def read_narrowings() -> tuple[Narrowing, ...]:
-    """Return the selectors of ``narrowings.yaml``. Raises ValueError with the row for a malformed
-    one."""
+    """Return the selectors in ``narrowings.yaml``. Raises ValueError that shows the row if one is
+    malformed."""
     selectors = []
     for row in yaml.load(_NARROWINGS.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader):
         try:
@@ -79,26 +81,27 @@ def read_narrowings() -> tuple[Narrowing, ...]:
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 _SIGNED_FOR = re.compile(rb"Credential=[^/]*/\d+/[^/]+/([\w-]+)/aws4_request")
-"""The service in a signature."""
+"""Finds the service in a signature."""
 _EC2_PAGE = "https://docs.aws.amazon.com/AWSEC2/latest/APIReference/"
-"""Link to the documentation of EC2."""
+"""Link to EC2's API documentation."""
 _UNSUPPORTED = {
     "query": "InvalidParameterValue",
     "ec2": "InvalidParameterValue",
     "rest-xml": "InvalidArgument",
 }
-"""Error code of a refused selector by protocol, where it is not ``_INVALID``."""
+"""Error codes for a refused selector, for the protocols whose code is not ``_INVALID``."""
 _INVALID = "ValidationException"
 
 
 def read_selector_table() -> dict[str, Any]:
-    """Return the table, by the service in the signature of requests.
+    """Return the table of selectors, by the service name in the signature of requests.
 
     An entry has the keys ``protocol`` and ``operations``. An operation has ``at`` (method and path,
-    for protocols that identify it so), ``items`` (EC2 only) and ``members``. A member has
-    ``place``, ``name`` on the wire, ``option`` of the CLI in refusals, the values ``accepted``
-    because they mean the same as none, and for filters ``kept`` (applied by MiniStack) and
-    ``narrowed`` (place by name).
+    if the protocol identifies operations by them), ``items`` (EC2 only, as in ``Narrowing``) and
+    ``members``. A member has ``place`` (form, body, query or header), ``name`` (in requests),
+    ``option`` (the CLI's option, for error messages) and ``accepted`` (values that mean the same as
+    no selector). A list of filters has ``kept`` (the filters that MiniStack applies) and
+    ``narrowed`` (the filters applied here, with the place of the value).
     """
     return json.loads(TABLE.read_text())
 
@@ -113,7 +116,7 @@ class SelectorGate:
         }
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Any) -> None:
-        """Refuse a request, or pass it on unchanged and filter its answer."""
+        """Refuse a request, or pass it on unchanged and filter the answer."""
         headers = dict(scope.get("headers", ()))
         signed = _SIGNED_FOR.search(headers.get(b"authorization", b""))
         service = self._services.get(signed[1]) if signed else None
@@ -152,9 +155,9 @@ class SelectorGate:
 
 
 RequestParts = Mapping[str, Mapping[str, Any]]
-"""Contents of a request by place (form, body, query, header)."""
+"""Contents of a request, by place: form, body, query, header."""
 RequestedNarrowing = tuple[Narrowing, str, list[str]]
-"""A narrowing, the requested name of the filter, and the requested values."""
+"""(narrowing, requested filter name, requested values)."""
 
 
 class _Service:
@@ -176,8 +179,8 @@ class _Service:
     def read(
         self, scope: Mapping[str, Any], headers: Mapping[bytes, bytes], body: bytes
     ) -> tuple[_Operation, RequestParts] | None:
-        """Return the operation and the contents of a request; None for an operation that is not in
-        the table."""
+        """Return (operation, contents) of a request, or None for an operation that is not in the
+        table."""
         if self.protocol in ("query", "ec2"):
             form = parse_qs(body.decode("utf-8", "replace"))
             operation = self._operations.get(form.get("Action", [""])[0])
@@ -198,7 +201,7 @@ class _Service:
         return None
 
     def error(self, code: str, message: str) -> tuple[int, bytes, bytes]:
-        """Return status, content type and body of an error in the format of AWS."""
+        """Return (status, content type, body) of an error in AWS's format."""
         if self.protocol in ("json", "rest-json"):
             return (
                 400,
@@ -235,7 +238,8 @@ class _Operation:
                 )
 
     def find_refused(self, request: RequestParts) -> str:
-        """Return the refused selector of a request, as the CLI calls it; "" for none."""
+        """Return the first selector in a request that is refused, by the name of its CLI option, or
+        "" if there is none."""
         for member in self._members:
             carried = request.get(member["place"], {})
             if "kept" in member:
@@ -270,7 +274,8 @@ class _Operation:
 
 
 def _path_pattern(template: str) -> re.Pattern[str]:
-    """Return the pattern of the request paths of an operation, from botocore's template."""
+    """Return a regular expression for an operation's request paths, given botocore's path
+    template."""
     parts = re.split(r"\{\w+(\+?)\}", template.partition("?")[0])
     pattern = "".join(
         re.escape(part) if place % 2 == 0 else ".+" if part else "[^/]+"
@@ -280,7 +285,7 @@ def _path_pattern(template: str) -> re.Pattern[str]:
 
 
 def _parse_object(body: bytes) -> dict[str, Any]:
-    """Return a JSON object, {} for anything else."""
+    """Return the JSON object in a body, or {} for anything else."""
     try:
         parsed = json.loads(body)
     except (ValueError, RecursionError):
@@ -289,8 +294,8 @@ def _parse_object(body: bytes) -> dict[str, Any]:
 
 
 def _values(name: str, carried: Mapping[str, Any]) -> list[str]:
-    """Return the values of a member, from a form, a query, a header or JSON. A false flag counts as
-    absent."""
+    """Return the values of a member as strings, from a form, a query, a header or JSON. A false
+    flag counts as absent."""
     value_or_list = carried.get(name)
     listed = (
         value_or_list
@@ -311,7 +316,7 @@ def _values(name: str, carried: Mapping[str, Any]) -> list[str]:
 
 
 def _filters(name: str, carried: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """Yield (name, values) of the filters in a request, from a form or JSON."""
+    """Yield (name, values) for each filter in a request, from a form or JSON."""
     listed = carried.get(name)
     if isinstance(listed, list) and all(isinstance(item, dict) for item in listed):
         for item in listed:
@@ -338,7 +343,8 @@ def _filters(name: str, carried: Mapping[str, Any]) -> Iterator[tuple[str, list[
 
 
 class _AnswerFilter:
-    """Collects an answer and sends it on with only the requested resources."""
+    """ASGI ``send`` callable that collects an answer and sends it on with only the requested
+    resources."""
 
     def __init__(self, send: Any, service: _Service, requested: list[RequestedNarrowing]) -> None:
         self._send = send
@@ -348,7 +354,7 @@ class _AnswerFilter:
         self._body = bytearray()
 
     async def send(self, message: dict[str, Any]) -> None:
-        """Add an ASGI message of the answer; send the filtered answer after the last one."""
+        """Store an ASGI message of the answer. After the last one, send the filtered answer."""
         if message["type"] == "http.response.start":
             self._start = message
             return
@@ -379,13 +385,14 @@ class _AnswerFilter:
 
 
 class _JsonAnswer:
-    """An answer in JSON."""
+    """A JSON answer that can be narrowed."""
 
     def __init__(self, body: bytes) -> None:
         self._content = _parse_object(body)
 
     def narrow(self, narrowing: Narrowing, name: str, values: list[str]) -> list[str]:
-        """Remove the items without one of the values; return the values that no item has."""
+        """Remove the resources that have none of the values. Return the values that no resource
+        has."""
         (items,) = narrowing.items
         listed = self._content.get(items) or []
         kept = [item for item in listed if _has_value(narrowing, name, values, item)]
@@ -397,12 +404,12 @@ class _JsonAnswer:
         ]
 
     def to_bytes(self) -> bytes:
-        """Return the encoded answer."""
+        """Return the answer, encoded."""
         return json.dumps(self._content).encode()
 
 
 class _XmlAnswer:
-    """An answer in XML."""
+    """An XML answer that can be narrowed."""
 
     def __init__(self, body: bytes) -> None:
         self._root = ElementTree.fromstring(body)
@@ -413,7 +420,8 @@ class _XmlAnswer:
             self._root.set("xmlns", space[1:])
 
     def narrow(self, narrowing: Narrowing, name: str, values: list[str]) -> list[str]:
-        """Remove the items without one of the values; return the values that no item has."""
+        """Remove the resources that have none of the values. Return the values that no resource
+        has."""
         missing = set(values)
         for outer in [
             element for element in self._root.iter() if _local_name(element) == narrowing.items[0]
@@ -437,24 +445,24 @@ class _XmlAnswer:
 
     @staticmethod
     def _lists(element: ElementTree.Element, names: Sequence[str]) -> list[ElementTree.Element]:
-        """Return the child lists with the next name of a path, the element itself at the end of the
-        path."""
+        """Return the child elements whose name is the first of ``names``, or the element itself if
+        there are no names."""
         return (
             [child for child in element if _local_name(child) == names[0]] if names else [element]
         )
 
     def to_bytes(self) -> bytes:
-        """Return the encoded answer."""
+        """Return the answer, encoded."""
         return ElementTree.tostring(self._root, encoding="utf-8", xml_declaration=True)
 
 
 def _local_name(element: ElementTree.Element) -> str:
-    """Return the name of an element without its namespace."""
+    """Return an element's name without the namespace."""
     return element.tag.rpartition("}")[2]
 
 
 def _as_data(element: ElementTree.Element) -> Any:
-    """Return an element as mappings, lists and texts."""
+    """Return an element as dicts, lists and strings."""
     children = [*element]
     if not children:
         return element.text or ""
@@ -464,7 +472,8 @@ def _as_data(element: ElementTree.Element) -> Any:
 
 
 def _has_value(narrowing: Narrowing, name: str, values: list[str], item: Any) -> bool:
-    """Return whether an item has one of the values."""
+    """Return whether a resource has one of the values, compared by the narrowing's rule. ``name``:
+    the requested filter's name."""
     if narrowing.rule == "tag":
         tag = name.removeprefix("tag:")
         tags = list(_at(item, narrowing.place.split(".")))
@@ -499,12 +508,12 @@ def _has_value(narrowing: Narrowing, name: str, values: list[str], item: Any) ->
 
 
 def _pattern(value: str) -> str:
-    """Return a filter value as a pattern of fnmatch."""
+    """Return a filter value as an fnmatch pattern."""
     return value.replace("[", "[[]")  # EC2 has only * and ? as wildcards
 
 
 def _at(value: Any, names: Sequence[str]) -> Iterator[Any]:
-    """Yield the values at a path, in each element of the lists on the way."""
+    """Yield the values at a path. A list on the way stands for each of its elements."""
     if isinstance(value, list):
         for each in value:
             yield from _at(each, names)
@@ -515,7 +524,7 @@ def _at(value: Any, names: Sequence[str]) -> Iterator[Any]:
 
 
 async def _answer(send: Any, status: int, kind: bytes, body: bytes) -> None:
-    """Send an answer."""
+    """Send a complete response. ``kind``: its content type."""
     await send(
         {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]}
     )

@@ -1,4 +1,4 @@
-"""Slots: a simulator with the agent's CLI worker and folder, and a second worker for the
+"""Slots: a slot is a simulator, the agent's CLI worker and folder, and a second worker for the
 environment itself.
 
 Source: docs/reference/environment.md 1 and 3.
@@ -28,41 +28,43 @@ from realhf.base import event_loops
 from realhf.env.containment.fork_server import ForkedProcess, ForkServer
 
 ACCOUNT = "000000000000"
-"""The account id of every slot."""
+"""Account id, the same in every slot."""
 START_TIMEOUT_S = 30.0
-"""Seconds that a simulator has to come up."""
+"""Seconds within which a simulator must have started."""
 USABLE_S = 3.0
-"""Seconds that a simulator and a worker have to answer before they are leased. A slower one is
-replaced, which is cheap; the requester waits for it, and clients of a server time out after ten
-seconds."""
+"""Seconds within which a simulator and a worker must answer before they are leased. Slower ones are
+replaced, which is cheap. The limit must be short, because the requester waits, and clients of the
+environment server time out after ten seconds."""
 _CHECKED_BYTES = 1 << 20
-"""Output limit of the environment's own commands, in bytes: a check must see the complete
-answer."""
+"""Output limit of the environment's own commands, in bytes. It is large, because a check must see
+the complete output."""
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class PermittedReads:
-    """How a real account may be read."""
+    """The reads that are permitted in a real account."""
 
     permits: Callable[[str, str], bool]
-    """Returns whether an operation of a service may be used to read."""
+    """Function that returns whether an operation of a service is a permitted read, given (service,
+    operation)."""
     services: frozenset[str]
-    """Services (botocore's names) that must be read: those that an agent may write to."""
+    """Services (botocore's names) that must be read, because an agent may write to them."""
 
 
 class Slot:
-    """One slot. Use it from one thread at a time.
+    """One slot of the pool. Use it from one thread at a time.
 
     The account id is the same in every slot and lease. Each slot has its own simulator process,
-    which is emptied between leases, so different ids would separate nothing; equal ids keep the ids
-    and ARNs in observations equal for the same task and seed.
+    which is emptied between leases, so different ids would separate nothing. With equal ids, the
+    ids and ARNs in observations are equal for the same task and seed.
     """
 
     simulated = True
-    """Whether the account may be emptied, set up and disturbed."""
+    """Whether the account is simulated, so that it may be emptied, set up and disturbed."""
     reads: PermittedReads | None = None
-    """How a real account is read; None for an account that is read as a whole."""
+    """The reads permitted in a real account. None for a simulated account, which is read as a
+    whole."""
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class Slot:
         self.executor = CliExecutor(
             spawn, ministack.alive, lambda: self.ministack.healthy(), limits
         )
-        """The agent's shell."""
+        """Runs the agent's commands."""
         self.own_files = VirtualFolder(folder.with_name(f"{folder.name}-environment"))
         spawn = partial(self._spawn_worker, self.own_files, ministack.connect_as_environment)
         self.own_executor = CliExecutor(
@@ -90,51 +92,51 @@ class Slot:
             lambda: self.ministack.healthy(),
             replace(limits, stdout_bytes=_CHECKED_BYTES),
         )
-        """Runs command lines of tasks (set-up, drift, checks) in a worker of its own. Its
-        connection and its folder are out of reach of the agent's commands. The worker is forked on
-        first use."""
+        """Runs the command lines of tasks (set-up, drift, checks) in a worker of its own. The
+        agent's commands have no access to its connection and folder. The worker is forked on first
+        use."""
         self.state = StateClient(
             f"http://{HOST}:{ministack.port}", ACCOUNT, ministack.connect_as_owner, factory
         )
-        """API client for set-up, grading and listing; invisible to the agent."""
+        """API client for set-up, grading and listing, which the agent cannot see."""
         self._zygote = zygote
         self.reference_slots: ReferenceSlots | None = None
-        """Runs the solutions on a slot of its own; None for that slot itself."""
+        """Runs solutions on an extra slot. None for that extra slot itself."""
 
     @property
     def port(self) -> int:
-        """Port of the simulator."""
+        """Port of the slot's simulator."""
         return self.ministack.port
 
     @property
     def endpoint(self) -> str:
-        """Address of the simulator as shown in messages."""
+        """URL of the simulator, as shown in messages."""
         return f"http://{HOST}:{self.port}"
 
     @property
     def worker_pid(self) -> int:
-        """Pid of the agent's worker."""
+        """Pid of the agent's CLI worker."""
         return self.executor.worker_pid
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """Pids of all workers that may be executing a command of this lease."""
+        """Pids of all CLI workers that may be running a command of this lease."""
         return tuple(
             pid for pid in (self.executor.worker_pid, self.own_executor.worker_pid) if pid > 0
         )
 
     def lease(self) -> Slot:
-        """Return a new handle of the slot. The handle is what is leased, so an old one cannot give
+        """Return a new handle of the slot, which stands for one lease. An old handle cannot give
         back a later lease."""
         return copy.copy(self)
 
     def start(self) -> None:
-        """Start the agent's worker. Call it once the simulator is healthy."""
+        """Start the agent's CLI worker. Call it once the simulator is healthy."""
         self.executor.start()
 
     def is_usable(self) -> bool:
-        """Return whether simulator and worker answer now. A worker that does not answer is
-        replaced."""
+        """Return whether simulator and CLI worker answer now. A worker that does not answer is
+        replaced first."""
         if not self.ministack.alive() or not self.ministack.healthy(USABLE_S):
             return False
         try:
@@ -147,7 +149,8 @@ class Slot:
         return True
 
     def reset(self, seed: int = 0) -> None:
-        """Empty the account; from now on its ids depend on ``seed`` alone. The worker is kept.
+        """Empty the account. From now on its generated ids depend on ``seed`` alone. The CLI worker
+        is kept.
 
         A simulator that is dead, hangs, or has used much of its budget is respawned. Raises
         SimulatorLost if that fails too.
@@ -164,9 +167,9 @@ class Slot:
     def scrub(self) -> None:
         """Make a used slot indistinguishable from a new one.
 
-        If a command reached the simulator, simulator and worker are replaced by new forks, because
-        a reset cannot clear everything that a process may hold. Raises SimulatorLost or OSError if
-        the slot stays dirty.
+        If a command reached the simulator, simulator and CLI worker are replaced by new forks,
+        because a reset cannot clear everything that a process may hold. Raises SimulatorLost or
+        OSError if the slot stays dirty.
         """
         if self._was_reached():
             self.respawn()
@@ -180,8 +183,8 @@ class Slot:
             raise SimulatorLost(f"slot {self.index} still has {leftovers} after its scrub")
 
     def _was_reached(self) -> bool:
-        """Return whether the simulator received other requests than the environment's own, or too
-        many of them, since its start."""
+        """Return whether the simulator, since its start, received requests on other connections
+        than the owner's, or is worn out. True if that cannot be determined."""
         try:
             report = self.ministack.requests(after=sys.maxsize)
             return (
@@ -192,7 +195,7 @@ class Slot:
             return True
 
     def respawn(self) -> None:
-        """Replace the simulator and the worker. Raises SimulatorLost with the reason."""
+        """Replace the simulator and the CLI worker. Raises SimulatorLost with the reason."""
         try:
             self._stop_workers()
             if not self.ministack.alive():
@@ -219,7 +222,8 @@ class Slot:
         self.own_executor.stop()
 
     def _clear_files(self) -> None:
-        """Empty both folders; the worker of a folder that had to be replaced is ended."""
+        """Empty the folders of both workers. If a folder had to be replaced by a new one, end its
+        worker."""
         for files, executor in ((self.files, self.executor), (self.own_files, self.own_executor)):
             if not files.clear():
                 executor.stop()  # the next command starts a worker in the new folder
@@ -227,7 +231,7 @@ class Slot:
     def _spawn_worker(
         self, files: VirtualFolder, connect: Callable[[], socket.socket]
     ) -> tuple[ForkedProcess, socket.socket]:
-        """Fork a CLI worker; return its process and the channel to it. Raises SimulatorLost."""
+        """Fork a CLI worker and return (its process, the channel to it). Raises SimulatorLost."""
         try:
             connection = connect()
         except OSError as error:
@@ -244,15 +248,15 @@ class Slot:
 
 
 MAX_RESULTS = 256
-"""Number of results that are cached, least recently requested dropped first."""
+"""Maximum number of cached results. The least recently requested one is dropped first."""
 
 
 class ReferenceSlots:
-    """Runs functions, such as the play of a solution, one after another on ``slot`` in a thread of
-    its own.
+    """Runner of functions, such as playing a solution, one after another on an extra slot in a
+    thread of its own.
 
-    The slot is started on first use. A function during which the simulator is lost is run once
-    more. Thread-safe.
+    The slot is started on first use. If the simulator is lost while a function runs, the function
+    is run once more. Thread-safe.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -264,8 +268,8 @@ class ReferenceSlots:
         self._ended = 0
 
     def begin(self, key: str, play: Callable[[Slot], Any]) -> Future[Any]:
-        """Return the future result of ``play`` for ``key``. It runs once for all callers, unless it
-        failed."""
+        """Return the future of ``play``'s result, cached under ``key``. ``play`` runs once for all
+        callers with this key, unless it failed."""
         with self._lock:
             known = self._results.get(key)
             if known is not None and not (
@@ -283,8 +287,8 @@ class ReferenceSlots:
     def result(self, future: Future[Any], patience_s: float) -> Any:
         """Return the result of a future.
 
-        Raises what the function raised, and TimeoutError if no function has ended for
-        ``patience_s`` seconds: the wait may be long, but the queue must move.
+        Raises what the function raised, or TimeoutError if no function at all has ended for
+        ``patience_s`` seconds. The wait may be long, as long as the queue moves.
         """
         while True:
             ended = self._ended
@@ -295,21 +299,21 @@ class ReferenceSlots:
                     raise
 
     def _run_counted(self, play: Callable[[Slot], Any]) -> Any:
-        """Run a function and count it as ended."""
+        """Run a function and count its end."""
         try:
             return self._run(play)
         finally:
-            self._ended += 1  # by one thread only
+            self._ended += 1  # needs no lock: only this thread writes it
 
     def _run(self, play: Callable[[Slot], Any]) -> Any:
-        """Run a function on the slot; start the slot first, and retry once if the simulator is
+        """Run a function on the slot, which is started first. Retry once if the simulator is
         lost."""
         try:
             self._start()
         except SimulatorLost:
             if self._thread is None:
                 raise
-            self._start()  # lost while it came up; retry, because many sessions may wait for it
+            self._start()  # lost while starting; retry, because many sessions may wait for it
         try:
             return play(self._slot)
         except Exception:
@@ -319,7 +323,7 @@ class ReferenceSlots:
         return play(self._slot)
 
     def _start(self) -> None:
-        """Start the slot unless it runs. Raises SimulatorLost."""
+        """Start the slot unless it is running. Raises SimulatorLost."""
         if self._started:
             return
         try:
