@@ -26,8 +26,8 @@ THERE = "there"
 CHANGED = "changed"
 GONE = "gone"
 DISTURBED = "(disturbed by the environment)"
-_MAKES = ("Create", "Put", "Register", "Request")
-_UNMAKES = ("Delete", "Deregister")
+_CREATE_VERBS = ("Create", "Put", "Register", "Request")
+_DELETE_VERBS = ("Delete", "Deregister")
 _KEY_ENDINGS = ("Name", "Arn", "ARN", "Url", "URL", "Identifier", "Id")
 _OTHER_NOUNS = frozenset({"cachecluster", "autoscalinggroup", "metricalarm"})
 """Resources whose names in operations are longer than in the listings."""
@@ -48,8 +48,8 @@ class _Resource:
 
     def call_lines(self) -> list[str]:
         """Return the last calls, preceded by the number of earlier ones."""
-        left = self.n_calls - len(self.calls)
-        return [*([f"{left} calls, then"] if left else []), *self.calls]
+        earlier = self.n_calls - len(self.calls)
+        return [*([f"{earlier} calls, then"] if earlier else []), *self.calls]
 
 
 class AccountChanges:
@@ -59,7 +59,7 @@ class AccountChanges:
     def __init__(self, present: frozenset[tuple[str, str]] = frozenset()) -> None:
         self._present = present
         self._known: dict[tuple[str, str, str], _Resource] = {}
-        self._left_out = 0
+        self._n_omitted = 0
 
     def record(self, deeds: Iterable[Evidence]) -> None:
         """Add the requests of a command."""
@@ -84,27 +84,27 @@ class AccountChanges:
             }
             for (service, kind, name), one in sorted(self._known.items())
         ]
-        return changes + ([{"more": self._left_out}] if self._left_out else [])
+        return changes + ([{"more": self._n_omitted}] if self._n_omitted else [])
 
     def _add(self, deed: Evidence) -> None:
         key, name = identifying_parameter(deed.service, deed.params)
         operation = deed.operation.partition(":")[2]
         kind = _kind(deed.service, key)
-        made = _is_about(operation, _MAKES, deed.service)
-        unmade = _is_about(operation, _UNMAKES, deed.service)
-        known = self._known.get((deed.service, kind, name))
-        if known is None:
+        creates = _is_about(operation, _CREATE_VERBS, deed.service)
+        deletes = _is_about(operation, _DELETE_VERBS, deed.service)
+        resource = self._known.get((deed.service, kind, name))
+        if resource is None:
             if len(self._known) >= MOST_RESOURCES:
-                self._left_out += 1
+                self._n_omitted += 1
                 return
-            was = THERE if not made or (deed.service, name) in self._present else NONE
-            known = self._known[deed.service, kind, name] = _Resource(was, was)
-        if unmade:
-            known.after = GONE if known.before == THERE else NONE
+            before = THERE if not creates or (deed.service, name) in self._present else NONE
+            resource = self._known[deed.service, kind, name] = _Resource(before, before)
+        if deletes:
+            resource.after = GONE if resource.before == THERE else NONE
         else:
-            known.after = CHANGED if known.before == THERE else THERE
-        known.n_calls += 1
-        known.calls = [*known.calls, _call_text(operation, deed.params, key)][-MOST_CALLS:]
+            resource.after = CHANGED if resource.before == THERE else THERE
+        resource.n_calls += 1
+        resource.calls = [*resource.calls, _call_text(operation, deed.params, key)][-MOST_CALLS:]
 
 
 def _is_about(operation: str, verbs: tuple[str, ...], service: str) -> bool:

@@ -63,10 +63,10 @@ _OTHER_FUNCTION = Perturbation(
     _FUNCTION | {"Timeout": 1, "MemorySize": 129},
     ("GetFunctionConfiguration", _FUNCTION, "[Timeout,MemorySize]"),
 )
-_GONE_BUCKET = Perturbation("DeleteBucket", _BUCKET, ("HeadBucket", _BUCKET, "@"))
+_DELETED_BUCKET = Perturbation("DeleteBucket", _BUCKET, ("HeadBucket", _BUCKET, "@"))
 
 PERTURBATIONS: Mapping[str, tuple[Perturbation, ...]] = {
-    "s3:CreateBucket": (_GONE_BUCKET,),
+    "s3:CreateBucket": (_DELETED_BUCKET,),
     "s3:PutBucketPolicy": (
         Perturbation("DeleteBucketPolicy", _BUCKET, ("GetBucketPolicy", _BUCKET, "Policy")),
     ),

@@ -216,7 +216,7 @@ class Episode:
         self._inventory = Inventory(self._slot.state)
         self._changes = AccountChanges()
         self._steps = self._hints = 0
-        self._achieved = self._lost = self._unread = False
+        self._achieved = self._simulator_lost = self._must_reread = False
         self._unreadable = self._episode_id = ""
 
     @property
@@ -228,7 +228,7 @@ class Episode:
     def done(self) -> bool:
         """Whether the episode is over: the task is achieved, a command broke the simulator, or the
         steps are used up."""
-        return self._achieved or self._lost or self._steps >= self._max_steps
+        return self._achieved or self._simulator_lost or self._steps >= self._max_steps
 
     def reset(
         self,
@@ -317,8 +317,8 @@ class Episode:
         reward = None
         watch = SimulatorWatch(self._slot)
         try:
-            grade = self._grader.evaluate(evidence, lost=result.lost or self._unread)
-            self._unread = False
+            grade = self._grader.evaluate(evidence, lost=result.lost or self._must_reread)
+            self._must_reread = False
             self._achieved = grade.achieved
             if not self._grader.charges_rollback:
                 self._tracker.rollbacks = rollbacks  # to undo what was never credited costs nothing
@@ -343,14 +343,14 @@ class Episode:
                 raise EpisodeError(f"the account cannot be read: {type(error).__name__}") from error
             if blame is Blame.AGENT:
                 return self._end_lost()
-            self._note_unreadable(error)
+            self._record_unreadable(error)
             reward = self._reward(before) if reward is None else reward
         return StepData(self._observation(result, ""), reward, self.done)
 
-    def _note_unreadable(self, error: Exception) -> None:
+    def _record_unreadable(self, error: Exception) -> None:
         """Record that the account is unknown; it is read again after the next command of any
         kind."""
-        self._unread = True
+        self._must_reread = True
         self._achieved = False
         self._unreadable = unreadable_kind(error)
         fault = error if self._unreadable == "grader" else None
@@ -362,7 +362,7 @@ class Episode:
         )
 
     def _end_lost(self) -> StepData:
-        self._lost = True
+        self._simulator_lost = True
         self._achieved = False
         return StepData(self._observation(None, LOST), self._meter.standstill(), True)
 
@@ -425,7 +425,7 @@ class Episode:
     def inventory(self) -> dict[str, dict[str, list[str]]]:
         """Return the names of the resources in the account by service and type; {} when the
         simulator does not answer."""
-        if self._lost:
+        if self._simulator_lost:
             return {}
         try:
             return self._inventory.read()
@@ -449,13 +449,13 @@ class Episode:
             "hint_text": hint,
             "truncated": self.done and not self._achieved,
             "refusal": result.refusal if result else None,
-            "steps_left": 0 if self._lost else max(0, self._max_steps - self._steps),
+            "steps_left": 0 if self._simulator_lost else max(0, self._max_steps - self._steps),
         }
         changes = self._changes.describe(self._tracker.disturbances if self.done else ())
         optional = {
             "account_changes": changes,
             "account_key": self._account_key(),
-            "simulator_lost": self._lost,
+            "simulator_lost": self._simulator_lost,
             "account_unreadable": self._unreadable,
         }
         return observation | {name: value for name, value in optional.items() if value}
@@ -464,7 +464,7 @@ class Episode:
         """Return a digest of the account. Returns "" if the whole account is not known: on a real
         account, for a task that is not graded by its end state, and after a command that left the
         account unreadable."""
-        hidden = self._lost or self._unread or not self._slot.simulated
+        hidden = self._simulator_lost or self._must_reread or not self._slot.simulated
         return (
             "" if hidden or not isinstance(self._grader, EndStateGrader) else self._grader.state_key
         )

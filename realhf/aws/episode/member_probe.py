@@ -59,16 +59,16 @@ DEEPEST = 9
 """Longest path that is probed."""
 MOST_VALUES = 6
 """Most values of a member that are tried until two are accepted."""
-_ENOUGH = 4
+_EQUAL_ACCOUNTS = 4
 """Accepted values that must leave the same account before a member counts as not stored; two values
 alone may mean the same."""
-_SENT_BY_ONE = 25
+_REQUESTS_PER_SIMULATOR = 25
 """Requests after which a simulator is replaced."""
-_MOST_SITES = 5
+_MAX_SITES = 5
 """Most sites at which one operation is probed; each sends members that the previous ones do not."""
-_MOST_FAILED = 8
+_MAX_FAILED_SITES = 8
 """Sites that may fail before an operation counts as impossible to probe."""
-_TRIES = 2
+_MAX_ATTEMPTS = 2
 """Simulators that a request may break before it counts as refused."""
 _NAMING = re.compile(r"(name|id|identifier|arn|url|bucket|key|keyid)$", re.IGNORECASE)
 """Endings of members that contain names."""
@@ -123,11 +123,15 @@ class Corpus:
     def add(self, site: Site) -> None:
         """Add a site, and those of the resources that it declares."""
         if site.operation == STACK:
-            for name, held in parse_template(site.params).get("Resources", {}).items():
-                if isinstance(held, dict) and isinstance(held.get("Properties"), dict):
+            for name, declared in parse_template(site.params).get("Resources", {}).items():
+                if isinstance(declared, dict) and isinstance(declared.get("Properties"), dict):
                     self.add(
                         Site(
-                            site.task, str(held.get("Type")), held["Properties"], site.params, name
+                            site.task,
+                            str(declared.get("Type")),
+                            declared["Properties"],
+                            site.params,
+                            name,
                         )
                     )
         self.sites.setdefault(site.operation, []).append(site)
@@ -298,7 +302,7 @@ class Prober:
         self, params: Mapping[str, Any], path: MemberPath, shape: Any, above: tuple[str, ...] = ()
     ) -> dict[MemberPath, str]:
         """Return the fates below a path of these parameters, merged if they are all the same."""
-        known = self._noted_fate(path, shape)
+        known = self._fate_from_notes(path, shape)
         if known:
             return {path: known}
         inner = _inner(shape, _at(params, path))
@@ -311,11 +315,15 @@ class Prober:
                 _replace_at(params, self.shape, path, self._full_value(path, shape, number, ()))
                 for number in range(2)
             ]
-            left = [self._digest_after(one) for one in (params, *filled)]
-            if left[0] is not None and left.count(left[0]) == len(left):
+            digests = [self._digest_after(one) for one in (params, *filled)]
+            if digests[0] is not None and digests.count(digests[0]) == len(digests):
                 return {path: NOT_KEPT}
             params = next(
-                (one for one, digest in zip(filled, left[1:], strict=True) if digest is not None),
+                (
+                    one
+                    for one, digest in zip(filled, digests[1:], strict=True)
+                    if digest is not None
+                ),
                 params,
             )
         found: dict[MemberPath, str] = {}
@@ -324,7 +332,7 @@ class Prober:
         fates = set(found.values())
         return {path: fates.pop()} if len(fates) == 1 and DEFAULT not in fates else found
 
-    def _noted_fate(self, path: MemberPath, shape: Any) -> str:
+    def _fate_from_notes(self, path: MemberPath, shape: Any) -> str:
         """Return the fate according to the notes, "" if they have none."""
         operation = self.site.operation
         text = format_path(path)
@@ -340,7 +348,7 @@ class Prober:
             digest = self._digest_after(_replace_at(params, self.shape, path, value))
             if digest is not None:
                 digests.append(digest)
-            if len(set(digests)) == 2 or len(digests) == _ENOUGH:
+            if len(set(digests)) == 2 or len(digests) == _EQUAL_ACCOUNTS:
                 break
         place = self.site.operation, format_path(path)
         meant = self._notes.defaults.get(place)
@@ -396,9 +404,9 @@ class Prober:
 
     def _send(self, params: Mapping[str, Any]) -> str | None:
         self.sent += 1
-        if self.sent % _SENT_BY_ONE == 0:
+        if self.sent % _REQUESTS_PER_SIMULATOR == 0:
             self._slot.respawn()  # threads of functions and pollers outlive a reset
-        for _ in range(_TRIES):
+        for _ in range(_MAX_ATTEMPTS):
             try:
                 return self._send_once(params)
             except (SetupError, ConnectionError, SimulatorLost):
@@ -437,7 +445,11 @@ class Prober:
 def _drop_stacks(account: Snapshot) -> Snapshot:
     """Return an account without its stacks, which store their templates in any case."""
     return Snapshot(
-        {key: held for key, held in account.resources.items() if key[0] != "cloudformation"}
+        {
+            key: attributes
+            for key, attributes in account.resources.items()
+            if key[0] != "cloudformation"
+        }
     )
 
 
@@ -461,7 +473,7 @@ def type_shape(kind: str, properties: Mapping[str, Any]) -> Any:
     )
     model = next((model for model in models if model is not None), None)
     known = (
-        _capital(model.input_shape, 0).members
+        _capitalize_members(model.input_shape, 0).members
         if model is not None and model.input_shape is not None
         else {}
     )
@@ -475,18 +487,22 @@ def type_shape(kind: str, properties: Mapping[str, Any]) -> Any:
     )
 
 
-def _capital(shape: Any, depth: int) -> Any:
+def _capitalize_members(shape: Any, depth: int) -> Any:
     """Return a shape with member names in CloudFormation's spelling."""
     kind = shape.type_name
     if kind == "list":
         return SimpleNamespace(
-            type_name=kind, name=shape.name, metadata={}, member=_capital(shape.member, depth + 1)
+            type_name=kind,
+            name=shape.name,
+            metadata={},
+            member=_capitalize_members(shape.member, depth + 1),
         )
     if kind != "structure":
         return shape
     inner = shape.members.items() if depth < DEEPEST else ()
     members = {
-        f"{name[:1].upper()}{name[1:]}": _capital(member, depth + 1) for name, member in inner
+        f"{name[:1].upper()}{name[1:]}": _capitalize_members(member, depth + 1)
+        for name, member in inner
     }
     required = [f"{name[:1].upper()}{name[1:]}" for name in shape.required_members]
     return SimpleNamespace(
@@ -579,10 +595,12 @@ def _examples(name: str, shape: Any, seen: Sequence[Any], sent: Any) -> list[Any
         return [b"one", b"two"]
     if _choices(shape):
         return _choices(shape)
-    return [value for value in seen if isinstance(value, str)][:3] + _texts(name.lower(), sent)
+    return [value for value in seen if isinstance(value, str)][:3] + _text_examples(
+        name.lower(), sent
+    )
 
 
-def _texts(name: str, sent: Any) -> list[str]:
+def _text_examples(name: str, sent: Any) -> list[str]:
     changed = []
     if isinstance(sent, str):
         changed = (
@@ -609,31 +627,33 @@ def _replace_at(
     return _set_at(params, shape, path, value)
 
 
-def _set_at(held: Any, shape: Any, path: MemberPath, value: Any) -> Any:
+def _set_at(current: Any, shape: Any, path: MemberPath, value: Any) -> Any:
     if not path:
         return value
     step = path[0]
     rest = path[1:]
     if shape.type_name == "list":
-        items = list(held) if isinstance(held, list) else []
+        items = list(current) if isinstance(current, list) else []
         first = items[0] if items else None
         return [_set_at(first, shape.member, rest, value), *items[1:]]
     if shape.type_name == "map":
-        known = dict(held) if isinstance(held, Mapping) else {}
+        known = dict(current) if isinstance(current, Mapping) else {}
         key = "other" if step == ANY else step
         return {**known, key: _set_at(known.get(key), shape.value, rest, value)}
-    known = dict(held) if isinstance(held, Mapping) else _least(shape)
+    known = dict(current) if isinstance(current, Mapping) else _minimal_value(shape)
     return {**known, step: _set_at(known.get(step), shape.members[step], rest, value)}
 
 
-def _least(shape: Any, depth: int = 0) -> Any:
+def _minimal_value(shape: Any, depth: int = 0) -> Any:
     """Return the smallest valid value of a shape."""
     if depth > DEEPEST:
         return {}
     if shape.type_name == "structure":
-        return {name: _least(shape.members[name], depth + 1) for name in shape.required_members}
+        return {
+            name: _minimal_value(shape.members[name], depth + 1) for name in shape.required_members
+        }
     if shape.type_name == "list":
-        return [_least(shape.member, depth + 1)] if shape.metadata.get("min") else []
+        return [_minimal_value(shape.member, depth + 1)] if shape.metadata.get("min") else []
     if shape.type_name == "map":
         return {}
     return _examples(shape.name, shape, (), None)[0]
@@ -712,7 +732,7 @@ def _synthetic_sites(operation: str) -> list[Site]:
     if the operation creates something."""
     if not _MAKES.match(operation.partition(":")[2]):
         return []
-    return [Site(_EMPTY, operation, _least(input_shape(operation)))]
+    return [Site(_EMPTY, operation, _minimal_value(input_shape(operation)))]
 
 
 def probe(slot: Slot, operation: str, corpus: Corpus, notes: Notes) -> dict[str, Any]:
@@ -735,7 +755,7 @@ def probe(slot: Slot, operation: str, corpus: Corpus, notes: Notes) -> dict[str,
         except ProbeError as error:
             problem = str(error) if known else _NOT_SENT
             failed += 1
-        if len(probers) == _MOST_SITES or failed == _MOST_FAILED:
+        if len(probers) == _MAX_SITES or failed == _MAX_FAILED_SITES:
             break
     if not probers:
         return {NOT_PROBED: problem, "about": about}
@@ -760,7 +780,7 @@ def make_table(
     for slot in slots:
         waiting.put(slot)
 
-    def turn(operation: str) -> tuple[str, dict[str, Any]]:
+    def probe_operation(operation: str) -> tuple[str, dict[str, Any]]:
         slot = waiting.get()
         try:
             slot.respawn()
@@ -775,5 +795,5 @@ def make_table(
             waiting.put(slot)
 
     with ThreadPoolExecutor(len(slots)) as threads:
-        entries = dict(threads.map(turn, sorted({*operations, *corpus.sites})))
+        entries = dict(threads.map(probe_operation, sorted({*operations, *corpus.sites})))
     return {"versions": versions(), "operations": entries}

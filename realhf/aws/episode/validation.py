@@ -42,7 +42,7 @@ from realhf.aws.tasks.task import FEWEST_DRIFTS, MOST_DRIFTS, SetupCommand, Task
 BLIND_RETURN = 0.7
 """Largest mean return for applying the whole desired state without looking at what drifted."""
 _HARMLESS = "aws sts get-caller-identity"
-_PLACE = re.compile(r"(?<!\$)\{[a-z_]+\}")
+_PLACEHOLDER = re.compile(r"(?<!\$)\{[a-z_]+\}")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -99,7 +99,7 @@ def template_problems(template: Template) -> list[Fault]:
     return [
         *_policy_problems(task, operations),
         *_text_problems(task, operations),
-        *_drift_promises(task),
+        *_drift_field_problems(task),
     ]
 
 
@@ -147,16 +147,16 @@ def _text_problems(task: Task, operations: Iterable[str]) -> Iterator[Fault]:
         ("desired_state_spec", None, task.desired_state_spec),
     ]
     for key, place, text in (*texts, *_command_lines(task)):
-        unfilled = _PLACE.search(text)
+        unfilled = _PLACEHOLDER.search(text)
         if unfilled:
-            yield Fault(f"nothing fills the place {unfilled[0]}", key, place)
+            yield Fault(f"nothing fills the placeholder {unfilled[0]}", key, place)
     shown = f"{task.description} {task.desired_state_spec}"
     for secret in (*operations, *task.solution):
         if secret in shown:
             yield Fault(f"the description says {secret!r}", "description")
 
 
-def _drift_promises(task: Task) -> Iterator[Fault]:
+def _drift_field_problems(task: Task) -> Iterator[Fault]:
     for place, drift in enumerate(task.possible_drifts):
         if not drift.repair:
             yield Fault("a drift has no repair", "possible_drifts", place)
@@ -222,8 +222,8 @@ def _find_problems(episode: Episode, task: Task, thorough: bool) -> list[Fault]:
         if achieved or total >= 1.0:
             found.append(Fault(f"{commands}: achieved={achieved}, return {total}", "solution"))
     if thorough:
-        for look in (_freedom_problems, _mistake_problems, _drift_problems):
-            found += look(episode, task)
+        for find_faults in (_freedom_problems, _mistake_problems, _drift_problems):
+            found += find_faults(episode, task)
     return found
 
 
@@ -305,7 +305,7 @@ def _drift_problems(episode: Episode, task: Task) -> Iterator[Fault]:
     """Check that every drift breaks something, that the repairs of every set of drifts that a reset
     may draw fix it, and that applying the whole desired state without looking at what drifted earns
     less."""
-    unseen = []
+    blind_returns = []
     places = range(len(task.possible_drifts))
     for chosen in chain.from_iterable(
         combinations(places, count) for count in range(FEWEST_DRIFTS, MOST_DRIFTS + 1)
@@ -320,16 +320,17 @@ def _drift_problems(episode: Episode, task: Task) -> Iterator[Fault]:
             text = f"drifts {names}: achieved={achieved}, return {total}{_missing_note(episode)}"
             yield Fault(text, "possible_drifts", chosen[0])
         if len(chosen) == FEWEST_DRIFTS:
-            unseen.append(play(episode, task, whole_state(task), chosen)[1])
+            blind_returns.append(play(episode, task, whole_state(task), chosen)[1])
     for place in places:
         try:
             play(episode, task, [], [place])
         except TaskError as error:
             yield Fault(f"drift {task.possible_drifts[place]}: {error}", "possible_drifts", place)
-    if unseen and sum(unseen) / len(unseen) > BLIND_RETURN:
-        blind = sum(unseen) / len(unseen)
+    if blind_returns and sum(blind_returns) / len(blind_returns) > BLIND_RETURN:
+        mean_return = sum(blind_returns) / len(blind_returns)
         yield Fault(
-            f"to apply the whole desired state without a look earns {blind:.2f}", "solution"
+            f"applying the whole desired state without looking first earns {mean_return:.2f}",
+            "solution",
         )
 
 
@@ -346,8 +347,8 @@ def validate(
     sound = [template for template in templates if not problems[template.task_id]]
     instances = [(template, seed, split) for template in sound for seed, split in drawn]
     results = play_in_parallel(instances, _validate_instance, pool_size, console)
-    for (template, seed, split), wrong in zip(instances, results, strict=True):
-        faults = [Fault(wrong.text)] if isinstance(wrong, Failure) else wrong
+    for (template, seed, split), result in zip(instances, results, strict=True):
+        faults = [Fault(result.text)] if isinstance(result, Failure) else result
         problems[template.task_id] += [
             f"{fault.describe(template)} ({split} {seed})" for fault in faults
         ]

@@ -1,8 +1,9 @@
 """One session on a real account (``BACKEND_TYPE=aws``), for operators who know the risks.
 
 It starts only if the credentials belong to the account that the operator confirmed. The account is
-never emptied, set up or disturbed; every operation is logged. Operations other than the default
-reads of ``real_aws.permissions`` are refused unless a file allows them.
+never emptied, set up or disturbed, and every operation is logged. Agents may send the default reads
+of ``real_aws.permissions`` and the operations listed in the operator's file; everything else is
+refused.
 
 Source: docs/reference/environment.md 5, Real AWS.
 """
@@ -55,14 +56,14 @@ _CHILD_ENVIRONMENT = {
     "PATH": "/nonexistent", "HOME": "/nonexistent", "LANG": "C.UTF-8", "TZ": "UTC", "AWS_PAGER": "",
     "PYTHONPATH": str(IMPORT_ROOT),
 }  # fmt: skip
-_MOST_PAGES = 50
-"""Most pages of one answer."""
+_MAX_PAGES = 50
+"""Maximum number of pages of one answer."""
 EXHAUSTED = "the account's only session is taken"
 
 
 def confirm_account(session: botocore.session.Session, expected: str) -> str:
-    """Return the account of the session's credentials. Raises RealAwsRefused unless it is
-    ``expected``."""
+    """Return the id of the account to which the session's credentials belong. Raises RealAwsRefused
+    unless it is ``expected``."""
     try:
         client = session.create_client("sts", region_name=REGION)
         account = str(client.get_caller_identity()["Account"])
@@ -79,9 +80,11 @@ def confirm_account(session: botocore.session.Session, expected: str) -> str:
 
 
 class RealAwsExecutor:
-    """Runs permitted commands, each in a child process that has the account's credentials and
-    nothing else of the server's environment. ``endpoints``: botocore variables that set other
-    endpoints than AWS's."""
+    """Runner of permitted commands on a real account. Each command runs in a child process that
+    receives the account's credentials, but none of the server's environment variables.
+
+    ``endpoints``: botocore environment variables that replace AWS's endpoints.
+    """
 
     def __init__(
         self,
@@ -100,12 +103,12 @@ class RealAwsExecutor:
 
     @property
     def worker_pid(self) -> int:
-        """Pid of the child that is running a command, -1 without one."""
+        """Pid of the child process that is running a command, or -1 if there is none."""
         process = self._process
         return process.pid if process is not None else -1
 
     def run(self, command: str) -> CommandResult:
-        """Run a command like ``CliExecutor.run``."""
+        """Run a command and return its result, like ``CliExecutor.run``."""
         verdict = check_command(command, self._limits.command_bytes)
         if verdict.rule is not None:
             return CommandResult(252, "", verdict.message, refusal=verdict.rule)
@@ -115,7 +118,7 @@ class RealAwsExecutor:
         if not self._permissions.permits(verdict.service, verdict.operation):
             return _refuse(
                 "not-permitted",
-                f"{names} is no default read and not in the file of allowed operations",
+                f"{names} is neither a default read nor in the file of allowed operations",
             )
         if verdict.own.document_option or verdict.own.blobs == BASE64:
             return _refuse(
@@ -165,7 +168,8 @@ class RealAwsExecutor:
         return reply.result
 
     def _order(self, verdict: Verdict) -> dict[str, Any]:
-        """Return the child's input. Raises BotoCoreError, or ValueError without credentials."""
+        """Return the child process's input. Raises BotoCoreError, or ValueError if there are no
+        credentials."""
         provider = self._session.get_credentials()
         if provider is None:
             raise ValueError("none are configured")
@@ -188,8 +192,8 @@ def _refuse(rule: str, message: str) -> CommandResult:
 
 
 class RealState:
-    """Reads for grading: never a write and never a secret, since checks come from the sender of the
-    task."""
+    """API client for grading. It sends the default reads only, never a write and never a read that
+    shows a secret, because the sender of a task can choose its checks."""
 
     def __init__(self, session: botocore.session.Session) -> None:
         self._session = session
@@ -198,16 +202,21 @@ class RealState:
     def call(
         self, service: str, operation: str, params: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Call like ``StateClient.call``; a paged answer is returned whole. Raises StateCallError
-        for anything but a default read, UnreadableAnswer for too many pages."""
+        """Send an API request and return the response, like ``StateClient.call``. The pages of a
+        paged response are merged.
+
+        Raises StateCallError for anything but a default read or for an error response,
+        UnreadableAnswer if there are too many pages, and ConnectionError.
+        """
         if not is_default_read(service, operation):
             raise StateCallError(
-                "AccessDenied", f"{service}:{operation} is no default read of a real account"
+                "AccessDenied",
+                f"{service}:{operation} is not one of the default reads of a real account",
             )
         if service not in self._clients:
             self._clients[service] = self._session.create_client(service, region_name=REGION)
         try:
-            answer = self._whole(self._clients[service], operation, dict(params or {}))
+            answer = self._call_all_pages(self._clients[service], operation, dict(params or {}))
         except ParamValidationError as error:
             raise StateCallError("ParamValidation", str(error)) from None
         except ClientError as error:
@@ -220,21 +229,23 @@ class RealState:
         answer.pop("ResponseMetadata", None)
         return answer
 
-    def _whole(self, client: Any, operation: str, params: dict[str, Any]) -> dict[str, Any]:
+    def _call_all_pages(
+        self, client: Any, operation: str, params: dict[str, Any]
+    ) -> dict[str, Any]:
         name = xform_name(operation)
         if not client.can_paginate(name):
             return client._make_api_call(operation, params)
-        whole: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
         for number, page in enumerate(client.get_paginator(name).paginate(**params)):
-            if number == _MOST_PAGES:
-                raise UnreadableAnswer(f"{operation} answers in more than {_MOST_PAGES} pages")
-            whole = _merge_pages(whole, page)
-        return whole
+            if number == _MAX_PAGES:
+                raise UnreadableAnswer(f"{operation} answers in more than {_MAX_PAGES} pages")
+            merged = _merge_pages(merged, page)
+        return merged
 
 
 def _merge_pages(one: Any, other: Any) -> Any:
-    """Merge two pages of an answer: lists are concatenated, other values are taken from the later
-    page."""
+    """Return two pages of an answer as one. Lists are concatenated; other values are taken from the
+    later page."""
     if isinstance(one, dict) and isinstance(other, dict):
         return {**one, **{name: _merge_pages(one.get(name), item) for name, item in other.items()}}
     return one + other if isinstance(one, list) and isinstance(other, list) else other
@@ -242,43 +253,46 @@ def _merge_pages(one: Any, other: Any) -> Any:
 
 @dataclass(eq=False)
 class RealAwsSlot:
-    """The interface of a slot that an episode needs, on a real account."""
+    """The parts of ``Slot``'s interface that an episode needs, for a real account."""
 
     account: str
-    """Account number."""
+    """Account id."""
     executor: RealAwsExecutor
-    """Runs the agent's commands, each in its own process."""
+    """Runs the agent's commands, each in a process of its own."""
     own_executor: RealAwsExecutor
-    """Runs commands of checks; only default reads are permitted."""
+    """Runs the commands of checks. Only default reads are permitted."""
     files: VirtualFolder
-    """Working folder of the session."""
+    """The session's working folder."""
     state: RealState
-    """Reads for grading."""
+    """API client for grading."""
     reads: PermittedReads
-    """Reads that the grader may use."""
+    """Reads that the grader may send."""
     reference_slots: ReferenceSlots | None
-    """Computes targets in a simulator."""
+    """Computes the targets of tasks in a simulator."""
     index = 0
-    """Number of the slot."""
+    """Number of the slot; there is only one."""
     simulated = False
-    """Always False."""
+    """Whether the account is simulated: never."""
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """Pids of the children that are running a command."""
+        """Pids of the child processes that are running a command."""
         return tuple(
             pid for pid in (self.executor.worker_pid, self.own_executor.worker_pid) if pid > 0
         )
 
     def reset(self, seed: int = 0) -> None:
-        """Delete the session's files; the AWS account is left as it is."""
+        """Delete the session's files. The AWS account is not changed."""
         self.files.clear()
 
 
 class RealAwsPool:
-    """Pool with one slot on the confirmed account. ``simulators``: a pool that is started and
-    stopped together with this one; its reference slots compute the targets of tasks. ``start``
-    raises RealAwsRefused."""
+    """Pool with a single slot, on the confirmed account.
+
+    ``expected_account``: id of the confirmed account. ``allow_file``: path of the file of allowed
+    operations, or "". ``simulators``: a pool that is started and stopped together with this one.
+    Its reference slots compute the targets of tasks.
+    """
 
     def __init__(
         self,
@@ -299,9 +313,11 @@ class RealAwsPool:
         self._folder = ""
 
     def start(self) -> None:
-        """Confirm the account and create the slot. Raises RealAwsRefused for another account or an
-        invalid allow file, OSError when that cannot be read, and the errors of
-        ``MiniStackPool.start``."""
+        """Confirm the account, start the simulators and create the slot.
+
+        Raises RealAwsRefused if the credentials belong to another account or the allow file is
+        invalid, OSError if the file cannot be read, and the errors of ``MiniStackPool.start``.
+        """
         permissions = Permissions(read_allow_file(self._allow_file))
         session = botocore.session.Session()
         account = confirm_account(session, self._expected)
@@ -322,7 +338,7 @@ class RealAwsPool:
         )
 
     def acquire(self) -> RealAwsSlot:
-        """Lease the slot. Raises SimulatorLost (a RuntimeError) when it is taken."""
+        """Lease the slot. Raises SimulatorLost (a RuntimeError) if it is already leased."""
         with self._lock:
             if self._slot is None or self._leased:
                 raise SimulatorLost(EXHAUSTED)
@@ -330,22 +346,23 @@ class RealAwsPool:
             return self._slot
 
     def release(self, slot: RealAwsSlot) -> None:
-        """Empty the session's files and free the slot; the account is not changed."""
+        """Delete the session's files and free the slot. The account is not changed."""
         slot.files.clear()
         with self._lock:
             self._leased = False
 
     @property
     def free_count(self) -> int:
-        """1 when the slot is free, otherwise 0."""
+        """1 if the slot is free, otherwise 0."""
         return int(self._slot is not None and not self._leased)
 
     def metrics(self) -> dict[str, Any]:
-        """Return metrics for /metrics: size, free and leased slots."""
+        """Return the metrics shown at /metrics: the number of slots, of free slots and of leased
+        slots."""
         return {"size": 1, "free": self.free_count, "leased": int(self._leased)}
 
     def containment(self) -> str:
-        """Return a statement for the startup log about what may happen to the account."""
+        """Describe what may happen to the account, for the log at start."""
         account = self._slot.account if self._slot else self._expected
         return (
             f"REAL AWS, account {account}: nothing is simulated, emptied, set up or disturbed; "
@@ -354,7 +371,7 @@ class RealAwsPool:
         )
 
     def stop(self) -> None:
-        """Kill running commands, stop the simulators and remove the session's files. Idempotent."""
+        """Kill running commands, stop the simulators and delete the session's files. Idempotent."""
         self._simulators.stop()
         slot = self._slot
         self._slot = None

@@ -1,13 +1,14 @@
-"""Child process that runs one AWS CLI command on a real account and reports the requests it sent.
+"""Child process that runs one AWS CLI command on a real account and reports the requests that it
+sent.
 
-Two layers restrict where requests go: botocore checks before it sends, and an audit hook sees every
-resolved name and every connected address.
+Two layers restrict where requests go: botocore handlers check each request before it is sent, and
+an audit hook checks every resolved name and every connected address.
 
-It reads an order from standard input and writes one JSON line: exit_code, stdout, stderr, requests.
-The order is ``{"argv", "service", "operations", "credentials", "endpoints", "folder", "stdout_cap",
-"stderr_cap"}``. Only requests of ``operations`` (of botocore's ``service``) are sent, and only to
-AWS endpoints. No parameter is loaded from a file or a URL, no program is started, and no file
-outside ``folder`` is written.
+It reads an order from standard input and writes one JSON line with exit_code, stdout, stderr,
+requests and truncated. The order is ``{"argv", "service", "operations", "credentials", "endpoints",
+"folder", "stdout_cap", "stderr_cap"}``. Only the ``operations`` of botocore's ``service`` are sent,
+and only to AWS endpoints. No parameter is loaded from a file or a URL, no program is started, and
+no file outside ``folder`` is written.
 """
 
 from __future__ import annotations
@@ -34,8 +35,7 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class EgressPin:
-    """Allow list of endpoints. ``allow`` adds one; with ``with_subdomains`` also the names below it
-    (``bucket.s3.amazonaws.com``)."""
+    """Allow list of endpoints to which requests may be sent."""
 
     def __init__(self) -> None:
         self._endpoints: set[tuple[str, int]] = set()
@@ -43,8 +43,12 @@ class EgressPin:
         self._addresses: set[tuple[str, int]] = set()
 
     def allow(self, url: str, *, with_subdomains: bool = False) -> None:
-        """Allow the host and port of ``url``, an endpoint that botocore resolved or the operator
-        configured."""
+        """Allow the host and port of ``url``, which is an endpoint that botocore resolved or the
+        operator configured.
+
+        ``with_subdomains``: also allow all names below the host, such as
+        ``bucket.s3.amazonaws.com``.
+        """
         host, port = _host_and_port(url)
         self._endpoints.add((host, port))
         if with_subdomains:
@@ -59,13 +63,13 @@ class EgressPin:
         return known or (name, port) in self._endpoints
 
     def check_url(self, url: str) -> None:
-        """Raise RefusedRequest for a URL with another endpoint."""
+        """Raise RefusedRequest if the URL's endpoint is not allowed."""
         if not self.allows(*_host_and_port(url)):
             refuse("egress", "requests leave only for the endpoints of AWS")
 
     def watch(self) -> None:
-        """Record the addresses that allowed names resolve to. Call it before the audit hook is
-        installed."""
+        """From now on, record the addresses that allowed names resolve to. Call it before the audit
+        hook is installed."""
         resolve: Callable[..., Any] = socket.getaddrinfo
 
         def recording_getaddrinfo(host: Any, port: Any, *arguments: Any, **options: Any) -> Any:
@@ -77,8 +81,8 @@ class EgressPin:
         socket.getaddrinfo = recording_getaddrinfo
 
     def allows_event(self, event: str, args: tuple[object, ...]) -> bool:
-        """Return whether a network event is allowed, for ``AuditGuard.egress``: lookups of and
-        connections to allowed endpoints only."""
+        """Return whether a network audit event is allowed: a lookup of, or a connection to, an
+        allowed endpoint. Used as ``AuditGuard.egress``."""
         if event == "socket.getaddrinfo":
             return self.allows(args[0], args[1])
         if event == "socket.connect":
@@ -100,7 +104,8 @@ _CPU_S = 120
 
 
 class RealCli:
-    """Runs the CLI for one command. ``order``: see the module."""
+    """The AWS CLI, set up to run one command on a real account. ``order``: see the module
+    docstring."""
 
     def __init__(self, order: Mapping[str, Any]) -> None:
         self._order = order
@@ -134,7 +139,7 @@ class RealCli:
         ).install()
 
     def run(self) -> dict[str, Any]:
-        """Run the command and return the CLI's output and its requests."""
+        """Run the command and return its exit code, output and requests."""
         out = CappedSink(self._order["stdout_cap"])
         err = CappedSink(self._order["stderr_cap"])
         saved = sys.stdout, sys.stderr
@@ -157,8 +162,8 @@ class RealCli:
         }
 
     def _pinned_client(self, service_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Create a client whose endpoint is set by the operator or by botocore's own rules,
-        regardless of the command."""
+        """Create a client with the operator's endpoint or the one that botocore's rules give,
+        whatever the command says."""
         kwargs["endpoint_url"] = self._order["endpoints"].get("AWS_ENDPOINT_URL")
         client = self._create_client(service_name, *args, **kwargs)
         self._pin.allow(client.meta.endpoint_url, with_subdomains=service_name == "s3")
@@ -193,8 +198,8 @@ class RealCli:
 
 
 def environment(order: Mapping[str, Any]) -> dict[str, str]:
-    """Return botocore's environment variables: no profile, no plugin, and no credential provider
-    that makes requests."""
+    """Return the environment variables for botocore: no profile, no plugin, and no credential
+    provider that sends requests."""
     return {
         "AWS_ACCESS_KEY_ID": order["credentials"]["access_key"],
         "AWS_SECRET_ACCESS_KEY": order["credentials"]["secret_key"],
@@ -212,7 +217,7 @@ def environment(order: Mapping[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Read the order, run it and print the reply."""
+    """Read the order, run the command and print the reply."""
     order = json.load(sys.stdin)
     try:
         cli = RealCli(order)

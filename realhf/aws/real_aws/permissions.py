@@ -1,10 +1,10 @@
-"""Permissions on a real account: reads that show no secret, and the operations that the operator
-allows.
+"""Permissions on a real account: the reads that show no secret, and the operations that the
+operator allows.
 
-This is an allow list: an operation of the ``command_table`` that is not here is refused. An
-operation that returns secrets or contents (secrets, parameters, objects, items, log events,
-environment and stage variables, user data, the input of targets, parameters and outputs of stacks,
-client secrets) is not a default read.
+This is an allow list: operations of ``command_table`` that are not listed here are refused. An
+operation is not a default read if it returns secrets or contents, such as secrets, parameters,
+objects, items, log events, environment and stage variables, user data, the input of targets,
+parameters and outputs of stacks, or client secrets.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ stepfunctions describe-activity list-activities list-executions list-state-machi
 sts get-caller-identity
 wafv2 get-ip-set list-ip-sets list-rule-groups list-web-acls
 """
-"""Lines of a CLI service and its operations that need no permission."""
+"""The operations that need no permission. Each line has a CLI service and its operations."""
 
 DEFAULT_READS: Mapping[str, frozenset[str]] = MappingProxyType(
     {service: frozenset(names) for service, *names in map(str.split, _READS.strip().splitlines())}
 )
-"""For each CLI service, the CLI operations that need no permission."""
+"""The CLI operations that need no permission, by CLI service."""
 
 _TRANSFER = (
     "HeadObject", "GetObject", "PutObject", "CopyObject", "ListObjectsV2", "CreateMultipartUpload", "UploadPart",
@@ -112,46 +112,51 @@ _SENT_BY_S3: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "presign": (),
     }
 )
-"""API operations sent by each command of ``aws s3``."""
+"""API operations that each command of ``aws s3`` sends."""
 _FINDS_THE_REGION = "HeadBucket"
-"""Operation that S3 clients send to find the region of a bucket."""
+"""Operation that S3 clients send to find a bucket's region."""
 
 
 class RealAwsRefused(RuntimeError):
-    """The account must not be used; the text states the reason."""
+    """The account must not be used. The message states the reason."""
 
 
 @dataclass(frozen=True)
 class Permissions:
-    """The default reads and the operations that the operator allows."""
+    """The default reads, and the operations that the operator allows."""
 
     named: frozenset[tuple[str, str]] = frozenset()
-    """Allowed (service, operation) pairs in the CLI's spelling."""
+    """Operations that the operator allows, as (service, operation) in the CLI's spelling."""
 
     def permits(self, service: str, operation: str) -> bool:
-        """Return whether a command may run; names in the CLI's spelling."""
+        """Return whether a command may run. Service and operation are in the CLI's spelling."""
         return operation in DEFAULT_READS.get(service, ()) or (service, operation) in self.named
 
 
 def is_default_read(service: str, operation: str) -> bool:
-    """Return whether checks and inventory may send this operation; names in botocore's spelling.
-    Operations that the operator allows may be writes or show secrets, and are for agents only."""
+    """Return whether checks and inventory may send this operation, given in botocore's spelling.
+
+    Operations that the operator allows may be writes or show secrets, so only agents may send them.
+    """
     return xform_name(operation, "-") in DEFAULT_READS.get(
         "s3api" if service == "s3" else service, ()
     )
 
 
 def operations_sent(service: str, operation: str) -> tuple[str, ...]:
-    """Return the API operations that a permitted command may send, as ``xform_name`` spells
-    them."""
+    """Return the API operations that a permitted command may send, in the spelling of
+    ``xform_name``."""
     if service == "s3":
         return tuple(xform_name(name, "-") for name in (*_SENT_BY_S3[operation], _FINDS_THE_REGION))
     return (operation, *((xform_name(_FINDS_THE_REGION, "-"),) if service == "s3api" else ()))
 
 
 def read_allow_file(path: str) -> frozenset[tuple[str, str]]:
-    """Parse ``service operation`` lines; ``#`` starts a comment. Raises RealAwsRefused for an
-    invalid line and for an operation that no agent may run."""
+    """Return the (service, operation) pairs in the operator's file, which has one ``service
+    operation`` pair per line; ``#`` starts a comment.
+
+    Raises RealAwsRefused for an invalid line, and for an operation that no agent may run.
+    """
     allowed = set()
     for number, line in enumerate(Path(path).read_text().splitlines() if path else (), start=1):
         words = line.partition("#")[0].split()

@@ -1,11 +1,11 @@
-"""Grading on a real account (BACKEND_TYPE=aws), whose state is the set of answers to its permitted
-list and describe calls.
+"""Grading on a real account (BACKEND_TYPE=aws). The account's state is what its permitted list and
+describe calls return.
 
 The target is computed on a simulator that is read with the same calls. Whole accounts are never
-compared: the changes that the solution makes in the simulator are required of the real account
-relative to its initial state. If an AWS default differs from the simulator's, a correct episode is
-refused; settings that the reads do not show are not graded. Source: docs/reference/environment.md
-7.
+compared. Instead, the changes that the solution makes in the simulator are required of the real
+account, relative to its initial state. If an AWS default differs from the simulator's, a correct
+episode is not accepted. Settings that the reads do not show are not graded. Source:
+docs/reference/environment.md 7.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 from realhf.aws.tasks.task import TaskError
 
 _ACCOUNT = "000000000000"
-"""Replacement for the number of any account."""
+"""Replacement for every account id."""
 _OWNER = "<owner>"
-"""Replacement for the canonical user of any account."""
-_PAGES = frozenset(
+"""Replacement for the canonical user id of every account."""
+_PAGING_MEMBERS = frozenset(
     {
         "istruncated",
         "keycount",
@@ -62,29 +62,34 @@ _PAGES = frozenset(
     }
     | {"nextkeymarker", "versionidmarker", "nextversionidmarker", "maxitems", "startrecord"}
 )
-"""Members that describe the paging of an answer, not the account."""
-_NAMESAKES = ("sg-", "subnet-")
-"""Prefixes of ids of resources that have namesakes in other networks."""
+"""Members that describe the paging of an answer instead of the account, in lower case."""
+_AMBIGUOUS_PREFIXES = ("sg-", "subnet-")
+"""Id prefixes of resources whose names may also occur in other networks, so that they are
+identified by id."""
 _QUEUE_URL = re.compile(r"https?://[^/\s\"]+/(?=\d{12}/)")
 _DENIED = re.compile(
     r"AccessDenied|Unauthorized|AuthFailure|ExpiredToken|OptInRequired|SubscriptionRequired|Internal"
 )
-"""Errors that hide the state, in contrast to errors that say there is none."""
+"""Error codes that hide the state. All others mean that there is nothing to show."""
 _BUSY = re.compile(r"Throttl|RequestLimitExceeded|TooManyRequests|SlowDown|ServiceUnavailable")
-"""Transient errors."""
+"""Error codes of transient errors."""
 _CREATED = re.compile(r"^creat\w*(date|time|timestamp|at)?$", re.IGNORECASE)
-"""Members that contain a creation time."""
+"""Names of members that contain a creation time."""
 _TOKENS = re.compile(r"(token|callerreference|creatorrequestid)$", re.IGNORECASE)
-"""Members that contain idempotency tokens."""
+"""Names of members that contain idempotency tokens."""
 
-_VERBS = frozenset({"Version", "Sid", "Action"})
-"""Arguments that only describe a request or a document; reads do not always return them."""
+_DESCRIPTIVE_ARGUMENTS = frozenset({"Version", "Sid", "Action"})
+"""Arguments that only describe a request or a document. Reads do not always return them."""
 
 
 class WalkedAccount:
-    """Reader of an account through its list and describe calls. ``permits(service, operation)``:
-    the allowed calls. ``account``: the account number. ``words``: texts that contain names, so that
-    nothing in them is treated as a generated id."""
+    """Reader of an account through its list and describe calls.
+
+    ``call``: sends an API request, like ``StateClient.call``. ``permits(service, operation)``:
+    whether a call is allowed. ``services``: services to read. ``account``: account id. ``words``:
+    strings that contain names, such as a solution's commands; text that occurs in them is not
+    treated as a generated id.
+    """
 
     def __init__(
         self,
@@ -102,8 +107,11 @@ class WalkedAccount:
         self._hidden: frozenset[str] | None = None
 
     def read(self) -> Snapshot:
-        """Return the current account. Raises SnapshotError when it is too large, or hides something
-        that was visible or absent at the first read; ConnectionError when it does not answer."""
+        """Return the account's present state.
+
+        Raises SnapshotError if the account is too large, or if a read is denied now that was not
+        denied at the first read. Raises ConnectionError if the account does not answer.
+        """
         answers = walk(self._call, self._services, self._permits)
         if len(answers) >= MAX_CALLS:
             raise SnapshotError(f"the account needs more than {MAX_CALLS} reads")
@@ -132,26 +140,29 @@ class WalkedAccount:
                 self._anonymise(part, owner) for part in (answer, json.loads(arguments))
             )
             where = "|".join(_texts(params))
-            for kind, identity, value in _things(content, name, where, noun_of(name.split("/")[0])):
+            for kind, identity, value in _named_structures(
+                content, name, where, noun_of(name.split("/")[0])
+            ):
                 serials[service, kind, identity] = _serial(value)
                 resources[service, kind, identity] = normalize_attributes(service, value, now)
         return Snapshot(resources, serials)
 
     def _anonymise(self, value: Any, owner: str) -> Any:
-        """Return an answer with generated ids marked and the account's identity replaced."""
+        """Return an answer in which generated ids are marked and the account's identity is
+        replaced."""
         if isinstance(value, Mapping):
             return {
-                "Content" if name == "ETag" else self._text(name, owner): item
-                if name == "ETag"  # the digest alone tells what is in an object
+                "Content" if name == "ETag" else self._anonymise_text(name, owner): item
+                if name == "ETag"  # the digest of an object's content: kept as it is
                 else self._anonymise(item, owner)
                 for name, item in value.items()
-                if name.lower() not in _PAGES
+                if name.lower() not in _PAGING_MEMBERS
             }
         if isinstance(value, list):
             return [self._anonymise(item, owner) for item in value]
-        return self._text(value, owner) if isinstance(value, str) else value
+        return self._anonymise_text(value, owner) if isinstance(value, str) else value
 
-    def _text(self, text: str, owner: str) -> str:
+    def _anonymise_text(self, text: str, owner: str) -> str:
         text = _QUEUE_URL.sub("queue/", text.replace(owner, _OWNER)).replace(
             self._account, _ACCOUNT
         )
@@ -169,10 +180,14 @@ def _texts(value: Any) -> Iterator[str]:
             yield str(item)
 
 
-def _things(
+def _named_structures(
     value: Mapping[str, Any], kind: str, where: str, about: str
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (kind, identity, attributes) of every named structure in an answer, and of the rest."""
+    """Yield (kind, identity, attributes) for each named structure in an answer, and for the rest of
+    the answer.
+
+    ``where``: identity of the enclosing structure. ``about``: what the answer is about, as a noun.
+    """
     rest: dict[str, Any] = {}
     for name, item in value.items():
         named = _identities(item, inner_noun(name, about)) if isinstance(item, list) else []
@@ -181,24 +196,24 @@ def _things(
         for identity, one in zip(named, item if named else (), strict=True):
             place = f"{where}|{identity}" if where else identity
             inner = one if isinstance(one, Mapping) else {}
-            yield from _things(inner, f"{kind}/{name}", place, inner_noun(name, about))
+            yield from _named_structures(inner, f"{kind}/{name}", place, inner_noun(name, about))
     yield kind, where, rest
 
 
 def _identities(items: list[Any], about: str) -> list[str]:
-    """Return the names of the elements of a list; [] unless each has a unique name."""
+    """Return the names of a list's elements, or [] unless every element has a unique name."""
     names = [item if isinstance(item, str) else _own_name(item, about) for item in items]
     return [name for name in names if name] if all(names) and len(set(names)) == len(names) else []
 
 
 def _own_name(item: Any, about: str) -> str:
     names = [name for _, name in own_names(item, about)] if isinstance(item, Mapping) else []
-    ids = [name for name in names if name.startswith(_NAMESAKES) and DRAWN in name]
+    ids = [name for name in names if name.startswith(_AMBIGUOUS_PREFIXES) and DRAWN in name]
     return next(iter(ids or names), "")
 
 
 def _serial(value: Mapping[str, Any]) -> int:
-    """Return the creation time in seconds since the epoch; 0 if unknown."""
+    """Return the creation time in seconds since the epoch, or 0 if it is unknown."""
     for name, item in value.items():
         if _CREATED.search(name) and isinstance(item, str):
             try:
@@ -213,24 +228,27 @@ def _serial(value: Mapping[str, Any]) -> int:
 
 
 class RealAccountGrader(EndStateGrader):
-    """Grades an episode on a real account; ``read`` is ``WalkedAccount.read``."""
+    """Grader of an episode on a real account. ``read`` must be ``WalkedAccount.read``."""
 
     may_drop_settings = False
 
     def start(self) -> None:
-        """Read the account before the first command. Raises TaskError if the reads do not show what
-        the task asks for, SnapshotError, ConnectionError."""
-        self._sent: list[Evidence] = []
+        """Read the account before the first command.
+
+        Raises TaskError if the permitted reads do not show everything that the task asks for, and
+        SnapshotError or ConnectionError if the account cannot be read.
+        """
+        self._accepted_writes: list[Evidence] = []
         super().start()
         for goal in self._goals():
-            if unseen := find_unshown(goal.target):
+            if unshown := find_unshown(goal.target):
                 raise TaskError(
-                    f"a real account is graded by its permitted reads, and none shows {unseen}"
+                    f"a real account is graded by its permitted reads, and none shows {unshown}"
                 )
 
     def evaluate(self, added: Sequence[Evidence], *, lost: bool = False) -> Grade:
         """See ``EndStateGrader.evaluate``."""
-        self._sent += [deed for deed in added if deed.ok and not deed.reads]
+        self._accepted_writes += [deed for deed in added if deed.ok and not deed.reads]
         return super().evaluate(added, lost=lost)
 
     def _build_comparison(self, goal: Goal) -> EpisodeComparison:
@@ -240,13 +258,18 @@ class RealAccountGrader(EndStateGrader):
         )
 
     def _compared_part(self, now: Snapshot, target: Target) -> Snapshot:
-        """Return the account without attributes of new resources that the simulator does not
-        report. They are AWS defaults, provided that the agent requested nothing that the solution
-        does not request."""
-        asked = {
-            (deed.operation, name) for deed in self._sent for name in _member_names(deed.params)
+        """Return the account without those attributes of new resources that the simulator does not
+        report.
+
+        They are AWS defaults, provided that the agent sent no members that the solution does not
+        send. Otherwise, return the whole account.
+        """
+        requested = {
+            (deed.operation, name)
+            for deed in self._accepted_writes
+            for name in _member_names(deed.params)
         }
-        if not asked <= {
+        if not requested <= {
             (operation, name)
             for operation, params in _requests(target)
             for name in _member_names(params)
@@ -256,19 +279,21 @@ class RealAccountGrader(EndStateGrader):
         known = {
             (key[:2], name)
             for state in target.states
-            for key, held in state.resources.items()
-            for name in held
+            for key, attributes in state.resources.items()
+            for name in attributes
         }
         kinds = {kind for kind, _ in known} | {
             key[:2] for state in target.states for key in state.resources
         }
         kept = {
-            key: held
+            key: attributes
             if key in self._start.resources
             else {
-                name: value for name, value in held.items() if _is_graded(key, name, value, known)
+                name: value
+                for name, value in attributes.items()
+                if _is_graded(key, name, value, known)
             }
-            for key, held in now.resources.items()
+            for key, attributes in now.resources.items()
             if key in self._start.resources or key[:2] in kinds
         }
         return replace(now, resources=kept)
@@ -281,7 +306,7 @@ def _is_graded(key: Key, name: str, value: Any, known: set[tuple[tuple[str, str]
 
 
 def _member_names(params: Any) -> Iterator[str]:
-    """Yield the names of all members of a request except idempotency tokens."""
+    """Yield the names of all members in a request's parameters, except idempotency tokens."""
     if isinstance(params, Mapping):
         for name, value in params.items():
             if not _TOKENS.search(name):
@@ -298,16 +323,19 @@ def _requests(target: Target) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def find_unshown(target: Target) -> str:
-    """Return a description of the first argument of the solution that no read shows in what its
-    command changes; "" if all are shown."""
+    """Find the first argument of the solution that no read shows among the changes that its command
+    made.
+
+    Returns a description of it, or "" if all arguments are shown.
+    """
     before = target.start.resources
     for state, operations, arguments in zip(
         target.states, target.operations, target.arguments, strict=True
     ):
         changed = [
-            f"{key[2]} {canonical(held, MemberPosition.of(key))}"
-            for key, held in state.resources.items()
-            if before.get(key) != held
+            f"{key[2]} {canonical(attributes, MemberPosition.of(key))}"
+            for key, attributes in state.resources.items()
+            if before.get(key) != attributes
         ]
         if operations and not changed and before.keys() <= state.resources.keys():
             return f"what {operations[0]} does"
@@ -321,13 +349,13 @@ def find_unshown(target: Target) -> str:
 
 
 def _arguments(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of each argument of a request; JSON documents are parsed."""
+    """Yield (name, value as text) for each argument of a request. JSON documents are parsed."""
     if isinstance(value, str) and value[:1] in ("{", "["):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
     if isinstance(value, Mapping):
         for key, item in value.items():
-            if not (_TOKENS.search(key) or key in _VERBS):
+            if not (_TOKENS.search(key) or key in _DESCRIPTIVE_ARGUMENTS):
                 yield from _arguments(item, key)
     elif isinstance(value, list):
         for item in value:
