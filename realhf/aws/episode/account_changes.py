@@ -1,7 +1,7 @@
 """Human-readable summary of what an episode changed in its account.
 
-It is derived from the requests that were sent and succeeded, so it needs no further requests. Side
-effects of a request on resources that it does not name are not tracked.
+It is derived from the accepted requests, so it sends none itself. Side effects of a request on
+resources that it does not name are not included.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from realhf.aws.grading.inventory import LISTINGS
 from realhf.aws.grading.tracker import Evidence, identifying_parameter
 
 MOST_RESOURCES = 40
-"""Most resources listed for one episode; the summary counts the rest."""
+"""Maximum number of resources listed for one episode. The summary counts the calls about others."""
 MOST_CALLS = 6
-"""Most calls listed for one resource; the last ones are kept."""
+"""Maximum number of calls listed for one resource; the last ones are listed."""
 LONGEST = 160
-"""Longest name, and longest text of a call's parameters, in characters."""
+"""Maximum length of a name, and of the text of a call's parameters, in characters."""
 NONE = "none"
 THERE = "there"
 CHANGED = "changed"
@@ -30,31 +30,31 @@ _CREATE_VERBS = ("Create", "Put", "Register", "Request")
 _DELETE_VERBS = ("Delete", "Deregister")
 _KEY_ENDINGS = ("Name", "Arn", "ARN", "Url", "URL", "Identifier", "Id")
 _OTHER_NOUNS = frozenset({"cachecluster", "autoscalinggroup", "metricalarm"})
-"""Resources whose names in operations are longer than in the listings."""
+"""Kinds of resources whose names in operations are longer than in ``LISTINGS``."""
 
 
 @dataclass
 class _Resource:
-    """State of one resource before the episode and now, and the calls that changed it."""
+    """State of one resource before the episode and now, with the calls that changed it."""
 
     before: str
-    """NONE or THERE."""
+    """State before the episode: NONE or THERE."""
     after: str
-    """THERE, CHANGED, GONE or NONE."""
+    """Present state: THERE, CHANGED, GONE or NONE."""
     calls: list[str] = field(default_factory=list)
-    """Texts of the last calls."""
+    """The last calls, as strings."""
     n_calls: int = 0
-    """Number of all calls."""
+    """Number of calls in total."""
 
     def call_lines(self) -> list[str]:
-        """Return the last calls, preceded by the number of earlier ones."""
+        """Return the last calls, preceded by a line with the number of earlier ones."""
         earlier = self.n_calls - len(self.calls)
         return [*([f"{earlier} calls, then"] if earlier else []), *self.calls]
 
 
 class AccountChanges:
-    """Change summary of one episode. ``present``: (service, name) of the resources that the set-up
-    created."""
+    """Summary of the changes in one episode. ``present``: (service, name) of the resources that the
+    set-up created."""
 
     def __init__(self, present: frozenset[tuple[str, str]] = frozenset()) -> None:
         self._present = present
@@ -62,17 +62,19 @@ class AccountChanges:
         self._n_omitted = 0
 
     def record(self, deeds: Iterable[Evidence]) -> None:
-        """Add the requests of a command."""
+        """Add the requests of one command."""
         for deed in deeds:
             if deed.ok and deed.resource and not deed.reads:
                 self._add(deed)
 
     def describe(self, disturbed: Collection[tuple[str, str]] = ()) -> list[dict[str, Any]]:
-        """Return the changes so far. Each is a dict with ``service``, ``type`` ("" if unknown),
-        ``name``, ``before`` (none or there), ``after`` (there, changed, gone or none) and
-        ``calls``. If calls were left out, the last entry is ``{"more": count}``. ``disturbed``:
-        (service, name) of the resources that the environment itself changed; this is shown among
-        their calls."""
+        """Return the changes so far, one dict for each resource.
+
+        Keys: ``service``, ``type`` ("" if unknown), ``name``, ``before`` (none or there), ``after``
+        (there, changed, gone or none), ``calls``. If calls about further resources were left out,
+        the last entry is ``{"more": number of those calls}``. ``disturbed``: (service, name) of the
+        resources that the environment itself changed, which is noted among their calls.
+        """
         changes: list[dict[str, Any]] = [
             {
                 "service": service,
@@ -108,8 +110,8 @@ class AccountChanges:
 
 
 def _is_about(operation: str, verbs: tuple[str, ...], service: str) -> bool:
-    """Return whether an operation creates (or removes) a whole resource of the service, not a part
-    of one."""
+    """Return whether an operation has one of the verbs and applies to a whole resource of the
+    service, not to a part of one."""
     verb = next((verb for verb in verbs if operation.startswith(verb)), None)
     if verb is None:
         return False
@@ -118,7 +120,7 @@ def _is_about(operation: str, verbs: tuple[str, ...], service: str) -> bool:
 
 
 def _kind(service: str, key: str) -> str:
-    """Return the type of the resource that a parameter names; "" if it is ambiguous."""
+    """Return the type of the resource that a parameter names, or "" if it is ambiguous."""
     ending = next((ending for ending in _KEY_ENDINGS if key.endswith(ending)), "")
     noun = key.removesuffix(ending).lower()
     kinds = _kinds(service)
@@ -132,7 +134,7 @@ def _kinds(service: str) -> frozenset[str]:
 
 
 def _call_text(operation: str, params: Mapping[str, Any], key: str) -> str:
-    """Return the text of a call: the operation and its parameters except the resource name."""
+    """Return a call as a string: the operation, and its parameters without the resource's name."""
     rest = {name: value for name, value in params.items() if name != key.partition(".")[0]}
     text = (
         json.dumps(rest, ensure_ascii=True, default=ascii, separators=(", ", ": ")) if rest else ""

@@ -1,8 +1,8 @@
-"""Chaos: silently disturbs, at most once in an episode, a resource that the agent created. The
+"""Chaos: a silent disturbance of a resource that the agent created, at most once in an episode. The
 agent has to notice and repair it.
 
-Chaos is rolled after a step that made progress without finishing, so waiting never triggers it. A
-disturbance counts only if its effect is visible in the simulator's state. Source:
+The dice are rolled after each step that made progress without finishing, so waiting never triggers
+a disturbance. A disturbance counts only if its effect is visible in the simulator's state. Source:
 docs/reference/environment.md 7 (Chaos) and 8 (probabilities).
 """
 
@@ -28,23 +28,25 @@ PROBABILITY: Mapping[str, float] = {
     "advanced": 0.2,
     "expert": 0.3,
 }
-"""Probability of a disturbance at each roll, by tier."""
+"""Probability of a disturbance after each such step, by tier."""
 
 
 @dataclass(frozen=True)
 class Perturbation:
-    """A request that disturbs the result of an agent's request. In values, ``%(name)s`` is the
-    resource of the agent's request, ``%(Parameter)s`` one of its parameters, and ``%(found)s`` the
-    result of ``lookup``."""
+    """A request that disturbs what an agent's request created.
+
+    In its parameters, ``%(name)s`` is the resource of the agent's request, ``%(Parameter)s`` a
+    parameter of that request, and ``%(found)s`` the result of ``lookup``.
+    """
 
     operation: str
-    """Operation that is sent."""
+    """Operation that disturbs."""
     params: Mapping[str, Any]
-    """Parameters of that operation, with placeholders."""
+    """The operation's parameters, with placeholders."""
     probe: tuple[str, Mapping[str, Any], str]
-    """(operation, params, JMESPath) of a read whose result must differ afterwards."""
+    """(operation, parameters, JMESPath) of a read whose result must be different afterwards."""
     lookup: tuple[str, Mapping[str, Any], str] | None = None
-    """(operation, params, JMESPath) of a read that provides ``%(found)s``."""
+    """(operation, parameters, JMESPath) of a read whose result becomes ``%(found)s``."""
 
 
 _BUCKET = {"Bucket": "%(name)s"}
@@ -115,30 +117,33 @@ PERTURBATIONS: Mapping[str, tuple[Perturbation, ...]] = {
         for kind in ("Role", "User")
     },
 }
-"""Possible disturbances of the result of each operation of the agent."""
+"""Possible disturbances of what an agent's request created, by the request's operation."""
 
 
 @dataclass
 class Chaos:
-    """Chaos of one episode."""
+    """The chaos of one episode."""
 
     probability: float
-    """Probability of a disturbance at each roll."""
+    """Probability of a disturbance after each step that makes progress."""
     rng: random.Random
-    """Random generator of this episode."""
+    """Random generator for this episode."""
     grader: Grader | EndStateGrader
-    """Grader whose satisfied criteria are compared before and after the disturbance."""
+    """Grader that shows what is satisfied before and after the disturbance."""
     state: StateReader
-    """Client that reads and disturbs the account."""
+    """Client that reads the account and sends the disturbance."""
     occurred: bool = False
-    """Whether a resource was disturbed."""
+    """Whether a resource has been disturbed."""
     broken: frozenset[str] = frozenset()
     """Criteria that were satisfied before the disturbance and not after it, as ``find_satisfied``
     names them."""
 
     def after_progress(self, tracker: Tracker) -> str:
-        """Roll; on a hit, disturb one resource and return its service, otherwise "". Raises
-        ConnectionError when the simulator does not answer."""
+        """With the given probability, disturb one resource and return its service; otherwise return
+        "".
+
+        Raises ConnectionError if the simulator does not answer.
+        """
         if self.occurred or self.rng.random() >= self.probability:
             return ""
         satisfied_before = self.grader.find_satisfied()
@@ -166,7 +171,7 @@ class Chaos:
         return candidates
 
     def _disturb(self, deed: Evidence, perturbation: Perturbation) -> bool:
-        """Send a disturbance and return whether its effect is visible."""
+        """Send one disturbance and return whether its effect is visible."""
         values = {**deed.params, "name": deed.resource}
         try:
             if perturbation.lookup:
@@ -194,7 +199,7 @@ class Chaos:
 
 
 def chaos_rng(task_id: int, seed: int) -> random.Random:
-    """Return the random generator for the chaos of an episode."""
+    """Return the random generator for an episode's chaos."""
     return random.Random(f"chaos:{task_id}:{seed}")
 
 

@@ -1,14 +1,14 @@
-"""Episode of one task: sets the task up in a slot, runs and grades commands one by one until the
-task is achieved or the steps are used up.
+"""Episode of one task: sets the task up in a slot, then runs and grades commands one by one until
+the task is achieved or no steps are left.
 
 Hints: level 1 lists the services, level 2 the operations in order, level 3 the commands with
-``...`` for every value. Names, checks and set-up are never revealed.
+``...`` in place of every value. Names, checks and set-up are never revealed.
 
-If the simulator is lost while it executes a command of the agent, or stops answering after one, the
-agent caused it: the episode ends and keeps its score, so breaking the account does not buy a second
-try. If it is lost between commands, the environment failed and the episode does not count. If the
-simulator works but the account cannot be read, the task counts as not achieved for now, the error
-is counted by kind, and the episode goes on.
+If the simulator is lost while it executes an agent's command, or stops answering after one, the
+agent caused it. The episode ends and keeps its score, so that breaking the account does not buy a
+second try. If the simulator is lost between commands, the environment failed and the episode does
+not count. If the simulator works but the account cannot be read, the task counts as not achieved
+for now, the kind of error is shown in the observation, and the episode continues.
 
 Source: docs/reference/environment.md 2.1 (observation), 6 (set-up) and 7 (hints, end of an
 episode).
@@ -61,8 +61,11 @@ def is_hint_request(command: str) -> bool:
 
 
 def hint_text(level: int, criteria: Criteria, solution: Sequence[str]) -> str:
-    """Return the hint of ``level`` 1 to 3; higher levels repeat the last. Operations and their
-    order come from the reference solution, or from the criteria if the task has none."""
+    """Return the hint of a level from 1 to 3; higher levels repeat the last one.
+
+    Operations and their order are those of the reference solution, or of the criteria if the task
+    has no solution.
+    """
     skeletons = list(filter(None, map(_skeleton, solution))) or _skeletons_from_criteria(criteria)
     operations = [" ".join(skeleton.split()[1:3]) for skeleton in skeletons]
     if level <= 1:
@@ -74,7 +77,7 @@ def hint_text(level: int, criteria: Criteria, solution: Sequence[str]) -> str:
 
 
 def _skeleton(command: str) -> str:
-    """Return the command without its values; "" for text that is not a command."""
+    """Return a command without its values, or "" if the text is not a command."""
     try:
         words = shlex.split(command)
     except ValueError:
@@ -106,7 +109,7 @@ def _skeletons_from_criteria(criteria: Criteria) -> list[str]:
 
 
 class Blame(Enum):
-    """Cause of a fault."""
+    """Who caused a fault."""
 
     AGENT = "agent"
     """The agent broke the simulator."""
@@ -117,16 +120,23 @@ class Blame(Enum):
 
 
 class SimulatorWatch:
-    """Fault attribution for one command, or for the reads that grade it. Create it before they
-    start: it notes how much CPU time the simulator has used."""
+    """Attribution of faults to agent or environment, for one command or for the reads that grade
+    it.
+
+    Create it before they start, because it records how much CPU time the simulator has used until
+    then.
+    """
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
         self._worked_s = slot.ministack.cpu_time_s() if slot.simulated else 0.0
 
     def blame(self, error: Exception, *, begun: bool = True) -> Blame:
-        """Return the cause of an error. ``begun``: whether a command had started before it. Blocks
-        until a simulator that does not answer is known to be lost."""
+        """Return who caused an error.
+
+        ``begun``: whether the command had started before the error. Blocks until it is clear
+        whether a simulator that does not answer is lost.
+        """
         lost = isinstance(error, SimulatorLost | ConnectionError)
         if not begun:
             return Blame.ENVIRONMENT
@@ -152,9 +162,11 @@ class SimulatorWatch:
 
 
 def unreadable_kind(error: Exception) -> str:
-    """Return why an account could not be read: "answer" (too large or undecodable), "service" (an
-    error answer), "silence" (no answer to this call while others are answered) or "grader" (the
-    grader failed)."""
+    """Return why an account could not be read.
+
+    One of "answer" (the answer is too large or cannot be decoded), "service" (an error answer),
+    "silence" (this call gets no answer, but others do) and "grader" (the grader failed).
+    """
     if isinstance(error, UnreadableAnswer | SnapshotError):
         return "answer"
     if isinstance(error, StateCallError):
@@ -163,16 +175,16 @@ def unreadable_kind(error: Exception) -> str:
 
 
 DEFAULT_MAX_STEPS = 15
-"""Most commands of an episode by default."""
+"""Default maximum number of commands in an episode."""
 NOT_RUNNING = "no episode is running; call reset first"
 FINISHED = "episode finished; call reset"
 _LOG = logging.getLogger(__name__)
 LOST = "the account does not answer any more after this command; the episode is over"
-"""Error text of the observation after a command that broke the simulator."""
+"""Error text in the observation after a command that broke the simulator."""
 
 
 class EpisodeError(RuntimeError):
-    """The environment failed, so the agent must not be scored. The text contains no paths and no
+    """The environment failed, so the agent must not be scored. The message contains no paths and no
     criteria."""
 
 
@@ -181,16 +193,19 @@ class StepData:
     """Result of ``Episode.reset`` and ``Episode.step``."""
 
     observation: dict[str, Any]
-    """The observation of docs/reference/environment.md 2.1."""
+    """The observation, as described in docs/reference/environment.md 2.1."""
     reward: float
-    """Reward of the step; 0.0 after reset."""
+    """The step's reward; 0.0 after a reset."""
     done: bool
     """Whether the episode is over."""
 
 
 class Episode:
-    """Plays tasks in one slot, one episode after another. ``reward_mode``: see ``RewardMeter``.
-    ``chaos``: whether disturbances are allowed by default. Not thread-safe."""
+    """Player of tasks in one slot, one episode after another. Not thread-safe.
+
+    ``max_steps``: maximum number of commands in an episode. ``reward_mode``: see ``RewardMeter``.
+    ``chaos``: whether disturbances are allowed if ``reset`` does not say.
+    """
 
     def __init__(
         self,
@@ -221,13 +236,13 @@ class Episode:
 
     @property
     def slot(self) -> Slot:
-        """The slot in which the episode is played."""
+        """The slot in which the episodes are played."""
         return self._slot
 
     @property
     def done(self) -> bool:
-        """Whether the episode is over: the task is achieved, a command broke the simulator, or the
-        steps are used up."""
+        """Whether the episode is over: the task is achieved, a command broke the simulator, or no
+        steps are left."""
         return self._achieved or self._simulator_lost or self._steps >= self._max_steps
 
     def reset(
@@ -239,10 +254,13 @@ class Episode:
         chaos: bool | None = None,
         drifts: Sequence[int] | None = None,
     ) -> StepData:
-        """Empty the account, set up the task and start. ``seed`` (default: the task's) decides the
-        simulator's random ids, drifts and chaos. ``chaos`` allows disturbances (None: the default
-        of this object). ``drifts`` lists the drifts by index instead of drawing them. Raises
-        TaskError for an invalid task, EpisodeError when its world cannot be built."""
+        """Empty the account, set up the task and return the first observation.
+
+        ``seed`` (default: the task's) determines the simulator's generated ids, the drifts and the
+        chaos. ``chaos``: whether disturbances are allowed (None: as given to the constructor).
+        ``drifts``: indices of the drifts that happen, which are then not drawn. Raises TaskError
+        for an invalid task, and EpisodeError if its world cannot be built.
+        """
         self._clear()
         by_end_state = is_graded_by_end_state(task)
         if not by_end_state:
@@ -286,11 +304,13 @@ class Episode:
         return StepData(self._observation(None, ""), 0.0, False)
 
     def step(self, command: str) -> StepData:
-        """Run one command and grade it. After the end of the episode nothing is executed. A command
-        that breaks the simulator ends the episode with its current score; after a command that
-        leaves an unreadable account, the score stays and the task is not achieved
-        (``SimulatorWatch.blame`` decides). Raises EpisodeError before the first reset or when a
-        real account cannot be read, SimulatorLost for a simulator that was lost before the command.
+        """Run one command and grade it. After the end of the episode nothing is executed.
+
+        A command that breaks the simulator ends the episode, and the score stays. After a command
+        that leaves an unreadable account, the score stays as well and the task counts as not
+        achieved. ``SimulatorWatch.blame`` decides which of the two it is. Raises EpisodeError
+        before the first reset and if a real account cannot be read, and SimulatorLost if the
+        simulator was lost before the command.
         """
         if self._task is None or self._grader is None:
             raise EpisodeError(NOT_RUNNING)
@@ -321,7 +341,7 @@ class Episode:
             self._must_reread = False
             self._achieved = grade.achieved
             if not self._grader.charges_rollback:
-                self._tracker.rollbacks = rollbacks  # to undo what was never credited costs nothing
+                self._tracker.rollbacks = rollbacks  # undoing uncredited work costs nothing
             if grade.progress > before:
                 self._tracker.record_progress()
             reward = self._reward(grade.progress)
@@ -348,8 +368,8 @@ class Episode:
         return StepData(self._observation(result, ""), reward, self.done)
 
     def _record_unreadable(self, error: Exception) -> None:
-        """Record that the account is unknown; it is read again after the next command of any
-        kind."""
+        """Record that the account's state is unknown. It is read again after the next command,
+        whatever that is."""
         self._must_reread = True
         self._achieved = False
         self._unreadable = unreadable_kind(error)
@@ -368,18 +388,20 @@ class Episode:
 
     @property
     def setup_answers(self) -> tuple[Mapping[str, Any], ...]:
-        """Answers to the set-up calls, for the captures of a solution; () before a reset."""
+        """Answers to the set-up calls, from which the captures in a solution are filled; () before
+        a reset."""
         return self._world.answers if self._world else ()
 
     def fill(self, commands: Sequence[str]) -> list[str]:
-        """Return commands of this task with the captures of its set-up filled in. Raises
-        EpisodeError before a reset, CaptureError for a capture without a value."""
+        """Return commands of this task with the values that its set-up captured. Raises
+        EpisodeError before a reset, and CaptureError for a capture without a value."""
         if self._world is None:
             raise EpisodeError(NOT_RUNNING)
         return fill_setup(list(commands), self._world.answers)
 
     def missing(self) -> list[str]:
-        """Return what the task still lacks, for its author; never shown to an agent."""
+        """Describe what still prevents success. For the task's author; it is never shown to an
+        agent."""
         return self._grader.missing() if self._grader else []
 
     def _hint(self) -> StepData:
@@ -403,9 +425,11 @@ class Episode:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the session's state in the format of docs/reference/environment.md 2.1, including
-        the inventory of the services that were touched or named. Chaos is revealed only after the
-        end of the episode."""
+        """Return the session's state in the format of docs/reference/environment.md 2.1.
+
+        It includes the inventory of the services that the task names or that requests were sent to.
+        Whether chaos occurred is shown only after the end of the episode.
+        """
         return {
             "episode_id": self._episode_id or None,
             "step_count": self._steps,
@@ -423,7 +447,7 @@ class Episode:
         }
 
     def inventory(self) -> dict[str, dict[str, list[str]]]:
-        """Return the names of the resources in the account by service and type; {} when the
+        """Return the names of the account's resources as {service: {type: names}}, or {} if the
         simulator does not answer."""
         if self._simulator_lost:
             return {}
@@ -461,9 +485,11 @@ class Episode:
         return observation | {name: value for name, value in optional.items() if value}
 
     def _account_key(self) -> str:
-        """Return a digest of the account. Returns "" if the whole account is not known: on a real
-        account, for a task that is not graded by its end state, and after a command that left the
-        account unreadable."""
+        """Return a digest of the account, or "" if the whole account is not known.
+
+        It is not known on a real account, for a task that is not graded by its end state, and after
+        a command that left the account unreadable.
+        """
         hidden = self._simulator_lost or self._must_reread or not self._slot.simulated
         return (
             "" if hidden or not isinstance(self._grader, EndStateGrader) else self._grader.state_key
@@ -471,7 +497,8 @@ class Episode:
 
 
 def masked_task(task: Task | None) -> dict[str, Any] | None:
-    """Return everything that an agent may know about its task (layer 3, grader invisibility)."""
+    """Return everything that an agent may know about its task (layer 3 of the ``grader`` module
+    docstring, grader invisibility)."""
     if task is None:
         return None
     shown = {"task_id": task.task_id, "difficulty": task.tier, "description": task.description}

@@ -1,8 +1,9 @@
 """Probing of request members: finds out which members of a request a simulator stores. A request is
-sent with two values of a member, each in the same world, and the resulting accounts are compared.
+sent with different values of a member, each time in the same world, and the resulting accounts are
+compared.
 
-The worlds are those of our tasks: an operation is probed where a set-up, a solution or a play sends
-it. A *site* is such a place; the request sent there is the one that is varied.
+The worlds come from the tasks: an operation is probed where a set-up, a solution or a play sends
+it. Such a place is called a *site*; the request that is sent there is the one that is varied.
 """
 
 from __future__ import annotations
@@ -54,56 +55,59 @@ from realhf.base import process_clock
 
 STACK = "cloudformation:CreateStack"
 _STACK_S = 5.0
-"""Seconds that a stack may take."""
+"""Seconds within which a stack must have been created."""
 DEEPEST = 9
-"""Longest path that is probed."""
+"""Maximum length of a path that is probed."""
 MOST_VALUES = 6
-"""Most values of a member that are tried until two are accepted."""
+"""Maximum number of values of a member that are tried until two are accepted."""
 _EQUAL_ACCOUNTS = 4
-"""Accepted values that must leave the same account before a member counts as not stored; two values
-alone may mean the same."""
+"""Number of accepted values that must leave the same account before a member counts as not stored.
+Two would not be enough, because they may mean the same."""
 _REQUESTS_PER_SIMULATOR = 25
-"""Requests after which a simulator is replaced."""
+"""Number of requests after which the simulator is replaced."""
 _MAX_SITES = 5
-"""Most sites at which one operation is probed; each sends members that the previous ones do not."""
+"""Maximum number of sites at which one operation is probed. Each must send members that the
+previous ones do not."""
 _MAX_FAILED_SITES = 8
-"""Sites that may fail before an operation counts as impossible to probe."""
+"""Number of failed sites after which an operation counts as impossible to probe."""
 _MAX_ATTEMPTS = 2
-"""Simulators that a request may break before it counts as refused."""
+"""Number of simulators that a request may break before it counts as refused."""
 _NAMING = re.compile(r"(name|id|identifier|arn|url|bucket|key|keyid)$", re.IGNORECASE)
-"""Endings of members that contain names."""
+"""Name endings of members that contain names."""
 _DOCUMENTS = frozenset({"policy", "resourcepolicy", "template"})
-"""Members that end the name of an operation, as in PutBucketPolicy, but do not name a resource."""
+"""Members whose name ends an operation's name, as in PutBucketPolicy, although they do not name a
+resource."""
 _MAKES = re.compile(r"(Create|Register|Run|Allocate|Request)")
 """Prefixes of operations that create a resource."""
 _SERVICES = {"s3api": "s3"}
-"""botocore's names of services that the command line calls differently."""
+"""botocore names of the services that have a different name in the CLI."""
 _ID = re.compile(r"(?<=-)[0-9a-f]{8,17}$")
-"""Generated part of an id."""
+"""The generated part of an id."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """A place where a request is sent.
+    """A place in a task where a request is sent.
 
-    A resource declared in a stack is also a request: its operation is its type and its parameters
-    are its properties.
+    A resource declared in a stack's template is treated as a request, too: its operation is its
+    type, and its parameters are its properties.
     """
 
     task: Task
-    """Task whose set-up leads to the place."""
+    """Task whose set-up brings the account into the state in which the request is sent."""
     operation: str
-    """"service:Operation", or a CloudFormation type."""
+    """Operation as "service:Operation", or a CloudFormation type."""
     params: Mapping[str, Any]
     """Parameters of the request."""
     stack: Mapping[str, Any] = field(default_factory=dict)
-    """Request that declares the resource; {} for an ordinary request."""
+    """Parameters of the CreateStack request that declares the resource; {} for an ordinary
+    request."""
     name: str = ""
-    """Logical name of the resource in that stack."""
+    """Logical name of the resource in that stack's template."""
 
     def request(self, params: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-        """Return the operation and the parameters to send when ``params`` replace the site's
-        own."""
+        """Return (operation, parameters) of the request to send, in which ``params`` replace the
+        site's own parameters."""
         if not self.stack:
             return self.operation, params
         template = parse_template(self.stack)
@@ -113,15 +117,15 @@ class Site:
 
 @dataclass
 class Corpus:
-    """Sites by operation, and the values of members that occur in them."""
+    """Sites by operation, and the values that members have at them."""
 
     sites: dict[str, list[Site]] = field(default_factory=dict)
     """Sites by operation."""
     values: dict[str, list[Any]] = field(default_factory=dict)
-    """Values by member name."""
+    """Values by member name, up to 20 for each."""
 
     def add(self, site: Site) -> None:
-        """Add a site, and those of the resources that it declares."""
+        """Add a site. If it creates a stack, also add a site for each declared resource."""
         if site.operation == STACK:
             for name, declared in parse_template(site.params).get("Resources", {}).items():
                 if isinstance(declared, dict) and isinstance(declared.get("Properties"), dict):
@@ -155,8 +159,8 @@ def _at(value: Any, path: MemberPath) -> Any:
 def collect(
     slot: Slot, templates: Sequence[Template], plays: Mapping[int, Sequence[Mapping[str, Any]]]
 ) -> Corpus:
-    """Play set-ups, drifts, solutions, wrong habits and ``plays`` (from ``written_plays``) of the
-    templates, and return where each write was sent."""
+    """Play the templates' set-ups, drifts, solutions and listed mistakes, and ``plays`` (from
+    ``written_plays``). Return the sites at which writes were sent."""
     corpus = Corpus()
     for template in templates:
         slot.respawn()
@@ -224,8 +228,8 @@ def _record(slot: Slot, base: Task, script: Sequence[str], corpus: Corpus) -> No
 
 
 def written_plays(files: Iterable[Path]) -> dict[int, list[Mapping[str, Any]]]:
-    """Return the entries of files of plays, by task. An entry has ``commands``, or the text that it
-    would ``change`` in the solution."""
+    """Return the plays in YAML files, by task id. A play has either ``commands``, or the text to
+    ``change`` in the solution's commands."""
     entries: dict[int, list[Mapping[str, Any]]] = {}
     for file in files:
         for task_id, kinds in (
@@ -238,7 +242,7 @@ def written_plays(files: Iterable[Path]) -> dict[int, list[Mapping[str, Any]]]:
 
 
 def _script(entry: Mapping[str, Any], task: Task) -> list[str]:
-    """Return the commands of a play."""
+    """Return a play's commands."""
     if "commands" in entry:
         return fill(list(entry["commands"]), task.params)
     text = "\n".join(task.solution)
@@ -248,7 +252,7 @@ def _script(entry: Mapping[str, Any], task: Task) -> list[str]:
 
 
 def served_writes() -> list[str]:
-    """Return the write operations that an agent may use, as "service:Operation"."""
+    """Return the write operations that agents may use, as "service:Operation"."""
     operations = []
     for service, commands in sorted(ALLOWED.items()):
         for name in (
@@ -260,12 +264,15 @@ def served_writes() -> list[str]:
 
 
 class ProbeError(RuntimeError):
-    """An operation cannot be probed; the text states the reason."""
+    """An operation cannot be probed. The message states the reason."""
 
 
 class Prober:
-    """Probes the members of one operation at a site, on a slot. Raises ProbeError if the original
-    request is not accepted again, or does not leave the same account twice."""
+    """Prober of the members of one operation, at a site, on a slot.
+
+    The constructor raises ProbeError if the original request is not accepted, or does not leave the
+    same account when it is sent twice.
+    """
 
     def __init__(self, slot: Slot, site: Site, corpus: Corpus, notes: Notes) -> None:
         self._slot = slot
@@ -278,7 +285,7 @@ class Prober:
         self.about = about_of(site.operation, self.shape, site.params)
         self._digests: dict[str, str | None] = {}
         self.sent = 0
-        """Requests that were sent."""
+        """Number of requests sent."""
         first = self._digest_after(site.params)
         if first is None or self._send(site.params) != first:
             raise ProbeError(
@@ -288,8 +295,8 @@ class Prober:
             )
 
     def members(self) -> dict[MemberPath, str]:
-        """Return the fate of each member, by path; a fate that is common to a whole structure is
-        listed once."""
+        """Return the fate of each member, by path. If all members of a structure have the same
+        fate, it is listed once, for the structure."""
         fates: dict[MemberPath, str] = {}
         for name, member in self.shape.members.items():
             if name in self.about:
@@ -301,7 +308,12 @@ class Prober:
     def fates(
         self, params: Mapping[str, Any], path: MemberPath, shape: Any, above: tuple[str, ...] = ()
     ) -> dict[MemberPath, str]:
-        """Return the fates below a path of these parameters, merged if they are all the same."""
+        """Return the fates of the members at and below ``path``, by path. If they are all the same,
+        they are merged into one.
+
+        ``params``: parameters in which the members are varied. ``shape``: botocore's shape at
+        ``path``. ``above``: names of the shapes around it.
+        """
         known = self._fate_from_notes(path, shape)
         if known:
             return {path: known}
@@ -333,7 +345,7 @@ class Prober:
         return {path: fates.pop()} if len(fates) == 1 and DEFAULT not in fates else found
 
     def _fate_from_notes(self, path: MemberPath, shape: Any) -> str:
-        """Return the fate according to the notes, "" if they have none."""
+        """Return a member's fate according to the notes, or "" if they have none."""
         operation = self.site.operation
         text = format_path(path)
         if self._notes.steers(operation, text) or shape.metadata.get("idempotencyToken"):
@@ -358,10 +370,11 @@ class Prober:
             and _NAMING.search(path[-1]) is not None
         )
         if len(digests) == 1 and not is_name and (meant is None or _at(params, path) != meant):
-            # Skipped for names (leaving out the name of the only resource changes nothing) and for
-            # defaults.
+            # Compare with the request without the member. Not done for names, because leaving out
+            # the name of the only resource changes nothing, and not if the default was sent.
             without = self._digest_after(_remove_at(params, path))
-            # What a change leaves out stays as it is, which may be the value that was sent.
+            # A request that changes a resource leaves a missing member unchanged, and its present
+            # value may be the one that was sent. So an equal account proves nothing then.
             makes = self.site.stack or _MAKES.match(self.site.operation.rpartition(":")[2])
             if without is not None and (without != digests[0] or makes):
                 digests.append(without)
@@ -388,7 +401,7 @@ class Prober:
         return values[number % len(values)]
 
     def _values(self, path: MemberPath, shape: Any, sent: Any) -> list[Any]:
-        """Return values to try, the original one first."""
+        """Return the values to try for a member, beginning with the one that was sent."""
         name = next(step for step in reversed(path) if step != ELEMENT)
         values = [] if sent is None else [sent]
         values += _examples(name, shape, self._corpus.values.get(name, []), sent)
@@ -396,7 +409,8 @@ class Prober:
         return values[: max(MOST_VALUES, len(_choices(shape)))]
 
     def _digest_after(self, params: Mapping[str, Any]) -> str | None:
-        """Return a digest of the account that a request leaves; None if it is not accepted."""
+        """Return a digest of the account after the request with these parameters, or None if it is
+        not accepted. Cached."""
         key = json.dumps(params, sort_keys=True, default=repr)
         if key not in self._digests:
             self._digests[key] = self._send(params)
@@ -431,7 +445,8 @@ class Prober:
         )
 
     def _is_complete(self, stack: str) -> bool:
-        """Return whether a stack is created successfully. Raises StateCallError."""
+        """Return whether a stack was created successfully within ``_STACK_S``. Raises
+        StateCallError."""
         deadline = process_clock.now() + _STACK_S
         while True:
             (found,) = self._slot.state.call(
@@ -443,7 +458,8 @@ class Prober:
 
 
 def _drop_stacks(account: Snapshot) -> Snapshot:
-    """Return an account without its stacks, which store their templates in any case."""
+    """Return an account without its stacks. They contain their templates, so they would always
+    differ."""
     return Snapshot(
         {
             key: attributes
@@ -454,7 +470,7 @@ def _drop_stacks(account: Snapshot) -> Snapshot:
 
 
 def input_shape(operation: str) -> Any:
-    """Return the shape of the parameters of an operation in botocore's model."""
+    """Return the shape of an operation's parameters in botocore's model."""
     model = operation_model(operation)
     return (
         model.input_shape
@@ -464,8 +480,11 @@ def input_shape(operation: str) -> Any:
 
 
 def type_shape(kind: str, properties: Mapping[str, Any]) -> Any:
-    """Return a shape of the properties of a resource type: those of the operation that creates one,
-    which have the same names, and any others in the template."""
+    """Return a shape for the properties of a CloudFormation resource type.
+
+    Its members are those of the operation that creates such a resource, which have the same names,
+    and any other properties in ``properties``.
+    """
     service = service_of(kind)
     noun = kind.rpartition("::")[2]
     models = (
@@ -488,7 +507,7 @@ def type_shape(kind: str, properties: Mapping[str, Any]) -> Any:
 
 
 def _capitalize_members(shape: Any, depth: int) -> Any:
-    """Return a shape with member names in CloudFormation's spelling."""
+    """Return a shape with member names capitalized as in CloudFormation."""
     kind = shape.type_name
     if kind == "list":
         return SimpleNamespace(
@@ -511,7 +530,7 @@ def _capitalize_members(shape: Any, depth: int) -> Any:
 
 
 def _plain_shape(value: Any) -> Any:
-    """Return a shape that matches a value."""
+    """Return a shape that fits a value."""
     found = SimpleNamespace(name=repr(value)[:200], metadata={}, type_name="string")
     if isinstance(value, Mapping):
         found.type_name = "structure"
@@ -530,8 +549,8 @@ def _plain_shape(value: Any) -> Any:
 
 
 def about_of(operation: str, shape: Any, params: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the members that name the subject of a request, by the ends of their names or by the
-    name of the operation, such as ``service`` in UpdateService."""
+    """Return the members that name a request's subject, recognized by the ends of their names or by
+    the operation's name, such as ``service`` in UpdateService."""
     own, _ = identifying_parameter(service_of(operation), params)
     name = operation.rpartition(":")[2]
     of_stack = operation.startswith("AWS::")
@@ -558,8 +577,11 @@ def about_of(operation: str, shape: Any, params: Mapping[str, Any]) -> tuple[str
 
 
 def _inner(shape: Any, sent: Any) -> dict[str, Any]:
-    """Return the members of a structure, the element of a list, or the values of a map; {} for a
-    leaf."""
+    """Return the shapes directly below a shape, by path step: a structure's members, a list's
+    element or a map's values. {} for a leaf.
+
+    ``sent``: the value that was sent, whose keys are used for a map.
+    """
     if shape.type_name == "structure":
         return dict(shape.members)
     if shape.type_name == "list":
@@ -575,7 +597,11 @@ def _choices(shape: Any) -> list[str]:
 
 
 def _examples(name: str, shape: Any, seen: Sequence[Any], sent: Any) -> list[Any]:
-    """Return possible values for a leaf of this shape."""
+    """Return possible values for a leaf of this shape.
+
+    ``seen``: values that members with this name have elsewhere. ``sent``: the value that was sent,
+    or None.
+    """
     kind = shape.type_name
     if kind == "boolean":
         return [True, False]
@@ -622,8 +648,8 @@ def _text_examples(name: str, sent: Any) -> list[str]:
 def _replace_at(
     params: Mapping[str, Any], shape: Any, path: MemberPath, value: Any
 ) -> dict[str, Any]:
-    """Return parameters with a value at a path; missing structures above it are created with their
-    required members."""
+    """Return parameters with ``value`` at a path. Missing structures on the way are created with
+    their required members."""
     return _set_at(params, shape, path, value)
 
 
@@ -674,7 +700,7 @@ def _remove_at(params: Any, path: MemberPath) -> Any:
 
 
 def _as_shape(value: Any, shape: Any) -> Any:
-    """Return recorded parameters in botocore's types: bytes for binary members."""
+    """Return recorded parameters with botocore's types: binary members become bytes."""
     kind = getattr(shape, "type_name", "")
     if kind == "structure" and isinstance(value, Mapping):
         return {name: _as_shape(item, shape.members.get(name)) for name, item in value.items()}
@@ -686,7 +712,7 @@ def _as_shape(value: Any, shape: Any) -> Any:
 
 
 def rank_sites(sites: Sequence[Site]) -> list[Site]:
-    """Return the sites, those that send the most members first."""
+    """Return the sites, sorted by the number of members that they send, largest first."""
     return sorted(sites, key=lambda site: -len(_sent_paths(site)))
 
 
@@ -695,14 +721,17 @@ def _sent_paths(site: Site) -> set[MemberPath]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions for which a table is valid."""
+    """Return the versions of the packages for which a table is valid, by package."""
     return {name: metadata.version(name) for name in ("ministack", "botocore")}
 
 
 def merge_tables(tables: Sequence[tuple[Site, Mapping[MemberPath, str]]]) -> dict[str, str]:
-    """Merge the tables of several sites of an operation. For a member, the table of a site that
-    sends it and could probe it has priority. "Not kept" at one site wins over "kept" at another;
-    "kept" wins over "not probed"."""
+    """Merge the fates that were found at several sites of an operation, and return them by path as
+    text.
+
+    For each member, sites that send it and could probe it have priority. Among equal ones, "not
+    kept" wins over "kept". "Kept" wins over "not probed".
+    """
     found: dict[MemberPath, tuple[int, str]] = {}
     for site, table in tables:
         for path, fate in table.items():
@@ -728,15 +757,15 @@ _NOT_SENT = "no set-up, solution or play of a task sends it"
 
 
 def _synthetic_sites(operation: str) -> list[Site]:
-    """Return a site in an empty account for an operation that no task sends: the smallest request,
-    if the operation creates something."""
+    """Return a site for an operation that no task sends: the smallest request, in an empty account.
+    There is none if the operation does not create anything."""
     if not _MAKES.match(operation.partition(":")[2]):
         return []
     return [Site(_EMPTY, operation, _minimal_value(input_shape(operation)))]
 
 
 def probe(slot: Slot, operation: str, corpus: Corpus, notes: Notes) -> dict[str, Any]:
-    """Return the entry of an operation in the table."""
+    """Return an operation's entry in the table."""
     shape = input_shape(operation)
     about = list(about_of(operation, shape, dict.fromkeys(shape.members, "")))
     if operation in notes.uses:
@@ -774,8 +803,8 @@ def make_table(
     operations: Sequence[str],
     report: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Return the table of these operations and of those in the corpus. ``report`` is called with a
-    progress line for each."""
+    """Return the table for these operations and those in the corpus. ``report`` is called with one
+    progress line per operation."""
     waiting: SimpleQueue[Slot] = SimpleQueue()
     for slot in slots:
         waiting.put(slot)

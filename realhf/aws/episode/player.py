@@ -1,8 +1,8 @@
-"""Blocking side of a session: validates requests, picks the task and plays episodes on one slot.
+"""Blocking side of a session: validates requests, chooses the task and plays episodes on one slot.
 
-It never updates a curriculum. A trainer sends its task with the reset; without one, every training
-template is equally likely. A server that learned from the results its clients report could be
-misled by one of them (docs/reference/environment.md 2.1, trainer mode and local mode).
+It never updates a curriculum. A trainer sends the task with each reset; without one, every training
+template is equally likely. If the server learned from the results that clients report, one client
+could mislead it (docs/reference/environment.md 2.1, trainer mode and local mode).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from realhf.env.server.interfaces import Reply
 from realhf.env.server.wire import VALIDATION_ERROR, WireError, checked_object
 
 MAX_METADATA_CHARS = 16 << 10
-"""Longest ``metadata`` of an action, in characters of JSON."""
+"""Maximum length of an action's ``metadata`` as JSON, in characters."""
 _ACTION_KEYS = frozenset({"command", "metadata"})
 _RESET_TYPES: Mapping[str, tuple[type, ...]] = {
     "seed": (int,),
@@ -38,12 +38,12 @@ _RESET_TYPES: Mapping[str, tuple[type, ...]] = {
     "chaos": (bool,),
     "split": (str,),
 }
-"""Allowed types of each reset argument, in the order in which errors are reported."""
+"""Allowed types of each argument of a reset, in the order in which errors are reported."""
 
 
 def check_action(data: Any, max_command_bytes: int) -> dict[str, Any]:
-    """Validate an action (the data of a step) and return it with its command as ``read_command``
-    reads it. Raises WireError."""
+    """Validate an action (the data of a step) and return it with the command that ``read_command``
+    finds in it. Raises WireError."""
     data = checked_object(data, "step needs data: an object with a command")
     command = data.get("command")
     if not isinstance(command, str):
@@ -88,8 +88,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class EpisodePlayer:
-    """``realhf.env.server.interfaces.Player`` that plays an ``Episode``. Not thread-safe, except
-    ``kill``."""
+    """``realhf.env.server.interfaces.Player`` that plays episodes on one slot. Not thread-safe,
+    except for ``kill``."""
 
     def __init__(
         self, slot: Slot, max_steps: int, *, reward_mode: str = "potential", chaos: bool = True
@@ -99,10 +99,17 @@ class EpisodePlayer:
         self._random = random.Random()
 
     def reset(self, data: dict[str, Any]) -> Reply:
-        """Start an episode. ``data``: ``task`` (a whole task), else the template ``task_id``, else
-        a random template; ``seed`` (default: the task's own, or random for a template);
-        ``episode_id``; ``split`` of the names; ``chaos``. Raises WireError: VALIDATION_ERROR for an
-        invalid request, EXECUTION_ERROR otherwise."""
+        """Start an episode and return the first observation. All keys of ``data`` are optional:
+
+        - ``task``: a complete task.
+        - ``task_id``: a template, if there is no ``task``; default: a random training template.
+        - ``seed``: default: the task's own seed, or a random one for a template.
+        - ``episode_id``: default: a random one.
+        - ``split``: the set of resource names that a template is filled with.
+        - ``chaos``: whether chaos may disturb the episode.
+
+        Raises WireError: VALIDATION_ERROR for an invalid request, otherwise EXECUTION_ERROR.
+        """
         seed = data.get("seed")
         name = data.get("episode_id")
         chaos = data.get("chaos")
@@ -113,19 +120,22 @@ class EpisodePlayer:
         return self._play(lambda: self._episode.step(action["command"]))
 
     def state(self) -> dict[str, Any]:
-        """Return the fields of ``AwsState``; never criteria, set-up, seed or solution. Sends list
-        calls only for services that changed since the last request. ``slot_id`` lets a client pool
-        check that its sessions are distinct."""
+        """Return the fields of ``AwsState``, which never include criteria, set-up, seed or
+        solution.
+
+        List calls are sent only for services that have changed since they were last listed.
+        ``slot_id`` lets a pool of clients check that its sessions have different slots.
+        """
         return {**self._episode.state(), "slot_id": self._slot.index}
 
     def fill(self, commands: Sequence[str]) -> list[str]:
-        """Return commands of the current task with the captures of its set-up filled in. Raises
+        """Return commands with the values that the current task's set-up captured. Raises
         CaptureError."""
         return self._episode.fill(commands)
 
     def kill(self) -> None:
-        """Abort the running command by killing the CLI workers; the executors start new ones on
-        demand."""
+        """Abort the running command by killing the CLI workers. New ones are started when
+        needed."""
         for pid in self._slot.worker_pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
 """The AWS environment without a server: episodes run in this process, on slots of a MiniStackPool.
 
 The policy reads the same text as in the environment on a server (``realhf.aws.messages``). Scripted
-agents and evaluations read more: ``info`` of an opening and of the answer to a command contains the
-whole ``observation``, and that of an opening also ``setup_answers``.
+agents and evaluations can read more. The ``info`` of an opening and of a command's answer contains
+the whole ``observation``; that of an opening also contains ``setup_answers``.
 """
 
 from __future__ import annotations
@@ -48,16 +48,19 @@ from realhf.env.loader.threads import Threads
 
 T = TypeVar("T")
 MESSAGE_TIMEOUT_S = 120.0
-"""Seconds that a reset or a command may take; longer than the deadlines of the simulator and of the
+"""Seconds that a reset or a command may take. This is longer than the deadlines of simulator and
 CLI worker."""
 _RETURN_S = 60.0
-"""Seconds to wait for slots to be returned after their episodes."""
+"""Seconds to wait on exit for the slots to be returned."""
 _LOG = logging.getLogger(__name__)
 
 
 class SlotSession:
-    """A leased slot and the episode in it, from the first reset on. Its methods block; not
-    thread-safe. ``returned`` has one permit for each slot of the pool that no session holds."""
+    """One session on a slot, which is leased at the first reset. Its methods block. Not
+    thread-safe.
+
+    ``returned``: semaphore with one permit for each slot of the pool that no session holds.
+    """
 
     def __init__(self, pool: MiniStackPool, returned: threading.Semaphore, max_steps: int) -> None:
         self._pool = pool
@@ -67,8 +70,8 @@ class SlotSession:
         self._episode: Episode | None = None
 
     def reset(self, task: Mapping[str, Any], seed: int) -> tuple[StepData, list[Mapping[str, Any]]]:
-        """Start an episode and return its first observation and the answers to the set-up calls.
-        Raises EnvironmentFailure when no slot is free."""
+        """Start an episode and return (first observation, answers to the set-up calls). Raises
+        EnvironmentFailure if no slot is free."""
         if self._episode is None:
             try:
                 self._slot = self._pool.acquire()
@@ -82,13 +85,13 @@ class SlotSession:
         return first, [*self._episode.setup_answers]
 
     def step(self, command: str) -> StepData:
-        """Run a command."""
+        """Run a command and return the result. Raises EpisodeError before the first reset."""
         if self._episode is None:
             raise EpisodeError(NOT_RUNNING)
         return self._episode.step(command)
 
     def release(self) -> None:
-        """Reset the slot and return it to the pool. Idempotent."""
+        """Return the slot to the pool, which scrubs it. Idempotent."""
         slot = self._slot
         self._slot = None
         self._episode = None
@@ -100,10 +103,10 @@ class SlotSession:
 
 
 class PooledEnvironment:
-    """An environment that plays episodes on a slot of the pool, leased at the first reset.
+    """An environment that plays its episodes on one slot of the pool, leased at the first reset.
 
-    Commands block, so they run in ``threads``. ``close`` returns the slot, also after a failure; if
-    a command is cancelled, its thread returns the slot when it finishes.
+    Commands block, so they run in ``threads``. ``close`` returns the slot, also after a failure. If
+    a command is cancelled, its thread returns the slot when the command ends.
     """
 
     def __init__(
@@ -120,15 +123,15 @@ class PooledEnvironment:
         self._session: SlotSession | None = None
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
-        """Start an episode of the whole ``task`` (``Task.to_json``), with chaos if its ``chaos`` is
-        true."""
+        """Start an episode of ``task``, which is a complete task (``Task.to_json``). Chaos is on if
+        ``task["chaos"]`` is true."""
         session = self._session = self._session or self._open_session()
         first, answers = await self._run(session, lambda: session.reset(task, seed))
         info = {"observation": first.observation, "setup_answers": answers, **replay_of(task)}
         return task_opening(first.observation, info=info)
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """Run the command of the turn; a turn without a command runs nothing."""
+        """Run the command in the policy's turn. A turn without a command runs nothing."""
         command = command_of(message)
         if command is None:
             return message_turn(NO_COMMAND)
@@ -146,14 +149,14 @@ class PooledEnvironment:
         )
 
     async def close(self) -> None:
-        """Return the slot."""
+        """Return the slot to the pool."""
         session = self._session
         self._session = None
         if session is not None:
             await self._threads.run(session.release, after=session.release)
 
     async def _run(self, session: SlotSession, work: Callable[[], T]) -> T:
-        """Run a blocking function of the session in a thread. Raises EnvironmentFailure."""
+        """Run a blocking method of the session in a thread. Raises EnvironmentFailure."""
         try:
             return await self._threads.run(work, after=session.release)
         except asyncio.CancelledError:
@@ -173,13 +176,14 @@ def pooled_environment(
     observation_chars: int = OBSERVATION_CHARS,
     show_ids: bool = False,
 ) -> Iterator[EnvironmentSpec]:
-    """Yield the AWS environment on the slots of a started pool. On exit it waits until all slots
-    are returned, so close the environments first.
+    """Context manager that provides the AWS environment on the slots of a started pool.
+
+    On exit it waits until all slots are returned, so close the environments first.
 
     Args:
-        max_steps: the environment ends an episode after this many commands.
-        observation_chars: most characters of an answer that the policy reads.
-        show_ids: whether the policy reads ids unchanged, see ``normalise``.
+        max_steps: number of commands after which the environment ends an episode.
+        observation_chars: maximum number of characters of an answer that the policy reads.
+        show_ids: whether the policy reads generated ids unchanged, see ``normalise``.
     """
     returned = threading.Semaphore(pool.size)
     threads = Threads("aws", pool.size)

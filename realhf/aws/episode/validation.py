@@ -1,4 +1,4 @@
-"""Task validation, on paper and against a real simulator.
+"""Task validation: checks of the templates alone, and plays on a real simulator.
 
 Source: acceptance rule of docs/reference/environment.md 6.
 """
@@ -40,7 +40,7 @@ from realhf.aws.tasks.loader import (
 from realhf.aws.tasks.task import FEWEST_DRIFTS, MOST_DRIFTS, SetupCommand, Task, TaskError
 
 BLIND_RETURN = 0.7
-"""Largest mean return for applying the whole desired state without looking at what drifted."""
+"""Maximum mean return for applying the whole desired state without looking at what drifted."""
 _HARMLESS = "aws sts get-caller-identity"
 _PLACEHOLDER = re.compile(r"(?<!\$)\{[a-z_]+\}")
 Item = TypeVar("Item")
@@ -49,30 +49,30 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Fault:
-    """A problem of a task and its location."""
+    """A problem of a task, and where it is."""
 
     text: str
     """Description of the problem."""
     key: str = ""
-    """Key of the template; "" for the whole template."""
+    """Key of the template that contains the problem; "" for the template as a whole."""
     place: int | None = None
-    """Index in the list of that key."""
+    """Index in the list under that key."""
 
     def __str__(self) -> str:
         return self.text
 
     def describe(self, template: Template) -> str:
-        """Return the problem prefixed with file, line and task."""
+        """Return the problem, prefixed with file, line and task."""
         line = line_of(template, self.key, self.place)
         return f"{template.file}:{line}: task {template.task_id}: {self.text}"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why an item has no result."""
+    """Why an item has no result."""
 
     text: str
-    """Error type, message and cause."""
+    """Type, message and cause of the error."""
 
 
 def template_problems(template: Template) -> list[Fault]:
@@ -131,8 +131,8 @@ def _is_allowed(command: SetupCommand) -> bool:
 
 
 def _command_lines(task: Task) -> Iterator[tuple[str, int, str]]:
-    """Yield (key, index, command line) of all reference commands. The solution of a drift task is
-    listed as the repairs of its drifts."""
+    """Yield (key, index, command line) for every reference command. The solution of a drift task
+    consists of the repairs of its drifts."""
     if not task.possible_drifts:
         yield from (("solution", place, line) for place, line in enumerate(task.solution))
     for place, drift in enumerate(task.possible_drifts):
@@ -173,9 +173,12 @@ def play(
     drifts: Sequence[int] | None = None,
     then: Iterable[str] = (),
 ) -> tuple[bool, float]:
-    """Set up the task, with ``drifts`` by index (None: drawn from its seed), send the commands and
-    then those of ``then`` until the episode is done, and return (achieved, return). Captures refer
-    to commands of the same list. Chaos is off."""
+    """Set up a task, send commands until the episode is done, and return (achieved, return). Chaos
+    is off.
+
+    ``drifts``: indices of the drifts that happen (None: drawn from the task's seed). ``then``:
+    commands to send after ``commands``. A capture refers to a command in its own list.
+    """
     achieved = episode.reset(task, chaos=False, drifts=drifts).observation["task_achieved"]
     total = 0.0
     for script in (commands, then):
@@ -191,9 +194,11 @@ def play(
 
 
 def find_problems(episode: Episode, task: Task, *, thorough: bool = False) -> list[Fault]:
-    """Return the problems of a task instance; empty for a sound one. ``thorough``: also check the
-    fields that are left free, the wrong habits and their recoveries, and every possible set of
-    drifts."""
+    """Return the problems of a task instance; empty if it is sound.
+
+    ``thorough``: also check the fields that are left free, the listed mistakes and their
+    recoveries, and every possible set of drifts.
+    """
     try:
         return _find_problems(episode, task, thorough)
     except EpisodeError as error:
@@ -228,8 +233,11 @@ def _find_problems(episode: Episode, task: Task, thorough: bool) -> list[Fault]:
 
 
 def _freedom_problems(episode: Episode, task: Task) -> Iterator[Fault]:
-    """Yield free fields that no resource in the accounts of the solutions has (a misspelt field
-    frees nothing), and solutions whose value of a free field is not among the allowed ones."""
+    """Yield problems of the fields that a task leaves free, and of its ``verbatim`` kinds.
+
+    A free field is wrong if no resource in a solution's account has it, because a misspelt field
+    frees nothing. It is also wrong if no solution's own value is among the permitted ones.
+    """
     free = build_freedom(task).free
     ends = (
         [target.end for target in make_targets(episode.slot, task, task.seed)]
@@ -256,8 +264,8 @@ def _freedom_problems(episode: Episode, task: Task) -> Iterator[Fault]:
 
 
 def _may_be_empty(kind: str, path: str) -> bool:
-    """Return whether the service's API has such a field, or it is one of the simulator's own.
-    Snapshots leave out empty fields."""
+    """Return whether the service's API has such a field, or it belongs to the simulator. Snapshots
+    leave out empty fields, so a missing field may still exist."""
     if path.startswith("_"):
         return True
     try:
@@ -277,8 +285,8 @@ def _may_be_empty(kind: str, path: str) -> bool:
 
 
 def wrong_names(task: Task) -> Iterator[list[str]]:
-    """Yield the solution with each drawn name in turn followed by ``-2``: the right actions on the
-    wrong resource."""
+    """Yield, for each drawn name, the solution with ``-2`` appended to that name: the right actions
+    on the wrong resource."""
     for name in task.params.values():
         if is_name(name) and any(name in command for command in task.solution):
             yield [command.replace(name, f"{name}-2") for command in task.solution]
@@ -302,9 +310,12 @@ def _mistake_problems(episode: Episode, task: Task) -> Iterator[Fault]:
 
 
 def _drift_problems(episode: Episode, task: Task) -> Iterator[Fault]:
-    """Check that every drift breaks something, that the repairs of every set of drifts that a reset
-    may draw fix it, and that applying the whole desired state without looking at what drifted earns
-    less."""
+    """Yield problems of a task's drifts.
+
+    Every drift must break something. For every set of drifts that a reset may draw, the repairs
+    must fix everything. Applying the whole desired state without looking at what drifted must earn
+    no more than BLIND_RETURN on average.
+    """
     blind_returns = []
     places = range(len(task.possible_drifts))
     for chosen in chain.from_iterable(
@@ -337,9 +348,13 @@ def _drift_problems(episode: Episode, task: Task) -> Iterator[Fault]:
 def validate(
     templates: Sequence[Template], seeds: int, pool_size: int, console: Console
 ) -> dict[int, list[str]]:
-    """Return problems by template: those found on paper, and those of ``seeds`` training instances
-    and one with held-out names, each prefixed with file, line and task. The first instance is
-    checked thoroughly. Templates with problems on paper are not played."""
+    """Validate templates and return their problems by task id, each prefixed with file, line and
+    task.
+
+    Each template is checked without a simulator first. If it has no problems, ``seeds`` training
+    instances and one instance with held-out names are played; the first instance is checked
+    thoroughly.
+    """
     drawn = [*((seed, "train") for seed in range(seeds)), (0, "heldout")]
     problems = {
         one.task_id: [fault.describe(one) for fault in template_problems(one)] for one in templates
@@ -369,9 +384,12 @@ def play_in_parallel(
     console: Console,
     max_steps: int = DEFAULT_MAX_STEPS,
 ) -> Iterator[Result | Failure]:
-    """Yield the result of ``work`` for each item, in order, ``pool_size`` at a time, with a
-    progress bar. Items that fail with an OSError (such as a timeout on a busy machine) are retried.
-    After an interrupt, only the items in progress are finished."""
+    """Yield the result of ``work`` for each item, in order, with a progress bar. ``pool_size``
+    items run at a time.
+
+    Items that fail with an OSError, such as a timeout on a busy machine, are retried. After an
+    interrupt, only the items in progress are finished.
+    """
 
     def turn(item: Item) -> Result | Failure:
         episode = episodes.get()
@@ -390,8 +408,8 @@ def play_in_parallel(
 
 @contextmanager
 def _episode_queue(pool_size: int, max_steps: int) -> Iterator[SimpleQueue[Episode]]:
-    """Provide episodes in ``pool_size`` new simulators, which are stopped at the end of the
-    context."""
+    """Context manager that provides a queue of ``pool_size`` episodes, each in a new simulator. The
+    simulators are stopped on exit."""
     pool = MiniStackPool(pool_size)
     try:
         pool.start()

@@ -1,11 +1,12 @@
-"""Task worlds: sets up the account of a task before the agent sees it, and computes target
-accounts.
+"""Task worlds: sets up a task's account before the agent sees it, and computes the accounts that
+reference solutions leave.
 
-A world is built completely or not at all, so nothing is ever graded on a partial one. The set-up
-commands of a task obey the same policy as agents. Source: docs/reference/environment.md 5, 6 and 7.
+A world is either built completely or there is no episode, so nothing is ever graded on a partial
+one. The set-up commands of a task obey the same policy as agents. Source:
+docs/reference/environment.md 5, 6 and 7.
 
-A target is the account that a reference solution leaves. It depends only on the task, its seed and
-its drifts, so all sessions of a group share it: it is computed once, on the reference slots of
+A *target* is the account that a reference solution leaves. It depends only on the task, its seed
+and its drifts, so all sessions of a group share it. It is computed once, on the reference slots of
 their pool, while the first turn is played. Source: docs/reference/environment.md 7.
 """
 
@@ -33,20 +34,20 @@ from realhf.aws.tasks.captures import CaptureError, fill_setup, resolve, setup_c
 from realhf.aws.tasks.task import SetupCommand, Task, TaskError, choose_drifts, repairs
 
 _MESSAGE_CHARS = 200
-"""Longest error text of a set-up command, in characters."""
+"""Maximum length of the error text about a set-up command, in characters."""
 
 
 class SlotState:
-    """State reader of a slot for checks: API calls through the environment's own clients, commands
-    through its own CLI worker. Neither carries data of the agent, and neither counts as an action
-    of the agent."""
+    """Reader of a slot's state for checks. API calls go through the environment's own clients, and
+    commands through its own CLI worker. Neither has access to the agent's data or counts as an
+    action of the agent."""
 
     def __init__(self, slot: Slot) -> None:
         self.call = slot.state.call
         self._run = slot.own_executor.run
 
     def run(self, command: str) -> CommandResult:
-        """Run a read-only command. Raises ConnectionError when the command was lost or timed out,
+        """Run a read-only command. Raises ConnectionError if the command was lost or timed out,
         because a missing answer must not count as a failed check."""
         result = self._run(command)
         if result.stopped or result.timed_out:
@@ -57,38 +58,41 @@ class SlotState:
 
 
 class SetupError(RuntimeError):
-    """The world of the task could not be built, so there is no episode. The text contains no paths
+    """The world of a task could not be built, so there is no episode. The message contains no paths
     and no grading criteria."""
 
     field = ""
-    """Key of the task's list that contains the failing command, such as "setup_commands"; "" if
-    unknown."""
+    """Key of the list in the task that contains the failing command, such as "setup_commands"; ""
+    if unknown."""
     place: int | None = None
     """Index of the failing command in that list."""
 
 
 AcceptedRequest = tuple[str, Mapping[str, Any]]
-"""An operation, as "service:Operation", and its parameters."""
+"""(operation as "service:Operation", parameters)."""
 
 
 @dataclass(frozen=True)
 class World:
-    """A task that is set up in a slot."""
+    """A task that has been set up in a slot."""
 
     task: Task
-    """The task with the captures of its set-up filled in."""
+    """The task, with values from the set-up's answers filled in (*captures*)."""
     present: frozenset[tuple[str, str]]
     """(service, name) of the resources that the set-up created."""
     answers: tuple[Mapping[str, Any], ...]
-    """Answers to the set-up calls, which fill captures in other texts."""
+    """Answers to the set-up calls. Captures in other commands take their values from them."""
     sent: tuple[tuple[AcceptedRequest, ...], ...] = ()
-    """Accepted requests of each set-up command, decoy and drift, in that order."""
+    """Accepted requests of each set-up command, then of each decoy, then of each drift."""
 
 
 def build_world(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None = None) -> World:
-    """Empty the slot and set up the task. ``seed`` decides random ids and drifts, unless ``drifts``
-    lists the drifts by their indices in ``possible_drifts``. Raises SetupError, or TaskError for an
-    invalid task."""
+    """Empty the slot and set up the task.
+
+    ``seed``: determines the generated ids and which drifts happen. ``drifts``: indices in
+    ``possible_drifts`` of the drifts that happen instead. Raises SetupError, or TaskError for an
+    invalid task.
+    """
     if not slot.simulated:
         _refuse_changes(task)
     slot.reset(seed)
@@ -132,8 +136,7 @@ def _tag_setup_errors(field: str, place: int) -> Iterator[None]:
 
 
 def _refuse_changes(task: Task) -> None:
-    """Refuse to change a real account. Raises TaskError for a task that would need another
-    world."""
+    """Raise TaskError if the task would need changes to a real account before the episode."""
     needs = {
         "a set-up": task.setup,
         "decoys": task.decoys,
@@ -175,7 +178,7 @@ def _put_assets(slot: Slot, task: Task) -> None:
     for name, content in task.assets.items():
         try:
             slot.files.put(name, content.encode())
-            # a drift may use it; the agent's copy may be another by then
+            # A drift may use the file, when the agent may already have changed its own copy.
             slot.own_files.put(name, content.encode())
         except ValueError as error:
             raise TaskError(f"task.assets: {error}") from None
@@ -188,8 +191,10 @@ def _send(
     made: set[tuple[str, str]],
     sent: list[tuple[AcceptedRequest, ...]],
 ) -> Mapping[str, Any]:
-    """Send a set-up command and return its answer. Adds the resource to ``made`` and the accepted
-    requests to ``sent``. Raises SetupError."""
+    """Send a set-up command and return its answer.
+
+    Adds the resource to ``made`` and the accepted requests to ``sent``. Raises SetupError.
+    """
     if command.command:
         return _run_line(slot, command, purpose, made, sent)
     if not operation_allowed(command.service, command.operation):
@@ -231,15 +236,15 @@ def _run_line(
 
 
 WAIT_S = 60.0
-"""Seconds that an episode waits for its target while no other target is finished either."""
+"""Seconds without any finished target after which an episode stops waiting for its own."""
 
 
 class TargetError(RuntimeError):
-    """The target could not be computed, so the task cannot be graded. The text is written for the
-    author of the task."""
+    """The target could not be computed, so the task cannot be graded. The message is for the author
+    of the task."""
 
     field = "solution"
-    """Key of the task's list that contains the failing command."""
+    """Key of the list in the task that contains the failing command."""
     place: int | None = None
     """Index of the failing command in that list."""
 
@@ -247,9 +252,12 @@ class TargetError(RuntimeError):
 def begin_targets(
     slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None = None
 ) -> Callable[[], tuple[Goal, ...]]:
-    """Start computing the targets of a task instance on the reference slots of the slot's pool,
-    reading the account in the same way as the slot's account. Returns a function that waits for the
-    goals and raises TargetError. Raises TaskError like ``build_freedom``."""
+    """Start computing the targets of a task instance on the reference slots of the slot's pool. The
+    targets are read in the same way as the slot's account.
+
+    Returns a function that waits for the goals and returns them, or raises TargetError. Raises
+    TaskError like ``build_freedom``.
+    """
     references = slot.reference_slots
     assert references is not None, "a reference slot computes targets and has none of its own"
     key = json.dumps([task.to_json(), seed, drifts], sort_keys=True, default=list)
@@ -277,8 +285,12 @@ def begin_targets(
 
 
 def account_reader(graded: Slot, task: Task, slot: Slot) -> Callable[[], Snapshot]:
-    """Return a function that reads the account of ``slot`` for an episode graded on ``graded``. For
-    a real account it uses only the permitted reads of everything that can be written there."""
+    """Return a function that reads the account of ``slot``, for an episode that is graded on the
+    slot ``graded``.
+
+    If ``graded`` is on a real account, only permitted reads are sent, and only to the services that
+    the task's solutions use or that an agent may write to.
+    """
     reads = graded.reads
     if reads is None:
         return partial(take_snapshot, slot)
@@ -294,9 +306,12 @@ def make_targets(
     drifts: Sequence[int] | None = None,
     read: Callable[[], Snapshot] | None = None,
 ) -> tuple[Target, ...]:
-    """Play each solution of a task on ``slot``, in a fresh world, and return the resulting
-    accounts. Raises TargetError with the failing command, SetupError, TaskError, SnapshotError or
-    SimulatorLost."""
+    """Play each solution of a task on ``slot``, in a new world each, and return the resulting
+    targets.
+
+    ``read``: reads the account; default ``take_snapshot``. Raises TargetError with the failing
+    command, SetupError, TaskError, SnapshotError or SimulatorLost.
+    """
     others = [replace(task, solution=commands) for commands in task.any_of]
     targets = [
         _play_solution(slot, one, seed, drifts, read or partial(take_snapshot, slot))
