@@ -61,11 +61,11 @@ class AccountChanges:
         self._known: dict[tuple[str, str, str], _Resource] = {}
         self._n_omitted = 0
 
-    def record(self, deeds: Iterable[Evidence]) -> None:
+    def record(self, requests: Iterable[Evidence]) -> None:
         """Add the requests of one command."""
-        for deed in deeds:
-            if deed.ok and deed.resource and not deed.reads:
-                self._add(deed)
+        for request in requests:
+            if request.ok and request.resource and not request.reads:
+                self._add(request)
 
     def describe(self, disturbed: Collection[tuple[str, str]] = ()) -> list[dict[str, Any]]:
         """Return the changes so far, one dict for each resource.
@@ -88,25 +88,25 @@ class AccountChanges:
         ]
         return changes + ([{"more": self._n_omitted}] if self._n_omitted else [])
 
-    def _add(self, deed: Evidence) -> None:
-        key, name = identifying_parameter(deed.service, deed.params)
-        operation = deed.operation.partition(":")[2]
-        kind = _kind(deed.service, key)
-        creates = _is_about(operation, _CREATE_VERBS, deed.service)
-        deletes = _is_about(operation, _DELETE_VERBS, deed.service)
-        resource = self._known.get((deed.service, kind, name))
+    def _add(self, request: Evidence) -> None:
+        key, name = identifying_parameter(request.service, request.params)
+        operation = request.operation.partition(":")[2]
+        kind = _kind(request.service, key)
+        creates = _is_about(operation, _CREATE_VERBS, request.service)
+        deletes = _is_about(operation, _DELETE_VERBS, request.service)
+        resource = self._known.get((request.service, kind, name))
         if resource is None:
             if len(self._known) >= MOST_RESOURCES:
                 self._n_omitted += 1
                 return
-            before = THERE if not creates or (deed.service, name) in self._present else NONE
-            resource = self._known[deed.service, kind, name] = _Resource(before, before)
+            before = THERE if not creates or (request.service, name) in self._present else NONE
+            resource = self._known[request.service, kind, name] = _Resource(before, before)
         if deletes:
             resource.after = GONE if resource.before == THERE else NONE
         else:
             resource.after = CHANGED if resource.before == THERE else THERE
         resource.n_calls += 1
-        resource.calls = [*resource.calls, _call_text(operation, deed.params, key)][-MOST_CALLS:]
+        resource.calls = [*resource.calls, _call_text(operation, request.params, key)][-MOST_CALLS:]
 
 
 def _is_about(operation: str, verbs: tuple[str, ...], service: str) -> bool:

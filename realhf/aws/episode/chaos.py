@@ -147,12 +147,12 @@ class Chaos:
         if self.occurred or self.rng.random() >= self.probability:
             return ""
         satisfied_before = self.grader.find_satisfied()
-        for deed, perturbation in self._candidates(tracker.evidence):
-            if self._disturb(deed, perturbation):
+        for request, perturbation in self._candidates(tracker.evidence):
+            if self._disturb(request, perturbation):
                 self.occurred = True
-                tracker.record_disturbance(deed.service, deed.resource)
+                tracker.record_disturbance(request.service, request.resource)
                 self.broken = satisfied_before - self.grader.find_satisfied()
-                return deed.service
+                return request.service
         return ""
 
     def survived(self) -> bool:
@@ -162,27 +162,27 @@ class Chaos:
     def _candidates(self, evidence: Sequence[Evidence]) -> list[tuple[Evidence, Perturbation]]:
         services = self.grader.criteria.named_services
         candidates = [
-            (deed, perturbation)
-            for deed in evidence
-            if deed.ok and deed.service in services and deed.resource
-            for perturbation in PERTURBATIONS.get(deed.operation, ())
+            (request, perturbation)
+            for request in evidence
+            if request.ok and request.service in services and request.resource
+            for perturbation in PERTURBATIONS.get(request.operation, ())
         ]
         self.rng.shuffle(candidates)
         return candidates
 
-    def _disturb(self, deed: Evidence, perturbation: Perturbation) -> bool:
+    def _disturb(self, request: Evidence, perturbation: Perturbation) -> bool:
         """Send one disturbance and return whether its effect is visible."""
-        values = {**deed.params, "name": deed.resource}
+        values = {**request.params, "name": request.resource}
         try:
             if perturbation.lookup:
-                values["found"] = self._read(deed.service, perturbation.lookup, values)
-            before = self._read(deed.service, perturbation.probe, values)
+                values["found"] = self._read(request.service, perturbation.lookup, values)
+            before = self._read(request.service, perturbation.probe, values)
             self.state.call(
-                deed.service,
+                request.service,
                 perturbation.operation,
                 _fill_placeholders(perturbation.params, values),
             )
-            return self._read(deed.service, perturbation.probe, values) != before
+            return self._read(request.service, perturbation.probe, values) != before
         except (StateCallError, KeyError, RecursionError):
             return False
 

@@ -329,8 +329,8 @@ class Episode:
         rollbacks = self._tracker.rollbacks
         evidence = self._tracker.record(command, result)
         self._changes.record(evidence)
-        for deed in evidence:
-            self._inventory.touch(deed.service, changed=not deed.reads)
+        for request in evidence:
+            self._inventory.touch(request.service, changed=not request.reads)
         if result.lost:
             self._inventory.forget()
         before = self._meter.progress

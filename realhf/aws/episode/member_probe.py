@@ -203,7 +203,7 @@ def _record_setup(slot: Slot, base: Task, corpus: Corpus) -> None:
 
 
 def _record(slot: Slot, base: Task, script: Sequence[str], corpus: Corpus) -> None:
-    """Play a script and record the first write of each successful command."""
+    """Play a script, and add a site for the first write of each successful command."""
     try:
         world = build_world(slot, base, base.seed)
         lines = fill_setup(list(script), world.answers)

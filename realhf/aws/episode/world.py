@@ -348,7 +348,7 @@ def _play_solution(
         sent.append([one for one in requests if not is_read(*one)])
         states.append(read())
     operations, arguments = (
-        tuple(tuple(one[part] for one in deeds) for deeds in sent) for part in (0, 1)
+        tuple(tuple(one[part] for one in requests) for requests in sent) for part in (0, 1)
     )
     setup = tuple(SentWrite(*request) for requests in world.sent for request in requests)
     return Target(start, tuple(states), operations, arguments, setup=setup)

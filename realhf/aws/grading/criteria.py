@@ -129,7 +129,7 @@ class StateReader(ListingClient, Protocol):
 
 @dataclass(frozen=True)
 class ListedResource:
-    """Check that the account lists a resource with exactly this name."""
+    """Check that the account lists a resource with a certain name."""
 
     service: str
     """The service's botocore name."""

@@ -1014,7 +1014,7 @@ def _rank_pairs(
 
 
 def _references(snapshot: Snapshot) -> References:
-    """Return the leaves of other resources that contain a generated name, by name."""
+    """Return the leaves that contain the generated name of another resource, by that name."""
     leaves_by_name: dict[str, list[tuple[Key, str, str]]] = {}
     for key, attributes in snapshot.resources.items():
         own = set(_TOKEN.findall(key[2]))

@@ -124,7 +124,7 @@ def matches(pattern: str, text: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _compile_piece(piece: str) -> re.Pattern[str]:
-    """Compile a pattern without stars."""
+    """Return a pattern without stars as a regular expression."""
     return re.compile("".join("." if char == "?" else re.escape(char) for char in piece), re.DOTALL)
 
 
@@ -607,13 +607,13 @@ def _request_kinds(before: Policies, after: Policies, budget: Budget) -> Iterato
             for one, names in live.items()
             for other, name in kinds.items()
         }
-    for mask, (who, what, where) in live.items():
+    for mask, (principal, action, resource) in live.items():
         about = [[clauses[n] for n in range(*part) if mask >> n & 1] for part in parts]
         budget.spend(len(clauses))
         old = _build_answer(about[0], about[1] if before.boundary is not None else None, budget)
         new = _build_answer(about[2], about[3] if after.boundary is not None else None, budget)
         sources = tuple(clause for clause in about[2] if clause.allow)
-        yield _RequestKind((who, what, where), old, new, sources, conditions, budget)
+        yield _RequestKind((principal, action, resource), old, new, sources, conditions, budget)
 
 
 def _build_answer(
@@ -814,9 +814,9 @@ def _build_gain(source: _Clause, term: Term, request: AccessRequest) -> Gain:
     ``term``."""
     statement = source.statement
     parts = zip((source.principals, statement.actions, statement.resources), request, strict=True)
-    who, what, where = (_matching_pattern(names, example) for names, example in parts)
+    principal, action, resource = (_matching_pattern(names, example) for names, example in parts)
     conditions = tuple(sorted(" ".join([key, operator, *values]) for operator, key, values in term))
-    return Gain(who, what, where, conditions, request)
+    return Gain(principal, action, resource, conditions, request)
 
 
 def _matching_pattern(names: Names, example: str) -> str:

@@ -45,7 +45,7 @@ NAMES = "names the resource"
 STEERS = "steers the request only"
 DEFAULT = "default"
 TEXT = "text or tag"
-"""Fates of a member in the table."""
+"""The possible fates of a member, as written in the table."""
 NOT_PROBED = "not probed"
 """Prefix of the fate of a member that was not probed; the reason follows."""
 _COMPARED = (NOT_KEPT, DEFAULT, NOT_PROBED)
@@ -80,7 +80,7 @@ _UNNAMED = "(unnamed)"
 """Prefix that marks, in a subject, a declared resource without a known name. It is always
 compared."""
 _NAME_SUFFIX = re.compile(r"(name|identifier|id)$")
-"""End of a property that names a resource."""
+"""Suffix of the properties that name a resource."""
 _UNREAD = "AWS::CloudFormation::Template"
 """Stands for a template that cannot be read. Everything that it declares counts as a difference."""
 _TYPE_SERVICES: Mapping[str, str] = {
@@ -120,11 +120,11 @@ class SentWrite:
     """The operation as "service:Operation", or the type of a resource declared in a template."""
     params: Mapping[str, Any]
     """The request's parameters, or the declared properties."""
-    made: tuple[tuple[str, str], ...] = ()
+    generated_ids: tuple[tuple[str, str], ...] = ()
     """(service, id) of the ids that were generated for the new resources."""
-    born: frozenset[Key] = frozenset()
-    """Keys of the resources that are new."""
-    gone: frozenset[Key] = frozenset()
+    created: frozenset[Key] = frozenset()
+    """Keys of the resources that are new or were replaced."""
+    removed: frozenset[Key] = frozenset()
     """Keys of the resources that were removed or replaced."""
 
 
@@ -268,19 +268,22 @@ class MemberTable:
         service = service_of(write.operation)
         values = [write.params.get(member) for member in self.about(write)]
         named = [identity(service, value) for value in values if isinstance(value, str)]
-        made = [name for its, name in write.made if its == service]
+        ids = [name for its, name in write.generated_ids if its == service]
         is_declared = write.operation.startswith(_TYPE)
         if is_declared and any(
             value is not None and (value in UNKNOWN or not isinstance(value, str))
             for value in values
         ):
             named = []
-        if made and _MAKES.search(write.operation):
+        if ids and _MAKES.search(write.operation):
             theirs = {
-                part for key in write.born if key[0] == service for part in _split_identity(key[2])
+                part
+                for key in write.created
+                if key[0] == service
+                for part in _split_identity(key[2])
             }
             if not (named and named[-1] in theirs):
-                named = made
+                named = ids
         if not named and is_declared:
             named = [f"{_UNNAMED} {write.operation}"]
         return service, *named
@@ -336,24 +339,28 @@ class _SettingsLedger:
         self._existing: defaultdict[Subject, dict[str, frozenset[Key]]] = defaultdict(dict)
         """Created resources that still exist, by subject and kind. The value is the keys that
         appeared in the account when the resource was created."""
-        self._at_top: defaultdict[tuple[Subject, str], set[MemberPath]] = defaultdict(set)
+        self._paths_by_first_step: defaultdict[tuple[Subject, str], set[MemberPath]] = defaultdict(
+            set
+        )
         """Paths of settings, by subject and the path's first step."""
-        self._asked: defaultdict[tuple[Subject, str], set[MemberPath]] = defaultdict(set)
+        self._paths_by_operation: defaultdict[tuple[Subject, str], set[MemberPath]] = defaultdict(
+            set
+        )
         """Paths of settings, by subject and operation."""
-        self._made_with: dict[tuple[str, str], Subject] = {}
+        self._subject_by_id: dict[tuple[str, str], Subject] = {}
         """Subject for which each generated id was made, by (service, id). Later requests name the
         resource by the id."""
         self._stacks: dict[str, Mapping[str, Any]] = {}
         """The last request about each stack, by the stack's name."""
         self._declared: dict[str, list[SentWrite]] = {}
         """The resources that each stack declares."""
-        self._left = _MOST_VALUES
+        self._values_left = _MOST_VALUES
         """Number of values that may still be recorded."""
 
     def record(self, write: SentWrite) -> None:
         """Record a request and the resources that its template declares."""
-        if write.gone:
-            self._forget_removed(write.gone)
+        if write.removed:
+            self._forget_removed(write.removed)
         if write.operation in self._table.uses or is_read(write.operation, write.params):
             return
         self._record_one(write)
@@ -367,7 +374,7 @@ class _SettingsLedger:
                 (self._subject(one), one.operation) for one in self._declared[name]
             }:
                 # A template declares a resource completely, so earlier settings are dropped.
-                self._forget(subject, set(self._asked.pop((subject, kind), ())))
+                self._forget(subject, set(self._paths_by_operation.pop((subject, kind), ())))
             for one in self._declared[name]:
                 self._record_one(one)
 
@@ -376,28 +383,32 @@ class _SettingsLedger:
         the subject it was made for."""
         subject = self._table.subject(write)
         if _MAKES.search(write.operation):
-            self._made_with |= {made: subject for made in write.made if made[0] == subject[0]}
+            self._subject_by_id |= {
+                generated: subject
+                for generated in write.generated_ids
+                if generated[0] == subject[0]
+            }
         for part in subject[1:]:
-            subject = self._made_with.get((subject[0], part), subject)
+            subject = self._subject_by_id.get((subject[0], part), subject)
         return tuple(self._rename(part) for part in subject)
 
     def _record_one(self, write: SentWrite) -> None:
         """Record one request, or one declared resource."""
         sent = self._sent_members(write)
-        self._left -= sum(len(values) for _, values in sent.values())
-        if self._left < 0:
+        self._values_left -= sum(len(values) for _, values in sent.values())
+        if self._values_left < 0:
             write = SentWrite(_UNREAD, {"TemplateBody": "more than is read of one episode"})
             sent = self._sent_members(write)
         subject = self._subject(write)
         kind = _noun_of(write.operation)
         creates = _CREATES.search(write.operation) is not None
-        again = (subject, write.operation) in self._asked
+        again = (subject, write.operation) in self._paths_by_operation
         # A create request for an existing resource leaves the resource as it is.
         stays = creates and self._exists(subject, kind, write)
         if creates and not stays:
             self._forget_resource(subject, kind)
-            self._existing[subject][kind] = _named_by(write.born, self._table.subject(write))
-            again = (subject, write.operation) in self._asked
+            self._existing[subject][kind] = _named_by(write.created, self._table.subject(write))
+            again = (subject, write.operation) in self._paths_by_operation
         if _ENDS.search(write.operation) and not _VERSIONS & write.params.keys():
             self._forget_deleted(subject, kind, write)
         if _RESTORES.search(write.operation):
@@ -430,9 +441,11 @@ class _SettingsLedger:
         }
         # Settings that the request may change: those of the structures that it sends, and for an
         # operation that sets all of a resource, those of its earlier requests.
-        touched = {path for name in top for path in self._at_top.get((subject, name), ())}
+        touched = {
+            path for name in top for path in self._paths_by_first_step.get((subject, name), ())
+        }
         if again and _REPLACES.search(write.operation):
-            touched |= self._asked[subject, write.operation]
+            touched |= self._paths_by_operation[subject, write.operation]
         for path in touched:
             setting = settings[path]
             values = frozenset(sent[path][1]) if path in sent else frozenset()
@@ -444,7 +457,8 @@ class _SettingsLedger:
                 path not in sent and path[0] in top and not stays
             ):  # the structure around it was replaced by one without it
                 self._forget(subject, {path})
-        self._asked[subject, write.operation] |= set()  # records the operation even without members
+        # Record the operation even if it sends no members: indexing creates the entry.
+        self._paths_by_operation[subject, write.operation] |= set()
         for path, (where, values) in sent.items():
             if path in settings and (stays or settings[path].operation == write.operation):
                 continue  # updated above
@@ -452,8 +466,8 @@ class _SettingsLedger:
             fate = self._table.fate(write.operation, where)
             before = _UNSENT if again else ()
             settings[path] = Setting((*before, frozenset(values)), write.operation, where, fate)
-            self._at_top[subject, path[0]].add(path)
-            self._asked[subject, write.operation].add(path)
+            self._paths_by_first_step[subject, path[0]].add(path)
+            self._paths_by_operation[subject, write.operation].add(path)
 
     def _exists(self, subject: Subject, kind: str, write: SentWrite) -> bool:
         """Return whether the resource that a create request names existed before and was left
@@ -461,7 +475,7 @@ class _SettingsLedger:
         if kind in self._existing[subject]:
             return True
         return bool(self._existing[subject]) and not _named_by(
-            write.born, self._table.subject(write)
+            write.created, self._table.subject(write)
         )
 
     def _sent_members(self, write: SentWrite) -> dict[MemberPath, tuple[MemberPath, set[str]]]:
@@ -476,12 +490,12 @@ class _SettingsLedger:
                     values.add(self._rename(_normalize_value(value)))
         return members
 
-    def _forget_removed(self, gone: frozenset[Key]) -> None:
+    def _forget_removed(self, removed: frozenset[Key]) -> None:
         """Drop the settings of resources that no longer exist, whichever request removed them."""
         for subject, kinds in list(self._existing.items()):
-            for kind, born in list(kinds.items()):
-                if born and born & gone:
-                    kinds[kind] = born - gone
+            for kind, keys in list(kinds.items()):
+                if keys and keys & removed:
+                    kinds[kind] = keys - removed
                     if not kinds[kind]:
                         self._forget_resource(subject, kind)
 
@@ -496,7 +510,7 @@ class _SettingsLedger:
         if kind in self._existing[subject]:
             if any(
                 key[0] == subject[0] and set(_split_identity(key[2])) & set(subject[1:])
-                for key in write.gone
+                for key in write.removed
             ):
                 self._forget_resource(subject, kind)
             return
@@ -534,12 +548,12 @@ class _SettingsLedger:
         """Drop settings of a subject, also from the indices."""
         for path in paths:
             setting = self.settings[subject].pop(path)
-            self._at_top[subject, path[0]].discard(path)
-            asked = self._asked.get((subject, setting.operation))
-            if asked is not None:
-                asked.discard(path)
-                if not asked:
-                    del self._asked[subject, setting.operation]
+            self._paths_by_first_step[subject, path[0]].discard(path)
+            paths_of_operation = self._paths_by_operation.get((subject, setting.operation))
+            if paths_of_operation is not None:
+                paths_of_operation.discard(path)
+                if not paths_of_operation:
+                    del self._paths_by_operation[subject, setting.operation]
 
 
 def _named_by(keys: Iterable[Key], subject: Subject) -> frozenset[Key]:
@@ -586,7 +600,7 @@ def _declared_writes(params: Mapping[str, Any], write: SentWrite) -> list[SentWr
     """
     try:
         return [
-            SentWrite(one.type, one.properties, write.made, write.born)
+            SentWrite(one.type, one.properties, write.generated_ids, write.created)
             for one in read_declared_resources(params)
         ]
     except UnreadTemplate:
@@ -731,13 +745,13 @@ def _describe_difference(mine: Setting | None, wanted_setting: Setting | None) -
         if compared.fate.startswith(NOT_PROBED)
         else ""
     )
-    sent, asked = (
+    sent, required = (
         ", ".join(sorted(setting.ever)) if setting and setting.ever else "nothing"
         for setting in (mine, wanted_setting)
     )
     return (
         f"{one.operation} {format_path(compared.path)} = {sent[:_SHOWN_CHARS]} and not "
-        f"{asked[:_SHOWN_CHARS]}{unknown}"
+        f"{required[:_SHOWN_CHARS]}{unknown}"
     )
 
 
@@ -836,14 +850,16 @@ def build_writes(
     replaced = {
         key for key, serial in after.serials.items() if before.serials.get(key, serial) != serial
     }
-    born = (after.resources.keys() - before.resources.keys()) | replaced
-    gone = (before.resources.keys() - after.resources.keys()) | replaced
-    made = tuple(sorted((key[0], _without_marks(key[2])) for key in born if DRAWN in key[2]))
+    created = (after.resources.keys() - before.resources.keys()) | replaced
+    removed = (before.resources.keys() - after.resources.keys()) | replaced
+    generated_ids = tuple(
+        sorted((key[0], _without_marks(key[2])) for key in created if DRAWN in key[2])
+    )
     plain = [
         frozenset((service, kind, _without_marks(where)) for service, kind, where in keys)
-        for keys in (born, gone)
+        for keys in (created, removed)
     ]
-    return [SentWrite(name, params, made, *plain) for name, params in requests]
+    return [SentWrite(name, params, generated_ids, *plain) for name, params in requests]
 
 
 def _without_marks(text: str) -> str:

@@ -315,7 +315,7 @@ MAX_IDEMPOTENT_RETRIES = 3
 
 @dataclass(frozen=True)
 class Evidence:
-    """One sent request."""
+    """One request that an agent's command sent."""
 
     index: int
     """Number of the request within the episode, from 0."""

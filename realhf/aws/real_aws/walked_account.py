@@ -248,7 +248,7 @@ class RealAccountGrader(EndStateGrader):
 
     def evaluate(self, added: Sequence[Evidence], *, lost: bool = False) -> Grade:
         """See ``EndStateGrader.evaluate``."""
-        self._accepted_writes += [deed for deed in added if deed.ok and not deed.reads]
+        self._accepted_writes += [request for request in added if request.ok and not request.reads]
         return super().evaluate(added, lost=lost)
 
     def _build_comparison(self, goal: Goal) -> EpisodeComparison:
@@ -265,9 +265,9 @@ class RealAccountGrader(EndStateGrader):
         send. Otherwise, return the whole account.
         """
         requested = {
-            (deed.operation, name)
-            for deed in self._accepted_writes
-            for name in _member_names(deed.params)
+            (request.operation, name)
+            for request in self._accepted_writes
+            for name in _member_names(request.params)
         }
         if not requested <= {
             (operation, name)

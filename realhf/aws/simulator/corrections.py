@@ -82,11 +82,11 @@ def _limit_poll_time() -> None:
 
     async def receive_limited(request: Mapping[str, Any], url: str) -> dict[str, Any]:
         queue = sqs._get_q(request.get("QueueUrl", url), "sqs:ReceiveMessage")
-        asked = request.get("WaitTimeSeconds")
+        requested = request.get("WaitTimeSeconds")
         wait_s = int(
             queue["attributes"].get("ReceiveMessageWaitTimeSeconds", "0")
-            if asked is None
-            else asked
+            if requested is None
+            else requested
         )
         if not 0 <= wait_s <= _MOST_POLL_S:
             bounds = f"Must be >= 0 and <= {_MOST_POLL_S}, if provided."
@@ -201,14 +201,20 @@ def _check_desired_capacity(request: Parameters) -> Answer | None:
     """Return the error for a desired capacity outside of the group's bounds, or None."""
     scaling = _module("autoscaling")
     group = scaling._asgs.get(scaling._p(request, "AutoScalingGroupName"))
-    asked = scaling._p(request, "DesiredCapacity")
-    if group is None or not asked or int(group["MinSize"]) <= int(asked) <= int(group["MaxSize"]):
+    requested = scaling._p(request, "DesiredCapacity")
+    if (
+        group is None
+        or not requested
+        or int(group["MinSize"]) <= int(requested) <= int(group["MaxSize"])
+    ):
         return None
     side, bound = (
-        ("below min", "MinSize") if int(asked) < int(group["MinSize"]) else ("above max", "MaxSize")
+        ("below min", "MinSize")
+        if int(requested) < int(group["MinSize"])
+        else ("above max", "MaxSize")
     )
     message = (
-        f"New SetDesiredCapacity value {asked} is {side} value {group[bound]} for the "
+        f"New SetDesiredCapacity value {requested} is {side} value {group[bound]} for the "
         f"AutoScalingGroup."
     )
     return scaling._error("ValidationError", message)
@@ -424,8 +430,8 @@ def _delete_launch_template_versions() -> None:
             )
             return ec2._error("InvalidLaunchTemplateId.NotFound", message, 400)
         deleted = refused = ""
-        for asked in ec2._parse_member_list(request, "LaunchTemplateVersion"):
-            number = _version_number(template, asked)
+        for requested in ec2._parse_member_list(request, "LaunchTemplateVersion"):
+            number = _version_number(template, requested)
             remaining = [
                 version
                 for version in template["Versions"]

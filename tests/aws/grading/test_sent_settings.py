@@ -63,13 +63,15 @@ TARGET = [
 
 SHOP = ("autoscaling", "asgs", "shop")
 GONE = SentWrite(
-    "autoscaling:DeleteAutoScalingGroup", {"AutoScalingGroupName": "shop"}, gone=frozenset({SHOP})
+    "autoscaling:DeleteAutoScalingGroup",
+    {"AutoScalingGroupName": "shop"},
+    removed=frozenset({SHOP}),
 )
 
 
 def born(deeds: list[SentWrite]) -> list[SentWrite]:
     """Return requests, the first of which made the group."""
-    return [replace(deeds[0], born=frozenset({SHOP})), *deeds[1:]]
+    return [replace(deeds[0], created=frozenset({SHOP})), *deeds[1:]]
 
 
 def words(mine: list[SentWrite], wanted: list[SentWrite] = TARGET) -> list[str]:
@@ -115,11 +117,13 @@ def test_only_what_is_gone_from_the_account_is_forgotten() -> None:
     table = MemberTable({"s3:CreateBucket": {"Context": "not kept"}}, {})
     bucket = ("s3", "buckets", "shop")
     made = SentWrite(
-        "s3:CreateBucket", {"Bucket": "shop", "Context": "other"}, born=frozenset({bucket})
+        "s3:CreateBucket", {"Bucket": "shop", "Context": "other"}, created=frozenset({bucket})
     )
     ruled = SentWrite("s3:PutBucketCors", {"Bucket": "shop", "Rules": "wide"})
     part = SentWrite(
-        "s3:DeleteBucketCors", {"Bucket": "shop"}, gone=frozenset({("s3", "bucket_cors", "shop")})
+        "s3:DeleteBucketCors",
+        {"Bucket": "shop"},
+        removed=frozenset({("s3", "bucket_cors", "shop")}),
     )
     whole = SentWrite("s3:DeleteBucket", {"Bucket": "shop"})
 
@@ -132,12 +136,12 @@ def test_only_what_is_gone_from_the_account_is_forgotten() -> None:
         "rules",
     }
     assert held(made, ruled, whole) >= {"context", "rules"}, "it was asked for, and nothing went"
-    assert not held(made, ruled, replace(whole, gone=frozenset({bucket}))) - {"bucket"}
-    other = SentWrite("s3:DeleteObjects", {"Bucket": "shop"}, gone=frozenset({bucket}))
+    assert not held(made, ruled, replace(whole, removed=frozenset({bucket}))) - {"bucket"}
+    other = SentWrite("s3:DeleteObjects", {"Bucket": "shop"}, removed=frozenset({bucket}))
     assert "context" not in held(made, ruled, other), "whatever request removed it"
-    by_setup = replace(made, born=frozenset())
+    by_setup = replace(made, created=frozenset())
     assert "context" in held(by_setup, whole)
-    assert "context" not in held(by_setup, replace(whole, gone=frozenset({bucket})))
+    assert "context" not in held(by_setup, replace(whole, removed=frozenset({bucket})))
 
 
 def test_what_is_restored_is_not_about_to_end() -> None:
@@ -282,7 +286,7 @@ def test_a_resource_that_is_gone_takes_the_settings_of_its_parts_with_it() -> No
         return sorted(one.operation for held in settings.values() for one in held.values())
 
     key = ("lambda", "functions", "pay")
-    function = SentWrite("lambda:CreateFunction", {"FunctionName": "pay"}, born=frozenset({key}))
+    function = SentWrite("lambda:CreateFunction", {"FunctionName": "pay"}, created=frozenset({key}))
     alias = SentWrite(
         "lambda:CreateAlias", {"FunctionName": "pay", "Name": "live", "Routing": "odd"}
     )
@@ -292,7 +296,7 @@ def test_a_resource_that_is_gone_takes_the_settings_of_its_parts_with_it() -> No
     assert not told(
         function,
         alias,
-        SentWrite("lambda:DeleteFunction", {"FunctionName": "pay"}, gone=frozenset({key})),
+        SentWrite("lambda:DeleteFunction", {"FunctionName": "pay"}, removed=frozenset({key})),
     )
 
 
@@ -416,12 +420,12 @@ def test_what_a_template_hides_is_told(body: str) -> None:
 def test_a_deleted_stack_takes_the_settings_of_what_went_with_it() -> None:
     made = replace(
         _stack("CreateStack", _declaring(AutoScalingGroupName="shop", Context="other")),
-        born=frozenset({SHOP}),
+        created=frozenset({SHOP}),
     )
     deleted = _stack("DeleteStack")
     assert "other" in told_of_stacks(made)
     assert "other" in told_of_stacks(made, deleted), "it is retained"
-    assert "other" not in told_of_stacks(made, replace(deleted, gone=frozenset({SHOP})))
+    assert "other" not in told_of_stacks(made, replace(deleted, removed=frozenset({SHOP})))
     assert "other" not in told_of_stacks(
         made, _stack("UpdateStack", _declaring(AutoScalingGroupName="shop"))
     )
@@ -577,12 +581,12 @@ def test_drawn_ids_are_those_of_new_resources() -> None:
         return Snapshot({("ec2", "vpcs", f"vpc-{DRAWN}{name}{END_DRAWN}"): {} for name in names})
 
     (deed,) = build_writes(account("a", "c"), account("a", "b"), [("ec2:CreateVpc", {})])
-    assert deed.made == (("ec2", "vpc-b"),)
-    assert (deed.born, deed.gone) == ({("ec2", "vpcs", "vpc-b")}, {("ec2", "vpcs", "vpc-c")})
+    assert deed.generated_ids == (("ec2", "vpc-b"),)
+    assert (deed.created, deed.removed) == ({("ec2", "vpcs", "vpc-b")}, {("ec2", "vpcs", "vpc-c")})
     key = ("ssm", "parameters", "a")
     before, after = (Snapshot({key: {}}, {key: serial}) for serial in (1, 2))
     (deed,) = build_writes(before, after, [("ssm:PutParameter", {})])
-    assert (deed.born, deed.gone) == ({key}, {key}), "it was made anew"
+    assert (deed.created, deed.removed) == ({key}, {key}), "it was made anew"
 
 
 def test_notes_name_file_and_line_of_what_is_none(tmp_path: Path) -> None:
