@@ -213,7 +213,7 @@ def _find_problems(episode: Episode, task: Task, thorough: bool) -> list[Fault]:
     achieved, total = play(episode, task, task.solution)
     if not achieved or total != 1.0:
         text = (
-            f"the solution, played once more, does not reach what it left: achieved={achieved}, "
+            f"the solution, played again, does not reach its own end state: achieved={achieved}, "
             f"return {total}"
         )
         found.append(Fault(text + _missing_note(episode), "solution"))

@@ -274,7 +274,7 @@ def begin_targets(
             return references.result(future, WAIT_S)
         except TargetError:
             raise
-        except Exception as error:  # whatever it is, the agent did not cause it
+        except Exception as error:  # the agent did not cause it, whatever it is
             if not future.done():
                 raise TargetError(
                     f"the target of task {task.task_id} was not ready after {WAIT_S:g} s"

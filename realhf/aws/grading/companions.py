@@ -112,7 +112,9 @@ def find_companions(
 
     ``wanted``: the rights that ``target`` grants. ``rename``: as in ``read_rights``.
     """
-    extended = {key: attributes for key, attributes in target.items()}  # the target with all grants
+    extended = {
+        key: attributes for key, attributes in target.items()
+    }  # becomes the target with all grants
     roles = dict[Key, str]()
     policies = set[str]()
     by_arn = {

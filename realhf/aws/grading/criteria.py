@@ -326,7 +326,7 @@ def _is_cli_word(operation: str) -> bool:
 def _parse_service(name: Any) -> str:
     """Return a service's botocore name. Raises TaskError for a service that is not available."""
     if not isinstance(name, str):
-        raise TaskError("a service of task.success_criteria is not a text")
+        raise TaskError("a service of task.success_criteria is not a string")
     service = _SERVICES.get(name, name)
     if _table_name(service) not in ALLOWED:
         raise TaskError(f"service {name[:60]!r} is not available here")
@@ -365,7 +365,7 @@ def _find_operations(word: str, services: frozenset[str]) -> list[str]:
         and len(owners) == 1
         and not any(word in _api_names(service) for service in services)
     ):
-        fitting = owners  # ``services`` demands services; it does not forbid the others
+        fitting = owners  # ``services`` lists required services; others are not forbidden
     if not fitting:
         where = f" of {', '.join(sorted(services))}" if services else ""
         raise TaskError(f"operation {word[:60]!r}{where} is not available here")
@@ -399,11 +399,11 @@ def _parse_resource(check: Mapping[str, Any], operation: str) -> ListedResource:
 
 def _parse_step(step: Any, services: frozenset[str]) -> CriteriaStep:
     if not isinstance(step, Mapping):
-        raise TaskError("a step of task.success_criteria is no object")
+        raise TaskError("a step of task.success_criteria is not an object")
     step = {key: value for key, value in step.items() if value is not None}
     _refuse_unknown(step, {"operation", "resource"}, ".steps")
     if not step.get("operation") or not all(isinstance(value, str) for value in step.values()):
-        raise TaskError("operation and resource of a step are texts")
+        raise TaskError("operation and resource of a step must be strings")
     operation, *also = (
         _find_operations(step["operation"], services)
         if _is_cli_word(step["operation"])
@@ -420,7 +420,7 @@ def _parse_state_check(check: Any) -> CommandCheck:
     _refuse_unknown(check, _CHECK_TYPES.keys() | {"expected", "description"}, where)
     _check_types(check, _CHECK_TYPES, where)
     if not check_command(check["command"]).operation.startswith(_READ_PREFIXES):
-        raise TaskError("the command of a check may only look at what there is")
+        raise TaskError("the command of a check may only read")
     path = check.get("json_path", "").removeprefix("$").removeprefix(".")
     try:
         jmespath.compile(path or "@")

@@ -536,7 +536,7 @@ class EpisodeComparison:
                 restored |= (
                     {policies_of_target[key, path]} if (key, path) in policies_of_target else set()
                 )
-        # A managed policy that was made only to be attached as a companion belongs to it.
+        # A managed policy that was created only to be attached as a companion grant is one, too.
         attached = {leaf[2].strip('"') for leaf in companions if leaf[1] == "AttachedPolicies[]"}
         companion_policies = {
             key
@@ -639,7 +639,7 @@ def _split_parts(wanted: Set[Wanted], states: Sequence[Set[Leaf]]) -> list[tuple
     command that established it for good."""
     parts = []
     remaining = set(wanted)
-    # Backwards: a leaf belongs to the last command before which it was still wrong.
+    # Go backwards: a leaf belongs to the last command before which it was still wrong.
     for place, before in reversed(list(enumerate(states[:-1]))):
         part = {(sign, leaf) for sign, leaf in remaining if (leaf in before) != (sign == "+")}
         remaining -= part
@@ -733,8 +733,8 @@ class _LeafReader:
         self._free: dict[str, list[tuple[list[str], str]]] = {}
         for kind, path, values in freedom.free:
             self._free.setdefault(kind, []).append((_parse_field_path(path), values))
-        # Leaves by the identity of the attributes: ``snapshot`` caches records, so a resource that
-        # is unchanged since the target is the same object.
+        # Leaves by the ``id`` of the attributes object. ``snapshot`` caches parsed records, so an
+        # unchanged resource has the same attributes object in both accounts.
         self._read = {
             id(attributes): [*_leaves(attributes, "", MemberPosition.of(key))]
             for state in self._states

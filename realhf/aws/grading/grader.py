@@ -86,12 +86,12 @@ class Grader:
                 answer = self._state.run(check.command)
                 if not answer.success and not answer.timed_out:
                     raise TaskError(
-                        "a state check asks for an id that AWS draws and that the set-up has not "
+                        "a state check names a resource by an id that AWS generates and that the set-up has not "
                         "made"
                     )
         self._baseline = self._count_passing_checks()
         if checks and self._baseline == len(checks):
-            raise TaskError("every state check of the task holds before the first command")
+            raise TaskError("every state check of the task passes before the first command")
 
     @property
     def credited_operations(self) -> list[str]:
@@ -340,9 +340,9 @@ class EndStateGrader:
         Raises RuntimeError before ``start``.
         """
         if self._start is None or self._now is None:
-            raise RuntimeError("the account was not read yet")
+            raise RuntimeError("the account has not been read yet")
         digested, digest = self._digest
-        if digested is not self._now:  # usually the last command only read
+        if digested is not self._now:  # computed only after a read: most commands change nothing
             digest = state_digest(self._start, self._now)
             self._digest = (self._now, digest)
         return digest
@@ -415,7 +415,9 @@ class EndStateGrader:
             # The goals are known only once the solutions have been played, so not at ``start``.
             comparisons = [self._build_comparison(goal) for goal in self._goals()]
             if any(comparison.goal.is_trivial for comparison in comparisons):
-                raise TaskError("the account is as its solution leaves it before the first command")
+                raise TaskError(
+                    "the account is already as the solution leaves it before the first command"
+                )
             self._comparisons = comparisons
         now = self._read()
         targets = [goal.target for goal in self._goals()]

@@ -94,7 +94,7 @@ def parse_policy(document: Any) -> tuple[Statement, ...]:
     except (ValueError, RecursionError):
         raise PolicyError("the policy is not JSON") from None
     if not isinstance(document, Mapping):
-        raise PolicyError("the policy is no object, or longer than AWS permits")
+        raise PolicyError("the policy is not an object, or longer than AWS permits")
     statements = document.get("Statement")
     if isinstance(statements, Mapping):
         statements = [statements]
@@ -131,7 +131,7 @@ def _compile_piece(piece: str) -> re.Pattern[str]:
 def _parse_statement(entry: Any) -> Statement:
     """Parse one statement. Raises PolicyError."""
     if not isinstance(entry, Mapping):
-        raise PolicyError("a statement is no object")
+        raise PolicyError("a statement is not an object")
     unknown = set(entry) - _STATEMENT_KEYS
     if unknown:
         raise PolicyError(f"a statement has the unknown key {sorted(map(str, unknown))[0]!r}")
@@ -166,7 +166,7 @@ def _parse_texts(value: Any) -> tuple[str, ...]:
         or not values
         or not all(isinstance(item, str) for item in values)
     ):
-        raise PolicyError("a part of a statement is neither a text nor a list of texts")
+        raise PolicyError("a part of a statement is neither a string nor a list of strings")
     if any(len(item) > LONGEST_NAME for item in values):
         raise PolicyError("a name in a statement is longer than an ARN")
     return tuple(dict.fromkeys(values))
@@ -195,10 +195,10 @@ def _parse_conditions(data: Any) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Yield each condition as (operator, key, values), operator and key in lower case. Raises
     PolicyError."""
     if not isinstance(data, Mapping):
-        raise PolicyError("a condition is no object")
+        raise PolicyError("a condition is not an object")
     for operator, keys in data.items():
         if not isinstance(keys, Mapping):
-            raise PolicyError("a condition's operator holds no object")
+            raise PolicyError("the value of a condition's operator is not an object")
         for key, values in keys.items():
             listed: Iterable[Any] = values if isinstance(values, list) else [values]
             yield (

@@ -130,7 +130,8 @@ def compare_rights(before: Rights, after: Rights) -> RightsChange:
                 continue
             if difference.equal:
                 continue
-            # A change that only denies counts for an identity if a resource admits it by itself.
+            # If only denials of an identity changed, that counts if a resource's own policy may
+            # admit the identity.
             if (
                 not identity
                 or difference.gains
@@ -138,7 +139,7 @@ def compare_rights(before: Rights, after: Rights) -> RightsChange:
                 or _is_admitted(holder, admitted)
             ):
                 changed.append(holder)
-            # rights that a group passes on are counted with its members
+            # Rights that a group gives are counted with the group's members.
             if old is not before.groups:
                 gained += [
                     _build_gained_right(holder, gain, identity, holder not in old)

@@ -403,7 +403,7 @@ class _SettingsLedger:
         kind = _noun_of(write.operation)
         creates = _CREATES.search(write.operation) is not None
         again = (subject, write.operation) in self._paths_by_operation
-        # A create request for an existing resource leaves the resource as it is.
+        # A create request for an existing resource does not change the resource.
         stays = creates and self._exists(subject, kind, write)
         if creates and not stays:
             self._forget_resource(subject, kind)
@@ -439,8 +439,8 @@ class _SettingsLedger:
         top = {path[0] for path in sent} | {
             name.lower() for name in write.params if name != _ATTRIBUTES
         }
-        # Settings that the request may change: those of the structures that it sends, and for an
-        # operation that sets all of a resource, those of its earlier requests.
+        # Settings that the request may change: those in the structures that it sends and, if the
+        # operation sets a resource as a whole, those that its earlier requests set.
         touched = {
             path for name in top for path in self._paths_by_first_step.get((subject, name), ())
         }
@@ -515,8 +515,8 @@ class _SettingsLedger:
                 self._forget_resource(subject, kind)
             return
         settings = self.settings.get(subject, {})
-        # A setting with several requests belongs to several parts of one name; which of them was
-        # deleted is unknown.
+        # A setting with several requests belongs to several parts with the same name. It is unknown
+        # which of them was deleted.
         single = {
             path
             for path, setting in settings.items()

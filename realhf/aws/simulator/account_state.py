@@ -78,7 +78,7 @@ _IGNORED_STORES = frozenset(
             "_challenge_sessions",
             "_change_progress",
         ),
-        # positions of readers of streams
+        # read positions in streams
         *(
             "_kinesis_positions",
             "_dynamodb_stream_positions",
@@ -177,7 +177,7 @@ class Draws:
         ids have short prefixes.
         """
         piece = match[0]
-        if _UUID.fullmatch(piece):  # clients generate them too, as tokens of requests
+        if _UUID.fullmatch(piece):  # clients generate UUIDs too, as request tokens
             return f"{DRAWN}{piece}{END_DRAWN}"
         for start in range(min(6, len(piece) - _SHORTEST_DRAW + 1)):
             if self._is_generated(piece[start:]):

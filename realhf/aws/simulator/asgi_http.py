@@ -295,7 +295,7 @@ class HttpConnection(asyncio.Protocol):
             self._parsed.refuse(f"an answer: {error}")
             data = _REASONS[500] + b"content-length: 0\r\n\r\n"
         except Exception as error:
-            # Only the owner learns the reason: it may contain internals of the simulator.
+            # Only the owner gets the reason, because it may contain internals of the simulator.
             is_explained = self._entrance == "owner" and head.method != "HEAD"
             reason = (
                 f"{type(error).__name__}: {error}".encode(errors="replace") if is_explained else b""

@@ -98,7 +98,7 @@ async def _serve(
     connection: socket.socket,
     make_protocol: Callable[[], asyncio.Protocol],
 ) -> None:
-    with contextlib.suppress(OSError):  # it may be closed already
+    with contextlib.suppress(OSError):  # the connection may be closed already
         await loop.connect_accepted_socket(make_protocol, connection)
 
 
@@ -179,7 +179,7 @@ def start_failure(name: str, reason: object, log: str) -> str:
     """Return the error message for a process that did not start: one line with the log's last line,
     then the log."""
     text = log.strip()
-    last = f"; its last words: {text.splitlines()[-1].strip()}\n{text}" if text else ""
+    last = f"; the last line of its log: {text.splitlines()[-1].strip()}\n{text}" if text else ""
     return f"{name} did not come up: {reason}{last}"
 
 
@@ -256,7 +256,7 @@ class MiniStackProcess:
             self.port = 0
             self.bind()
             logger.warning(
-                "port %d is taken meanwhile; this simulator has port %d from now on",
+                "port %d was taken by another process; this simulator has port %d from now on",
                 taken,
                 self.port,
             )

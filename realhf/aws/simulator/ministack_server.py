@@ -511,7 +511,7 @@ def main() -> None:
             runner.run(_serve(app, agent_app, seed, state, listener, owner))
 
     serve_forks(control, {"ready": True, "isolated": isolated}, child)
-    remove_folder(Path(root))  # an owner that was killed could not
+    remove_folder(Path(root))  # the owner does it, unless it was killed
 
 
 if __name__ == "__main__":
