@@ -86,8 +86,8 @@ class Grader:
                 answer = self._state.run(check.command)
                 if not answer.success and not answer.timed_out:
                     raise TaskError(
-                        "a state check names a resource by an id that AWS generates and that the set-up has not "
-                        "made"
+                        "a state check names a resource by a generated id that the set-up has not "
+                        "created"
                     )
         self._baseline = self._count_passing_checks()
         if checks and self._baseline == len(checks):

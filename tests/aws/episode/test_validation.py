@@ -147,7 +147,7 @@ def test_a_solution_that_misses_its_own_target_is_named_with_its_line(
     status, said = said_of(own_file, text, capsys)
     assert status == 1
     assert (
-        f"{own_file}:9: task 901: the solution, played once more, does not reach what it left"
+        f"{own_file}:9: task 901: the solution, played again, does not reach its own end state"
         in said
     )
 
