@@ -1,6 +1,6 @@
 """Probing of request members: finds out which members of a request a simulator stores. A request is
 sent with different values of a member, each time in the same world, and the resulting accounts are
-compared.
+compared. The result for a member is its *fate*, see ``grading.sent_settings``.
 
 The worlds come from the tasks: an operation is probed where a set-up, a solution or a play sends
 it. Such a place is called a *site*; the request that is sent there is the one that is varied.
@@ -71,7 +71,8 @@ previous ones do not."""
 _MAX_FAILED_SITES = 8
 """Number of failed sites after which an operation counts as impossible to probe."""
 _MAX_ATTEMPTS = 2
-"""Number of simulators that a request may break before it counts as refused."""
+"""Number of attempts to send a request, each after a failure on a new simulator, before it counts
+as refused."""
 _NAMING = re.compile(r"(name|id|identifier|arn|url|bucket|key|keyid)$", re.IGNORECASE)
 """Name endings of members that contain names."""
 _DOCUMENTS = frozenset({"policy", "resourcepolicy", "template"})

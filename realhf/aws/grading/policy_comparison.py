@@ -150,7 +150,8 @@ def _parse_statement(entry: Any) -> Statement:
 
 
 def _parse_names(entry: Mapping[str, Any], key: str, read: Any) -> Names:
-    """Parse the part ``key`` or ``Not<key>`` of a statement, whose value ``read`` parses."""
+    """Return the names in the part ``key`` or ``Not<key>`` of a statement. ``read`` parses the
+    part's value. Raises PolicyError."""
     if key in entry and f"Not{key}" in entry:
         raise PolicyError(f"a statement names both {key} and Not{key}")
     if f"Not{key}" in entry:

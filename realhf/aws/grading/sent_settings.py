@@ -586,8 +586,9 @@ def _same_kind(one: str, other: str) -> bool:
 
 
 def _noun_of(operation: str) -> str:
-    """Return the noun in an operation's name, or a CloudFormation type unchanged. A part's noun
-    begins with that of its resource: Bucket, BucketCors."""
+    """Return the noun in an operation's name, such as "Bucket" for CreateBucket; a CloudFormation
+    type is returned unchanged. The noun of a resource's part begins with that of the resource, as
+    BucketCors does."""
     name = operation.rpartition(":")[2]
     return name if operation.startswith(_TYPE) else _VERB.sub("", name).removesuffix("Deletion")
 

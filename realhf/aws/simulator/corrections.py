@@ -539,8 +539,7 @@ def _merge_over(current: Any, value: Any) -> Any:
 
 
 def _create_from_template_as_by_request() -> None:
-    """Create a stack's topics, subscriptions and tables with the same content as by a direct
-    request.
+    """Create a stack's topics, subscriptions and tables as direct requests would create them.
 
     MiniStack gives a stack's topic a different policy and a display name, omits attributes of a
     subscription, and provisions capacity for a table that is billed by request.
