@@ -167,7 +167,11 @@ def test_a_documented_default_is_as_good_as_nothing() -> None:
 
 def test_what_an_operation_only_takes_away_is_no_setting() -> None:
     noted = MemberTable(
-        {}, {}, noted=lambda operation, path: "steers the request only" if path == "DryRun" else ""
+        {},
+        {},
+        fate_from_notes=lambda operation, path: (
+            "steers the request only" if path == "DryRun" else ""
+        ),
     )
     assert (
         noted.fate("lambda:UpdateFunctionConfiguration", ("DryRun",)) == "steers the request only"
