@@ -407,7 +407,9 @@ class _SettingsLedger:
         stays = creates and self._exists(subject, kind, write)
         if creates and not stays:
             self._forget_resource(subject, kind)
-            self._existing[subject][kind] = _named_by(write.created, self._table.subject(write))
+            self._existing[subject][kind] = _keys_named_by(
+                write.created, self._table.subject(write)
+            )
             again = (subject, write.operation) in self._paths_by_operation
         if _ENDS.search(write.operation) and not _VERSIONS & write.params.keys():
             self._forget_deleted(subject, kind, write)
@@ -474,7 +476,7 @@ class _SettingsLedger:
         unchanged."""
         if kind in self._existing[subject]:
             return True
-        return bool(self._existing[subject]) and not _named_by(
+        return bool(self._existing[subject]) and not _keys_named_by(
             write.created, self._table.subject(write)
         )
 
@@ -556,7 +558,7 @@ class _SettingsLedger:
                     del self._paths_by_operation[subject, setting.operation]
 
 
-def _named_by(keys: Iterable[Key], subject: Subject) -> frozenset[Key]:
+def _keys_named_by(keys: Iterable[Key], subject: Subject) -> frozenset[Key]:
     """Return the keys whose identity contains a name of the subject."""
     return frozenset(
         key

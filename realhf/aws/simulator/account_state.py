@@ -162,7 +162,7 @@ class Draws:
         if DRAWN in text or END_DRAWN in text:
             text = text.replace(DRAWN, "?").replace(END_DRAWN, "?")
         if len(text) <= _LONGEST_NAME:
-            ends = _ends(text)
+            ends = _word_endings(text)
             self._absent_endings.update(
                 end for end in ends - self._absent_endings if end not in self._index
             )
@@ -193,7 +193,7 @@ class Draws:
 
 
 @lru_cache(8192)
-def _ends(text: str) -> frozenset[str]:
+def _word_endings(text: str) -> frozenset[str]:
     """Return the last characters of every word in a text.
 
     Prefixing a generated text does not change its ending, so a text whose endings occur in no

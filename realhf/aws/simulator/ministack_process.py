@@ -245,7 +245,7 @@ class MiniStackProcess:
         self.port = listener.getsockname()[1]
         self._listener = listener
 
-    def _bind_again(self) -> None:
+    def _rebind(self) -> None:
         """Bind the port for a restart, or another one if it is taken."""
         try:
             self.bind()
@@ -267,7 +267,7 @@ class MiniStackProcess:
         Raises OSError or RuntimeError. Call ``stop`` after a failure.
         """
         if self._listener is None:
-            self._bind_again()
+            self._rebind()
         assert self._listener is not None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the process)
         self._owner = OwnerChannel()

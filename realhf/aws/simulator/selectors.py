@@ -427,7 +427,7 @@ class _XmlAnswer:
             element for element in self._root.iter() if _local_name(element) == narrowing.items[0]
         ]:
             for listed in [outer] if len(narrowing.items) == 1 else [*outer]:
-                for item in self._lists(listed, narrowing.items[1:]):
+                for item in self._find_lists(listed, narrowing.items[1:]):
                     for element in [*item]:
                         content = _as_data(element)
                         missing -= {
@@ -438,13 +438,15 @@ class _XmlAnswer:
                         if not _has_value(narrowing, name, values, content):
                             item.remove(element)
                 if len(narrowing.items) > 1 and not any(
-                    len(item) for item in self._lists(listed, narrowing.items[1:])
+                    len(item) for item in self._find_lists(listed, narrowing.items[1:])
                 ):
                     outer.remove(listed)
         return [value for value in values if value in missing]
 
     @staticmethod
-    def _lists(element: ElementTree.Element, names: Sequence[str]) -> list[ElementTree.Element]:
+    def _find_lists(
+        element: ElementTree.Element, names: Sequence[str]
+    ) -> list[ElementTree.Element]:
         """Return the child elements whose name is the first of ``names``, or the element itself if
         there are no names."""
         return (
@@ -476,7 +478,7 @@ def _has_value(narrowing: Narrowing, name: str, values: list[str], item: Any) ->
     the requested filter's name."""
     if narrowing.rule == "tag":
         tag = name.removeprefix("tag:")
-        tags = list(_at(item, narrowing.place.split(".")))
+        tags = list(_values_at(item, narrowing.place.split(".")))
         pairs = [
             {key.lower(): text for key, text in each.items()}
             for each in tags
@@ -484,7 +486,7 @@ def _has_value(narrowing: Narrowing, name: str, values: list[str], item: Any) ->
         ]
         item_values = [pair.get("value", "") for pair in pairs if pair.get("key") == tag]
     else:
-        item_values = [str(text) for text in _at(item, narrowing.place.split("."))]
+        item_values = [str(text) for text in _values_at(item, narrowing.place.split("."))]
     match narrowing.rule:
         case "prefix":
             return any(text.startswith(value) for text in item_values for value in values)
@@ -501,26 +503,26 @@ def _has_value(narrowing: Narrowing, name: str, values: list[str], item: Any) ->
             return any(text in values for text in item_values)
         case _:
             return any(
-                fnmatch.fnmatchcase(text, _pattern(value))
+                fnmatch.fnmatchcase(text, _fnmatch_pattern(value))
                 for text in item_values
                 for value in values
             )
 
 
-def _pattern(value: str) -> str:
+def _fnmatch_pattern(value: str) -> str:
     """Return a filter value as an fnmatch pattern."""
     return value.replace("[", "[[]")  # EC2 has only * and ? as wildcards
 
 
-def _at(value: Any, names: Sequence[str]) -> Iterator[Any]:
+def _values_at(value: Any, names: Sequence[str]) -> Iterator[Any]:
     """Yield the values at a path. A list on the way stands for each of its elements."""
     if isinstance(value, list):
         for each in value:
-            yield from _at(each, names)
+            yield from _values_at(each, names)
     elif not names:
         yield value
     elif isinstance(value, dict) and names[0] in value:
-        yield from _at(value[names[0]], names[1:])
+        yield from _values_at(value[names[0]], names[1:])
 
 
 async def _answer(send: Any, status: int, kind: bytes, body: bytes) -> None:

@@ -171,7 +171,7 @@ class Slot:
         because a reset cannot clear everything that a process may hold. Raises SimulatorLost or
         OSError if the slot stays dirty.
         """
-        if self._was_reached():
+        if self._needs_respawn():
             self.respawn()
         else:
             self._stop_workers()
@@ -182,9 +182,9 @@ class Slot:
         if leftovers:
             raise SimulatorLost(f"slot {self.index} still has {leftovers} after its scrub")
 
-    def _was_reached(self) -> bool:
-        """Return whether the simulator, since its start, received requests on other connections
-        than the owner's, or is worn out. True if that cannot be determined."""
+    def _needs_respawn(self) -> bool:
+        """Return whether a scrub must replace the simulator: since its start it received requests
+        on other connections than the owner's, or is worn out. True if that cannot be determined."""
         try:
             report = self.ministack.requests(after=sys.maxsize)
             return (
