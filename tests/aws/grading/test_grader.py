@@ -485,7 +485,7 @@ def test_an_id_that_aws_draws_and_nobody_made_is_refused_at_the_start(episode: E
         "output_contains": "x",
     }
     setup = ["aws cognito-idp create-user-pool --pool-name chosen"]
-    with pytest.raises(TaskError, match="id that AWS draws"):
+    with pytest.raises(TaskError, match="generated id"):
         episode.reset(task({"state_checks": [check]}, "expert", setup_commands=setup), chaos=False)
     assert not CommandCheck("aws iam get-role --role-name group-id").asks_for_drawn_id()
 
@@ -594,7 +594,7 @@ LOOK = "aws sqs list-queues"
             "unknown key 'attributes'.*end state",
         ),
         ({"steps": [{"resource": "a"}]}, "operation and resource of a step"),
-        ({"steps": ["s3:CreateBucket"]}, "no object"),
+        ({"steps": ["s3:CreateBucket"]}, "not an object"),
         ({"steps": [{"operation": 5}]}, "operation and resource of a step"),
         (
             {"steps": [{"operation": "s3:CreateBucket", "verify": BUCKET}]},
@@ -636,7 +636,7 @@ def test_what_is_wrong_or_belongs_to_the_end_state_is_named(
     ],
 )
 def test_the_command_of_a_check_may_only_look(command: str) -> None:
-    with pytest.raises(TaskError, match="may only look"):
+    with pytest.raises(TaskError, match="may only read"):
         parse_criteria({"state_checks": [{"command": command}]})
 
 
