@@ -8,9 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SEED ?= 1
-# A stream of slow tests waits for processes most of its time, so two cores have room for four (six are quicker by a
-# tenth and strain deadlines); each needs 2.5 GB with what it starts.
-TEST_PROCESSES ?= $(shell awk '/^MemTotal/ {n = int($$2 / 2.5e6); print (n < 2 ? 2 : n > 4 ? 4 : n)}' /proc/meminfo || echo 4)
+# Slow tests wait for processes half of their time, so two cores have room for six; each needs 2.5 GB with what it starts.
+TEST_PROCESSES ?= $(shell awk '/^MemTotal/ {n = int($$2 / 2.5e6); print (n < 2 ? 2 : n > 6 ? 6 : n)}' /proc/meminfo || echo 6)
 # Every process collects all tests first, and fast ones hardly wait.
 FAST_PROCESSES ?= 3
 # Hundreds of real processes on a machine that others use: a test that fails is played once more, at most five of them,

@@ -24,8 +24,8 @@ from realhf.aws.episode.episode import Episode
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from realhf.aws.tasks.loader import instantiate, load_templates
 from realhf.base.process import collect_rarely
-from tests.asked_for import pytest_addoption, skip_unasked
 from tests.costs import pytest_runtest_call, pytest_terminal_summary
+from tests.opt_in import pytest_addoption, skip_opt_in
 from tests.sharing import place, pytest_xdist_make_scheduler
 
 __all__ = [
@@ -66,7 +66,7 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow files come first, lest one process ends with them while the other has nothing left to
     do; mixed if several processes share them. Those that nobody asked for are skipped."""
-    skip_unasked(config, items)
+    skip_opt_in(config, items)
     several = hasattr(config, "workerinput")
     items.sort(
         key=lambda item: place(

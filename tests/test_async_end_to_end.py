@@ -57,6 +57,7 @@ def streamed(trained):
     return trained("grpo_aws_async", "eta0", "async_rl.max_head_offpolicyness=0")
 
 
+@pytest.mark.nightly
 def test_staleness_zero_is_the_synchronous_run(root, trained, streamed):
     played = trained("grpo_aws", "sync")
     for one, other in zip(played, streamed, strict=True):
@@ -74,6 +75,7 @@ def test_staleness_zero_is_the_synchronous_run(root, trained, streamed):
     assert order[0] == order[1] and len(order[0]) == 2 * STEPS
 
 
+@pytest.mark.nightly
 def test_a_run_leaves_what_it_promised(root, streamed):
     folder = root / "grpo_aws_async" / "eta0"
     for name in (

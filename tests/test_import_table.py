@@ -193,6 +193,7 @@ def test_the_table_allows_no_more_than_is_used():
     assert {name: " ".join(sorted(others)) for name, others in used.items()} == ROOMS
 
 
+@pytest.mark.slow
 def test_arrows_point_one_way():
     for path in modules("realhf"):
         arrows_of_a_module(path)

@@ -141,6 +141,7 @@ def together(tmp_path_factory, tiny_policy):
     return Run(tmp_path_factory.mktemp("together"), "one", tiny_policy).finish()
 
 
+@pytest.mark.nightly
 def test_the_critic_learns_first_and_then_both_do(together):
     assert sorted(together) == [*range(1, STEPS + 1)]
     assert [row["policy/updates"] for row in together.values()] == [0, *[2] * (STEPS - 1)]

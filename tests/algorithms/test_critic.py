@@ -186,6 +186,7 @@ def test_by_turns_the_critic_learns_the_states_in_which_turns_begin(rollout_batc
         assert bool((mine == mine[0]).all()) and (bool(mine[0]) == (OUTCOME[i] == 0))
 
 
+@pytest.mark.slow
 def test_a_resumed_critic_goes_on_to_the_bit(rollout_batch, tmp_path):
     """The weights with the value head, the optimizer, and the units of the returns."""
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)

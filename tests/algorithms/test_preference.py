@@ -222,6 +222,8 @@ def test_a_reward_model_has_the_loss_and_the_gradient_of_bradley_and_terry(
     torch.testing.assert_close(engine.gradient, gradient, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["dpo", "reward_model"])
 def test_a_real_engine_finds_the_better_ones_in_micro_batches_of_any_size(
     kind: str, tmp_path: Path
@@ -415,6 +417,8 @@ def test_options_of_the_verifier_are_refused_where_it_has_no_part(tmp_path: Path
 COMMON = ("env=countdown", "actor.path=builtin_tiny", "mode=check")
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -228,6 +228,7 @@ def test_drawings_show_every_call_and_every_key():
     assert '"rew_inf" -> "actor_train" [label="rewards"];' in drawn().to_dot()
 
 
+@pytest.mark.slow
 def test_the_graph_needs_no_torch():
     code = "import sys, realhf.api.graph, realhf.api.source; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

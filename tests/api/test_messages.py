@@ -358,6 +358,8 @@ OTHER_WORDS = {"verifiers", "agents' endpoint", "trajectory server"}
 """These may find a fault by their own schema first."""
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(110)
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("entrance", ENTRANCES)
 def test_a_bad_message_is_one_line_at_every_entrance(

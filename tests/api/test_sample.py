@@ -46,6 +46,7 @@ def as_lists(sample):
 groups = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=1, max_size=8)
 
 
+@pytest.mark.slow
 @given(groups, st.sampled_from(sorted(ITEMSIZE)), st.sampled_from([(), (2,), (0,), (1, 3)]))
 @settings(max_examples=80, deadline=None)
 def test_cutting_then_gathering_restores_every_bit(lengths, dtype, trailing):
@@ -53,6 +54,7 @@ def test_cutting_then_gathering_restores_every_bit(lengths, dtype, trailing):
     assert SequenceSample.gather([sample.select_ids([i]) for i in range(len(sample))]) == sample
 
 
+@pytest.mark.slow
 @given(groups, st.randoms(use_true_random=False))
 @settings(max_examples=80, deadline=None)
 def test_reorder_and_select_move_whole_samples(lengths, random):

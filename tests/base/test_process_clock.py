@@ -130,6 +130,7 @@ else:
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["uvloop", "asyncio", "thread"])
 def test_a_wait_of_three_seconds_outlasts_a_pause_of_five(kind: str):
@@ -237,6 +238,7 @@ def _asks(node: ast.AST) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_no_deadline_goes_by_another_clock():
     """``time.monotonic()`` counts pauses. It measures durations that are reported: nothing is added
     to it, and it is compared with nothing."""
@@ -250,6 +252,7 @@ def test_no_deadline_goes_by_another_clock():
     assert {line.partition(":")[0] for line in found} == set(COUNTS_PAUSES)
 
 
+@pytest.mark.slow
 def test_no_event_loop_goes_by_another_clock():
     """``asyncio.run`` makes a loop whose timers count pauses, and so does uvicorn by itself."""
     found = set()

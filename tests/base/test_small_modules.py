@@ -144,6 +144,7 @@ def largest(costs, parts):
     return max(sum(costs[i] for i in part) for part in parts)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(batches())
 def test_every_item_is_in_one_part_and_no_part_is_larger_than_without_homes(batch):

@@ -48,6 +48,7 @@ def of(tensor):
     return DIGESTER.digest(tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 )
@@ -83,6 +84,7 @@ def test_strides_and_alignment_do_not_count():
     assert of(shifted) == of(tensor)
 
 
+@pytest.mark.slow
 def test_every_single_bit_and_pairs_of_high_bits_count():
     """Also pairs of the highest bits, such as the signs of two weights, which a product modulo
     2**64 would lose."""
@@ -114,6 +116,7 @@ def test_a_bit_counts_in_every_row_and_rows_do_not_change_places():
     assert len(seen) == 2 * rows, "the last roll is the tensor itself"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("product", ["_product_of_bytes", "_product_of_floats"])
 @pytest.mark.parametrize("block", [1, 7, 4096])
 def test_ways_and_blocks_give_the_same_digest(monkeypatch, product, block):

@@ -55,6 +55,7 @@ def shifted(**by):
     return [{**run, **{name: run[name] + delta for name, delta in by.items()}} for run in RUNS]
 
 
+@pytest.mark.slow
 def test_the_interval_holds_new_means_as_often_as_it_says(gate):
     """Of means drawn from the distribution of the recorded ones, 95 % lie inside."""
     rng = random.Random(5)

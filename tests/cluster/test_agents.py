@@ -154,6 +154,7 @@ def clusters(folder: Path) -> Iterator[Callable[..., Cluster]]:
             agent.wait()
 
 
+@pytest.mark.nightly
 def test_workers_run_on_the_hosts_that_were_waited_for_and_end_with_the_run(
     clusters: Callable[..., Cluster],
 ):
@@ -308,6 +309,7 @@ def test_a_door_goes_on_after_nonsense_and_a_second_host_of_a_name_is_refused(
     context.destroy(0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_agent_that_a_person_stops_ends_its_workers_and_says_good_bye(
     clusters: Callable[..., Cluster], number: int, code: int

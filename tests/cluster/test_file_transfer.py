@@ -231,6 +231,7 @@ def test_a_full_disk_is_told_and_what_was_written_is_removed(tmp_path: Path):
     assert not target.exists()
 
 
+@pytest.mark.slow
 def test_keys_are_kept_in_memory_and_gone_with_their_process(tmp_path: Path):
     """An agent that is killed used to leave the keys of the run on its host."""
     keys = RunKeys.make()

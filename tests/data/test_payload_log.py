@@ -177,6 +177,7 @@ for number in range(1_000_000):
 """
 
 
+@pytest.mark.slow
 def test_what_was_appended_survives_a_kill(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True

@@ -218,6 +218,7 @@ def test_latest_lost_or_wrong_still_finds_the_newest(tmp_path: Path) -> None:
         assert f"{tmp_path / 'LATEST'} does not name the newest checkpoint" in told
 
 
+@pytest.mark.slow
 def test_one_bit_anywhere_in_a_checkpoint_is_noticed(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 2, put("a", 10), {"n": 2})
@@ -263,6 +264,7 @@ print("finished")
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_killed_at_each_phase_leaves_the_old_or_the_new(tmp_path: Path) -> None:
     seen = []

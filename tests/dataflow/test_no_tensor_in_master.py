@@ -27,6 +27,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
+@pytest.mark.nightly
 def test_no_tensor_reaches_the_master(answer: dict[str, Any]) -> None:
     assert answer["torch"] is False
     assert answer["tensors_in_between"] == [] and answer["tensors"] == []
@@ -39,6 +40,7 @@ def test_no_tensor_reaches_the_master(answer: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_a_killed_worker_is_named_in_time(answer: dict[str, Any]) -> None:
     assert "ref failed at step 2 on w1" in answer["error"] and "died" in answer["error"]
     assert answer["seconds"] < 30, "by its end, and not by its silence"

@@ -58,6 +58,7 @@ def own_logprobs(engine: Any, output: Any) -> torch.Tensor:
     return rows.gather(-1, torch.tensor(output.token_ids)[:, None])[:, 0]
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_trainers_weights_at_every_version(serve: Serve) -> None:
     engine = serve()
     before = digests(engine.weights())
@@ -78,6 +79,7 @@ def test_tokens_are_those_of_the_trainers_weights_at_every_version(serve: Serve)
     engine.generator().free([0, 1, 2])
 
 
+@pytest.mark.slow
 def test_requests_without_a_seed_follow_that_of_the_batch(serve: Serve) -> None:
     generator = serve().generator()
     requests = [GenRequest(slot, PREFIX) for slot in range(2)]
@@ -88,6 +90,7 @@ def test_requests_without_a_seed_follow_that_of_the_batch(serve: Serve) -> None:
     assert first == again != other and first[0] != first[1]
 
 
+@pytest.mark.slow
 def test_an_engine_that_ignores_the_trainer_is_found_before_the_first_token(serve: Serve) -> None:
     engine = serve(Boaster, takes=lambda name: False)
     before = digests(engine.weights())
@@ -96,6 +99,7 @@ def test_an_engine_that_ignores_the_trainer_is_found_before_the_first_token(serv
     assert digests(engine.weights()) == before
 
 
+@pytest.mark.slow
 def test_what_the_engine_refuses_is_raised_and_a_slot_is_asked_for_once(serve: Serve) -> None:
     generator = serve().generator()
     with pytest.raises(ValueError, match="no tokens"):

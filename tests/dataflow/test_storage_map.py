@@ -58,6 +58,7 @@ OWNERSHIP = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(OWNERSHIP, st.sampled_from(["abcd", "ab", "c"]))
 def test_every_worker_ends_up_with_every_value_exactly_once(ownership: dict, workers: str) -> None:
     placement = {worker: sorted(ownership) for worker in workers}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import bisect
 import functools
 import re
 import shlex
@@ -105,7 +106,8 @@ def commands_in(text: str, name: str) -> list[Command]:
         starts.append((len(joined), number))
         joined += line + "\n"
     for match in _SPAN.finditer(joined):
-        number = max(number for at, number in starts if at <= match.start())
+        at = bisect.bisect_right(starts, match.start(), key=lambda start: start[0])
+        number = starts[at - 1][1]
         span = " ".join(match[1].split())
         found += [Command(name, number, words, span, (), False) for words in _simple(span)]
     return sorted(found, key=lambda each: each.number)

@@ -547,6 +547,7 @@ async def test_the_customer_of_the_support_desk_answers_and_leaves() -> None:
         assert turns == (1 if told else 3)
 
 
+@pytest.mark.slow
 def test_the_reward_that_the_page_shows_is_bought_until_it_is_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,7 @@ def test_every_citation_names_a_section_of_the_reference() -> None:
     assert found > 150, f"only {found} citations were found: is the form still the same?"
 
 
+@pytest.mark.slow
 def test_no_other_spelling_of_a_citation_is_left() -> None:
     """Nobody cites a specification that is not in the repository."""
     problems = [
@@ -77,6 +78,7 @@ def test_no_other_spelling_of_a_citation_is_left() -> None:
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.slow
 def test_links_of_the_docs_lead_to_files_and_headings() -> None:
     """Relative links, and paths of docs in any text, exist; anchors are headings of the file that
     they point into."""
@@ -573,6 +575,7 @@ def test_the_output_in_the_quickstart_is_of_the_run_in_the_learning_table() -> N
     assert [printed[0], printed[-1]] == [before, after]
 
 
+@pytest.mark.slow
 def test_the_readme_fits_on_one_screen_and_its_environment_passes_the_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,6 +42,7 @@ def on_a_gpu() -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_the_memory_plan_on_the_page_is_that_of_its_commands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -9,6 +9,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from docs.site import build
 
 CONFIG = (build.HERE / "mkdocs.yml").read_text(encoding="utf-8")
@@ -40,6 +42,7 @@ def test_the_index_for_models_names_every_page_as_markdown() -> None:
     assert text.startswith("# realhf\n\n> realhf trains language-model agents")
 
 
+@pytest.mark.slow
 def test_pages_about_interfaces_name_every_public_class_and_function() -> None:
     """With signature, docstring and, of a dataclass, the fields."""
     api = build.api_pages()

@@ -187,6 +187,7 @@ def test_uniform_draws_what_never_succeeds_as_often_as_all_else() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_heldout_is_never_served(strategy: str) -> None:
     """Neither held-out templates, nor held-out names, nor held-out seeds."""

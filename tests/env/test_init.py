@@ -53,6 +53,7 @@ def test_what_it_writes_passes_the_check_and_its_own_tests(
     assert len(run) >= 2 and "test_the_check_finds_no_fault" in tests
 
 
+@pytest.mark.slow
 def test_the_lines_for_another_folder_find_their_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -230,6 +230,7 @@ def test_a_mistake_is_one_line(
     assert status == 2 and shown.startswith(says) and shown.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_a_terminal_closes_the_environment(odd: str) -> None:
     """At the prompt of a terminal, with its line editing: status 130, and no traceback."""
     leader, follower = pty.openpty()
@@ -254,6 +255,7 @@ def test_ctrl_c_at_a_terminal_closes_the_environment(odd: str) -> None:
     os.close(leader)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_environment_blocks_ends_within_seconds(odd: str) -> None:
     """It cannot be closed any more, which is said."""
     command = [sys.executable, "-m", "realhf.env", "play", odd]

@@ -305,6 +305,7 @@ def test_a_huge_completion_is_judged_by_its_last_line():
 DRAWS = 150
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEVELS)
 def test_a_level_keeps_its_bounds_and_its_solution_is_right(name: str):
     """Every puzzle has as many numbers as its level says, within its bounds, and its solution earns
@@ -341,6 +342,7 @@ def test_a_puzzle_of_more_numbers_needs_more_than_one_operation():
             }
 
 
+@pytest.mark.slow
 def test_no_puzzle_is_in_both_splits():
     """Numbers in another order are the same puzzle. The splits are disjoint whatever is drawn, and
     both are endless enough to hold hundreds of puzzles."""

@@ -301,6 +301,7 @@ def test_failures_count_as_much_as_the_option_says(example: ModuleType, weight: 
     assert torch.equal(prepared[ADVANTAGES], torch.where(plain < 0, weight * plain, plain))
 
 
+@pytest.mark.slow
 def test_its_graph_is_that_of_grpo_with_its_own_train_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

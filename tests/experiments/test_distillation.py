@@ -26,6 +26,7 @@ def built(*arguments: str) -> BuiltExperiment:
     return build_experiment(composed)
 
 
+@pytest.mark.slow
 def test_a_teacher_of_the_graph_has_workers_of_its_own(tiny_policy: Path) -> None:
     where = (f"actor.path={tiny_policy}", f"teacher.path={tiny_policy}", "teacher.workers=[1]")
     made = built("experiment=grpo", "ppo.algo=opd", "ppo.kl_loss_coef=0", *where)
@@ -47,6 +48,7 @@ def test_a_teacher_of_the_graph_has_workers_of_its_own(tiny_policy: Path) -> Non
     )
 
 
+@pytest.mark.slow
 def test_a_policy_that_was_told_what_became_of_its_rollouts_is_its_own_teacher(
     tiny_policy: Path,
 ) -> None:
@@ -72,6 +74,7 @@ def test_a_policy_that_was_told_what_became_of_its_rollouts_is_its_own_teacher(
         build_experiment(compose_config(["experiment=grpo_stream_http", "ppo.algo=sdpo"]))
 
 
+@pytest.mark.slow
 def test_a_served_teacher_is_asked_by_the_worker_of_the_actor(tiny_policy: Path) -> None:
     made = built(
         "experiment=grpo",
@@ -92,6 +95,8 @@ def test_a_served_teacher_is_asked_by_the_worker_of_the_actor(tiny_policy: Path)
     )
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -150,6 +155,7 @@ def test_what_contradicts_is_refused(tiny_policy: Path, options: list[str], told
         )
 
 
+@pytest.mark.slow
 def test_a_teacher_with_another_tokenizer_is_refused(tiny_policy: Path, tmp_path: Path) -> None:
     """By its size before anything starts; by its ids when its worker has loaded it, which is told
     what the first is."""

@@ -48,6 +48,7 @@ def test_grpo_has_all_four_calls_and_two_may_overlap():
     assert levels == [["actor_gen"], ["ref_inf", "rew_inf"], ["actor_train"]]
 
 
+@pytest.mark.slow
 def test_without_a_kl_term_the_reference_leaves_the_graph_and_the_workers():
     made = built("experiment=grpo_aws", "ppo.kl_loss_coef=0")
     assert made.graph.topological_levels() == [["actor_gen"], ["rew_inf"], ["actor_train"]]
@@ -55,6 +56,7 @@ def test_without_a_kl_term_the_reference_leaves_the_graph_and_the_workers():
     assert "packed_ref_logprobs" not in made.graph.inputs("actor_train")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_workers_that_share_the_actor_share_the_sessions_of_the_environment():
     """Each opens all of its own before it plays: together they waited for more than there were,
@@ -92,6 +94,7 @@ GAME = EnvironmentSpec("Game", lambda address: None, partial(SeedTaskSet, "Game"
 """
 
 
+@pytest.mark.slow
 def test_an_environment_that_would_be_cut_off_before_it_scores_is_refused(tmp_path: Path) -> None:
     """Its episodes would train as valid ones of the reward 0."""
     (tmp_path / "game.py").write_text(SCORES_AT_ITS_END)
@@ -117,6 +120,7 @@ def test_evaluation_has_the_arguments_of_the_call_that_plays(options: dict[str, 
     assert made.evaluation is not None and made.evaluation.interface_args == playing
 
 
+@pytest.mark.slow
 def test_a_kl_term_in_the_reward_keeps_it():
     assert "ref" in spec("experiment=grpo_aws", "ppo.kl_loss_coef=0", "ppo.kl_ctl=0.01").models
 
@@ -135,6 +139,7 @@ def test_a_proximal_policy_is_scored_by_a_call_unless_the_train_call_does_it():
     assert made.graph.topological_levels()[1:] == [["ref_inf", "rew_inf"], ["actor_train"]]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "option", "read"),
@@ -155,6 +160,7 @@ def test_rewards_per_turn_are_made_where_the_train_call_asks_for_them(
     assert set(TURN_KEYS) & set(asked.graph["actor_train"].input_keys) == set(read)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_rewards_per_turn_are_streamed_where_they_are_asked_for() -> None:
     rollout = spec("experiment=grpo_aws_async", "ppo.credit=state").rollout
@@ -191,6 +197,7 @@ def test_an_episode_has_one_row_unless_an_agent_or_dropped_reasoning_makes_more(
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "divisor"),
@@ -215,6 +222,7 @@ def test_the_reference_scores_trainable_tokens_only(experiment: str):
     }
 
 
+@pytest.mark.slow
 def test_what_an_algorithm_needs_joins_the_graph_of_any_experiment_of_the_family() -> None:
     """Which calls there are follows from the options, not from the name of the experiment."""
     critic = built(
@@ -232,6 +240,7 @@ def test_what_an_algorithm_needs_joins_the_graph_of_any_experiment_of_the_family
     assert streamed.spec.rollout is not None
 
 
+@pytest.mark.slow
 def test_reinforce_and_sft():
     assert built("experiment=reinforce_aws").graph.topological_levels() == [
         ["actor_gen"],
@@ -289,6 +298,7 @@ def test_the_stream_brings_groups_in_place_of_episodes_and_a_server_unless_there
         built("experiment=grpo_stream_http", "ppo.adv_estimator=gae")
 
 
+@pytest.mark.slow
 def test_the_reference_and_the_actor_start_from_the_warm_start():
     made = spec("experiment=grpo_aws", "ref.workers=[1]")
     assert made.models["actor"].path == made.models["ref"].path == str(made.before[0].artifact)
@@ -296,11 +306,13 @@ def test_the_reference_and_the_actor_start_from_the_warm_start():
     assert not made.models["ref"].trainable
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_needs_no_warm_start():
     made = spec("experiment=grpo_aws", "actor.path=owner/name")
     assert made.before == () and made.models["actor"].path == "owner/name"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_model_of_ones_own_is_trained_on_demonstrations_first_when_asked(tmp_path: Path):
     """What comes out is named by what is in the folder, not by where it lies."""
@@ -335,6 +347,7 @@ def test_a_model_of_ones_own_is_trained_on_demonstrations_first_when_asked(tmp_p
     assert start("actor.path=owner/name").artifact != start("actor.path=owner/other").artifact
 
 
+@pytest.mark.slow
 def test_the_pretrained_model_comes_with_lengths_rates_and_a_warm_start():
     made = spec(
         "experiment=grpo_aws", "model=smollm2_135m", "actor.path=owner/name", "ppo.kl_loss_coef=0"
@@ -349,6 +362,7 @@ def test_the_pretrained_model_comes_with_lengths_rates_and_a_warm_start():
     assert set(made.models) == {"actor"} and made.models["actor"].optimizer.lr == 3e-5
 
 
+@pytest.mark.slow
 def test_all_evaluations_but_the_last_play_a_share_of_the_episodes():
     """At least one of each way, and none of a way that is not played at all."""
     evaluation = spec(
@@ -365,6 +379,7 @@ def test_all_evaluations_but_the_last_play_a_share_of_the_episodes():
     )
 
 
+@pytest.mark.slow
 def test_all_tiers_are_demonstrated_but_for_ten_templates_before_trial_and_judged_in_between():
     made = spec(
         *("experiment=grpo_aws", "env=aws_all_tiers", "model=smollm2_135m_all_tiers"),
@@ -423,6 +438,7 @@ def test_what_is_made_from_a_file_is_made_anew_when_it_changes(
     assert [a != b for a, b in zip(before, artifacts(), strict=True)] == [demonstrations, policy]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_warm_start_is_named_by_what_it_is_made_from():
     def artifact(*arguments: str):
@@ -442,6 +458,7 @@ def test_the_warm_start_is_named_by_what_it_is_made_from():
     assert len({artifact(), *changed}) == 6
 
 
+@pytest.mark.slow
 def test_a_plan_survives_the_way_to_the_workers(tmp_path):
     made = built("experiment=grpo_aws", f"fileroot={tmp_path}")
     made.spec.run_dir.mkdir(parents=True)

@@ -30,6 +30,7 @@ def built(*arguments: str) -> BuiltExperiment:
     return build_experiment(composed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", ["aws", "countdown"])
 def test_six_calls_of_which_three_and_two_may_overlap(environment: str) -> None:
     made = built("experiment=ppo", f"env={environment}", "critic.workers=[1]", "ref.workers=[2]")
@@ -45,6 +46,7 @@ def test_six_calls_of_which_three_and_two_may_overlap(environment: str) -> None:
     assert actor.head == made.spec.models["ref"].head == "lm" and made.spec.export_role == "actor"
 
 
+@pytest.mark.slow
 def test_without_a_kl_term_there_is_no_reference_and_the_critic_reads_no_log_probabilities() -> (
     None
 ):
@@ -53,6 +55,7 @@ def test_without_a_kl_term_there_is_no_reference_and_the_critic_reads_no_log_pro
     assert not {key for key in made.graph.inputs("critic_train") if "logprobs" in key}
 
 
+@pytest.mark.slow
 def test_both_train_calls_are_told_the_same() -> None:
     options = (
         "ppo.gae_lambda=0.9",
@@ -78,6 +81,7 @@ def test_both_train_calls_are_told_the_same() -> None:
     assert made.spec.models["critic"].path == "owner/x"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_what_the_critic_cannot_recompute_a_call_computes() -> None:
     """The KL part of the reward is that of the proximal policy, which only the actor knows."""
@@ -105,6 +109,7 @@ def test_asynchronously_the_critic_stays_at_the_trainer() -> None:
     assert options.use_decoupled_loss and options.prox_logp_method == "recompute"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
@@ -163,6 +168,7 @@ def test_mistakes_are_named_before_anything_starts(arguments: tuple[str, ...], s
         built(*arguments, "env=countdown")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "option", ["ppo.ppo_n_minibatches=2", "ppo.sample_reuse=2", "critic.n_minibatches=2"]
 )
@@ -181,6 +187,7 @@ def test_a_clip_of_values_acts_from_the_second_update_of_a_step_on(option: str) 
     } == {None}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "arguments", "rate"),
@@ -210,6 +217,7 @@ def test_a_large_critic_learns_at_the_actors_rate(
     )
 
 
+@pytest.mark.slow
 def test_a_critic_without_a_value_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an experiment of one's own may have it."""
     with_head = policy_gradient.critic_model
@@ -251,6 +259,7 @@ def test_a_critic_reads_the_actors_tokens(tmp_path: Path) -> None:
         built(*arguments, f"critic.path={short}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "size"), [("builtin", 832), ("builtin_tiny", len(SPECIAL_TOKENS) + 256)]
 )

@@ -32,6 +32,8 @@ def first_policy(*arguments: str) -> Path | None:
     return build_warm_start(compose_config(arguments).config).artifact
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "arguments", [(), ("seed=7",), ("total_train_steps=3", "actor.optimizer.lr=1e-4")]
 )
@@ -39,11 +41,14 @@ def test_a_run_whose_warm_start_is_made_from_the_same_takes_it(job, arguments):
     assert first_policy(*job, *arguments) == SHIPPED[job]
 
 
+@pytest.mark.slow
 def test_how_an_environment_is_served_makes_no_other_policy():
     for size in (2, 8):
         assert first_policy(*AWS, f"env.pool_size={size}") == SHIPPED[AWS]
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "argument",
     [
@@ -60,6 +65,7 @@ def test_any_other_run_makes_its_own(argument):
     assert first_policy(*AWS, argument) != SHIPPED[AWS]
 
 
+@pytest.mark.slow
 def test_a_policy_says_what_it_was_made_from_and_is_small(job):
     folder = SHIPPED[job]
     provenance = json.loads((folder / PROVENANCE).read_text())
@@ -89,6 +95,7 @@ def test_a_file_that_was_not_shipped_is_refused(tmp_path):
         find_shipped_policy(tmp_path, {"seed": None})
 
 
+@pytest.mark.slow
 def test_an_environment_that_ships_none_is_one_line(capsys):
     assert (
         main(
@@ -102,6 +109,7 @@ def test_an_environment_that_ships_none_is_one_line(capsys):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["prompt", "task", "script"])
 def test_a_policy_that_was_taught_other_things_is_not_taken_and_that_is_said(monkeypatch, change):
     if change == "prompt":
@@ -115,6 +123,7 @@ def test_a_policy_that_was_taught_other_things_is_not_taken_and_that_is_said(mon
     assert spec.artifact != SHIPPED[AWS] and spec.advice == (OUTDATED,)
 
 
+@pytest.mark.slow
 def test_a_policy_made_from_other_options_is_none_of_anybodys_mistakes():
     assert build_warm_start(compose_config([*AWS, "env.tiers=[warmup]"]).config).advice == ()
     assert build_warm_start(compose_config(AWS).config).advice == ()

@@ -261,6 +261,7 @@ def test_every_damage_of_every_kind_of_file(scene: Scene) -> None:
     assert not strict, "one bit in a checkpoint or a journal is always noticed"
 
 
+@pytest.mark.sampled(1)
 def test_no_checkpoint_that_can_be_used_is_no_run_that_begins(scene: Scene) -> None:
     """Each damage of each file of a checkpoint, in all checkpoints."""
     names = {
@@ -354,6 +355,7 @@ LAUNCHES = {
 FIRST = ("all checkpoints",)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name",
     [name if name in FIRST else pytest.param(name, marks=pytest.mark.nightly) for name in LAUNCHES],

@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         f"has one)"
     )
     for item in items:
-        if HERE not in item.path.parents:
+        if not item.path.is_relative_to(HERE):
             continue
         item.add_marker(pytest.mark.gpu)
         if rehearsal and item.get_closest_marker("cuda_only"):

@@ -32,6 +32,7 @@ def spec_of(*arguments):
     return build_experiment(compose_config(["experiment=grpo_aws_async", *arguments])).spec
 
 
+@pytest.mark.slow
 def test_each_worker_that_computes_gets_one():
     spec = spec_of(
         "actor.workers=[0,1]",
@@ -47,6 +48,7 @@ def test_each_worker_that_computes_gets_one():
     assert beside == dict(zip(workers, [1, 2, 1, 2], strict=True))
 
 
+@pytest.mark.slow
 def test_workers_that_train_together_get_different_gpus_though_none_are_named():
     spec = spec_of("actor.workers=[0,1]", "actor.backend=ddp", "async_rl.n_generation_workers=1")
     assert allocate(spec, AllocationConfig(), 3) == {
@@ -62,6 +64,8 @@ def test_workers_that_train_together_get_different_gpus_though_none_are_named():
     assert allocate(spec_of(), AllocationConfig(), 1) == {}, "a role on one worker takes the first"
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("there", "gpus"),
     [(2, (0, 1, 0, 1, 0)), (3, (0, 1, 2, 2, 2)), (4, (0, 1, 2, 3, 2)), (8, (0, 1, 2, 3, 4))],
@@ -77,6 +81,7 @@ def test_roles_are_dealt_out_though_none_are_named(there, gpus):
     assert allocate(replace(spec, models=on_cpu), AllocationConfig(), there) == {}
 
 
+@pytest.mark.slow
 def test_workers_on_other_hosts_have_the_gpus_of_those():
     several = (
         "actor.workers=[0,1]",
@@ -105,6 +110,7 @@ def test_workers_on_other_hosts_have_the_gpus_of_those():
         given(there=1)
 
 
+@pytest.mark.slow
 def test_a_server_on_several_gpus_does_not_fit_workers_that_see_one():
     spec = spec_of("engine.name=vllm", "engine.tensor_parallel_size=2")
     assert allocate(spec, AllocationConfig(), 4) == {}, "every worker sees all of them"
@@ -114,6 +120,7 @@ def test_a_server_on_several_gpus_does_not_fit_workers_that_see_one():
         allocate(spec, AllocationConfig(gpus=[0, 1]), 4)
 
 
+@pytest.mark.slow
 def test_too_few_are_refused_with_the_numbers():
     spec = spec_of()
     with pytest.raises(
@@ -211,6 +218,7 @@ def needs(*arguments, gpus=None, there=0):
     }
 
 
+@pytest.mark.slow
 def test_each_process_has_a_plan_by_role(folder):
     given = (
         "experiment=grpo_aws_async",
@@ -244,6 +252,7 @@ def test_each_process_has_a_plan_by_role(folder):
     assert {need.device for need in adapters.values()} == {None}
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_is_told_at_the_check(folder, monkeypatch, capsys):
     """A model too large used to end as 'killed by SIGKILL', after minutes."""
     (folder / "chat_template.jinja").write_text("{{ messages }}")

@@ -38,6 +38,7 @@ def errors(capsys, *arguments):
     return "\n".join(line.removeprefix("config error: ") for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -83,6 +84,8 @@ def test_mistakes_in_names_and_types(capsys, arguments, expected):
     assert expected in errors(capsys, *arguments)
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "mistakes",
     [
@@ -180,6 +183,7 @@ def test_mistakes_across_options(capsys, mistakes):
 TEXTS = ("1e5", "8e12345", "9e54321", "1_0", "007", "inf", "nan", "true", "10", "a.b", "'1e5'")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_texts_of_the_command_line_stay_what_was_typed():
     for text in TEXTS:
@@ -201,6 +205,7 @@ def test_texts_of_the_command_line_stay_what_was_typed():
 REFUSED = "trial_name: 1_0 is 10 in YAML and the option is a text; put it in quotes: '1_0'"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "line", "expected"),
@@ -312,6 +317,7 @@ def test_options_without_effect(capsys, arguments, expected):
     assert len(lines) == len(expected)
 
 
+@pytest.mark.slow
 def test_options_with_effect(capsys):
     """Every one that is set has to be read."""
     options = [
@@ -324,6 +330,7 @@ def test_options_with_effect(capsys):
     assert main(arguments) == 0, capsys.readouterr().err
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", ["grpo_aws", "grpo_aws_async"])
 def test_what_a_failed_rollout_means_is_one_option_for_all_runs(experiment, capsys):
@@ -373,10 +380,12 @@ def test_the_general_experiment_on_aws_is_the_experiment_on_aws():
     assert replace(general, name="grpo_aws") == own
 
 
+@pytest.mark.slow
 def test_a_reference_on_two_workers_is_no_mistake():
     assert main(["experiment=grpo_aws", "ref.workers=[0,1]", "mode=check"]) == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("tiers", [["advanced"], ["expert"], ["warmup", "advanced"]])
 def test_every_tier_can_be_trained_on(tiers):
@@ -390,6 +399,7 @@ def test_every_tier_can_be_trained_on(tiers):
     assert {int(item.metadata["template"]) for item in drawn} == every
 
 
+@pytest.mark.slow
 def test_without_tags_the_starter_tasks_are_trained_on_where_every_tier_has_some():
     spec = build_experiment(compose_config(["experiment=grpo_aws"])).spec
     played = build_environment(spec.source.args["environment"], spec.source.args["options"])
@@ -437,6 +447,7 @@ def test_a_folder_without_model_or_chat_template_names_the_option(capsys, tmp_pa
     )
 
 
+@pytest.mark.slow
 def test_what_is_not_installed_or_cannot_be_written_is_told_at_the_check(capsys, tmp_path):
     """mode=check used to pass, and the run to end after its warm start."""
     (tmp_path / "file").touch()
@@ -497,6 +508,7 @@ def test_a_folder_of_somebody_else_cannot_be_written_and_nothing_is_made_there()
         assert not [*(folder / "theirs").iterdir()]
 
 
+@pytest.mark.slow
 def test_choices_win_over_the_experiment_and_the_command_line_over_both():
     config = compose_config(
         ["experiment=grpo_aws", "model=qwen3_0_6b", "gen.max_new_tokens=7"]
@@ -562,6 +574,8 @@ def test_values_arrive_with_their_types():
     assert composed.overridden == ("env.tiers", "seed", "warm_start.cache_dir")
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("group", "choice"), [(g, c) for g in ("model", "env", "scheduler") for c in choices(g)]
 )
@@ -572,6 +586,7 @@ def test_every_choice_of_every_group_is_valid(group, choice, tiny_policy):
     check_config(compose_config([f"experiment={experiment}", f"{group}={choice}", *made]).config)
 
 
+@pytest.mark.slow
 def test_a_model_that_was_not_made_names_the_command(tmp_path, monkeypatch):
     """The folder is looked for where the run is started."""
     monkeypatch.chdir(tmp_path)
@@ -634,6 +649,7 @@ def test_a_model_wins_over_an_environment():
         assert config.rollout.max_turns == 1 and config.env.partial_credit == 0
 
 
+@pytest.mark.slow
 def test_an_experiment_file_of_the_user_brings_its_yaml_and_its_mistakes(tmp_path):
     (tmp_path / "mine.py").write_text("def build(config):\n    return config.nothing\n")
     (tmp_path / "mine.yaml").write_text("dataset: {train_bs_n_seqs: 2}\n")
@@ -653,6 +669,7 @@ def test_an_error_in_an_experiment_file_shows_its_line(tmp_path, capsys):
     assert "defines no build(config)" in errors(capsys, f"+experiment_path={tmp_path / 'empty.py'}")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_help_names_every_option_and_neither_help_nor_an_error_imports_torch():
     code = (

@@ -31,6 +31,7 @@ def written(folder: Path, text: str) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_the_annotation_of_the_first_parameter_names_the_class(tmp_path: Path):
     file = written(
         tmp_path,
@@ -153,6 +154,7 @@ def test_the_reference_is_what_the_fields_say():
     )
 
 
+@pytest.mark.slow
 def test_the_help_of_an_experiment_shows_its_own_values_and_sections(capsys):
     assert main(["experiment=sft_aws", "seed=7", "--help"]) == 0
     shown = capsys.readouterr().out
@@ -201,6 +203,7 @@ def build(configs, *arguments):
     build_experiment(compose_config(list(arguments), configs))
 
 
+@pytest.mark.slow
 def test_in_the_yaml_of_an_experiment_of_the_house(configs):
     write(configs, "sft", "rollout:\n  max_turns: 3\nstream: {port: 8000}\n")
     with pytest.raises(ConfigError) as refused:
@@ -214,6 +217,7 @@ def test_in_the_yaml_of_an_experiment_of_the_house(configs):
     ]
 
 
+@pytest.mark.slow
 def test_in_the_yaml_beside_a_file_of_ones_own(tmp_path, capsys):
     shutil.copy(TOY, tmp_path / "mine.py")
     (tmp_path / "mine.yaml").write_text(
@@ -256,6 +260,7 @@ def test_in_a_yaml_that_it_builds_on_unless_it_is_set_back(configs):
     build(configs, "experiment=sft")
 
 
+@pytest.mark.slow
 def test_a_choice_of_which_nothing_is_read(configs):
     (configs / "model" / "streamed.yaml").write_text("# @package _global_\nstream: {wait_s: 9}\n")
     with pytest.raises(
@@ -273,6 +278,7 @@ def test_a_choice_about_one_section_of_which_nothing_is_read(configs):
         build(configs, "experiment=grpo_stream_http", "actor.path=owner/name", "env=aws")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", experiment_names())
 def test_what_is_shipped_has_effect(experiment):
@@ -292,6 +298,7 @@ def test_the_settings_of_an_environment_have_effect(environment):
         build(CONFIGS, f"experiment={experiment}", f"env={environment}")
 
 
+@pytest.mark.slow
 def test_the_help_shows_the_defaults_of_the_section_that_an_option_stands_in():
     assert (
         "  warm_start.optimizer.lr=1e-05" in help_text()
@@ -299,6 +306,7 @@ def test_the_help_shows_the_defaults_of_the_section_that_an_option_stands_in():
     )
 
 
+@pytest.mark.slow
 def test_the_help_has_the_options_of_every_scheduler():
     """They stood in their own page alone, and neither in the help nor in the reference."""
     texts = help_text(), options_reference()
@@ -322,6 +330,7 @@ def test_the_help_has_the_options_of_every_scheduler():
     assert texts[0].count("  scheduler.path=") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", ["grpo", "sft"])
 def test_an_experiment_is_described_without_an_environment(experiment, capsys):
     """The help was refused for want of an environment, whose options are a few of many."""

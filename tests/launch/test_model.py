@@ -152,6 +152,7 @@ def test_a_mixture_of_experts_is_refused_until_somebody_accepts_what_is_missing(
     assert "critic.experts=true" in served
 
 
+@pytest.mark.slow
 def test_only_a_mixture_can_be_accepted_as_one(tmp_path, capsys):
     layers = {"ffn_config": {"moe_num_experts": 4}}
     assert len(problems(folder_of(tmp_path, **layers))) == 1
@@ -194,6 +195,7 @@ def test_only_a_mixture_can_be_accepted_as_one(tmp_path, capsys):
     assert "is called 'up_proj' (there are q_proj)" in found
 
 
+@pytest.mark.slow
 def test_mistakes_in_a_folder_end_the_check(tmp_path):
     """What is written in config.json comes from others: whatever it is, it is answered with a
     line."""
@@ -320,6 +322,7 @@ def test_vllm_samples_the_tokens_of_a_pretrained_model_on_a_gpu(with_gpu):
     assert streamed.models["actor"].engine.name == "embedded", "nothing is sampled"
 
 
+@pytest.mark.slow
 def test_without_a_gpu_the_embedded_engine_samples(with_gpu, monkeypatch):
     monkeypatch.setattr(checks, "visible_gpus", lambda: ())
     (with_gpu / "vllm").touch(mode=0o755)
@@ -386,6 +389,7 @@ def test_a_backend_that_trains_all_weights_and_a_missing_package_are_refused(mon
     assert misfits("builtin", rank=0) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "options", "said"),
     [
@@ -416,6 +420,7 @@ def test_options_without_sense_are_refused(experiment, options, said):
         build_experiment(composed)
 
 
+@pytest.mark.slow
 def test_with_adapters_the_reference_is_the_base_of_the_actor():
     """Warm starts train all weights; dropout is for supervised training."""
     options = ["env=countdown", "actor.lora.rank=2"]
@@ -430,6 +435,7 @@ def test_with_adapters_the_reference_is_the_base_of_the_actor():
     assert plain.models["actor"].lora is None and plain.models["ref"].base_of == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", ["grpo_aws", "grpo_aws_async", "reinforce_aws"])
 def test_a_cut_distribution_is_refused_with_the_reason(capsys, experiment):
     options = ["gen.top_p=0.9", "gen.top_k=20", "gen.min_new_tokens=2"]
@@ -456,6 +462,7 @@ def test_rollouts_for_training_refuse_it_too_and_evaluation_does_not():
     assert GenConfig(temperature=0.3, max_new_tokens=9).truncations() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "float8"])
 def test_a_dtype_that_cannot_be_trained_is_refused(capsys, dtype):
     assert main(["experiment=grpo_aws", "mode=check", f"actor.dtype={dtype}"]) == 2

@@ -67,6 +67,7 @@ def test_it_trains_two_steps_and_its_option_reaches_the_loss(folder: Path):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "said"),
     [

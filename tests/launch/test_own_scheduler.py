@@ -91,6 +91,7 @@ def test_a_mistake_is_refused_with_the_text_of_the_option(
     assert refused(capsys, *arguments(folder, "mine.py", "mode=check", option)).startswith(said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -113,6 +114,7 @@ def test_a_mistake_in_a_yaml_is_refused_too(
     assert said in refused(capsys, f"+experiment_path={tmp_path / 'mine.py'}", "mode=check")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_choice_on_the_command_line_wins_over_the_yaml(folder: Path, capsys):
     """Then the options that the YAML gives to its own scheduler are unknown, and the launch says
@@ -127,6 +129,7 @@ def test_a_choice_on_the_command_line_wins_over_the_yaml(folder: Path, capsys):
     ).startswith("unknown option 'scheduler.")
 
 
+@pytest.mark.slow
 def test_what_a_yaml_builds_on_may_choose_and_another_choice_may_not(folder: Path, tmp_path: Path):
     """A scheduler is looked for in the experiment's own YAML and those that it builds on; one that
     comes with a model is refused."""

@@ -100,6 +100,7 @@ def test_what_a_predecessor_logged_is_not_blamed(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [("model_worker/0", "master"), ("master", "model_worker/0")])
 def test_a_worker_that_was_sent_away_is_not_the_cause(tmp_path, order):
     (tmp_path / "master.log").write_text("FATAL: the cause\n")
@@ -113,6 +114,7 @@ def test_a_worker_that_was_sent_away_is_not_the_cause(tmp_path, order):
         run_workers(built.plan(built.spec, 0.0), scheduler, QUIET)
 
 
+@pytest.mark.slow
 def test_only_the_master_reports_for_the_run(tmp_path):
     """Whatever another process prints, it is not the end of the run."""
     (tmp_path / "master.log").write_text("FATAL: the cause\n")
@@ -125,6 +127,7 @@ def test_only_the_master_reports_for_the_run(tmp_path):
         run_workers(built.plan(built.spec, 0.0), scheduler, QUIET)
 
 
+@pytest.mark.slow
 def test_a_worker_of_any_run_that_the_master_declares_dead_is_killed_and_named(tmp_path):
     built = begun(tmp_path)
     said = {
@@ -146,6 +149,7 @@ def test_a_worker_of_any_run_that_the_master_declares_dead_is_killed_and_named(t
     ]
 
 
+@pytest.mark.slow
 def test_a_ctrl_c_during_the_clean_up_waits_for_its_end_and_does_not_hide_the_cause(
     tmp_path, capsys, monkeypatch
 ):
@@ -188,6 +192,7 @@ def test_flags_of_the_environment_server_are_named_as_options(tmp_path):
     assert "(--port)" in failure_message(WorkerExit("model_worker/0", 1, log))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("niceness", [0, 10])
 def test_whoever_feeds_the_trainer_steps_back_behind_it(niceness):
     built = build_experiment(
@@ -202,6 +207,7 @@ def test_whoever_feeds_the_trainer_steps_back_behind_it(niceness):
     }
 
 
+@pytest.mark.slow
 def test_who_trains_is_started_before_who_generates():
     """Of a host with one GPU the trainer needs that one; it was refused it, as an engine had it
     already."""
@@ -213,12 +219,14 @@ def test_who_trains_is_started_before_who_generates():
     assert names.index("model_worker/0") < names.index("generation/0")
 
 
+@pytest.mark.slow
 def test_without_rollout_workers_nobody_steps_back():
     built = build_experiment(compose_config(["experiment=grpo_aws"]))
     workers = worker_specs(built.plan(built.spec, 0.0), "run", "tcp://127.0.0.1:1")
     assert {worker.name: worker.niceness for worker in workers} == {"env/0": 0, "model_worker/0": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bind", ["", "127.0.0.1", "10.0.0.1"])
 def test_keys_are_in_the_launchers_memory_and_on_no_disk_or_command_line(tmp_path, bind):
     """Beyond the loopback the launcher makes keys before the first process. They lie in no folder,
@@ -550,6 +558,7 @@ def test_a_host_that_joins_gets_workers_with_new_names_once_the_master_listens(t
     assert len(scheduler.started) == 2, "they are started once"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reached", [[], [{"kind": "step", "step": 1, "total": 9, "metrics": {}}]])
 def test_a_signal_asks_for_a_checkpoint_once_there_is_a_step_and_ends_the_launch_before(
     tmp_path, capsys, reached

@@ -91,6 +91,7 @@ def with_option(composed, name, value):
     return composed._replace(config=config, overridden=(name,), written={})
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_random_changes_are_free_told_or_refused_as_their_fields_say(tmp_path):
     """Whatever could be launched into an empty folder is tried on one that has made five steps with
@@ -133,6 +134,7 @@ def test_random_changes_are_free_told_or_refused_as_their_fields_say(tmp_path):
     assert set(seen) == {"free", "warns", "refuses"} and min(seen.values()) >= 5, seen
 
 
+@pytest.mark.slow
 def test_a_refused_launch_names_the_options_and_changes_nothing(tmp_path, capsys):
     """It used to report the old run as if it were the new one, and to write the new options into
     its folder."""
@@ -214,6 +216,7 @@ def test_a_second_launch_with_another_learning_rate_never_reports_the_first_ones
         )
 
 
+@pytest.mark.slow
 def test_options_that_come_too_late_are_refused_and_more_steps_are_not(tmp_path):
     config = compose_config(
         ["experiment=grpo", "env=sql", "actor.path=owner/name", f"fileroot={tmp_path}"]
@@ -238,6 +241,7 @@ def test_options_that_come_too_late_are_refused_and_more_steps_are_not(tmp_path)
     assert check_resume(config) is None, "it begins anew"
 
 
+@pytest.mark.slow
 def test_options_are_known_from_the_configuration_before_the_first_checkpoint(tmp_path):
     """A run that was killed before its first checkpoint has samples in its journal all the same."""
     options = [
@@ -261,6 +265,7 @@ def test_options_are_known_from_the_configuration_before_the_first_checkpoint(tm
     assert resumption and "it is not known which options" in "".join(resumption.warnings())
 
 
+@pytest.mark.slow
 def test_options_of_an_earlier_version_had_their_defaults_and_paths_may_be_written_otherwise(
     tmp_path,
 ):
@@ -278,6 +283,7 @@ def test_options_of_an_earlier_version_had_their_defaults_and_paths_may_be_writt
         check_resume(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo_aws_async", "grpo_aws"])
 def test_runs_from_before_the_switch_go_on_as_asynchronously_as_they_began(tmp_path, name):
     config = compose_config([f"experiment={name}", f"fileroot={tmp_path}", "trial_name=t"]).config
@@ -301,6 +307,7 @@ def test_a_run_without_a_name_is_a_new_one_and_says_how_to_go_on(tmp_path):
     assert line.endswith(" trial_name=20260101-000000-abcd") and "recover_mode" not in line
 
 
+@pytest.mark.slow
 def test_a_resume_without_a_checkpoint_names_the_runs_that_have_one(tmp_path):
     arguments = ["experiment=grpo", "env=sql", "actor.path=owner/name", f"fileroot={tmp_path}"]
     saved(compose_config([*arguments, "trial_name=mine"]).config)

@@ -148,6 +148,7 @@ def slow(slow_runs):
     return slow_runs.pop()
 
 
+@pytest.mark.nightly
 def test_a_run_saves_everything_and_goes_on_where_it_ended(tmp_path):
     """Its second step is skipped: that is said and counted, and the samples are written out."""
     done = launch(tmp_path, "experiment_name=skips")
@@ -200,6 +201,7 @@ def test_a_run_saves_everything_and_goes_on_where_it_ended(tmp_path):
     assert losses(run) == expected_losses(1) and len(launches(run)) == 1
 
 
+@pytest.mark.nightly
 def test_a_second_signal_to_the_launcher_stops_everything(slow):
     process, workers, _ = slow
     process.send_signal(signal.SIGTERM)
@@ -225,6 +227,7 @@ def test_a_failing_call_is_one_line_and_its_traceback_is_in_the_log(ended):
     assert "Traceback" in (root / "fails" / "t" / "logs" / "master.log").read_text()
 
 
+@pytest.mark.nightly
 def test_a_model_that_does_not_load_names_the_option(ended):
     done = ended["broken"].done
     assert done.returncode == 1
@@ -242,6 +245,7 @@ def on_a_small_disk(root, script, *command):
     return subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.nightly
 def test_a_disk_that_fills_up_is_the_last_word_on_the_terminal(tmp_path):
     """Neither the log of the master nor any other file can take the cause."""
     done = on_a_small_disk(tmp_path, ":", *command(tmp_path, "experiment_name=fills"))
@@ -250,6 +254,7 @@ def test_a_disk_that_fills_up_is_the_last_word_on_the_terminal(tmp_path):
     assert "o space left on" in last and str(tmp_path / "fills" / "t") in last
 
 
+@pytest.mark.nightly
 def test_a_disk_without_room_for_the_files_of_the_launcher_is_one_line(tmp_path):
     """Its lock and what is tried before still fit."""
     ballast = tmp_path / "ballast"
@@ -260,6 +265,7 @@ def test_a_disk_without_room_for_the_files_of_the_launcher_is_one_line(tmp_path)
     assert last.startswith(f"error: no space left on the device of {tmp_path / 'toy' / 't'}"), last
 
 
+@pytest.mark.nightly
 def test_a_call_that_asks_for_the_end_gets_it_after_its_samples_were_written_out(ended):
     done, root = ended["stops"]
     assert done.returncode == 1
@@ -274,6 +280,7 @@ def test_a_call_that_asks_for_the_end_gets_it_after_its_samples_were_written_out
     assert [(row["step"], row["ids"]) for row in rows] == [(2, ["n3", "n4"])]
 
 
+@pytest.mark.nightly
 def test_loading_waits_for_an_evaluation_that_lasts_longer_than_a_control_call_may(ended):
     done, root = ended["ends"]
     assert done.returncode == 0, done.stderr

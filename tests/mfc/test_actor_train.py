@@ -157,6 +157,7 @@ def test_a_step_depends_on_its_batch_and_not_on_who_held_it(fresh, train_sample)
     assert again == stats and all(torch.equal(one[name], two[name]) for name in two)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [

@@ -119,6 +119,7 @@ def one_plain_step(critic, sample):
     }
 
 
+@pytest.mark.slow
 def test_a_step_is_that_of_plain_torch(fresh, critic_folder, train_sample):
     sample = train_sample()
     outputs, stats = fresh.run("critic_train", sample)
@@ -137,6 +138,7 @@ def test_a_step_is_that_of_plain_torch(fresh, critic_folder, train_sample):
     assert moved > 50 * 2e-5
 
 
+@pytest.mark.slow
 def test_values_after_a_step_are_in_units_of_the_returns_that_it_saw(
     fresh, critic_folder, train_sample
 ):
@@ -153,6 +155,7 @@ def test_values_after_a_step_are_in_units_of_the_returns_that_it_saw(
     torch.testing.assert_close(sampled, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_actor_does_not_move_with_the_critic(fresh, train_sample):
     sample = random_tokens(GROUPS, seed=1)
     before = fresh.run("actor_inf", sample).outputs["proximal_logprobs"]
@@ -170,6 +173,7 @@ def test_samples_of_several_owners_are_joined(fresh, train_sample):
     assert fresh.run("critic_train", train_sample(2), n_owners=1).stats == stats
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "spoil", "words"),
     [
@@ -210,6 +214,7 @@ def test_a_key_that_its_owner_does_not_have_is_named(bench, train_sample, call, 
     assert f"does not hold {key} of g" in bench.error_of(call, train_sample(4), lost=key)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["critic_inf", "critic_train"])
 def test_a_worker_that_is_killed_in_the_call_is_named(bench, train_sample, call):

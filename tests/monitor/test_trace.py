@@ -88,6 +88,7 @@ SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20)), max_size=30)
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(SPANS)
 def test_spans_of_one_lane_are_nested_or_apart(spans: list[tuple[int, int]]):

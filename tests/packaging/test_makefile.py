@@ -93,6 +93,7 @@ def test_without_a_usable_python_the_error_is_one_line(
     assert not (folder / ".venv").exists()
 
 
+@pytest.mark.slow
 def test_one_that_is_newer_than_what_is_tested_is_taken_only_by_name(folder: Path) -> None:
     """``python3`` of 3.14 was taken without a word."""
     program(folder, "python3", version=(3, 14))
@@ -156,6 +157,7 @@ def test_an_environment_that_lies_elsewhere_belongs_to_what_is_installed_in_it(
     assert own or f"environment of {other.resolve()}" in done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.sim
 def test_make_run_starts_the_environment_with_the_sessions_of_the_variable(tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ def programs() -> list[str]:
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_every_program_prints_its_version() -> None:
     """Most of them answered ``--version`` with a complaint about missing arguments. One process

@@ -207,6 +207,7 @@ def test_every_command_states_the_version_without_torch(
     assert printed.split()[-1] == realhf.__version__
 
 
+@pytest.mark.nightly
 def test_an_environment_is_written_and_checked_outside_the_checkout(
     installed: Path, tmp_path: Path
 ) -> None:

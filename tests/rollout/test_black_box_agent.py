@@ -294,6 +294,7 @@ async def test_a_limit_excuses_its_own_exception_alone(fake: FakeEnvServer) -> N
         assert outcome.status == status, (function.__name__, outcome.status, outcome.message)
 
 
+@pytest.mark.slow
 async def test_a_reward_may_be_any_number(fake: FakeEnvServer) -> None:
     """Of numpy or torch, in a map too; text and arrays of several are none."""
 

@@ -79,6 +79,7 @@ def test_a_number_may_lose_its_fraction_of_nothing() -> None:
     assert Call("a", "f", '{"x": 1}') != Call("a", "f", '{"x": true}')
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(

@@ -158,6 +158,7 @@ def test_stop_kills_what_ignores_sigterm_with_descendants_in_other_sessions(tmp_
     scheduler.stop()
 
 
+@pytest.mark.slow
 def test_stop_leaves_alone_what_the_process_has_started_for_itself(tmp_path, modules):
     """A program with servers of its own may train with the launcher inside it, one run after the
     other; another one comes while a scheduler is there."""

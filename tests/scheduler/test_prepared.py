@@ -98,6 +98,7 @@ def test_the_cause_reaches_the_starter_of_a_forked_worker_past_a_full_disk(
     assert (end.exit_code, end.words) == (1, "the cause")
 
 
+@pytest.mark.slow
 def test_workers_are_ended_and_their_server_stays_for_the_next_run(
     tmp_path: Path, scheduler: LocalScheduler
 ):
@@ -119,6 +120,7 @@ def test_workers_are_ended_and_their_server_stays_for_the_next_run(
     assert (tmp_path / "b.log").read_text().count(f"True {os.getpid()} True") == 2
 
 
+@pytest.mark.slow
 def test_without_the_server_workers_are_started_as_ever(
     tmp_path: Path, scheduler: LocalScheduler, prepared: PreparedWorkers
 ):

@@ -197,6 +197,7 @@ def test_no_secret_of_the_configuration_is_in_a_report(tmp_path: Path):
     assert "api_key" in answers and "(not shown)" in answers and "hush" not in answers
 
 
+@pytest.mark.slow
 def test_of_a_long_run_every_so_many_steps_are_kept_and_the_last_one(tmp_path: Path):
     run = write_run(tmp_path / "run", steps=0)
     count = 2 * MOST_STEPS + 7

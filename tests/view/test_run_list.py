@@ -100,6 +100,7 @@ def test_the_page_says_how_many_runs_are_not_listed_and_how_to_narrow(
         leave(chromium)
 
 
+@pytest.mark.slow
 def test_a_folder_of_runs_opens_with_the_one_that_was_written_to_last(tmp_path: Path):
     """It used to open with the first by name. Who names runs sees the first that was named."""
     made = many(tmp_path / "runs", 4)

@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reason = "no vLLM beside us; `make test-vllm` installs one"
     if reason is not None:
         for item in items:
-            if HERE in item.path.parents:
+            if item.path.is_relative_to(HERE):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 

@@ -85,6 +85,7 @@ def test_what_is_announced_and_not_sent_holds_nothing(small):
         assert api.post("/scored_data", content=encoded(group(4, 5_000))).status_code == 200
 
 
+@pytest.mark.slow
 def test_what_a_body_inflates_to_counts(small):
     """Several at once, each under the cap, may not exceed the budget together."""
     bomb = gzip.compress(b" " * (CAP - 1))
@@ -144,6 +145,7 @@ SLACK = 3 << 20
 """A step of inflation, the reserve of a growing buffer, and what the decoders need."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "coding", ["plain", "gzip", "gzip that does not shrink", "gzip members", "zstd"]
 )

@@ -239,6 +239,7 @@ def heard(connection) -> bytes:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["h11", "httptools"])
 @pytest.mark.parametrize("where", ["one header", "many headers", "target", "whole", "no line"])
 def test_a_head_beyond_its_bound_is_refused(kind: str, where: str):
@@ -305,6 +306,7 @@ def test_strangers_take_no_more_connections_than_there_may_be(kind: str):
         assert strangers[-1].recv(99).startswith(b"HTTP/1.1 200"), "the last one was no stranger"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["h11", "httptools"])
 def test_answers_that_nobody_reads_keep_nobody_out(kind: str):
     """One that is read, however slowly, is sent to its end: it counted as idle once its last byte
@@ -336,6 +338,7 @@ def test_answers_that_nobody_reads_keep_nobody_out(kind: str):
         assert answer == "ok" and done.result(WAIT_S) >= LARGE
 
 
+@pytest.mark.slow
 def test_every_http_server_of_the_project_is_guarded():
     root = Path(realhf.__file__).parents[1]
     files = [path for folder in ("realhf", "workers") for path in (root / folder).rglob("*.py")]

@@ -170,6 +170,7 @@ def test_weights_that_are_kept_answer_for_their_version_alone(worker):
         ask(worker, "a:1", "generate", [4, [5], 0, None, -1, 3, False])
 
 
+@pytest.mark.slow
 def test_where_no_second_engine_can_be_the_version_is_there_until_the_next(worker):
     worker._gen = GenConfig()
     worker._engine.replica = lambda: None

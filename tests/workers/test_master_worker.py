@@ -208,6 +208,7 @@ class Asked(MasterWorker):
         self._saved_step = step
 
 
+@pytest.mark.slow
 async def test_a_stop_while_the_last_checkpoint_is_written_ends_the_run_after_it(tmp_path):
     """The run went on with its last evaluation and the export, as if nobody had asked."""
     master = Asked(tmp_path)
@@ -219,6 +220,7 @@ async def test_a_stop_while_the_last_checkpoint_is_written_ends_the_run_after_it
     assert "a checkpoint of step 2 is saved" in master.said.getvalue()
 
 
+@pytest.mark.slow
 async def test_a_stop_before_a_checkpoint_is_restored_says_that_it_is_there(tmp_path):
     """The launcher said that nothing was saved."""
     master = Asked(tmp_path)
@@ -230,6 +232,7 @@ async def test_a_stop_before_a_checkpoint_is_restored_says_that_it_is_there(tmp_
     await master._log.leave(None, None, None)
 
 
+@pytest.mark.slow
 async def test_an_evaluation_beside_training_that_cannot_be_recorded_ends_the_run(tmp_path):
     """The next one took the place of its error, and no evaluation of the run was recorded without a
     word."""

@@ -90,6 +90,7 @@ async def make(tmp_path):
         fleet.close()
 
 
+@pytest.mark.slow
 async def test_right_engines_pass_and_hold_every_version(make):
     fleet = make()
     await fleet.start()
@@ -104,6 +105,7 @@ async def test_right_engines_pass_and_hold_every_version(make):
     }
 
 
+@pytest.mark.slow
 async def test_an_engine_that_ignores_updates_and_says_otherwise_fails_the_self_test(make):
     fleet = make(Boaster, takes=lambda name: False)
     await fleet.start()
@@ -114,6 +116,7 @@ async def test_an_engine_that_ignores_updates_and_says_otherwise_fails_the_self_
         await fleet.prove()
 
 
+@pytest.mark.slow
 async def test_an_engine_that_computes_with_an_old_copy_of_one_matrix_fails_the_self_test(make):
     """As a server did whose packed copy of a tied head was not renewed."""
     fleet = make(Boaster, takes=lambda name: "embed_tokens" not in name)
@@ -124,6 +127,7 @@ async def test_an_engine_that_computes_with_an_old_copy_of_one_matrix_fails_the_
         await fleet.prove()
 
 
+@pytest.mark.slow
 async def test_an_engine_that_answers_from_a_cache_of_earlier_weights_fails_the_self_test(make):
     fleet = make(kv_policy="keep")
     await fleet.start()
@@ -133,6 +137,7 @@ async def test_an_engine_that_answers_from_a_cache_of_earlier_weights_fails_the_
         await fleet.prove()
 
 
+@pytest.mark.slow
 async def test_one_bit_that_is_lost_on_the_way_into_a_model_ends_the_run(make):
     fleet = make(Corrupted)
     await fleet.start()
@@ -144,6 +149,7 @@ async def test_one_bit_that_is_lost_on_the_way_into_a_model_ends_the_run(make):
     assert "1 of " in str(error) and fleet.updates.versions["generation/0"] == 1
 
 
+@pytest.mark.slow
 async def test_one_bit_that_changes_between_two_updates_is_found_at_the_next(make):
     fleet = make()
     await fleet.start()
@@ -157,6 +163,7 @@ async def test_one_bit_that_changes_between_two_updates_is_found_at_the_next(mak
     )
 
 
+@pytest.mark.slow
 async def test_an_engine_of_another_element_type_is_compared_in_its_own(make):
     fleet = make(lambda model, **options: ContinuousGenerator(model.to(torch.bfloat16), **options))
     await fleet.start()

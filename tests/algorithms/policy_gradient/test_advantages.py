@@ -173,6 +173,7 @@ def test_two_episodes_by_hand():
     assert found.tolist() == [[0.625, 0.375, 0.875], [-0.625, -0.375, -0.875]]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(EPISODES, st.sampled_from([1.0, 0.5]), st.data())
 def test_equals_a_loop(episodes, discount, data):

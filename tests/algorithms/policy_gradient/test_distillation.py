@@ -111,6 +111,7 @@ def test_its_expected_gradient_is_minus_that_of_the_reverse_divergence():
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_student_comes_nearer_to_its_teacher(tmp_path):
     """On its own samples, drawn anew before each step; the divergence is that over the whole
     vocabulary."""

@@ -41,6 +41,8 @@ VARIANTS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_leaving_out_and_microbatching_change_no_gradient(rollout_batch, tmp_path, options):
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
@@ -122,6 +124,8 @@ LITTLE = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "algo", [name for name in PRESETS if name not in ("ppo", "gigpo", "opd", "sdpo")]
 )

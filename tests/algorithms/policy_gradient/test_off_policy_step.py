@@ -51,6 +51,7 @@ def step(options, sample, *, version=3, **spec):
     return stats, weights(model)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
@@ -143,6 +144,7 @@ def test_recompute_and_one_minibatch_is_the_plain_policy_gradient(
     torch.testing.assert_close(weights(other), weights(model), atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "given",

@@ -308,6 +308,7 @@ SINGLE = ("ppo.group_size=1", "rollout.min_group_size=1")
 COMMON = ("experiment=grpo", "env=countdown", "mode=check", "actor.path=builtin_tiny")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -335,6 +336,7 @@ def test_the_launcher_refuses_before_a_process_starts(
     assert line.startswith("config error: ") and said in line
 
 
+@pytest.mark.slow
 def test_its_own_options_are_in_the_help_and_in_the_arguments_of_the_call(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -359,6 +361,7 @@ def test_its_own_options_are_in_the_help_and_in_the_arguments_of_the_call(
     )
 
 
+@pytest.mark.slow
 def test_an_algorithm_without_options_adds_no_section(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,6 +147,7 @@ def by_loop(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["grpo", "grpo_nostd", "rloo"])
 @pytest.mark.parametrize(("discount", "omega"), [(0.95, 1.0), (0.5, 0.25), (1.0, 2.0)])
 def test_every_token_has_the_advantage_of_the_paper(estimator, discount, omega):
@@ -201,6 +202,7 @@ def same_state(groups, one, other):
     )
 
 
+@pytest.mark.slow
 def test_where_no_state_is_met_twice_it_is_the_step_of_the_episode(tmp_path):
     """Bit for bit, in loss and gradient; and a second visitor changes them."""
     groups = [[Played([4 * i + t for t in range(3)], [0.0, 0.5 * i, 0.0], False) for i in range(4)]]

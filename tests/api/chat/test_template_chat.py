@@ -360,6 +360,7 @@ def test_a_token_that_the_template_uses_counts_although_it_is_no_special_one():
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="<|[]>"), max_size=40)
 
 
+@pytest.mark.slow
 @given(TEXTS, st.sampled_from(sorted(CHATS)))
 def test_other_texts_are_encoded_as_ever(text, name):
     chat = CHATS[name]

@@ -410,6 +410,7 @@ def test_calls_of_llama_come_back_as_they_were_rendered(calls):
         assert message.content == ""
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(

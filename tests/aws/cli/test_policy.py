@@ -346,6 +346,7 @@ def test_other_numbers_are_left_alone(service: str, operation: str, params) -> N
     assert _too_much(service, operation, params) == ""
 
 
+@pytest.mark.slow
 def test_a_deep_document_is_walked() -> None:
     deep = {"S": "x"}
     for _ in range(5_000):

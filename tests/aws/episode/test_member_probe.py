@@ -41,6 +41,7 @@ def table() -> dict:
     return json.loads(TABLE.read_text())
 
 
+@pytest.mark.slow
 def test_the_table_holds_every_write_that_is_served_for_the_versions_in_use(table: dict) -> None:
     assert table["versions"] == versions(), "make the table anew"
     assert set(served_writes()) <= set(table["operations"])
@@ -53,6 +54,7 @@ def test_the_table_holds_every_write_that_is_served_for_the_versions_in_use(tabl
             ), operation
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.sim
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", SAMPLE)

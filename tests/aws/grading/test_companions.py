@@ -225,6 +225,7 @@ def plays(template_id: int, name: str) -> tuple[list[list[str]], list[list[str]]
 TEMPLATES = (203, 213, 218, 301, 302, 304, 305, 307, 308, 318, 324, 406, 417)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.sim
 @pytest.mark.parametrize("template_id", TEMPLATES)
 def test_the_least_grant_is_paid_and_more_is_not(slot: Slot, template_id: int) -> None:

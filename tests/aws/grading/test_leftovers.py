@@ -254,6 +254,7 @@ def play(slot: Slot, template_id: int, lines: Sequence[str], place: int) -> Run:
     return run
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.sim
 @pytest.mark.parametrize("template_id", [*BESIDE, *AFTER])
 def test_what_is_left_behind_is_never_achieved_and_what_is_removed_costs_nothing(

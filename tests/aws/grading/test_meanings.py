@@ -96,6 +96,7 @@ ATTRIBUTES = {
 model has them."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "default"), DEFAULTS)
 def test_a_default_is_a_member_of_the_services_model_with_the_page_of_aws(
     kind: str, default: dict

@@ -134,6 +134,7 @@ def test_the_combinations_are_those_of_all_names(chars: str) -> None:
     check()
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(
@@ -331,6 +332,7 @@ def test_under_conditions_nothing_is_overlooked(one: Policies, other: Policies) 
         assert not any(first != "allow" and second == "allow" for first, second in answers)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(policies(2), st.randoms(use_true_random=False))
 def test_order_repetition_and_lists_change_nothing(one: Policies, random: Any) -> None:

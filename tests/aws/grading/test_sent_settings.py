@@ -568,6 +568,7 @@ def test_aliases_do_not_multiply_a_template_without_end() -> None:
             read_declared_resources(params)
 
 
+@pytest.mark.slow
 def test_one_episode_is_read_to_a_bound() -> None:
     body = json.dumps(
         {
@@ -627,6 +628,7 @@ def test_notes_name_file_and_line_of_what_is_none(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_notes_and_the_table_that_come_with_the_package_are_sound() -> None:
     check_notes()
     table = member_table()

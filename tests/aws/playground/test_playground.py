@@ -266,6 +266,7 @@ async def test_its_simulator_is_started_once_after_a_failed_try_and_set_free_whe
         await playground.reset("bob", {"task_id": 101})
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "line",

@@ -105,6 +105,7 @@ def test_a_recorded_episode_is_played_again_only_when_a_person_says_so(page: Chr
     assert page.js("location.hash") == "" and page.js("document.title") != "owned"
 
 
+@pytest.mark.nightly
 def test_a_warmup_task_played_to_its_end_with_the_keyboard(page: Chromium) -> None:
     begin(page, 1, 3)
     task = instantiate(1, 3)

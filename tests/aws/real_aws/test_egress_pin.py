@@ -47,6 +47,7 @@ print(json.dumps([
 """
 
 
+@pytest.mark.slow
 def test_only_the_named_endpoint_is_reached() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as good,

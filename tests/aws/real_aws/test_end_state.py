@@ -129,6 +129,7 @@ def test_the_solution_is_paid_in_an_account_of_others(episode: Episode, task_id:
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("task_id", "old", "new"),
     [
@@ -156,6 +157,7 @@ def test_another_state_is_not_paid(
     assert not last["task_achieved"] and last["partial_progress"] < 1.0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("task_id", "harmful"),
     [

@@ -31,6 +31,7 @@ def target(pool: MiniStackPool, tmp_path_factory: pytest.TempPathFactory) -> Ite
     target.close()
 
 
+@pytest.mark.nightly
 def test_drawn_commands_breach_nothing(target: FiringRange) -> None:
     """Requests, worlds, switches, files, processes and connections are what the tracker tells,
     whatever is said."""

@@ -319,6 +319,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["stop", "exit", "kill"])
 def test_nothing_survives(how: str) -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER, how], stdout=subprocess.PIPE, text=True)

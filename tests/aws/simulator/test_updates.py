@@ -1065,6 +1065,7 @@ def aws(slot: Slot) -> Callable[[str], str]:
     return run
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("update", UPDATES, ids=lambda update: update.operation)
 def test_an_update_is_shown(aws: Callable[[str], str], update: Update) -> None:
     """The service's own way to correct a setting was refused."""
@@ -1081,6 +1082,7 @@ def test_an_update_is_shown(aws: Callable[[str], str], update: Update) -> None:
     assert json.loads(aws(look) or "null") == update.shown
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "update", [one for one in UPDATES if one.instead], ids=lambda update: update.operation
 )

@@ -85,6 +85,7 @@ def test_names_are_made_of_distinct_plain_words() -> None:
     assert len(words) == 140 and all(word.isalpha() and word.islower() for word in words)
 
 
+@pytest.mark.slow
 def test_heldout_names_are_unseen_pairs() -> None:
     def pairs(split: str) -> set[tuple[str, str]]:
         names = (

@@ -107,6 +107,7 @@ def test_no_two_templates_share_a_phrasing() -> None:
     assert [text for text, count in texts.items() if count > 1] == []
 
 
+@pytest.mark.slow
 def test_further_phrasings_say_what_those_of_the_template_say_and_train_alone() -> None:
     """They have the places of all others and none that the template does not know, are of known
     templates that may train, and no held-out instance is ever worded so."""

@@ -25,6 +25,7 @@ def extra(mutant: Mutant) -> Sequence[str]:
     return [mutant.commands[place] for place in mutant.proof]
 
 
+@pytest.mark.slow
 def test_what_needs_something_is_made_with_it() -> None:
     found = {operation: making.lines for operation, making in makings("ec2", 1)}
     rule = found["authorize-security-group-ingress"]

@@ -152,6 +152,7 @@ def test_drift_tasks_are_solved_blind() -> None:
     )
 
 
+@pytest.mark.slow
 def test_namesakes_and_copies_are_neighbours() -> None:
     name = instantiate(311, 0).params["name"]
     found = [one for one in mutants(311) if one.kind == "neighbour"]
@@ -161,6 +162,7 @@ def test_namesakes_and_copies_are_neighbours() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task_id", [101, 216, 422, 505])
 def test_a_sample_is_balanced_and_one_seed_gives_one_list(task_id: int) -> None:
     task = instantiate(task_id, 0)
@@ -174,6 +176,7 @@ def test_a_sample_is_balanced_and_one_seed_gives_one_list(task_id: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_mutants_of_every_tier_can_be_sent() -> None:
     templates = load_templates(TIERS[1:])
     for template in templates[::30]:
@@ -255,6 +258,7 @@ def test_a_mutant_is_compared_with_what_the_solution_leaves(slot: Slot) -> None:
     assert not failing.equal and failing.failed and not failing.achieved
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.sim
 @pytest.mark.slow
 @pytest.mark.parametrize(

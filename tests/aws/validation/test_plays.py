@@ -244,6 +244,7 @@ def chosen(template: Template, play: Play) -> bool:
     )
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.sim
 @pytest.mark.parametrize("template_id", SAMPLE)
 def test_every_play_scores_within_the_bounds_of_its_class(slot: Slot, template_id: int) -> None:

@@ -47,6 +47,7 @@ def test_a_sample_is_drawn_by_the_commit(repository: Path) -> None:
     assert choose_tasks(repository, ALL) != first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("committed", [True, False], ids=["committed", "in the working tree"])
 def test_tasks_that_changed_are_played_besides(repository: Path, committed: bool) -> None:
     change = commit if committed else write
@@ -58,6 +59,8 @@ def test_tasks_that_changed_are_played_besides(repository: Path, committed: bool
     assert {102, 150} <= set(choose_tasks(repository, ALL))
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "path",
     [

@@ -460,6 +460,7 @@ def test_scores_of_a_short_type_are_not_rounded(shared: int) -> None:
         assert float((found.double() - expected).abs().max()) < 0.02
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_deep_models_in_bfloat16_keep_the_fast_pass(
     tiny_model: Any, caplog: pytest.LogCaptureFixture

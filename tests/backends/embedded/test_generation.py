@@ -29,6 +29,7 @@ def full_forward_logprobs(
     return log_p[len(prefix) - 1 : -1].gather(1, full[len(prefix) :, None])[:, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logprobs_equal_full_forward_over_turns_with_kept_caches(
     tiny_model: Any, architecture: str
@@ -60,6 +61,7 @@ def test_logprobs_equal_full_forward_over_turns_with_kept_caches(
     assert engine.core.reused_tokens > 2 * engine.core.computed_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_equals_transformers_generate(tiny_model: Any, architecture: str) -> None:
     model = tiny_model(architecture)
@@ -133,6 +135,7 @@ def test_freed_slots_are_computed_again(tiny_model: Any) -> None:
     assert engine.core.reused_tokens == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_sampling_follows_the_distribution(tiny_model: Any) -> None:
     """4,000 draws of one next token: every frequency within five standard errors of its
@@ -292,6 +295,7 @@ def test_a_seeded_sequence_keeps_its_tokens_in_any_company_and_in_chunks(tiny_mo
     assert len({tuple(o.token_ids) for o in drawn}) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen3", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_bound_on_the_cache_makes_requests_wait_and_changes_no_token(
     tiny_model: Any, architecture: str
@@ -361,6 +365,7 @@ def test_a_cache_that_finds_no_memory_says_what_to_lower(
     assert len(output.token_ids) == 4, "the engine goes on"
 
 
+@pytest.mark.slow
 def test_a_first_step_that_finds_no_memory_says_what_to_lower() -> None:
     """A cache is allocated by the first pass, whose errors used to name nothing. The memory that is
     asked for here, a terabyte for the keys alone, is really not there."""

@@ -108,6 +108,7 @@ def test_five_steps_of_ppo_are_those_of_one_worker(parallel: Parallel) -> None:
     assert all(row["critic/loss"] > 0 for row in expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [Parallel(dp=2), Parallel(fsdp=2)], ids=["dp2", "fsdp2"])
 def test_ranks_that_lay_rows_out_differently_are_refused(parallel: Parallel) -> None:

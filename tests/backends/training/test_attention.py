@@ -58,6 +58,7 @@ def products(trees: RowTrees) -> int:
     return sum(count * queries * keys for (count, queries), (_, keys) in shapes)
 
 
+@pytest.mark.slow
 @given(SEQUENCES, st.integers(3, 40), st.sampled_from([1.0, 1.3, 2.0, 4.0]))
 @settings(max_examples=60, deadline=None)
 def test_pieces_equal_the_mask(drawn: list[list[int]], most: int, gathered: float) -> None:

@@ -67,6 +67,7 @@ def plain_engine(weights: dict[str, Tensor], model: Any) -> TorchEngine:
     return TorchEngine(model, None)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "qwen2", "gpt2"])
 def test_only_adapters_train_and_what_is_published_is_the_model_with_them(
     tiny_model: Any, ragged_sample: Any, architecture: str

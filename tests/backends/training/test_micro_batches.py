@@ -54,6 +54,7 @@ def positions(part: SequenceSample) -> int:
     return sum(int(places.max()) + 1 for places in trained if len(places))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @given(
     st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=5), min_size=1, max_size=5),
@@ -127,6 +128,7 @@ def test_a_group_is_cut_and_backward_follows_every_part(tiny_model: Any) -> None
     assert result.stats["sequences"] == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cap", [130, 64, None])
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
 def test_gradients_equal_the_unsplit_ones(

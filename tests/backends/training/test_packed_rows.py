@@ -91,6 +91,8 @@ def loss(outputs: Any, part: SequenceSample) -> Any:
     return (logprobs.exp() - 0.1 * entropy).sum(), {}
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "recomputed"])
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", *OTHERS])
 def test_scores_and_steps_are_those_of_padded_rows(

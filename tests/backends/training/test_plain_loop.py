@@ -126,6 +126,8 @@ def onednn(on: bool) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("on", ONEDNN.values(), ids=ONEDNN)
 @pytest.mark.parametrize("name", [slow(NAMES[0]), *NAMES[1:]])
 def test_all_weights_get_the_gradients_of_a_plain_loop(name: str, on: bool) -> None:
@@ -146,6 +148,8 @@ def test_all_weights_get_the_gradients_of_a_plain_loop(name: str, on: bool) -> N
     )
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("on", ONEDNN.values(), ids=ONEDNN)
 @pytest.mark.parametrize("name", [*map(slow, NAMES[:2]), *NAMES[2:]])
 def test_adapters_get_the_gradients_of_a_plain_loop(name: str, on: bool) -> None:
@@ -176,6 +180,7 @@ def test_adapters_get_the_gradients_of_a_plain_loop(name: str, on: bool) -> None
     compare(gradients(own), gradients(expected))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("n", [1, 4])

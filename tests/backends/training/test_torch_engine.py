@@ -64,6 +64,7 @@ def moments(engine: TorchEngine) -> dict[str, Tensor]:
     return engine._optimizer.tensors({p: name for name, p in engine.model.named_parameters()})
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_repeats_bit_identically(
     tiny_model: Any, ragged_sample: Any
 ) -> None:
@@ -76,6 +77,7 @@ def test_training_lowers_the_loss_and_repeats_bit_identically(
     assert torch.equal(weights(first), weights(second))
 
 
+@pytest.mark.slow
 def test_gradients_of_several_passes_make_the_step_of_one_batch(
     tiny_model: Any, ragged_sample: Any
 ) -> None:
@@ -105,6 +107,7 @@ def test_gradients_of_several_passes_make_the_step_of_one_batch(
         parts.step(OptimizerConfig(offload=True))
 
 
+@pytest.mark.slow
 def test_a_pass_that_fails_leaves_the_gradients_of_those_before(
     tiny_model: Any, ragged_sample: Any
 ) -> None:
@@ -213,6 +216,7 @@ def test_checkpointing_leaves_dropout_off(ragged_sample: Any) -> None:
         assert chance > 0 and getattr(engine.model.config, name) == chance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_non_finite_updates_are_skipped(tiny_model: Any, ragged_sample: Any, where: str) -> None:
     engine = engine_of(tiny_model())

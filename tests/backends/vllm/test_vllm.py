@@ -494,6 +494,7 @@ def test_a_server_is_on_our_gpus_or_is_not(monkeypatch: pytest.MonkeyPatch) -> N
     assert common_places([]) == []
 
 
+@pytest.mark.slow
 def test_a_tensor_that_no_layer_has_under_its_name_is_not_said_to_be_held(tmp_path: Path) -> None:
     worker, given = Worker(), {name: tensor.contiguous() for name, tensor in tensors().items()}
     save_file(given, tmp_path / "weights")

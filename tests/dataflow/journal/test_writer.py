@@ -491,6 +491,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_what_was_durable_outlives_a_kill(tmp_path: Path) -> None:
     promised = -1
     for _ in range(3):

@@ -277,6 +277,7 @@ def _gate_agrees_with_the_reference(random: Random) -> str:
     return "waits" if len(chosen) == batch_size else "too few"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crashes", [0, 2])
 def test_no_sample_is_older_than_the_bound_and_nothing_stops(crashes: int) -> None:
     """1,500 simulated runs of admission and gate, half of them with crashes."""

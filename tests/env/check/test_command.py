@@ -70,6 +70,7 @@ def test_a_sound_environment_ends_with_0_and_shows_every_check_and_the_tools(
     assert "tool add: Add a number to the counter." in lines
 
 
+@pytest.mark.slow
 def test_a_broken_one_ends_with_1_and_json_is_nothing_but_json(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -197,6 +197,7 @@ class Mutated(Report):
         return [f"{'fault' if found.is_fault else 'note'} {found.what}" for found in self.findings]
 
 
+@pytest.mark.slow
 def test_what_leaves_another_state_and_is_paid_is_a_fault_with_its_actions() -> None:
     """Moving the other box, too, is paid in full; each such mutant is a line of its own, by
     task."""
@@ -254,6 +255,7 @@ def test_what_keeps_mutants_from_being_played_is_one_fault(name: str, says: str)
     assert {line[: len(says)] for line in found.lines} == {says}
 
 
+@pytest.mark.slow
 def test_a_seed_draws_the_same_mutants_and_another_one_others() -> None:
     one, again, other = (
         Mutated(f"{BUYABLE}:Bought", 80, seed).outcome["listed"] for seed in (0, 0, 1)
@@ -261,6 +263,7 @@ def test_a_seed_draws_the_same_mutants_and_another_one_others() -> None:
     assert one == again != other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED)
 def test_what_ships_cannot_be_bought(name: str) -> None:
     """A sample of a few mutants of every template; the whole is a command on the page of the
@@ -270,6 +273,8 @@ def test_what_ships_cannot_be_bought(name: str) -> None:
     assert sum(each["mutants"] for each in found.outcome["tasks"].values()) > 60
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -289,6 +294,7 @@ def test_a_reward_that_leaks_at_an_edge_is_found_by_the_mutants_of_that_edge(
     assert {*found.outcomes} == {"fault"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "argument"), [("Unlabelled", "label"), ("AnyWidth", "width")])
 def test_an_argument_whose_value_shows_nowhere_is_to_be_read_once_for_each_template(
     name: str, argument: str
@@ -307,6 +313,7 @@ def test_an_argument_whose_value_shows_nowhere_is_to_be_read_once_for_each_templ
         assert found.outcome["tasks"][template]["members"] == 1
 
 
+@pytest.mark.slow
 def test_a_reward_whose_edges_are_closed_stays_clean_and_pays_for_what_is_removed_again() -> None:
     found = Mutated(f"{EDGES}:Shelf", most=240)
     assert not found.lines and not found.outcome["members"] and found.outcomes == ["ok", "ok"]
@@ -315,6 +322,7 @@ def test_a_reward_whose_edges_are_closed_stays_clean_and_pays_for_what_is_remove
     assert removed["right"] > 10 and removed["refused"] == 0
 
 
+@pytest.mark.slow
 def test_who_is_not_paid_for_what_was_removed_again_is_to_be_read() -> None:
     found = Mutated(f"{EDGES}:Unforgiving", most=240)
     assert found.outcomes == ["read", "read"]
@@ -337,6 +345,7 @@ def test_an_argument_of_two_types_is_changed() -> None:
     assert type_of(schema) == "string" and other_values("tea", schema)
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_1_for_a_reward_that_is_bought_and_prints_json(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -347,6 +356,7 @@ def test_the_command_ends_with_1_for_a_reward_that_is_bought_and_prints_json(
     )
 
 
+@pytest.mark.slow
 def test_what_was_found_is_kept_in_a_passport_beside_the_environment(tmp_path: Path) -> None:
     own = tmp_path / "shelf.py"
     own.write_text(BUYABLE.read_text())

@@ -92,6 +92,7 @@ def test_a_bad_task_is_422_and_names_the_field(http: httpx.Client) -> None:
     assert reply.status_code == 422 and "task_id" in reply.text
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_refused_handshake_is_no_error_in_the_log() -> None:
     """A client without a token, or one too many, was told so; the server used to log each such
@@ -163,6 +164,7 @@ def test_mcp_in_a_session_is_a_step_of_its_episode(server: EnvServerProcess) -> 
         assert ask(session, {"type": "state"})["data"]["step_count"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("message", "code"),
     [

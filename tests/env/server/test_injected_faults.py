@@ -73,6 +73,7 @@ async def play(url: str, steps: int, message_timeout_s: float = 60.0) -> Counter
     return seen
 
 
+@pytest.mark.slow
 async def test_faults_of_every_kind_at_the_asked_rate_and_none_of_them_executed() -> None:
     executed: list[str] = []
     with served(executed, fault_rate=0.2, fault_kinds="unavailable=8,disconnect=2") as url:

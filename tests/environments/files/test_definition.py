@@ -84,6 +84,7 @@ async def test_a_turn_that_is_no_use_earns_nothing_and_is_answered(text: str):
         assert all("error" in message["content"] for message in turn.messages)
 
 
+@pytest.mark.slow
 async def test_hundreds_of_instances_share_nothing():
     """Three hundred episodes at once, each with a solver of its own; all succeed, twice in a
     row."""

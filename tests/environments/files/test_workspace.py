@@ -246,6 +246,7 @@ def test_a_search_is_for_plain_text():
     assert len(found.splitlines()) == 7 and max(map(len, found.splitlines())) < 220
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(

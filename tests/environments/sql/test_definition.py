@@ -98,6 +98,7 @@ def demonstrations(
     return list(demonstrate(request))
 
 
+@pytest.mark.slow
 async def test_every_demonstration_ends_as_it_says():
     found = demonstrations()
     for item in found:

@@ -172,6 +172,8 @@ async def test_a_guessed_constant_is_no_found_answer():
     assert score(turns) == 0
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("template", QUESTIONS)
 @pytest.mark.parametrize("seed", range(12))
 async def test_a_constant_is_no_found_answer_whatever_the_statement_names(template: str, seed: int):
@@ -349,6 +351,7 @@ TEXTS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(TEMPLATES)), st.integers(0, 50), st.lists(TEXTS, max_size=8))
 def test_the_same_messages_give_the_same_turns(template: str, seed: int, texts: list[str]):
@@ -367,6 +370,7 @@ def test_the_same_messages_give_the_same_turns(template: str, seed: int, texts: 
     assert not first or first[-1].metrics["success"] == (abs(score(first) - 1) < 1e-9)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 async def test_hundreds_at_once_leave_nothing_behind():
     """Neither descriptors nor memory, also when nobody closes an episode before the next one."""

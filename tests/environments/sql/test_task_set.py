@@ -27,6 +27,7 @@ def test_there_are_templates_in_groups_of_rising_difficulty():
     assert len(tasks.group_of) == 18 and len(QUESTIONS) == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("split", SPLITS)
 async def test_the_scripted_solution_solves_the_task_and_earns_one(template: str, split: str):
@@ -70,6 +71,7 @@ async def test_doing_nothing_earns_nothing(template: str):
     assert not turns[-1].done and turns[-1].metrics == {"success": 0.0, "progress": 0.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize(
     "harm", ["DELETE FROM {T}", "UPDATE {T} SET name = 'x'", "UPDATE {T} SET id = id + 500"]

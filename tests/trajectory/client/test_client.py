@@ -526,6 +526,7 @@ async def test_a_blocking_client_works_where_a_loop_runs(api, url):
         assert client.status() == {"current_step": 0, "queue_size": 0}
 
 
+@pytest.mark.slow
 async def test_coroutines_share_one_client(api, url):
     async with AsyncTrajectoryClient(url) as client:
         await client.register(**TRAINER)

@@ -168,6 +168,7 @@ def _receive(received: dict[int, list[int]], step: int, ids: list[int]) -> None:
     assert received.setdefault(step, ids) == ids, f"step {step} has two contents"
 
 
+@pytest.mark.nightly
 def test_killed_during_an_acknowledgement(server):
     rng = random.Random(4)
     pushed(server, 0, 8)

@@ -344,6 +344,7 @@ def page_faults(way: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.nightly
 def test_kept_buffers_cost_no_new_pages():
     """Freed buffers stay with the process, up to a bound."""
     assert page_faults("kept") * 3 < page_faults("as it was")

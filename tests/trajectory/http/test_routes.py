@@ -140,6 +140,7 @@ def test_lax_types_and_missing_fields(api):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"null", b"[]", b"NaN", b"\xff", b"9" * 5000, b"[" * 50_000]
 )

@@ -110,6 +110,7 @@ async def test_one_group_in_each_file_keeps_little_of_them(tmp_path):
     await again.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 async def test_nothing_is_lost_or_reordered_while_room_is_given_back(tmp_path):
     """Pushes and pulls go on beside it, and bundles, stale groups and quarantine with them."""

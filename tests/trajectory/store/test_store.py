@@ -219,6 +219,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 async def test_kill_9_while_committing_loses_nothing_that_was_committed(tmp_path):
     for round_ in range(6):

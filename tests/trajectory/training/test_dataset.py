@@ -169,6 +169,7 @@ def test_after_a_crash_what_no_checkpoint_holds_comes_again(make, url, tmp_path)
     assert stats["redelivered"] == 0 and stats["server_step"] == 2
 
 
+@pytest.mark.slow
 def test_a_fresh_run_begins_anew_and_another_size_is_another_run(make, url, tmp_path):
     for changed in ({"fresh": True}, {"batch_size": 2}, {"project": "other"}):
         httpx.get(f"{url}/reset_data")

@@ -57,6 +57,7 @@ def test_a_child_that_died_is_replaced():
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_no_child_outlives_a_killed_server(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(PARENT)

@@ -78,6 +78,7 @@ async def cluster(request: pytest.FixtureRequest):
             process.kill()
 
 
+@pytest.mark.slow
 async def test_calls_run_in_order_while_the_immediate_lane_lives(cluster):
     await cluster.join("w")
     delays = [3.0, 0.2, 0.1, 0.0]
@@ -92,6 +93,7 @@ async def test_calls_run_in_order_while_the_immediate_lane_lives(cluster):
     assert await cluster.master.call("w", "log", timeout_s=60) == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 async def test_replies_may_come_out_of_order_across_workers(cluster):
     await cluster.join("a", "b")
     slow = cluster.master.call("a", "append", {"seconds": 3.0, "number": 1}, timeout_s=60)
@@ -101,6 +103,7 @@ async def test_replies_may_come_out_of_order_across_workers(cluster):
     assert await slow == 1
 
 
+@pytest.mark.slow
 async def test_remote_exceptions_carry_the_remote_traceback(cluster):
     await cluster.join("w")
     with pytest.raises(RemoteError) as caught:
@@ -115,6 +118,7 @@ async def test_remote_exceptions_carry_the_remote_traceback(cluster):
     assert await cluster.master.call("w", "echo", 1, timeout_s=60) == 1, "the worker survives"
 
 
+@pytest.mark.slow
 async def test_unknown_names_and_unsendable_values_are_protocol_errors(cluster):
     await cluster.join("w")
     call = cluster.master.call
@@ -172,6 +176,7 @@ async def test_a_short_deadline_does_not_run_while_a_long_call_is_before_it(clus
     assert not cluster.master._pending
 
 
+@pytest.mark.slow
 async def test_a_lane_is_not_waited_for_when_its_worker_dies(cluster):
     (process,) = await cluster.join("w")
     calls = [
@@ -187,12 +192,14 @@ async def test_a_lane_is_not_waited_for_when_its_worker_dies(cluster):
     assert not cluster.master._pending
 
 
+@pytest.mark.slow
 async def test_immediate_calls_wait_for_their_turn_too(cluster):
     await cluster.join("w")
     long = cluster.master.call("w", "nap", 3.0, timeout_s=60)
     assert await cluster.master.call("w", "status", timeout_s=2.0) == [] and long.done()
 
 
+@pytest.mark.slow
 async def test_a_cancelled_call_is_not_made(cluster):
     await cluster.join("w")
     first = cluster.master.call("w", "append", {"seconds": 0.5, "number": 0}, timeout_s=60)
@@ -202,6 +209,7 @@ async def test_a_cancelled_call_is_not_made(cluster):
     assert await cluster.master.call("w", "log", timeout_s=60) == [0]
 
 
+@pytest.mark.slow
 async def test_a_killed_worker_fails_its_calls_at_once(cluster):
     (process, _) = await cluster.join("w", "other")
     calls = [
@@ -275,6 +283,7 @@ async def test_a_worker_whose_connection_broke_is_dead_though_it_lives_and_ends(
         assert await asyncio.to_thread(process.wait, 60) != 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", [3.0], indirect=True)
 async def test_a_frozen_worker_is_dead_after_the_silence_limit(cluster):
     (process,) = await cluster.join("w")
@@ -295,6 +304,7 @@ async def until_noticed(master: RpcMaster, name: str) -> None:
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 async def test_a_worker_may_return_under_its_name(cluster):
     (process,) = await cluster.join("w")
     version = cluster.master.announcer.version
@@ -311,6 +321,7 @@ async def test_a_worker_may_return_under_its_name(cluster):
     assert await cluster.master.call("w", "echo", 7, timeout_s=60) == 7
 
 
+@pytest.mark.slow
 async def test_registration_publishes_the_roster(cluster):
     await cluster.join("a", "b")
     info = cluster.master.roster["a"]
@@ -322,6 +333,7 @@ async def test_registration_publishes_the_roster(cluster):
     assert await cluster.master.call("a", "roster", timeout_s=60) == {"a": "model", "b": "model"}
 
 
+@pytest.mark.slow
 async def test_addresses_can_be_kept_back_from_the_roster(cluster):
     cluster.master._on_join = lambda info: (
         info.name == "a" and cluster.master.list_services("a", False)
@@ -335,6 +347,7 @@ async def test_addresses_can_be_kept_back_from_the_roster(cluster):
     cluster.master.list_services("nobody", False)
 
 
+@pytest.mark.slow
 async def test_one_that_is_sent_away_leaves_and_may_return(cluster):
     (process,) = await cluster.join("w")
     call = cluster.master.call("w", "append", {"seconds": 0.3, "number": 0}, timeout_s=60)
@@ -349,6 +362,7 @@ async def test_one_that_is_sent_away_leaves_and_may_return(cluster):
     assert await cluster.master.call("w", "echo", 7, timeout_s=60) == 7
 
 
+@pytest.mark.slow
 async def test_one_that_hangs_when_it_is_sent_away_is_ended(cluster):
     process = cluster.launch("w", leave_within_s="0.3")
     await cluster.master.wait_for(["w"], timeout_s=60)
@@ -359,6 +373,7 @@ async def test_one_that_hangs_when_it_is_sent_away_is_ended(cluster):
     assert await asyncio.to_thread(process.wait, 60) == 1
 
 
+@pytest.mark.slow
 async def test_refusals_say_why(cluster):
     await cluster.join("w")
     stranger = cluster.launch("x", run_id="another")
@@ -368,6 +383,7 @@ async def test_refusals_say_why(cluster):
     assert list(cluster.master.roster) == ["w"]
 
 
+@pytest.mark.slow
 async def test_a_successor_takes_the_place_of_one_that_is_out_of_reach_and_that_one_leaves(cluster):
     """A worker whose host agent hangs is lost for the launcher and lives on for the master, who
     used to refuse the one that was started elsewhere in its place."""
@@ -381,6 +397,7 @@ async def test_a_successor_takes_the_place_of_one_that_is_out_of_reach_and_that_
     assert await cluster.master.call("w", "echo", 7, timeout_s=60) == 7
 
 
+@pytest.mark.slow
 async def test_waiting_for_workers_names_the_missing(cluster):
     await cluster.join("a")
     with pytest.raises(RpcTimeout, match=r"\['b', 'c'\]"):
@@ -392,6 +409,7 @@ async def test_waiting_for_workers_names_the_missing(cluster):
         await asyncio.wait_for(waiting, 60)
 
 
+@pytest.mark.slow
 async def test_garbage_and_stale_messages_are_dropped(cluster):
     await cluster.join("w")
     with zmq.Context() as context, context.socket(zmq.DEALER) as rogue:
@@ -423,6 +441,7 @@ async def test_a_worker_that_exits_in_a_handler_reports_it(cluster):
     assert await asyncio.to_thread(process.wait, 60) == 3
 
 
+@pytest.mark.slow
 async def test_close_ends_the_workers(cluster):
     processes = await cluster.join("a", "b")
     waiting = cluster.master.call("a", "append", {"seconds": 0.3, "number": 0}, timeout_s=60)
@@ -509,6 +528,7 @@ async def test_stop_leaves_politely(cluster, caplog):
     assert "died" not in caplog.text
 
 
+@pytest.mark.slow
 async def test_a_gap_in_the_call_order_ends_the_worker(cluster):
     (process,) = await cluster.join("w")
     cluster.master._peers["w"].next_no = 5
@@ -517,6 +537,7 @@ async def test_a_gap_in_the_call_order_ends_the_worker(cluster):
     assert await asyncio.to_thread(process.wait, 60) == 1
 
 
+@pytest.mark.slow
 async def test_a_reply_of_a_previous_process_is_dropped(cluster):
     await cluster.join("w")
     call = cluster.master.call("w", "append", {"seconds": 0.5, "number": 0}, timeout_s=60)
@@ -531,6 +552,7 @@ async def test_a_reply_of_a_previous_process_is_dropped(cluster):
     assert cluster.master.dropped_messages == 1
 
 
+@pytest.mark.slow
 async def test_a_worker_that_leaves_by_itself_is_announced_and_is_no_death():
     left: list[tuple[str, str]] = []
     deaths: list[str] = []

@@ -92,6 +92,7 @@ def tensors(draw: Any) -> torch.Tensor:
     return tensor.transpose(0, -1) if len(shape) > 1 and draw(st.booleans()) else tensor
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("medium", MEDIA)
 def test_any_tensors_arrive_bit_by_bit(medium: Medium) -> None:

@@ -136,6 +136,7 @@ def test_os_exit_ends_a_call_and_not_its_process(pool: Processes) -> None:
     pool.release(player)
 
 
+@pytest.mark.slow
 def test_resets_that_name_nothing_play_the_next_of_all_processes() -> None:
     """Each of the processes would count by itself."""
     pool = Processes(ODD, {}, 2, 4, 5.0, info=False)
@@ -151,6 +152,7 @@ def test_resets_that_name_nothing_play_the_next_of_all_processes() -> None:
         pool.stop()
 
 
+@pytest.mark.slow
 def test_sessions_that_begin_at_once_get_no_more_processes_than_there_may_be() -> None:
     """A trainer opens all its sessions in one moment; each process loads the environment, which may
     be large."""
@@ -172,6 +174,7 @@ def test_sessions_that_begin_at_once_get_no_more_processes_than_there_may_be() -
         pool.stop()
 
 
+@pytest.mark.slow
 def test_no_process_holds_a_listening_socket_and_none_is_left() -> None:
     """What an environment forks lives in its process: it cannot keep the port, and ends with the
     pool."""

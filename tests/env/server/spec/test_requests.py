@@ -54,6 +54,7 @@ def drawn(draw: random.Random, depth: int = 0) -> Any:
     return {draw.choice(KEYS): drawn(draw, depth + 1) for _ in range(draw.randrange(5))}
 
 
+@pytest.mark.slow
 def test_no_action_raises_anything_but_a_refusal() -> None:
     """Ten thousand values that are nearly actions; whatever is taken becomes a message whose calls
     are sound or say why they are not."""

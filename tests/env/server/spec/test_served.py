@@ -471,6 +471,7 @@ async def test_a_silent_session_gives_its_place_back() -> None:
         served.pool.stop()
 
 
+@pytest.mark.slow
 def test_there_are_no_more_sessions_than_instances(tmp_path: Path) -> None:
     """What the environment allows at once bounds the sessions, also in what the server says of
     itself."""
@@ -488,6 +489,8 @@ def test_there_are_no_more_sessions_than_instances(tmp_path: Path) -> None:
     served.pool.stop()
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
