@@ -313,7 +313,7 @@ def test_a_registered_loss_declares_the_clip_options_that_it_reads(monkeypatch):
     def declared(terms, options):
         return None
 
-    with pytest.raises(ValueError, match="eps_clip has no effect.*'silent'.*reads_clip_options"):
+    with pytest.raises(ValueError, match=r"eps_clip has no effect.*'silent'.*reads_clip_options"):
         resolve({"loss": "silent", "eps_clip": 0.3})
     assert resolve({"loss": "silent"}).loss == "silent"
     assert resolve({"loss": "declared", "eps_clip": 0.3}).eps_clip == 0.3
