@@ -36,7 +36,7 @@ _FILE_COLUMNS = 160
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Return its exit status, 2 for wrong arguments, or 130 after an interrupt."""
-    arguments = _parsed(_parser(), argv)
+    arguments = _parse(_build_parser(), argv)
     console = Console() if sys.stdout.isatty() else Console(width=_FILE_COLUMNS)
     try:
         return COMMANDS[arguments.command][0].run(arguments, console)
@@ -60,17 +60,17 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} ({self.prog} --help)\n")
 
 
-def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse arguments; options of an environment may appear anywhere among the others."""
-    arguments, rest = parser.parse_known_args(argv)
-    for text in rest:
+    arguments, unknown = parser.parse_known_args(argv)
+    for text in unknown:
         if text.startswith("-") or not hasattr(arguments, "options"):
             parser.error(f"unrecognized argument {text!r}")
         arguments.options = [*arguments.options, text]
     return arguments
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     text = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="python -m realhf.env", description=__doc__, formatter_class=text)
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")

@@ -110,9 +110,9 @@ class Actions:
     """Names of the actions of a Discrete space; () if actions are text."""
     start: int = 0
     """Number of the first action of the Discrete space."""
-    least: int = 0
+    min_chars: int = 0
     """Minimum number of characters of a text."""
-    most: int = 0
+    max_chars: int = 0
     """Maximum number of characters of a text."""
     charset: frozenset[str] = frozenset()
     """Characters that a text may contain; empty for any."""
@@ -125,7 +125,7 @@ class Actions:
         word = text.strip().lower()
         exact = [place for place, name in enumerate(self.names) if name.lower() == word]
         places = exact or [
-            place for place, name in enumerate(self.names) if _names(word, name.lower())
+            place for place, name in enumerate(self.names) if _contains_name(word, name.lower())
         ]
         if len(places) != 1:
             raise ValueError(f"Answer with one of: {', '.join(self.names)}.")
@@ -134,9 +134,9 @@ class Actions:
     def _text(self, text: str) -> str:
         """Return a valid text action. Raises ValueError for the policy."""
         text = whole_text(text)
-        if not self.least <= len(text) <= self.most:
+        if not self.min_chars <= len(text) <= self.max_chars:
             raise ValueError(
-                f"Answer with {self.least} to {self.most} characters, not {len(text)}."
+                f"Answer with {self.min_chars} to {self.max_chars} characters, not {len(text)}."
             )
         if self.charset and (wrong := sorted({*text} - self.charset)):
             raise ValueError(f"These characters cannot be used: {' '.join(map(repr, wrong[:20]))}.")
@@ -155,14 +155,14 @@ def build(options: GymnasiumOptions) -> EnvironmentSpec:
             "env.id is missing: the id of a Gymnasium environment, such as env.id=FrozenLake-v1"
         )
     gymnasium = needed("gymnasium", EXTRA)
-    make = partial(_made, gymnasium, options)
+    make = partial(_make_instance, gymnasium, options)
     instance = make()
     try:
-        actions = actions_of(gymnasium, instance.action_space, options.actions)
+        actions = build_actions(gymnasium, instance.action_space, options.actions)
     finally:
         instance.close()
-    given_up: list[Threads] = []
-    reading = Reading(
+    abandoned_threads: list[Threads] = []
+    rules = GymnasiumRules(
         options.render,
         options.observation_chars,
         options.success_reward,
@@ -176,7 +176,7 @@ def build(options: GymnasiumOptions) -> EnvironmentSpec:
     return EnvironmentSpec(
         f"gymnasium {options.id}",
         lambda _: GymnasiumEnvironment(
-            options.id, make, actions, reading, dict(options.reset_options), given_up
+            options.id, make, actions, rules, dict(options.reset_options), abandoned_threads
         ),
         partial(SeedTaskSet, options.id),
         system_prompt=prompt,
@@ -186,18 +186,18 @@ def build(options: GymnasiumOptions) -> EnvironmentSpec:
 
 
 @dataclass(frozen=True)
-class Reading:
+class GymnasiumRules:
     """How the environment's answers are interpreted."""
 
     render: bool
     """Whether the policy reads what is rendered instead of observations."""
-    most: int
+    max_chars: int
     """Maximum number of characters of an observation that the policy reads."""
     success_reward: float
     """Minimum return of a successful episode."""
     timeout_s: float
     """Limit in seconds of one call of the environment."""
-    most_wrong: int = 10
+    max_wrong_turns: int = 10
     """Number of consecutive turns without an action that end an episode."""
     wrong_reward: float = -1.0
     """Reward of a turn without an action."""
@@ -209,7 +209,7 @@ class GymnasiumEnvironment:
 
     After a call that did not return in time, the next reset creates a new instance on a new thread.
     The old thread closes the old instance when the call returns; until then it is listed in
-    ``given_up``, which all environments of one specification share.
+    ``abandoned_threads``, which all environments of one specification share.
 
     name: for messages. make: returns a new instance. reset_options: the options of each reset.
     """
@@ -219,38 +219,38 @@ class GymnasiumEnvironment:
         name: str,
         make: Any,
         actions: Actions,
-        reading: Reading,
+        rules: GymnasiumRules,
         reset_options: Mapping[str, Any],
-        given_up: list[Threads],
+        abandoned_threads: list[Threads],
     ) -> None:
         self._name = name
         self._make = make
         self._actions = actions
-        self._reading = reading
+        self._rules = rules
         self._reset_options = reset_options
-        self._given_up = given_up
-        self._played = _Instance(make, reading)
+        self._abandoned_threads = abandoned_threads
+        self._instance = _Instance(make, rules)
         self._thread: Threads | None = None
         self._done = True
-        self._lost = False
-        self._wrong = 0
+        self._is_abandoned = False
+        self._wrong_turns = 0
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Start the episode of a seed. Raises EnvironmentFailure."""
         del task
-        if self._thread is None or self._lost:
-            if (count := sum(each.stuck for each in self._given_up)) >= MOST_STUCK:
+        if self._thread is None or self._is_abandoned:
+            if (count := sum(each.stuck for each in self._abandoned_threads)) >= MOST_STUCK:
                 raise EnvironmentFailure(
                     "capacity", f"{self._name}: {count} calls have not returned"
                 )
-            self._played = _Instance(self._make, self._reading)
+            self._instance = _Instance(self._make, self._rules)
             self._thread = Threads(self._name, 1, idle_s=None)
-            self._lost = False
+            self._is_abandoned = False
         text = await self._run(
-            self._thread, partial(self._played.reset, seed, self._reset_options), "reset"
+            self._thread, partial(self._instance.reset, seed, self._reset_options), "reset"
         )
         self._done = False
-        self._wrong = 0
+        self._wrong_turns = 0
         return Opening([{"role": "user", "content": text}])
 
     async def step(self, message: AssistantMessage) -> Turn:
@@ -263,14 +263,14 @@ class GymnasiumEnvironment:
         try:
             action = self._actions.of(message.content)
         except ValueError as error:
-            self._wrong += 1
-            self._done = self._wrong >= self._reading.most_wrong
+            self._wrong_turns += 1
+            self._done = self._wrong_turns >= self._rules.max_wrong_turns
             # Without a penalty, text without an action would be better than any action that costs.
             return Turn(
-                [{"role": "user", "content": str(error)}], self._done, self._reading.wrong_reward
+                [{"role": "user", "content": str(error)}], self._done, self._rules.wrong_reward
             )
-        self._wrong = 0
-        turn = await self._run(self._thread, partial(self._played.step, action), "step")
+        self._wrong_turns = 0
+        turn = await self._run(self._thread, partial(self._instance.step, action), "step")
         self._done = turn.done
         return turn
 
@@ -279,23 +279,25 @@ class GymnasiumEnvironment:
         thread = self._thread
         self._thread = None
         self._done = True
-        if thread is not None and not self._lost:
+        if thread is not None and not self._is_abandoned:
             try:
-                await self._run(thread, self._played.close, "close")
+                await self._run(thread, self._instance.close, "close")
             finally:
                 thread.stop()
 
-    async def _run(self, thread: Threads, work: Callable[[], Any], what: str) -> Any:
+    async def _run(self, thread: Threads, work: Callable[[], Any], call_name: str) -> Any:
         """Run ``work`` on the thread and return its result. Raises EnvironmentFailure, also if it
         does not return in time."""
-        if self._lost:
+        if self._is_abandoned:
             raise EnvironmentFailure(
                 "lost", f"{self._name}: the call before has not returned; reset begins anew"
             )
-        limit_s = self._reading.timeout_s
+        limit_s = self._rules.timeout_s
         try:
             async with asyncio.timeout(limit_s) as deadline:
-                return await thread.run(partial(self._worked, work, what), after=self._played.close)
+                return await thread.run(
+                    partial(self._call_on_thread, work, call_name), after=self._instance.close
+                )
         except EnvironmentFailure:
             raise
         except asyncio.CancelledError:
@@ -304,15 +306,15 @@ class GymnasiumEnvironment:
         except Exception as error:
             if not (isinstance(error, TimeoutError) and deadline.expired()):
                 raise EnvironmentFailure(
-                    "internal", f"{self._name}: {what}: {_located(error)}"
+                    "internal", f"{self._name}: {call_name}: {_describe_error(error)}"
                 ) from error
             self._give_up(thread)
             raise EnvironmentFailure(
                 "timeout",
-                f"{self._name}: {what} has not returned within env.timeout_s={limit_s:g} s",
+                f"{self._name}: {call_name} has not returned within env.timeout_s={limit_s:g} s",
             ) from None
 
-    def _worked(self, work: Callable[[], Any], what: str) -> Any:
+    def _call_on_thread(self, work: Callable[[], Any], call_name: str) -> Any:
         """Run a call on the thread. SystemExit and the like become EnvironmentFailure here, because
         on the event loop they could not be distinguished from its own."""
         try:
@@ -320,23 +322,26 @@ class GymnasiumEnvironment:
         except Exception:
             raise
         except BaseException as error:
-            told = f"{self._name}: {what} raised {type(error).__name__}: {error}"
-            raise EnvironmentFailure("internal", told) from error
+            problem = f"{self._name}: {call_name} raised {type(error).__name__}: {error}"
+            raise EnvironmentFailure("internal", problem) from error
 
     def _give_up(self, thread: Threads) -> None:
         """Abandon a thread whose call has not returned, and forget the abandoned threads that have
         ended."""
-        self._lost = True
-        self._given_up[:] = [*(each for each in self._given_up if each.stuck), thread]
+        self._is_abandoned = True
+        self._abandoned_threads[:] = [
+            *(each for each in self._abandoned_threads if each.stuck),
+            thread,
+        ]
         thread.stop()
 
 
 class _Instance:
     """One instance of Gymnasium; used by its thread alone."""
 
-    def __init__(self, make: Any, reading: Reading) -> None:
+    def __init__(self, make: Any, rules: GymnasiumRules) -> None:
         self._make = make
-        self._reading = reading
+        self._rules = rules
         self._env: Any = None
         self._return = 0.0
 
@@ -346,7 +351,7 @@ class _Instance:
             self._env = self._make()
         self._return = 0.0
         observation, _ = self._env.reset(seed=seed, options=dict(reset_options) or None)
-        return self._shown(observation)
+        return self._format_observation(observation)
 
     def step(self, action: int | str) -> Turn:
         """Take an action. Raises BrokenContract for a reward that is not finite."""
@@ -354,13 +359,13 @@ class _Instance:
         number = checked_number(reward, "the reward")
         self._return += number
         done = bool(terminated or truncated)
-        told = next(
+        reported_success = next(
             (info[key] for key in _SUCCESS if isinstance(info, Mapping) and key in info), None
         )
-        enough = bool(terminated) and self._return >= self._reading.success_reward - _SOLVED
-        success = float(done and (enough if told is None else bool(told)))
+        enough = bool(terminated) and self._return >= self._rules.success_reward - _SOLVED
+        success = float(done and (enough if reported_success is None else bool(reported_success)))
         return Turn(
-            [{"role": "user", "content": self._shown(observation)}],
+            [{"role": "user", "content": self._format_observation(observation)}],
             done,
             number,
             metrics={"success": success},
@@ -373,18 +378,22 @@ class _Instance:
         if env is not None:
             env.close()
 
-    def _shown(self, observation: Any) -> str:
+    def _format_observation(self, observation: Any) -> str:
         """Return what the policy reads: the observation or the rendered text, shortened. Raises
         BrokenContract if what was rendered is not text."""
-        seen = self._env.render() if self._reading.render else observation
-        if self._reading.render and not isinstance(seen, str):
+        content = self._env.render() if self._rules.render else observation
+        if self._rules.render and not isinstance(content, str):
             raise BrokenContract(
-                f"render returned no text but {shown(seen)}; env.render=false shows observations"
+                f"render returned no text but {shown(content)}; env.render=false shows observations"
             )
-        text = whole_text(without_escapes(seen) if isinstance(seen, str) else _plain(seen))
-        most = self._reading.most
+        text = whole_text(
+            without_escapes(content) if isinstance(content, str) else _observation_to_json(content)
+        )
+        limit = self._rules.max_chars
         return (
-            text if len(text) <= most else f"{text[:most]}... ({len(text) - most} more characters)"
+            text
+            if len(text) <= limit
+            else f"{text[:limit]}... ({len(text) - limit} more characters)"
         )
 
 
@@ -405,46 +414,46 @@ def without_escapes(text: str) -> str:
     text is put in brackets, like the agent's position in ``[S]FFF``, and coloured text follows the
     name of its colour, like ``(blue:R)``."""
     parts = list[str]()
-    look = ""
-    begin = 0
-    for found in _ESCAPE.finditer(text):
-        parts.append(_marked(text[begin : found.start()], look))
-        begin = found.end()
-        if (codes := found["codes"]) is not None:
-            look = _look(codes, look)
-    parts.append(_marked(text[begin:], look))
+    appearance = ""
+    start = 0
+    for escape in _ESCAPE.finditer(text):
+        parts.append(_mark_appearance(text[start : escape.start()], appearance))
+        start = escape.end()
+        if (codes := escape["codes"]) is not None:
+            appearance = _apply_sgr_codes(codes, appearance)
+    parts.append(_mark_appearance(text[start:], appearance))
     return "".join(parts)
 
 
-def _marked(text: str, look: str) -> str:
+def _mark_appearance(text: str, appearance: str) -> str:
     """Return a piece of text with a mark for its appearance."""
-    if not text or not look:
+    if not text or not appearance:
         return text
-    return f"[{text}]" if look == _HIGHLIGHTED else f"({look}:{text})"
+    return f"[{text}]" if appearance == _HIGHLIGHTED else f"({appearance}:{text})"
 
 
-def _look(codes: str, look: str) -> str:
+def _apply_sgr_codes(codes: str, appearance: str) -> str:
     """Return the appearance of text after an SGR sequence with these codes: a colour,
     ``_HIGHLIGHTED``, or "" for normal text."""
-    given = iter([int(code or 0) for code in codes.split(";")])
-    for code in given:
+    numbers = iter([int(code or 0) for code in codes.split(";")])
+    for code in numbers:
         # a colour given by its index (5) or its RGB values (2)
         if code in (
             38,
             48,
         ):
-            for _ in range({5: 1, 2: 3}.get(next(given, 0), 0)):
-                next(given, 0)
-        if code == 0 or code in ((27, 49) if look == _HIGHLIGHTED else (38, 39)):
-            look = ""
+            for _ in range({5: 1, 2: 3}.get(next(numbers, 0), 0)):
+                next(numbers, 0)
+        if code == 0 or code in ((27, 49) if appearance == _HIGHLIGHTED else (38, 39)):
+            appearance = ""
         elif code == 7 or 40 <= code <= 48 or 100 <= code <= 107:
-            look = _HIGHLIGHTED
-        elif look != _HIGHLIGHTED and (30 <= code <= 37 or 90 <= code <= 97):
-            look = _COLOURS[code % 10]
-    return look
+            appearance = _HIGHLIGHTED
+        elif appearance != _HIGHLIGHTED and (30 <= code <= 37 or 90 <= code <= 97):
+            appearance = _COLOURS[code % 10]
+    return appearance
 
 
-def actions_of(gymnasium: ModuleType, space: Any, names: Sequence[str]) -> Actions:
+def build_actions(gymnasium: ModuleType, space: Any, names: Sequence[str]) -> Actions:
     """Return the actions of an action space. Raises ValueError for a space other than Text and
     Discrete, and for names that do not fit it."""
     spaces = gymnasium.spaces
@@ -463,17 +472,17 @@ def actions_of(gymnasium: ModuleType, space: Any, names: Sequence[str]) -> Actio
         raise ValueError(f"it has {count} actions; at most {_MOST_ACTIONS} can be named")
     if names and len(names) != count:
         raise ValueError(f"env.actions names {len(names)} actions, the environment has {count}")
-    given = tuple(name.strip() for name in names) or tuple(
+    action_names = tuple(name.strip() for name in names) or tuple(
         str(int(space.start) + place) for place in range(count)
     )
-    if not all(given) or len({name.lower() for name in given}) < count:
+    if not all(action_names) or len({name.lower() for name in action_names}) < count:
         raise ValueError(
             f"env.actions must be {count} different words, not {', '.join(map(repr, names))}"
         )
-    return Actions(given, int(space.start))
+    return Actions(action_names, int(space.start))
 
 
-def _names(text: str, name: str) -> bool:
+def _contains_name(text: str, name: str) -> bool:
     """Return whether a text contains a name as separate words."""
     place = text.find(name)
     while place >= 0:
@@ -484,7 +493,7 @@ def _names(text: str, name: str) -> bool:
     return False
 
 
-def _made(gymnasium: ModuleType, options: GymnasiumOptions) -> Any:
+def _make_instance(gymnasium: ModuleType, options: GymnasiumOptions) -> Any:
     """Return a new instance. Raises ValueError that names the option."""
     more = {"render_mode": "ansi"} if options.render else {}
     try:
@@ -496,23 +505,23 @@ def _made(gymnasium: ModuleType, options: GymnasiumOptions) -> Any:
         ) from error
 
 
-def _plain(observation: Any) -> str:
+def _observation_to_json(observation: Any) -> str:
     """Return an observation as JSON; arrays become lists. Raises BrokenContract."""
 
-    def listed(value: Any) -> Any:
+    def to_list(value: Any) -> Any:
         if hasattr(value, "tolist"):
             return value.tolist()
         raise TypeError(type(value).__name__)
 
     try:
-        return json.dumps(observation, default=listed, ensure_ascii=False)
+        return json.dumps(observation, default=to_list, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise BrokenContract(
             f"the observation has no plain form: {error}: {shown(observation)}"
         ) from None
 
 
-def _located(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Return an error as text, with the file in which it was raised."""
     trace = error.__traceback__
     file = ""

@@ -22,11 +22,11 @@ from realhf.api.option import option
 from realhf.base import process_clock
 from realhf.base.loop_thread import LoopThread
 from realhf.base.tls import believing
-from realhf.env.adapters.openenv_action import form_of
+from realhf.env.adapters.openenv_action import build_form
 from realhf.env.adapters.openenv_episode import (
     MessagesEnvironment,
     OpenEnvEnvironment,
-    Reading,
+    OpenEnvRules,
     ServedTaskSet,
     speaks_messages,
 )
@@ -127,7 +127,7 @@ class OpenEnvOptions(RowOptions):
     )
 
 
-class Served(NamedTuple):
+class ServerDescription(NamedTuple):
     """Description of a server by itself."""
 
     url: str
@@ -140,8 +140,8 @@ class Served(NamedTuple):
     @property
     def sessions(self) -> int:
         """Number of sessions that it has at a time."""
-        found = self.metadata.get("max_concurrent_envs")
-        return found if type(found) is int and found > 0 else 1
+        sessions = self.metadata.get("max_concurrent_envs")
+        return sessions if type(sessions) is int and sessions > 0 else 1
 
 
 def build(options: OpenEnvOptions) -> EnvironmentSpec:
@@ -150,21 +150,23 @@ def build(options: OpenEnvOptions) -> EnvironmentSpec:
     Raises ValueError that names the option for an address without a server, servers that serve
     different environments, and options that do not fit the server's action.
     """
-    urls = urls_of(options.url)
+    urls = parse_urls(options.url)
     token = _token(options.token_file)
     rows = row_options(options)
     tls = _tls(options.ca_file)
     # A separate thread, because the caller may be on an event loop.
-    asker = LoopThread("openenv description", instead="an event loop")
+    loop_thread = LoopThread("openenv description", instead="an event loop")
     try:
-        servers = asker.call(_described(urls, token, options.connect_timeout_s, tls))
+        servers = loop_thread.call(_describe_servers(urls, token, options.connect_timeout_s, tls))
     finally:
-        asker.stop(_STOP_S)
+        loop_thread.stop(_STOP_S)
     messages = speaks_messages(servers[0].action, servers[0].metadata)
-    player = _player_of_messages(options) if messages else _player(servers[0], options)
+    player = (
+        _build_message_player(options) if messages else _build_action_player(servers[0], options)
+    )
     turns = itertools.count()
 
-    def client(server: Served) -> OpenEnvClient:
+    def client(server: ServerDescription) -> OpenEnvClient:
         """Return a new client of a server."""
         return OpenEnvClient(
             server.url,
@@ -199,26 +201,28 @@ Clients = Sequence[Callable[[], OpenEnvClient]]
 """Functions that return a connection to each server; the first one is tried first."""
 
 
-def _player(server: Served, options: OpenEnvOptions) -> Callable[[Clients], Environment]:
+def _build_action_player(
+    server: ServerDescription, options: OpenEnvOptions
+) -> Callable[[Clients], Environment]:
     """Return the function that makes the environment for a server with an action schema of its own.
     Raises ValueError for options that do not fit the action."""
     try:
-        form = form_of(server.action, options.action, options.action_field)
+        form = build_form(server.action, options.action, options.action_field)
     except ValueError as error:
         raise ValueError(f"env.url={server.url}: {error}") from None
     level = options.reward == "last" or (
         options.reward == "auto" and server.metadata.get("reward_mode") == "level"
     )
-    reading = Reading(
+    rules = OpenEnvRules(
         options.observation, options.observation_chars, level, options.success_reward, options.error
     )
-    return lambda clients: OpenEnvEnvironment(clients, form, reading)
+    return lambda clients: OpenEnvEnvironment(clients, form, rules)
 
 
-def _player_of_messages(options: OpenEnvOptions) -> Callable[[Clients], Environment]:
+def _build_message_player(options: OpenEnvOptions) -> Callable[[Clients], Environment]:
     """Return the function that makes the environment for a server of messages. Raises ValueError
     for options that have no effect, because such a server decides these things itself."""
-    own = (
+    option_names = (
         "action",
         "action_field",
         "observation",
@@ -228,18 +232,22 @@ def _player_of_messages(options: OpenEnvOptions) -> Callable[[Clients], Environm
         "error",
     )
     default = OpenEnvOptions()
-    if idle := [name for name in own if getattr(options, name) != getattr(default, name)]:
-        raise ValueError(f"env.{idle[0]} has no effect: the server at env.url serves messages")
+    if ineffective := [
+        name for name in option_names if getattr(options, name) != getattr(default, name)
+    ]:
+        raise ValueError(
+            f"env.{ineffective[0]} has no effect: the server at env.url serves messages"
+        )
     return MessagesEnvironment
 
 
-def urls_of(given: Any) -> list[str]:
+def parse_urls(value: Any) -> list[str]:
     """Return the addresses in ``env.url``: a text or a list of texts, each with addresses separated
     by commas or spaces. Raises ValueError that names the option."""
-    parts = [given] if isinstance(given, str) else given
+    parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, Sequence) or not all(isinstance(part, str) for part in parts):
-        raise ValueError(f"env.url must be an address or a list of addresses, not {shown(given)}")
-    urls = [url for part in parts for url in _unlisted(part).replace(",", " ").split()]
+        raise ValueError(f"env.url must be an address or a list of addresses, not {shown(value)}")
+    urls = [url for part in parts for url in _strip_list_syntax(part).replace(",", " ").split()]
     if not urls:
         raise ValueError(
             "env.url is missing: the address of an OpenEnv server, such as "
@@ -258,7 +266,7 @@ def urls_of(given: Any) -> list[str]:
     return urls
 
 
-def _unlisted(text: str) -> str:
+def _strip_list_syntax(text: str) -> str:
     """Return the items of a list that was given as text, such as ``["http://a", "http://b"]``."""
     text = text.strip()
     if text.startswith("[") and text.endswith("]"):
@@ -294,14 +302,16 @@ def _check_row(row: Row) -> None:
         raise ValueError(f"{row.where}: the column 'seed' is given by the task set; leave it out")
 
 
-async def _described(
+async def _describe_servers(
     urls: Sequence[str], token: str | None, limit_s: float, tls: SSLContext | None
-) -> list[Served]:
+) -> list[ServerDescription]:
     """Return the descriptions of all servers, waiting ``limit_s`` seconds at most for each page.
     Raises ValueError, also if their actions differ."""
-    servers = list(await asyncio.gather(*(_ask(url, token, limit_s, tls) for url in urls)))
+    servers = list(
+        await asyncio.gather(*(_describe_server(url, token, limit_s, tls) for url in urls))
+    )
     for server in servers[1:]:
-        if _plain(server.action) != _plain(servers[0].action):
+        if _canonical_json(server.action) != _canonical_json(servers[0].action):
             raise ValueError(
                 f"env.url: {server.url} and {servers[0].url} serve different environments, their "
                 f"actions differ"
@@ -309,7 +319,9 @@ async def _described(
     return servers
 
 
-async def _ask(url: str, token: str | None, limit_s: float, tls: SSLContext | None) -> Served:
+async def _describe_server(
+    url: str, token: str | None, limit_s: float, tls: SSLContext | None
+) -> ServerDescription:
     """Return the description of a server, retrying until ``limit_s`` seconds have passed. Raises
     ValueError."""
     end = process_clock.now() + limit_s
@@ -335,10 +347,10 @@ async def _ask(url: str, token: str | None, limit_s: float, tls: SSLContext | No
         raise ValueError(
             f"env.url={url}: this is no OpenEnv server: its page /schema names no action"
         )
-    return Served(url, schema["action"], await fetch_metadata(url, token, limit_s, tls))
+    return ServerDescription(url, schema["action"], await fetch_metadata(url, token, limit_s, tls))
 
 
-def _plain(schema: Any) -> str:
+def _canonical_json(schema: Any) -> str:
     """Return a schema as text that is equal for equal schemas."""
     return json.dumps(schema, sort_keys=True)
 

@@ -26,17 +26,17 @@ TOOL = "tool"
 """Form in which a tool takes the fields of the action."""
 LISTED = "listed"
 """Form in which the server's own tools are called."""
-_OF_THE_WIRE = "metadata"
+_METADATA_FIELD = "metadata"
 """Field that every action has and that the policy does not fill."""
 _GENERIC = frozenset({"Action", "CallToolAction", "ListToolsAction"})
 """Titles of generic action schemas, which mean that the server lists its tools."""
-_LARGEST_SCHEMA = 1 << 16
+_MAX_SCHEMA_CHARS = 1 << 16
 """Maximum number of characters of a schema as JSON."""
-_MOST_TOOLS = 64
+_MAX_TOOLS = 64
 """Maximum number of tools that a server may list."""
 
 
-class Refused(ValueError):
+class InvalidAction(ValueError):
     """The policy's turn is not a valid action; the message is for the policy."""
 
 
@@ -58,24 +58,25 @@ class ActionForm:
     def action(self, call: ToolCall) -> dict[str, Any]:
         """Return the action of a call.
 
-        Raises Refused for a call that could not be parsed, an unknown tool, and missing or unknown
-        arguments; the types of arguments are left to the server.
-        """
+        Raises InvalidAction for a call that could not be parsed, an unknown tool, and missing or
+        unknown arguments; the types of arguments are left to the server."""
         if call.problem:
-            raise Refused(call.problem)
+            raise InvalidAction(call.problem)
         if call.name not in self.fields:
-            raise Refused(f"Tool {call.name[:60]} not found.{close_to(call.name, [*self.fields])}")
+            raise InvalidAction(
+                f"Tool {call.name[:60]} not found.{close_to(call.name, [*self.fields])}"
+            )
         if problem := json_problem(call.arguments):
-            raise Refused(f"the arguments are no JSON: {problem}")
-        known = self.fields[call.name]
+            raise InvalidAction(f"the arguments are no JSON: {problem}")
+        allowed = self.fields[call.name]
         for name in call.arguments:
-            if known is not None and name not in known:
-                raise Refused(
-                    f"{call.name} has no argument {name[:60]!r}{close_to(name, sorted(known))}"
+            if allowed is not None and name not in allowed:
+                raise InvalidAction(
+                    f"{call.name} has no argument {name[:60]!r}{close_to(name, sorted(allowed))}"
                 )
         for name in sorted(self.required[call.name]):
             if name not in call.arguments:
-                raise Refused(f"{call.name} needs the argument {name!r}")
+                raise InvalidAction(f"{call.name} needs the argument {name!r}")
         if self.kind == LISTED:
             return {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
         return dict(call.arguments)
@@ -85,7 +86,7 @@ class ActionForm:
         return {self.text_field: whole_text(message.content)}
 
 
-def form_of(schema: Any, wanted: str, field_name: str) -> ActionForm | None:
+def build_form(schema: Any, requested: str, field_name: str) -> ActionForm | None:
     """Return the form of an action with this JSON schema; None if the server lists its tools
     itself.
 
@@ -93,61 +94,61 @@ def form_of(schema: Any, wanted: str, field_name: str) -> ActionForm | None:
     Raises ValueError that names the option that does not fit the schema.
     """
     _check_schema(schema, "the schema of its action")
-    own = {name: about for name, about in _fields(schema).items() if name != _OF_THE_WIRE}
-    if schema.get("title") in _GENERIC and wanted == "auto" and not field_name:
+    fields = {name: about for name, about in _fields(schema).items() if name != _METADATA_FIELD}
+    if schema.get("title") in _GENERIC and requested == "auto" and not field_name:
         return None
-    required = [name for name in schema.get("required", ()) if name in own]
-    texts = [
+    required = [name for name in schema.get("required", ()) if name in fields]
+    text_fields = [
         name
-        for name, about in own.items()
+        for name, about in fields.items()
         if isinstance(about, Mapping) and about.get("type") == "string"
     ]
-    if field_name and field_name not in own:
+    if field_name and field_name not in fields:
         raise ValueError(
             f"env.action_field={field_name}: the action has no such "
-            f"field{close_to(field_name, [*own])}"
+            f"field{close_to(field_name, [*fields])}"
         )
-    if field_name and wanted == "tool":
+    if field_name and requested == "tool":
         raise ValueError("env.action_field has no effect with env.action=tool")
-    chosen = field_name or _text_field(required, texts, alone=len(own) == 1)
-    if wanted == "text" and not chosen:
+    text_field = field_name or _text_field(required, text_fields, alone=len(fields) == 1)
+    if requested == "text" and not text_field:
         raise ValueError(
-            f"env.action=text: the action has the fields {', '.join(own)}; name one by "
+            f"env.action=text: the action has the fields {', '.join(fields)}; name one by "
             f"env.action_field"
         )
-    if chosen and wanted != "tool":
-        if missing := [name for name in required if name != chosen]:
+    if text_field and requested != "tool":
+        if missing := [name for name in required if name != text_field]:
             raise ValueError(
-                f"env.action_field={chosen}: the action also needs {', '.join(missing)}; use "
+                f"env.action_field={text_field}: the action also needs {', '.join(missing)}; use "
                 f"env.action=tool"
             )
-        return ActionForm(TEXT, chosen)
-    return _tool_form(schema, own, required)
+        return ActionForm(TEXT, text_field)
+    return _tool_form(schema, fields, required)
 
 
-def listed_form(found: Any) -> ActionForm:
+def build_listed_form(listing: Any) -> ActionForm:
     """Return the form for a server that lists its tools, as a list of maps with ``name``,
     ``description`` and ``input_schema``. Raises ValueError for anything else."""
-    if not isinstance(found, list) or not found:
-        raise ValueError(f"the server lists no tools but {shown(found)}")
-    if len(found) > _MOST_TOOLS:
-        raise ValueError(f"the server lists {len(found)} tools, at most {_MOST_TOOLS} are read")
+    if not isinstance(listing, list) or not listing:
+        raise ValueError(f"the server lists no tools but {shown(listing)}")
+    if len(listing) > _MAX_TOOLS:
+        raise ValueError(f"the server lists {len(listing)} tools, at most {_MAX_TOOLS} are read")
     tools = []
     fields = {}
     required = {}
-    for number, each in enumerate(found):
+    for number, tool in enumerate(listing):
         if (
-            not isinstance(each, Mapping)
-            or not isinstance(name := each.get("name"), str)
+            not isinstance(tool, Mapping)
+            or not isinstance(name := tool.get("name"), str)
             or not name
         ):
-            raise ValueError(f"tool {number} of the server has no name: {shown(each)}")
-        schema = each.get(
-            "input_schema", each.get("inputSchema", {"type": "object", "properties": {}})
+            raise ValueError(f"tool {number} of the server has no name: {shown(tool)}")
+        schema = tool.get(
+            "input_schema", tool.get("inputSchema", {"type": "object", "properties": {}})
         )
         _check_schema(schema, f"the schema of the tool {name[:60]!r}")
         properties = _fields(schema)
-        tools.append(_tool(name, str(each.get("description") or ""), schema, properties))
+        tools.append(_tool(name, str(tool.get("description") or ""), schema, properties))
         open_ended = not properties or schema.get("additionalProperties", False) is not False
         fields[name] = None if open_ended else frozenset(properties)
         required[name] = frozenset(key for key in schema.get("required", ()) if key in properties)
@@ -162,13 +163,13 @@ def _text_field(required: Sequence[str], texts: Sequence[str], *, alone: bool) -
 
 
 def _tool_form(
-    schema: Mapping[str, Any], own: Mapping[str, Any], required: Sequence[str]
+    schema: Mapping[str, Any], fields: Mapping[str, Any], required: Sequence[str]
 ) -> ActionForm:
     """Return the form with one tool that takes the fields of the action."""
     about = str(schema.get("description") or "Take an action.")
-    tool = _tool(TOOL_NAME, about, {**schema, "required": [*required]}, own)
+    tool = _tool(TOOL_NAME, about, {**schema, "required": [*required]}, fields)
     return ActionForm(
-        TOOL, "", (tool,), {TOOL_NAME: frozenset(own)}, {TOOL_NAME: frozenset(required)}
+        TOOL, "", (tool,), {TOOL_NAME: frozenset(fields)}, {TOOL_NAME: frozenset(required)}
     )
 
 
@@ -189,49 +190,52 @@ def _fields(schema: Mapping[str, Any]) -> dict[str, Any]:
     return dict(schema.get("properties") or {})
 
 
-def _check_schema(schema: Any, what: str) -> None:
+def _check_schema(schema: Any, name: str) -> None:
     """Raise ValueError unless a value is a JSON schema of an object, small enough for a policy to
     read."""
     if not isinstance(schema, Mapping) or not isinstance(schema.get("properties", {}), Mapping):
-        raise ValueError(f"{what} is no JSON schema of an object: {shown(schema)}")
+        raise ValueError(f"{name} is no JSON schema of an object: {shown(schema)}")
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise ValueError(f"{what}: required must be a list of names, not {shown(required)}")
+        raise ValueError(f"{name}: required must be a list of names, not {shown(required)}")
     if problem := json_problem(schema):
-        raise ValueError(f"{what}: {problem}")
-    if len(json.dumps(schema)) > _LARGEST_SCHEMA:
-        raise ValueError(f"{what} has more than {_LARGEST_SCHEMA >> 10} KiB")
+        raise ValueError(f"{name}: {problem}")
+    if len(json.dumps(schema)) > _MAX_SCHEMA_CHARS:
+        raise ValueError(f"{name} has more than {_MAX_SCHEMA_CHARS >> 10} KiB")
 
 
-_WORDS_OF_THE_WIRE = ("done", "reward", "metadata")
+_WIRE_FIELDS = ("done", "reward", "metadata")
 """Fields of an observation that belong to the wire and that the policy does not read."""
-_MOST_PROBLEMS = 3
+_MAX_PROBLEMS = 3
 """Maximum number of problems of a refused action that the policy reads."""
 
 
-def observation_text(observation: Mapping[str, Any], field: str, most: int) -> str:
+def observation_text(observation: Mapping[str, Any], field: str, max_chars: int) -> str:
     """Return one field of an observation as text, or all of it as JSON if no field is named or it
-    is missing; shortened to ``most`` characters. Raises ValueError for a value that is not JSON."""
+    is missing; shortened to ``max_chars`` characters. Raises ValueError for a value that is not
+    JSON."""
     if problem := json_problem(observation):
         raise ValueError(problem)
     if field and observation.get(field) is not None:
-        shown = observation[field]
+        content = observation[field]
     else:
-        shown = {
-            name: value for name, value in observation.items() if name not in _WORDS_OF_THE_WIRE
-        }
-    return cut(shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False), most)
+        content = {name: value for name, value in observation.items() if name not in _WIRE_FIELDS}
+    return cut(
+        content if isinstance(content, str) else json.dumps(content, ensure_ascii=False), max_chars
+    )
 
 
-def result_text(observation: Mapping[str, Any], most: int) -> str:
+def result_text(observation: Mapping[str, Any], max_chars: int) -> str:
     """Return the result of a tool of the server, or the reason why it could not be called;
-    shortened to ``most`` characters. Raises ValueError for a value that is not JSON."""
+    shortened to ``max_chars`` characters. Raises ValueError for a value that is not JSON."""
     if problem := json_problem(observation):
         raise ValueError(problem)
     error = observation.get("error")
     if error:
         message = error.get("message") if isinstance(error, Mapping) else error
-        return cut(f"error: {message if isinstance(message, str) else json.dumps(error)}", most)
+        return cut(
+            f"error: {message if isinstance(message, str) else json.dumps(error)}", max_chars
+        )
     result = observation.get("result")
     if isinstance(result, Mapping):
         result = next(
@@ -246,24 +250,30 @@ def result_text(observation: Mapping[str, Any], most: int) -> str:
         ]
         result = "\n".join(texts) if texts else result
     if result is None:
-        return observation_text(observation, "", most)
-    return cut(result if isinstance(result, str) else json.dumps(result, ensure_ascii=False), most)
+        return observation_text(observation, "", max_chars)
+    return cut(
+        result if isinstance(result, str) else json.dumps(result, ensure_ascii=False), max_chars
+    )
 
 
-def refusal_text(error: EnvError, most: int) -> str:
+def refusal_text(error: EnvError, max_chars: int) -> str:
     """Return the text for the policy when the server has refused its action, with the server's
-    message about each field; shortened to ``most`` characters."""
-    said = [f"error: {error}"]
-    for detail in error.details[:_MOST_PROBLEMS] if isinstance(error.details, list) else ():
+    message about each field; shortened to ``max_chars`` characters."""
+    lines = [f"error: {error}"]
+    for detail in error.details[:_MAX_PROBLEMS] if isinstance(error.details, list) else ():
         if isinstance(detail, Mapping) and isinstance(detail.get("msg"), str):
             place = detail.get("loc")
             where = ".".join(map(str, place)) if isinstance(place, list) else ""
-            said.append(f"{where[:200]}: {detail['msg']}" if where else detail["msg"])
-    return cut("\n".join(said), most)
+            lines.append(f"{where[:200]}: {detail['msg']}" if where else detail["msg"])
+    return cut("\n".join(lines), max_chars)
 
 
-def cut(text: str, most: int) -> str:
-    """Return a text shortened to ``most`` characters, with a note of how many were left out.
+def cut(text: str, max_chars: int) -> str:
+    """Return a text shortened to ``max_chars`` characters, with a note of how many were left out.
     Characters that cannot be encoded are replaced."""
     text = whole_text(text)
-    return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} more characters)"
+    return (
+        text
+        if len(text) <= max_chars
+        else f"{text[:max_chars]}... ({len(text) - max_chars} more characters)"
+    )

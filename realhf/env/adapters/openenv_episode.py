@@ -23,9 +23,9 @@ from realhf.env.adapters.openenv_action import (
     LISTED,
     TEXT,
     ActionForm,
-    Refused,
+    InvalidAction,
+    build_listed_form,
     cut,
-    listed_form,
     observation_text,
     refusal_text,
     result_text,
@@ -45,17 +45,19 @@ from realhf.env.openenv_client import CapacityError, EnvError, OpenEnvClient, St
 
 REFUSED = "VALIDATION_ERROR"
 """Error code of the server for an invalid request."""
-_OF_THE_ROW = ("id", "group")
+_LABEL_COLUMNS = ("id", "group")
 """Columns that identify a row and are not sent to the server."""
 
 
 def reset_data(task: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Return the data of a reset: the columns of the row, and the seed."""
-    return {name: value for name, value in task.items() if name not in _OF_THE_ROW} | {"seed": seed}
+    return {name: value for name, value in task.items() if name not in _LABEL_COLUMNS} | {
+        "seed": seed
+    }
 
 
-class Session:
-    """Session of an OpenEnv server, replaced by a new one when it is lost.
+class ServerSession:
+    """ServerSession of an OpenEnv server, replaced by a new one when it is lost.
 
     clients: functions that make a connection to each server; the first one is tried first. opened:
     called after each new session was opened, to prepare it.
@@ -64,34 +66,35 @@ class Session:
     def __init__(
         self,
         clients: Sequence[Callable[[], OpenEnvClient]],
-        opened: Callable[[], Awaitable[None]] | None = None,
+        on_open: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._clients = clients
-        self._opened = opened
+        self._on_open = on_open
         self._client: OpenEnvClient | None = None
 
     async def reset(self, data: Mapping[str, Any]) -> StepResult:
         """Start an episode. If the server has silently closed the session, open a new one. Raises
         EnvironmentFailure."""
-        kept = self._client is not None and self._client.usable
+        had_session = self._client is not None and self._client.usable
         try:
-            return await self._begun(data)
+            return await self._start_episode(data)
         except EnvironmentFailure as failure:
-            if failure.kind != "lost" or not kept:
+            if failure.kind != "lost" or not had_session:
                 raise
-            return await self._begun(data)
+            return await self._start_episode(data)
 
     async def step(
-        self, action: Mapping[str, Any], told: Callable[[EnvError], bool] = lambda error: False
+        self,
+        action: Mapping[str, Any],
+        is_for_policy: Callable[[EnvError], bool] = lambda error: False,
     ) -> StepResult:
         """Take an action.
 
-        Raises EnvironmentFailure; an EnvError for which ``told`` returns true is raised as it is,
-        for the policy.
-        """
+        Raises EnvironmentFailure; an EnvError for which ``is_for_policy`` returns true is raised as
+        it is, for the policy."""
         if self._client is None:
             raise EnvironmentFailure("lost", "there is no session: reset comes first")
-        return _checked(await _asked(self._client.step(action), told))
+        return _check_types(await _await_answer(self._client.step(action), is_for_policy))
 
     async def close(self) -> None:
         """Close the session."""
@@ -100,12 +103,12 @@ class Session:
         if client is not None:
             await client.close()
 
-    async def _begun(self, data: Mapping[str, Any]) -> StepResult:
+    async def _start_episode(self, data: Mapping[str, Any]) -> StepResult:
         """Start an episode on the session, or on a new one. Raises EnvironmentFailure."""
-        client = await self._connected()
-        return _checked(await _asked(client.reset(**data)))
+        client = await self._connect()
+        return _check_types(await _await_answer(client.reset(**data)))
 
-    async def _connected(self) -> OpenEnvClient:
+    async def _connect(self) -> OpenEnvClient:
         """Return the client of the session, or of a new one on the first server that has room.
         Raises EnvironmentFailure."""
         if self._client is not None and self._client.usable:
@@ -121,8 +124,8 @@ class Session:
                 continue
             self._client = client
             try:
-                if self._opened is not None:
-                    await self._opened()
+                if self._on_open is not None:
+                    await self._on_open()
             except BaseException:
                 await self.close()
                 raise
@@ -137,17 +140,17 @@ class Session:
         ]
 
 
-async def _asked(
-    answer: Awaitable[StepResult], told: Callable[[EnvError], bool] = lambda error: False
+async def _await_answer(
+    answer: Awaitable[StepResult], is_for_policy: Callable[[EnvError], bool] = lambda error: False
 ) -> StepResult:
-    """Await an answer. An EnvError for which ``told`` returns true is raised as it is; every other
-    error becomes an EnvironmentFailure."""
+    """Await an answer. An EnvError for which ``is_for_policy`` returns true is raised as it is;
+    every other error becomes an EnvironmentFailure."""
     try:
         return await answer
     except EnvError as error:
         if error.retryable:
             raise EnvironmentFailure("unavailable", str(error)) from error
-        if told(error):
+        if is_for_policy(error):
             raise
         raise EnvironmentFailure(
             error.kind or "internal", f"the server reported {error}"
@@ -158,7 +161,7 @@ async def _asked(
         raise EnvironmentFailure("lost", str(error)) from error
 
 
-def _checked(result: StepResult) -> StepResult:
+def _check_types(result: StepResult) -> StepResult:
     """Return an answer whose done, reward and observation have valid types. Raises
     EnvironmentFailure for others."""
     if not isinstance(result.done, bool):
@@ -169,7 +172,7 @@ def _checked(result: StepResult) -> StepResult:
         raise EnvironmentFailure(
             "internal", f"the server's observation must be a map, not {shown(result.observation)}"
         )
-    with _broken_is_internal():
+    with _contract_errors_as_failures():
         reward = (
             None if result.reward is None else checked_number(result.reward, "the server's reward")
         )
@@ -177,7 +180,7 @@ def _checked(result: StepResult) -> StepResult:
 
 
 @contextmanager
-def _broken_is_internal() -> Iterator[None]:
+def _contract_errors_as_failures() -> Iterator[None]:
     """Turn BrokenContract into EnvironmentFailure (internal), as a context manager."""
     try:
         yield
@@ -195,12 +198,12 @@ _SOLVED = 1e-9
 
 
 @dataclass(frozen=True)
-class Reading:
+class OpenEnvRules:
     """How the server's answers are interpreted."""
 
     field: str = ""
     """Field of an observation that the policy reads; "" for all of it."""
-    most: int = 4000
+    max_chars: int = 4000
     """Maximum number of characters of an observation that the policy reads."""
     level: bool = False
     """Whether the last reward counts instead of the sum."""
@@ -236,11 +239,11 @@ class OpenEnvEnvironment:
         self,
         clients: Sequence[Callable[[], OpenEnvClient]],
         form: ActionForm | None,
-        reading: Reading,
+        rules: OpenEnvRules,
     ) -> None:
         self._form = form
-        self._reading = reading
-        self._session = Session(clients, self._ask_tools)
+        self._rules = rules
+        self._session = ServerSession(clients, self._ask_tools)
         self._tools: ActionForm | None = form
         self._done = False
         self._return = 0.0
@@ -255,7 +258,7 @@ class OpenEnvEnvironment:
         result = await self._session.reset(reset_data(task, seed))
         self._done = result.done
         self._return = (result.reward or 0.0) if self._done else 0.0
-        text = self._said(result.observation)
+        text = self._observation_text(result.observation)
         return Opening(
             [{"role": "user", "content": text}], self._tools.tools if self._tools else ()
         )
@@ -271,15 +274,15 @@ class OpenEnvEnvironment:
             self._answers = _Answers(message)
         answers = self._answers
         if self._tools.kind == TEXT:
-            said, _ = await self._act(self._tools.text(message), answers)
-            answers.messages.append({"role": "user", "content": said})
+            text, _ = await self._act(self._tools.text(message), answers)
+            answers.messages.append({"role": "user", "content": text})
         elif not message.tool_calls:
             answers.messages.append({"role": "user", "content": NO_CALL})
         for call in message.tool_calls[len(answers.messages) :] if self._tools.kind != TEXT else ():
             answers.messages.append(await self._answer(self._tools, call, answers))
         self._answers = None
         if answers.reward is not None:
-            self._return = answers.reward if self._reading.level else self._return + answers.reward
+            self._return = answers.reward if self._rules.level else self._return + answers.reward
         return self._turn(answers)
 
     async def close(self) -> None:
@@ -288,27 +291,27 @@ class OpenEnvEnvironment:
 
     def _turn(self, answers: _Answers) -> Turn:
         """Return the answers to a turn, with the success of the episode."""
-        solved = self._done and self._return >= self._reading.success_reward - _SOLVED
+        solved = self._done and self._return >= self._rules.success_reward - _SOLVED
         return Turn(
             answers.messages,
             self._done,
             answers.reward,
             metrics={"success": float(solved)},
-            final=self._reading.level,
+            final=self._rules.level,
         )
 
     async def _answer(self, form: ActionForm, call: ToolCall, answers: _Answers) -> ChatMessage:
         """Take the action of a call and return the tool message that answers it."""
         try:
             if self._done:
-                raise Refused(OVER)
-            said, observation = await self._act(form.action(call), answers)
+                raise InvalidAction(OVER)
+            text, observation = await self._act(form.action(call), answers)
             if form.kind == LISTED and observation is not None:
-                said = self._json(result_text, observation)
-        except Refused as refused:
-            said = f"error: {refused}" if not self._done else OVER
+                text = self._convert_observation(result_text, observation)
+        except InvalidAction as problem:
+            text = f"error: {problem}" if not self._done else OVER
         name = whole_text(call.name[:60]) or "unknown"
-        answer = {"role": "tool", "name": name, "content": cut(said, self._reading.most)}
+        answer = {"role": "tool", "name": name, "content": cut(text, self._rules.max_chars)}
         return answer | {"tool_call_id": call.id} if call.id else answer
 
     async def _act(
@@ -317,15 +320,15 @@ class OpenEnvEnvironment:
         """Take one action; return what the policy reads, and the observation (None if the server
         refused the action)."""
         try:
-            result = await self._session.step(action, self._told)
+            result = await self._session.step(action, self._is_for_policy)
         except EnvError as error:
-            return refusal_text(error, self._reading.most), None
+            return refusal_text(error, self._rules.max_chars), None
         self._done = result.done
         if result.reward is not None:
             answers.reward = (
-                result.reward if self._reading.level else (answers.reward or 0.0) + result.reward
+                result.reward if self._rules.level else (answers.reward or 0.0) + result.reward
             )
-        return self._said(result.observation), result.observation
+        return self._observation_text(result.observation), result.observation
 
     async def _ask_tools(self) -> None:
         """Ask a new session for its tools, for which no episode is needed. Raises
@@ -334,32 +337,33 @@ class OpenEnvEnvironment:
             return
         try:
             result = await self._session.step({"type": "list_tools"})
-            self._tools = listed_form(result.observation.get("tools"))
+            self._tools = build_listed_form(result.observation.get("tools"))
         except ValueError as error:
             raise EnvironmentFailure("internal", f"asked for its tools: {error}") from None
 
-    def _told(self, error: EnvError) -> bool:
+    def _is_for_policy(self, error: EnvError) -> bool:
         """Return whether the policy reads an error of the server."""
-        return error.code == REFUSED or self._reading.error == "tell"
+        return error.code == REFUSED or self._rules.error == "tell"
 
-    def _said(self, observation: Mapping[str, Any]) -> str:
+    def _observation_text(self, observation: Mapping[str, Any]) -> str:
         """Return an observation as text for the policy."""
-        return self._json(
-            lambda seen, most: observation_text(seen, self._reading.field, most), observation
+        return self._convert_observation(
+            lambda value, max_chars: observation_text(value, self._rules.field, max_chars),
+            observation,
         )
 
-    def _json(
-        self, read: Callable[[Mapping[str, Any], int], str], observation: Mapping[str, Any]
+    def _convert_observation(
+        self, to_text: Callable[[Mapping[str, Any], int], str], observation: Mapping[str, Any]
     ) -> str:
-        """Convert an observation to text by ``read``. Raises EnvironmentFailure if it is not
+        """Convert an observation to text by ``to_text``. Raises EnvironmentFailure if it is not
         JSON."""
         try:
-            return read(observation, self._reading.most)
+            return to_text(observation, self._rules.max_chars)
         except ValueError as error:
             raise EnvironmentFailure("internal", f"the server's observation: {error}") from None
 
 
-_OF_AN_ACTION = frozenset({"content", "tool_calls"})
+_MESSAGE_ACTION_FIELDS = frozenset({"content", "tool_calls"})
 """Fields by which an action of chat messages is recognised."""
 
 
@@ -369,7 +373,7 @@ def speaks_messages(action: Any, metadata: Mapping[str, Any]) -> bool:
     return (
         metadata.get("messages") is True
         and isinstance(properties, Mapping)
-        and {*properties} >= _OF_AN_ACTION
+        and {*properties} >= _MESSAGE_ACTION_FIELDS
     )
 
 
@@ -390,36 +394,36 @@ class MessagesEnvironment:
     opened when it is needed."""
 
     def __init__(self, clients: Sequence[Callable[[], OpenEnvClient]]) -> None:
-        self._session = Session(clients)
+        self._session = ServerSession(clients)
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Start an episode. Raises EnvironmentFailure."""
         result = await self._session.reset(reset_data(task, seed))
-        seen = result.observation
-        tools = seen.get("tools") or []
-        with _broken_is_internal():
-            messages = checked_messages(seen.get("messages"), "the server's messages")
+        observation = result.observation
+        tools = observation.get("tools") or []
+        with _contract_errors_as_failures():
+            messages = checked_messages(observation.get("messages"), "the server's messages")
             tools = checked(tools, tool_problems(tools, "the server's tools"))
-            return Opening(messages, tools, _info(seen), _state_key(seen))
+            return Opening(messages, tools, _info(observation), _state_key(observation))
 
     async def step(self, message: AssistantMessage) -> Turn:
         """Send a turn and return the answer to it. Raises EnvironmentFailure."""
         result = await self._session.step(_action(message))
-        seen = result.observation
-        with _broken_is_internal():
-            messages = checked_messages(seen.get("messages"), "the server's messages")
-            rewards = checked_numbers(seen.get("rewards") or {}, "the server's rewards")
-            metrics = checked_numbers(seen.get("metrics") or {}, "the server's metrics")
-        final = seen.get("final") is True
+        observation = result.observation
+        with _contract_errors_as_failures():
+            messages = checked_messages(observation.get("messages"), "the server's messages")
+            rewards = checked_numbers(observation.get("rewards") or {}, "the server's rewards")
+            metrics = checked_numbers(observation.get("metrics") or {}, "the server's metrics")
+        final = observation.get("final") is True
         return Turn(
             messages,
             result.done,
             result.reward,
             rewards,
             metrics,
-            _info(seen),
+            _info(observation),
             final,
-            _state_key(seen),
+            _state_key(observation),
         )
 
     async def close(self) -> None:
@@ -446,19 +450,19 @@ def _call(call: ToolCall) -> dict[str, Any]:
     """Return a call for the wire. A call that could not be parsed is sent as the policy wrote it,
     so that the server explains what is wrong with it."""
     readable = not call.problem and not json_problem(call.arguments)
-    written = {"name": whole_text(call.name), "arguments": dict(call.arguments)}
+    entry = {"name": whole_text(call.name), "arguments": dict(call.arguments)}
     if not readable:
-        written["arguments"] = whole_text(call.text or call.problem or "?")
-    return written | ({"id": whole_text(call.id)} if call.id else {})
+        entry["arguments"] = whole_text(call.text or call.problem or "?")
+    return entry | ({"id": whole_text(call.id)} if call.id else {})
 
 
-def _state_key(seen: Mapping[str, Any]) -> str:
+def _state_key(observation: Mapping[str, Any]) -> str:
     """Return the state key of an observation; "" if there is none."""
-    key = seen.get("state_key")
+    key = observation.get("state_key")
     return key if isinstance(key, str) else ""
 
 
-def _info(seen: Mapping[str, Any]) -> Mapping[str, Any]:
+def _info(observation: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the info of an observation; {} if there is none or it is not JSON."""
-    info = seen.get("info") or {}
+    info = observation.get("info") or {}
     return info if isinstance(info, Mapping) and not json_problem(info) else {}

@@ -23,9 +23,9 @@ from realhf.web.connections import MOST_HEAD_BYTES
 
 SECRET_HEADER = "x-policy-secret"
 """Header with the secret of the endpoint."""
-_MOST_HEADERS = 64
+_MAX_HEADERS = 64
 """Maximum number of header lines of a request."""
-_MOST_BODY = 64 << 20
+_MAX_BODY_BYTES = 64 << 20
 """Maximum bytes of the body of a request."""
 _REQUEST_S = 60.0
 """Seconds within which a request must have arrived. It may then wait for the policy as long as its
@@ -62,14 +62,14 @@ class ModelCall:
     """Future of the message that is returned to the program."""
 
 
-class Conversation:
+class ModelConversation:
     """The calls that one program makes of its model, one after the other."""
 
     def __init__(self) -> None:
         self.calls: asyncio.Queue[ModelCall] = asyncio.Queue()
         self._waiting: set[asyncio.Future[dict[str, Any]]] = set()
-        self._seen: list[ChatMessage] = []
-        self._said = False
+        self._known_messages: list[ChatMessage] = []
+        self._has_answered = False
 
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Wait for the policy's answer to a request. Raises Unplayable for an invalid request, and
@@ -91,38 +91,41 @@ class Conversation:
     def new_messages(self, call: ModelCall) -> Sequence[ChatMessage]:
         """Return the messages of a call that the policy has not yet read or written. Raises
         Unplayable if the earlier messages have changed."""
-        known = self._seen
-        found = call.messages
-        size = len(known) + self._said
-        same = [_compared(message) for message in found[: len(known)]] == [
-            _compared(message) for message in known
+        known = self._known_messages
+        messages = call.messages
+        known_count = len(known) + self._has_answered
+        same = [_comparison_key(message) for message in messages[: len(known)]] == [
+            _comparison_key(message) for message in known
         ]
         if not same or (
-            self._said and (len(found) < size or found[size - 1].get("role") != "assistant")
+            self._has_answered
+            and (
+                len(messages) < known_count or messages[known_count - 1].get("role") != "assistant"
+            )
         ):
             raise Unplayable(
                 "it changed the conversation between two calls of its model, or holds several at "
                 "once"
             )
-        self._seen = [*found]
-        return found[size:]
+        self._known_messages = [*messages]
+        return messages[known_count:]
 
-    def answered(self, call: ModelCall, message: AssistantMessage) -> None:
+    def answer_call(self, call: ModelCall, message: AssistantMessage) -> None:
         """Return the policy's turn to the program that made the call."""
         if not call.answer.done():
-            call.answer.set_result(written(message))
-        self._said = True
+            call.answer.set_result(to_chat_message(message))
+        self._has_answered = True
 
 
-def written(message: AssistantMessage) -> dict[str, Any]:
+def to_chat_message(message: AssistantMessage) -> dict[str, Any]:
     """Return a turn of the policy as a message of the chat API. A call that could not be parsed
     keeps its text as arguments, so that the program reports the problem."""
-    calls = [_written_call(number, call) for number, call in enumerate(message.tool_calls)]
-    said: dict[str, Any] = {"role": "assistant", "content": whole_text(message.content)}
-    return said | {"tool_calls": calls} if calls else said
+    calls = [_to_chat_call(number, call) for number, call in enumerate(message.tool_calls)]
+    chat_message: dict[str, Any] = {"role": "assistant", "content": whole_text(message.content)}
+    return chat_message | {"tool_calls": calls} if calls else chat_message
 
 
-def _written_call(number: int, call: ToolCall) -> dict[str, Any]:
+def _to_chat_call(number: int, call: ToolCall) -> dict[str, Any]:
     """Return a tool call of the policy in the form of the chat API. ``number`` makes an id if the
     call has none."""
     readable = not call.problem and not json_problem(call.arguments)
@@ -135,15 +138,15 @@ def _written_call(number: int, call: ToolCall) -> dict[str, Any]:
     return {"id": call.id or f"call_{number}", "type": "function", "function": function}
 
 
-def read_messages(found: Any) -> list[ChatMessage]:
+def read_messages(value: Any) -> list[ChatMessage]:
     """Return the messages of a request, with their content as text. Raises Unplayable for invalid
     messages, and for content other than text, such as images."""
-    if not isinstance(found, list) or not found:
-        raise Unplayable(f"it sent no messages but {shown(found)}")
-    read = [_read_message(message) for message in found]
-    for problem in message_problems(read, "messages"):
+    if not isinstance(value, list) or not value:
+        raise Unplayable(f"it sent no messages but {shown(value)}")
+    messages = [_read_message(message) for message in value]
+    for problem in message_problems(messages, "messages"):
         raise Unplayable(f"it sent what is no message: {problem}")
-    return read
+    return messages
 
 
 def _read_message(message: Any) -> Any:
@@ -152,16 +155,16 @@ def _read_message(message: Any) -> Any:
     if not isinstance(message, Mapping):
         return message
     role = message.get("role")
-    read = {
+    chat_message = {
         "role": _ROLES.get(role, role) if isinstance(role, str) else role,
-        "content": _text(message.get("content")),
+        "content": _content_text(message.get("content")),
     }
-    return read | {
+    return chat_message | {
         key: message[key] for key in ("name", "tool_call_id") if message.get(key) is not None
     }
 
 
-def _text(content: Any) -> str:
+def _content_text(content: Any) -> str:
     """Return content as text; the parts of a list are joined by newlines. Raises Unplayable for
     content other than text."""
     if content is None or isinstance(content, str):
@@ -173,17 +176,17 @@ def _text(content: Any) -> str:
     raise Unplayable(f"it sent a message that is not text: {shown(content)}")
 
 
-def read_tools(found: Any) -> list[Mapping[str, Any]]:
+def read_tools(value: Any) -> list[Mapping[str, Any]]:
     """Return the tools of a request. Raises Unplayable for anything but a list of functions."""
-    tools = found or []
+    tools = value or []
     if not isinstance(tools, list) or not all(
         isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping) for tool in tools
     ):
-        raise Unplayable(f"it sent tools that are no functions: {shown(found)}")
+        raise Unplayable(f"it sent tools that are no functions: {shown(value)}")
     return tools
 
 
-def _compared(message: ChatMessage) -> tuple[Any, Any]:
+def _comparison_key(message: ChatMessage) -> tuple[Any, Any]:
     """Return what of a message must stay the same between two calls: role and content. The content
     of an assistant is not compared, because the program may write it in another form."""
     return (message["role"], None if message["role"] == "assistant" else message["content"])
@@ -197,7 +200,7 @@ class PolicyEndpoint:
         self.secret = secrets.token_urlsafe(24)
         self.url = ""
         self._server: asyncio.Server | None = None
-        self._conversations: dict[str, Conversation] = {}
+        self._conversations: dict[str, ModelConversation] = {}
 
     async def start(self) -> None:
         """Listen on a free port of the loopback."""
@@ -212,7 +215,7 @@ class PolicyEndpoint:
             self._server.close()
             self._server = None
 
-    def add(self, conversation: Conversation) -> str:
+    def add(self, conversation: ModelConversation) -> str:
         """Register a conversation; return the model name under which it is called."""
         name = f"policy-{secrets.token_hex(8)}"
         self._conversations[name] = conversation
@@ -245,7 +248,7 @@ class PolicyEndpoint:
         """Read a request; return the status line and the body of the response."""
         try:
             async with asyncio.timeout(_REQUEST_S):
-                line, headers = await _head(reader)
+                line, headers = await _read_head(reader)
                 if not hmac.compare_digest(
                     headers.get(SECRET_HEADER, "").encode(), self.secret.encode()
                 ):
@@ -254,7 +257,7 @@ class PolicyEndpoint:
                     "/chat/completions"
                 ):
                     return "404 Not Found", _error("only POST .../chat/completions is served")
-                body = json.loads(await reader.readexactly(_length(headers)))
+                body = json.loads(await reader.readexactly(_body_length(headers)))
             conversation = self._conversations.get(body["model"])
             if conversation is None:
                 return "404 Not Found", _error(f"no such model: {shown(body['model'])}")
@@ -269,23 +272,23 @@ class PolicyEndpoint:
             return "400 Bad Request", _error(str(error))
         reason = "tool_calls" if message.get("tool_calls") else "stop"
         choice = {"index": 0, "finish_reason": reason, "message": message}
-        found = {
+        completion = {
             "id": body["model"],
             "object": "chat.completion",
             "created": 0,
             "model": body["model"],
         }
-        return "200 OK", found | {"choices": [choice]}
+        return "200 OK", completion | {"choices": [choice]}
 
 
-async def _head(reader: asyncio.StreamReader) -> tuple[str, dict[str, str]]:
+async def _read_head(reader: asyncio.StreamReader) -> tuple[str, dict[str, str]]:
     """Return the request line and the headers, with names in lower case. Raises HeadTooLarge, and
     ValueError for too many headers."""
-    line = await _line(reader)
+    line = await _read_line(reader)
     size = len(line)
     headers: dict[str, str] = {}
-    for _ in range(_MOST_HEADERS):
-        field_line = await _line(reader)
+    for _ in range(_MAX_HEADERS):
+        field_line = await _read_line(reader)
         size += len(field_line)
         if size > MOST_HEAD_BYTES:
             raise HeadTooLarge
@@ -293,10 +296,10 @@ async def _head(reader: asyncio.StreamReader) -> tuple[str, dict[str, str]]:
         if not colon:
             return line, headers
         headers[name.strip().lower()] = value.strip()
-    raise ValueError(f"more than {_MOST_HEADERS} headers")
+    raise ValueError(f"more than {_MAX_HEADERS} headers")
 
 
-async def _line(reader: asyncio.StreamReader) -> str:
+async def _read_line(reader: asyncio.StreamReader) -> str:
     """Return the next line of a request. Raises HeadTooLarge."""
     try:
         return (await reader.readline()).decode("latin-1")
@@ -304,11 +307,11 @@ async def _line(reader: asyncio.StreamReader) -> str:
         raise HeadTooLarge from None
 
 
-def _length(headers: Mapping[str, str]) -> int:
+def _body_length(headers: Mapping[str, str]) -> int:
     """Return the length of the body in bytes. Raises ValueError if it is missing or too large."""
     length = headers.get("content-length", "")
-    if not length.isdigit() or int(length) > _MOST_BODY:
-        raise ValueError(f"a body has a Content-Length of at most {_MOST_BODY}")
+    if not length.isdigit() or int(length) > _MAX_BODY_BYTES:
+        raise ValueError(f"a body has a Content-Length of at most {_MAX_BODY_BYTES}")
     return int(length)
 
 

@@ -42,8 +42,8 @@ from realhf.api.option import option
 from realhf.base.installation import install_command, needed
 from realhf.env.adapters.policy_endpoint import (
     SECRET_HEADER,
-    Conversation,
     ModelCall,
+    ModelConversation,
     PolicyEndpoint,
     Unplayable,
 )
@@ -51,7 +51,7 @@ from realhf.env.loader.tasks import Row, RowTaskSet, split_rows
 
 HARNESS = "realhf_policy_harness"
 """Name of the module under which the package finds the harness."""
-_LONGEST_RESULT = 1 << 18
+_MAX_RESULT_CHARS = 1 << 18
 """Maximum number of characters of a tool's result that the policy reads."""
 _CONNECT_S = 60.0
 """Timeout in seconds of connecting to the tool servers."""
@@ -95,7 +95,7 @@ def _harness_class(verifiers: ModuleType) -> type[Any]:
             del trace, runtime
             system, prompt = self.resolve_prompt(data)
             messages = [{"role": "system", "content": system}] if system else []
-            messages += _as_messages(prompt)
+            messages += _to_chat_messages(prompt)
             from verifiers.v1.runtimes import ProgramResult  # pyright: ignore[reportMissingImports]
 
             problem = await _talk(
@@ -106,7 +106,7 @@ def _harness_class(verifiers: ModuleType) -> type[Any]:
     return PolicyHarness
 
 
-def _as_messages(prompt: Any) -> list[dict[str, Any]]:
+def _to_chat_messages(prompt: Any) -> list[dict[str, Any]]:
     """Return a prompt of the package as messages of the chat API."""
     from verifiers.v1.dialects.chat import message_to_wire  # pyright: ignore[reportMissingImports]
 
@@ -146,7 +146,7 @@ async def _talk(
                 return ""
             for call in calls:
                 name = call["function"]["name"]
-                arguments = _arguments(call["function"]["arguments"])
+                arguments = _parse_arguments(call["function"]["arguments"])
                 if isinstance(arguments, str):
                     content = f"error: {arguments}"
                 elif name in dispatch:
@@ -161,24 +161,26 @@ async def _talk(
                         "role": "tool",
                         "tool_call_id": call["id"],
                         "name": name,
-                        "content": _short(content),
+                        "content": _shorten(content),
                     }
                 )
 
 
-def _arguments(text: str) -> dict[str, Any] | str:
+def _parse_arguments(text: str) -> dict[str, Any] | str:
     """Return the arguments of a call, or why they are invalid."""
     try:
-        found = json.loads(text or "{}")
+        arguments = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
         return f"the arguments are not JSON ({error})"
-    return found if isinstance(found, dict) else "the arguments must be an object"
+    return arguments if isinstance(arguments, dict) else "the arguments must be an object"
 
 
-def _short(content: Any) -> Any:
-    """Return a result shortened to ``_LONGEST_RESULT`` characters."""
-    if isinstance(content, str) and len(content) > _LONGEST_RESULT:
-        return f"{content[:_LONGEST_RESULT]}... ({len(content) - _LONGEST_RESULT} more characters)"
+def _shorten(content: Any) -> Any:
+    """Return a result shortened to ``_MAX_RESULT_CHARS`` characters."""
+    if isinstance(content, str) and len(content) > _MAX_RESULT_CHARS:
+        return (
+            f"{content[:_MAX_RESULT_CHARS]}... ({len(content) - _MAX_RESULT_CHARS} more characters)"
+        )
     return content
 
 
@@ -187,7 +189,7 @@ _STOP_S = 2.0
 _SOLVED = 1e-9
 """Tolerance when a reward is compared with ``success_reward``."""
 _log = logging.getLogger(__name__)
-_NO_KEY = "REALHF_POLICY_HAS_NO_KEY"
+_KEY_VARIABLE = "REALHF_POLICY_HAS_NO_KEY"
 """Name of the environment variable in which the package looks for an API key; the endpoint needs
 none."""
 
@@ -225,10 +227,10 @@ class Serving:
                 await self._stop.wait()
         except Exception as error:
             if self._ready.done():
-                _log.warning("a verifiers environment ended badly: %s", _described(error))
+                _log.warning("a verifiers environment ended badly: %s", _describe_error(error))
             else:
                 self._ready.set_exception(
-                    EnvironmentFailure("internal", f"it does not start: {_described(error)}")
+                    EnvironmentFailure("internal", f"it does not start: {_describe_error(error)}")
                 )
         finally:
             await self.endpoint.stop()
@@ -289,7 +291,7 @@ class VerifiersEnvironment:
         self._stage: Stage | None = None
         self._serving: Serving | None = None
         self._run: asyncio.Task[Any] | None = None
-        self._conversation = Conversation()
+        self._conversation = ModelConversation()
         self._call: ModelCall | None = None
         self._ended: Turn | None = None
 
@@ -301,11 +303,11 @@ class VerifiersEnvironment:
         if self._serving is None:
             self._stage = self._stage_of()
             self._serving = await self._stage.enter()
-        chosen = await asyncio.to_thread(self._task_of, task)
-        self._conversation = Conversation()
+        package_task = await asyncio.to_thread(self._task_of, task)
+        self._conversation = ModelConversation()
         self._ended = None
-        self._run = asyncio.create_task(self._play(self._serving, chosen, self._conversation))
-        await self._next()
+        self._run = asyncio.create_task(self._play(self._serving, package_task, self._conversation))
+        await self._wait_for_call()
         if self._call is None:
             raise EnvironmentFailure(
                 "internal", "the episode ended before the policy was asked anything"
@@ -319,13 +321,13 @@ class VerifiersEnvironment:
             if self._ended is not None:
                 return self._ended
             raise EnvironmentFailure("lost", "there is no episode: reset comes first")
-        self._conversation.answered(self._call, message)
+        self._conversation.answer_call(self._call, message)
         self._call = None
-        await self._next()
+        await self._wait_for_call()
         if self._call is not None:
             return Turn(self._new_messages(self._call))
         assert self._run is not None
-        self._ended = self._scored(self._run.result())
+        self._ended = self._build_final_turn(self._run.result())
         return self._ended
 
     async def close(self) -> None:
@@ -336,33 +338,33 @@ class VerifiersEnvironment:
         if serving is not None and self._stage is not None:
             await self._stage.leave(serving)
 
-    async def _play(self, serving: Serving, task: Any, conversation: Conversation) -> Any:
+    async def _play(self, serving: Serving, task: Any, conversation: ModelConversation) -> Any:
         """Let the package play an episode; return the package's record of it."""
         name = serving.endpoint.add(conversation)
         try:
             headers = {SECRET_HEADER: serving.endpoint.secret}
             return await serving.env.run_episode(
-                task, self._context(name, serving.endpoint.url, headers, _NO_KEY)
+                task, self._context(name, serving.endpoint.url, headers, _KEY_VARIABLE)
             )
         finally:
             serving.endpoint.remove(name)
 
-    async def _next(self) -> None:
+    async def _wait_for_call(self) -> None:
         """Wait for the next model call, or for the end of the episode, without a timeout: the
         caller has a deadline and cancels. Raises EnvironmentFailure if the environment's code
         raised."""
         assert self._run is not None
-        asked = asyncio.create_task(self._conversation.calls.get())
+        next_call = asyncio.create_task(self._conversation.calls.get())
         try:
-            await asyncio.wait({asked, self._run}, return_when=asyncio.FIRST_COMPLETED)
-            if asked.done():
-                self._call = asked.result()
+            await asyncio.wait({next_call, self._run}, return_when=asyncio.FIRST_COMPLETED)
+            if next_call.done():
+                self._call = next_call.result()
             elif not self._run.cancelled() and (error := self._run.exception()) is not None:
                 raise EnvironmentFailure(
-                    "internal", f"its code raised {_described(error)}"
+                    "internal", f"its code raised {_describe_error(error)}"
                 ) from error
         finally:
-            asked.cancel()
+            next_call.cancel()
 
     async def _abandon(self) -> None:
         """Cancel the episode and forget its state."""
@@ -386,7 +388,7 @@ class VerifiersEnvironment:
                 "internal", f"this environment cannot be played in turns: {error}"
             ) from None
 
-    def _scored(self, episode: Any) -> Turn:
+    def _build_final_turn(self, episode: Any) -> Turn:
         """Return the turn that ends an episode, with its named rewards and metrics. Raises
         EnvironmentFailure if the package reports that the episode failed."""
         problems = [f"{error.type}: {error.message}" for error in episode.errors]
@@ -431,14 +433,14 @@ def _finite(name: str, value: Any) -> float:
     return number
 
 
-def _described(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Return an error as text, shortened."""
     return f"{type(error).__name__}: {error}"[:2000]
 
 
 EXTRA = "verifiers"
 """Name of the extra of this package that installs verifiers."""
-_OLDEST = "0.4"
+_OLDEST_VERSION = "0.4"
 """Oldest version of verifiers that is supported."""
 
 
@@ -522,31 +524,32 @@ class _Package:
         self._loaders = needed("verifiers.v1.utils.loaders", EXTRA)
         if not hasattr(self._verifiers.Env, "run_episode"):
             raise ValueError(
-                f"env.path={EXTRA} needs verifiers {_OLDEST} or later: {install_command(EXTRA)}"
+                f"env.path={EXTRA} needs verifiers {_OLDEST_VERSION} or later: "
+                f"{install_command(EXTRA)}"
             )
         self.max_turns = 0
-        self._config = self._configured(
+        self._config = self._build_config(
             self._verifiers, self._loaders, offer_harness(self._verifiers)
         )
         self._stages: WeakKeyDictionary[asyncio.AbstractEventLoop, Stage] = WeakKeyDictionary()
         self._lock = threading.Lock()
-        self._found: Sequence[Any] | None = None
+        self._all_tasks: Sequence[Any] | None = None
 
     def check(self) -> None:
         """Create the environment once. Raises ValueError if that fails."""
-        self._loaded()
+        self._load_environment()
 
     def stage(self) -> Stage:
         """Return the ``Stage`` of the running event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._stages:
-            self._stages[loop] = Stage(self._loaded)
+            self._stages[loop] = Stage(self._load_environment)
         return self._stages[loop]
 
     def task(self, payload: Mapping[str, Any]) -> Any:
         """Return the package's task for a payload; may block. A missing index raises, which the
         caller reports as EnvironmentFailure."""
-        return self._tasks()[int(payload["index"])]
+        return self._read_tasks()[int(payload["index"])]
 
     def context(self, model: str, url: str, headers: Mapping[str, str], key: str) -> Any:
         """Return the package's model context, by which it calls the policy."""
@@ -560,7 +563,7 @@ class _Package:
     def tasks(self, split: str) -> TaskSet:
         """Return the tasks of a split; equal tasks are in the same split. Raises ValueError if the
         split is empty."""
-        found = self._tasks()
+        all_tasks = self._read_tasks()
         rows = [
             Row(
                 {
@@ -570,14 +573,14 @@ class _Package:
                 },
                 f"task {number}",
             )
-            for number, task in enumerate(found)
+            for number, task in enumerate(all_tasks)
         ]
         part = split_rows(rows, self._options.heldout_fraction, lambda values: values["key"])[split]
         if not part:
-            other = SPLITS[1 - SPLITS.index(split)]
+            other_split = SPLITS[1 - SPLITS.index(split)]
             raise ValueError(
-                f"env.name={self._options.name}: all {len(rows)} tasks are in the split {other!r}; "
-                f"set "
+                f"env.name={self._options.name}: all {len(rows)} tasks are in the split "
+                f"{other_split!r}; set "
                 f"env.heldout_fraction{' above 0' if split == HELD_OUT else ''}, or env.most_tasks"
             )
         group = self._options.name
@@ -586,33 +589,35 @@ class _Package:
             for values, _ in part
         )
 
-    def _tasks(self) -> Sequence[Any]:
+    def _read_tasks(self) -> Sequence[Any]:
         """Return the first ``most_tasks`` tasks; they are read once, at the first call. Raises
         ValueError."""
         with self._lock:
-            if self._found is None:
+            if self._all_tasks is None:
                 try:
-                    self._found = [
-                        *itertools.islice(iter(self._loaded().taskset), self._options.most_tasks)
+                    self._all_tasks = [
+                        *itertools.islice(
+                            iter(self._load_environment().taskset), self._options.most_tasks
+                        )
                     ]
                 except Exception as error:
-                    raised = f"{type(error).__name__}: {_line(error)}"
+                    problem = f"{type(error).__name__}: {_one_line(error)}"
                     raise ValueError(
-                        f"env.name={self._options.name}: reading its tasks raised {raised}"
+                        f"env.name={self._options.name}: reading its tasks raised {problem}"
                     ) from error
-            return self._found
+            return self._all_tasks
 
-    def _loaded(self) -> Any:
+    def _load_environment(self) -> Any:
         """Return a new environment of the package. Raises ValueError that names the option."""
         try:
             return self._loaders.load_environment(self._config)
         except Exception as error:
             raise ValueError(
                 f"env.name={self._options.name}: the environment cannot be made: "
-                f"{type(error).__name__}: {_line(error)}"
+                f"{type(error).__name__}: {_one_line(error)}"
             ) from error
 
-    def _configured(self, verifiers: ModuleType, loaders: ModuleType, harness: str) -> Any:
+    def _build_config(self, verifiers: ModuleType, loaders: ModuleType, harness: str) -> Any:
         """Return the environment's configuration, in which the policy plays its only role. Raises
         ValueError."""
         from verifiers.v1.configs.agent import agent_config_fields  # pyright: ignore[reportMissingImports]
@@ -626,24 +631,24 @@ class _Package:
                 raise ValueError(
                     f"it has the roles {', '.join(roles)}; one with a single model can be played"
                 )
-            own = options.config.get(roles[0], {})
-            seat = {
+            role_config = options.config.get(roles[0], {})
+            role = {
                 "runtime": {"type": "subprocess"},
                 "max_turns": options.max_turns,
-                **own,
+                **role_config,
                 "harness": {"id": harness},
             }
-            self.max_turns = int(seat["max_turns"] or 0)
-            return resolve({**plain, roles[0]: seat})
+            self.max_turns = int(role["max_turns"] or 0)
+            return resolve({**plain, roles[0]: role})
         except ModuleNotFoundError as error:
-            raise ValueError(f"env.name={options.name}: {_line(error)}") from None
+            raise ValueError(f"env.name={options.name}: {_one_line(error)}") from None
         except Exception as error:
             raise ValueError(
-                f"env.name={options.name}, env.args, env.config: {_line(error)}"
+                f"env.name={options.name}, env.args, env.config: {_one_line(error)}"
             ) from None
 
 
-def _line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """Return an error's text as one line, shortened."""
     return " ".join(str(error).split())[:600]
 

@@ -18,8 +18,8 @@ from realhf.api.environment import AssistantMessage, EnvironmentFailure
 from realhf.env.adapters.gymnasium_text import (
     Actions,
     GymnasiumEnvironment,
-    Reading,
-    actions_of,
+    GymnasiumRules,
+    build_actions,
     without_escapes,
 )
 from realhf.env.loader.load import build_environment
@@ -85,9 +85,9 @@ def environment(
     timeout_s: float = 60.0,
     given_up: list[Threads] | None = None,
 ) -> GymnasiumEnvironment:
-    reading = Reading(render, 40, 0.3, timeout_s)
+    rules = GymnasiumRules(render, 40, 0.3, timeout_s)
     return GymnasiumEnvironment(
-        "Corridor", made, WAYS, reading, {"long": True}, [] if given_up is None else given_up
+        "Corridor", made, WAYS, rules, {"long": True}, [] if given_up is None else given_up
     )
 
 
@@ -126,7 +126,7 @@ def test_text_is_an_action_where_the_space_holds_it() -> None:
     space.min_length = 1
     space.max_length = 4
     space.character_set = {*"abc"}
-    actions = actions_of(SimpleNamespace(spaces=spaces), space, [])  # type: ignore[arg-type]
+    actions = build_actions(SimpleNamespace(spaces=spaces), space, [])  # type: ignore[arg-type]
     assert actions.of("cab") == "cab"
     for text in ("", "abcab", "abz"):
         with pytest.raises(ValueError, match=r"characters"):
@@ -146,11 +146,11 @@ def test_names_that_do_not_fit_the_actions_are_refused(names: list[str], named: 
     space.n = 3
     space.start = 5
     package: Any = SimpleNamespace(spaces=spaces)
-    assert actions_of(package, space, []).of("6") == 6
+    assert build_actions(package, space, []).of("6") == 6
     with pytest.raises(ValueError, match=named):
-        actions_of(package, space, names)
+        build_actions(package, space, names)
     with pytest.raises(ValueError, match="only Text and Discrete"):
-        actions_of(package, object(), [])
+        build_actions(package, object(), [])
 
 
 async def test_an_episode_is_played_on_one_thread_of_its_own() -> None:
@@ -192,8 +192,8 @@ async def test_a_turn_that_is_no_action_costs(wrong_reward: float, garbage: floa
     environment's."""
 
     async def played(words: list[str]) -> tuple[float, float]:
-        reading = Reading(False, 40, 0.3, 60.0, wrong_reward=wrong_reward)
-        env = GymnasiumEnvironment("Corridor", Made(), WAYS, reading, {}, [])
+        rules = GymnasiumRules(False, 40, 0.3, 60.0, wrong_reward=wrong_reward)
+        env = GymnasiumEnvironment("Corridor", Made(), WAYS, rules, {}, [])
         await env.reset({}, seed=1)
         turns = [await env.step(AssistantMessage(said)) for said in words]
         await env.close()

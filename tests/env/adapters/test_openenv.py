@@ -23,7 +23,7 @@ from realhf.api.environment import (
     EnvironmentSpec,
     ToolCall,
 )
-from realhf.env.adapters.openenv import urls_of
+from realhf.env.adapters.openenv import parse_urls
 from realhf.env.loader.load import build_environment
 from tests.env.adapters.wire_server import Fault, HangUp, Raw, Silence, WireServer, seen, serving
 
@@ -264,7 +264,7 @@ async def test_an_address_that_is_none_is_refused_before_anything_is_asked(url: 
     ],
 )
 def test_addresses_are_a_text_or_a_list(given: Any, urls: list[str]) -> None:
-    assert urls_of(given) == urls
+    assert parse_urls(given) == urls
 
 
 async def test_a_server_that_is_not_there_is_named_at_the_start() -> None:

@@ -15,7 +15,7 @@ import pytest
 from realhf.api.environment import AssistantMessage, ToolCall
 from realhf.env.adapters.policy_endpoint import (
     SECRET_HEADER,
-    Conversation,
+    ModelConversation,
     PolicyEndpoint,
     Unplayable,
     read_messages,
@@ -26,11 +26,13 @@ QUESTION = {"role": "user", "content": "How many?"}
 
 
 @asynccontextmanager
-async def called() -> AsyncIterator[tuple[PolicyEndpoint, Conversation, httpx.AsyncClient, str]]:
+async def called() -> AsyncIterator[
+    tuple[PolicyEndpoint, ModelConversation, httpx.AsyncClient, str]
+]:
     """An endpoint with one conversation, and a client that knows the secret."""
     endpoint = PolicyEndpoint()
     await endpoint.start()
-    conversation = Conversation()
+    conversation = ModelConversation()
     name = endpoint.add(conversation)
     try:
         async with httpx.AsyncClient(
@@ -61,7 +63,7 @@ async def test_calls_are_turns_of_one_conversation() -> None:
             ToolCall("count", {"of": "eggs"}, id="c1"),
             ToolCall("", text="<tool_call>{", problem="no JSON"),
         )
-        conversation.answered(call, AssistantMessage("I count.\ud800", made))
+        conversation.answer_call(call, AssistantMessage("I count.\ud800", made))
         choice = (await first).json()["choices"][0]
         assert (
             choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "I count.?"
@@ -77,7 +79,7 @@ async def test_calls_are_turns_of_one_conversation() -> None:
         second = asyncio.create_task(client.post("/chat/completions", json=body))
         call = await conversation.calls.get()
         assert [message["content"] for message in conversation.new_messages(call)] == ["3", "3"]
-        conversation.answered(call, AssistantMessage("three"))
+        conversation.answer_call(call, AssistantMessage("three"))
         assert (await second).json()["choices"][0] == {
             "index": 0,
             "finish_reason": "stop",
@@ -135,7 +137,7 @@ async def test_a_program_that_changes_its_conversation_cannot_be_played(
                     conversation.new_messages(call)
             else:
                 conversation.new_messages(call)
-            conversation.answered(call, AssistantMessage("three"))
+            conversation.answer_call(call, AssistantMessage("three"))
             await waiting
 
 
@@ -191,5 +193,5 @@ async def test_bytes_that_are_no_request_cost_nobody_else_an_answer() -> None:
         waiting = asyncio.create_task(
             client.post("/chat/completions", json={"model": name, "messages": [QUESTION]})
         )
-        conversation.answered(await conversation.calls.get(), AssistantMessage("still here"))
+        conversation.answer_call(await conversation.calls.get(), AssistantMessage("still here"))
         assert (await waiting).status_code == 200
