@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.api.environment import SPLITS, TRAIN, EnvironmentSpec
-from realhf.env.check.calls import described
+from realhf.env.check.calls import describe_error
 from realhf.env.loader.load import build_environment, definition_of
 from realhf.registry import environments
 
@@ -68,7 +68,7 @@ def about(name: str) -> dict[str, Any]:
         row["interface"] = "" if spec.launch else asyncio.run(_interface(spec))
         row["error"] = ""
     except Exception as error:
-        row["error"] = described(error)
+        row["error"] = describe_error(error)
     return row
 
 

@@ -28,10 +28,10 @@ from realhf.api.environment import (
 )
 from realhf.base.loop_thread import LoopThread
 from realhf.base.text import close_to, printable
-from realhf.env.check.calls import Caller, CallFailed, UserCode, folders_of
-from realhf.env.check.command import seconds
-from realhf.env.check.contract import ends, opening_problems, tool_problems, turn_problems
-from realhf.env.check.scripts import call_text, functions, policy_turn
+from realhf.env.check.calls import Caller, CallFailed, UserCode, environment_folders
+from realhf.env.check.command import parse_seconds
+from realhf.env.check.contract import ends_episode, opening_problems, tool_problems, turn_problems
+from realhf.env.check.scripts import call_text, list_functions, policy_turn
 from realhf.env.loader.load import build_environment, parse_options
 
 
@@ -117,7 +117,7 @@ def read_line(line: str, tools: Sequence[Mapping[str, Any]]) -> Typed:
         return Typed(SAY, line.removeprefix("/") if line.startswith("//") else line)
     word, _, rest = line.partition(" ")
     if word == "/tool":
-        return _call(rest.strip(), dict(functions(tools)))
+        return _call(rest.strip(), dict(list_functions(tools)))
     if word not in _WORDS or rest.strip():
         raise ValueError(
             f"{line[:60]!r} is no command (/help shows them; //... says a text that begins with a "
@@ -215,7 +215,7 @@ class Board:
         about = {
             tool["function"]["name"]: tool["function"].get("description", "") for tool in tools
         }
-        for name, parameters in functions(tools):
+        for name, parameters in list_functions(tools):
             self.line(f"tool {signature(name, parameters)}", "yellow")
             self.line(f"     {about[name]}", "dim")
 
@@ -402,14 +402,14 @@ class Game:
     def _message(self, typed: Typed, tools: Sequence[Mapping[str, Any]]) -> AssistantMessage:
         if typed.kind != CALL:
             return policy_turn(typed.text, tools)
-        if typed.name not in dict(functions(tools)):
+        if typed.name not in dict(list_functions(tools)):
             self._board.line(f"there is no tool {typed.name!r}; it is called all the same", "dim")
         return policy_turn(call_text(typed.name, typed.arguments), tools)
 
     def _show(self, turn: Turn) -> None:
         self._return = (turn.reward or 0.0) + (0.0 if turn.final else self._return)
         self._board.turn(turn, self._return)
-        if ends(turn):
+        if ends_episode(turn):
             self._over = True
             self._board.line(f"the episode is over, its return is {self._return:g}", "bold")
 
@@ -491,7 +491,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--split", choices=SPLITS, default=TRAIN, help="tasks of training, or those held out"
     )
     parser.add_argument(
-        "--timeout", type=seconds, default=60.0, metavar="S", help="seconds one call may take (60)"
+        "--timeout",
+        type=parse_seconds,
+        default=60.0,
+        metavar="S",
+        help="seconds one call may take (60)",
     )
 
 
@@ -507,7 +511,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     seed = random.randrange(_LARGEST_SEED) if arguments.seed is None else arguments.seed
     lines = typed_lines(console, terminal=sys.stdin.isatty() and sys.stdout.isatty())
     board = Board(console)
-    game = Game(spec, board, UserCode(folders_of(arguments.reference)), arguments.timeout)
+    game = Game(spec, board, UserCode(environment_folders(arguments.reference)), arguments.timeout)
     try:
         if sys.stdin.isatty():
             board.line("/help shows the commands, /quit ends", "dim")

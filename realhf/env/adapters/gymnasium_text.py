@@ -290,7 +290,7 @@ class GymnasiumEnvironment:
         does not return in time."""
         if self._is_abandoned:
             raise EnvironmentFailure(
-                "lost", f"{self._name}: the call before has not returned; reset begins anew"
+                "lost", f"{self._name}: the call before has not returned; reset starts a new one"
             )
         limit_s = self._rules.timeout_s
         try:
@@ -465,7 +465,7 @@ def build_actions(gymnasium: ModuleType, space: Any, names: Sequence[str]) -> Ac
         )
     if not isinstance(space, spaces.Discrete):
         raise ValueError(
-            f"its action space is {space}; only Text and Discrete ones can be said in words"
+            f"its action space is {space}; only Text and Discrete ones can be written as text"
         )
     count = int(space.n)
     if count > _MOST_ACTIONS:

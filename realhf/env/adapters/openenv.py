@@ -299,7 +299,7 @@ def _tls(file: str) -> SSLContext | None:
 def _check_row(row: Row) -> None:
     """Raise ValueError for a row with a column that the task set fills."""
     if "seed" in row.values:
-        raise ValueError(f"{row.where}: the column 'seed' is given by the task set; leave it out")
+        raise ValueError(f"{row.where}: the column 'seed' is set by the task set; leave it out")
 
 
 async def _describe_servers(

@@ -339,7 +339,7 @@ class OpenEnvEnvironment:
             result = await self._session.step({"type": "list_tools"})
             self._tools = build_listed_form(result.observation.get("tools"))
         except ValueError as error:
-            raise EnvironmentFailure("internal", f"asked for its tools: {error}") from None
+            raise EnvironmentFailure("internal", f"listing its tools failed: {error}") from None
 
     def _is_for_policy(self, error: EnvError) -> bool:
         """Return whether the policy reads an error of the server."""

@@ -262,7 +262,7 @@ class PolicyEndpoint:
             if conversation is None:
                 return "404 Not Found", _error(f"no such model: {shown(body['model'])}")
             if body.get("stream"):
-                raise Unplayable("it asked for a stream")
+                raise Unplayable("it requested a stream, which is not supported")
             message = await conversation.ask(body)
         except HeadTooLarge:
             return "431 Request Header Fields Too Large", _error(

@@ -310,7 +310,7 @@ class VerifiersEnvironment:
         await self._wait_for_call()
         if self._call is None:
             raise EnvironmentFailure(
-                "internal", "the episode ended before the policy was asked anything"
+                "internal", "the episode ended before its first call of the model"
             )
         return Opening(self._new_messages(self._call), self._call.tools)
 

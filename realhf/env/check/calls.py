@@ -29,17 +29,17 @@ from typing import Any, NamedTuple
 from realhf.api.environment import Environment, EnvironmentFailure
 from realhf.base.installation import PACKAGE
 from realhf.base.plugin import split_reference
-from realhf.env.check.report import alike, quoted
+from realhf.env.check.report import fault_key, quote
 from realhf.env.loader.validation import BrokenContract
 
 _DUMPED_FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$')
 _ENVIRONMENTS = ("environments", "aws")
 """Folders of the package that hold environments, whose code a check treats as user code."""
-_MOST_LINKS = 50
+_MAX_LINKS = 50
 """Maximum number of awaitables followed in a chain of awaits."""
 
 
-def folders_of(reference: str) -> list[Path]:
+def environment_folders(reference: str) -> list[Path]:
     """Return the folder of ``file.py:Name``; none for a registered name or a module."""
     file = split_reference(reference).file
     return [file.parent] if file else []
@@ -61,12 +61,12 @@ class UserCode:
         self._folders |= {os.path.realpath(PACKAGE / name): True for name in _ENVIRONMENTS}
         self._folders |= {os.path.realpath(folder): True for folder in folders}
         self._here = os.path.realpath(os.getcwd())
-        self._owned: dict[str, bool] = {}
+        self._ownership: dict[str, bool] = {}
 
     def add(self, folder: str) -> None:
         """Treat the files in a folder as the environment's code from now on."""
         self._folders[os.path.realpath(folder)] = True
-        self._owned.clear()
+        self._ownership.clear()
 
     def owns(self, file: str) -> bool:
         """Return whether ``file`` belongs to the environment.
@@ -74,11 +74,11 @@ class UserCode:
         The deepest known folder above it decides. A file outside the known folders belongs to the
         environment, unless it is no real file (``<frozen ...>``, ``<string>``).
         """
-        if file not in self._owned:
-            self._owned[file] = self._owns(file)
-        return self._owned[file]
+        if file not in self._ownership:
+            self._ownership[file] = self._compute_ownership(file)
+        return self._ownership[file]
 
-    def _owns(self, file: str) -> bool:
+    def _compute_ownership(self, file: str) -> bool:
         if file.startswith("<"):
             return False
         folder = path = os.path.realpath(file)
@@ -88,58 +88,62 @@ class UserCode:
                 return self._folders[folder]
         return os.path.isabs(path)
 
-    def place(self, file: str, line: int, name: str) -> str:
+    def format_location(self, file: str, line: int, name: str) -> str:
         """Return ``file:line in name``; the path is relative if it lies in the working
         directory."""
         path = os.path.realpath(file)
-        shown = os.path.relpath(path, self._here) if path.startswith(self._here + os.sep) else path
-        return f"{shown}:{line} in {name}"
+        shown_path = (
+            os.path.relpath(path, self._here) if path.startswith(self._here + os.sep) else path
+        )
+        return f"{shown_path}:{line} in {name}"
 
-    def of_exception(self, error: BaseException) -> str:
+    def find_in_exception(self, error: BaseException) -> str:
         """Return the innermost line of the environment's code that raised ``error`` or its cause;
         "" if there is none."""
-        for each in reversed([*_chain(error)]):
+        for each in reversed([*_walk_causes(error)]):
             if isinstance(each, SyntaxError) and each.filename and self.owns(each.filename):
-                return self.place(each.filename, each.lineno or 0, "its text")
+                return self.format_location(each.filename, each.lineno or 0, "its text")
             frames = [
                 (frame.f_code.co_filename, line, frame.f_code.co_name)
                 for frame, line in traceback.walk_tb(each.__traceback__)
                 if self.owns(frame.f_code.co_filename)
             ]
             if frames:
-                return self.place(*frames[-1])
+                return self.format_location(*frames[-1])
         return ""
 
-    def of_frame(self, frame: FrameType | None, below: CodeType | None = None) -> str:
+    def find_in_frame(self, frame: FrameType | None, below: CodeType | None = None) -> str:
         """Return the innermost line of the environment's code among a running frame and its
         callers, up to the frame that runs ``below``."""
         while frame is not None and frame.f_code is not below:
             if self.owns(frame.f_code.co_filename):
-                return self.place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+                return self.format_location(
+                    frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+                )
             frame = frame.f_back
         return ""
 
-    def of_awaitable(self, awaited: Any) -> str:
+    def find_in_awaitable(self, awaited: Any) -> str:
         """Return the line of the environment's code at which a suspended coroutine, or what it
         awaits, stands.
 
         If there is none, return that of another thread, because the method may run in a thread.
         """
-        if found := self.of_suspended(awaited):
-            return found
-        others = (
+        if location := self.find_in_suspended(awaited):
+            return location
+        other_frames = (
             frame
             for thread, frame in sys._current_frames().items()
             if thread != threading.get_ident()
         )
-        return next(filter(None, map(self.of_frame, others)), "")
+        return next(filter(None, map(self.find_in_frame, other_frames)), "")
 
-    def of_suspended(self, awaited: Any) -> str:
+    def find_in_suspended(self, awaited: Any) -> str:
         """Return the innermost line of the environment's code in a suspended coroutine and the
         awaitables it awaits."""
-        found = ""
+        location = ""
         task = None
-        for _ in range(_MOST_LINKS):
+        for _ in range(_MAX_LINKS):
             if awaited is None:
                 # A coroutine does not expose the task that it awaits, but the task that runs it
                 # does.
@@ -156,44 +160,48 @@ class UserCode:
                 None,
             )
             if frame is not None and self.owns(frame.f_code.co_filename):
-                found = self.place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+                location = self.format_location(
+                    frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+                )
             if get_coroutine := getattr(awaited, "get_coro", None):
                 awaited, task = get_coroutine(), awaited
                 continue
             names = ("cr_await", "gi_yieldfrom", "ag_await")
             awaited = next((a for n in names if (a := getattr(awaited, n, None)) is not None), None)
-        return found
+        return location
 
-    def of_code(self, code: CodeType | None) -> str:
+    def find_definition(self, code: CodeType | None) -> str:
         """Return where a function of the environment is defined; "" for other functions."""
         if code is None or not self.owns(code.co_filename):
             return ""
-        return self.place(code.co_filename, code.co_firstlineno, code.co_name)
+        return self.format_location(code.co_filename, code.co_firstlineno, code.co_name)
 
-    def of_dump(self, text: str) -> str:
+    def find_in_dump(self, text: str) -> str:
         """Return the innermost line of the environment's code in a dump of ``faulthandler``, whose
         current thread is searched first."""
         threads = re.split(r"(?m)^(?=Thread |Current thread )", text)
         threads.sort(key=lambda thread: not thread.startswith("Current thread"))
         for thread in threads:
             for line in thread.splitlines():
-                found = _DUMPED_FRAME.match(line)
-                if found and self.owns(found["file"]):
-                    return self.place(found["file"], int(found["line"]), found["name"])
+                match = _DUMPED_FRAME.match(line)
+                if match and self.owns(match["file"]):
+                    return self.format_location(match["file"], int(match["line"]), match["name"])
         return ""
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def _walk_causes(error: BaseException) -> Iterator[BaseException]:
     """Yield the error, its cause, the cause of that, and so on."""
-    seen: set[int] = set()
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
-        yield each
-        if isinstance(each, BaseExceptionGroup) and each.exceptions:
-            each = each.exceptions[0]
+    visited: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in visited:
+        visited.add(id(current))
+        yield current
+        if isinstance(current, BaseExceptionGroup) and current.exceptions:
+            current = current.exceptions[0]
         else:
-            each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+            current = current.__cause__ or (
+                None if current.__suppress_context__ else current.__context__
+            )
 
 
 BLOCKED_S = 0.05
@@ -202,9 +210,9 @@ CALL = "environment: "
 """Prefix of the names of tasks that call the environment; the location of the method follows."""
 _SAMPLE_S = 0.01
 """Seconds between two samples of the stack."""
-_MOST_PER_SAMPLE_S = 0.025
+_MAX_PER_SAMPLE_S = 0.025
 """Maximum sleeping time, in seconds, that one sample adds."""
-_LEAST_SAMPLES = 3
+_MIN_SAMPLES = 3
 """Minimum number of samples of a sleeping callback; with fewer, it only waited for a processor."""
 
 
@@ -224,9 +232,11 @@ class LoopWatchdog:
     def __init__(self, code: UserCode) -> None:
         self._code = code
         self._loop_thread = threading.get_ident()
-        self._thread = threading.Thread(target=self._watch, name="check-watchdog", daemon=True)
-        self._ended = threading.Event()
-        self._found: list[Block] = []
+        self._thread = threading.Thread(
+            target=self._sample_stack, name="check-watchdog", daemon=True
+        )
+        self._stop_requested = threading.Event()
+        self._blocks: list[Block] = []
         self._callback = 0
         """Number of the current callback; negative while none runs."""
         self._slept_s = 0.0
@@ -238,23 +248,23 @@ class LoopWatchdog:
     def start(self) -> None:
         """Start watching."""
         gc.callbacks.append(self._on_collection)
-        asyncio.Handle._run = lambda handle: self._timed(handle)  # type: ignore[method-assign]
+        asyncio.Handle._run = lambda handle: self._run_timed(handle)  # type: ignore[method-assign]
         self._thread.start()
 
     def stop(self) -> None:
         """Stop watching."""
         asyncio.Handle._run = self._run  # type: ignore[method-assign]
         gc.callbacks.remove(self._on_collection)
-        self._ended.set()
+        self._stop_requested.set()
         self._thread.join(1.0)
 
-    def take(self) -> list[Block]:
+    def take_blocks(self) -> list[Block]:
         """Return the blocks detected since the last call. Must be called on the loop."""
-        found = self._found
-        self._found = []
-        return found
+        blocks = self._blocks
+        self._blocks = []
+        return blocks
 
-    def _timed(self, handle: Any) -> None:
+    def _run_timed(self, handle: Any) -> None:
         callback = getattr(handle, "_callback", None)
         self._slept_s = 0.0
         self._collecting_s = 0.0
@@ -268,17 +278,17 @@ class LoopWatchdog:
             busy_s = time.thread_time() - began
             self._callback = -number
             seconds = max(busy_s, self._slept_s) - self._collecting_s
-            if seconds >= BLOCKED_S and (where := self._place(callback, busy_s)):
-                self._found.append(Block(where, seconds))
+            if seconds >= BLOCKED_S and (where := self._locate(callback, busy_s)):
+                self._blocks.append(Block(where, seconds))
 
-    def _place(self, callback: Any, busy_s: float) -> str:
+    def _locate(self, callback: Any, busy_s: float) -> str:
         """Return the location of a callback that took too long; "" if it was outside of the
         environment's code or only waited for a processor."""
         busy = busy_s - self._collecting_s >= BLOCKED_S
         if self._places:
             return (
                 self._places.most_common(1)[0][0]
-                if busy or self._places.total() >= _LEAST_SAMPLES
+                if busy or self._places.total() >= _MIN_SAMPLES
                 else ""
             )
         if not busy:
@@ -286,21 +296,25 @@ class LoopWatchdog:
         task = getattr(callback, "__self__", None)
         if not isinstance(task, asyncio.Task) or not task.get_name().startswith(CALL):
             return ""
-        stands = "" if task.done() else self._code.of_suspended(task)
-        return stands or task.get_name().removeprefix(CALL)
+        location = "" if task.done() else self._code.find_in_suspended(task)
+        return location or task.get_name().removeprefix(CALL)
 
-    def _watch(self) -> None:
+    def _sample_stack(self) -> None:
         last = time.monotonic()
         before = 0
-        while not self._ended.wait(_SAMPLE_S):
+        while not self._stop_requested.wait(_SAMPLE_S):
             now = time.monotonic()
             number = self._callback
             frame = sys._current_frames().get(self._loop_thread)
-            place = self._code.of_frame(frame, LoopWatchdog._timed.__code__) if number > 0 else ""
+            place = (
+                self._code.find_in_frame(frame, LoopWatchdog._run_timed.__code__)
+                if number > 0
+                else ""
+            )
             del frame
             if number > 0 and number == self._callback:
                 if number == before:
-                    self._slept_s += min(now - last, _MOST_PER_SAMPLE_S)
+                    self._slept_s += min(now - last, _MAX_PER_SAMPLE_S)
                 if place:
                     self._places[place] += 1
             last = now
@@ -341,7 +355,7 @@ class CallFailed(Exception):
         mend: str = "",
     ) -> None:
         super().__init__(what)
-        self.what, self.where, self.kind, self.mend = what, where, kind or alike(what), mend
+        self.what, self.where, self.kind, self.mend = what, where, kind or fault_key(what), mend
         self.hung = hung
         self.shape = shape
 
@@ -361,22 +375,22 @@ class Caller:
         self._announce = announce
 
     async def call(
-        self, name: str, task: str, method: Callable[[], Awaitable[Any]], place: str = ""
+        self, name: str, task: str, method: Callable[[], Awaitable[Any]], location: str = ""
     ) -> Any:
         """Await ``method()``, the call ``name`` (``reset``, ``step``, ``close``) defined at
-        ``place``.
+        ``format_location``.
 
         Raises CallFailed.
         """
         self._announce(name, task)
-        running = asyncio.create_task(_outcome(method), name=f"{CALL}{place}")
-        done, _ = await asyncio.wait({running}, timeout=self._timeout_s)
-        if done:
-            found, error = running.result()
+        running = asyncio.create_task(_capture_outcome(method), name=f"{CALL}{location}")
+        finished, _ = await asyncio.wait({running}, timeout=self._timeout_s)
+        if finished:
+            result, error = running.result()
             if error is not None:
-                raise self._raised(name, error) from None
-            return found
-        where = self.code.of_awaitable(running)
+                raise self._build_failure(name, error) from None
+            return result
+        where = self.code.find_in_awaitable(running)
         running.cancel()
         await asyncio.wait({running}, timeout=_CANCELLED_S)
         stubborn = "" if running.done() else " and cannot be cancelled"
@@ -393,30 +407,34 @@ class Caller:
         try:
             return make(address)
         except (Exception, SystemExit) as error:
-            raise self._raised("make", error) from None
+            raise self._build_failure("make", error) from None
 
-    def _raised(self, name: str, error: BaseException) -> CallFailed:
-        where = self.code.of_exception(error)
+    def _build_failure(self, name: str, error: BaseException) -> CallFailed:
+        where = self.code.find_in_exception(error)
         if isinstance(error, EnvironmentFailure) and error.kind == "internal":
             # The loader of an env format chains an error of the author's code as the cause; an
             # error about a broken contract is the context.
-            refused = error.__context__ if isinstance(error.__context__, BrokenContract) else None
-            error = error.__cause__ or refused or error
+            contract_error = (
+                error.__context__ if isinstance(error.__context__, BrokenContract) else None
+            )
+            error = error.__cause__ or contract_error or error
         if isinstance(error, BrokenContract):
-            return CallFailed(f"{name} breaks the contract: {quoted(error)}", where, shape=True)
-        return CallFailed(f"{name} raised {described(error)}", where, type(error).__name__)
+            return CallFailed(f"{name} breaks the contract: {quote(error)}", where, shape=True)
+        return CallFailed(f"{name} raised {describe_error(error)}", where, type(error).__name__)
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the type and the text of an exception in one line, with the kind of an
     EnvironmentFailure."""
-    text = quoted(error)
+    text = quote(error)
     if isinstance(error, EnvironmentFailure):
         return f"EnvironmentFailure({error.kind!r}): {text}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-async def _outcome(method: Callable[[], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
+async def _capture_outcome(
+    method: Callable[[], Awaitable[Any]],
+) -> tuple[Any, BaseException | None]:
     """Return (result, error) of a call.
 
     SystemExit and KeyboardInterrupt are caught too, because they would otherwise leave the event

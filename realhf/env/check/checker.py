@@ -20,11 +20,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from realhf.api.environment import EnvironmentSpec
-from realhf.env.check.calls import Caller, CallFailed, LoopWatchdog, UserCode, described, folders_of
-from realhf.env.check.checks import CHECKS, Run, fingerprints, play_again
-from realhf.env.check.demonstrations import Scripts, choose_scripts
+from realhf.env.check.calls import (
+    Caller,
+    CallFailed,
+    LoopWatchdog,
+    UserCode,
+    describe_error,
+    environment_folders,
+)
+from realhf.env.check.checks import CHECKS, CheckRun, fingerprints, play_again
+from realhf.env.check.demonstrations import DemonstrationChoice, choose_demonstrations
 from realhf.env.check.episodes import CheckHarness
-from realhf.env.check.mutation import MUTANTS, Mutation, missing, scripts_of
+from realhf.env.check.mutation import MUTANTS, Mutation, collect_solutions, find_obstacle
 from realhf.env.check.report import (
     ABOUT,
     DUMP,
@@ -43,15 +50,15 @@ from realhf.env.check.report import (
     Finding,
     Findings,
     Order,
-    quoted,
-    reporter,
+    build_reporter,
+    quote,
 )
-from realhf.env.check.task_sets import TaskSetJudge
+from realhf.env.check.task_sets import TaskSetChecker
 from realhf.env.containment.sandbox import die_with_parent
 from realhf.env.loader.load import build_environment, passport_file
 
 T = TypeVar("T")
-_LONG = 1000
+_MAX_ERROR_CHARS = 1000
 """Maximum length of a loading error in characters."""
 _READ_SHARE = 0.5
 """Share of the time limit for making tasks that reading the demonstrations of a launch may take."""
@@ -64,17 +71,17 @@ _WOULD_WAIT = "calls block the event loop, so many instances at once would only 
 
 
 class Checker:
-    """Runner of the checks that an order asks for; ``tell`` sends the events.
+    """Runner of the checks that an order asks for; ``report`` sends the events.
 
     ``code`` classifies files as the environment's or other code.
     """
 
-    def __init__(self, order: Order, tell: Callable[..., None]) -> None:
+    def __init__(self, order: Order, report: Callable[..., None]) -> None:
         self._order = order
-        self._tell = tell
+        self._report = report
         self._findings = Findings()
         self._check = ""
-        self.code = UserCode(folders_of(order.reference))
+        self.code = UserCode(environment_folders(order.reference))
 
     def run(self) -> None:
         """Load the environment and run its checks, or the mutants if the order asks for them."""
@@ -86,54 +93,54 @@ class Checker:
         elif self._order.mutants:
             self._mutate(spec)
         else:
-            self._judge(spec)
+            self._run_checks(spec)
 
     def add(self, finding: Finding) -> None:
         """Record and report a finding."""
         self._findings.add(finding)
-        self._tell(FINDING, asdict(finding))
+        self._report(FINDING, asdict(finding))
 
     @contextmanager
-    def _checking(self, name: str, limit_s: float) -> Iterator[list[str]]:
+    def _announced_check(self, name: str, limit_s: float) -> Iterator[list[str]]:
         """Announce a check with its time limit; on exit, report its verdict with the remarks in the
         yielded list."""
         before = self._findings.hits
         remarks = list[str]()
-        self._begin(name, limit_s)
+        self._announce(name, limit_s)
         yield remarks
-        self._tell(
+        self._report(
             VERDICT,
             name,
             OK if self._findings.hits == before else FAULT,
             ", ".join(filter(None, remarks)),
         )
 
-    def _begin(self, name: str, limit_s: float) -> None:
+    def _announce(self, name: str, limit_s: float) -> None:
         self._check = name
-        self._tell(NOW, name, name, "", limit_s)
+        self._report(NOW, name, name, "", limit_s)
 
-    def _skip(self, names: Iterable[str], why: str) -> None:
+    def _skip(self, names: Iterable[str], reason: str) -> None:
         for name in names:
-            self._tell(VERDICT, name, SKIPPED, why)
+            self._report(VERDICT, name, SKIPPED, reason)
 
     def _load(self) -> EnvironmentSpec | None:
-        with self._checking("load", self._order.slow_s) as remarks:
+        with self._announced_check("load", self._order.slow_s) as remarks:
             try:
                 spec = build_environment(self._order.reference, self._order.options)
             except (Exception, SystemExit) as error:
-                what = (
-                    quoted(error, _LONG)
+                problem = (
+                    quote(error, _MAX_ERROR_CHARS)
                     if isinstance(error, ValueError)
-                    else f"it raises {described(error)}"
+                    else f"it raises {describe_error(error)}"
                 )
-                self.add(Finding("load", what, where=self.code.of_exception(error)))
+                self.add(Finding("load", problem, where=self.code.find_in_exception(error)))
                 return None
-            known = {
+            properties = {
                 "name": spec.name,
                 "deterministic": spec.deterministic,
                 "concurrency": spec.concurrency,
             }
-            known |= {
+            properties |= {
                 "scripted": spec.demonstrate is not None,
                 "service": spec.launch.module if spec.launch else "",
             }
@@ -141,64 +148,66 @@ class Checker:
             # installed package.
             module = sys.modules.get(self._order.reference.rpartition(":")[0])
             if file := getattr(module, "__file__", None):
-                known[FOLDER] = str(Path(file).parent)
-                self.code.add(known[FOLDER])
-            self._tell(ABOUT, known)
+                properties[FOLDER] = str(Path(file).parent)
+                self.code.add(properties[FOLDER])
+            self._report(ABOUT, properties)
             remarks.append(spec.name)
         return spec
 
-    def _judge(self, spec: EnvironmentSpec) -> None:
-        judge = TaskSetJudge(spec, self.code, self.add)
-        with self._checking("tasks", self._order.slow_s) as remarks:
-            judge.judge()
-            self._tell(ABOUT, {"groups": judge.groups})
-            remarks.append(judge.remark())
-        tasks = judge.chosen(self._order.most_tasks)
+    def _run_checks(self, spec: EnvironmentSpec) -> None:
+        task_sets = TaskSetChecker(spec, self.code, self.add)
+        with self._announced_check("tasks", self._order.slow_s) as remarks:
+            task_sets.check()
+            self._report(ABOUT, {"groups": task_sets.groups})
+            remarks.append(task_sets.summary())
+        tasks = task_sets.choose_tasks(self._order.most_tasks)
         if self._lacks_service(spec, CHECKS):
             return
         if not tasks:
             self._skip(CHECKS, "there is no task to play")
             return
-        run = Run(
+        run = CheckRun(
             self._create_harness(spec, self.add),
             self._order,
             tasks,
-            judge.twins,
-            self._scripts(spec),
+            task_sets.twins,
+            self._choose_demonstrations(spec),
         )
         # The watchdog supports this event loop, whichever one the environment's modules ask for.
         with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
-            runner.run(self._play_again(run) if self._order.again else self._play(run))
+            runner.run(self._play_again(run) if self._order.again else self._play_checks(run))
 
     def _mutate(self, spec: EnvironmentSpec) -> None:
         """Play mutants of demonstrations and report the results."""
         order = self._order
-        nothing = missing(spec)
-        if nothing is None and self._lacks_service(spec, (MUTANTS,)):
+        obstacle = find_obstacle(spec)
+        if obstacle is None and self._lacks_service(spec, (MUTANTS,)):
             return
-        self._begin(MUTANTS, order.slow_s)
+        self._announce(MUTANTS, order.slow_s)
         scripts = (
-            self.add(nothing) if nothing else self._solver(lambda: scripts_of(spec, order.seed))
+            self.add(obstacle)
+            if obstacle
+            else self._call_solver(lambda: collect_solutions(spec, order.seed))
         )
         if scripts is None:
-            self._tell(VERDICT, MUTANTS, FAULT, "")
+            self._report(VERDICT, MUTANTS, FAULT, "")
             return
         # Notes are left out here, because the check without mutants reports them.
         harness = self._create_harness(
             spec, lambda finding: self.add(finding) if finding.is_fault else None
         )
         mutation = Mutation(harness, order.mutants, order.seed, self.add)
-        begin = lambda what: self._begin(what, order.slow_s)
+        begin = lambda what: self._announce(what, order.slow_s)
         try:
             with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
                 runner.run(
-                    mutation.play(scripts, begin, lambda *verdict: self._tell(VERDICT, *verdict))
+                    mutation.play(scripts, begin, lambda *verdict: self._report(VERDICT, *verdict))
                 )
         except CallFailed:
-            self._skip((MUTANTS,), "an answer did not come")
+            self._skip((MUTANTS,), "a call did not return in time")
         else:
-            self._tell(ABOUT, {PASSPORT: str(passport_file(order.reference))})
-        self._tell(ABOUT, {MUTANTS: asdict(mutation.outcome)})
+            self._report(ABOUT, {PASSPORT: str(passport_file(order.reference))})
+        self._report(ABOUT, {MUTANTS: asdict(mutation.outcome)})
 
     def _lacks_service(self, spec: EnvironmentSpec, names: Iterable[str]) -> bool:
         if spec.launch is None or self._order.address:
@@ -214,19 +223,23 @@ class Checker:
     ) -> CheckHarness:
         limit_s = self._order.timeout_s
         caller = Caller(
-            self.code, limit_s, lambda call, task: self._tell(NOW, self._check, call, task, limit_s)
+            self.code,
+            limit_s,
+            lambda call, task: self._report(NOW, self._check, call, task, limit_s),
         )
         return CheckHarness(spec, caller, add, self._order.address)
 
-    def _scripts(self, spec: EnvironmentSpec) -> Scripts:
+    def _choose_demonstrations(self, spec: EnvironmentSpec) -> DemonstrationChoice:
         """Choose the demonstrations to play; none if there is no solver or it raises."""
         demonstrate = spec.demonstrate
         if demonstrate is None:
-            return Scripts()
-        self._tell(NOW, self._check, "demonstrate", "", self._order.slow_s)
+            return DemonstrationChoice()
+        self._report(NOW, self._check, "demonstrate", "", self._order.slow_s)
         scripts = (
-            self._solver(lambda: choose_scripts(demonstrate, _READ_SHARE * self._order.slow_s))
-            or Scripts()
+            self._call_solver(
+                lambda: choose_demonstrations(demonstrate, _READ_SHARE * self._order.slow_s)
+            )
+            or DemonstrationChoice()
         )
         if not scripts.played and not self._findings.faults("demonstrations"):
             self.add(
@@ -236,60 +249,62 @@ class Checker:
             )
         return scripts
 
-    def _solver(self, ask: Callable[[], T]) -> T | None:
+    def _call_solver(self, ask: Callable[[], T]) -> T | None:
         """Call the environment's solver; report an error as a fault and return None."""
         try:
             return ask()
         except (Exception, SystemExit) as error:
-            what = f"demonstrate raised {described(error)}"
+            what = f"demonstrate raised {describe_error(error)}"
             mend = "It yields a Demonstration for every template, whatever the seed"
-            self.add(Finding("demonstrations", what, mend, self.code.of_exception(error)))
+            self.add(Finding("demonstrations", what, mend, self.code.find_in_exception(error)))
         return None
 
-    async def _play_again(self, run: Run) -> None:
-        run.harness.begin(_CHECK_S)
+    async def _play_again(self, run: CheckRun) -> None:
+        run.harness.start_check(_CHECK_S)
         with suppress(CallFailed):  # already reported as a finding
-            self._tell(ABOUT, {FINGERPRINTS: fingerprints(await play_again(run))})
+            self._report(ABOUT, {FINGERPRINTS: fingerprints(await play_again(run))})
 
-    async def _play(self, run: Run) -> None:
+    async def _play_checks(self, run: CheckRun) -> None:
         watchdog = LoopWatchdog(self.code)
         watchdog.start()
-        why = ""
+        skip_reason = ""
         for name, check in CHECKS.items():
             blocked = name == "instances" and self._findings.faults("event loop")
-            if why or blocked:
-                self._skip((name,), why or _WOULD_WAIT)
+            if skip_reason or blocked:
+                self._skip((name,), skip_reason or _WOULD_WAIT)
                 continue
-            run.harness.begin(_CHECK_S)
-            with self._checking(name, self._order.timeout_s) as remarks:
+            run.harness.start_check(_CHECK_S)
+            with self._announced_check(name, self._order.timeout_s) as remarks:
                 try:
                     remarks.append(await check(run))
-                    remarks.append(f"cut short after {_CHECK_S:g} s" if run.harness.was_cut else "")
+                    remarks.append(
+                        f"cut short after {_CHECK_S:g} s" if run.harness.is_cut_short else ""
+                    )
                 except CallFailed as error:
-                    why = (
-                        f"an answer did not come in {name!r}"
+                    skip_reason = (
+                        f"a call did not return in time in {name!r}"
                         if error.hung
                         else f"{name!r} could not be played"
                     )
-                self._judge_blocks(watchdog)
+                self._report_blocks(watchdog)
             if not run.playable:
-                why = why or "no task could be opened"
+                skip_reason = skip_reason or "no task could be opened"
         watchdog.stop()
-        self._tell(
+        self._report(
             ABOUT,
             {FINGERPRINTS: fingerprints(run.transcripts) if run.harness.spec.deterministic else {}},
         )
-        self._tell(ABOUT, {"tools": [*run.harness.tools.values()]})
+        self._report(ABOUT, {"tools": [*run.harness.tools.values()]})
 
-    def _judge_blocks(self, watchdog: LoopWatchdog) -> None:
+    def _report_blocks(self, watchdog: LoopWatchdog) -> None:
         blocks: dict[str, list[float]] = {}
-        for block in watchdog.take():
+        for block in watchdog.take_blocks():
             blocks.setdefault(block.where, []).append(block.seconds)
         for where, seconds in blocks.items():
             again = len(seconds) > 1 or seconds[0] > _ONCE_S
             what = (
-                f"it blocks the event loop for {1000 * max(seconds):.0f} ms, and no other episode "
-                f"goes on meanwhile"
+                f"it blocks the event loop for {1000 * max(seconds):.0f} ms, and all other "
+                f"episodes wait for it"
             )
             mend = "Await it, or hand it to a thread (asyncio.to_thread)"
             mend = mend if again else f"{mend}, if it happens more than once"
@@ -306,26 +321,26 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(argv[1])
     order = Order(**json.loads((folder / ORDER).read_text(encoding="utf-8")))
     os.set_inheritable(descriptor, False)
-    tell = reporter(descriptor)
+    report = build_reporter(descriptor)
     # The file stays open for the life of the process, because faulthandler writes a crash to it.
     file = open(folder / DUMP, "w")  # noqa: SIM115
     faulthandler.enable(file, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file, all_threads=True)
-    checker = Checker(order, tell)
+    checker = Checker(order, report)
     leave = os._exit
 
-    def exits(status: int) -> Any:
+    def exit_with_report(status: int) -> Any:
         """Report the line of the caller, and exit."""
-        tell(ABOUT, {EXIT: [status, checker.code.of_frame(sys._getframe(1))]})
+        report(ABOUT, {EXIT: [status, checker.code.find_in_frame(sys._getframe(1))]})
         leave(status)
 
-    os._exit = exits
+    os._exit = exit_with_report
     try:
         checker.run()
     except BaseException as error:
-        what = f"the check itself failed: {quoted(traceback.format_exception_only(error)[-1])}"
+        what = f"the check itself failed: {quote(traceback.format_exception_only(error)[-1])}"
         checker.add(Finding("check", what, "Report this, with the environment"))
-    tell(ABOUT, {ENDED: True})
+    report(ABOUT, {ENDED: True})
     return 0
 
 

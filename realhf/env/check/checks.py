@@ -1,8 +1,7 @@
 """The checks that play episodes, in order.
 
-Each check takes a ``Run`` and returns a remark for display. It raises CallFailed when no further
-check can be played.
-"""
+Each check takes a ``CheckRun`` and returns a remark for display. It raises CallFailed when no
+further check can be played."""
 
 from __future__ import annotations
 
@@ -16,26 +15,32 @@ from typing import Any
 
 from realhf.api.environment import Demonstration, Task, Turn
 from realhf.env.check.calls import CallFailed
-from realhf.env.check.contract import ends, plain, solved
-from realhf.env.check.demonstrations import Scripts
+from realhf.env.check.contract import ends_episode, is_solved, to_plain_json
+from realhf.env.check.demonstrations import DemonstrationChoice
 from realhf.env.check.episodes import Case, CheckHarness, first_difference
-from realhf.env.check.leaks import check_crowd
-from realhf.env.check.report import Finding, Order, counted, quoted
-from realhf.env.check.scripts import Said, policy_turn, talking, trying, wrong_messages
+from realhf.env.check.leaks import check_concurrency
+from realhf.env.check.report import Finding, Order, format_count, quote
+from realhf.env.check.scripts import (
+    WrongMessage,
+    policy_turn,
+    random_turns,
+    talking_turns,
+    wrong_messages,
+)
 from realhf.env.loader.threads import MOST_THREADS
 
 _WRONG_TASKS = 2
 """Number of tasks in which wrong messages are sent."""
-_SHOWN = 120
+_MAX_QUOTED_CHARS = 120
 """Maximum length in characters of an answer quoted in a finding."""
-_KEPT_CHARS = 4000
+_MAX_FINGERPRINT_CHARS = 4000
 """Maximum length in characters of a turn in a fingerprint."""
 _SCRIPTED_CASES = 4
 """Number of demonstrations played as cases."""
 
 
 @dataclass
-class Run:
+class CheckRun:
     """State shared by the checks."""
 
     harness: CheckHarness
@@ -46,7 +51,7 @@ class Run:
     """Tasks to play."""
     twins: Sequence[tuple[Task, Task]] = ()
     """Pairs of tasks with the same id and different seeds."""
-    demonstrations: Scripts = field(default_factory=Scripts)
+    demonstrations: DemonstrationChoice = field(default_factory=DemonstrationChoice)
     """Demonstrations to play."""
     playable: list[Task] = field(default_factory=list)
     """Tasks whose reset succeeded."""
@@ -72,7 +77,7 @@ class Run:
         ]
 
 
-async def check_openings(run: Run) -> str:
+async def check_openings(run: CheckRun) -> str:
     """Reset every task; also close an instance that was never reset."""
     harness = run.harness
     await harness.close(harness.make())
@@ -83,53 +88,56 @@ async def check_openings(run: Run) -> str:
             await harness.reset(environment, task)
             run.playable.append(task)
     for twins in run.twins if run.playable else ():
-        if await _opens_otherwise(harness, *twins):
+        if await _has_different_openings(harness, *twins):
             break
-    actions = counted(len(harness.tools), "tool") if harness.tools else "plain text"
-    return f"{counted(len(run.playable), 'task')}, {actions}"
+    actions = format_count(len(harness.tools), "tool") if harness.tools else "plain text"
+    return f"{format_count(len(run.playable), 'task')}, {actions}"
 
 
-async def _opens_otherwise(harness: CheckHarness, one: Task, other: Task) -> bool:
+async def _has_different_openings(harness: CheckHarness, first: Task, second: Task) -> bool:
     """Open two tasks with the same id and different seeds; report and return whether their openings
     differ."""
     openings = []
-    for task in (one, other):
+    for task in (first, second):
         async with harness.instance(task.id) as environment:
-            openings.append(plain(await harness.reset(environment, task)))
+            openings.append(to_plain_json(await harness.reset(environment, task)))
     if len(openings) < 2 or openings[0] == openings[1]:
         return False
-    what = f"one id names two episodes: seeds {one.seed} and {other.seed} open otherwise"
+    what = (
+        f"one id names two episodes: the seeds {first.seed} and {second.seed} give different "
+        f"openings"
+    )
     place = harness.place(None, "reset")
     harness.add(
-        Finding("tasks", what, "Make the seed part of the id", place, one.id, kind="one id")
+        Finding("tasks", what, "Make the seed part of the id", place, first.id, kind="one id")
     )
     return True
 
 
-async def check_determinism(run: Run) -> str:
+async def check_determinism(run: CheckRun) -> str:
     """Play every case alone, again on a new instance, and again on an instance that left another
     episode unfinished; report differences."""
     harness = run.harness
     cases = run.cases()
     turns = harness.turns
     busy_s = time.process_time()
-    for case, other in zip(cases, [*cases[1:], *cases[:1]], strict=True):
+    for case, unfinished in zip(cases, [*cases[1:], *cases[:1]], strict=True):
         if harness.is_over(bool(run.transcripts)):
             break
         try:
-            found = run.transcripts[case.key] = (await harness.play(case)).transcript
+            alone = run.transcripts[case.key] = (await harness.play(case)).transcript
             if not harness.spec.deterministic:
                 continue
             again = (await harness.play(case)).transcript
-            used = (await harness.play(case, left=other, turns=1)).transcript
+            reused = (await harness.play(case, unfinished=unfinished, turns=1)).transcript
         except CallFailed as error:
-            harness.forgive(error)
+            harness.count_failure(error)
             continue
-        if differs := first_difference(found, again):
+        if differs := first_difference(alone, again):
             what = f"the same task, seed and messages give other turns: {differs}"
             mend = "Draw from random.Random(seed) alone; or declare deterministic=False"
-        elif differs := first_difference(found, used):
-            what = f"an instance that has played before answers otherwise: {differs}"
+        elif differs := first_difference(alone, reused):
+            what = f"an instance that has played before answers differently: {differs}"
             mend = "Set everything that an episode changes in reset"
         else:
             continue
@@ -140,27 +148,27 @@ async def check_determinism(run: Run) -> str:
     run.busy_s = (time.process_time() - busy_s) / max(1, harness.turns - turns)
     if not harness.spec.deterministic:
         return "declared not to be deterministic"
-    return f"{counted(len(run.transcripts), 'episode')}, played three times"
+    return f"{format_count(len(run.transcripts), 'episode')}, played three times"
 
 
-async def check_instances(run: Run) -> str:
+async def check_instances(run: CheckRun) -> str:
     """Play many instances concurrently.
 
     Their number is limited to those that can answer in time: turns that compute run one after
     another, and the loader of an env format runs a limited number of blocking calls concurrently.
     """
     harness = run.harness
-    most = run.order.instances
+    requested = run.order.instances
     half_s = run.order.timeout_s / 2
     waiting = MOST_THREADS * half_s / max(harness.slowest_s, 1e-6)
     bearable = max(2, int(min(half_s / max(run.busy_s, 1e-6), waiting)))
-    count = min(most, harness.spec.concurrency or most, bearable)
+    count = min(requested, harness.spec.concurrency or requested, bearable)
     alone = run.transcripts if harness.spec.deterministic and run.comparable else {}
-    turns = await check_crowd(harness, run.cases(), alone, count)
+    turns = await check_concurrency(harness, run.cases(), alone, count)
     return f"{count} at once, {turns:,.0f} turns per second"
 
 
-async def check_wrong_messages(run: Run) -> str:
+async def check_wrong_messages(run: CheckRun) -> str:
     """Send wrong messages of all kinds that a policy can write; an ended or failed episode is
     started again.
 
@@ -168,45 +176,58 @@ async def check_wrong_messages(run: Run) -> str:
     """
     harness = run.harness
     before = run.harness.turns
-    quiet = [
+    solved_by_silence = [
         script.task
         for script in run.scripts
         if script.succeeds and not "".join(script.turns).strip()
     ]
     for task in run.playable[:_WRONG_TASKS]:
-        meant = any(task.id == other.id or task.payload == other.payload for other in quiet)
+        is_solution = any(
+            task.id == other.id or task.payload == other.payload for other in solved_by_silence
+        )
         waiting = wrong_messages([*harness.tools.values()])
         while waiting and not harness.is_over():
             async with harness.instance(task.id) as environment:
                 is_open = False
                 while waiting and not harness.is_late():
-                    said = waiting.pop(0)
+                    wrong = waiting.pop(0)
                     if not is_open:
                         await harness.reset(environment, task)
-                    turn = await harness.step(environment, task, said.message, said.name)
-                    _judge_payment(
-                        harness, harness.place(environment, "step"), task, said, turn, meant=meant
+                    turn = await harness.step(environment, task, wrong.message, wrong.name)
+                    _check_reward_for_noise(
+                        harness,
+                        harness.place(environment, "step"),
+                        task,
+                        wrong,
+                        turn,
+                        is_solution=is_solution,
                     )
-                    is_open = not ends(turn)
-    return counted(harness.turns - before, "message")
+                    is_open = not ends_episode(turn)
+    return format_count(harness.turns - before, "message")
 
 
-def _judge_payment(
-    harness: CheckHarness, place: str, task: Task, said: Said, turn: Turn, *, meant: bool
+def _check_reward_for_noise(
+    harness: CheckHarness,
+    place: str,
+    task: Task,
+    wrong: WrongMessage,
+    turn: Turn,
+    *,
+    is_solution: bool,
 ) -> None:
     """Report a reward for a message without readable content; solving the task that way is no
-    fault if ``meant``."""
-    name, message = said
+    fault if ``is_solution``."""
+    name, message = wrong
     if message.tool_calls or (message.content.strip() and message.content.isprintable()):
         return
-    if solved(turn):
+    if is_solved(turn):
         mend = (
             "Look at what the grader takes for a solution; where nothing is to be done, let a "
             "demonstration say so"
         )
         what = f"the task is solved by {name}"
         harness.add(
-            Finding("rewards", what, mend, place, task.id, is_fault=not meant, kind="solved")
+            Finding("rewards", what, mend, place, task.id, is_fault=not is_solution, kind="solved")
         )
     elif turn.reward is not None and turn.reward > 0:
         mend = "A policy finds such rewards first; pay for what the task asks"
@@ -214,7 +235,7 @@ def _judge_payment(
         harness.add(Finding("rewards", what, mend, place, task.id, is_fault=False, kind="earned"))
 
 
-async def check_end(run: Run) -> str:
+async def check_end(run: CheckRun) -> str:
     """Play a policy that only talks, and another that tries the tools; one of the two episodes must
     end.
 
@@ -222,18 +243,18 @@ async def check_end(run: Run) -> str:
     """
     harness = run.harness
     task = run.playable[0]
-    most = run.order.most_turns
+    max_turns = run.order.most_turns
     tools = [*harness.tools.values()]
-    ways = [talking(most), *([trying(tools, 0, most)] if tools else ())]
+    scripts = [talking_turns(max_turns), *([random_turns(tools, 0, max_turns)] if tools else ())]
     async with harness.instance(task.id) as environment:
-        for script in ways:
+        for script in scripts:
             await harness.reset(environment, task)
             for turns, text in enumerate(script, 1):
-                if ends(await harness.step(environment, task, policy_turn(text, tools))):
-                    return f"after {counted(turns, 'turn')}"
+                if ends_episode(await harness.step(environment, task, policy_turn(text, tools))):
+                    return f"after {format_count(turns, 'turn')}"
                 if harness.is_late():
                     return ""
-        what = f"no episode ended within {most} turns"
+        what = f"no episode ended within {max_turns} turns"
         mend = "End an episode after a number of turns (done=True), whatever the policy says"
         if run.scripts:
             what = f"{what}, unless it was solved"
@@ -243,7 +264,7 @@ async def check_end(run: Run) -> str:
     return ""
 
 
-async def check_demonstrations(run: Run) -> str:
+async def check_demonstrations(run: CheckRun) -> str:
     """Play the demonstrations: each must end with its last turn, and succeed or not as it is
     labelled."""
     played = Counter[str]()
@@ -254,31 +275,35 @@ async def check_demonstrations(run: Run) -> str:
         episode = await run.harness.follow(Case(script.task, script.turns))
         if episode is None:
             continue
-        if episode.ended and len(episode.said) < len(script.turns):
-            fate = f"is over after turn {len(episode.said)} of {len(script.turns)}"
+        if episode.ended and len(episode.policy_texts) < len(script.turns):
+            verdict = f"is over after turn {len(episode.policy_texts)} of {len(script.turns)}"
         elif episode.solved != script.succeeds:
-            fate = "does not succeed" if script.succeeds else "succeeds, though succeeds=False"
+            verdict = "does not succeed" if script.succeeds else "succeeds, though succeeds=False"
         elif script.succeeds and not episode.ended:
-            fate = "does not end the episode"
-        elif episode.solved and episode.paid <= 0:
-            fate = f"succeeds and earns {episode.paid:g}"
+            verdict = "does not end the episode"
+        elif episode.solved and episode.episode_return <= 0:
+            verdict = f"succeeds and earns {episode.episode_return:g}"
         else:
             continue
-        answer = quoted(episode.answer, _SHOWN)
-        what = f"a demonstration of the kind {script.kind!r} {fate}: the last answer is {answer!r}"
-        mend = "Play what the solver writes with `play`, and mend the solver or the grading"
-        place = run.harness.code.of_code(getattr(run.harness.spec.demonstrate, "__code__", None))
-        run.harness.add(Finding("demonstrations", what, mend, place, script.task.id, kind=fate))
+        answer = quote(episode.answer, _MAX_QUOTED_CHARS)
+        what = (
+            f"a demonstration of the kind {script.kind!r} {verdict}: the last answer is {answer!r}"
+        )
+        mend = "Play what the solver writes with `play`, and fix the solver or the grading"
+        place = run.harness.code.find_definition(
+            getattr(run.harness.spec.demonstrate, "__code__", None)
+        )
+        run.harness.add(Finding("demonstrations", what, mend, place, script.task.id, kind=verdict))
     if not run.scripts:
         return "no scripted solver"
     kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(played.items()))
-    found = run.demonstrations
-    longest = f"the longest of {counted(found.longest, 'turn')}"
-    longest += f" among the first {found.read:,}" if found.is_cut else ""
-    return f"{counted(played.total(), 'script')} ({kinds}), {longest}"
+    chosen = run.demonstrations
+    longest = f"the longest of {format_count(chosen.longest, 'turn')}"
+    longest += f" among the first {chosen.read_count:,}" if chosen.is_cut_short else ""
+    return f"{format_count(played.total(), 'script')} ({kinds}), {longest}"
 
 
-CHECKS: Mapping[str, Callable[[Run], Awaitable[str]]] = {
+CHECKS: Mapping[str, Callable[[CheckRun], Awaitable[str]]] = {
     "openings": check_openings,
     "determinism": check_determinism,
     "instances": check_instances,
@@ -289,7 +314,7 @@ CHECKS: Mapping[str, Callable[[Run], Awaitable[str]]] = {
 """Checks by name, in the order in which they run."""
 
 
-async def play_again(run: Run) -> dict[str, list[Any]]:
+async def play_again(run: CheckRun) -> dict[str, list[Any]]:
     """Play again the cases that the determinism check of another process played, if they exist
     here. Return the transcripts."""
     await check_openings(run)
@@ -308,6 +333,9 @@ def fingerprints(transcripts: Mapping[str, Sequence[Any]]) -> dict[str, list[tup
         for key, turns in transcripts.items()
     }
     return {
-        key: [(hashlib.sha256(text.encode()).hexdigest(), text[:_KEPT_CHARS]) for text in each]
+        key: [
+            (hashlib.sha256(text.encode()).hexdigest(), text[:_MAX_FINGERPRINT_CHARS])
+            for text in each
+        ]
         for key, each in texts.items()
     }

@@ -21,7 +21,7 @@ from realhf.api.passport import MODIFIED, Counts, Passport
 from realhf.base.installation import git_state
 from realhf.base.plugin import split_reference
 from realhf.base.text import close_to
-from realhf.env.check.calls import UserCode, folders_of
+from realhf.env.check.calls import UserCode, environment_folders
 from realhf.env.check.mutation import MUTANTS
 from realhf.env.check.report import (
     ABOUT,
@@ -40,17 +40,17 @@ from realhf.env.check.report import (
     Finding,
     Findings,
     Order,
-    counted,
-    difference,
-    quoted,
+    format_count,
+    format_difference,
+    quote,
 )
-from realhf.env.check.supervisor import Supervisor
+from realhf.env.check.supervisor import CheckSupervisor
 from realhf.env.loader.load import parse_options
 from realhf.registry import environments
 
-_NAME = 16
+_NAME_WIDTH = 16
 """Width of the column of names of checks."""
-_NO_PASSPORT = "Describe under `view` what an episode leaves"
+_ADVICE_ON_PASSPORT = "Describe under `view` what an episode leaves"
 _STYLES = {FAULT: "red", READ: "yellow", SKIPPED: "yellow"}
 
 
@@ -73,18 +73,18 @@ class Report:
 
     def begin(self) -> None:
         """Show what is checked, and start the status display on a terminal."""
-        self._line(f"check of {self.reference}", "bold")
+        self._print_line(f"check of {self.reference}", "bold")
         if self._console.is_terminal:
             self._status = self._console.status("starting a process")
             self._status.start()
 
-    def hear(self, event: Sequence[Any]) -> None:
+    def record_event(self, event: Sequence[Any]) -> None:
         """Record and show an event of the child process."""
         kind, *values = event
         if kind == NOW and self._status is not None:
             check, call, task, _ = values
             self._status.update(
-                Text(check if call == check else f"{check}: {call} {quoted(task, 40)}")
+                Text(check if call == check else f"{check}: {call} {quote(task, 40)}")
             )
         elif kind == ABOUT:
             self.about.update(values[0])
@@ -94,8 +94,9 @@ class Report:
             name, outcome, remark = values
             self.verdicts.append((name, outcome, remark))
             if outcome != SKIPPED:
-                self._line(
-                    f"{outcome:<8} {name:<{_NAME}} {remark}".rstrip(), _STYLES.get(outcome, "green")
+                self._print_line(
+                    f"{outcome:<8} {name:<{_NAME_WIDTH}} {remark}".rstrip(),
+                    _STYLES.get(outcome, "green"),
                 )
 
     def add(self, finding: Finding) -> None:
@@ -110,10 +111,10 @@ class Report:
                 if finding.is_fault:
                     self.add(replace(finding, what=f"in another process, {finding.what}"))
             return
-        again = other.about.get(FINGERPRINTS, {})
+        repeated = other.about.get(FINGERPRINTS, {})
         mend = "Nothing may depend on hash(), the order of a set, the clock or a process id"
         for key, turns in self.about[FINGERPRINTS].items():
-            if key not in again:
+            if key not in repeated:
                 self.add(
                     Finding(
                         "determinism",
@@ -122,22 +123,22 @@ class Report:
                     )
                 )
                 return
-            for number, (one, two) in enumerate(zip(turns, again[key], strict=False)):
-                if one[0] != two[0]:
+            for number, (before, after) in enumerate(zip(turns, repeated[key], strict=False)):
+                if before[0] != after[0]:
                     name = f"turn {number}" if number else "the opening"
                     what = (
-                        f"another process answers otherwise: {name} is "
-                        f"{difference(one[1], two[1], 100)}"
+                        f"another process answers differently: {name} is "
+                        f"{format_difference(before[1], after[1], 100)}"
                     )
                     self.add(Finding("determinism", what, mend, task=key))
                     return
 
     def show_findings(self) -> None:
         """Show each finding on its own line."""
-        for found in self.findings:
-            self._line(
-                f"{'FAULT' if found.is_fault else 'note'} {found.line()}",
-                "red" if found.is_fault else "",
+        for finding in self.findings:
+            self._print_line(
+                f"{'FAULT' if finding.is_fault else 'note'} {finding.line()}",
+                "red" if finding.is_fault else "",
             )
 
     def finish(self) -> None:
@@ -148,18 +149,19 @@ class Report:
             if outcome == SKIPPED:
                 skipped.setdefault(why, []).append(name)
         for why, names in skipped.items():
-            self._line(f"{SKIPPED:<8} {', '.join(names)}: {why}", _STYLES[SKIPPED])
+            self._print_line(f"{SKIPPED:<8} {', '.join(names)}: {why}", _STYLES[SKIPPED])
         for tool in self.about.get("tools", ()):
             function = tool["function"]
-            self._line(f"tool {function['name']}: {quoted(function.get('description', ''), 100)}")
-            self._line(f"  {json.dumps(function.get('parameters', {}), ensure_ascii=False)}")
+            self._print_line(
+                f"tool {function['name']}: {quote(function.get('description', ''), 100)}"
+            )
+            self._print_line(f"  {json.dumps(function.get('parameters', {}), ensure_ascii=False)}")
         self.show_findings()
         name = self.about.get("name", self.reference)
-        found = (
-            f"{counted(self.faults, 'fault')}, {counted(len(self.findings) - self.faults, 'note')}"
-        )
-        self._line(
-            f"{name}: {found}, {self.seconds:.1f} s", "bold red" if self.faults else "bold green"
+        notes = len(self.findings) - self.faults
+        totals = f"{format_count(self.faults, 'fault')}, {format_count(notes, 'note')}"
+        self._print_line(
+            f"{name}: {totals}, {self.seconds:.1f} s", "bold red" if self.faults else "bold green"
         )
 
     def close(self) -> None:
@@ -196,11 +198,11 @@ class Report:
             "seconds": round(self.seconds, 3),
         }
 
-    def _line(self, text: str, style: str = "") -> None:
-        shown = "".join(
+    def _print_line(self, text: str, style: str = "") -> None:
+        printable = "".join(
             char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text
         )
-        self._console.print(Text(shown, style=style), soft_wrap=True)
+        self._console.print(Text(printable, style=style), soft_wrap=True)
 
 
 HELP = """\
@@ -229,26 +231,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print one JSON object and nothing else"
     )
     parser.add_argument(
-        "--instances", type=_positive, default=100, help="instances that play at once (100)"
+        "--instances", type=_parse_positive, default=100, help="instances that play at once (100)"
     )
     parser.add_argument(
-        "--timeout", type=seconds, default=10.0, metavar="S", help="seconds one call may take (10)"
+        "--timeout",
+        type=parse_seconds,
+        default=10.0,
+        metavar="S",
+        help="seconds one call may take (10)",
     )
     parser.add_argument(
         "--slow",
-        type=seconds,
+        type=parse_seconds,
         default=60.0,
         metavar="S",
         help="seconds to load and make tasks (60)",
     )
     parser.add_argument(
-        "--limit", type=seconds, default=600.0, metavar="S", help="seconds for everything (600)"
+        "--limit",
+        type=parse_seconds,
+        default=600.0,
+        metavar="S",
+        help="seconds for everything (600)",
     )
     parser.add_argument(
-        "--turns", type=_positive, default=100, help="turns within which an episode must end (100)"
+        "--turns",
+        type=_parse_positive,
+        default=100,
+        help="turns within which an episode must end (100)",
     )
     parser.add_argument(
-        "--tasks", type=_positive, default=8, help="tasks that are played, over all groups (8)"
+        "--tasks",
+        type=_parse_positive,
+        default=8,
+        help="tasks that are played, over all groups (8)",
     )
     about = (
         "play mutants of the demonstrations and list those that are paid in full, and check "
@@ -256,7 +272,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mutate", action="store_true", help=about)
     parser.add_argument(
-        "--most", type=_positive, default=2000, metavar="N", help="mutants in all (2000)"
+        "--most", type=_parse_positive, default=2000, metavar="N", help="mutants in all (2000)"
     )
     about = "with --mutate: write what was found into NAME.passport.json beside the environment"
     parser.add_argument("--passport", action="store_true", help=about)
@@ -298,27 +314,31 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     finally:
         report.close()
     if arguments.passport:
-        keep_passport(report, arguments)
+        write_passport(report, arguments)
     report.finish()
     if arguments.json:
         print(json.dumps(report.to_json(), indent=2))
     return 1 if report.faults else 0
 
 
-def keep_passport(report: Report, arguments: argparse.Namespace) -> None:
+def write_passport(report: Report, arguments: argparse.Namespace) -> None:
     """Write the passport of an environment if all mutants were played; add a fault if it cannot be
     written."""
-    found = report.about.get(MUTANTS, {})
+    outcome = report.about.get(MUTANTS, {})
     file = report.about.get(PASSPORT)
-    kinds = {name: Counts(**counts) for name, counts in found.get("kinds", {}).items()}
+    kinds = {name: Counts(**counts) for name, counts in outcome.get("kinds", {}).items()}
     if file is None or not kinds:
-        why = (
+        reason = (
             "not all mutants were played"
             if file is None
-            else "nothing tells right plays from wrong ones"
+            else "without `view`, right and wrong plays cannot be distinguished"
         )
         report.add(
-            Finding(MUTANTS, f"no passport is written, for {why}", _NO_PASSPORT if file else "")
+            Finding(
+                MUTANTS,
+                f"no passport is written: {reason}",
+                _ADVICE_ON_PASSPORT if file else "",
+            )
         )
         return
     words = [
@@ -339,7 +359,7 @@ def keep_passport(report: Report, arguments: argparse.Namespace) -> None:
         Passport(report.about["name"], command, date.today().isoformat(), commit, kinds).write(
             Path(file)
         )
-        report.hear((VERDICT, PASSPORT, OK, file))
+        report.record_event((VERDICT, PASSPORT, OK, file))
     except OSError as error:
         report.add(Finding(MUTANTS, f"the passport cannot be written: {error}"))
 
@@ -352,9 +372,9 @@ def check_reference(reference: str) -> None:
         if not parts.file.is_file():
             raise ValueError(f"there is no file {parts.place}")
     elif not parts.place and reference not in environments:
-        known = close_to(reference, [*environments])
+        suggestion = close_to(reference, [*environments])
         raise ValueError(
-            f"unknown environment {reference!r}{known}; one of your own is file.py:Name or "
+            f"unknown environment {reference!r}{suggestion}; one of your own is file.py:Name or "
             f"module:Name"
         )
 
@@ -366,24 +386,25 @@ def check(order: Order, report: Report, limit_s: float) -> None:
     Both together take at most ``limit_s`` seconds.
     """
     began = time.monotonic()
-    code = UserCode(folders_of(order.reference))
-    Supervisor(order, code, report.hear).run(limit_s, _FIRST_SEED)
-    if (played := report.about.get(FINGERPRINTS)) and not report.faults:
+    code = UserCode(environment_folders(order.reference))
+    CheckSupervisor(order, code, report.record_event).run(limit_s, _FIRST_SEED)
+    if (fingerprints := report.about.get(FINGERPRINTS)) and not report.faults:
         left_s = max(1.0, limit_s - (time.monotonic() - began))
-        again = Report(order.reference)
-        Supervisor(replace(order, again=tuple(played)), code, again.hear).run(left_s, _OTHER_SEED)
-        report.compare(again)
+        repetition = Report(order.reference)
+        repeat_order = replace(order, again=tuple(fingerprints))
+        CheckSupervisor(repeat_order, code, repetition.record_event).run(left_s, _OTHER_SEED)
+        report.compare(repetition)
     report.seconds = time.monotonic() - began
 
 
-def _positive(text: str) -> int:
+def _parse_positive(text: str) -> int:
     number = int(text) if text.isascii() and text.isdigit() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return number
 
 
-def seconds(text: str) -> float:
+def parse_seconds(text: str) -> float:
     """Parse a number of seconds from the command line. Raises ArgumentTypeError."""
     try:
         number = float(text)

@@ -25,7 +25,7 @@ _SAYS_TYPE = ("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref")
 def opening_problems(opening: Any, system_prompt: str) -> Iterator[str]:
     """Yield the problems of the result of ``reset``, except those of its tools."""
     if not isinstance(opening, Opening):
-        yield f"it returns {_article(opening)} and not an Opening"
+        yield f"it returns {_describe_type(opening)} and not an Opening"
         return
     wrong = [*message_problems(opening.messages, "messages")]
     yield from wrong
@@ -88,7 +88,7 @@ def _function_problems(function: Mapping[str, Any]) -> Iterator[str]:
 def turn_problems(turn: Any) -> Iterator[str]:
     """Yield the problems of the result of ``step``."""
     if not isinstance(turn, Turn):
-        yield f"it returns {_article(turn)} and not a Turn"
+        yield f"it returns {_describe_type(turn)} and not a Turn"
         return
     if wrong := [*validation.turn_problems(turn)]:
         yield from wrong
@@ -103,7 +103,7 @@ def turn_problems(turn: Any) -> Iterator[str]:
     for kind in ("rewards", "metrics"):
         numbers = getattr(turn, kind)
         if not isinstance(numbers, Mapping):
-            yield f"{kind} is {_article(numbers)} and not a map"
+            yield f"{kind} is {_describe_type(numbers)} and not a map"
             continue
         for name, value in numbers.items():
             yield from _number_problems(f"{kind}[{name!r}]", name, value)
@@ -111,52 +111,52 @@ def turn_problems(turn: Any) -> Iterator[str]:
         yield "it is final and has no reward"
 
 
-def _number_problems(what: str, name: Any, value: Any) -> Iterator[str]:
+def _number_problems(label: str, name: Any, value: Any) -> Iterator[str]:
     if not isinstance(name, str):
         yield f"a name of a reward or metric must be text, not {shown(name)}"
     elif isinstance(value, bool):
         yield f"the reward or metric {name!r} is of the type bool and no number"
     elif finite_number(value) is None:
-        yield f"{what} must be a finite number, not {shown(value)}"
+        yield f"{label} must be a finite number, not {shown(value)}"
     elif problem := json_problem(value):
         yield f"a reward or metric is no plain number: {problem}"
-    elif what == "reward" and abs(value) > LARGEST_REWARD:
+    elif label == "reward" and abs(value) > LARGEST_REWARD:
         yield (
             f"the reward is {value:g}; rewards beyond {LARGEST_REWARD:g} drown everything else in "
             f"a batch"
         )
-    elif what.startswith("metrics") and name in ("success", "progress") and not 0 <= value <= 1:
+    elif label.startswith("metrics") and name in ("success", "progress") and not 0 <= value <= 1:
         yield f"the metric {name!r} is {value:g} and not between 0 and 1"
 
 
-def _article(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     return "None" if value is None else f"an object of the type {type(value).__name__}"
 
 
-def solved(turn: Turn) -> bool:
+def is_solved(turn: Turn) -> bool:
     """Return whether a turn reports that the task is solved."""
     return turn.metrics.get("success") == 1
 
 
-def ends(turn: Turn) -> bool:
+def ends_episode(turn: Turn) -> bool:
     """Return whether the episode ends with a turn: it is done, or the task is solved."""
-    return turn.done or solved(turn)
+    return turn.done or is_solved(turn)
 
 
-def plain(found: Opening | Turn) -> dict[str, Any]:
+def to_plain_json(step: Opening | Turn) -> dict[str, Any]:
     """Return the contents of an opening or a turn that a policy and a trainer see, as plain JSON
     values.
 
     ``info`` is left out, because it is for display only. The opening or turn must have no problems.
     """
-    names = ("messages", "tools") if isinstance(found, Opening) else _SEEN_OF_A_TURN
-    return json.loads(json.dumps({name: getattr(found, name) for name in names}, default=_plain))
+    names = ("messages", "tools") if isinstance(step, Opening) else _POLICY_TURN_FIELDS
+    return json.loads(json.dumps({name: getattr(step, name) for name in names}, default=_convert))
 
 
-_SEEN_OF_A_TURN = ("messages", "done", "reward", "rewards", "metrics", "final")
+_POLICY_TURN_FIELDS = ("messages", "done", "reward", "rewards", "metrics", "final")
 """Fields of a turn that a policy and a trainer see."""
 
 
-def _plain(value: Any) -> Any:
+def _convert(value: Any) -> Any:
     """Convert a sequence or mapping of a type that JSON does not support."""
     return dict(value) if isinstance(value, Mapping) else [*value]

@@ -13,21 +13,21 @@ from realhf.api.environment import Demonstration, DemonstrationRequest
 
 _LAUNCH_SEED = 1
 """``seed`` of a launch that sets none."""
-_MOST_SCRIPTS = 10_000
+_MAX_SCRIPTS = 10_000
 """Maximum number of demonstrations read from a solver."""
 
 
 @dataclass
-class Scripts:
+class DemonstrationChoice:
     """The demonstrations to play, and statistics of those that a launch would play."""
 
     played: Sequence[Demonstration] = ()
     """The longest of each kind first, then one of each task and kind, in alternating kinds."""
     longest: int = 0
     """Number of turns of the longest demonstration read."""
-    read: int = 0
+    read_count: int = 0
     """Number of demonstrations of a launch that were read."""
-    is_cut: bool = False
+    is_cut_short: bool = False
     """Whether reading stopped before the last demonstration of the launch."""
 
 
@@ -40,45 +40,45 @@ def launch_request() -> DemonstrationRequest:
     )
 
 
-def few_of_each_kind(whole: DemonstrationRequest) -> DemonstrationRequest:
-    """Return the smallest request with the same shares that contains every kind of ``whole``."""
-    kinds = {*whole.kinds()}
-    smaller = (replace(whole, episodes_per_task=number) for number in count(1))
+def smallest_request(launch: DemonstrationRequest) -> DemonstrationRequest:
+    """Return the smallest request with the same shares that contains every kind of ``launch``."""
+    kinds = {*launch.kinds()}
+    smaller = (replace(launch, episodes_per_task=number) for number in count(1))
     return next(request for request in smaller if {*request.kinds()} == kinds)
 
 
-def choose_scripts(
-    demonstrate: Callable[[DemonstrationRequest], Iterable[Demonstration]], seconds: float
-) -> Scripts:
+def choose_demonstrations(
+    demonstrate: Callable[[DemonstrationRequest], Iterable[Demonstration]], limit_s: float
+) -> DemonstrationChoice:
     """Choose from the demonstrations that the solver ``demonstrate`` yields, at most one per task
     and kind.
 
-    Reading the demonstrations of a launch stops after ``seconds``. Errors of the solver are passed
+    Reading the demonstrations of a launch stops after ``limit_s``. Errors of the solver are passed
     on.
     """
-    whole = launch_request()
-    few: list[Demonstration] = []
-    for request in (DemonstrationRequest(1, 0), few_of_each_kind(whole)):
-        few += islice(demonstrate(request), _MOST_SCRIPTS)
-    scripts = Scripts()
+    launch = launch_request()
+    fallback: list[Demonstration] = []
+    for request in (DemonstrationRequest(1, 0), smallest_request(launch)):
+        fallback += islice(demonstrate(request), _MAX_SCRIPTS)
+    choice = DemonstrationChoice()
     longest: dict[str, Demonstration] = {}
-    late_at = time.monotonic() + seconds
-    for script in demonstrate(whole):
-        if scripts.read == _MOST_SCRIPTS or time.monotonic() > late_at:
-            scripts.is_cut = True
+    deadline = time.monotonic() + limit_s
+    for script in demonstrate(launch):
+        if choice.read_count == _MAX_SCRIPTS or time.monotonic() > deadline:
+            choice.is_cut_short = True
             break
-        scripts.read += 1
-        _keep_longest(longest, script)
-    for script in few:
-        _keep_longest(longest, script)
-    scripts.longest = max((len(script.turns) for script in longest.values()), default=0)
-    scripts.played = _kinds_in_turn([*longest.values(), *few])
-    return scripts
+        choice.read_count += 1
+        _keep_longest_of_kind(longest, script)
+    for script in fallback:
+        _keep_longest_of_kind(longest, script)
+    choice.longest = max((len(script.turns) for script in longest.values()), default=0)
+    choice.played = _kinds_in_turn([*longest.values(), *fallback])
+    return choice
 
 
-def _keep_longest(longest: dict[str, Demonstration], script: Demonstration) -> None:
-    known = longest.get(script.kind)
-    if known is None or len(script.turns) > len(known.turns):
+def _keep_longest_of_kind(longest: dict[str, Demonstration], script: Demonstration) -> None:
+    earlier = longest.get(script.kind)
+    if earlier is None or len(script.turns) > len(earlier.turns):
         longest[script.kind] = script
 
 
@@ -88,5 +88,5 @@ def _kinds_in_turn(scripts: Iterable[Demonstration]) -> list[Demonstration]:
     by_kind: dict[str, dict[str, Demonstration]] = {}
     for script in scripts:
         by_kind.setdefault(script.kind, {}).setdefault(script.task.id, script)
-    rounds = zip_longest(*(found.values() for found in by_kind.values()))
+    rounds = zip_longest(*(by_task.values() for by_task in by_kind.values()))
     return [script for each in rounds for script in each if script is not None]

@@ -21,40 +21,40 @@ from realhf.api.environment import (
 )
 from realhf.env.check.calls import Caller, CallFailed, UserCode
 from realhf.env.check.contract import (
-    ends,
+    ends_episode,
+    is_solved,
     opening_problems,
-    plain,
-    solved,
+    to_plain_json,
     tool_problems,
     turn_problems,
 )
-from realhf.env.check.report import Finding, difference
-from realhf.env.check.scripts import policy_turn, trying
+from realhf.env.check.report import Finding, format_difference
+from realhf.env.check.scripts import policy_turn, random_turns
 from realhf.env.loader.tool_env import TOOL_ERRORS, ToolClassEnvironment
 
-_TRIED_TURNS = 6
+_RANDOM_TURNS = 6
 """Number of turns of a case without a demonstration."""
-_MOST_FAILED = 3
+_MAX_FAILED = 3
 """Number of failed episodes after which a check stops, because further ones would show the same."""
-_MOST_SEEN = 200
+_MAX_SEARCHED = 200
 """Maximum number of objects searched for the definition of a method."""
-_INSTEAD = {"step": ("get_reward", "step")}
+_REPLACED_METHODS = {"step": ("get_reward", "step")}
 """Methods that an author writes instead of another one: a class with tools has no ``step``."""
-_MEND_HANG = "Give everything that waits a deadline of its own"
-_MEND = {
+_ADVICE_ON_HANGS = "Give everything that waits a deadline of its own"
+_ADVICE = {
     "make": "Making an instance must work, and take no time; open what an episode needs in reset",
     "reset": "Let reset begin an episode of every task; for a service that is down raise "
     "EnvironmentFailure('unavailable', why)",
     "step": "Answer a message that is wrong by a turn whose message says what is wrong; an "
     "exception loses the episode",
-    "get_reward": "Let get_reward say what the state is worth, whenever it is asked",
+    "get_reward": "Let get_reward return the value of the state whenever it is called",
     "close": "Let close return at any time after the instance was made, also without or within an "
     "episode",
 }
-_MEND_TOOLS = (
+_ADVICE_ON_TOOLS = (
     "Give every tool a name, a description and a JSON schema with a type for each parameter"
 )
-_MEND_WORTH = (
+_ADVICE_ON_REWARDS = (
     "It says what the state is worth so far, and changes nothing; what turns earn is added up in "
     "the instance"
 )
@@ -81,10 +81,12 @@ class Case(NamedTuple):
 
     def script(self, tools: Sequence[Mapping[str, Any]]) -> Sequence[str]:
         """Return the policy's turns for an opening with ``tools``."""
-        return trying(tools, self.task.seed, _TRIED_TURNS) if self.texts is None else self.texts
+        return (
+            random_turns(tools, self.task.seed, _RANDOM_TURNS) if self.texts is None else self.texts
+        )
 
 
-class Episode:
+class CheckedEpisode:
     """Record of an episode so far.
 
     Attributes:
@@ -100,10 +102,10 @@ class Episode:
 
     def __init__(self, opening: Opening) -> None:
         self.tools = opening.tools
-        self.transcript, self.texts = [plain(opening)], _contents(opening)
-        self.said: list[str] = []
+        self.transcript, self.texts = [to_plain_json(opening)], _message_texts(opening)
+        self.policy_texts: list[str] = []
         self.ended = self.solved = False
-        self.paid = 0.0
+        self.episode_return = 0.0
         self.views: list[Any] = []
         self.answer = ""
 
@@ -112,19 +114,19 @@ class Episode:
         """Description of the last state; None if the environment has none."""
         return self.views[-1] if self.views else None
 
-    def take(self, text: str, turn: Turn) -> None:
+    def record_turn(self, text: str, turn: Turn) -> None:
         """Record a turn of the policy and the environment's answer."""
-        self.said.append(text)
-        self.transcript.append(plain(turn))
-        self.paid = (turn.reward or 0.0) + (0.0 if turn.final else self.paid)
-        self.ended, self.solved = ends(turn), self.solved or solved(turn)
+        self.policy_texts.append(text)
+        self.transcript.append(to_plain_json(turn))
+        self.episode_return = (turn.reward or 0.0) + (0.0 if turn.final else self.episode_return)
+        self.ended, self.solved = ends_episode(turn), self.solved or is_solved(turn)
         if (view := turn.info.get("view", self.view)) is not None:
             self.views.append(view)
-        self.texts += _contents(turn)
-        self.answer = " ".join(_contents(turn))
+        self.texts += _message_texts(turn)
+        self.answer = " ".join(_message_texts(turn))
 
 
-class _NotMade:
+class _FailedInstance:
     """Placeholder for an instance whose creation failed, which is already reported; ``reset``
     raises the same error."""
 
@@ -153,30 +155,30 @@ class CheckHarness:
         self.turns = 0
         self.slowest_s = 0.0
         """Longest duration of a turn so far in seconds."""
-        self.was_cut = False
+        self.is_cut_short = False
         """Whether the running check left something out because its time was up."""
-        self._late_at = math.inf
+        self._deadline = math.inf
         self._failed = 0
         self._places: dict[str, str] = {}
-        self._worth: WeakKeyDictionary[Environment, float] = WeakKeyDictionary()
+        self._last_rewards: WeakKeyDictionary[Environment, float] = WeakKeyDictionary()
         self._address = address
         self._caller = caller
 
-    def begin(self, seconds: float) -> None:
+    def start_check(self, seconds: float) -> None:
         """Start the time limit of the next check, which may exceed it by one episode."""
-        self._late_at = time.monotonic() + seconds
-        self.was_cut = False
+        self._deadline = time.monotonic() + seconds
+        self.is_cut_short = False
         self._failed = 0
 
     def is_over(self, played: bool = True) -> bool:
         """Return whether a check should stop: several episodes have failed, or its time is up and
         it has ``played`` something."""
-        return self._failed >= _MOST_FAILED or (played and self.is_late())
+        return self._failed >= _MAX_FAILED or (played and self.is_late())
 
     def is_late(self) -> bool:
         """Return whether the time of the check is up; it then leaves out the rest."""
-        late = time.monotonic() > self._late_at
-        self.was_cut = self.was_cut or late
+        late = time.monotonic() > self._deadline
+        self.is_cut_short = self.is_cut_short or late
         return late
 
     def make(self) -> Environment:
@@ -184,7 +186,7 @@ class CheckHarness:
         try:
             return self._caller.make(self.spec.make, self._address)
         except CallFailed as error:
-            self._refuse("make", [error])
+            self._report_failures("make", [error])
             raise
 
     @asynccontextmanager
@@ -197,16 +199,16 @@ class CheckHarness:
         try:
             environment: Any = self.make()
         except CallFailed as error:
-            environment = _NotMade(error)
+            environment = _FailedInstance(error)
         try:
             yield environment
         except CallFailed as error:
-            self.forgive(error)
+            self.count_failure(error)
         finally:
-            if not isinstance(environment, _NotMade):
+            if not isinstance(environment, _FailedInstance):
                 await self.close(environment, task)
 
-    def forgive(self, error: CallFailed) -> None:
+    def count_failure(self, error: CallFailed) -> None:
         """Count a failed episode; raise the error again if the call hung."""
         if error.hung:
             raise error
@@ -214,12 +216,12 @@ class CheckHarness:
 
     async def reset(self, environment: Environment, task: Task) -> Opening:
         """Start an episode of a task and check its opening. Raises CallFailed."""
-        if isinstance(environment, _NotMade):
+        if isinstance(environment, _FailedInstance):
             raise environment.error
-        opening = await self._call(
+        opening = await self._call_environment(
             "reset", environment, task.id, lambda: environment.reset(task.payload, seed=task.seed)
         )
-        self._worth.pop(environment, None)
+        self._last_rewards.pop(environment, None)
         wrong = (
             f"the opening is wrong: {each}"
             for each in opening_problems(opening, self.spec.system_prompt)
@@ -229,32 +231,36 @@ class CheckHarness:
             for each in tool_problems(getattr(opening, "tools", ()))
         )
         failures = [CallFailed(each, shape=True) for each in wrong]
-        failures += [CallFailed(each, mend=_MEND_TOOLS) for each in tools]
-        self._refuse("reset", failures, environment, task.id)
+        failures += [CallFailed(each, mend=_ADVICE_ON_TOOLS) for each in tools]
+        self._report_failures("reset", failures, environment, task.id)
         for tool in opening.tools:
             self.tools.setdefault(tool["function"]["name"], tool)
         return opening
 
     async def step(
-        self, environment: Environment, task: Task, message: AssistantMessage, said: str = ""
+        self,
+        environment: Environment,
+        task: Task,
+        message: AssistantMessage,
+        wrong_message: str = "",
     ) -> Turn:
-        """Send a message and check the answer; ``said`` describes a message that is wrong on
-        purpose. Raises CallFailed."""
+        """Send a message and check the answer; ``policy_texts`` describes a message that is wrong
+        on purpose. Raises CallFailed."""
         self.turns += 1
         began = time.monotonic()
-        turn = await self._call(
-            "step", environment, task.id, lambda: environment.step(message), said
+        turn = await self._call_environment(
+            "step", environment, task.id, lambda: environment.step(message), wrong_message
         )
         self.slowest_s = max(self.slowest_s, time.monotonic() - began)
         wrong = [
             CallFailed(f"the turn is wrong: {each}", shape=True) for each in turn_problems(turn)
         ]
-        self._refuse("step", wrong, environment, task.id, said)
+        self._report_failures("step", wrong, environment, task.id, wrong_message)
         if isinstance(environment, ToolClassEnvironment):
-            await self._judge_reward(environment, task.id, turn)
+            await self._check_reward(environment, task.id, turn)
         return turn
 
-    async def _judge_reward(self, environment: ToolClassEnvironment, task: str, turn: Turn) -> None:
+    async def _check_reward(self, environment: ToolClassEnvironment, task: str, turn: Turn) -> None:
         """Check the reward of a class with tools, and note the errors of its tools. Raises
         CallFailed.
 
@@ -262,95 +268,103 @@ class CheckHarness:
         to zero or below after a positive value, which indicates that the author returns the reward
         of each turn.
         """
-        again = await self._call("get_reward", environment, task, environment.reward_again)
+        again = await self._call_environment(
+            "get_reward", environment, task, environment.reward_again
+        )
         place = self.place(environment, "get_reward")
-        before = self._worth.get(environment, 0.0)
-        now = self._worth[environment] = turn.reward or 0.0
-        if again != now:
-            what = f"get_reward says {now:g} and, asked again, {again:g}"
-            self.add(Finding("rewards", what, _MEND_WORTH, place, task, kind="asked again"))
-        elif now <= 0 < before:
-            what = f"get_reward falls from {before:g} to {now:g}, and its last answer alone counts"
-            self.add(
-                Finding("rewards", what, _MEND_WORTH, place, task, is_fault=False, kind="falls")
-            )
-        for told in turn.info.get(TOOL_ERRORS, ()):
+        previous = self._last_rewards.get(environment, 0.0)
+        reward = self._last_rewards[environment] = turn.reward or 0.0
+        if again != reward:
+            what = f"get_reward returns {reward:g}, and {again:g} when it is called again"
+            self.add(Finding("rewards", what, _ADVICE_ON_REWARDS, place, task, kind="asked again"))
+        elif reward <= 0 < previous:
             what = (
-                f"a tool that was called rightly fails, {told}, and the policy reads it as its own "
-                f"mistake"
+                f"get_reward falls from {previous:g} to {reward:g}, and only its last value counts"
             )
-            mend = "Mend it, or raise ValueError with a text for the policy"
-            self.add(Finding("tools", what, mend, task=task, is_fault=False, kind=told))
+            self.add(
+                Finding(
+                    "rewards", what, _ADVICE_ON_REWARDS, place, task, is_fault=False, kind="falls"
+                )
+            )
+        for tool_error in turn.info.get(TOOL_ERRORS, ()):
+            what = (
+                f"a tool fails although its call is valid ({tool_error}), and the policy takes it "
+                f"for its own mistake"
+            )
+            mend = "Fix it, or raise ValueError with a text for the policy"
+            self.add(Finding("tools", what, mend, task=task, is_fault=False, kind=tool_error))
 
     async def close(self, environment: Environment, task: str = "") -> None:
         """Close an instance. A failure is reported; CallFailed is raised only if the call hung."""
         try:
-            await self._call("close", environment, task, environment.close)
+            await self._call_environment("close", environment, task, environment.close)
         except CallFailed as error:
             if error.hung:
                 raise
 
-    async def play(self, case: Case, left: Case | None = None, turns: int = 0) -> Episode:
-        """Play a case on a new instance, after the first ``turns`` turns of the case ``left``, if
-        given. Raises CallFailed."""
+    async def play(
+        self, case: Case, unfinished: Case | None = None, turns: int = 0
+    ) -> CheckedEpisode:
+        """Play a case on a new instance, after the first ``turns`` turns of the case
+        ``unfinished``, if given. Raises CallFailed."""
         environment = self.make()
         try:
-            if left is not None:
-                await self._played(environment, left, turns)
-            return await self._played(environment, case)
+            if unfinished is not None:
+                await self._play_on(environment, unfinished, turns)
+            return await self._play_on(environment, case)
         finally:
             await self.close(environment, case.task.id)
 
-    async def follow(self, case: Case) -> Episode | None:
+    async def follow(self, case: Case) -> CheckedEpisode | None:
         """Play a case on a new instance; return None if it failed. Raises CallFailed if a call
         hung."""
         async with self.instance(case.task.id) as environment:
-            return await self._played(environment, case)
+            return await self._play_on(environment, case)
         return None
 
-    async def _played(
+    async def _play_on(
         self, environment: Environment, case: Case, turns: int | None = None
-    ) -> Episode:
+    ) -> CheckedEpisode:
         opening = await self.reset(environment, case.task)
-        episode = Episode(opening)
+        episode = CheckedEpisode(opening)
         for text in case.script(opening.tools)[:turns]:
             message = policy_turn(text, opening.tools)
-            episode.take(text, await self.step(environment, case.task, message))
+            episode.record_turn(text, await self.step(environment, case.task, message))
             if episode.ended:
                 break
         return episode
 
-    async def _call(
+    async def _call_environment(
         self,
         method: str,
         environment: Environment,
         task: str,
         call: Callable[[], Any],
-        said: str = "",
+        wrong_message: str = "",
     ) -> Any:
         try:
             return await self._caller.call(method, task, call, self.place(environment, method))
         except CallFailed as error:
-            self._refuse(method, [error], environment, task, said)
+            self._report_failures(method, [error], environment, task, wrong_message)
 
-    def _refuse(
+    def _report_failures(
         self,
         method: str,
         failures: Sequence[CallFailed],
         environment: Environment | None = None,
         task: str = "",
-        said: str = "",
+        wrong_message: str = "",
     ) -> None:
         """Report failures of a call, and raise the first one, if any."""
         for error in failures:
             mend = (
-                _MEND_HANG
+                _ADVICE_ON_HANGS
                 if error.hung
-                else _mend_shape(error.what)
+                else _advise_on_shape(error.what)
                 if error.shape
-                else error.mend or _MEND[method]
+                else error.mend or _ADVICE[method]
             )
-            what = f"{error.what} (the answer to {said})" if said else error.what
+            what = f"{error.what} (the answer to {wrong_message})" if wrong_message else error.what
             where = error.where or self.place(environment, method)
             self.add(Finding(method, what, mend, where, task, kind=error.kind))
         for error in failures:
@@ -367,8 +381,8 @@ class CheckHarness:
         return self._places.get(method, "")
 
 
-def _contents(found: Opening | Turn) -> list[str]:
-    return [str(message.get("content") or "") for message in found.messages]
+def _message_texts(step: Opening | Turn) -> list[str]:
+    return [str(message.get("content") or "") for message in step.messages]
 
 
 def defined_at(environment: Any, method: str, code: UserCode) -> str:
@@ -377,37 +391,37 @@ def defined_at(environment: Any, method: str, code: UserCode) -> str:
     The class of the instance is searched, and the objects that the adapter of an env format holds:
     an instance of the author's class, the class, or a function.
     """
-    waiting = [environment]
-    seen = 0
-    while waiting and seen < _MOST_SEEN:
-        each = waiting.pop(0)
-        seen = seen + 1
-        for name in _INSTEAD.get(method, (method,)):
-            function = getattr(each if isinstance(each, type) else type(each), name, None)
-            if place := code.of_code(getattr(function, "__code__", None)):
+    pending = [environment]
+    searched = 0
+    while pending and searched < _MAX_SEARCHED:
+        current = pending.pop(0)
+        searched = searched + 1
+        for name in _REPLACED_METHODS.get(method, (method,)):
+            function = getattr(current if isinstance(current, type) else type(current), name, None)
+            if place := code.find_definition(getattr(function, "__code__", None)):
                 return place
-        if isinstance(each, FunctionType):
-            if place := code.of_code(each.__code__):
+        if isinstance(current, FunctionType):
+            if place := code.find_definition(current.__code__):
                 return place
-            waiting += [cell.cell_contents for cell in each.__closure__ or ()]
-        elif isinstance(each, tuple):
-            waiting += each
-        elif type(each).__module__.startswith("realhf."):
-            waiting += getattr(each, "__dict__", {}).values()
+            pending += [cell.cell_contents for cell in current.__closure__ or ()]
+        elif isinstance(current, tuple):
+            pending += current
+        elif type(current).__module__.startswith("realhf."):
+            pending += getattr(current, "__dict__", {}).values()
     return ""
 
 
-def _mend_shape(what: str) -> str:
-    if "reward" in what or "metric" in what:
+def _advise_on_shape(description: str) -> str:
+    if "reward" in description or "metric" in description:
         return "Rewards and metrics are finite numbers; success and progress lie between 0 and 1"
     return "A message is {'role': ..., 'content': text}, and everything in a turn is JSON"
 
 
 def first_difference(before: Sequence[Any], after: Sequence[Any]) -> str:
     """Describe the first difference between two transcripts; "" if there is none."""
-    for number, (one, other) in enumerate(zip(before, after, strict=False)):
-        if one != other:
-            place, texts = _differing(one, other)
+    for number, (left, right) in enumerate(zip(before, after, strict=False)):
+        if left != right:
+            place, texts = _locate_difference(left, right)
             name = "the opening" if number == 0 else f"turn {number}"
             return f"{name} differs: {place.lstrip('.')} is {texts}"
     if len(before) != len(after):
@@ -415,13 +429,13 @@ def first_difference(before: Sequence[Any], after: Sequence[Any]) -> str:
     return ""
 
 
-def _differing(one: Any, other: Any, place: str = "") -> tuple[str, str]:
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        key = next(key for key in one if one[key] != other[key])
-        return _differing(one[key], other[key], f"{place}.{key}")
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        index = next(index for index in range(len(one)) if one[index] != other[index])
-        return _differing(one[index], other[index], f"{place}[{index}]")
-    return place, difference(
-        json.dumps(one, ensure_ascii=False), json.dumps(other, ensure_ascii=False)
+def _locate_difference(left: Any, right: Any, place: str = "") -> tuple[str, str]:
+    if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
+        key = next(key for key in left if left[key] != right[key])
+        return _locate_difference(left[key], right[key], f"{place}.{key}")
+    if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
+        index = next(index for index in range(len(left)) if left[index] != right[index])
+        return _locate_difference(left[index], right[index], f"{place}[{index}]")
+    return place, format_difference(
+        json.dumps(left, ensure_ascii=False), json.dumps(right, ensure_ascii=False)
     )

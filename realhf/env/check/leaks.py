@@ -23,34 +23,35 @@ from realhf.env.check.report import Finding
 
 THREADS = "threads"
 """Kind of held resources with its own limit."""
-_OWN_THREADS = "check-"
+_CHECK_THREADS = "check-"
 """Prefix of the names of the check's own threads, which are ignored."""
 _LOADERS = str(PACKAGE / "env" / "loader")
 """Folder of the loaders of env formats, whose bounded threads for blocking code are ignored."""
-_REMEMBERED = 20_000
+_MAX_PATHS = 20_000
 """Maximum number of paths remembered."""
-Held = Mapping[str, Mapping[Any, str]]
-"""Held resources: kind -> (name -> location of the code that opened it, "" if unknown)."""
+Resources = Mapping[str, Mapping[Any, str]]
+"""Resources resources: kind -> (name -> location of the code that opened it, "" if unknown)."""
 
 
-def grown(before: Held, after: Held) -> Iterator[tuple[str, int, str]]:
+def find_growth(before: Resources, after: Resources) -> Iterator[tuple[str, int, str]]:
     """Yield (kind, increase of the number, most frequent location of the new resources) for kinds
     that grew."""
-    for kind, things in after.items():
-        more = len(things) - len(before[kind])
-        if more > 0:
+    for kind, resources in after.items():
+        increase = len(resources) - len(before[kind])
+        if increase > 0:
             places = Counter(
-                place for thing, place in things.items() if place and thing not in before[kind]
+                place
+                for resource, place in resources.items()
+                if place and resource not in before[kind]
             )
-            yield kind, more, places.most_common(1)[0][0] if places else ""
+            yield kind, increase, places.most_common(1)[0][0] if places else ""
 
 
 class ResourceBook:
     """Record of the lines of the environment that open resources, by an audit hook.
 
-    An audit hook cannot be removed, so the record must be created in a separate process. ``look``
-    must be called on the event loop.
-    """
+    An audit hook cannot be removed, so the record must be created in a separate process.
+    ``snapshot`` must be called on the event loop."""
 
     def __init__(self, code: UserCode) -> None:
         self._code = code
@@ -59,9 +60,9 @@ class ResourceBook:
         self._sockets = ""
         self._started = ""
         self._busy = threading.local()
-        sys.addaudithook(self._hear)
+        sys.addaudithook(self._on_audit_event)
 
-    def look(self) -> Held:
+    def snapshot(self) -> Resources:
         """Return the resources that this process holds now."""
         return {
             THREADS: dict(self._threads()),
@@ -73,20 +74,20 @@ class ResourceBook:
             },
         }
 
-    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
-        if event not in _HEARD or getattr(self._busy, "yes", False):
+    def _on_audit_event(self, event: str, args: tuple[Any, ...]) -> None:
+        if event not in _AUDIT_EVENTS or getattr(self._busy, "yes", False):
             return
         self._busy.yes = True
         try:
-            self._note(event, args)
+            self._record_location(event, args)
         except Exception:  # errors here must not fail the environment's call
             pass
         finally:
             self._busy.yes = False
 
-    def _note(self, event: str, args: tuple[Any, ...]) -> None:
-        place = self._code.of_frame(sys._getframe(2))
-        if not place or len(self._opened) > _REMEMBERED or len(self._scratch) > _REMEMBERED:
+    def _record_location(self, event: str, args: tuple[Any, ...]) -> None:
+        place = self._code.find_in_frame(sys._getframe(2))
+        if not place or len(self._opened) > _MAX_PATHS or len(self._scratch) > _MAX_PATHS:
             return
         if event.startswith("tempfile."):
             self._scratch[os.fspath(args[0])] = place
@@ -100,15 +101,15 @@ class ResourceBook:
     def _threads(self) -> Iterator[tuple[int, str]]:
         frames = sys._current_frames()
         for thread in threading.enumerate():
-            if thread is threading.main_thread() or thread.name.startswith(_OWN_THREADS):
+            if thread is threading.main_thread() or thread.name.startswith(_CHECK_THREADS):
                 continue
             code = getattr(getattr(thread, "_target", None) or type(thread).run, "__code__", None)
             if code is not None and code.co_filename.startswith(_LOADERS):
                 continue
-            place = self._code.of_code(code)
+            place = self._code.find_definition(code)
             yield (
                 thread.ident or id(thread),
-                place or self._code.of_frame(frames.get(thread.ident or 0)),
+                place or self._code.find_in_frame(frames.get(thread.ident or 0)),
             )
 
     def _files(self) -> Iterator[tuple[str, str]]:
@@ -120,21 +121,24 @@ class ResourceBook:
             if not target.startswith("/proc/"):
                 # Descriptor numbers are reused for other files, so the target is part of the name.
                 path = target.removesuffix(" (deleted)")
-                known = (
+                location = (
                     self._sockets
                     if path.startswith("socket:")
                     else self._opened.get(path) or self._scratch.get(path)
                 )
-                yield f"{number} {target}", known or ""
+                yield f"{number} {target}", location or ""
 
     def _tasks(self) -> Iterator[tuple[int, str]]:
         current = asyncio.current_task()
         for task in asyncio.all_tasks():
             if task is not current:
-                yield id(task), self._code.of_code(getattr(task.get_coro(), "cr_code", None))
+                yield (
+                    id(task),
+                    self._code.find_definition(getattr(task.get_coro(), "cr_code", None)),
+                )
 
 
-_HEARD = frozenset((
+_AUDIT_EVENTS = frozenset((
     "open", "sqlite3.connect", "tempfile.mkstemp", "tempfile.mkdtemp", "socket.__new__", "subprocess.Popen", "os.fork",
     "os.posix_spawn",
 ))  # fmt: skip
@@ -143,69 +147,76 @@ _HEARD = frozenset((
 
 _ROUNDS = 3
 """Number of rounds. The first fills pools and caches; only growth in the last one is a leak."""
-_LEAST_EPISODES = 20
+_MIN_EPISODES = 20
 """Minimum number of episodes in a round."""
-_SHARE = 10
-_THREAD_SHARE = 4
+_EPISODES_PER_LEAK = 10
+_EPISODES_PER_THREAD_LEAK = 4
 """Number of episodes per remaining resource from which a leak is reported. For threads it is lower,
 because thread pools fill up slowly."""
 _ROUND_S = 8.0
 """Duration of the first round, in seconds, above which further rounds are smaller."""
-_SETTLED_S = 0.5
+_RELEASE_S = 0.5
 """Seconds that closed instances may take to release their resources."""
 
 
-async def check_crowd(
-    harness: CheckHarness, cases: Sequence[Case], alone: Mapping[str, Sequence[Any]], count: int
+async def check_concurrency(
+    harness: CheckHarness,
+    cases: Sequence[Case],
+    transcripts: Mapping[str, Sequence[Any]],
+    count: int,
 ) -> float:
     """Play ``count`` instances concurrently in several rounds; report leaks and differing
     transcripts.
 
-    ``alone`` has the transcripts of the cases played one by one; cases that it lacks are not
+    ``transcripts`` has the transcripts of the cases played one by one; cases that it lacks are not
     compared. Return the number of turns per second. Raises CallFailed if a call hung.
     """
     book = ResourceBook(harness.code)
-    played = harness.turns
+    turns_before = harness.turns
     seconds = 0.0
     episodes = 0
-    held: list[Held] = []
+    snapshots: list[Resources] = []
     for number in range(_ROUNDS):
         began = time.monotonic()
-        waves = max(1, math.ceil(_LEAST_EPISODES / count)) if not harness.was_cut else 1
+        waves = max(1, math.ceil(_MIN_EPISODES / count)) if not harness.is_cut_short else 1
         for _ in range(waves):
-            await _play_at_once(harness, cases, alone, count)
+            await _play_concurrently(harness, cases, transcripts, count)
         seconds += time.monotonic() - began
-        held.append(await _settled(book, held[-1] if held else None))
+        snapshots.append(await _wait_until_released(book, snapshots[-1] if snapshots else None))
         episodes = waves * count
         if number == 0 and seconds > _ROUND_S:
             # All further rounds must have the same number of instances to be comparable.
-            harness.was_cut = True
+            harness.is_cut_short = True
             count = max(2, int(count * _ROUND_S / seconds))
-    for kind, more, place in grown(held[-2], held[-1]):
-        if more >= max(2, episodes // (_THREAD_SHARE if kind == THREADS else _SHARE)):
-            what = f"{episodes} closed instances left {more} {kind} behind"
+    for kind, increase, place in find_growth(snapshots[-2], snapshots[-1]):
+        if increase >= max(
+            2, episodes // (_EPISODES_PER_THREAD_LEAK if kind == THREADS else _EPISODES_PER_LEAK)
+        ):
+            what = f"{episodes} closed instances left {increase} {kind} behind"
             harness.add(
                 Finding("leaks", what, "Release in close whatever reset and step took", place)
             )
-    return (harness.turns - played) / max(seconds, 1e-9)
+    return (harness.turns - turns_before) / max(seconds, 1e-9)
 
 
-async def _play_at_once(
+async def _play_concurrently(
     harness: CheckHarness, cases: Sequence[Case], alone: Mapping[str, Sequence[Any]], count: int
 ) -> None:
     # Each case is played on an instance that has left another episode, while the others play
     # between its turns.
     played = [cases[index % len(cases)] for index in range(count)]
-    crowd = [asyncio.create_task(harness.play(case, left=case)) for case in played]
+    crowd = [asyncio.create_task(harness.play(case, unfinished=case)) for case in played]
     transcripts = await asyncio.gather(*crowd, return_exceptions=True)
-    for case, found in zip(played, transcripts, strict=True):
-        if isinstance(found, CallFailed):
-            if found.hung:
-                raise found
-        elif isinstance(found, BaseException):
-            raise found
-        elif case.key in alone and (differs := first_difference(alone[case.key], found.transcript)):
-            what = f"among {count} instances a task is answered otherwise than alone: {differs}"
+    for case, outcome in zip(played, transcripts, strict=True):
+        if isinstance(outcome, CallFailed):
+            if outcome.hung:
+                raise outcome
+        elif isinstance(outcome, BaseException):
+            raise outcome
+        elif case.key in alone and (
+            differs := first_difference(alone[case.key], outcome.transcript)
+        ):
+            what = f"among {count} instances a task is answered differently than alone: {differs}"
             mend = (
                 "Keep what an episode changes in the instance (self), not in the class, the module "
                 "or a shared object"
@@ -214,13 +225,13 @@ async def _play_at_once(
             harness.add(Finding("instances", what, mend, place, case.task.id, kind="otherwise"))
 
 
-async def _settled(book: ResourceBook, before: Held | None) -> Held:
+async def _wait_until_released(book: ResourceBook, before: Resources | None) -> Resources:
     """Return the held resources as soon as none has grown since ``before``, or after
-    ``_SETTLED_S``."""
-    deadline = time.monotonic() + _SETTLED_S
+    ``_RELEASE_S``."""
+    deadline = time.monotonic() + _RELEASE_S
     while True:
         await asyncio.sleep(0.02)
         gc.collect()
-        held = book.look()
-        if before is None or time.monotonic() > deadline or not any(grown(before, held)):
-            return held
+        resources = book.snapshot()
+        if before is None or time.monotonic() > deadline or not any(find_growth(before, resources)):
+            return resources

@@ -23,7 +23,7 @@ from realhf.api.environment import (
     EnvironmentSpec,
 )
 from realhf.api.passport import Counts
-from realhf.env.check.episodes import Case, CheckHarness, Episode
+from realhf.env.check.episodes import Case, CheckedEpisode, CheckHarness
 from realhf.env.check.mutators import (
     EXACT_NAME,
     FIRST,
@@ -32,25 +32,25 @@ from realhf.env.check.mutators import (
     OWN_NAMES,
     REMOVED_AGAIN,
     Change,
-    changed_arguments,
-    changed_text,
-    drawn,
-    near_names,
-    neighbours,
+    change_arguments,
+    change_text,
+    draw_changes,
+    find_neighbours,
+    insert_others,
+    insert_variants,
     other_values,
-    reordered,
-    with_others,
-    with_variants,
-    words_of,
+    reorder,
+    similar_names,
+    split_words,
 )
-from realhf.env.check.report import FAULT, OK, READ, Finding, counted, quoted
+from realhf.env.check.report import FAULT, OK, READ, Finding, format_count, quote
 from realhf.env.check.scripts import (
     call_text,
-    functions,
+    list_functions,
     policy_turn,
-    properties_of,
-    sample,
-    type_of,
+    property_schemas,
+    sample_value,
+    schema_type,
 )
 
 OTHER_TOOL = "another tool"
@@ -67,7 +67,7 @@ _OPPOSITES = {
     for one, other in (pair, pair[::-1])
 }  # fmt: skip
 """Verbs in the names of tools, mapped to those that undo them."""
-_BESIDE_PER_TOOL = 8
+_ADDITIONAL_PER_TOOL = 8
 """Additional calls drawn per tool."""
 _LIKELY = 8
 """Number of words from which likely arguments are drawn."""
@@ -90,13 +90,18 @@ class Action(NamedTuple):
             ]
         )
 
-    def renamed(self, word: str, other: str) -> Action:
-        """Return the turn with ``word`` replaced by ``other``, also in arguments that are texts."""
-        put = lambda value: value.replace(word, other) if isinstance(value, str) else value
+    def rename(self, word: str, replacement: str) -> Action:
+        """Return the turn with ``word`` replaced by ``replacement``, also in arguments that are
+        texts."""
+
+        def replace_in(value: Any) -> Any:
+            return value.replace(word, replacement) if isinstance(value, str) else value
+
         calls = tuple(
-            (name, {key: put(value) for key, value in given.items()}) for name, given in self.calls
+            (name, {key: replace_in(value) for key, value in arguments.items()})
+            for name, arguments in self.calls
         )
-        return Action(self.content.replace(word, other), calls)
+        return Action(self.content.replace(word, replacement), calls)
 
 
 def read_action(text: str, tools: Sequence[Mapping[str, Any]]) -> Action:
@@ -129,159 +134,186 @@ class Mutants:
         words: Sequence[str],
         rng: random.Random,
         *,
-        described: bool = False,
+        has_view: bool = False,
     ) -> None:
-        self._described = described
+        self._has_view = has_view
         self._actions = tuple(actions)
         self._words = words
         self._rng = rng
         self._properties = {
-            name: properties_of(parameters) for name, parameters in functions(tools)
+            name: property_schemas(parameters) for name, parameters in list_functions(tools)
         }
 
     def __iter__(self) -> Iterator[Change[tuple[Action, ...]]]:
         """Yield the mutants."""
-        beside = [
-            Change(FIRST, f"{name} beside the task", Action("", ((name, self._filled(known)),)))
-            for name, known in self._properties.items()
-            for _ in range(_BESIDE_PER_TOOL)
+        additional = [
+            Change(
+                FIRST,
+                f"{name} beside the task",
+                Action("", ((name, self._draw_arguments(properties)),)),
+            )
+            for name, properties in self._properties.items()
+            for _ in range(_ADDITIONAL_PER_TOOL)
         ]
-        yield from reordered(self._actions)
-        yield from with_variants(self._actions, self._variants)
-        yield from with_others(self._actions, beside)
-        yield from self._undone()
-        yield from self._to_neighbours()
-        if self._described:
-            yield from self._left_over()
-            yield from self._nearly_named()
+        yield from reorder(self._actions)
+        yield from insert_variants(self._actions, self._variants)
+        yield from insert_others(self._actions, additional)
+        yield from self._undo_calls()
+        yield from self._retarget()
+        if self._has_view:
+            yield from self._leave_additional()
+            yield from self._misname()
 
-    def _left_over(self) -> Iterator[Change[tuple[Action, ...]]]:
+    def _leave_additional(self) -> Iterator[Change[tuple[Action, ...]]]:
         """Yield the actions with an additional thing created, and with the same thing created and
         removed again."""
-        all_of = self._actions
-        for call in self._made_beside():
-            beside = Action("", (call,))
-            what = f"{_line(beside)} beside the work"
-            yield Change(LEFT_OVER, f"{what}, first", (beside, *all_of))
-            yield Change(LEFT_OVER, f"{what}, last", (*all_of, beside))
-            if len(all_of) > 1:
+        actions = self._actions
+        for call in self._creation_calls():
+            additional = Action("", (call,))
+            what = f"{_format_action(additional)} beside the work"
+            yield Change(LEFT_OVER, f"{what}, first", (additional, *actions))
+            yield Change(LEFT_OVER, f"{what}, last", (*actions, additional))
+            if len(actions) > 1:
                 yield Change(
-                    LEFT_OVER, f"{what}, before the last action", (*all_of[:-1], beside, all_of[-1])
+                    LEFT_OVER,
+                    f"{what}, before the last action",
+                    (*actions[:-1], additional, actions[-1]),
                 )
             for inverse in self._inverses(*call):
-                removed = (beside, Action("", (inverse,)))
-                yield Change(REMOVED_AGAIN, f"{what} and removed again, first", (*removed, *all_of))
+                created_and_removed = (additional, Action("", (inverse,)))
+                yield Change(
+                    REMOVED_AGAIN,
+                    f"{what} and removed again, first",
+                    (*created_and_removed, *actions),
+                )
 
-    def _made_beside(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _creation_calls(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield calls that create additional things: each text argument is replaced by unrelated
         names and by names similar to those of the demonstration."""
-        made = {name: given for action in self._actions for name, given in action.calls}
-        for name, known in self._properties.items():
-            for key, schema in known.items():
-                if type_of(schema) not in ("", "string") or schema.get("enum"):
+        arguments_by_tool = {
+            name: arguments for action in self._actions for name, arguments in action.calls
+        }
+        for name, properties in self._properties.items():
+            for key, schema in properties.items():
+                if schema_type(schema) not in ("", "string") or schema.get("enum"):
                     continue
-                base = made.get(name) or self._filled(known)
-                for other in (
+                base = arguments_by_tool.get(name) or self._draw_arguments(properties)
+                for new_name in (
                     *OWN_NAMES,
-                    *(near for word in self._names() for near in near_names(word)),
+                    *(near for word in self._candidate_names() for near in similar_names(word)),
                 ):
-                    yield name, {**base, key: other}
+                    yield name, {**base, key: new_name}
 
-    def _nearly_named(self) -> Iterator[Change[tuple[Action, ...]]]:
+    def _misname(self) -> Iterator[Change[tuple[Action, ...]]]:
         """Yield the actions with a slightly wrong name, in all actions and in a single one."""
-        all_of = self._actions
-        for word in self._names():
-            for other in near_names(word):
-                changed = tuple(action.renamed(word, other) for action in all_of)
-                yield Change(EXACT_NAME, f"{other!r} for {word!r} everywhere", changed)
-                for at, action in enumerate(changed if len(all_of) > 1 else ()):
-                    if action != all_of[at]:
-                        what = f"{other!r} for {word!r} in action {at + 1}"
-                        yield Change(EXACT_NAME, what, (*all_of[:at], action, *all_of[at + 1 :]))
+        actions = self._actions
+        for word in self._candidate_names():
+            for misspelled in similar_names(word):
+                changed = tuple(action.rename(word, misspelled) for action in actions)
+                yield Change(EXACT_NAME, f"{misspelled!r} for {word!r} everywhere", changed)
+                for at, action in enumerate(changed if len(actions) > 1 else ()):
+                    if action != actions[at]:
+                        what = f"{misspelled!r} for {word!r} in action {at + 1}"
+                        yield Change(EXACT_NAME, what, (*actions[:at], action, *actions[at + 1 :]))
 
-    def _names(self) -> list[str]:
+    def _candidate_names(self) -> list[str]:
         """Return the words that may be names: words of arguments, and quoted words of texts."""
-        given = [
+        values = [
             value for action in self._actions for _, each in action.calls for value in each.values()
         ]
-        texts = [value for value in given if isinstance(value, str)]
-        texts += [found for action in self._actions for found in _QUOTED.findall(action.content)]
-        return [word for word in words_of(texts) if len(word) > 1 and any(map(str.isalpha, word))]
+        texts = [value for value in values if isinstance(value, str)]
+        texts += [
+            quoted_word
+            for action in self._actions
+            for quoted_word in _QUOTED.findall(action.content)
+        ]
+        return [
+            word for word in split_words(texts) if len(word) > 1 and any(map(str.isalpha, word))
+        ]
 
     def _variants(self, action: Action) -> Iterator[Change[Action]]:
-        for at, (name, given) in enumerate(action.calls):
-            for kind, what, changed in self._changed_calls(name, given):
+        for at, (name, arguments) in enumerate(action.calls):
+            for kind, what, changed in self._change_call(name, arguments):
                 yield Change(
                     kind,
                     what,
                     action._replace(calls=(*action.calls[:at], changed, *action.calls[at + 1 :])),
                 )
         if action.content:
-            for kind, what, text in changed_text(action.content, self._words):
+            for kind, what, text in change_text(action.content, self._words):
                 yield Change(kind, what, action._replace(content=text))
 
-    def _changed_calls(
-        self, name: str, given: dict[str, Any]
+    def _change_call(
+        self, name: str, arguments: dict[str, Any]
     ) -> Iterator[Change[tuple[str, dict[str, Any]]]]:
-        for kind, what, arguments in changed_arguments(
-            given, self._properties.get(name, {}), self._words
+        for kind, what, changed in change_arguments(
+            arguments, self._properties.get(name, {}), self._words
         ):
-            yield Change(kind, what, (name, arguments))
-        for other, known in self._properties.items():
-            if other != name and {*given} <= {*known}:
-                yield Change(OTHER_TOOL, f"{other} and not {name}", (other, given))
+            yield Change(kind, what, (name, changed))
+        for other_tool, properties in self._properties.items():
+            if other_tool != name and {*arguments} <= {*properties}:
+                yield Change(OTHER_TOOL, f"{other_tool} and not {name}", (other_tool, arguments))
 
-    def _undone(self) -> Iterator[Change[tuple[Action, ...]]]:
+    def _undo_calls(self) -> Iterator[Change[tuple[Action, ...]]]:
         """Yield the actions with a call undone, either directly after it or before the last
         action."""
-        all_of = self._actions
-        for at, action in enumerate(all_of):
+        actions = self._actions
+        for at, action in enumerate(actions):
             for inverse in (inverse for call in action.calls for inverse in self._inverses(*call)):
                 what = f"action {at + 1} undone by {inverse[0]}"
-                undone = Action("", (inverse,))
-                yield Change(UNDONE, what, (*all_of[: at + 1], undone, *all_of[at + 1 :]))
-                if at + 1 < len(all_of):
+                undo = Action("", (inverse,))
+                yield Change(UNDONE, what, (*actions[: at + 1], undo, *actions[at + 1 :]))
+                if at + 1 < len(actions):
                     yield Change(
-                        UNDONE, f"{what}, before the last", (*all_of[:-1], undone, all_of[-1])
+                        UNDONE, f"{what}, before the last", (*actions[:-1], undo, actions[-1])
                     )
 
-    def _inverses(self, name: str, given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _inverses(
+        self, name: str, arguments: dict[str, Any]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield calls that may undo a call: the same call with two arguments exchanged, and tools
         with the opposite verb."""
-        texts = [key for key, value in given.items() if isinstance(value, str)]
+        texts = [key for key, value in arguments.items() if isinstance(value, str)]
         if len(texts) == 2:
-            yield name, {**given, texts[0]: given[texts[1]], texts[1]: given[texts[0]]}
-        verb, _, rest = name.partition("_")
-        for other, known in self._properties.items():
-            first, _, others_rest = other.partition("_")
-            if _OPPOSITES.get(verb) == first and rest == others_rest:
-                yield other, {key: given.get(key, next(iter(self._words), "")) for key in known}
-            elif _OPPOSITES.get(verb) == first and (
-                shared := {key: given[key] for key in known if key in given}
+            yield name, {**arguments, texts[0]: arguments[texts[1]], texts[1]: arguments[texts[0]]}
+        verb, _, object_name = name.partition("_")
+        for other_tool, properties in self._properties.items():
+            other_verb, _, other_object = other_tool.partition("_")
+            if _OPPOSITES.get(verb) == other_verb and object_name == other_object:
+                yield (
+                    other_tool,
+                    {key: arguments.get(key, next(iter(self._words), "")) for key in properties},
+                )
+            elif _OPPOSITES.get(verb) == other_verb and (
+                shared := {key: arguments[key] for key in properties if key in arguments}
             ):
-                yield other, shared
+                yield other_tool, shared
 
-    def _to_neighbours(self) -> Iterator[Change[tuple[Action, ...]]]:
+    def _retarget(self) -> Iterator[Change[tuple[Action, ...]]]:
         """Yield the actions applied to a similar name: a word is replaced by a similar one
         everywhere."""
-        for word in words_of(action.text() for action in self._actions):
+        for word in split_words(action.text() for action in self._actions):
             if word not in self._words or len(word) < 2:
                 continue
-            for other in neighbours(word, self._words):
-                changed = tuple(action.renamed(word, other) for action in self._actions)
+            for similar in find_neighbours(word, self._words):
+                changed = tuple(action.rename(word, similar) for action in self._actions)
                 if changed != self._actions:
-                    yield Change(NEIGHBOUR, f"{other} for {word} everywhere", changed)
-                    what = f"everything to {other} for {word} first"
+                    yield Change(NEIGHBOUR, f"{similar} for {word} everywhere", changed)
+                    what = f"everything to {similar} for {word} first"
                     yield Change(f"{NEIGHBOUR}, before", what, (*changed, *self._actions))
 
-    def _filled(self, known: Mapping[str, Any]) -> dict[str, Any]:
+    def _draw_arguments(self, properties: Mapping[str, Any]) -> dict[str, Any]:
         """Return arguments for a call; texts are drawn from the words of the episode."""
-        named = {}
-        for name, schema in known.items():
-            is_text = type_of(schema) in ("", "string") and not schema.get("enum") and self._words
+        arguments = {}
+        for name, schema in properties.items():
+            is_text = (
+                schema_type(schema) in ("", "string") and not schema.get("enum") and self._words
+            )
             likely = self._words[: self._rng.choice((_LIKELY, len(self._words)))]
-            named[name] = self._rng.choice(likely) if is_text else sample(schema, self._rng)
-        return named
+            arguments[name] = (
+                self._rng.choice(likely) if is_text else sample_value(schema, self._rng)
+            )
+        return arguments
 
 
 MUTANTS = "mutants"
@@ -295,17 +327,21 @@ _SHOWN_ACTIONS = 600
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _MEMBER_SHARE = 4
 """One in this many plays examines whether the arguments have a visible effect."""
-_PUNISHED = "What was made and removed again costs nothing, unless the task says that it does"
-_UNSHOWN = "Show it under `view` and look at it in the reward, or refuse or leave out the argument"
-_NO_SCRIPT = (
+_ADVICE_ON_UNDERPAID = (
+    "What was made and removed again costs nothing, unless the task says that it does"
+)
+_ADVICE_ON_MEMBERS = (
+    "Show it under `view` and look at it in the reward, or refuse or leave out the argument"
+)
+_ADVICE_ON_SOLVER = (
     "Give the class, or the module of a verifier, demonstrate(request) that yields "
     "Demonstration(task, turns), as "
     "docs/extend/environment.md shows"
 )
-_BOUGHT = (
+_ADVICE_ON_OVERPAID = (
     "Pay for the state that the episode leaves, or describe in `view` only what the task is about"
 )
-_NO_VIEW = (
+_ADVICE_ON_VIEW = (
     "It is right if the task asks no more; else a policy finds it, too. What an episode leaves may "
     "be described under "
     "`view`: in a class with tools a property, in a class that speaks messages in the info of its "
@@ -330,16 +366,16 @@ class Tally:
     members: int = 0
     """Arguments whose value affects neither the view nor the reward."""
 
-    def remark(self, *, described: bool) -> str:
+    def format(self, *, has_view: bool) -> str:
         """Return the counts as a line for display."""
-        paid = f"{counted(self.mutants, 'mutant')}, {self.paid:,} paid in full"
-        if not described:
+        paid = f"{format_count(self.mutants, 'mutant')}, {self.paid:,} paid in full"
+        if not has_view:
             return f"{paid}{': read them' if self.paid else ''}"
-        told = f"{paid}, {self.unequal:,} of them for another state" if self.paid else paid
+        text = f"{paid}, {self.unequal:,} of them for another state" if self.paid else paid
         return (
-            f"{told}; {self.underpaid:,} leave the same state and earn less"
+            f"{text}; {self.underpaid:,} leave the same state and earn less"
             if self.underpaid
-            else told
+            else text
         )
 
 
@@ -375,7 +411,7 @@ class Member(NamedTuple):
     schema: Mapping[str, Any]
     """JSON schema of the argument."""
 
-    def put(self, actions: Sequence[Action], value: Any) -> tuple[Action, ...]:
+    def replace_value(self, actions: Sequence[Action], value: Any) -> tuple[Action, ...]:
         """Return the actions with the argument set to ``value``."""
         calls = [*actions[self.action].calls]
         calls[self.call] = (self.tool, {**calls[self.call][1], self.name: value})
@@ -385,15 +421,17 @@ class Member(NamedTuple):
     def without_call(self, actions: Sequence[Action]) -> tuple[Action, ...]:
         """Return the actions without the call."""
         calls = actions[self.action].calls
-        kept = actions[self.action]._replace(calls=(*calls[: self.call], *calls[self.call + 1 :]))
+        without = actions[self.action]._replace(
+            calls=(*calls[: self.call], *calls[self.call + 1 :])
+        )
         return (
             *actions[: self.action],
-            *([kept] if kept.calls else []),
+            *([without] if without.calls else []),
             *actions[self.action + 1 :],
         )
 
 
-def missing(spec: EnvironmentSpec) -> Finding | None:
+def find_obstacle(spec: EnvironmentSpec) -> Finding | None:
     """Return a finding that says why there is nothing to mutate; None if there are
     demonstrations."""
     if spec.demonstrate is not None:
@@ -405,14 +443,16 @@ def missing(spec: EnvironmentSpec) -> Finding | None:
             f"change"
         )
         return Finding(MUTANTS, what, "Its own tests mutate it")
-    return Finding(MUTANTS, "it has no scripted solver, so there is nothing to change", _NO_SCRIPT)
+    return Finding(
+        MUTANTS, "it has no scripted solver, so there is nothing to change", _ADVICE_ON_SOLVER
+    )
 
 
-def scripts_of(spec: EnvironmentSpec, seed: int) -> dict[str, list[Demonstration]]:
+def collect_solutions(spec: EnvironmentSpec, seed: int) -> dict[str, list[Demonstration]]:
     """Return a few solutions by template. Errors of the environment's solver are passed on."""
     assert spec.demonstrate is not None
     tasks = spec.tasks(TRAIN)
-    found = {}
+    by_template = {}
     for script in spec.demonstrate(DemonstrationRequest(_EPISODES_PER_TASK, seed)):
         if script.succeeds and script.kind == SOLUTION:
             template = next(
@@ -423,26 +463,27 @@ def scripts_of(spec: EnvironmentSpec, seed: int) -> dict[str, list[Demonstration
                 ),
                 "",
             )
-            found.setdefault(template or script.task.id, []).append(script)
+            by_template.setdefault(template or script.task.id, []).append(script)
     order = [*tasks.group_of]
     return dict(
         sorted(
-            found.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)
+            by_template.items(),
+            key=lambda item: order.index(item[0]) if item[0] in order else len(order),
         )
     )
 
 
 class Mutation:
-    """Player of mutants, at most ``most`` in total; ``add`` is called with each finding."""
+    """Player of mutants, at most ``max_mutants`` in total; ``add`` is called with each finding."""
 
     def __init__(
-        self, harness: CheckHarness, most: int, seed: int, add: Callable[[Finding], None]
+        self, harness: CheckHarness, max_mutants: int, seed: int, add: Callable[[Finding], None]
     ) -> None:
-        self._create_harness = harness
-        self._most = most
+        self._harness = harness
+        self._max_mutants = max_mutants
         self._add = add
         self.outcome = Outcome(seed)
-        self._shows: dict[tuple[str, str], bool] = {}
+        self._effects: dict[tuple[str, str], bool] = {}
         """By (tool, argument) of the current template, whether different values had different
         effects."""
 
@@ -466,90 +507,106 @@ class Mutation:
             faults = 0
             for number, script in enumerate(solutions):
                 rng = random.Random(f"mutants {self.outcome.seed} {template} {number}")
-                begin(f"{played + tally.mutants:,} of at most {self._most:,} mutants, {template}")
-                faults += await self._script(
-                    template, script, max(1, self._most // scripted), rng, tally
+                begin(
+                    f"{played + tally.mutants:,} of at most {self._max_mutants:,} mutants, "
+                    f"{template}"
                 )
-            self._tell_members(template, tally)
+                faults += await self._play_script(
+                    template, script, max(1, self._max_mutants // scripted), rng, tally
+                )
+            self._report_members(template, tally)
             played += tally.mutants
-            described = self.outcome.described
-            reads = bool(tally.members or tally.punished or (tally.paid and not described))
-            outcome = FAULT if faults or tally.unequal else READ if reads else OK
-            end(template, outcome, tally.remark(described=described))
+            has_view = self.outcome.described
+            needs_reading = bool(tally.members or tally.punished or (tally.paid and not has_view))
+            outcome = FAULT if faults or tally.unequal else READ if needs_reading else OK
+            end(template, outcome, tally.format(has_view=has_view))
         if not self.outcome.described and self.outcome.listed:
             what = (
                 "it does not describe the state that an episode leaves, so what is paid in full is "
                 "for you to judge"
             )
-            self._add(Finding(MUTANTS, what, _NO_VIEW, is_fault=False))
+            self._add(Finding(MUTANTS, what, _ADVICE_ON_VIEW, is_fault=False))
 
-    async def _script(
-        self, template: str, script: Demonstration, most: int, rng: random.Random, tally: Tally
+    async def _play_script(
+        self,
+        template: str,
+        script: Demonstration,
+        max_mutants: int,
+        rng: random.Random,
+        tally: Tally,
     ) -> int:
-        """Play a demonstration and at most ``most`` of its mutants; return the number of faults in
-        playing the demonstration."""
-        whole = await self._create_harness.follow(Case(script.task, script.turns))
-        if whole is None or not (whole.solved or whole.paid > 0):
+        """Play a demonstration and at most ``max_mutants`` of its mutants; return the number of
+        faults in playing the demonstration."""
+        original = await self._harness.follow(Case(script.task, script.turns))
+        if original is None or not (original.solved or original.episode_return > 0):
             fate = (
-                "cannot be played" if whole is None else f"is not solved and earns {whole.paid:g}"
+                "cannot be played"
+                if original is None
+                else f"is not solved and earns {original.episode_return:g}"
             )
-            what = f"a demonstration {fate}, so its mutants say nothing"
+            what = f"a demonstration {fate}, so its mutants prove nothing"
             self._add(
                 Finding(MUTANTS, what, "`check` without --mutate says more", task=script.task.id)
             )
             return 1
-        self.outcome.described = self.outcome.described or whole.view is not None
-        actions = [read_action(text, whole.tools) for text in script.turns]
-        words = words_of([*_shown(whole.view), *_said(actions), *whole.texts[::-1]])
-        sent = {script.turns}
-        seen = {(*whole.said,), tuple(action.text() for action in actions[: len(whole.said)])}
-        if whole.view is not None:
-            await self._look_at_members(script, whole, actions, most // _MEMBER_SHARE, rng)
-        mutants = Mutants(actions, whole.tools, words, rng, described=whole.view is not None)
-        for change in drawn(_texts(mutants), 2 * most, rng):
-            if change.value in sent:
+        self.outcome.described = self.outcome.described or original.view is not None
+        actions = [read_action(text, original.tools) for text in script.turns]
+        words = split_words(
+            [*_view_texts(original.view), *_policy_texts(actions), *original.texts[::-1]]
+        )
+        tried_scripts = {script.turns}
+        played_texts = {
+            (*original.policy_texts,),
+            tuple(action.text() for action in actions[: len(original.policy_texts)]),
+        }
+        if original.view is not None:
+            await self._probe_members(script, original, actions, max_mutants // _MEMBER_SHARE, rng)
+        mutants = Mutants(actions, original.tools, words, rng, has_view=original.view is not None)
+        for change in draw_changes(_to_texts(mutants), 2 * max_mutants, rng):
+            if change.value in tried_scripts:
                 continue
-            sent.add(change.value)
-            mutant = await self._create_harness.follow(Case(script.task, change.value))
-            if mutant is None or (*mutant.said,) in seen:  # the episode ended before the change
+            tried_scripts.add(change.value)
+            mutant = await self._harness.follow(Case(script.task, change.value))
+            # Equal texts were played if the episode ended before the change.
+            if mutant is None or (*mutant.policy_texts,) in played_texts:
                 continue
-            seen.add((*mutant.said,))
+            played_texts.add((*mutant.policy_texts,))
             tally.mutants += 1
-            self._judge(template, script, whole, mutant, change, tally)
-            if len(seen) > most:
+            self._count_mutant(template, script, original, mutant, change, tally)
+            if len(played_texts) > max_mutants:
                 break
         return 0
 
-    async def _look_at_members(
+    async def _probe_members(
         self,
         script: Demonstration,
-        whole: Episode,
+        original: CheckedEpisode,
         actions: Sequence[Action],
-        most: int,
+        max_plays: int,
         rng: random.Random,
     ) -> None:
-        """Determine with about ``most`` plays which arguments have values without a visible
+        """Determine with about ``max_plays`` plays which arguments have values without a visible
         effect."""
-        members = _members(actions, whole.tools)
+        members = _list_members(actions, original.tools)
         rng.shuffle(members)
         plays = 0
         for member in members:
             values = other_values(
                 actions[member.action].calls[member.call][1].get(member.name), member.schema
             )
-            if self._shows.get((member.tool, member.name)) or not values:
+            if self._effects.get((member.tool, member.name)) or not values:
                 continue
-            if plays >= most:
+            if plays >= max_plays:
                 return
             plays += 2 + len(values)
-            shows = await self._shown_by(script, whole, actions, member, values)
-            if shows is not None:
-                self._shows[member.tool, member.name] = shows
+            has_effect = await self._has_visible_effect(script, original, actions, member, values)
+            if has_effect is not None:
+                self._effects[member.tool, member.name] = has_effect
 
-    async def _shown_by(
+    async def _has_visible_effect(
         self,
         script: Demonstration,
-        whole: Episode,
+        original: CheckedEpisode,
         actions: Sequence[Action],
         member: Member,
         values: Sequence[Any],
@@ -560,135 +617,158 @@ class Mutation:
         returned if that state equals the one with the call, or if too few of the values are
         accepted.
         """
-        refused = await self._left(script, member.without_call(actions))
-        right = (whole.view, whole.paid, whole.solved)
-        if refused is None or refused[0] == whole.view:
+        without_call = await self._play_outcome(script, member.without_call(actions))
+        original_outcome = (original.view, original.episode_return, original.solved)
+        if without_call is None or without_call[0] == original.view:
             return None
-        left = [await self._left(script, member.put(actions, value)) for value in values]
-        if any(one not in (right, refused, None) for one in left):
+        outcomes = [
+            await self._play_outcome(script, member.replace_value(actions, value))
+            for value in values
+        ]
+        if any(outcome not in (original_outcome, without_call, None) for outcome in outcomes):
             return True
-        if left.count(right) < min(2, len(values)):
+        if outcomes.count(original_outcome) < min(2, len(values)):
             return None
         # A later action may hide the effect, so the states directly after the call are compared.
-        until = actions[: member.action + 1]
-        first = await self._left(script, until)
-        accepted = [value for value, one in zip(values, left, strict=True) if one == right]
+        prefix = actions[: member.action + 1]
+        first = await self._play_outcome(script, prefix)
+        accepted = [
+            value
+            for value, outcome in zip(values, outcomes, strict=True)
+            if outcome == original_outcome
+        ]
         return any(
-            [await self._left(script, member.put(until, value)) != first for value in accepted]
+            [
+                await self._play_outcome(script, member.replace_value(prefix, value)) != first
+                for value in accepted
+            ]
         )
 
-    async def _left(
+    async def _play_outcome(
         self, script: Demonstration, actions: Sequence[Action]
     ) -> tuple[Any, float, bool] | None:
         """Play actions; return (view, reward, solved), or None if they cannot be played."""
-        episode = await self._create_harness.follow(
+        episode = await self._harness.follow(
             Case(script.task, tuple(action.text() for action in actions))
         )
-        return None if episode is None else (episode.view, episode.paid, episode.solved)
+        return None if episode is None else (episode.view, episode.episode_return, episode.solved)
 
-    def _tell_members(self, template: str, tally: Tally) -> None:
-        for (tool, name), shows in sorted(self._shows.items()):
-            if not shows:
+    def _report_members(self, template: str, tally: Tally) -> None:
+        for (tool, name), has_effect in sorted(self._effects.items()):
+            if not has_effect:
                 tally.members += 1
                 self.outcome.members.append({"template": template, "tool": tool, "argument": name})
                 what = (
-                    f"the value of {name} of {tool} shows nowhere in the view, so nothing tells a "
-                    f"wrong one"
+                    f"the value of {name} of {tool} does not appear in the view, so a "
+                    f"wrong value cannot be recognised"
                 )
-                self._add(Finding(MUTANTS, f"{what} ({template})", _UNSHOWN, is_fault=False))
-        self._shows.clear()
+                self._add(
+                    Finding(MUTANTS, f"{what} ({template})", _ADVICE_ON_MEMBERS, is_fault=False)
+                )
+        self._effects.clear()
 
-    def _judge(
+    def _count_mutant(
         self,
         template: str,
         script: Demonstration,
-        whole: Episode,
-        mutant: Episode,
+        original: CheckedEpisode,
+        mutant: CheckedEpisode,
         change: Change[tuple[str, ...]],
         tally: Tally,
     ) -> None:
-        described = whole.view is not None
-        equal = described and mutant.view == whole.view
+        has_view = original.view is not None
+        equal = has_view and mutant.view == original.view
         # Any success with another state counts as the full reward, even if an additional turn
         # reduced it.
-        paid = mutant.paid >= whole.paid - _ALIKE or (described and mutant.solved and whole.solved)
+        paid = mutant.episode_return >= original.episode_return - _ALIKE or (
+            has_view and mutant.solved and original.solved
+        )
         tally.paid += paid
         tally.underpaid += equal and not paid
         made_nothing = change.kind == REMOVED_AGAIN and (
             len(mutant.views) < 2 or mutant.views[0] == mutant.views[1]
         )
-        if described and not made_nothing:
+        if has_view and not made_nothing:
             kind = change.kind.partition(",")[0]
             self.outcome.kinds.setdefault(kind, Counts()).add(right=equal, paid=paid)
         if change.kind == REMOVED_AGAIN and equal and not paid and not made_nothing:
             tally.punished += 1
-            what = f"a reward of {mutant.paid:g} for the same state ({change.what})"
+            what = f"a reward of {mutant.episode_return:g} for the same state ({change.what})"
             kind = f"{template} {change.kind}"
             self._add(
-                Finding(MUTANTS, what, _PUNISHED, task=script.task.id, is_fault=False, kind=kind)
+                Finding(
+                    MUTANTS,
+                    what,
+                    _ADVICE_ON_UNDERPAID,
+                    task=script.task.id,
+                    is_fault=False,
+                    kind=kind,
+                )
             )
         if not paid or equal:
             return
-        tally.unequal += described
-        actions = [_line(read_action(text, whole.tools)) for text in mutant.said]
-        told = {
+        tally.unequal += has_view
+        actions = [
+            _format_action(read_action(text, original.tools)) for text in mutant.policy_texts
+        ]
+        entry = {
             "template": template,
             "task": script.task.id,
             "change": f"{change.kind}: {change.what}",
         }
         self.outcome.listed.append(
-            told | {"actions": actions, "paid": mutant.paid, "success": mutant.solved}
+            entry | {"actions": actions, "paid": mutant.episode_return, "success": mutant.solved}
         )
-        did = quoted("; ".join(actions), _SHOWN_ACTIONS)
-        if described:
+        actions_text = quote("; ".join(actions), _SHOWN_ACTIONS)
+        if has_view:
             what = (
-                f"a reward of {mutant.paid:g} though another state is left ({change.what}): {did}"
+                f"a reward of {mutant.episode_return:g} though another state is left "
+                f"({change.what}): {actions_text}"
             )
-            self._add(Finding(MUTANTS, what, _BOUGHT, task=script.task.id))
+            self._add(Finding(MUTANTS, what, _ADVICE_ON_OVERPAID, task=script.task.id))
         else:
-            what = f"a reward of {mutant.paid:g} ({change.what}): {did}"
+            what = f"a reward of {mutant.episode_return:g} ({change.what}): {actions_text}"
             kind = f"{template} {change.kind}"
             self._add(Finding(MUTANTS, what, task=script.task.id, is_fault=False, kind=kind))
 
 
-def _members(actions: Sequence[Action], tools: Sequence[Mapping[str, Any]]) -> list[Member]:
+def _list_members(actions: Sequence[Action], tools: Sequence[Mapping[str, Any]]) -> list[Member]:
     """Return all arguments of all calls, including those that are not given."""
-    properties = {name: properties_of(parameters) for name, parameters in functions(tools)}
+    properties = {name: property_schemas(parameters) for name, parameters in list_functions(tools)}
     return [
         Member(number, at, tool, name, properties.get(tool, {}).get(name, {}))
         for number, action in enumerate(actions)
-        for at, (tool, given) in enumerate(action.calls)
-        for name in dict.fromkeys([*given, *properties.get(tool, {})])
+        for at, (tool, arguments) in enumerate(action.calls)
+        for name in dict.fromkeys([*arguments, *properties.get(tool, {})])
     ]
 
 
-def _texts(changes: Iterable[Change[tuple[Action, ...]]]) -> Iterator[Change[tuple[str, ...]]]:
+def _to_texts(changes: Iterable[Change[tuple[Action, ...]]]) -> Iterator[Change[tuple[str, ...]]]:
     return (
         Change(kind, what, tuple(action.text() for action in actions))
         for kind, what, actions in changes
     )
 
 
-def _said(actions: Iterable[Action]) -> Iterator[str]:
+def _policy_texts(actions: Iterable[Action]) -> Iterator[str]:
     """Yield the texts and argument values that a demonstration sends, without argument names."""
     for action in actions:
         yield action.content
-        yield from (str(value) for _, given in action.calls for value in given.values())
+        yield from (str(value) for _, arguments in action.calls for value in arguments.values())
 
 
-def _shown(view: Any) -> list[str]:
+def _view_texts(view: Any) -> list[str]:
     """Return the texts in the rows of a described state, which may be names."""
     rows = view.get("rows", ()) if isinstance(view, Mapping) else ()
     return [str(cell) for row in rows if isinstance(row, Sequence) for cell in row]
 
 
-def _line(action: Action) -> str:
+def _format_action(action: Action) -> str:
     """Format an action for display."""
     calls = [
-        f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
-        for name, given in action.calls
+        f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+        for name, arguments in action.calls
     ]
     return (
-        " ".join([*([quoted(action.content, 200)] if action.content else []), *calls])
-        or "(nothing)"
+        " ".join([*([quote(action.content, 200)] if action.content else []), *calls]) or "(nothing)"
     )

@@ -14,7 +14,7 @@ _TEXT_CHARS = 300
 """Maximum length in characters of a quotation of an environment's text."""
 
 
-def quoted(value: object, limit: int = _TEXT_CHARS) -> str:
+def quote(value: object, limit: int = _TEXT_CHARS) -> str:
     """Return ``value`` as one printable line of at most ``limit`` characters."""
     try:
         text = value if isinstance(value, str) else str(value)
@@ -25,26 +25,26 @@ def quoted(value: object, limit: int = _TEXT_CHARS) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def alike(what: str) -> str:
+def fault_key(description: str) -> str:
     """Return a key that is equal for descriptions of the same fault in different episodes: the
     beginning, without numbers."""
-    return re.sub("[0-9]+", "0", what)[:80]
+    return re.sub("[0-9]+", "0", description)[:80]
 
 
-def counted(number: int, thing: str) -> str:
+def format_count(number: int, thing: str) -> str:
     """Return ``1 task``, ``2 tasks`` or ``no tasks``."""
     return f"{f'{number:,}' if number else 'no'} {thing}{'' if number == 1 else 's'}"
 
 
-def difference(one: str, other: str, limit: int = 80) -> str:
+def format_difference(before: str, after: str, limit: int = 80) -> str:
     """Return ``... and then ...`` for two texts, starting shortly before their first difference."""
     same = next(
-        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-        min(len(one), len(other)),
+        (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b),
+        min(len(before), len(after)),
     )
-    start = max(0, same - limit // 4) if max(len(one), len(other)) > limit else 0
+    start = max(0, same - limit // 4) if max(len(before), len(after)) > limit else 0
     ahead = "…" if start else ""
-    return f"{ahead}{quoted(one[start:], limit)} and then {ahead}{quoted(other[start:], limit)}"
+    return f"{ahead}{quote(before[start:], limit)} and then {ahead}{quote(after[start:], limit)}"
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class Finding:
     def line(self) -> str:
         """Return the finding as one line: description, location, task, and how to fix it."""
         place = f", at {self.where}" if self.where else ""
-        seen = [f"task {quoted(self.task, 80)}"] if self.task else []
+        details = [f"task {quote(self.task, 80)}"] if self.task else []
         if self.times > 1:
-            seen.append(f"{self.times} times")
-        after = f" ({', '.join(seen)})" if seen else ""
+            details.append(f"{self.times} times")
+        after = f" ({', '.join(details)})" if details else ""
         return f"{self.check}: {self.what}{place}{after}.{f' {self.mend}.' if self.mend else ''}"
 
 
@@ -85,7 +85,7 @@ class Findings:
     """Collection of findings that merges equal ones and counts their occurrences."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str, str], Finding] = {}
+        self._by_key: dict[tuple[str, str, str], Finding] = {}
         self.hits = 0
         """Number of occurrences of faults, including repeated ones."""
 
@@ -93,19 +93,21 @@ class Findings:
         """Add a finding."""
         self.hits += finding.is_fault
         key = (finding.check, finding.where, finding.kind or finding.what)
-        known = self._found.get(key)
-        self._found[key] = replace(known, times=known.times + finding.times) if known else finding
+        earlier = self._by_key.get(key)
+        self._by_key[key] = (
+            replace(earlier, times=earlier.times + finding.times) if earlier else finding
+        )
 
     @property
     def all(self) -> list[Finding]:
         """Findings in order of their first occurrence."""
-        return [*self._found.values()]
+        return [*self._by_key.values()]
 
     def faults(self, *checks: str) -> int:
         """Return the number of faults of these checks, or of all checks."""
         return sum(
-            found.is_fault and (not checks or found.check in checks)
-            for found in self._found.values()
+            finding.is_fault and (not checks or finding.check in checks)
+            for finding in self._by_key.values()
         )
 
 
@@ -162,17 +164,17 @@ class Order:
     """Seed that draws demonstrations and mutants."""
 
 
-def reporter(descriptor: int) -> Callable[..., None]:
+def build_reporter(descriptor: int) -> Callable[..., None]:
     """Return a function that writes an event (a kind and its values) to a file descriptor.
 
     It does nothing in a fork of this process, or after the reader has closed the pipe.
     """
     pid = os.getpid()
 
-    def tell(kind: str, *values: Any) -> None:
+    def write_event(kind: str, *values: Any) -> None:
         line = memoryview(json.dumps([kind, *values]).encode() + b"\n")
         with suppress(BrokenPipeError):
             while line and os.getpid() == pid:
                 line = line[os.write(descriptor, line) :]
 
-    return tell
+    return write_event

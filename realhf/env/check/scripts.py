@@ -17,7 +17,7 @@ from realhf.api.environment import AssistantMessage
 
 _FAMILY = "hermes"
 """Chat template family whose format of tool calls is used."""
-_LONG = 200_000
+_LONG_CHARS = 200_000
 """Length of very long texts in characters."""
 _CONTROL = "\x00\x07\x08\x1b[31m\r\n\t\x7f\u202e"
 _FOREIGN = "naïve Σ π 你好 שלום 👩\u200d🚀 \ufeff e\u0301"
@@ -25,7 +25,7 @@ _WORDS = ("1", "0", "7", "hello", "yes", "a b c", "I do not know.", "42")
 """Messages of a policy without tools, and values of text arguments."""
 
 
-class Said(NamedTuple):
+class WrongMessage(NamedTuple):
     """A message and its description for display, such as ``an empty message``."""
 
     name: str
@@ -44,18 +44,16 @@ def call_text(name: str, arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def type_of(schema: Mapping[str, Any]) -> str:
+def schema_type(schema: Mapping[str, Any]) -> str:
     """Return the type of a JSON schema: of several types, the first that is not null; "" if there
     is none."""
-    named = schema.get("type", "")
+    kind = schema.get("type", "")
     return (
-        named
-        if isinstance(named, str)
-        else next((each for each in named if each != "null"), "null")
+        kind if isinstance(kind, str) else next((each for each in kind if each != "null"), "null")
     )
 
 
-def sample(schema: Mapping[str, Any], rng: random.Random, depth: int = 0) -> Any:
+def sample_value(schema: Mapping[str, Any], rng: random.Random, depth: int = 0) -> Any:
     """Draw a value that satisfies the type of a JSON schema."""
     if "const" in schema:
         return schema["const"]
@@ -63,15 +61,21 @@ def sample(schema: Mapping[str, Any], rng: random.Random, depth: int = 0) -> Any
         return rng.choice([*schema["enum"]])
     if isinstance(choices := schema.get("anyOf") or schema.get("oneOf"), list | tuple) and choices:
         first = choices[0]
-        return sample(first, rng, depth + 1) if isinstance(first, Mapping) and depth < 8 else None
-    kind = type_of(schema) or "string"
+        return (
+            sample_value(first, rng, depth + 1)
+            if isinstance(first, Mapping) and depth < 8
+            else None
+        )
+    kind = schema_type(schema) or "string"
     if kind == "object":
         return _sample_object(schema, rng, depth)
     if kind == "array":
         items = schema.get("items")
         fits = isinstance(items, Mapping) and depth < 8
         return (
-            [sample(items, rng, depth + 1) for _ in range(2)] if fits and items is not None else []
+            [sample_value(items, rng, depth + 1) for _ in range(2)]
+            if fits and items is not None
+            else []
         )
     low = schema.get("minimum", 0)
     low = low if isinstance(low, int | float) else 0
@@ -85,62 +89,62 @@ def sample(schema: Mapping[str, Any], rng: random.Random, depth: int = 0) -> Any
 
 
 def _sample_object(schema: Mapping[str, Any], rng: random.Random, depth: int) -> dict[str, Any]:
-    known = properties_of(schema) if depth <= 8 else {}
-    return {name: sample(each, rng, depth + 1) for name, each in known.items()}
+    properties = property_schemas(schema) if depth <= 8 else {}
+    return {name: sample_value(each, rng, depth + 1) for name, each in properties.items()}
 
 
-def properties_of(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def property_schemas(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the well-formed schemas of an object's properties by name."""
-    found = schema.get("properties")
+    properties = schema.get("properties")
     return (
-        {name: each for name, each in found.items() if isinstance(each, Mapping)}
-        if isinstance(found, Mapping)
+        {name: each for name, each in properties.items() if isinstance(each, Mapping)}
+        if isinstance(properties, Mapping)
         else {}
     )
 
 
-def functions(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+def list_functions(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
     """Return (name, schema of the parameters) of each well-formed tool."""
-    found = []
+    signatures = []
     for tool in tools:
         function = tool.get("function")
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
             parameters = function.get("parameters")
-            found.append(
+            signatures.append(
                 (
                     function["name"],
                     parameters if isinstance(parameters, Mapping) else {"type": "object"},
                 )
             )
-    return found
+    return signatures
 
 
-def trying(tools: Sequence[Mapping[str, Any]], seed: int, turns: int) -> list[str]:
+def random_turns(tools: Sequence[Mapping[str, Any]], seed: int, turns: int) -> list[str]:
     """Return the turns of a policy that calls tools with random arguments, or writes random words
     if there are no tools."""
     rng = random.Random(seed)
-    known = functions(tools)
+    signatures = list_functions(tools)
     texts = []
     for _ in range(turns):
-        if known:
-            name, parameters = rng.choice(known)
+        if signatures:
+            name, parameters = rng.choice(signatures)
             texts.append(call_text(name, _sample_object(parameters, rng, 0)))
         else:
             texts.append(rng.choice(_WORDS))
     return texts
 
 
-def talking(turns: int) -> list[str]:
+def talking_turns(turns: int) -> list[str]:
     """Return the turns of a policy that never calls a tool."""
     return [_WORDS[turn % len(_WORDS)] for turn in range(turns)]
 
 
-def wrong_messages(tools: Sequence[Mapping[str, Any]]) -> list[Said]:
+def wrong_messages(tools: Sequence[Mapping[str, Any]]) -> list[WrongMessage]:
     """Return wrong messages of all kinds that a policy can write."""
     texts = [
         ("an empty message", ""),
         ("white space", " \n\t "),
-        ("a message of 200,000 characters", "word " * (_LONG // 5)),
+        ("a message of 200,000 characters", "word " * (_LONG_CHARS // 5)),
         ("a message in other scripts", _FOREIGN),
         ("control characters", _CONTROL),
         ("a message of markup", "<b>&amp;</b> [bold]x[/bold] %s {0} ${x} '; -- \\"),
@@ -152,24 +156,24 @@ def wrong_messages(tools: Sequence[Mapping[str, Any]]) -> list[Said]:
         ("30 calls at once", "\n".join([call_text("no_such_tool", {})] * 30)),
         ("reasoning without an answer", "<think>I wonder"),
     ]
-    for name, parameters in functions(tools):
+    for name, parameters in list_functions(tools):
         texts += [
-            (f"a call of {name!r} {what}", call_text(name, args))
-            for what, args in _wrong_arguments(parameters)
+            (f"a call of {name!r} {what}", call_text(name, arguments))
+            for what, arguments in _wrong_arguments(parameters)
         ]
-    return [Said(name, policy_turn(text, tools)) for name, text in texts]
+    return [WrongMessage(name, policy_turn(text, tools)) for name, text in texts]
 
 
 def _wrong_arguments(parameters: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Return (description, arguments) of wrong calls of one tool."""
-    good = _sample_object(parameters, random.Random(0), 0)
-    found: list[tuple[str, dict[str, Any]]] = [
-        ("with an argument that it does not have", {**good, "no_such": 1})
+    valid = _sample_object(parameters, random.Random(0), 0)
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("with an argument that it does not have", {**valid, "no_such": 1})
     ]
-    if not good:
-        return found
-    found.append(("without arguments", {}))
-    every = [
+    if not valid:
+        return calls
+    calls.append(("without arguments", {}))
+    replacements = [
         ("with null for everything", None),
         ("with lists for everything", [[1], {"a": "b"}]),
         ("with objects for everything", {"a": [1]}),
@@ -179,7 +183,7 @@ def _wrong_arguments(parameters: Mapping[str, Any]) -> list[tuple[str, dict[str,
         ("with empty texts", ""),
         ("with control characters", _CONTROL),
         ("with other scripts", _FOREIGN),
-        ("with very long texts", "x" * _LONG),
+        ("with very long texts", "x" * _LONG_CHARS),
         ("with a path out of its folder", "../../../../etc/passwd"),
     ]
-    return found + [(what, dict.fromkeys(good, value)) for what, value in every]
+    return calls + [(what, dict.fromkeys(valid, value)) for what, value in replacements]

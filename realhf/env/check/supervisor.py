@@ -32,7 +32,7 @@ from realhf.env.check.report import (
     ORDER,
     Finding,
     Order,
-    quoted,
+    quote,
 )
 
 _GRACE_S = 3.0
@@ -51,24 +51,23 @@ _READ_BYTES = 1 << 16
 """Maximum number of bytes of one read."""
 
 
-class Supervisor:
+class CheckSupervisor:
     """Supervisor of one child process for ``order``.
 
-    ``hear`` is called with every event as a list, including findings that only the end of the child
-    shows.
-    """
+    ``on_event`` is called with every event as a list, including findings that only the end of the
+    child shows."""
 
-    def __init__(self, order: Order, code: UserCode, hear: Callable[[list[Any]], None]) -> None:
+    def __init__(self, order: Order, code: UserCode, on_event: Callable[[list[Any]], None]) -> None:
         self._order = order
         self._code = code
-        self._hear = hear
+        self._on_event = on_event
         self._check = ""
         self._call = "its start"
         self._task = ""
         self._exit: tuple[int, str] | None = None
-        self._ended = False
+        self._is_complete = False
         self._silent_at = 0.0
-        self._text = b""
+        self._partial_line = b""
         self._output = b""
 
     def run(self, limit_s: float, hash_seed: int) -> None:
@@ -94,7 +93,7 @@ class Supervisor:
             finally:
                 os.close(writing)
             stack.enter_context(process)
-            stack.callback(_kill_family, process)
+            stack.callback(_kill_descendants, process)
             self._watch(process, reading, Path(folder) / DUMP, process_clock.now() + limit_s)
 
     def _watch(
@@ -106,23 +105,23 @@ class Supervisor:
         printed = process.stdout.fileno()
         try:
             with selectors.DefaultSelector() as selector:
-                takers = {reading: self._take_lines, printed: self._take_output}
-                for file in (*takers, exited):
-                    selector.register(file, selectors.EVENT_READ, takers.get(file))
+                handlers = {reading: self._parse_lines, printed: self._record_output}
+                for file in (*handlers, exited):
+                    selector.register(file, selectors.EVENT_READ, handlers.get(file))
                 while (now := process_clock.now()) < limit:
                     if exited in self._read(selector, max(0.0, min(self._silent_at, limit) - now)):
-                        _kill_family(process)
+                        _kill_descendants(process)
                         # The child's own children may hold the pipes open, so only the data written
                         # so far is read, without waiting.
                         while self._read(selector, 0) - {exited}:
                             pass
-                        self._judge_end(process.returncode, dump)
+                        self._report_end(process.returncode, dump)
                         return
                     if now >= self._silent_at:
                         # Events that arrived while this process was suspended have been read.
                         # Output is no event, so it does not extend the deadline.
                         break
-            self._judge_silence(process, dump, late=process_clock.now() >= limit)
+            self._report_silence(process, dump, late=process_clock.now() >= limit)
         finally:
             os.close(exited)
 
@@ -132,68 +131,70 @@ class Supervisor:
         for key, _ in selector.select(wait_s):
             ready.add(key.fd)
             if key.data is not None:
-                if found := os.read(key.fd, _READ_BYTES):
-                    key.data(found)
+                if data := os.read(key.fd, _READ_BYTES):
+                    key.data(data)
                 else:
                     selector.unregister(key.fd)
         return ready
 
-    def _take_output(self, found: bytes) -> None:
-        self._output = (self._output + found)[-_OUTPUT_BYTES:]
+    def _record_output(self, data: bytes) -> None:
+        self._output = (self._output + data)[-_OUTPUT_BYTES:]
 
-    def _take_lines(self, found: bytes) -> None:
-        *lines, self._text = (self._text + found).split(b"\n")
+    def _parse_lines(self, data: bytes) -> None:
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
             # the environment may write to any descriptor of its process
             with suppress(json.JSONDecodeError):
-                self._take(json.loads(line))
+                self._handle_event(json.loads(line))
 
-    def _take(self, event: list[Any]) -> None:
+    def _handle_event(self, event: list[Any]) -> None:
         kind, *values = event
         if kind == NOW:
             self._check, self._call, self._task, limit_s = values
             self._silent_at = process_clock.now() + limit_s + _GRACE_S
         elif kind == ABOUT:
-            [known] = values
-            if FOLDER in known:
-                self._code.add(known[FOLDER])
-            self._exit = known.get(EXIT, self._exit)
-            if ENDED in known:
-                self._ended = True
+            [properties] = values
+            if FOLDER in properties:
+                self._code.add(properties[FOLDER])
+            self._exit = properties.get(EXIT, self._exit)
+            if ENDED in properties:
+                self._is_complete = True
                 self._silent_at = process_clock.now() + _EXIT_S
-        self._hear(event)
+        self._on_event(event)
 
-    def _add(self, check: str, what: str, mend: str, where: str, task: str = "") -> None:
-        self._hear([FINDING, asdict(Finding(check, what, mend, where, task))])
+    def _report_finding(self, check: str, what: str, mend: str, where: str, task: str = "") -> None:
+        self._on_event([FINDING, asdict(Finding(check, what, mend, where, task))])
 
-    def _judge_end(self, status: int, dump: Path) -> None:
+    def _report_end(self, status: int, dump: Path) -> None:
         """Report the end of the child process if it ended early or with an error."""
-        if self._ended and status == 0:
+        if self._is_complete and status == 0:
             return
-        where = self._exit[1] if self._exit else self._code.of_dump(_text_of(dump))
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-        if self._ended:
-            what = f"the process ended with {how} after all was closed"
+        where = self._exit[1] if self._exit else self._code.find_in_dump(_read_dump(dump))
+        exit_reason = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        if self._is_complete:
+            what = f"the process ended with {exit_reason} after all was closed"
             mend = "Stop in close what still runs"
         else:
-            cause = f"os._exit({self._exit[0]})" if self._exit else how
+            cause = f"os._exit({self._exit[0]})" if self._exit else exit_reason
             what = f"the process of the environment died by {cause} in {self._call}"
             mend = "It would take all episodes of a worker with it; raise an exception instead"
         output = self._output.decode(errors="replace").strip().splitlines()
         if output and not where:
-            what = f"{what}; it printed last: {quoted(output[-1], 160)}"
-        self._add("dies", what, mend, where, self._task)
+            what = f"{what}; it printed last: {quote(output[-1], 160)}"
+        self._report_finding("dies", what, mend, where, self._task)
 
-    def _judge_silence(self, process: subprocess.Popen[bytes], dump: Path, *, late: bool) -> None:
+    def _report_silence(self, process: subprocess.Popen[bytes], dump: Path, *, late: bool) -> None:
         """Report a child process that exceeded a time limit."""
-        where = self._place(process, dump)
-        if self._ended:
+        where = self._locate(process, dump)
+        if self._is_complete:
             what = f"the process does not end within {_EXIT_S:g} s after everything was closed"
-            self._add("exit", what, "Make threads daemons, or end them in close", where)
+            self._report_finding("exit", what, "Make threads daemons, or end them in close", where)
         elif late:
             fewer = "a smaller --most" if self._order.mutants else "fewer --instances"
             what = f"the check was not finished by its limit, in {self._check or 'its start'}"
-            self._add("limit", what, f"Give it a larger --limit, or {fewer}", where, self._task)
+            self._report_finding(
+                "limit", what, f"Give it a larger --limit, or {fewer}", where, self._task
+            )
         else:
             what = (
                 f"{self._call} blocks the event loop and gave no answer within "
@@ -205,9 +206,9 @@ class Supervisor:
             if not self._task:
                 what = f"{self._call} did not end in time"
                 mend = "Load large things on first use, or raise --slow"
-            self._add("hangs", what, mend, where, self._task)
+            self._report_finding("hangs", what, mend, where, self._task)
 
-    def _place(self, process: subprocess.Popen[bytes], dump: Path) -> str:
+    def _locate(self, process: subprocess.Popen[bytes], dump: Path) -> str:
         """Return where the child stands, from a dump of its stacks by faulthandler, which works
         even while the interpreter lock is held; "" if unknown."""
         with suppress(OSError):
@@ -216,18 +217,18 @@ class Supervisor:
         where = ""
         while not where and process_clock.now() < end:
             time.sleep(0.02)
-            where = self._code.of_dump(_text_of(dump))
+            where = self._code.find_in_dump(_read_dump(dump))
         return where
 
 
-def _text_of(dump: Path) -> str:
+def _read_dump(dump: Path) -> str:
     try:
         return dump.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 
 
-def _kill_family(process: subprocess.Popen[bytes]) -> None:
+def _kill_descendants(process: subprocess.Popen[bytes]) -> None:
     """Kill the child process, its session and its descendants in other sessions, and wait for the
     child.
 

@@ -51,7 +51,7 @@ class Attempt:
     stopped: bool
     """Whether the operation failed with an error that this layer causes, and not by accident."""
     how: str
-    """Name of the error (EPERM, ..), "denied" by a hook, or "possible"."""
+    """Name of the error (EPERM, ..), "negated" by a hook, or "possible"."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _hooks() -> Iterator[Attempt]:
         try:
             attempt()
         except sandbox.Denied:
-            yield Attempt(HOOKS, act, True, "denied")
+            yield Attempt(HOOKS, act, True, "negated")
         except OSError as error:
             yield Attempt(HOOKS, act, False, _name(error))
         else:

@@ -460,7 +460,8 @@ class ToolClassEnvironment:
         ends the episode if the class has none."""
         if self._play.lost:
             raise EnvironmentFailure(
-                "lost", "the call before was cancelled and may still be running; reset begins anew"
+                "lost",
+                "the call before was cancelled and may still be running; reset starts a new one",
             )
         return await self._play.turn(message)
 

@@ -32,7 +32,7 @@ NAMED = {
         "crashes.py:13 in step",
     ),
     "depends_on_hashes": (
-        "determinism: another process answers otherwise: the opening is ",
+        "determinism: another process answers differently: the opening is ",
         "the order of a set",
     ),
     "dies": (
@@ -98,7 +98,7 @@ NAMED = {
         "pays_for_silence.py:10 in step",
     ),
     "pays_increments": (
-        "rewards: get_reward says 0.25 and, asked again, 0, at ",
+        "rewards: get_reward returns 0.25, and 0 when it is called again, at ",
         "pays_increments.py:18 in get_reward",
         "what turns earn is added up in the instance",
     ),
@@ -120,7 +120,7 @@ NAMED = {
         "raises_in_reward.py:21 in get_reward",
     ),
     "remembers": (
-        "determinism: an instance that has played before answers otherwise: turn 1 differs: ",
+        "determinism: an instance that has played before answers differently: turn 1 differs: ",
         '"That was turn 1." and then "That was turn 2."',
         "in reset",
     ),
@@ -138,7 +138,7 @@ NAMED = {
         "row 2: the row has no column 'answer'",
     ),
     "shares_state": (
-        "instances: among 40 instances a task is answered otherwise than alone: turn 1 differs: ",
+        "instances: among 40 instances a task is answered differently than alone: turn 1 differs: ",
         "shares_state.py:7 in reset",
         "Keep what an episode changes in the instance (self)",
     ),
@@ -241,7 +241,8 @@ def test_what_may_be_meant_is_noted(tmp_path: Path) -> None:
     lines = [finding.line() for finding in report.findings]
     assert not any(finding.is_fault for finding in report.findings), lines
     assert any(
-        "a tool that was called rightly fails, Broken.add: AttributeError" in line for line in lines
+        "a tool fails although its call is valid (Broken.add: AttributeError" in line
+        for line in lines
     ), lines
     assert any("get_reward falls from 0.25 to 0" in line for line in lines), lines
     assert len(lines) == 2
@@ -258,8 +259,8 @@ def test_the_limit_of_the_whole_check_is_kept(monkeypatch: pytest.MonkeyPatch) -
     class Waiting(Report):
         """Lets the limit pass as soon as the instances are checked."""
 
-        def hear(self, event: Sequence[Any]) -> None:
-            super().hear(event)
+        def record_event(self, event: Sequence[Any]) -> None:
+            super().record_event(event)
             if event[:3] == [NOW, "instances", "instances"]:
                 passed[0] = 60.0
 

@@ -130,7 +130,7 @@ def test_an_exception_of_a_library_is_placed_where_it_was_called() -> None:
         except ValueError as error:
             raise RuntimeError("wrapped") from error
     except RuntimeError as error:
-        found = CODE.of_exception(error)
+        found = CODE.find_in_exception(error)
     assert found.endswith(f"{HERE}:{wrong.__code__.co_firstlineno + 1} in wrong")
 
 
@@ -143,8 +143,10 @@ async def test_a_coroutine_that_waits_is_placed_at_the_line_where_it_does() -> N
     outer = asyncio.create_task(waits_for_a_task())
     library = asyncio.create_task(asyncio.wait_for(asyncio.Event().wait(), 60))
     await asyncio.sleep(0.01)
-    assert CODE.of_awaitable(outer).endswith(f"{HERE}:{waits.__code__.co_firstlineno + 1} in waits")
-    assert CODE.of_suspended(library) == "", (
+    assert CODE.find_in_awaitable(outer).endswith(
+        f"{HERE}:{waits.__code__.co_firstlineno + 1} in waits"
+    )
+    assert CODE.find_in_suspended(library) == "", (
         "other threads of this process may stand in code of the tree"
     )
     outer.cancel()
@@ -157,11 +159,11 @@ def test_a_dump_is_read_from_the_thread_that_was_running() -> None:
         f'Current thread 0x2 (most recent call first):\n  File "{json.__file__}", line 9 in loads\n'
         '  File "/x/mine.py", line 7 in step\n'
     )
-    assert CODE.of_dump(dump) == "/x/mine.py:7 in step"
+    assert CODE.find_in_dump(dump) == "/x/mine.py:7 in step"
 
 
 def test_a_frame_is_placed_at_its_innermost_line_of_ones_own() -> None:
-    assert CODE.of_frame(sys._getframe()).endswith(
+    assert CODE.find_in_frame(sys._getframe()).endswith(
         "in test_a_frame_is_placed_at_its_innermost_line_of_ones_own"
     )
 
@@ -176,7 +178,7 @@ def watched(*callbacks) -> list[Block]:
             await asyncio.create_task(callback(), name=f"{CALL}somewhere in {callback.__name__}")
             await asyncio.sleep(0.03)
         watchdog.stop()
-        return watchdog.take()
+        return watchdog.take_blocks()
 
     return asyncio.run(run())
 

@@ -17,7 +17,7 @@ import pytest
 from realhf.api.environment import Demonstration, EnvironmentSpec, Opening, Task, Turn
 from realhf.env.check.calls import Caller, UserCode
 from realhf.env.check.checks import (
-    Run,
+    CheckRun,
     check_demonstrations,
     check_determinism,
     check_end,
@@ -25,11 +25,17 @@ from realhf.env.check.checks import (
     check_wrong_messages,
 )
 from realhf.env.check.contract import opening_problems, tool_problems, turn_problems
-from realhf.env.check.demonstrations import Scripts
+from realhf.env.check.demonstrations import DemonstrationChoice
 from realhf.env.check.episodes import CheckHarness, first_difference
 from realhf.env.check.report import Finding, Order
-from realhf.env.check.scripts import call_text, policy_turn, sample, trying, wrong_messages
-from realhf.env.check.task_sets import TaskSetJudge, spread
+from realhf.env.check.scripts import (
+    call_text,
+    policy_turn,
+    random_turns,
+    sample_value,
+    wrong_messages,
+)
+from realhf.env.check.task_sets import TaskSetChecker, spread_evenly
 from realhf.env.loader.author import sets_of
 
 COUNT = itertools.count()
@@ -57,11 +63,11 @@ class Tasks:
         )
 
 
-def judged(change: Callable[[Tasks], None]) -> tuple[TaskSetJudge, list[str]]:
+def judged(change: Callable[[Tasks], None]) -> tuple[TaskSetChecker, list[str]]:
     found: list[Finding] = []
     spec = EnvironmentSpec("x", lambda _: None, lambda split: Tasks(split, change))  # type: ignore[arg-type,return-value]
-    judge = TaskSetJudge(spec, UserCode(), found.append)
-    judge.judge()
+    judge = TaskSetChecker(spec, UserCode(), found.append)
+    judge.check()
     return judge, [finding.what for finding in found]
 
 
@@ -76,15 +82,15 @@ def made(change: Callable[[Task], Any]) -> Callable[[Tasks], None]:
 def test_a_sound_set_has_no_findings_and_every_group_is_played() -> None:
     judge, found = judged(lambda tasks: None)
     assert found == []
-    assert judge.remark() == "train: 4 templates in 2 groups, heldout: 4 templates in 2 groups"
-    chosen = judge.chosen(4)
+    assert judge.summary() == "train: 4 templates in 2 groups, heldout: 4 templates in 2 groups"
+    chosen = judge.choose_tasks(4)
     assert {(task.seed % 2, task.group) for task in chosen} == {
         (0, "easy"),
         (0, "hard"),
         (1, "easy"),
         (1, "hard"),
     }
-    assert chosen == judge.chosen(4)
+    assert chosen == judge.choose_tasks(4)
 
 
 def moved(tasks: Tasks) -> None:
@@ -154,9 +160,9 @@ def test_rows_of_one_list_are_no_two_splits_by_their_names() -> None:
     def found(rows: Callable[[str], Any]) -> list[str]:
         tasks = sets_of(rows, "x", None, seeded=False, check=lambda row: None)
         findings: list[Finding] = []
-        TaskSetJudge(
+        TaskSetChecker(
             EnvironmentSpec("x", lambda _: None, tasks), UserCode(), findings.append
-        ).judge()  # type: ignore[arg-type,return-value]
+        ).check()  # type: ignore[arg-type,return-value]
         return [finding.what for finding in findings]
 
     sums = [(one, other) for one in range(3) for other in range(3)]
@@ -191,9 +197,9 @@ def test_one_id_with_several_seeds_is_kept_for_a_look_at_its_openings() -> None:
 def test_a_spread_reaches_over_everything() -> None:
     names = [str(number) for number in range(10)]
     assert (
-        spread(names, 20) == names
-        and spread(names, 5) == ["0", "2", "4", "6", "8"]
-        and len(spread(names, 3)) <= 3
+        spread_evenly(names, 20) == names
+        and spread_evenly(names, 5) == ["0", "2", "4", "6", "8"]
+        and len(spread_evenly(names, 3)) <= 3
     )
 
 
@@ -358,7 +364,7 @@ TOOLS = [
 
 def test_a_sample_fits_its_schema() -> None:
     for seed in range(20):
-        found: dict[str, Any] = sample(SCHEMA, random.Random(seed))
+        found: dict[str, Any] = sample_value(SCHEMA, random.Random(seed))
         assert (
             isinstance(found["path"], str) and found["lines"] >= 3 and found["mode"] in ("r", "w")
         )
@@ -367,8 +373,8 @@ def test_a_sample_fits_its_schema() -> None:
 
 
 def test_trying_is_the_same_for_the_same_seed_and_calls_what_is_there() -> None:
-    turns = trying(TOOLS, 5, 4)
-    assert turns == trying(TOOLS, 5, 4) != trying(TOOLS, 6, 4)
+    turns = random_turns(TOOLS, 5, 4)
+    assert turns == random_turns(TOOLS, 5, 4) != random_turns(TOOLS, 6, 4)
     calls = [call for text in turns for call in policy_turn(text, TOOLS).tool_calls]
     assert [(call.name, call.problem) for call in calls] == [("look", "")] * 4
 
@@ -420,7 +426,10 @@ class Game:
 
 
 def found(
-    quirk: str, check: Callable[[Run], Coroutine[Any, Any, str]], held: dict[str, Any], **spec: Any
+    quirk: str,
+    check: Callable[[CheckRun], Coroutine[Any, Any, str]],
+    held: dict[str, Any],
+    **spec: Any,
 ) -> list[Finding]:
     """What a check says of a game."""
     findings: list[Finding] = []
@@ -428,7 +437,9 @@ def found(
     caller = Caller(UserCode(), 5.0, lambda name, task: None)
     asyncio.run(
         check(
-            Run(CheckHarness(about, caller, findings.append), Order("game", most_turns=20), **held)
+            CheckRun(
+                CheckHarness(about, caller, findings.append), Order("game", most_turns=20), **held
+            )
         )
     )
     return findings
@@ -451,7 +462,9 @@ def test_a_demonstration_ends_as_it_is_labelled(
     script = Demonstration(TASK, tuple(turns), kind="sort", succeeds=succeeds)
     lines = [
         finding.line()
-        for finding in found(quirk, check_demonstrations, {"demonstrations": Scripts([script])})
+        for finding in found(
+            quirk, check_demonstrations, {"demonstrations": DemonstrationChoice([script])}
+        )
     ]
     assert len(lines) == bool(says)
     assert not says or lines[0].startswith(
@@ -470,7 +483,7 @@ def test_silence_that_solves_a_task_is_a_fault_unless_a_demonstration_is_silent_
         ([replace(silent, succeeds=False)], True),
         ([replace(silent, task=replace(TASK, id="another"))], True),
     ):
-        held = {"demonstrations": Scripts(scripts), "playable": [task]}
+        held = {"demonstrations": DemonstrationChoice(scripts), "playable": [task]}
         assert {each.is_fault for each in found("ends by success", check_wrong_messages, held)} == {
             is_fault
         }
@@ -480,7 +493,7 @@ def test_one_id_may_not_open_two_episodes() -> None:
     held = {"tasks": [TASK], "twins": [(TASK, replace(TASK, seed=9))]}
     [finding] = found("opens by seed", check_openings, held)
     assert (
-        finding.what == "one id names two episodes: seeds 3 and 9 open otherwise"
+        finding.what == "one id names two episodes: the seeds 3 and 9 give different openings"
         and " in reset" in finding.where
     )
     assert found("", check_openings, held | {"playable": []}) == []
@@ -488,7 +501,7 @@ def test_one_id_may_not_open_two_episodes() -> None:
 
 def test_an_episode_that_ends_by_success_alone_is_a_note_where_there_are_scripts() -> None:
     for demonstrated in (True, False):
-        scripts = Scripts([Demonstration(TASK, ("xyzzy",))] if demonstrated else [])
+        scripts = DemonstrationChoice([Demonstration(TASK, ("xyzzy",))] if demonstrated else [])
         held = {"playable": [TASK], "demonstrations": scripts}
         [finding] = found("ends by success", check_end, held, system_prompt="x")
         assert finding.is_fault is not demonstrated
@@ -508,7 +521,7 @@ def test_an_instance_that_cannot_be_made_costs_one_episode() -> None:
     spec = EnvironmentSpec("game", make, lambda _: None)  # type: ignore[arg-type,return-value]
     harness = CheckHarness(spec, Caller(UserCode(), 5.0, lambda name, task: None), findings.append)
     tasks = [replace(TASK, id=str(number)) for number in range(3)]
-    run = Run(harness, Order("game", most_turns=20), tasks)
+    run = CheckRun(harness, Order("game", most_turns=20), tasks)
     asyncio.run(check_openings(run))
     assert [task.id for task in run.playable] == ["0", "2"]
     [finding] = findings
@@ -523,7 +536,7 @@ def test_a_close_that_raises_is_a_fault_and_ends_nothing() -> None:
 def test_what_is_declared_not_to_be_deterministic_is_played_once() -> None:
     turns: list[int] = []
 
-    async def check(run: Run) -> str:
+    async def check(run: CheckRun) -> str:
         await check_determinism(run)
         turns.append(run.harness.turns)
         return ""

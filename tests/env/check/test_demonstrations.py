@@ -15,7 +15,7 @@ from realhf.api.environment import (
     Task,
 )
 from realhf.env.check import demonstrations
-from realhf.env.check.demonstrations import choose_scripts, few_of_each_kind, launch_request
+from realhf.env.check.demonstrations import choose_demonstrations, launch_request, smallest_request
 
 TEMPLATES = ("a", "b")
 
@@ -34,7 +34,7 @@ def demonstrate(request: DemonstrationRequest) -> Iterator[Demonstration]:
 def test_every_kind_of_a_launch_is_played_for_every_template() -> None:
     """A share of one episode for a template rounded to none, so habits and recoveries were never
     played."""
-    played = choose_scripts(demonstrate, 60.0).played
+    played = choose_demonstrations(demonstrate, 60.0).played
     seen = {(script.task.group, script.kind) for script in played}
     assert seen == {
         (template, kind) for template in TEMPLATES for kind in (HABIT, RECOVERY, SOLUTION)
@@ -49,8 +49,8 @@ def test_every_kind_of_a_launch_is_played_for_every_template() -> None:
 
 def test_the_longest_demonstration_is_that_of_a_launch() -> None:
     """It is played, too: it is the first to be cut by a limit of turns."""
-    scripts = choose_scripts(demonstrate, 60.0)
-    assert (scripts.longest, scripts.read, scripts.is_cut) == (
+    scripts = choose_demonstrations(demonstrate, 60.0)
+    assert (scripts.longest, scripts.read_count, scripts.is_cut_short) == (
         9,
         2 * launch_request().episodes_per_task,
         False,
@@ -59,11 +59,11 @@ def test_the_longest_demonstration_is_that_of_a_launch() -> None:
 
 
 def test_reading_ends_in_time_and_says_so() -> None:
-    scripts = choose_scripts(demonstrate, -1.0)
-    assert scripts.is_cut and scripts.read == 0 and scripts.longest == 2
+    scripts = choose_demonstrations(demonstrate, -1.0)
+    assert scripts.is_cut_short and scripts.read_count == 0 and scripts.longest == 2
     assert {script.kind for script in scripts.played} == {HABIT, RECOVERY, SOLUTION}
 
 
 def test_a_launch_has_the_seed_that_is_read() -> None:
     assert ExperimentConfig.__dataclass_fields__["seed"].default == demonstrations._LAUNCH_SEED
-    assert few_of_each_kind(launch_request()).episodes_per_task == 4
+    assert smallest_request(launch_request()).episodes_per_task == 4

@@ -27,24 +27,24 @@ from realhf.env.check.mutators import (
     REMOVED_AGAIN,
     REORDERED,
     Change,
-    changed_arguments,
-    changed_text,
-    changed_value,
-    drawn,
-    near_names,
-    neighbours,
+    change_arguments,
+    change_text,
+    change_value,
+    draw_changes,
+    find_neighbours,
+    insert_others,
+    insert_variants,
     other_values,
-    reordered,
-    with_others,
-    with_variants,
-    words_of,
+    reorder,
+    similar_names,
+    split_words,
 )
 from realhf.env.check.report import Order
-from realhf.env.check.scripts import type_of
+from realhf.env.check.scripts import schema_type
 
 
 def test_actions_are_left_out_doubled_swapped_and_reversed() -> None:
-    found = {(kind, value) for kind, _, value in reordered("abc")}
+    found = {(kind, value) for kind, _, value in reorder("abc")}
     assert found >= {(LEFT_OUT, ("a", "c")), (LEFT_OUT, ("b",)), (DOUBLED, ("a", "b", "b", "c"))}
     assert found >= {
         (REORDERED, ("b", "a", "c")),
@@ -55,7 +55,9 @@ def test_actions_are_left_out_doubled_swapped_and_reversed() -> None:
 
 
 def test_a_variant_stands_instead_of_an_action_before_it_and_behind_it() -> None:
-    found = [*with_variants("ab", lambda action: [Change("upper", "in capitals", action.upper())])]
+    found = [
+        *insert_variants("ab", lambda action: [Change("upper", "in capitals", action.upper())])
+    ]
     assert [(kind, value) for kind, _, value in found] == [
         ("upper", ("A", "b")),
         ("upper, before", ("A", "a", "b")),
@@ -64,7 +66,7 @@ def test_a_variant_stands_instead_of_an_action_before_it_and_behind_it() -> None
         ("upper, before", ("a", "B", "b")),
         ("upper, after", ("a", "b", "B")),
     ]
-    others = with_others("ab", [Change(FIRST, "x", "x")])
+    others = insert_others("ab", [Change(FIRST, "x", "x")])
     assert [value for _, _, value in others] == [("x", "a", "b"), ("a", "x", "b")]
 
 
@@ -74,10 +76,14 @@ def test_as_many_of_each_kind_are_drawn_and_the_same_by_a_seed() -> None:
         for kind, count in (("many", 90), ("few", 3))
         for number in range(count)
     ]
-    few = drawn(changes, 8, random.Random(3))
+    few = draw_changes(changes, 8, random.Random(3))
     assert sorted(change.kind for change in few) == ["few"] * 3 + ["many"] * 5
-    assert few == drawn(changes, 8, random.Random(3)) != drawn(changes, 8, random.Random(4))
-    assert len(drawn(changes, 1000, random.Random(0))) == 93
+    assert (
+        few
+        == draw_changes(changes, 8, random.Random(3))
+        != draw_changes(changes, 8, random.Random(4))
+    )
+    assert len(draw_changes(changes, 1000, random.Random(0))) == 93
 
 
 def test_arguments_are_removed_added_exchanged_and_become_a_neighbours() -> None:
@@ -87,7 +93,7 @@ def test_arguments_are_removed_added_exchanged_and_become_a_neighbours() -> None
         "target": {"type": "string"},
         "force": {"type": "boolean"},
     }
-    found = [*changed_arguments(given, properties, ["a.txt", "c.txt", "Move"])]
+    found = [*change_arguments(given, properties, ["a.txt", "c.txt", "Move"])]
     by_kind = {kind: [value for each, _, value in found if each == kind] for kind, _, _ in found}
     assert by_kind[REMOVED] == [{"target": "dir/b.txt"}, {"source": "a.txt"}]
     assert by_kind[EXCHANGED] == [{"source": "dir/b.txt", "target": "a.txt"}]
@@ -98,7 +104,7 @@ def test_arguments_are_removed_added_exchanged_and_become_a_neighbours() -> None
 
 def test_values_of_every_kind_become_others_of_their_kind() -> None:
     def others(value: object, **schema: object) -> list[object]:
-        return [change.value for change in changed_value(value, schema, ["17"])]
+        return [change.value for change in change_value(value, schema, ["17"])]
 
     assert others(True) == [False]
     assert {0, 1, 5, 7, 12, -6, 17, 9} <= {*others(6, maximum=9)} and 6 not in others(6)
@@ -113,15 +119,17 @@ def test_values_of_every_kind_become_others_of_their_kind() -> None:
 
 
 def test_a_neighbour_has_the_same_shape_where_there_is_one() -> None:
-    words = words_of(["Move a-b.txt to the folder c. There is d-e.txt, too; 12 of 30."])
+    words = split_words(["Move a-b.txt to the folder c. There is d-e.txt, too; 12 of 30."])
     assert words[:3] == ["Move", "a-b.txt", "to"] and "30" in words
-    assert neighbours("a-b.txt", words) == ["d-e.txt"] and neighbours("12", words) == ["30"]
-    assert neighbours("x/y", ["Move"]) == ["Move"]
+    assert find_neighbours("a-b.txt", words) == ["d-e.txt"] and find_neighbours("12", words) == [
+        "30"
+    ]
+    assert find_neighbours("x/y", ["Move"]) == ["Move"]
 
 
 def test_a_text_loses_words_and_its_end_and_gets_others() -> None:
     text = "UPDATE t SET n=n+2 WHERE name='a-b'"
-    found = [change.value for change in changed_text(text, ["c-d", "7"])]
+    found = [change.value for change in change_text(text, ["c-d", "7"])]
     wanted = {
         "UPDATE t SET n=n+2",
         "UPDATE t SET n=n-2 WHERE name='a-b'",
@@ -133,11 +141,11 @@ def test_a_text_loses_words_and_its_end_and_gets_others() -> None:
         f"not {text}",
     }
     assert wanted <= {*found} and text not in found
-    assert [*changed_text("", ["x"])]  # An empty text is said twice and denied; nothing fails.
+    assert [*change_text("", ["x"])]  # An empty text is said twice and denied; nothing fails.
 
 
 def test_a_name_that_is_nearly_right_is_another_name_each_time() -> None:
-    near = near_names("tea")
+    near = similar_names("tea")
     assert {
         "TEA",
         " tea",
@@ -168,7 +176,7 @@ def test_a_name_in_quotes_of_a_text_is_written_nearly_right_where_states_are_com
     actions = [Action("DELETE FROM t WHERE name='ab'")]
     found = [
         each
-        for each in Mutants(actions, (), ["t"], random.Random(0), described=True)
+        for each in Mutants(actions, (), ["t"], random.Random(0), has_view=True)
         if each.kind == EXACT_NAME
     ]
     assert "DELETE FROM t WHERE name='ab '" in {value[0].content for _, _, value in found}
@@ -187,7 +195,9 @@ class Mutated(Report):
 
     def __init__(self, reference: str, most: int = 120, seed: int = 0) -> None:
         super().__init__(reference)
-        Checker(Order(reference, mutants=most, seed=seed), lambda *event: self.hear(event)).run()
+        Checker(
+            Order(reference, mutants=most, seed=seed), lambda *event: self.record_event(event)
+        ).run()
         self.outcome = self.about.get("mutants", {})
         self.outcomes = [outcome for _, outcome, _ in self.verdicts[1:]]
 
@@ -246,7 +256,10 @@ def test_without_a_described_state_everything_paid_is_listed_for_reading() -> No
     ("name", "says"),
     [
         ("Unscripted", "fault it has no scripted solver, so there is nothing to change"),
-        ("Refusing", "fault a demonstration is not solved and earns 0, so its mutants say nothing"),
+        (
+            "Refusing",
+            "fault a demonstration is not solved and earns 0, so its mutants prove nothing",
+        ),
         ("Dying", "fault step raised ZeroDivisionError: "),
     ],
 )
@@ -303,8 +316,8 @@ def test_an_argument_whose_value_shows_nowhere_is_to_be_read_once_for_each_templ
     assert {*found.outcomes} == {"read"} and len(found.lines) == 2
     for template, line in zip(("tea-train", "salt-train"), found.lines, strict=True):
         says = (
-            f"the value of {argument} of create_box shows nowhere in the view, so nothing tells a "
-            f"wrong one"
+            f"the value of {argument} of create_box does not appear in the view, so a "
+            f"wrong value cannot be recognised"
         )
         assert line == f"note {says} ({template})"
         assert {"template": template, "tool": "create_box", "argument": argument} in found.outcome[
@@ -337,12 +350,12 @@ def test_an_argument_of_two_types_is_changed() -> None:
         {"function": {"name": "put", "parameters": {"properties": {"box": schema, "note": schema}}}}
     ]
     mutants = Mutants(
-        [Action("", (("put", {"box": "tea"}),))], tools, ["tea"], random.Random(0), described=True
+        [Action("", (("put", {"box": "tea"}),))], tools, ["tea"], random.Random(0), has_view=True
     )
     assert any(
         "note" in call[1] for change in mutants for action in change.value for call in action.calls
     )
-    assert type_of(schema) == "string" and other_values("tea", schema)
+    assert schema_type(schema) == "string" and other_values("tea", schema)
 
 
 @pytest.mark.slow
