@@ -16,7 +16,12 @@ from typing import Any
 
 from realhf.aws.cli.policy import MAX_COMMAND_BYTES, check_command, refusal_text
 from realhf.env.containment.fork_server import ForkedProcess
-from realhf.env.containment.frames import BadFrame, frame, receive_frame, spoke_unasked
+from realhf.env.containment.frames import (
+    BadFrame,
+    encode_frame,
+    has_unsolicited_data,
+    receive_frame,
+)
 
 
 @dataclass(frozen=True)
@@ -253,7 +258,7 @@ class CliExecutor:
         if worker is None:
             return False
         try:
-            worker.channel.sendall(frame({}))
+            worker.channel.sendall(encode_frame({}))
             return receive_frame(worker.channel, timeout_s) == {}
         except (OSError, BadFrame):
             return False
@@ -324,7 +329,7 @@ class CliExecutor:
         """Let the worker run a command and return its reply. Raises TimeoutError if the reply is
         late, OSError if the worker is lost, and BadFrame if the reply is invalid."""
         limits = self._limits
-        if spoke_unasked(worker.channel):  # it would be taken for the answer to this command
+        if has_unsolicited_data(worker.channel):  # it would be taken for the answer to this command
             raise BadFrame("an unsolicited frame")
         message = {
             "argv": argv,
@@ -332,5 +337,5 @@ class CliExecutor:
             "stderr_cap": limits.stderr_bytes,
         }
         worker.channel.settimeout(limits.timeout_s)
-        worker.channel.sendall(frame(message))
+        worker.channel.sendall(encode_frame(message))
         return parse_reply(receive_frame(worker.channel, limits.timeout_s), limits)

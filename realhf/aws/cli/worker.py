@@ -24,7 +24,7 @@ from realhf.aws.cli.policy import RefusedRequest
 from realhf.aws.cli.virtual_folder import MAX_DEPTH, MAX_FILES, MAX_FOLDERS, VirtualFolder
 from realhf.aws.cli.warm_cli import WarmCli
 from realhf.env.containment import sandbox
-from realhf.env.containment.frames import frame, read_frame
+from realhf.env.containment.frames import encode_frame, read_frame
 from realhf.env.containment.sandbox import ProcessGuard
 
 RUNAWAY_BYTES = 8 << 20
@@ -110,7 +110,7 @@ class CliWorker:
         stream = channel.makefile("rb")
         while (message := read_frame(stream)) is not None:
             if not message:  # a liveness check
-                channel.sendall(frame({}))
+                channel.sendall(encode_frame({}))
                 continue
             budget.files = _WRITES_PER_COMMAND
             budget.folders = files.enforce_limits()  # the folder may have been emptied since
@@ -118,7 +118,7 @@ class CliWorker:
             files.enforce_limits()
             reply["stderr"] = reply["stderr"].replace(f"{folder}/", "").replace(folder, ".")
             reply["last"] = self._is_polluted(folder)
-            channel.sendall(frame(reply))
+            channel.sendall(encode_frame(reply))
             if reply["last"]:
                 return
 

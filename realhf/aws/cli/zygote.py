@@ -32,7 +32,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     account, mode, may_lack = sys.argv[2:]
     sys.argv = ["aws"]  # argparse names the program after it
-    isolated = sandbox.without_network(mode)
+    isolated = sandbox.apply_network_mode(mode)
     gc.disable()  # nothing that is built here becomes garbage, and collecting would double the start-up time
     worker = CliWorker(account)
     worker.cli.preload(ALLOWED)

@@ -23,8 +23,8 @@ from typing import Any
 from realhf.aws.simulator import lambda_bootstrap
 from realhf.env.containment import sandbox, seccomp
 from realhf.env.containment.fork_server import serve_forks
-from realhf.env.containment.frames import frame, read_frame
-from realhf.env.containment.sandbox import hidden
+from realhf.env.containment.frames import encode_frame, read_frame
+from realhf.env.containment.sandbox import hide_folder
 
 OUTPUT_BYTES = 16 * 1024
 """Maximum size of the result, and of the log, in bytes."""
@@ -57,7 +57,7 @@ def sandbox_command(program: Path) -> list[str]:
         words += ["--ro-bind-try", path, path]
     words += ["--ro-bind", sys.base_prefix, _PYTHON, "--size", str(_TMP_BYTES), "--tmpfs", "/tmp"]
     words += hidden_package(
-        sandbox.own_package(), {**{path: path for path in _LIBRARIES}, sys.base_prefix: _PYTHON}
+        sandbox.package_folder(), {**{path: path for path in _LIBRARIES}, sys.base_prefix: _PYTHON}
     )
     for file in _BOOT_FILES:
         words += ["--ro-bind", file, f"{_BOOT}/{os.path.basename(file)}"]
@@ -76,7 +76,7 @@ def hidden_package(package: str, bound: Mapping[str, str]) -> list[str]:
     words: list[str] = []
     for outside, inside in bound.items():
         if os.path.realpath(package).startswith(f"{os.path.realpath(outside)}/"):
-            words += hidden(
+            words += hide_folder(
                 inside + os.path.realpath(package).removeprefix(os.path.realpath(outside))
             )
     return words
@@ -166,7 +166,7 @@ def main() -> None:
         channel = socket.socket(fileno=fds[0])
         stream = channel.makefile("rb")
         while (message := read_frame(stream)) is not None:
-            channel.sendall(frame(invoke(command, message)))
+            channel.sendall(encode_frame(invoke(command, message)))
 
     serve_forks(control, {"ready": True}, child)
 

@@ -56,7 +56,7 @@ from realhf.aws.simulator.ministack_process import ENVIRONMENT, OWNER, SIMULATOR
 from realhf.aws.simulator.selectors import SelectorGate, read_selector_table
 from realhf.env.containment import sandbox
 from realhf.env.containment.fork_server import serve_forks
-from realhf.env.containment.frames import frame, read_frame
+from realhf.env.containment.frames import encode_frame, read_frame
 from realhf.env.containment.probe import PROBE, run_probe
 from realhf.env.containment.sandbox import ProcessGuard
 
@@ -188,7 +188,7 @@ class LambdaGate:
         }
         with self._lock:
             try:
-                self._channel.sendall(frame(request))
+                self._channel.sendall(encode_frame(request))
                 if not select.select([self._channel], [], [], _ANSWER_S)[0]:
                     raise TimeoutError(f"the Lambda broker did not answer within {_ANSWER_S:g} s")
                 answer = read_frame(self._stream)
@@ -476,7 +476,7 @@ def main() -> None:
     _preload_service_metadata(MINISTACK_SERVICES)
     _preload_service_names()
     corrections.install()
-    isolated = sandbox.without_network(mode)
+    isolated = sandbox.apply_network_mode(mode)
     gc.freeze()
     gc.enable()
 

@@ -55,10 +55,10 @@ from realhf.env.containment.probe import (
     Attempt,
     Containment,
     NotContained,
-    judge,
+    describe_layers,
     probe_layers,
 )
-from realhf.env.containment.sandbox import LAYERS, housekept, sandboxed
+from realhf.env.containment.sandbox import LAYERS, sandbox_command, wrap_with_cleanup
 
 EXHAUSTED = "MiniStack pool exhausted"
 """Message of the RuntimeError that is raised if no slot is free."""
@@ -498,7 +498,7 @@ class MiniStackPool:
             self._zygotes, ("MiniStack", "the AWS CLI", "the Lambda broker"), strict=False
         ):
             self._wait_for_zygote(zygote, name)
-        contained.observed = judge(
+        contained.observed = describe_layers(
             self._probe(root, contained),
             contained.layers,
             self._may_lack,
@@ -532,10 +532,12 @@ class MiniStackPool:
         prefixes: list[list[str]] = [[], []]
         if contained.program is not None:
             prefixes = [
-                housekept(
-                    sandboxed(contained.program, CONTAINED_PARTS, private=[simulators]), root
+                wrap_with_cleanup(
+                    sandbox_command(contained.program, CONTAINED_PARTS, private=[simulators]), root
                 ),
-                housekept(sandboxed(contained.program, CONTAINED_PARTS, writable=[files]), root),
+                wrap_with_cleanup(
+                    sandbox_command(contained.program, CONTAINED_PARTS, writable=[files]), root
+                ),
             ]
         assert self._log is not None
         mode = contained.network_mode

@@ -38,13 +38,13 @@ _MAX_DATAGRAM = 64 * 1024
 """Maximum bytes of a datagram between the owner and the zygote."""
 _RESTART_S = 30.0
 """Timeout in seconds of starting the zygote again after it has died."""
-_KILLED_S = 3.0
+_KILL_WAIT_S = 3.0
 """Seconds to wait for the zygote to exit after SIGKILL."""
 _STATUS_BYTES = 8192
 """Bytes read of /proc/PID/status; enough for all of it."""
 _BEGIN = b"b"
 """Byte written to a child's pipe when it may start its work."""
-_NOBODY = -1
+_NO_REQUEST = -1
 """Request number that belongs to no request; it makes a child that waits for its start exit."""
 
 Child = Callable[[dict[str, Any], list[int]], None]
@@ -67,9 +67,9 @@ class ForkedProcess:
     def alive(self) -> bool:
         """Return whether the process runs and has not been sent a SIGKILL. A process with threads
         takes milliseconds to exit, so a pending SIGKILL counts as the end."""
-        if self.pidfd < 0 or _readable(self.pidfd, 0):
+        if self.pidfd < 0 or _is_readable(self.pidfd, 0):
             return False
-        return not _is_ending(self._status()) and not _readable(self.pidfd, 0)
+        return not _is_ending(self._status()) and not _is_readable(self.pidfd, 0)
 
     def stopped(self) -> bool:
         """Return whether the process is stopped by a signal (state T), until SIGCONT."""
@@ -98,7 +98,7 @@ class ForkedProcess:
             return
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-        if not _readable(self.pidfd, timeout_s):
+        if not _is_readable(self.pidfd, timeout_s):
             raise TimeoutError(
                 f"{self.name} (pid {self.pid}) did not end within {timeout_s} s of SIGKILL"
             )
@@ -182,19 +182,19 @@ class ForkServer:
                     [json.dumps([self._number, len(fds), request]).encode()],
                     list(fds),
                 )
-                child = self._child(name, timeout_s)
+                child = self._receive_child(name, timeout_s)
                 self._control.send(json.dumps([self._number]).encode())
             except BaseException as error:
                 if child is not None:
                     os.close(child.pidfd)  # the child never starts its work
                 with contextlib.suppress(OSError):
-                    self._control.send(json.dumps([_NOBODY]).encode())
+                    self._control.send(json.dumps([_NO_REQUEST]).encode())
                 if isinstance(error, OSError) and not isinstance(error, TimeoutError):
                     raise RuntimeError(f"{self._module} could not fork {name}: {error}") from error
                 raise
         return child
 
-    def _child(self, name: str, timeout_s: float) -> ForkedProcess:
+    def _receive_child(self, name: str, timeout_s: float) -> ForkedProcess:
         """Return the child of the latest request; it waits for its start.
 
         Replies to older requests, which timed out, are discarded; their children exit without
@@ -202,21 +202,21 @@ class ForkServer:
         """
         deadline = process_clock.now() + timeout_s
         while True:
-            reply, received = self._receive(max(0.0, deadline - process_clock.now()))
+            reply, descriptors = self._receive(max(0.0, deadline - process_clock.now()))
             if reply.get("number") == self._number:
                 break
-            for pidfd in received:
+            for pidfd in descriptors:
                 os.close(pidfd)
-        if not received:
+        if not descriptors:
             reason = (
                 reply.get("error")
                 or "its descriptor was lost: this process has too many files open"
             )
             raise RuntimeError(f"{self._module} could not fork {name}: {reason}")
         try:
-            return ForkedProcess(pid=_pid_of(received[0]), pidfd=received[0], name=name)
+            return ForkedProcess(pid=_read_pid(descriptors[0]), pidfd=descriptors[0], name=name)
         except BaseException:
-            os.close(received[0])
+            os.close(descriptors[0])
             raise
 
     def _receive(self, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
@@ -225,7 +225,7 @@ class ForkServer:
         Raises TimeoutError, and RuntimeError if the zygote has exited.
         """
         assert self._control is not None
-        if not _readable(self._control.fileno(), timeout_s):
+        if not _is_readable(self._control.fileno(), timeout_s):
             raise TimeoutError(f"waited {timeout_s:.3g} s for {self._module}")
         data, fds, _, _ = socket.recv_fds(self._control, _MAX_DATAGRAM, 1)
         if not data:
@@ -255,11 +255,11 @@ class ForkServer:
                 self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-                self._process.wait(_KILLED_S)
+                self._process.wait(_KILL_WAIT_S)
             self._process = None
 
 
-def _readable(fd: int, timeout_s: float) -> bool:
+def _is_readable(fd: int, timeout_s: float) -> bool:
     """Return whether ``fd`` becomes readable within ``timeout_s`` seconds.
 
     Uses poll, because select supports no descriptor above 1023 and a server of many sessions has
@@ -288,7 +288,7 @@ def _is_ending(status: bytes) -> bool:
     return _ENDING.search(status) is not None
 
 
-def _pid_of(pidfd: int) -> int:
+def _read_pid(pidfd: int) -> int:
     """Return the pid of a process as this process sees it, which differs from the zygote's view if
     the zygote is in a pid namespace of its own; -1 if the process has exited."""
     with open(f"/proc/self/fdinfo/{pidfd}") as info:
@@ -308,25 +308,28 @@ def serve_forks(
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control.send(json.dumps(greeting).encode())
-    go: tuple[int, int] | None = None
+    waiting_child: tuple[int, int] | None = None
     while True:
         data, fds, _, _ = socket.recv_fds(control, _MAX_DATAGRAM, 8)
-        number, *asked = json.loads(data) if data else (_NOBODY,)
-        if go is not None:  # a child waits for its start; any other message makes it exit
-            if (number, asked) == (go[0], []):
+        number, *arguments = json.loads(data) if data else (_NO_REQUEST,)
+        if waiting_child is not None:
+            # The child starts at the next message with its number; any other makes it exit.
+            if (number, arguments) == (waiting_child[0], []):
                 with contextlib.suppress(BrokenPipeError):
-                    os.write(go[1], _BEGIN)
-            os.close(go[1])
-            go = None
+                    os.write(waiting_child[1], _BEGIN)
+            os.close(waiting_child[1])
+            waiting_child = None
         if not data:
             return
-        if asked:
-            go = _forked(control, number, asked[1], fds, asked[0], child, owner)
+        if arguments:
+            waiting_child = _fork_child(
+                control, number, arguments[1], fds, arguments[0], child, owner
+            )
         for fd in fds:
             os.close(fd)
 
 
-def _forked(
+def _fork_child(
     control: socket.socket,
     number: int,
     request: dict[str, Any],
@@ -346,11 +349,13 @@ def _forked(
         if len(fds) != expected:
             raise OSError("descriptors were lost: the zygote has too many files open")
         zygote = os.getpid()
-        pipe = wait, go = os.pipe()
+        pipe = wait_pipe, start_pipe = os.pipe()
         pid = _fork_twice() if owner else os.fork()
         if pid == 0:
-            os.close(go)
-            _become_child(control, owner or zygote, request, fds, child, wait, adopted=bool(owner))
+            os.close(start_pipe)
+            _become_child(
+                control, owner or zygote, request, fds, child, wait_pipe, adopted=bool(owner)
+            )
         pidfd = os.pidfd_open(pid)
         try:
             socket.send_fds(control, [json.dumps({"number": number}).encode()], [pidfd])
@@ -362,17 +367,17 @@ def _forked(
         with contextlib.suppress(OSError):
             control.send(json.dumps({"number": number, "error": str(error)}).encode())
         return None
-    os.close(wait)
-    return number, go
+    os.close(wait_pipe)
+    return number, start_pipe
 
 
 def _fork_twice() -> int:
     """Fork a process whose parent has exited, so that the owner adopts it. Return its pid; 0 in the
     process itself. Raises OSError."""
-    told, tell = os.pipe()
-    with open(told, "rb", buffering=0) as reader, open(tell, "wb", buffering=0) as writer:
-        between = os.fork()
-        if between == 0:
+    read_end, write_end = os.pipe()
+    with open(read_end, "rb", buffering=0) as reader, open(write_end, "wb", buffering=0) as writer:
+        intermediate = os.fork()
+        if intermediate == 0:
             pid = -1
             try:
                 pid = os.fork()
@@ -385,7 +390,7 @@ def _fork_twice() -> int:
         writer.close()
         # SIGCHLD is ignored, so waitpid only waits for its exit; then its child is adopted
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(between, 0)
+            os.waitpid(intermediate, 0)
         pid = int(reader.read(32) or -1)
     if pid < 0:
         raise OSError("the process cannot be made")
@@ -398,19 +403,19 @@ def _become_child(
     request: dict[str, Any],
     fds: list[int],
     child: Child,
-    wait: int,
+    wait_pipe: int,
     *,
     adopted: bool,
 ) -> None:
     """Wait for the start in the forked process, then run ``child`` and exit; exit code 0 only if
     ``child`` returned."""
-    code = 1
+    exit_code = 1
     try:
         if not adopted:
             sandbox.die_with_parent()
-        begun = os.read(wait, 1) == _BEGIN
-        os.close(wait)
-        if begun and os.getppid() == parent:
+        may_start = os.read(wait_pipe, 1) == _BEGIN
+        os.close(wait_pipe)
+        if may_start and os.getppid() == parent:
             if adopted:
                 os.setsid()
             else:
@@ -418,9 +423,9 @@ def _become_child(
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             control.close()
             child(request, fds)
-            code = 0
+            exit_code = 0
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(exit_code)

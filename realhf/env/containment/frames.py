@@ -33,13 +33,13 @@ def read_frame(stream: Any) -> dict[str, Any] | None:
     return json.loads(body)
 
 
-def frame(message: dict[str, Any]) -> bytes:
+def encode_frame(message: dict[str, Any]) -> bytes:
     """Encode a message as a frame."""
     body = json.dumps(message).encode("utf-8")
     return _HEADER.pack(len(body)) + body
 
 
-def spoke_unasked(channel: socket.socket) -> bool:
+def has_unsolicited_data(channel: socket.socket) -> bool:
     """Return whether the child has sent something without being asked, or has closed the
     channel."""
     channel.setblocking(False)
@@ -73,10 +73,10 @@ def _receive(channel: socket.socket, size: int, deadline: float) -> bytes:
     TimeoutError and BadFrame."""
     parts: list[bytes] = []
     while size:
-        left = deadline - process_clock.now()
-        if left <= 0:
+        remaining_s = deadline - process_clock.now()
+        if remaining_s <= 0:
             raise TimeoutError
-        channel.settimeout(left)
+        channel.settimeout(remaining_s)
         try:
             part = channel.recv(min(size, 1 << 20))
         except TimeoutError:

@@ -23,7 +23,7 @@ from typing import Any
 
 from realhf.env.containment import sandbox, seccomp
 from realhf.env.containment.fork_server import ForkServer
-from realhf.env.containment.frames import BadFrame, frame, receive_frame
+from realhf.env.containment.frames import BadFrame, encode_frame, receive_frame
 from realhf.env.containment.sandbox import (
     BUBBLEWRAP,
     FILTER,
@@ -33,7 +33,7 @@ from realhf.env.containment.sandbox import (
     NETWORK,
     ProcessGuard,
     find_bubblewrap,
-    own_package,
+    package_folder,
 )
 
 PROBE = "probe"
@@ -50,8 +50,8 @@ class Attempt:
     """The operation, as a verb phrase for messages."""
     stopped: bool
     """Whether the operation failed with an error that this layer causes, and not by accident."""
-    how: str
-    """Name of the error (EPERM, ..), "negated" by a hook, or "possible"."""
+    outcome: str
+    """Name of the error (EPERM, ..), "denied" by a hook, or "possible"."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ProbeTargets:
     """Port of a listener on the host's loopback."""
     file: str
     """Path of a readable file of the host."""
-    made: str
+    new_file: str
     """Path at which a file could be created on the host."""
     folder: str
     """Folder of the probe itself, which it may write to."""
@@ -79,30 +79,30 @@ def run_probe(guard: ProcessGuard, request: Mapping[str, Any], fds: list[int]) -
         os.close(fd)
     targets = ProbeTargets(**{**request, "layers": tuple(request["layers"])})
     os.makedirs(targets.folder, exist_ok=True)
-    found = [_network(targets)] if NETWORK in targets.layers else []
-    calls = _Calls()
+    attempts = [_try_network(targets)] if NETWORK in targets.layers else []
+    calls = _LibcCalls()
     unlinked = os.memfd_create("probe")
     with socket.socket() as unconnected:
         replace(guard, may_lack=frozenset(LAYERS)).apply(targets.folder)
-        found += [
-            *_hooks(),
-            *_filtered(calls, unconnected, targets.port),
-            *_limited(guard, unlinked),
+        attempts += [
+            *_try_hooks(),
+            *_try_system_calls(calls, unconnected, targets.port),
+            *_try_limits(guard, unlinked),
         ]
         if BUBBLEWRAP in targets.layers:
-            found += _walled(calls, targets)
+            attempts += _try_file_system(calls, targets)
         channel.sendall(
-            frame(
+            encode_frame(
                 {
                     "attempts": [
-                        vars(attempt) for attempt in found if attempt.layer in targets.layers
+                        vars(attempt) for attempt in attempts if attempt.layer in targets.layers
                     ]
                 }
             )
         )
 
 
-class _Calls:
+class _LibcCalls:
     """C functions, whose errors are reported as the kernel returns them. They are bound before the
     audit hooks are installed, which forbid binding any."""
 
@@ -119,7 +119,7 @@ class _Calls:
         self._errno = libc["__errno_location"]
         self._errno.restype = ctypes.POINTER(ctypes.c_int)
 
-    def refused(
+    def attempt(
         self, layer: str, act: str, function: Any, *arguments: Any, by: tuple[int, ...]
     ) -> Attempt:
         """Call a C function and return the attempt. It counts as stopped if the call fails with one
@@ -133,63 +133,69 @@ class _Calls:
         return Attempt(layer, act, number in by, errno.errorcode.get(number, str(number)))
 
 
-def _network(targets: ProbeTargets) -> Attempt:
+def _try_network(targets: ProbeTargets) -> Attempt:
     """Connect to the host's loopback from Python before any filter is installed, so that only an
     empty network namespace can stop it."""
     act = "connect to the host"
     try:
         socket.create_connection(("127.0.0.1", targets.port), timeout=2.0).close()
     except OSError as error:
-        return Attempt(NETWORK, act, True, _name(error))
+        return Attempt(NETWORK, act, True, _error_name(error))
     return Attempt(NETWORK, act, False, "possible")
 
 
-def _filtered(calls: _Calls, unconnected: socket.socket, port: int) -> Iterator[Attempt]:
+def _try_system_calls(
+    calls: _LibcCalls, unconnected: socket.socket, port: int
+) -> Iterator[Attempt]:
     """Yield attempts that the seccomp filter must stop with EPERM."""
-    denied = (errno.EPERM,)
+    expected = (errno.EPERM,)
     address = struct.pack(
         "=HH4s8x", socket.AF_INET, socket.htons(port), socket.inet_aton("127.0.0.1")
     )
-    yield calls.refused(FILTER, "fork", calls.fork, by=denied)
-    yield calls.refused(
-        FILTER, "make a socket", calls.socket, socket.AF_INET, socket.SOCK_STREAM, 0, by=denied
+    yield calls.attempt(FILTER, "fork", calls.fork, by=expected)
+    yield calls.attempt(
+        FILTER, "make a socket", calls.socket, socket.AF_INET, socket.SOCK_STREAM, 0, by=expected
     )
-    yield calls.refused(
-        FILTER, "connect", calls.connect, unconnected.fileno(), address, len(address), by=denied
+    yield calls.attempt(
+        FILTER, "connect", calls.connect, unconnected.fileno(), address, len(address), by=expected
     )
     # The program does not exist: without a filter the call fails with ENOENT, and the child
     # continues.
-    yield calls.refused(
-        FILTER, "start a program", calls.execve, b"/nonexistent/program", None, None, by=denied
+    yield calls.attempt(
+        FILTER, "start a program", calls.execve, b"/nonexistent/program", None, None, by=expected
     )
     # Without a filter these calls have no effect: the signal is 0, and no new limit is given.
-    other = os.getppid()
-    known = seccomp.machine()
-    yield calls.refused(
-        FILTER, "queue a signal of another process", calls.sigqueue, other, 0, None, by=denied
+    parent = os.getppid()
+    machine = seccomp.machine()
+    yield calls.attempt(
+        FILTER, "queue a signal of another process", calls.sigqueue, parent, 0, None, by=expected
     )
-    yield calls.refused(
-        FILTER, "limit another process", calls.prlimit, other, 0, None, None, by=denied
+    yield calls.attempt(
+        FILTER, "limit another process", calls.prlimit, parent, 0, None, None, by=expected
     )
-    if known is not None:  # Not every C library has a function of this name.
+    if machine is not None:  # Not every C library has a function of this name.
         act = "signal another process"
-        yield calls.refused(FILTER, act, calls.syscall, known.tgkill, other, other, 0, by=denied)
+        yield calls.attempt(
+            FILTER, act, calls.syscall, machine.tgkill, parent, parent, 0, by=expected
+        )
 
 
-def _walled(calls: _Calls, targets: ProbeTargets) -> Iterator[Attempt]:
+def _try_file_system(calls: _LibcCalls, targets: ProbeTargets) -> Iterator[Attempt]:
     """Yield attempts that bubblewrap's file system must stop."""
     file = targets.file.encode()
-    made = targets.made.encode()
-    absent = (errno.ENOENT,)
-    new = os.O_CREAT | os.O_EXCL | os.O_WRONLY
-    refused = (errno.EROFS, errno.ENOENT)
-    yield calls.refused(
-        BUBBLEWRAP, "read a file of the host", calls.open, file, os.O_RDONLY, by=absent
+    new_file = targets.new_file.encode()
+    read_errors = (errno.ENOENT,)
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+    write_errors = (errno.EROFS, errno.ENOENT)
+    yield calls.attempt(
+        BUBBLEWRAP, "read a file of the host", calls.open, file, os.O_RDONLY, by=read_errors
     )
-    yield calls.refused(BUBBLEWRAP, "write on the host", calls.open, made, new, 0o600, by=refused)
+    yield calls.attempt(
+        BUBBLEWRAP, "write on the host", calls.open, new_file, flags, 0o600, by=write_errors
+    )
 
 
-def _hooks() -> Iterator[Attempt]:
+def _try_hooks() -> Iterator[Attempt]:
     """Yield attempts that the audit hooks must stop with ``Denied``."""
     acts: Mapping[str, Callable[[], Any]] = {
         "open a file": lambda: os.open("/proc/self/status", os.O_RDONLY),
@@ -203,9 +209,9 @@ def _hooks() -> Iterator[Attempt]:
         try:
             attempt()
         except sandbox.Denied:
-            yield Attempt(HOOKS, act, True, "negated")
+            yield Attempt(HOOKS, act, True, "denied")
         except OSError as error:
-            yield Attempt(HOOKS, act, False, _name(error))
+            yield Attempt(HOOKS, act, False, _error_name(error))
         else:
             yield Attempt(HOOKS, act, False, "possible")
 
@@ -216,7 +222,7 @@ def _fork() -> None:
         os._exit(0)
 
 
-def _limited(guard: ProcessGuard, unlinked: int) -> Iterator[Attempt]:
+def _try_limits(guard: ProcessGuard, unlinked: int) -> Iterator[Attempt]:
     """Yield attempts that the resource limits must stop. ``unlinked``: descriptor of a memory
     file."""
     acts: Mapping[str, tuple[Callable[[], Any], int]] = {
@@ -235,12 +241,12 @@ def _limited(guard: ProcessGuard, unlinked: int) -> Iterator[Attempt]:
         try:
             attempt()
         except OSError as error:
-            yield Attempt(LIMITS, act, error.errno == expected, _name(error))
+            yield Attempt(LIMITS, act, error.errno == expected, _error_name(error))
         else:
             yield Attempt(LIMITS, act, False, "possible")
 
 
-def _name(error: OSError) -> str:
+def _error_name(error: OSError) -> str:
     """Return the symbolic name of an error, such as EPERM."""
     return errno.errorcode.get(error.errno or 0, type(error).__name__)
 
@@ -271,7 +277,7 @@ class Containment:
     no_network: bool = False
     """Whether the zygotes reported that they have no network."""
     observed: Mapping[str, str] = field(default_factory=dict)
-    """Result of the self-test for each layer, as text (see ``judge``)."""
+    """Result of the self-test for each layer, as text (see ``describe_layers``)."""
     tested: Sequence[str] = field(default_factory=tuple)
     """Names of further self-tests that passed, for the statement in the log."""
 
@@ -279,13 +285,13 @@ class Containment:
     def decide(cls, sandbox: str, lambda_mode: str) -> Containment:
         """Choose the layers for a sandbox mode and a Lambda mode. Raises RuntimeError if a mode
         requires bubblewrap and it does not work here."""
-        found = None if sandbox == "plain" and lambda_mode == "stub" else find_bubblewrap()
-        if sandbox == "bwrap" and found is None:
+        bubblewrap = None if sandbox == "plain" and lambda_mode == "stub" else find_bubblewrap()
+        if sandbox == "bwrap" and bubblewrap is None:
             raise RuntimeError(
                 "SANDBOX=bwrap, but bubblewrap does not work here: install Debian's package "
                 "bubblewrap and allow unprivileged user namespaces, or use SANDBOX=auto"
             )
-        if lambda_mode == "sandbox" and found is None:
+        if lambda_mode == "sandbox" and bubblewrap is None:
             raise RuntimeError(
                 "LAMBDA=sandbox runs code in bubblewrap, which does not work here: install "
                 "Debian's "
@@ -294,8 +300,8 @@ class Containment:
         return cls(
             sandbox,
             lambda_mode,
-            None if sandbox == "plain" else found,
-            found if lambda_mode == "sandbox" else None,
+            None if sandbox == "plain" else bubblewrap,
+            bubblewrap if lambda_mode == "sandbox" else None,
         )
 
     @property
@@ -313,9 +319,9 @@ class Containment:
     def statement(self) -> str:
         """Return the text for the log at start: which layers are active, as observed, and which are
         not."""
-        bubble = "on: read-only system, private /tmp, own pids" if self.program else "off"
+        file_system = "on: read-only system, private /tmp, own pids" if self.program else "off"
         if self.program is None and self.sandbox == "auto":
-            bubble += (
+            file_system += (
                 " (not installed or not permitted); so LAMBDA=sandbox and hosts beyond loopback "
                 "are off"
             )
@@ -326,17 +332,19 @@ class Containment:
         )
         network = "none" if self.no_network else "the host's, stopped by hooks and filter alone"
         lines = {
-            "audit hooks": self._observed(HOOKS),
-            "system call filter": self._observed(FILTER),
-            "resource limits": self._observed(LIMITS),
-            "network": f"{network}; {self._observed(NETWORK)}" if self.no_network else network,
-            "bubblewrap": f"{bubble}; {self._observed(BUBBLEWRAP)}" if self.program else bubble,
+            "audit hooks": self._observation(HOOKS),
+            "system call filter": self._observation(FILTER),
+            "resource limits": self._observation(LIMITS),
+            "network": f"{network}; {self._observation(NETWORK)}" if self.no_network else network,
+            "bubblewrap": f"{file_system}; {self._observation(BUBBLEWRAP)}"
+            if self.program
+            else file_system,
             "Lambda code": code,
             "self-test": "; ".join(self.tested) or "not run",
         }
         return "containment:" + "".join(f"\n  {name}: {value}" for name, value in lines.items())
 
-    def _observed(self, layer: str) -> str:
+    def _observation(self, layer: str) -> str:
         return self.observed.get(layer, "not tried")
 
 
@@ -357,24 +365,28 @@ def probe_layers(
     ``root`` is the pool's folder. Raises NotContained if a probe does not answer."""
     secret = root / "host-file"
     secret.write_text("a file of the host")
-    found: dict[str, list[Attempt]] = {}
+    attempts: dict[str, list[Attempt]] = {}
     with socket.create_server(("127.0.0.1", 0)) as canary:
         port = canary.getsockname()[1]
         for kind, zygote in zygotes.items():
-            made = Path(own_package()) / f"{root.name}-probe"
+            new_file = Path(package_folder()) / f"{root.name}-probe"
             targets = ProbeTargets(
-                port, str(secret), str(made), str(root / _FOLDERS[kind] / "probe"), tuple(layers)
+                port,
+                str(secret),
+                str(new_file),
+                str(root / _FOLDERS[kind] / "probe"),
+                tuple(layers),
             )
-            found[kind] = _probe(zygote, kind, targets)
+            attempts[kind] = _probe(zygote, kind, targets)
             # a read-only file system refuses even to remove a missing file
-            if os.path.lexists(made):
-                made.unlink(missing_ok=True)
+            if os.path.lexists(new_file):
+                new_file.unlink(missing_ok=True)
             if NETWORK in layers and select.select([canary], [], [], 0)[0]:
                 canary.accept()[0].close()
-                found[kind].append(
+                attempts[kind].append(
                     Attempt(NETWORK, "connect to the host", False, "the listener was called")
                 )
-    return found
+    return attempts
 
 
 def _probe(zygote: ForkServer, kind: str, targets: ProbeTargets) -> list[Attempt]:
@@ -398,8 +410,8 @@ def _probe(zygote: ForkServer, kind: str, targets: ProbeTargets) -> list[Attempt
     return [Attempt(**attempt) for attempt in answer["attempts"]]
 
 
-def judge(
-    found: Mapping[str, Sequence[Attempt]],
+def describe_layers(
+    attempts_by_zygote: Mapping[str, Sequence[Attempt]],
     layers: Sequence[str],
     may_lack: frozenset[str],
     option: str = "--may-lack",
@@ -413,13 +425,13 @@ def judge(
     for layer in layers:
         attempts = [
             (kind, attempt)
-            for kind, of_kind in found.items()
-            for attempt in of_kind
+            for kind, zygote_attempts in attempts_by_zygote.items()
+            for attempt in zygote_attempts
             if attempt.layer == layer
         ]
-        untried = sorted(set(found) - {kind for kind, _ in attempts})
+        untried = sorted(set(attempts_by_zygote) - {kind for kind, _ in attempts})
         failures = [
-            f"{kind} could {attempt.act} ({attempt.how})"
+            f"{kind} could {attempt.act} ({attempt.outcome})"
             for kind, attempt in attempts
             if not attempt.stopped
         ]

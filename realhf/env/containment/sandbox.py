@@ -98,14 +98,14 @@ def leave_network() -> bool:
     return isolated
 
 
-def without_network(mode: str) -> bool:
+def apply_network_mode(mode: str) -> bool:
     """Apply a network mode (``Containment.network_mode``): ``outer`` has no network already,
     ``auto`` leaves it if possible, ``plain`` keeps it. Return whether this process has no network
     now."""
     return mode == "outer" or (mode == "auto" and leave_network())
 
 
-def prove_containment() -> None:
+def verify_containment() -> None:
     """Try operations that the audit hooks must deny. Raises RuntimeError naming the first one that
     was not denied."""
     attempts: dict[str, Callable[[], object]] = {
@@ -167,7 +167,7 @@ def package_roots() -> tuple[str, ...]:
     return (*sorted(roots), "/usr/share/zoneinfo")
 
 
-def own_package() -> str:
+def package_folder() -> str:
     """Return the folder of this package, which contains tasks and answers that no contained process
     may read. It may lie among the installed packages."""
     return str(PACKAGE)
@@ -219,9 +219,9 @@ class AuditGuard:
         sys.addaudithook(self._make_hook())
 
     def _make_hook(self) -> Callable[[str, tuple[object, ...]], None]:
-        read_roots = tuple(_as_root(path) for path in self.read_roots + self.write_roots)
-        write_roots = tuple(_as_root(path) for path in self.write_roots)
-        hidden = _as_root(own_package())
+        read_roots = tuple(_resolve_root(path) for path in self.read_roots + self.write_roots)
+        write_roots = tuple(_resolve_root(path) for path in self.write_roots)
+        hidden = _resolve_root(package_folder())
         verdicts: dict[str, str] = {}
 
         def inside(path: object, roots: tuple[str, ...]) -> bool:
@@ -283,7 +283,7 @@ def _opens_for_writing(mode: object, flags: object) -> bool:
     )
 
 
-def _as_root(path: str) -> str:
+def _resolve_root(path: str) -> str:
     """Return a resolved folder with a final slash, for comparison by prefix."""
     return os.path.realpath(path) + "/"
 
@@ -314,7 +314,7 @@ HOOKS, FILTER, LIMITS, NETWORK, BUBBLEWRAP = LAYERS = (
 )
 """The layers: audit hooks of the interpreter, seccomp filter, resource limits, an empty network
 namespace, a separate file system."""
-_SET_ASIDE_BYTES = 3 << 29
+_RESERVED_ADDRESS_BYTES = 3 << 29
 """Address space that is allowed beyond private memory: shared mappings, and what allocators reserve
 for threads and never touch."""
 
@@ -340,7 +340,7 @@ class ProcessGuard:
     def address_bytes(self) -> int:
         """Maximum bytes of address space: private memory, and room for shared mappings and for what
         allocators reserve for threads and never touch."""
-        return self.memory_bytes + _SET_ASIDE_BYTES
+        return self.memory_bytes + _RESERVED_ADDRESS_BYTES
 
     def apply(
         self,
@@ -366,7 +366,7 @@ class ProcessGuard:
         )
         AuditGuard(self.read_roots, (folder,), on_denied, writes).install()
         if HOOKS not in self.may_lack:
-            prove_containment()
+            verify_containment()
 
 
 _PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
@@ -390,7 +390,7 @@ _NAMESPACES = (
 )  # fmt: skip
 """Options of bubblewrap: new namespaces, no capabilities, an unprivileged user, death with the
 parent."""
-_KEEP_HOUSE = '"$@" && /bin/rm -rf -- "$0"'
+_CLEANUP_SCRIPT = '"$@" && /bin/rm -rf -- "$0"'
 """Shell program that removes a folder after its command has succeeded.
 
 The shell outlives the thread that started it, so for bubblewrap dying with the parent means dying
@@ -406,7 +406,7 @@ def find_bubblewrap() -> Path | None:
     if program is None:
         return None
     probe = [
-        *sandboxed(Path(program)),
+        *sandbox_command(Path(program)),
         sys.executable,
         "-I",
         "-S",
@@ -414,15 +414,15 @@ def find_bubblewrap() -> Path | None:
         "open('/proc/self/statm').close()",
     ]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             probe, env={}, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_TIMEOUT_S
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return Path(program) if done.returncode == 0 else None
+    return Path(program) if result.returncode == 0 else None
 
 
-def sandboxed(
+def sandbox_command(
     program: Path,
     parts: Sequence[str] = (),
     writable: Sequence[Path] = (),
@@ -446,7 +446,7 @@ def sandboxed(
         words += ["--ro-bind-try", path, path]
     for path in sorted(python):  # in this order a folder precedes the folders inside it
         words += ["--ro-bind", path, path]
-    words += _own_code(parts)
+    words += _hide_package(parts)
     for path in writable:
         words += ["--bind", str(path), str(path)]
     for path in private:
@@ -454,21 +454,21 @@ def sandboxed(
     return [*words, "--remount-ro", "/", "--chdir", "/"]
 
 
-def hidden(folder: str) -> list[str]:
+def hide_folder(folder: str) -> list[str]:
     """Return the options that mount an empty, read-only folder over ``folder``."""
     return ["--tmpfs", folder, "--remount-ro", folder]
 
 
-def _own_code(parts: Sequence[str]) -> list[str]:
+def _hide_package(parts: Sequence[str]) -> list[str]:
     """Return the options that hide this package except for ``parts``."""
-    ours = own_package()
-    words = ["--tmpfs", ours]
+    package = package_folder()
+    words = ["--tmpfs", package]
     for name in parts:
-        words += ["--ro-bind", f"{ours}/{name}", f"{ours}/{name}"]
-    return [*words, "--remount-ro", ours]
+        words += ["--ro-bind", f"{package}/{name}", f"{package}/{name}"]
+    return [*words, "--remount-ro", package]
 
 
-def housekept(command: Sequence[str], folder: Path) -> list[str]:
+def wrap_with_cleanup(command: Sequence[str], folder: Path) -> list[str]:
     """Return ``command`` wrapped in a shell that removes ``folder`` once the command has
     succeeded."""
-    return ["/bin/sh", "-c", _KEEP_HOUSE, str(folder), *command]
+    return ["/bin/sh", "-c", _CLEANUP_SCRIPT, str(folder), *command]

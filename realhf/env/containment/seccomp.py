@@ -63,7 +63,7 @@ class Machine(NamedTuple):
     """Number of ``tgkill``, which is allowed for the own process only."""
     prlimit64: int
     """Number of ``prlimit64``, which is allowed for pid 0, the calling process, only."""
-    refused: tuple[int, ...]
+    denied_calls: tuple[int, ...]
     """Numbers of the system calls that always fail with EPERM."""
 
 
@@ -105,19 +105,22 @@ def install() -> bool:
     Must be called with a single thread, and after the fork of the process to be filtered, because
     the filter contains the pid of the process.
     """
-    known = machine()
-    if known is None:
+    machine_numbers = machine()
+    if machine_numbers is None:
         return False
-    code = _filter(known, os.getpid())
+    code = _assemble_filter(machine_numbers, os.getpid())
     buffer = ctypes.create_string_buffer(code, len(code))
     program = _Program(len(code) // 8, ctypes.addressof(buffer))
     libc = ctypes.CDLL(None, use_errno=True)
     return (
-        libc.syscall(known.seccomp, _SET_MODE_FILTER, _FLAG_SPEC_ALLOW, ctypes.byref(program)) == 0
+        libc.syscall(
+            machine_numbers.seccomp, _SET_MODE_FILTER, _FLAG_SPEC_ALLOW, ctypes.byref(program)
+        )
+        == 0
     )
 
 
-def _filter(known: Machine, pid: int) -> bytes:
+def _assemble_filter(machine_numbers: Machine, pid: int) -> bytes:
     """Assemble the classic BPF program for the process ``pid``; instructions are (code, jump if
     true, jump if false, operand).
 
@@ -126,28 +129,28 @@ def _filter(known: Machine, pid: int) -> bytes:
     denied = _ERRNO | errno.EPERM
     program = [
         (_LOAD, 0, 0, _OFFSET_ARCH),
-        (_JUMP_EQUAL, 1, 0, known.architecture),
+        (_JUMP_EQUAL, 1, 0, machine_numbers.architecture),
         (_RETURN, 0, 0, denied),
         (_LOAD, 0, 0, _OFFSET_NUMBER),
-        (_JUMP_EQUAL, 0, 1, known.clone3),
+        (_JUMP_EQUAL, 0, 1, machine_numbers.clone3),
         (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
         (_JUMP_AT_LEAST, 0, 1, _X32_CALLS),
         (_RETURN, 0, 0, denied),
     ]
-    for number in known.refused:
+    for number in machine_numbers.denied_calls:
         program += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, denied)]
     # The C library signals its own threads (raise, abort, pthread_kill), and limits its own process
     # (setrlimit).
-    for number, own in ((known.tgkill, pid), (known.prlimit64, 0)):
+    for number, allowed in ((machine_numbers.tgkill, pid), (machine_numbers.prlimit64, 0)):
         program += [
             (_JUMP_EQUAL, 0, 4, number),
             (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT),
-            (_JUMP_EQUAL, 0, 1, own),
+            (_JUMP_EQUAL, 0, 1, allowed),
             (_RETURN, 0, 0, _ALLOW),
             (_RETURN, 0, 0, denied),
         ]
     program += [
-        (_JUMP_EQUAL, 1, 0, known.clone),
+        (_JUMP_EQUAL, 1, 0, machine_numbers.clone),
         (_RETURN, 0, 0, _ALLOW),
         (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT),
         (_JUMP_SET, 0, 1, _CLONE_THREAD),

@@ -31,7 +31,7 @@ from realhf.aws.cli.command_text import read_command
 from realhf.aws.cli.executor import CommandResult, OutputLimits, SimulatorLost
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.env.containment.probe import LAMBDA_MODES, SANDBOX_MODES
-from realhf.env.containment.sandbox import own_package
+from realhf.env.containment.sandbox import package_folder
 from tests.aws.red_team.attacks import ATTACKS, HARMLESS, NO_CREDIT, ROWS, Attack, Tried
 from tests.aws.red_team.inside import INSIDE_ROWS, play_inside
 from tests.aws.red_team.web import WEB_ATTACKS, WEB_ROWS, WebRange
@@ -45,7 +45,7 @@ _HOST_WORDS = (
     sys.prefix,
     sys.base_prefix,
 )
-_ANSWERS = Path(own_package(), "aws", "tasks", "warmup.yaml")
+_ANSWERS = Path(package_folder(), "aws", "tasks", "warmup.yaml")
 _ANSWER_WORD = "success_criteria"
 _TRIGGER_S = 0.15
 _PATIENCE_S = 120.0

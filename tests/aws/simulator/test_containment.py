@@ -115,7 +115,7 @@ def test_answers_of_tasks_are_not_in_the_sandbox() -> None:
 import os
 from realhf.aws.cli import zygote
 from realhf.aws.simulator import ministack_server
-ours = {sandbox.own_package()!r}
+ours = {sandbox.package_folder()!r}
 assert sorted(os.listdir(ours)) == ["__init__.py", "aws", "base", "env"], os.listdir(ours)
 assert sorted(os.listdir(os.path.join(ours, "aws"))) == ["__init__.py", "cli", "simulator"]
 try:
@@ -124,8 +124,15 @@ except OSError:
     raise SystemExit(0)
 raise SystemExit("a file was planted among the modules")
 """
-    words = [*sandbox.sandboxed(BWRAP, CONTAINED_PARTS), sys.executable, "-P", "-B", "-c", script]
-    environment = {"PYTHONPATH": str(Path(sandbox.own_package()).parent)}
+    words = [
+        *sandbox.sandbox_command(BWRAP, CONTAINED_PARTS),
+        sys.executable,
+        "-P",
+        "-B",
+        "-c",
+        script,
+    ]
+    environment = {"PYTHONPATH": str(Path(sandbox.package_folder()).parent)}
     done = subprocess.run(
         words, env=environment, capture_output=True, text=True, timeout=300, check=False
     )

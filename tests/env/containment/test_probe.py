@@ -13,8 +13,8 @@ import pytest
 
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.env.containment import sandbox, seccomp
-from realhf.env.containment.probe import Attempt, Containment, NotContained, judge
-from realhf.env.containment.sandbox import LAYERS, own_package
+from realhf.env.containment.probe import Attempt, Containment, NotContained, describe_layers
+from realhf.env.containment.sandbox import LAYERS, package_folder
 
 pytestmark = pytest.mark.sim
 BWRAP = sandbox.find_bubblewrap()
@@ -94,8 +94,8 @@ def test_a_layer_that_does_not_hold_stops_the_start_unless_it_is_named() -> None
     with pytest.raises(
         NotContained, match=r"'filter' does not hold: CLI workers could fork.*--may-lack"
     ):
-        judge(found, ("hooks", "filter"), frozenset())
-    lines = judge(found, ("hooks", "filter"), frozenset({"filter"}))
+        describe_layers(found, ("hooks", "filter"), frozenset())
+    lines = describe_layers(found, ("hooks", "filter"), frozenset({"filter"}))
     assert lines["hooks"] == "holds; tried and stopped: fork"
     assert lines["filter"].startswith("DOES NOT HOLD, and may be missing: CLI workers could fork")
 
@@ -103,7 +103,7 @@ def test_a_layer_that_does_not_hold_stops_the_start_unless_it_is_named() -> None
 def test_a_layer_that_was_not_tried_is_not_believed() -> None:
     found = {"simulators": [Attempt("filter", "fork", True, "EPERM")], "CLI workers": []}
     with pytest.raises(NotContained, match="CLI workers were not tried"):
-        judge(found, ("filter",), frozenset())
+        describe_layers(found, ("filter",), frozenset())
 
 
 def test_a_network_that_is_claimed_to_be_gone_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ from realhf.env.containment import probe as containment_check
 containment_check._probe = lambda *of_a_child: []
 print(containment_check.probe_layers({"simulators": None}, Path(sys.argv[1]), ()))
 """
-    package = own_package()
+    package = package_folder()
     command = [
         str(BWRAP),
         "--dev-bind",

@@ -16,7 +16,7 @@ from realhf.env.containment import seccomp
 ATTEMPTS = r"""
 import json, os, socket, subprocess, sys
 from realhf.env.containment import sandbox
-roots = (*sandbox.package_roots(), os.path.dirname(sandbox.own_package()))  # as if it lay among the packages
+roots = (*sandbox.package_roots(), os.path.dirname(sandbox.package_folder()))  # as if it lay among the packages
 import ctypes, tempfile
 inside = sys.argv[1]
 secret = sys.argv[2]
@@ -48,8 +48,10 @@ outcomes = {
     "read by link": attempt(lambda: open(os.path.join(inside, "link")).read()),
     "read environ": attempt(lambda: open("/proc/self/environ").read()),
     "list": attempt(lambda: os.listdir("/")),
-    "read a task's answer": attempt(lambda: open(os.path.join(sandbox.own_package(), "aws/tasks/warmup.yaml")).read()),
-    "list the tasks": attempt(lambda: os.listdir(os.path.join(sandbox.own_package(), "aws", "tasks"))),
+    "read a task's answer": attempt(
+        lambda: open(os.path.join(sandbox.package_folder(), "aws/tasks/warmup.yaml")).read()
+    ),
+    "list the tasks": attempt(lambda: os.listdir(os.path.join(sandbox.package_folder(), "aws", "tasks"))),
     "write outside": attempt(lambda: write(secret + "2")),
     "remove outside": attempt(lambda: os.remove(secret)),
     "symlink": attempt(lambda: os.symlink(secret, os.path.join(inside, "new"))),

@@ -22,7 +22,7 @@ from typing import Any
 
 from realhf.base.process import keep_this_process
 from realhf.env.containment.fork_server import serve_forks
-from realhf.env.containment.frames import frame, read_frame
+from realhf.env.containment.frames import encode_frame, read_frame
 from realhf.env.loader.load import build_environment
 from realhf.env.server.spec.player import Host, SpecPlayer
 from realhf.env.server.spec.slots import told
@@ -109,12 +109,12 @@ class _Sessions:
                 answer = _answer(player, request)
                 if "reply" not in answer:
                     self._tell_stuck()
-                channel.sendall(frame(answer))
+                channel.sendall(encode_frame(answer))
             del self._players[number]
             self._host.places.release(place)
             self._tell_stuck()
             if request is not None:
-                channel.sendall(frame({}))
+                channel.sendall(encode_frame({}))
 
     def _tell_stuck(self) -> None:
         """Send the number of abandoned threads if it has changed. If the server has not read its

@@ -25,7 +25,7 @@ from typing import Any
 
 from realhf.base import process_clock
 from realhf.env.containment.fork_server import ForkedProcess, ForkServer
-from realhf.env.containment.frames import BadFrame, frame, receive_frame
+from realhf.env.containment.frames import BadFrame, encode_frame, receive_frame
 from realhf.env.server import wire
 from realhf.env.server.interfaces import Reply
 from realhf.env.server.spec.child import CLOSE, DATAGRAM, FIRST, KILL, OPEN, RESET, STEP, STUCK
@@ -458,7 +458,7 @@ class ProcessPlayer:
         deadline = process_clock.now() + self._pool.limit_s
         try:
             channel.settimeout(_SEND_S)
-            channel.sendall(frame(request))
+            channel.sendall(encode_frame(request))
             _wait_readable(channel, process.forked.pidfd, self._pool.limit_s)
             return receive_frame(channel, max(0.1, deadline - process_clock.now()))
         except (TimeoutError, OSError, BadFrame) as error:
