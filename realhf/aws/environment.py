@@ -57,7 +57,7 @@ from realhf.env.openenv_client import (
     OpenEnvClient,
     failure_kind,
     fetch_metadata,
-    without_token,
+    split_token,
 )
 
 
@@ -284,7 +284,7 @@ class AwsEnvironment:
         show_ids: bool = False,
     ) -> None:
         address, self._tls = without_certificate(address)
-        self._address, self._token = without_token(address)
+        self._address, self._token = split_token(address)
         self._client = client
         self._own = client is None
         self._reopen = reopen or _reopen_session

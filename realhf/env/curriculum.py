@@ -154,8 +154,8 @@ class Curriculum(Generic[T]):
 
     def next_task(self, seed: int | None = None) -> T:
         """Draw one task; a given ``seed`` replaces the drawn seed of the instance."""
-        template_id, drawn = self.draw(1)[0]
-        return self._tasks.instantiate(template_id, drawn if seed is None else seed)
+        template_id, drawn_seed = self.draw(1)[0]
+        return self._tasks.instantiate(template_id, drawn_seed if seed is None else seed)
 
     def next_tasks(self, count: int) -> list[T]:
         """Draw ``count`` training tasks for one batch, as different as the strategy allows."""
@@ -352,15 +352,15 @@ class LearnabilityCurriculum(Curriculum[T]):
         untried = [template_id for template_id, record in self._records.items() if record.untried]
         tried = [template_id for template_id, record in self._records.items() if not record.untried]
         self._rng.shuffle(untried)
-        most = count
+        max_untried = count
         if self._untried_share < 1 and any(
             self.weight(template_id) > self._floor for template_id in tried
         ):
             # random rounding keeps the share on average, even for batches of one
-            most = int(self._untried_share * count + self._rng.random())
-        chosen = untried[:most]
+            max_untried = int(self._untried_share * count + self._rng.random())
+        chosen = untried[:max_untried]
         if len(chosen) < count:
-            templates = self._drawn_from(tried or untried)
+            templates = self._filter_drawable(tried or untried)
             weights = (
                 [self.weight(template_id) for template_id in templates]
                 if tried
@@ -369,7 +369,7 @@ class LearnabilityCurriculum(Curriculum[T]):
             chosen += _even_draws(self._rng, templates, weights, count - len(chosen))
         return chosen
 
-    def _drawn_from(self, templates: list[Any]) -> list[Any]:
+    def _filter_drawable(self, templates: list[Any]) -> list[Any]:
         return templates
 
     def _learn(self, template_id: Any, record: TemplateRecord, result: float) -> None:
@@ -387,7 +387,7 @@ class UniformCurriculum(LearnabilityCurriculum[T]):
         """Return 1 for a template with results, else ``floor``."""
         return 1.0 if self._records[template_id].attempts else self._floor
 
-    def _drawn_from(self, templates: list[Any]) -> list[Any]:
+    def _filter_drawable(self, templates: list[Any]) -> list[Any]:
         # Systematic resampling walks the templates in order; in a fixed order, with equal weights,
         # the same ones would always share a batch.
         return self._rng.sample(templates, len(templates))
@@ -405,15 +405,15 @@ def _even_draws(
     position = rng.random() * step
     cumulative = weights[0]
     index = 0
-    drawn = []
+    draws = []
     for _ in range(count):
         while position >= cumulative and index + 1 < len(items):
             index += 1
             cumulative += weights[index]
-        drawn.append(items[index])
+        draws.append(items[index])
         position += step
-    rng.shuffle(drawn)
-    return drawn
+    rng.shuffle(draws)
+    return draws
 
 
 @dataclass(frozen=True)
@@ -559,9 +559,11 @@ class PriorityCurriculum(Curriculum[T]):
             record.interval = rule.first_interval
             record.reference = self._episodes
         elif due:
-            passed = result >= rule.mastery_rate
+            has_passed = result >= rule.mastery_rate
             record.interval = (
-                min(2 * record.interval, rule.longest_interval) if passed else rule.first_interval
+                min(2 * record.interval, rule.longest_interval)
+                if has_passed
+                else rule.first_interval
             )
             record.reference = self._episodes
         if self._group_of[template_id] == self.group:
@@ -577,9 +579,9 @@ class PriorityCurriculum(Curriculum[T]):
             return
         rate = decayed_rate(self._group_results, rule.decay)
         stage = list(self._tasks.groups).index(self.group)
-        least, wanted = rule.promotion[min(stage, len(rule.promotion) - 1)]
+        min_episodes, min_rate = rule.promotion[min(stage, len(rule.promotion) - 1)]
         fast = count >= rule.fast_track_episodes and rate >= rule.fast_track_rate
-        if fast or (count >= least and rate >= wanted):
+        if fast or (count >= min_episodes and rate >= min_rate):
             self._group_index += 1
             self._group_results = []
             self._promotions.append((self._episodes, self.group))
@@ -709,15 +711,15 @@ class TaskSource:
             untried_share=untried_share,
             priority=priority,
         )
-        self._drawn = 0
+        self._drawn_count = 0
 
     def next_batch(self, n: int) -> list[SourceItem]:
         """Draw exactly ``n`` tasks."""
         items = [
-            _item(template, self._tasks.instantiate(template, seed), self._drawn + index)
+            _item(template, self._tasks.instantiate(template, seed), self._drawn_count + index)
             for index, (template, seed) in enumerate(self._curriculum.draw(n))
         ]
-        self._drawn += n
+        self._drawn_count += n
         return items
 
     def record(self, results: Sequence[SampleResult]) -> None:
@@ -731,12 +733,12 @@ class TaskSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of drawn tasks and the curriculum's state."""
-        return {"drawn": self._drawn, "curriculum": self._curriculum.state_dict()}
+        return {"drawn": self._drawn_count, "curriculum": self._curriculum.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from ``state_dict``."""
         self._curriculum.load_state_dict(state["curriculum"])
-        self._drawn = state["drawn"]
+        self._drawn_count = state["drawn"]
 
     def stats(self) -> dict[str, float]:
         """Return the curriculum's metrics."""

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from realhf.api.environment import SPLITS, TRAIN, EnvironmentSpec
 from realhf.env.check.calls import describe_error
-from realhf.env.loader.load import build_environment, definition_of
+from realhf.env.loader.load import build_environment, load_definition
 from realhf.registry import environments
 
 ABOUT = (
@@ -34,15 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Print the table. Return 0, or 1 if an environment does not load."""
-    rows = [about(name) for name in environments]
+    rows = [describe_environment(name) for name in environments]
     if arguments.json:
         print(json.dumps(rows, indent=2))
     else:
-        console.print(_table(rows))
+        console.print(_build_table(rows))
     return 1 if any(row["error"] for row in rows) else 0
 
 
-def about(name: str) -> dict[str, Any]:
+def describe_environment(name: str) -> dict[str, Any]:
     """Return the row of an environment; ``error`` is "" unless it does not load."""
     row: dict[str, Any] = {
         "name": name,
@@ -53,7 +53,7 @@ def about(name: str) -> dict[str, Any]:
         "about": "",
     }
     try:
-        definition = definition_of(name)
+        definition = load_definition(name)
         row["about"] = _first_sentence(inspect.getdoc(definition.options) or "")
         if needed := getattr(definition.options, "needs", ""):
             return row | {"interface": f"needs env.{needed}", "error": ""}
@@ -63,16 +63,16 @@ def about(name: str) -> dict[str, Any]:
         )
         row["service"] = spec.launch.module if spec.launch else ""
         for split in SPLITS:
-            found = [*spec.tasks(split).group_of.values()]
-            row["groups"][split] = {group: found.count(group) for group in dict.fromkeys(found)}
-        row["interface"] = "" if spec.launch else asyncio.run(_interface(spec))
+            groups = [*spec.tasks(split).group_of.values()]
+            row["groups"][split] = {group: groups.count(group) for group in dict.fromkeys(groups)}
+        row["interface"] = "" if spec.launch else asyncio.run(_describe_interface(spec))
         row["error"] = ""
     except Exception as error:
         row["error"] = describe_error(error)
     return row
 
 
-async def _interface(spec: EnvironmentSpec) -> str:
+async def _describe_interface(spec: EnvironmentSpec) -> str:
     """Return ``3 tools`` or ``text``, by the opening of the first task."""
     tasks = spec.tasks(TRAIN)
     task = tasks.instantiate(next(iter(tasks.group_of)), 0)
@@ -91,7 +91,7 @@ def _first_sentence(text: str) -> str:
     return f"{sentence}." if stop else sentence
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
+def _build_table(rows: list[dict[str, Any]]) -> Table:
     table = Table(
         "name",
         "groups: templates to train on + held out",

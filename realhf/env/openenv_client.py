@@ -32,7 +32,7 @@ _MAX_REPLY_BYTES = 4 << 20
 """Maximum size of a reply in bytes."""
 _CLOSE_S = 2.0
 """Seconds that closing a connection may take."""
-_ARITHMETIC = (
+_CAPACITY_ADVICE = (
     "a trainer opens one session per episode of its generation batch (per-device batch x "
     "accumulation steps x "
     "devices), and the server must have at least as many (--pool-size)"
@@ -156,12 +156,12 @@ class OpenEnvClient:
         self._tls: dict[str, Any] = {} if tls is None else {"ssl": tls}
         self._numbers = itertools.count() if correlate else None
         self._connection: ClientConnection | None = None
-        self._asking = False
+        self._awaits_reply = False
 
     @property
     def usable(self) -> bool:
         """Whether a request may be sent now."""
-        return self._connection is not None and not self._asking
+        return self._connection is not None and not self._awaits_reply
 
     async def connect(self) -> None:
         """Open the connection and request the state once. Raises CapacityError or ConnectError."""
@@ -181,14 +181,14 @@ class OpenEnvClient:
                     ping_timeout=self._ping[1],
                     **self._tls,
                 )
-                self.probe = await self._first_state(self._connection)
+                self.probe = await self._request_first_state(self._connection)
         except InvalidStatus as error:
-            raise _refusal(self.url, error) from None
+            raise _read_refusal(self.url, error) from None
         except EnvError as error:
             self.abort()
             if error.code == "CAPACITY_REACHED":
                 raise CapacityError(
-                    f"{self.url} refused the session: {error}; {_ARITHMETIC}"
+                    f"{self.url} refused the session: {error}; {_CAPACITY_ADVICE}"
                 ) from error
             raise ConnectError(f"{self.url} refused the session: {error}") from error
         except (OSError, InvalidHandshake, TimeoutError) as error:
@@ -202,34 +202,34 @@ class OpenEnvClient:
     async def reset(self, /, **kwargs: Any) -> StepResult:
         """Start an episode. Raises EnvError, ConnectionLost, ConnectionPoisoned or
         MessageTimeout."""
-        return await self._result({"type": "reset", "data": kwargs})
+        return await self._request_step({"type": "reset", "data": kwargs})
 
     async def step(self, command: str | Mapping[str, Any]) -> StepResult:
         """Run a command, or send the action of another kind of environment. Raises as ``reset``."""
         action = {"command": command} if isinstance(command, str) else dict(command)
-        return await self._result({"type": "step", "data": action})
+        return await self._request_step({"type": "step", "data": action})
 
     async def state(self) -> dict[str, Any]:
         """Return the state of the session. Raises as ``reset``."""
         return (await self._reply({"type": "state"}, "state"))["data"]
 
-    async def _first_state(self, connection: ClientConnection) -> dict[str, Any]:
+    async def _request_first_state(self, connection: ClientConnection) -> dict[str, Any]:
         """Request the state. If the connection is lost, raise the EnvError that a full server may
         have sent before closing it."""
         try:
             return await self.state()
         except ConnectionLost:
             with contextlib.suppress(ConnectionClosed, KeyError, TypeError, ValueError):
-                words = json.loads(await connection.recv())["data"]
-                raise EnvError(words["code"], words["message"]) from None
+                error_data = json.loads(await connection.recv())["data"]
+                raise EnvError(error_data["code"], error_data["message"]) from None
             raise
 
-    async def _result(self, message: dict[str, Any]) -> StepResult:
+    async def _request_step(self, message: dict[str, Any]) -> StepResult:
         data = (await self._reply(message, "observation"))["data"]
         try:
             return StepResult(data["observation"], data["reward"], data["done"])
         except (KeyError, TypeError) as error:
-            raise self._not_the_wire(error) from error
+            raise self._protocol_error(error) from error
 
     async def close(self) -> None:
         """Send a close message and close the connection, within seconds; safe to repeat and if the
@@ -239,7 +239,7 @@ class OpenEnvClient:
         if connection is None:
             return
         try:
-            if not self._asking:
+            if not self._awaits_reply:
                 async with asyncio.timeout(_CLOSE_S):
                     await connection.send('{"type":"close"}')
                     await connection.wait_closed()
@@ -252,7 +252,7 @@ class OpenEnvClient:
         """Drop the connection without a close message; must be called on the loop."""
         connection = self._connection
         self._connection = None
-        self._asking = False
+        self._awaits_reply = False
         if connection is not None:
             connection.transport.abort()
 
@@ -264,12 +264,12 @@ class OpenEnvClient:
         connection = self._connection
         if connection is None:
             raise ConnectionPoisoned(f"no usable connection to {self.url}")
-        if self._asking:
+        if self._awaits_reply:
             raise RuntimeError("the reply to the previous request was not taken")
         if self._numbers is not None:
             message["id"] = next(self._numbers)
         request = _ENCODE(message)
-        self._asking = True
+        self._awaits_reply = True
         try:
             async with asyncio.timeout(self._message_timeout):
                 await connection.send(request)
@@ -294,20 +294,20 @@ class OpenEnvClient:
                     f"the reply to request {message.get('id')} was due, not to {reply.get('id')!r}"
                 )
             data = reply["data"]
-            failure = _said(data) if reply["type"] == "error" else None
+            failure = _read_error(data) if reply["type"] == "error" else None
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise self._not_the_wire(error) from error
-        self._asking = False
+            raise self._protocol_error(error) from error
+        self._awaits_reply = False
         if failure is not None:
             raise failure
         return reply
 
-    def _not_the_wire(self, error: Exception) -> ConnectionLost:
+    def _protocol_error(self, error: Exception) -> ConnectionLost:
         self.abort()
         return ConnectionLost(f"{self.url} does not speak the OpenEnv wire: {error!r}")
 
 
-def _said(data: Mapping[str, Any]) -> EnvError:
+def _read_error(data: Mapping[str, Any]) -> EnvError:
     retryable = data.get("retryable") is True
     details = data.get("errors")
     kind = str(data.get("kind"))
@@ -318,17 +318,19 @@ def _said(data: Mapping[str, Any]) -> EnvError:
 def websocket_url(base_url: str) -> str:
     """Convert ``http://host:port`` to ``ws://host:port/ws``. Raises ValueError for another
     scheme."""
-    scheme, separator, rest = base_url.partition("://")
+    scheme, separator, remainder = base_url.partition("://")
     schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
-    if not separator or scheme not in schemes or not rest.strip("/"):
+    if not separator or scheme not in schemes or not remainder.strip("/"):
         raise ValueError(f"not the address of an environment server: {base_url!r}")
-    rest = rest.rstrip("/")
+    remainder = remainder.rstrip("/")
     return (
-        f"{schemes[scheme]}://{rest}" if rest.endswith("/ws") else f"{schemes[scheme]}://{rest}/ws"
+        f"{schemes[scheme]}://{remainder}"
+        if remainder.endswith("/ws")
+        else f"{schemes[scheme]}://{remainder}/ws"
     )
 
 
-def _refusal(url: str, error: InvalidStatus) -> ConnectError:
+def _read_refusal(url: str, error: InvalidStatus) -> ConnectError:
     response = error.response
     if response.status_code != 503:
         return ConnectError(f"{url} answered HTTP {response.status_code}")
@@ -339,21 +341,21 @@ def _refusal(url: str, error: InvalidStatus) -> ConnectError:
         retry_after = float(response.headers.get("Retry-After", "1"))
     except ValueError:
         retry_after = 1.0
-    return CapacityError(f"{url}: {detail.rstrip('.')}; {_ARITHMETIC}", retry_after)
+    return CapacityError(f"{url}: {detail.rstrip('.')}; {_CAPACITY_ADVICE}", retry_after)
 
 
-_MOST_BYTES = 1 << 20
+_MAX_PAGE_BYTES = 1 << 20
 """Maximum size of a page in bytes."""
 
 
-def without_token(url: str) -> tuple[str, str | None]:
+def split_token(url: str) -> tuple[str, str | None]:
     """Split an address ``http://:TOKEN@HOST`` into the address without the token and the token;
     None if there is none."""
-    scheme, separator, rest = url.partition("://")
-    before, at, host = rest.partition("@")
-    if not at or "/" in before:
+    scheme, separator, remainder = url.partition("://")
+    credentials, separator_at, host = remainder.partition("@")
+    if not separator_at or "/" in credentials:
         return url, None
-    return f"{scheme}{separator}{host}", before.removeprefix(":") or None
+    return f"{scheme}{separator}{host}", credentials.removeprefix(":") or None
 
 
 async def fetch_metadata(
@@ -366,10 +368,10 @@ async def fetch_metadata(
     """
     websocket_url(base_url)
     try:
-        found = await fetch_page(base_url, "metadata", token, timeout_s, tls)
+        page = await fetch_page(base_url, "metadata", token, timeout_s, tls)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return page if isinstance(page, dict) else {}
 
 
 async def fetch_page(
@@ -417,7 +419,7 @@ async def _exchange(
         writer.write(request)
         chunks = []
         size = 0
-        while size < _MOST_BYTES and (chunk := await reader.read(1 << 16)):
+        while size < _MAX_PAGE_BYTES and (chunk := await reader.read(1 << 16)):
             chunks.append(chunk)
             size += len(chunk)
         return b"".join(chunks)
@@ -425,7 +427,7 @@ async def _exchange(
         writer.transport.abort()
 
 
-class _Received:
+class _ReceivedBytes:
     """The part of a socket's interface that HTTPResponse reads."""
 
     def __init__(self, raw: bytes) -> None:
@@ -437,7 +439,7 @@ class _Received:
 
 
 def _json_body(raw: bytes) -> Any:
-    response = HTTPResponse(_Received(raw))  # type: ignore[arg-type]
+    response = HTTPResponse(_ReceivedBytes(raw))  # type: ignore[arg-type]
     response.begin()
     body = response.read()
     if response.status != 200:

@@ -46,7 +46,7 @@ def typed_lines(console: Console, *, terminal: bool) -> Iterator[str]:
         import readline  # noqa: F401 (enables line editing in ``input``)
     text = ""
     while True:
-        line = _line(text) if terminal else sys.stdin.readline()
+        line = _read_terminal_line(text) if terminal else sys.stdin.readline()
         if line.rstrip("\r\n").endswith("\\"):
             text += line.rstrip("\r\n")[:-1] + "\n"
             continue
@@ -59,7 +59,7 @@ def typed_lines(console: Console, *, terminal: bool) -> Iterator[str]:
         text = ""
 
 
-def _line(before: str) -> str:
+def _read_terminal_line(before: str) -> str:
     """Read a line from the terminal, with its newline; return "" at Ctrl-D."""
     try:
         return input("… " if before else "> ") + "\n"
@@ -86,7 +86,7 @@ Type what a policy would say. A line that ends with a backslash goes on in the n
 /quit                      end the game (so does Ctrl-D)
 //text                     say /text"""
 """Shown by ``/help`` and ``--help``."""
-_WORDS = {
+_COMMAND_KINDS = {
     "/help": HELP,
     "/tools": TOOLS,
     "/restart": RESTART,
@@ -98,7 +98,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class Typed:
+class TypedLine:
     """A typed line."""
 
     kind: str
@@ -111,53 +111,53 @@ class Typed:
     """Arguments of a call."""
 
 
-def read_line(line: str, tools: Sequence[Mapping[str, Any]]) -> Typed:
+def read_line(line: str, tools: Sequence[Mapping[str, Any]]) -> TypedLine:
     """Parse a typed line. Raises ValueError with one sentence for an invalid command or call."""
     if line.startswith("//") or not line.startswith("/"):
-        return Typed(SAY, line.removeprefix("/") if line.startswith("//") else line)
-    word, _, rest = line.partition(" ")
+        return TypedLine(SAY, line.removeprefix("/") if line.startswith("//") else line)
+    word, _, remainder = line.partition(" ")
     if word == "/tool":
-        return _call(rest.strip(), dict(list_functions(tools)))
-    if word not in _WORDS or rest.strip():
+        return _parse_call(remainder.strip(), dict(list_functions(tools)))
+    if word not in _COMMAND_KINDS or remainder.strip():
         raise ValueError(
             f"{line[:60]!r} is no command (/help shows them; //... says a text that begins with a "
             f"slash)"
         )
-    return Typed(_WORDS[word])
+    return TypedLine(_COMMAND_KINDS[word])
 
 
-def _call(rest: str, known: Mapping[str, Mapping[str, Any]]) -> Typed:
-    name, _, given = rest.partition(" ")
+def _parse_call(remainder: str, parameters_by_tool: Mapping[str, Mapping[str, Any]]) -> TypedLine:
+    name, _, argument_text = remainder.partition(" ")
     if not name:
         raise ValueError('say which tool: /tool NAME key=value ... or /tool NAME {"key": ...}')
-    given = given.strip()
-    if given.startswith("{"):
-        return Typed(CALL, name=name, arguments=_object(given))
+    argument_text = argument_text.strip()
+    if argument_text.startswith("{"):
+        return TypedLine(CALL, name=name, arguments=_parse_object(argument_text))
     try:
-        words = shlex.split(given)
+        words = shlex.split(argument_text)
     except ValueError as error:
         raise ValueError(f"the arguments cannot be read: {str(error).lower()}") from None
-    properties = known.get(name, {}).get("properties", {})
+    properties = parameters_by_tool.get(name, {}).get("properties", {})
     arguments: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
             raise ValueError(f"{word!r} is no argument: write key=value")
-        arguments[key] = _value(key, value, properties.get(key))
-    return Typed(CALL, name=name, arguments=arguments)
+        arguments[key] = _parse_value(key, value, properties.get(key))
+    return TypedLine(CALL, name=name, arguments=arguments)
 
 
-def _object(text: str) -> dict[str, Any]:
+def _parse_object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"the arguments are no JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError("the arguments are a JSON object")
-    return found
+    return value
 
 
-def _value(key: str, text: str, schema: Any) -> Any:
+def _parse_value(key: str, text: str, schema: Any) -> Any:
     """Parse the value of an argument by its schema: text if the type is string, else JSON.
 
     Text that is not JSON is kept if the schema names no type, null, or several types. Raises
@@ -176,18 +176,22 @@ def _value(key: str, text: str, schema: Any) -> Any:
         ) from None
 
 
-_LONGEST = 20_000
+_MAX_SHOWN_CHARS = 20_000
 """Maximum length of a displayed text in characters."""
 _STYLES = {"system": "magenta", "user": "cyan", "tool": "yellow", "assistant": "green"}
 """Colours by role."""
 
 
-def _shown(text: object) -> str:
-    """Return a text with its control characters made visible, truncated to ``_LONGEST``
+def _printable_text(text: object) -> str:
+    """Return a text with its control characters made visible, truncated to ``_MAX_SHOWN_CHARS``
     characters."""
-    shown = str(text)
-    cut = f"… ({len(shown) - _LONGEST:,} more characters)" if len(shown) > _LONGEST else ""
-    return printable(shown[:_LONGEST]) + cut
+    full = str(text)
+    suffix = (
+        f"… ({len(full) - _MAX_SHOWN_CHARS:,} more characters)"
+        if len(full) > _MAX_SHOWN_CHARS
+        else ""
+    )
+    return printable(full[:_MAX_SHOWN_CHARS]) + suffix
 
 
 class Board:
@@ -229,9 +233,9 @@ class Board:
     def message(self, role: str, content: object) -> None:
         """Show one message."""
         self._console.print(
-            Text(f"{_shown(role)}: ", style=_STYLES.get(role, "")), end="", soft_wrap=True
+            Text(f"{_printable_text(role)}: ", style=_STYLES.get(role, "")), end="", soft_wrap=True
         )
-        self._console.print(Text(_shown(content)), soft_wrap=True)
+        self._console.print(Text(_printable_text(content)), soft_wrap=True)
 
     def turn(self, turn: Turn, so_far: float) -> None:
         """Show the environment's answer; ``so_far`` is the return of the episode including it."""
@@ -244,22 +248,23 @@ class Board:
         self.line("  ".join([*parts, f"return {so_far:g}"]), "dim")
         if turn.info:
             self.line(
-                f"info {json.dumps(turn.info, ensure_ascii=False, default=repr)[:_LONGEST]}", "dim"
+                f"info {json.dumps(turn.info, ensure_ascii=False, default=repr)[:_MAX_SHOWN_CHARS]}",
+                "dim",
             )
 
     def line(self, text: str, style: str = "") -> None:
         """Print a line."""
-        self._console.print(Text(_shown(text), style=style), soft_wrap=True)
+        self._console.print(Text(_printable_text(text), style=style), soft_wrap=True)
 
 
 def signature(name: str, parameters: Mapping[str, Any]) -> str:
     """Return the signature of a tool, such as ``read(path: string, lines: integer (optional))``."""
     required = parameters.get("required") or ()
-    shown = [
+    parameters_text = [
         f"{key}: {_kind(schema)}{'' if key in required else ' (optional)'}"
         for key, schema in (parameters.get("properties") or {}).items()
     ]
-    return f"{name}({', '.join(shown)})"
+    return f"{name}({', '.join(parameters_text)})"
 
 
 def _kind(schema: Any) -> str:
@@ -286,12 +291,14 @@ def choose_task(spec: EnvironmentSpec, split: str, template: str, seed: int) -> 
     Raises ValueError for a template that the split does not have, and for a split without tasks.
     """
     tasks = spec.tasks(split)
-    known = [*tasks.group_of]
-    if not known:
+    templates = [*tasks.group_of]
+    if not templates:
         raise ValueError(f"{spec.name} has no task in the split {split!r}")
     if template and template not in tasks.group_of:
-        raise ValueError(f"the split {split!r} has no task {template!r}{close_to(template, known)}")
-    return tasks.instantiate(template or random.Random(seed).choice(known), seed)
+        raise ValueError(
+            f"the split {split!r} has no task {template!r}{close_to(template, templates)}"
+        )
+    return tasks.instantiate(template or random.Random(seed).choice(templates), seed)
 
 
 class Game:
@@ -312,7 +319,7 @@ class Game:
         self._environment: Environment | None = None
         self._opening: Opening | None = None
         self._return = 0.0
-        self._over = True
+        self._is_over = True
 
     def play(self, lines: Iterable[str], split: str, template: str, seed: int) -> int:
         """Play until the lines end. Return 0, or 1 if the environment failed in the last episode.
@@ -320,7 +327,7 @@ class Game:
         Raises ValueError for an unknown task.
         """
         task = choose_task(self._spec, split, template, seed)
-        whole = self._begin(task, split, seed)
+        works = self._start_episode(task, split, seed)
         for line in lines:
             try:
                 typed = read_line(line, self._opening.tools if self._opening else ())
@@ -333,19 +340,19 @@ class Game:
                 seed += 1
                 task = choose_task(self._spec, split, "", seed)
             if typed.kind in (NEXT, RESTART):
-                whole = self._begin(task, split, seed)
+                works = self._start_episode(task, split, seed)
             elif typed.kind == HELP:
                 self._board.line(HELP_TEXT)
             elif typed.kind == TOOLS:
                 self._board.tools(self._opening.tools if self._opening else ())
-            elif self._over:
+            elif self._is_over:
                 self._board.line(
                     "the episode is over: /restart begins it again, /next another one, /quit ends",
                     "red",
                 )
             else:
-                whole = self._say(typed, task)
-        return 0 if whole else 1
+                works = self._send(typed, task)
+        return 0 if works else 1
 
     def close(self) -> None:
         """Close the environment and stop the loop, within a few seconds. Raises CallFailed if the
@@ -360,75 +367,77 @@ class Game:
         finally:
             self._loop.stop(_STOP_S)
 
-    def _begin(self, task: Task, split: str, seed: int) -> bool:
+    def _start_episode(self, task: Task, split: str, seed: int) -> bool:
         """Start an episode; return whether the environment works."""
         self._board.title(self._spec, task, split, seed)
         self._return = 0.0
-        self._over = True
+        self._is_over = True
         self._opening = None
         try:
             if self._environment is None:
-                self._environment = self._made()
+                self._environment = self._make_environment()
             environment = self._environment
             opening = self._call(
                 "reset", task.id, lambda: environment.reset(task.payload, seed=task.seed)
             )
         except CallFailed as error:
-            return self._failed(error)
+            return self._report_failure(error)
         problems = [*opening_problems(opening, self._spec.system_prompt)]
         problems = problems or [*tool_problems(opening.tools)]
         if problems:
-            return self._refused(problems)
+            return self._report_problems(problems)
         self._opening = opening
-        self._over = False
+        self._is_over = False
         self._board.opening(self._spec.system_prompt, opening)
         return True
 
-    def _say(self, typed: Typed, task: Task) -> bool:
+    def _send(self, typed: TypedLine, task: Task) -> bool:
         """Send a message or call; return whether the environment works."""
         environment = self._environment
         opening = self._opening
         assert environment is not None and opening is not None
-        message = self._message(typed, opening.tools)
+        message = self._build_message(typed, opening.tools)
         try:
             turn = self._call("step", task.id, lambda: environment.step(message))
         except CallFailed as error:
-            return self._failed(error)
+            return self._report_failure(error)
         if problems := [*turn_problems(turn)]:
-            return self._refused(problems)
-        self._show(turn)
+            return self._report_problems(problems)
+        self._show_turn(turn)
         return True
 
-    def _message(self, typed: Typed, tools: Sequence[Mapping[str, Any]]) -> AssistantMessage:
+    def _build_message(
+        self, typed: TypedLine, tools: Sequence[Mapping[str, Any]]
+    ) -> AssistantMessage:
         if typed.kind != CALL:
             return policy_turn(typed.text, tools)
         if typed.name not in dict(list_functions(tools)):
             self._board.line(f"there is no tool {typed.name!r}; it is called all the same", "dim")
         return policy_turn(call_text(typed.name, typed.arguments), tools)
 
-    def _show(self, turn: Turn) -> None:
+    def _show_turn(self, turn: Turn) -> None:
         self._return = (turn.reward or 0.0) + (0.0 if turn.final else self._return)
         self._board.turn(turn, self._return)
         if ends_episode(turn):
-            self._over = True
+            self._is_over = True
             self._board.line(f"the episode is over, its return is {self._return:g}", "bold")
 
-    def _failed(self, error: CallFailed) -> bool:
+    def _report_failure(self, error: CallFailed) -> bool:
         """Report that the environment failed, and release the instance, whose state is unknown.
         Return False."""
-        self._over = True
+        self._is_over = True
         self._board.line(
             f"the environment failed: {error.what}{f', at {error.where}' if error.where else ''}",
             "red",
         )
         try:
             self._release()
-        except CallFailed as again:
-            self._board.line(f"and then {again.what}", "red")
+        except CallFailed as close_error:
+            self._board.line(f"and then {close_error.what}", "red")
         return False
 
-    def _refused(self, problems: Sequence[str]) -> bool:
-        self._over = True
+    def _report_problems(self, problems: Sequence[str]) -> bool:
+        self._is_over = True
         self._board.line(f"the environment breaks its contract: {problems[0]} (see `check`)", "red")
         return False
 
@@ -438,16 +447,16 @@ class Game:
         if environment is not None:
             self._call("close", "", environment.close)
 
-    def _made(self) -> Environment:
+    def _make_environment(self) -> Environment:
         async def make() -> Environment:
             return self._caller.make(self._spec.make, "")
 
-        return self._bounded(make())
+        return self._run_on_loop(make())
 
     def _call(self, name: str, task: str, method: Any) -> Any:
-        return self._bounded(self._caller.call(name, task, method))
+        return self._run_on_loop(self._caller.call(name, task, method))
 
-    def _bounded(self, work: Any) -> Any:
+    def _run_on_loop(self, work: Any) -> Any:
         """Run a coroutine on the loop and return its result. Raises CallFailed, also if the loop is
         blocked."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop.loop)
@@ -472,7 +481,7 @@ Play an environment by hand: you are the policy. Without a terminal, lines are r
 
 {HELP_TEXT}"""
 """Shown by ``--help``."""
-_LARGEST_SEED = 1 << 31
+_MAX_SEED = 1 << 31
 """Bound of drawn seeds."""
 
 
@@ -508,7 +517,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
             f"start; a service may "
             "have a page of its own for that"
         )
-    seed = random.randrange(_LARGEST_SEED) if arguments.seed is None else arguments.seed
+    seed = random.randrange(_MAX_SEED) if arguments.seed is None else arguments.seed
     lines = typed_lines(console, terminal=sys.stdin.isatty() and sys.stdout.isatty())
     board = Board(console)
     game = Game(spec, board, UserCode(environment_folders(arguments.reference)), arguments.timeout)

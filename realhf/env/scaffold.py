@@ -15,7 +15,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-DOORS = {
+ENV_FORMATS = {
     "class": "a class with tools; TRL's environment_factory takes it too",
     "message": "a class that reads and answers messages",
     "dataset": "questions of one turn, and a function that judges the answers",
@@ -23,12 +23,12 @@ DOORS = {
 }
 """Formats of environments and their descriptions."""
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-_LONGEST = 60
+_MAX_NAME_CHARS = 60
 """Maximum length of a name."""
 
 
-class Start(NamedTuple):
-    """The result of ``write_start``."""
+class WrittenFiles(NamedTuple):
+    """The result of ``write_files``."""
 
     files: tuple[Path, Path]
     """The written files: the environment and its test."""
@@ -36,8 +36,9 @@ class Start(NamedTuple):
     """Shell commands to continue with: check, play and train."""
 
 
-def write_start(name: str, env_format: str, folder: Path) -> Start:
-    """Write ``NAME.py`` and ``test_NAME.py``, both or none; ``env_format`` is a key of ``DOORS``.
+def write_files(name: str, env_format: str, folder: Path) -> WrittenFiles:
+    """Write ``NAME.py`` and ``test_NAME.py``, both or none; ``env_format`` is a key of
+    ``ENV_FORMATS``.
 
     Raises ValueError for a name that is not a valid module name or is taken by another module, and
     for files that exist or cannot be written.
@@ -54,7 +55,7 @@ def write_start(name: str, env_format: str, folder: Path) -> Start:
         _template(template).substitute(words) for template in (env_format, f"test_{env_format}")
     ]
     if existing := [file for file in files if file.exists() or file.is_symlink()]:
-        raise ValueError(f"{existing[0]} is there already, and nothing was written")
+        raise ValueError(f"{existing[0]} exists already; nothing was written")
     written: list[Path] = []
     try:
         for file, text in zip(files, texts, strict=True):
@@ -65,14 +66,15 @@ def write_start(name: str, env_format: str, folder: Path) -> Start:
         for file in written:
             file.unlink(missing_ok=True)
         raise ValueError(f"{folder} cannot be written to: {error.strerror or error}") from None
-    return Start(files, _next_commands(files[0], title, env_format))
+    return WrittenFiles(files, _next_commands(files[0], title, env_format))
 
 
 def check_name(name: str) -> None:
     """Raise ValueError for a name that is not a valid module name or is taken by another module."""
-    if not _NAME.fullmatch(name) or len(name) > _LONGEST or keyword.iskeyword(name):
+    if not _NAME.fullmatch(name) or len(name) > _MAX_NAME_CHARS or keyword.iskeyword(name):
         raise ValueError(
-            f"{name[:_LONGEST]!r} is no name: write a small letter, then letters, digits and "
+            f"{name[:_MAX_NAME_CHARS]!r} is no name: write a small letter, then letters, digits "
+            f"and "
             f"underscores"
         )
     if importlib.util.find_spec(name) is not None and not Path(f"{name}.py").exists():
@@ -108,7 +110,7 @@ ABOUT = "\n".join(
         "which checks it.",
         "Files that are there already are left alone.",
         "",
-        *(f"--door {name:<8} {about}" for name, about in DOORS.items()),
+        *(f"--door {name:<8} {about}" for name, about in ENV_FORMATS.items()),
     ]
 )
 """Shown by ``--help``."""
@@ -121,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "name", metavar="NAME", help="small letters, digits and underscores: guess, my_game"
     )
     parser.add_argument(
-        "--door", choices=[*DOORS], default="class", help="how it is written (class)"
+        "--door", choices=[*ENV_FORMATS], default="class", help="how it is written (class)"
     )
     parser.add_argument(
         "--folder", type=Path, default=Path(), help="where the files go (the working directory)"
@@ -131,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Write the files and print the next commands. Return 0; raises ValueError if they cannot be
     written."""
-    start = write_start(arguments.name, arguments.door, arguments.folder)
+    start = write_files(arguments.name, arguments.door, arguments.folder)
     lines = [
         f"wrote {start.files[0]} and {start.files[1]}; next:",
         *(f"    {command}" for command in start.commands),

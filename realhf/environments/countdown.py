@@ -387,7 +387,9 @@ class CountdownTasks(GroupedTaskSet):
     def __init__(
         self, levels: Iterable[str], split: str, partial_credit: float = PARTIAL_CREDIT
     ) -> None:
-        super().__init__({name: name for name in LEVELS}, [*LEVELS], levels, split, what="level")
+        super().__init__(
+            {name: name for name in LEVELS}, [*LEVELS], levels, split, group_word="level"
+        )
         self._partial_credit = partial_credit
 
     def puzzle(self, template_id: str, seed: int) -> Puzzle:

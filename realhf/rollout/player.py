@@ -34,7 +34,7 @@ from realhf.api.messages import message_problems
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.rollout import ChatFormat, RolloutOutcome
 from realhf.base import process_clock
-from realhf.env.loader.validation import whole_text
+from realhf.env.loader.validation import replace_surrogates
 from realhf.rollout.episode import (
     Conversation,
     EpisodeRequest,
@@ -286,7 +286,7 @@ def _replace_surrogates(messages: Any) -> Any:
         return messages
     return [
         {
-            key: whole_text(value) if isinstance(value, str) else value
+            key: replace_surrogates(value) if isinstance(value, str) else value
             for key, value in message.items()
         }
         if isinstance(message, Mapping)

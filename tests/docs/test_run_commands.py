@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from realhf.api.config import ConfigError
-from realhf.env.scaffold import DOORS
+from realhf.env.scaffold import ENV_FORMATS
 from realhf.launch.build import build_experiment
 from realhf.launch.checks import check_config
 from realhf.launch.compose import compose_config
@@ -196,7 +196,7 @@ def test_one_of_your_own_by_the_words_of_the_page(
     assert len({*re.findall(r"results: (\S+)", "".join(printed))}) == 2
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", ENV_FORMATS)
 def test_what_init_prints(
     door: str, tmp_path: Path, shell: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

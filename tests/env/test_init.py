@@ -13,9 +13,9 @@ import pytest
 
 from realhf.api.environment import Task
 from realhf.env.__main__ import main
-from realhf.env.listing import about
+from realhf.env.listing import describe_environment
 from realhf.env.loader.load import build_environment
-from realhf.env.scaffold import DOORS
+from realhf.env.scaffold import ENV_FORMATS
 from realhf.launch.__main__ import main as launch
 from realhf.rollout.black_box_agent import BlackBoxAgent, load_agent
 from realhf.rollout.episode import EpisodeRequest, Limits
@@ -31,7 +31,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", ENV_FORMATS)
 def test_what_it_writes_passes_the_check_and_its_own_tests(
     door: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,7 +118,7 @@ def test_its_tests_run_by_pytest_in_the_folder(
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", ENV_FORMATS)
 def test_it_is_short_and_clean(door: str, tmp_path: Path) -> None:
     """Less than 60 lines, formatted as ruff does, and without an import of this package."""
     assert main(["init", "first_game", "--door", door]) == 0
@@ -150,7 +150,7 @@ def test_nothing_is_overwritten_and_nothing_is_half_written(
     (tmp_path / "test_mine.py").write_text("mine")
     assert main(["init", "mine"]) == 2
     assert (
-        capsys.readouterr().err == "error: test_mine.py is there already, and nothing was written\n"
+        capsys.readouterr().err == "error: test_mine.py exists already; nothing was written\n"
     )
     assert (tmp_path / "test_mine.py").read_text() == "mine" and not (tmp_path / "mine.py").exists()
 
@@ -184,5 +184,5 @@ def test_a_name_or_folder_that_cannot_be_is_one_line(
 def test_what_it_writes_says_what_it_is_about(tmp_path: Path) -> None:
     """The sentence that ``list`` would show, of a file as of a registered name."""
     assert main(["init", "mine"]) == 0
-    row = about(f"{tmp_path / 'mine.py'}:Mine")
+    row = describe_environment(f"{tmp_path / 'mine.py'}:Mine")
     assert row["interface"] == "1 tool" and not row["error"]

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from realhf.env.__main__ import main
-from realhf.env.listing import about
+from realhf.env.listing import describe_environment
 from realhf.registry import environments
 
 
@@ -37,4 +37,6 @@ def test_the_table_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_an_environment_that_cannot_be_loaded_is_a_row_with_the_reason() -> None:
-    assert about("no_such")["error"].startswith("ValueError: unknown environment 'no_such'")
+    assert describe_environment("no_such")["error"].startswith(
+        "ValueError: unknown environment 'no_such'"
+    )

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from realhf.env.__main__ import main
-from realhf.env.play import CALL, HELP, NEXT, QUIT, RESTART, SAY, TOOLS, Typed, read_line
+from realhf.env.play import CALL, HELP, NEXT, QUIT, RESTART, SAY, TOOLS, TypedLine, read_line
 
 SCHEMA = {
     "type": "object",
@@ -30,28 +30,31 @@ KNOWN = [
 @pytest.mark.parametrize(
     ("line", "meant"),
     [
-        ("hello there", Typed(SAY, "hello there")),
-        ("", Typed(SAY, "")),
-        ("//etc", Typed(SAY, "/etc")),
-        ("/help", Typed(HELP)),
-        ("/tools", Typed(TOOLS)),
-        ("/restart", Typed(RESTART)),
-        ("/next ", Typed(NEXT)),
-        ("/quit", Typed(QUIT)),
-        ("/tool read", Typed(CALL, name="read")),
+        ("hello there", TypedLine(SAY, "hello there")),
+        ("", TypedLine(SAY, "")),
+        ("//etc", TypedLine(SAY, "/etc")),
+        ("/help", TypedLine(HELP)),
+        ("/tools", TypedLine(TOOLS)),
+        ("/restart", TypedLine(RESTART)),
+        ("/next ", TypedLine(NEXT)),
+        ("/quit", TypedLine(QUIT)),
+        ("/tool read", TypedLine(CALL, name="read")),
         (
             "/tool read path=7 lines=7",
-            Typed(CALL, name="read", arguments={"path": "7", "lines": 7}),
+            TypedLine(CALL, name="read", arguments={"path": "7", "lines": 7}),
         ),
         (
             "/tool read path='a b' other=x",
-            Typed(CALL, name="read", arguments={"path": "a b", "other": "x"}),
+            TypedLine(CALL, name="read", arguments={"path": "a b", "other": "x"}),
         ),
-        ('/tool read {"lines": "seven"}', Typed(CALL, name="read", arguments={"lines": "seven"})),
-        ("/tool other list=[1,2]", Typed(CALL, name="other", arguments={"list": [1, 2]})),
+        (
+            '/tool read {"lines": "seven"}',
+            TypedLine(CALL, name="read", arguments={"lines": "seven"}),
+        ),
+        ("/tool other list=[1,2]", TypedLine(CALL, name="other", arguments={"list": [1, 2]})),
     ],
 )
-def test_what_a_line_means(line: str, meant: Typed) -> None:
+def test_what_a_line_means(line: str, meant: TypedLine) -> None:
     assert read_line(line, KNOWN) == meant
 
 

@@ -29,8 +29,8 @@ from realhf.api.option import option
 from realhf.base.installation import needed
 from realhf.base.plugin import located
 from realhf.env.loader.tasks import SeedTaskSet
-from realhf.env.loader.threads import MOST_STUCK, Threads
-from realhf.env.loader.validation import BrokenContract, checked_number, shown, whole_text
+from realhf.env.loader.threads import MAX_STUCK, Threads
+from realhf.env.loader.validation import BrokenContract, replace_surrogates, shown, validate_number
 
 EXTRA = "gymnasium"
 """Name of the extra of this package that installs Gymnasium."""
@@ -133,7 +133,7 @@ class Actions:
 
     def _text(self, text: str) -> str:
         """Return a valid text action. Raises ValueError for the policy."""
-        text = whole_text(text)
+        text = replace_surrogates(text)
         if not self.min_chars <= len(text) <= self.max_chars:
             raise ValueError(
                 f"Answer with {self.min_chars} to {self.max_chars} characters, not {len(text)}."
@@ -239,7 +239,7 @@ class GymnasiumEnvironment:
         """Start the episode of a seed. Raises EnvironmentFailure."""
         del task
         if self._thread is None or self._is_abandoned:
-            if (count := sum(each.stuck for each in self._abandoned_threads)) >= MOST_STUCK:
+            if (count := sum(each.stuck for each in self._abandoned_threads)) >= MAX_STUCK:
                 raise EnvironmentFailure(
                     "capacity", f"{self._name}: {count} calls have not returned"
                 )
@@ -356,7 +356,7 @@ class _Instance:
     def step(self, action: int | str) -> Turn:
         """Take an action. Raises BrokenContract for a reward that is not finite."""
         observation, reward, terminated, truncated, info = self._env.step(action)
-        number = checked_number(reward, "the reward")
+        number = validate_number(reward, "the reward")
         self._return += number
         done = bool(terminated or truncated)
         reported_success = next(
@@ -386,7 +386,7 @@ class _Instance:
             raise BrokenContract(
                 f"render returned no text but {shown(content)}; env.render=false shows observations"
             )
-        text = whole_text(
+        text = replace_surrogates(
             without_escapes(content) if isinstance(content, str) else _observation_to_json(content)
         )
         limit = self._rules.max_chars

@@ -30,7 +30,13 @@ from realhf.env.adapters.openenv_episode import (
     ServedTaskSet,
     speaks_messages,
 )
-from realhf.env.loader.tasks import Row, RowOptions, SeedTaskSet, row_options, tasks_of_data
+from realhf.env.loader.tasks import (
+    Row,
+    RowOptions,
+    SeedTaskSet,
+    extract_row_options,
+    load_task_sets,
+)
 from realhf.env.loader.validation import shown
 from realhf.env.openenv_client import OpenEnvClient, fetch_metadata, fetch_page, websocket_url
 
@@ -152,7 +158,7 @@ def build(options: OpenEnvOptions) -> EnvironmentSpec:
     """
     urls = parse_urls(options.url)
     token = _token(options.token_file)
-    rows = row_options(options)
+    rows = extract_row_options(options)
     tls = _tls(options.ca_file)
     # A separate thread, because the caller may be on an event loop.
     loop_thread = LoopThread("openenv description", instead="an event loop")
@@ -188,7 +194,7 @@ def build(options: OpenEnvOptions) -> EnvironmentSpec:
     return EnvironmentSpec(
         NAME,
         make,
-        tasks_of_data(rows, Path.cwd(), seeded=True, check=_check_row)
+        load_task_sets(rows, Path.cwd(), seeded=True, check=_check_row)
         if rows.data
         else partial(ServedTaskSet if messages else SeedTaskSet, NAME),
         system_prompt=options.system_prompt,

@@ -15,7 +15,7 @@ from typing import Any
 
 from realhf.api.environment import AssistantMessage, ToolCall
 from realhf.base.text import close_to
-from realhf.env.loader.validation import json_problem, shown, whole_text
+from realhf.env.loader.validation import json_problem, replace_surrogates, shown
 from realhf.env.openenv_client import EnvError
 
 TOOL_NAME = "act"
@@ -83,7 +83,7 @@ class ActionForm:
 
     def text(self, message: AssistantMessage) -> dict[str, Any]:
         """Return the action of a turn without tools."""
-        return {self.text_field: whole_text(message.content)}
+        return {self.text_field: replace_surrogates(message.content)}
 
 
 def build_form(schema: Any, requested: str, field_name: str) -> ActionForm | None:
@@ -271,7 +271,7 @@ def refusal_text(error: EnvError, max_chars: int) -> str:
 def cut(text: str, max_chars: int) -> str:
     """Return a text shortened to ``max_chars`` characters, with a note of how many were left out.
     Characters that cannot be encoded are replaced."""
-    text = whole_text(text)
+    text = replace_surrogates(text)
     return (
         text
         if len(text) <= max_chars

@@ -33,13 +33,13 @@ from realhf.env.adapters.openenv_action import (
 from realhf.env.loader.tasks import SeedTaskSet
 from realhf.env.loader.validation import (
     BrokenContract,
-    checked,
-    checked_messages,
-    checked_number,
-    checked_numbers,
     json_problem,
+    replace_surrogates,
+    require_valid,
     shown,
-    whole_text,
+    validate_messages,
+    validate_number,
+    validate_numbers,
 )
 from realhf.env.openenv_client import CapacityError, EnvError, OpenEnvClient, StepResult
 
@@ -174,7 +174,7 @@ def _check_types(result: StepResult) -> StepResult:
         )
     with _contract_errors_as_failures():
         reward = (
-            None if result.reward is None else checked_number(result.reward, "the server's reward")
+            None if result.reward is None else validate_number(result.reward, "the server's reward")
         )
     return StepResult(result.observation, reward, result.done)
 
@@ -310,7 +310,7 @@ class OpenEnvEnvironment:
                 text = self._convert_observation(result_text, observation)
         except InvalidAction as problem:
             text = f"error: {problem}" if not self._done else OVER
-        name = whole_text(call.name[:60]) or "unknown"
+        name = replace_surrogates(call.name[:60]) or "unknown"
         answer = {"role": "tool", "name": name, "content": cut(text, self._rules.max_chars)}
         return answer | {"tool_call_id": call.id} if call.id else answer
 
@@ -402,8 +402,8 @@ class MessagesEnvironment:
         observation = result.observation
         tools = observation.get("tools") or []
         with _contract_errors_as_failures():
-            messages = checked_messages(observation.get("messages"), "the server's messages")
-            tools = checked(tools, tool_problems(tools, "the server's tools"))
+            messages = validate_messages(observation.get("messages"), "the server's messages")
+            tools = require_valid(tools, tool_problems(tools, "the server's tools"))
             return Opening(messages, tools, _info(observation), _state_key(observation))
 
     async def step(self, message: AssistantMessage) -> Turn:
@@ -411,9 +411,9 @@ class MessagesEnvironment:
         result = await self._session.step(_action(message))
         observation = result.observation
         with _contract_errors_as_failures():
-            messages = checked_messages(observation.get("messages"), "the server's messages")
-            rewards = checked_numbers(observation.get("rewards") or {}, "the server's rewards")
-            metrics = checked_numbers(observation.get("metrics") or {}, "the server's metrics")
+            messages = validate_messages(observation.get("messages"), "the server's messages")
+            rewards = validate_numbers(observation.get("rewards") or {}, "the server's rewards")
+            metrics = validate_numbers(observation.get("metrics") or {}, "the server's metrics")
         final = observation.get("final") is True
         return Turn(
             messages,
@@ -434,13 +434,13 @@ class MessagesEnvironment:
 def _action(message: AssistantMessage) -> dict[str, Any]:
     """Return the action that carries the policy's turn."""
     action: dict[str, Any] = {
-        "content": whole_text(message.content),
+        "content": replace_surrogates(message.content),
         "token_count": message.token_count,
     }
     if message.tool_calls:
         action["tool_calls"] = [_call(call) for call in message.tool_calls]
     return action | {
-        name: whole_text(value)
+        name: replace_surrogates(value)
         for name, value in (("reasoning", message.reasoning), ("text", message.text))
         if value
     }
@@ -450,10 +450,10 @@ def _call(call: ToolCall) -> dict[str, Any]:
     """Return a call for the wire. A call that could not be parsed is sent as the policy wrote it,
     so that the server explains what is wrong with it."""
     readable = not call.problem and not json_problem(call.arguments)
-    entry = {"name": whole_text(call.name), "arguments": dict(call.arguments)}
+    entry = {"name": replace_surrogates(call.name), "arguments": dict(call.arguments)}
     if not readable:
-        entry["arguments"] = whole_text(call.text or call.problem or "?")
-    return entry | ({"id": whole_text(call.id)} if call.id else {})
+        entry["arguments"] = replace_surrogates(call.text or call.problem or "?")
+    return entry | ({"id": replace_surrogates(call.id)} if call.id else {})
 
 
 def _state_key(observation: Mapping[str, Any]) -> str:

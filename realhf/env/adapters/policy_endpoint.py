@@ -18,7 +18,7 @@ from typing import Any
 
 from realhf.api.environment import AssistantMessage, ChatMessage, ToolCall
 from realhf.api.messages import message_problems
-from realhf.env.loader.validation import json_problem, shown, whole_text
+from realhf.env.loader.validation import json_problem, replace_surrogates, shown
 from realhf.web.connections import MOST_HEAD_BYTES
 
 SECRET_HEADER = "x-policy-secret"
@@ -121,7 +121,10 @@ def to_chat_message(message: AssistantMessage) -> dict[str, Any]:
     """Return a turn of the policy as a message of the chat API. A call that could not be parsed
     keeps its text as arguments, so that the program reports the problem."""
     calls = [_to_chat_call(number, call) for number, call in enumerate(message.tool_calls)]
-    chat_message: dict[str, Any] = {"role": "assistant", "content": whole_text(message.content)}
+    chat_message: dict[str, Any] = {
+        "role": "assistant",
+        "content": replace_surrogates(message.content),
+    }
     return chat_message | {"tool_calls": calls} if calls else chat_message
 
 
@@ -132,9 +135,9 @@ def _to_chat_call(number: int, call: ToolCall) -> dict[str, Any]:
     arguments = (
         json.dumps(dict(call.arguments))
         if readable
-        else whole_text(call.text or call.problem or "?")
+        else replace_surrogates(call.text or call.problem or "?")
     )
-    function = {"name": whole_text(call.name) or "unknown", "arguments": arguments}
+    function = {"name": replace_surrogates(call.name) or "unknown", "arguments": arguments}
     return {"id": call.id or f"call_{number}", "type": "function", "function": function}
 
 
@@ -168,11 +171,11 @@ def _content_text(content: Any) -> str:
     """Return content as text; the parts of a list are joined by newlines. Raises Unplayable for
     content other than text."""
     if content is None or isinstance(content, str):
-        return whole_text(content or "")
+        return replace_surrogates(content or "")
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         if all(isinstance(part, str) for part in parts):
-            return whole_text("\n".join(str(part) for part in parts))
+            return replace_surrogates("\n".join(str(part) for part in parts))
     raise Unplayable(f"it sent a message that is not text: {shown(content)}")
 
 

@@ -27,7 +27,7 @@ from realhf.env.check.scripts import (
     talking_turns,
     wrong_messages,
 )
-from realhf.env.loader.threads import MOST_THREADS
+from realhf.env.loader.threads import MAX_THREADS
 
 _WRONG_TASKS = 2
 """Number of tasks in which wrong messages are sent."""
@@ -160,7 +160,7 @@ async def check_instances(run: CheckRun) -> str:
     harness = run.harness
     requested = run.order.instances
     half_s = run.order.timeout_s / 2
-    waiting = MOST_THREADS * half_s / max(harness.slowest_s, 1e-6)
+    waiting = MAX_THREADS * half_s / max(harness.slowest_s, 1e-6)
     bearable = max(2, int(min(half_s / max(run.busy_s, 1e-6), waiting)))
     count = min(requested, harness.spec.concurrency or requested, bearable)
     alone = run.transcripts if harness.spec.deterministic and run.comparable else {}

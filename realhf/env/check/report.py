@@ -141,7 +141,7 @@ class Order:
     """An order for the child process of a check: what to check, and the limits."""
 
     reference: str
-    """Name of the environment, as ``definition_of`` takes it."""
+    """Name of the environment, as ``load_definition`` takes it."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the environment as plain values."""
     timeout_s: float = 10.0

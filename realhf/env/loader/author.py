@@ -22,7 +22,14 @@ from realhf.api.environment import (
     TaskSet,
 )
 from realhf.base.plugin import located
-from realhf.env.loader.tasks import Row, RowOptions, SeedTaskSet, row_options, set_of, tasks_of_data
+from realhf.env.loader.tasks import (
+    Row,
+    RowOptions,
+    SeedTaskSet,
+    extract_row_options,
+    load_task_sets,
+    to_task_set,
+)
 from realhf.env.loader.validation import BrokenContract
 
 ATTRIBUTES: Mapping[str, tuple[Any, Callable[[Any], bool], str]] = {
@@ -39,37 +46,37 @@ ATTRIBUTES: Mapping[str, tuple[Any, Callable[[Any], bool], str]] = {
 value, expected type in words for messages)."""
 
 
-def file_of(thing: Any) -> str:
+def source_file(thing: Any) -> str:
     """Return the path of the file that defines a class or function; "" if there is none."""
     module = sys.modules.get(getattr(thing, "__module__", ""))
     return getattr(module, "__file__", None) or ""
 
 
-def place_of(thing: Any) -> str:
+def source_location(thing: Any) -> str:
     """Return the file and line where a class or function is defined, such as ``env.py, line
     12``."""
     thing = inspect.unwrap(thing) if callable(thing) else thing
     try:
         if code := getattr(thing, "__code__", None):
             return f"{code.co_filename}, line {code.co_firstlineno}"
-        return f"{file_of(thing)}, line {inspect.getsourcelines(thing)[1]}"
+        return f"{source_file(thing)}, line {inspect.getsourcelines(thing)[1]}"
     except (OSError, TypeError):
-        return file_of(thing) or repr(thing)
+        return source_file(thing) or repr(thing)
 
 
-def raised(error: BaseException, thing: Any) -> str:
+def format_error(error: BaseException, thing: Any) -> str:
     """Format an error in one line, with the line in the file of ``thing``, or of one of its base
     classes, where it was raised."""
-    files = {file_of(each) for each in (thing.__mro__ if isinstance(thing, type) else (thing,))}
+    files = {source_file(each) for each in (thing.__mro__ if isinstance(thing, type) else (thing,))}
     frames = [
         frame.filename
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename in files
     ]
-    return located(error, frames[-1] if frames else file_of(thing))
+    return located(error, frames[-1] if frames else source_file(thing))
 
 
-def takes(function: Callable[..., Any], name: str) -> bool:
+def accepts_keyword(function: Callable[..., Any], name: str) -> bool:
     """Return whether a function can be called with this keyword argument."""
     parameters = inspect.signature(function).parameters
     keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -78,33 +85,35 @@ def takes(function: Callable[..., Any], name: str) -> bool:
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
-def own_options(kind: type[Any]) -> type[Any] | None:
+def find_options(kind: type[Any]) -> type[Any] | None:
     """Return the nested dataclass ``Options`` of a class; None if there is none.
 
     Raises ValueError if ``Options`` is not a dataclass.
     """
-    found = getattr(kind, "Options", None)
-    if found is None:
+    options = getattr(kind, "Options", None)
+    if options is None:
         return None
-    if not (isinstance(found, type) and is_dataclass(found)):
-        raise ValueError(f"{kind.__name__}.Options must be a dataclass ({place_of(kind)})")
-    return found
+    if not (isinstance(options, type) and is_dataclass(options)):
+        raise ValueError(f"{kind.__name__}.Options must be a dataclass ({source_location(kind)})")
+    return options
 
 
-def attributes_of(kind: Any) -> dict[str, Any]:
+def read_attributes(kind: Any) -> dict[str, Any]:
     """Return the ``ATTRIBUTES`` of a class or module by name, with defaults for missing ones.
 
     Raises ValueError for a value of the wrong type.
     """
-    found = {name: getattr(kind, name, default) for name, (default, _, _) in ATTRIBUTES.items()}
-    for name, (_, holds, expected) in ATTRIBUTES.items():
-        if not holds(found[name]):
+    attributes = {
+        name: getattr(kind, name, default) for name, (default, _, _) in ATTRIBUTES.items()
+    }
+    for name, (_, is_valid, expected) in ATTRIBUTES.items():
+        if not is_valid(attributes[name]):
             raise ValueError(
-                f"{name} of {kind.__name__} must be {expected}, not {found[name]!r} "
-                f"({place_of(kind)})"
+                f"{name} of {kind.__name__} must be {expected}, not {attributes[name]!r} "
+                f"({source_location(kind)})"
             )
     _check_static(kind, "demonstrate")
-    return found
+    return attributes
 
 
 @dataclass
@@ -112,9 +121,9 @@ class NoOptions:
     """The options of an environment that has none."""
 
 
-def class_definition(
+def build_class_definition(
     kind: type[Any],
-    plays: Callable[[Callable[[], Any], int | None], Callable[[], Environment]],
+    make_factory: Callable[[Callable[[], Any], int | None], Callable[[], Environment]],
     *,
     seeded: bool,
     check: Callable[[Row], None] = lambda row: None,
@@ -133,36 +142,38 @@ def class_definition(
         check: Raises ValueError for an unusable row.
         tools: The JSON schemas of the tools of the class.
     """
-    own, function, attributes = own_options(kind), tasks_function(kind), attributes_of(kind)
-    options = own or NoOptions
+    declared, function, attributes = find_options(kind), tasks_function(kind), read_attributes(kind)
+    options = declared or NoOptions
     if function is None and "data" not in {each.name for each in fields(options)}:
-        options = _with_rows(options)
+        options = _add_row_options(options)
 
-    def tasks(chosen: Any) -> Callable[[str], TaskSet]:
+    def tasks(values: Any) -> Callable[[str], TaskSet]:
         """Return the factory of task sets, by split, for these options."""
         if function is not None:
-            return sets_of(function, kind.__name__, chosen, seeded=seeded, check=check)
-        if options is not own and (rows := row_options(chosen)).data:
-            return tasks_of_data(rows, Path(file_of(kind)).parent, seeded=seeded, check=check)
+            return build_task_sets(function, kind.__name__, values, seeded=seeded, check=check)
+        if options is not declared and (rows := extract_row_options(values)).data:
+            return load_task_sets(rows, Path(source_file(kind)).parent, seeded=seeded, check=check)
         return partial(SeedTaskSet, kind.__name__)
 
-    def build(chosen: Any) -> EnvironmentSpec:
+    def build(values: Any) -> EnvironmentSpec:
         """Build the EnvironmentSpec for these options."""
-        make = plays(kind if own is None else partial(kind, chosen), attributes["concurrency"])
+        make = make_factory(
+            kind if declared is None else partial(kind, values), attributes["concurrency"]
+        )
         return EnvironmentSpec(
-            kind.__name__, lambda _: make(), tasks(chosen), tools=tools, **attributes
+            kind.__name__, lambda _: make(), tasks(values), tools=tools, **attributes
         )
 
     return EnvironmentDefinition(options, build)
 
 
-def _with_rows(options: type[Any]) -> type[Any]:
+def _add_row_options(options: type[Any]) -> type[Any]:
     """Return a subclass of the dataclass with the options of ``RowOptions`` that it lacks."""
-    known = {each.name for each in fields(options)}
+    names = {each.name for each in fields(options)}
     added = [
         (each.name, each.type, field(default=each.default, metadata=each.metadata, kw_only=True))
         for each in fields(RowOptions)
-        if each.name not in known
+        if each.name not in names
     ]
     frozen = options.__dataclass_params__.frozen
     return make_dataclass(options.__name__, added, bases=(options,), frozen=frozen)
@@ -176,8 +187,8 @@ def tasks_function(thing: type[Any] | Callable[..., Any]) -> Callable[..., Any] 
     """
     raw = inspect.getattr_static(thing, "tasks", None)
     if raw is None:
-        found = getattr(sys.modules.get(thing.__module__), "tasks", None)
-        return found if inspect.isroutine(found) else None
+        function = getattr(sys.modules.get(thing.__module__), "tasks", None)
+        return function if inspect.isroutine(function) else None
     _check_static(thing, "tasks")
     return thing.tasks  # type: ignore[attr-defined]
 
@@ -186,13 +197,15 @@ def _check_static(thing: Any, name: str) -> None:
     """Raise ValueError if an attribute of a class is an instance method and not a static method."""
     raw = inspect.getattr_static(thing, name, None)
     if inspect.isfunction(raw) and "self" in inspect.signature(raw).parameters:
-        raise ValueError(f"{thing.__name__}.{name} must be a static method ({place_of(raw)})")
+        raise ValueError(
+            f"{thing.__name__}.{name} must be a static method ({source_location(raw)})"
+        )
 
 
-def sets_of(
+def build_task_sets(
     function: Callable[..., Any],
     name: str,
-    chosen: Any,
+    options: Any,
     *,
     seeded: bool,
     check: Callable[[Row], None],
@@ -203,33 +216,37 @@ def sets_of(
     The returned function raises ValueError, naming the line, if the author's function raises,
     returns an invalid value or has no task for the split.
     """
-    what = f"tasks of {name} ({place_of(function)})"
-    given = (chosen,) if len(inspect.signature(function).parameters) > 1 else ()
+    description = f"tasks of {name} ({source_location(function)})"
+    extra_arguments = (options,) if len(inspect.signature(function).parameters) > 1 else ()
     places: dict[str, str] = {}
 
     def tasks(split: str) -> TaskSet:
         """Return the task set of a split. Raises ValueError that names the line of the author's
         function."""
         try:
-            found = function(split, *given)
-            if inspect.isgenerator(found):
-                found = [*found]
+            result = function(split, *extra_arguments)
+            if inspect.isgenerator(result):
+                result = [*result]
         except Exception as error:
-            raise ValueError(f"{what}, split {split!r}: {raised(error, function)}") from None
-        made = set_of(found, f"{what}, split {split!r}", seeded=seeded, check=check, places=places)
-        if not made.group_of:
-            raise ValueError(f"{what}: the split {split!r} has no task")
-        return made
+            raise ValueError(
+                f"{description}, split {split!r}: {format_error(error, function)}"
+            ) from None
+        task_set = to_task_set(
+            result, f"{description}, split {split!r}", seeded=seeded, check=check, places=places
+        )
+        if not task_set.group_of:
+            raise ValueError(f"{description}: the split {split!r} has no task")
+        return task_set
 
     return tasks
 
 
 @contextmanager
 def author_code(
-    author: Any, called: Callable[[], tuple[str, int]], *, on_loop: bool = True
+    author: Any, current_call: Callable[[], tuple[str, int]], *, on_loop: bool = True
 ) -> Iterator[None]:
     """Convert errors of the code of ``author`` into EnvironmentFailure within a ``with`` block (see
-    ``failure_of``).
+    ``build_failure``).
 
     Args:
         author: The author's class or function.
@@ -240,13 +257,13 @@ def author_code(
     try:
         yield
     except BaseException as error:
-        failure = failure_of(error, author, *called(), on_loop=on_loop)
+        failure = build_failure(error, author, *current_call(), on_loop=on_loop)
         if failure is None:
             raise
         raise failure from error
 
 
-def failure_of(
+def build_failure(
     error: BaseException, author: Any, method: str, seed: int, *, on_loop: bool = True
 ) -> EnvironmentFailure | None:
     """Return the EnvironmentFailure for an error from an author's code; None for an error that must
@@ -260,16 +277,17 @@ def failure_of(
         return None
     where = f"{author.__name__}{method and f'.{method}'} (seed {seed})"
     if isinstance(error, BrokenContract):
-        broken = getattr(author, method, None)
+        method_object = getattr(author, method, None)
         return EnvironmentFailure(
             "internal",
-            f"{where}: {error} ({place_of(broken if inspect.isroutine(broken) else author)})",
+            f"{where}: {error} "
+            f"({source_location(method_object if inspect.isroutine(method_object) else author)})",
         )
     if on_loop and (
         isinstance(error, (KeyboardInterrupt, GeneratorExit)) or _is_cancellation(error)
     ):
         return None
-    return EnvironmentFailure("internal", f"{where}: {raised(error, author)}")
+    return EnvironmentFailure("internal", f"{where}: {format_error(error, author)}")
 
 
 def _is_cancellation(error: BaseException) -> bool:

@@ -19,11 +19,11 @@ from realhf.api.passport import ENDING
 from realhf.base.dataclass_json import to_json_value
 from realhf.base.plugin import absolute, imported, load_reference, split_reference
 from realhf.base.text import close_to
-from realhf.env.loader.author import NoOptions, place_of, raised
-from realhf.env.loader.multi_turn import message_class
-from realhf.env.loader.single_turn import dataset, is_verifier
-from realhf.env.loader.tool_env import tool_class
-from realhf.env.loader.validation import coerced
+from realhf.env.loader.author import NoOptions, format_error, source_location
+from realhf.env.loader.multi_turn import build_message_class
+from realhf.env.loader.single_turn import build_verifier, is_verifier
+from realhf.env.loader.tool_env import build_tool_class
+from realhf.env.loader.validation import coerce
 from realhf.registry import environments, registered_names
 
 
@@ -63,49 +63,51 @@ EXPECTED = (
     "reset(task, *, seed) and step(message), or a function reward(completion, **row)"
 )
 """Supported kinds of objects, for error messages."""
-MOST_PROBLEMS = 8
+MAX_PROBLEMS = 8
 """Maximum number of option errors listed in one message."""
 
 
-def definition_of(reference: str) -> EnvironmentDefinition:
+def load_definition(reference: str) -> EnvironmentDefinition:
     """Return the definition of the environment that ``reference`` names: a registered name,
     ``file.py:Name``, ``package.module:Name``, or ``file.py`` if it defines exactly one environment.
 
     Raises ValueError with one sentence that says what is wrong and where.
     """
     if reference in environments:
-        return _definition(imported(reference, lambda: environments.get(reference)), reference)
+        return _build_definition(
+            imported(reference, lambda: environments.get(reference)), reference
+        )
     if not split_reference(reference).place:
-        known = close_to(reference, [*environments])
+        suggestion = close_to(reference, [*environments])
         raise ValueError(
-            f"unknown environment {reference!r}{known}; one of your own is file.py:Name or "
+            f"unknown environment {reference!r}{suggestion}; one of your own is file.py:Name or "
             f"module:Name"
         )
     module, name = load_reference(reference)
     if not name:
-        return _only_one(module, reference)
-    return _definition(getattr(module, name), reference)
+        return _load_only_definition(module, reference)
+    return _build_definition(getattr(module, name), reference)
 
 
 def build_environment(reference: str, options: Mapping[str, Any]) -> EnvironmentSpec:
     """Build the specification of the environment that ``reference`` names, with these options as
     plain values.
 
-    Raises ValueError like ``definition_of``, and for an unknown or invalid option or an error in
+    Raises ValueError like ``load_definition``, and for an unknown or invalid option or an error in
     the environment's own ``build``.
     """
-    definition = definition_of(reference)
+    definition = load_definition(reference)
     try:
-        chosen = coerced(options, definition.options, "env")
-        wrong = [*problems(chosen, "env", registered_names)]
-        if wrong:
-            more = f"; and {len(wrong) - MOST_PROBLEMS} more" if len(wrong) > MOST_PROBLEMS else ""
-            raise ValueError("; ".join(wrong[:MOST_PROBLEMS]) + more)
-        spec = definition.build(chosen)
+        values = coerce(options, definition.options, "env")
+        errors = [*problems(values, "env", registered_names)]
+        if errors:
+            more = f"; and {len(errors) - MAX_PROBLEMS} more" if len(errors) > MAX_PROBLEMS else ""
+            raise ValueError("; ".join(errors[:MAX_PROBLEMS]) + more)
+        spec = definition.build(values)
     except ValueError as error:
         raise ValueError(f"{reference}: {error}") from None
     except Exception as error:
-        raise ValueError(f"{reference}: {raised(error, definition.build)}") from error
+        raise ValueError(f"{reference}: {format_error(error, definition.build)}") from error
     if not isinstance(spec, EnvironmentSpec):
         raise ValueError(
             f"{reference}: build must return an EnvironmentSpec, not {type(spec).__name__}"
@@ -120,50 +122,50 @@ def passport_file(reference: str) -> Path:
     Raises ValueError for an unknown environment.
     """
     if reference in environments:
-        found = imported(reference, lambda: environments.get(reference))
-        owner = found.options if isinstance(found, EnvironmentDefinition) else found
+        target = imported(reference, lambda: environments.get(reference))
+        owner = target.options if isinstance(target, EnvironmentDefinition) else target
         module = sys.modules[owner.__module__]
         name = reference
     else:
         module, name = load_reference(reference)
-        name = name or _only_name(module, reference)
+        name = name or _find_only_name(module, reference)
     return Path(str(module.__file__)).with_name(f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}{ENDING}")
 
 
-def _definition(found: Any, reference: str) -> EnvironmentDefinition:
+def _build_definition(target: Any, reference: str) -> EnvironmentDefinition:
     try:
-        kind = _door(found)
-        if kind is None:
-            raise ValueError(f"found {_described(found)}, expected {EXPECTED}")
-        definition = kind(found)
+        build = _find_builder(target)
+        if build is None:
+            raise ValueError(f"found {_describe_object(target)}, expected {EXPECTED}")
+        definition = build(target)
     except ValueError as error:
         raise ValueError(f"{reference}: {error}") from None
     except Exception as error:
-        raise ValueError(f"{reference}: {raised(error, found)}") from error
+        raise ValueError(f"{reference}: {format_error(error, target)}") from error
     if not (isinstance(definition.options, type) and is_dataclass(definition.options)):
         raise ValueError(f"{reference}: options must be a dataclass, not {definition.options!r}")
     return definition
 
 
-def _door(found: Any) -> Callable[[Any], EnvironmentDefinition] | None:
+def _find_builder(target: Any) -> Callable[[Any], EnvironmentDefinition] | None:
     """Return the function that builds a definition from an object of this kind; None if the object
     is not an environment."""
-    if isinstance(found, EnvironmentDefinition):
+    if isinstance(target, EnvironmentDefinition):
         return lambda definition: definition
-    if isinstance(found, EnvironmentSpec):
+    if isinstance(target, EnvironmentSpec):
         return lambda spec: EnvironmentDefinition(NoOptions, lambda _: spec)
-    if isinstance(found, type) and callable(getattr(found, "reset", None)):
-        if callable(getattr(found, "get_reward", None)):
-            return tool_class
-        return message_class if callable(getattr(found, "step", None)) else None
-    return dataset if inspect.isfunction(found) else None
+    if isinstance(target, type) and callable(getattr(target, "reset", None)):
+        if callable(getattr(target, "get_reward", None)):
+            return build_tool_class
+        return build_message_class if callable(getattr(target, "step", None)) else None
+    return build_verifier if inspect.isfunction(target) else None
 
 
-def _only_one(module: ModuleType, reference: str) -> EnvironmentDefinition:
-    return _definition(getattr(module, _only_name(module, reference)), reference)
+def _load_only_definition(module: ModuleType, reference: str) -> EnvironmentDefinition:
+    return _build_definition(getattr(module, _find_only_name(module, reference)), reference)
 
 
-def _only_name(module: ModuleType, reference: str) -> str:
+def _find_only_name(module: ModuleType, reference: str) -> str:
     """Return the name of the only environment that a file defines.
 
     Definitions and specifications take precedence over classes, and classes over functions whose
@@ -175,42 +177,44 @@ def _only_name(module: ModuleType, reference: str) -> str:
         for name, v in public.items()
         if isinstance(v, (EnvironmentDefinition, EnvironmentSpec))
     }
-    own = {
+    local = {
         name: value
         for name, value in public.items()
         if getattr(value, "__module__", "") == module.__name__
     }
     classes = {
-        name: value for name, value in own.items() if isinstance(value, type) and _door(value)
+        name: value
+        for name, value in local.items()
+        if isinstance(value, type) and _find_builder(value)
     }
-    found = (
-        finished or classes or {name: value for name, value in own.items() if is_verifier(value)}
+    candidates = (
+        finished or classes or {name: value for name, value in local.items() if is_verifier(value)}
     )
-    if len(found) != 1:
-        what = (
-            f"the environments {', '.join(found)}; name one: {reference}:NAME"
-            if found
+    if len(candidates) != 1:
+        contents = (
+            f"the environments {', '.join(candidates)}; name one: {reference}:NAME"
+            if candidates
             else f"nothing of {EXPECTED}"
         )
-        raise ValueError(f"{reference}: the file defines {what}")
-    return next(iter(found))
+        raise ValueError(f"{reference}: the file defines {contents}")
+    return next(iter(candidates))
 
 
-def _described(found: Any) -> str:
-    if isinstance(found, type):
+def _describe_object(target: Any) -> str:
+    if isinstance(target, type):
         methods = [
             name
             for name in ("reset", "step", "get_reward", "close")
-            if callable(getattr(found, name, None))
+            if callable(getattr(target, name, None))
         ]
         return (
-            f"the class {found.__name__} with {', '.join(methods) or 'none of these methods'} "
-            f"({place_of(found)})"
+            f"the class {target.__name__} with {', '.join(methods) or 'none of these methods'} "
+            f"({source_location(target)})"
         )
     return (
-        f"the function {found.__name__} ({place_of(found)})"
-        if inspect.isfunction(found)
-        else type(found).__name__
+        f"the function {target.__name__} ({source_location(target)})"
+        if inspect.isfunction(target)
+        else type(target).__name__
     )
 
 
@@ -222,7 +226,7 @@ class ChosenEnvironment(NamedTuple):
     again in another process."""
 
     reference: str
-    """Name of the environment, as ``definition_of`` takes it."""
+    """Name of the environment, as ``load_definition`` takes it."""
     options: Mapping[str, Any]
     """Options as plain JSON values."""
     spec: EnvironmentSpec
@@ -233,7 +237,7 @@ def environment_section(reference: str) -> type[Any]:
     """Return a dataclass with the options of an environment and ``path``, which names the
     environment. Raises ValueError for an unknown environment."""
     about = "The environment: a registered name, or FILE.py:Name for one of your own."
-    return with_path(definition_of(reference).options, absolute(reference), about)
+    return with_path(load_definition(reference).options, absolute(reference), about)
 
 
 def with_environment(config: type[C], reference: str) -> type[C]:
@@ -242,10 +246,10 @@ def with_environment(config: type[C], reference: str) -> type[C]:
     return with_section(config, "env", environment_section(reference))
 
 
-def chosen_environment(chosen: Any) -> ChosenEnvironment:
+def chosen_environment(section: Any) -> ChosenEnvironment:
     """Build the environment that a section made by ``environment_section`` describes. Raises
     ValueError for contradictory options."""
-    definition = definition_of(chosen.path)
+    definition = load_definition(section.path)
     names = [field.name for field in fields(definition.options)]
-    options = definition.options(**{name: getattr(chosen, name) for name in names})
-    return ChosenEnvironment(chosen.path, to_json_value(options), definition.build(options))
+    options = definition.options(**{name: getattr(section, name) for name in names})
+    return ChosenEnvironment(section.path, to_json_value(options), definition.build(options))

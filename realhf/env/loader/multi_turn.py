@@ -16,29 +16,35 @@ from typing import Any, TypeVar
 from realhf.api.environment import AssistantMessage, EnvironmentDefinition, Opening, Turn
 from realhf.api.messages import tool_problems
 from realhf.base.text import close_to
-from realhf.env.loader.author import author_code, class_definition, place_of, takes
+from realhf.env.loader.author import (
+    accepts_keyword,
+    author_code,
+    build_class_definition,
+    source_location,
+)
 from realhf.env.loader.validation import (
     BrokenContract,
-    checked,
-    checked_messages,
-    checked_turn,
-    copied,
+    copy_json,
     info_problems,
+    require_valid,
     shown,
     state_key_problems,
+    validate_messages,
+    validate_turn,
 )
 
-Said = TypeVar("Said", Opening, Turn)
+Result = TypeVar("Result", Opening, Turn)
 
 
-def message_class(kind: type[Any]) -> EnvironmentDefinition:
+def build_message_class(kind: type[Any]) -> EnvironmentDefinition:
     """Build the definition of a message class. Raises ValueError, naming the line, if its methods
     are not async or have the wrong signature."""
     for name in ("reset", "step"):
         method = inspect.getattr_static(kind, name, None)
         if not inspect.iscoroutinefunction(inspect.unwrap(method) if callable(method) else method):
             raise ValueError(
-                f"{kind.__name__}.{name} must be an async method ({place_of(method or kind)})"
+                f"{kind.__name__}.{name} must be an async method "
+                f"({source_location(method or kind)})"
             )
     try:
         inspect.signature(kind.reset).bind(None, {}, seed=0)
@@ -46,12 +52,12 @@ def message_class(kind: type[Any]) -> EnvironmentDefinition:
     except TypeError as error:
         raise ValueError(
             f"{kind.__name__} must have reset(self, task, *, seed) and step(self, message): "
-            f"{error} ({place_of(kind)})"
+            f"{error} ({source_location(kind)})"
         ) from None
-    return class_definition(
+    return build_class_definition(
         kind,
         lambda make, _: partial(MessageClassEnvironment, kind, make),
-        seeded=takes(kind.reset, "seed"),
+        seeded=accepts_keyword(kind.reset, "seed"),
     )
 
 
@@ -74,48 +80,50 @@ class MessageClassEnvironment:
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Start an episode; the first call also creates the instance."""
         self._seed = seed
-        with self._guarded("reset"):
+        with self._author_code("reset"):
             if self._instance is None:
                 self._instance = self._make()
-            opening = _read(Opening, await self._instance.reset(copied(task), seed=seed))
-            checked_messages(opening.messages, "messages")
+            opening = _parse_result(Opening, await self._instance.reset(copy_json(task), seed=seed))
+            validate_messages(opening.messages, "messages")
             if opening.tools is not self._tools:
-                self._tools = checked(opening.tools, tool_problems(opening.tools))
-            checked(opening.info, info_problems(opening.info))
-            checked(opening.state_key, state_key_problems(opening.state_key))
+                self._tools = require_valid(opening.tools, tool_problems(opening.tools))
+            require_valid(opening.info, info_problems(opening.info))
+            require_valid(opening.state_key, state_key_problems(opening.state_key))
             return opening
 
     async def step(self, message: AssistantMessage) -> Turn:
         """Return the environment's answer to a message of the policy."""
-        with self._guarded("step"):
-            return checked_turn(_read(Turn, await self._instance.step(message)))
+        with self._author_code("step"):
+            return validate_turn(_parse_result(Turn, await self._instance.step(message)))
 
     async def close(self) -> None:
         """Close the instance, if one exists and has a ``close`` method."""
         instance = self._instance
         self._instance = None
         if close := getattr(instance, "close", None):
-            with self._guarded("close"):
-                done = close()
-                if inspect.isawaitable(done):
-                    await done
+            with self._author_code("close"):
+                result = close()
+                if inspect.isawaitable(result):
+                    await result
 
-    def _guarded(self, method: str) -> AbstractContextManager[None]:
+    def _author_code(self, method: str) -> AbstractContextManager[None]:
         return author_code(self._kind, lambda: (method, self._seed))
 
 
-def _read(kind: type[Said], found: Any) -> Said:
+def _parse_result(kind: type[Result], value: Any) -> Result:
     """Return an Opening or Turn as it is, or build one from a mapping of its fields. Raises
     BrokenContract for other values and unknown fields."""
-    if isinstance(found, kind):
-        return found
+    if isinstance(value, kind):
+        return value
     name = kind.__name__
-    if not isinstance(found, Mapping):
-        raise BrokenContract(f"must return {name} or a map with its fields, not {shown(found)}")
-    known = [each.name for each in fields(kind)]
-    for key in found:
-        if key not in known:
-            raise BrokenContract(f"{name} has no field {shown(key)}{close_to(str(key), known)}")
-    if kind is Opening and "messages" not in found:
+    if not isinstance(value, Mapping):
+        raise BrokenContract(f"must return {name} or a map with its fields, not {shown(value)}")
+    field_names = [each.name for each in fields(kind)]
+    for key in value:
+        if key not in field_names:
+            raise BrokenContract(
+                f"{name} has no field {shown(key)}{close_to(str(key), field_names)}"
+            )
+    if kind is Opening and "messages" not in value:
         raise BrokenContract("an Opening needs messages")
-    return kind(**found)
+    return kind(**value)

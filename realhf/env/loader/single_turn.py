@@ -22,17 +22,17 @@ from realhf.api.environment import (
 from realhf.api.option import option
 from realhf.base.text import close_to
 from realhf.env.loader.author import (
-    attributes_of,
     author_code,
-    file_of,
-    place_of,
-    sets_of,
+    build_task_sets,
+    read_attributes,
+    source_file,
+    source_location,
     tasks_function,
 )
-from realhf.env.loader.tasks import Row, RowOptions, row_options, tasks_of_data
+from realhf.env.loader.tasks import Row, RowOptions, extract_row_options, load_task_sets
 from realhf.env.loader.threads import Threads
-from realhf.env.loader.tool_env import SOLVED, question_of
-from realhf.env.loader.validation import BrokenContract, checked_rewards, copied
+from realhf.env.loader.tool_env import SOLVED, read_question
+from realhf.env.loader.validation import BrokenContract, copy_json, validate_rewards
 
 
 @dataclass
@@ -52,26 +52,26 @@ class Verifier(NamedTuple):
 
     function: Callable[..., Any]
     """The author's function."""
-    first: str
+    completion_argument: str
     """Name of the argument of the completion; "" if it is positional only."""
-    needed: tuple[str, ...]
+    required_columns: tuple[str, ...]
     """Columns that the function requires: arguments without a default."""
-    accepted: frozenset[str] | None
+    accepted_columns: frozenset[str] | None
     """Columns that the function accepts; None if it accepts any (``**row``)."""
     is_async: bool
     """Whether the function is a coroutine function."""
 
 
-def dataset(function: Callable[..., Any]) -> EnvironmentDefinition:
+def build_verifier(function: Callable[..., Any]) -> EnvironmentDefinition:
     """Build the definition of a verifier. Its rows come from ``env.data``, or from ``tasks(split)``
     in its module.
 
     Raises ValueError for a function whose first argument cannot be the completion.
     """
     verifier = read_verifier(function)
-    bring = tasks_function(function)
+    tasks_source = tasks_function(function)
     attributes = (
-        attributes_of(sys.modules[function.__module__])
+        read_attributes(sys.modules[function.__module__])
         if function.__module__ in sys.modules
         else {}
     )
@@ -81,17 +81,19 @@ def dataset(function: Callable[..., Any]) -> EnvironmentDefinition:
         set."""
         threads = Threads(function.__name__)
         check = partial(_check_row, verifier, options.prompt_column)
-        if bring:
-            tasks = sets_of(bring, function.__name__, options, seeded=False, check=check)
+        if tasks_source:
+            tasks = build_task_sets(
+                tasks_source, function.__name__, options, seeded=False, check=check
+            )
         elif not options.data:
             raise ValueError(
                 f"{function.__name__} judges answers, so it needs questions: set env.data"
             )
         else:
-            rows = row_options(options)
-            beside = Path(file_of(function)).parent
+            rows = extract_row_options(options)
+            base_folder = Path(source_file(function)).parent
             key = lambda row: row[options.prompt_column]
-            tasks = tasks_of_data(rows, beside, seeded=False, check=check, key=key)
+            tasks = load_task_sets(rows, base_folder, seeded=False, check=check, key=key)
         return EnvironmentSpec(
             function.__name__,
             lambda _: VerifierEnvironment(verifier, options.prompt_column, threads),
@@ -99,40 +101,45 @@ def dataset(function: Callable[..., Any]) -> EnvironmentDefinition:
             **attributes,
         )
 
-    return EnvironmentDefinition(VerifierOptions if bring else DatasetOptions, build)
+    return EnvironmentDefinition(VerifierOptions if tasks_source else DatasetOptions, build)
 
 
-def is_verifier(found: Any) -> bool:
+def is_verifier(value: Any) -> bool:
     """Return whether an object is a function whose first argument is called ``completion``."""
     return (
-        inspect.isfunction(found)
-        and next(iter(inspect.signature(found).parameters), "") == "completion"
+        inspect.isfunction(value)
+        and next(iter(inspect.signature(value).parameters), "") == "completion"
     )
 
 
 def read_verifier(function: Callable[..., Any]) -> Verifier:
-    """Inspect the arguments of a verifier. Raises ValueError as ``dataset`` does."""
+    """Inspect the arguments of a verifier. Raises ValueError as ``build_verifier`` does."""
     parameters = [*inspect.signature(function).parameters.values()]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if not parameters or parameters[0].kind not in kinds:
-        place = place_of(function)
+        place = source_location(function)
         raise ValueError(
             f"{function.__name__} must take the completion first: reward(completion, **row) "
             f"({place})"
         )
-    named = [
+    named_parameters = [
         each for each in parameters[1:] if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
     ]
-    if wrong := [each.name for each in named if each.kind is each.POSITIONAL_ONLY]:
+    if wrong := [each.name for each in named_parameters if each.kind is each.POSITIONAL_ONLY]:
         raise ValueError(
-            f"{function.__name__} must take the column {wrong[0]!r} by name ({place_of(function)})"
+            f"{function.__name__} must take the column {wrong[0]!r} by name "
+            f"({source_location(function)})"
         )
-    needed = tuple(each.name for each in named if each.default is each.empty)
-    anything = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    accepts = None if anything else frozenset(each.name for each in named)
-    first = parameters[0].name if parameters[0].kind is parameters[0].POSITIONAL_OR_KEYWORD else ""
+    required_columns = tuple(each.name for each in named_parameters if each.default is each.empty)
+    accepts_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    accepted_columns = None if accepts_any else frozenset(each.name for each in named_parameters)
+    is_named = parameters[0].kind is parameters[0].POSITIONAL_OR_KEYWORD
     return Verifier(
-        function, first, needed, accepts, inspect.iscoroutinefunction(inspect.unwrap(function))
+        function,
+        parameters[0].name if is_named else "",
+        required_columns,
+        accepted_columns,
+        inspect.iscoroutinefunction(inspect.unwrap(function)),
     )
 
 
@@ -148,56 +155,60 @@ class VerifierEnvironment:
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Return the question of the row ``task``; the seed has no effect."""
-        accepted = self._verifier.accepted
+        accepted_columns = self._verifier.accepted_columns
         self._row = {
-            name: value for name, value in task.items() if accepted is None or name in accepted
+            name: value
+            for name, value in task.items()
+            if accepted_columns is None or name in accepted_columns
         }
         self._seed = seed
-        with self._guarded():
+        with self._author_code():
             if self._prompt_column not in task:
                 raise BrokenContract(f"the row has no column {self._prompt_column!r}")
-            return Opening(question_of(task[self._prompt_column], self._prompt_column))
+            return Opening(read_question(task[self._prompt_column], self._prompt_column))
 
     async def step(self, message: AssistantMessage) -> Turn:
         """Return the final turn with the reward of the answer; the reasoning is not judged."""
-        judge = partial(self._verifier.function, message.content, **copied(self._row))
-        with self._guarded():
+        judge = partial(self._verifier.function, message.content, **copy_json(self._row))
+        with self._author_code():
             if self._verifier.is_async:
-                found = await judge()
+                result = await judge()
             else:
-                found = await self._threads.run(partial(self._judged, judge))
-                found = await found if inspect.isawaitable(found) else found
-            reward, components = checked_rewards(found, "the reward")
+                result = await self._threads.run(partial(self._judge_in_thread, judge))
+                result = await result if inspect.isawaitable(result) else result
+            reward, components = validate_rewards(result, "the reward")
         return Turn((), True, reward, components, {"success": float(reward >= SOLVED)}, final=True)
 
     async def close(self) -> None:
         """Do nothing: there are no resources to release."""
 
-    def _judged(self, judge: Callable[[], Any]) -> Any:
+    def _judge_in_thread(self, judge: Callable[[], Any]) -> Any:
         """Call the verifier in a worker thread, where no error can come from the event loop."""
-        with self._guarded(on_loop=False):
+        with self._author_code(on_loop=False):
             return judge()
 
-    def _guarded(self, *, on_loop: bool = True) -> AbstractContextManager[None]:
+    def _author_code(self, *, on_loop: bool = True) -> AbstractContextManager[None]:
         return author_code(self._verifier.function, lambda: ("", self._seed), on_loop=on_loop)
 
 
 def _check_row(verifier: Verifier, prompt_column: str, row: Row) -> None:
     """Raise ValueError for a row that the verifier cannot be called with, or that holds no
     question."""
-    for column in (prompt_column, *verifier.needed):
+    for column in (prompt_column, *verifier.required_columns):
         if column not in row.values:
             raise ValueError(
                 f"{row.where}: the row has no column {column!r}{close_to(column, [*row.values])}"
             )
-    if verifier.first in row.values and (
-        verifier.accepted is None or verifier.first in verifier.accepted
+    if verifier.completion_argument in row.values and (
+        verifier.accepted_columns is None
+        or verifier.completion_argument in verifier.accepted_columns
     ):
         raise ValueError(
-            f"{row.where}: the column {verifier.first!r} has the name of the verifier's first "
+            f"{row.where}: the column {verifier.completion_argument!r} has the name of the "
+            f"verifier's first "
             f"argument"
         )
     try:
-        question_of(row.values[prompt_column], f"the column {prompt_column!r}")
+        read_question(row.values[prompt_column], f"the column {prompt_column!r}")
     except BrokenContract as error:
         raise ValueError(f"{row.where}: {error}") from None

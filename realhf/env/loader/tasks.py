@@ -38,7 +38,7 @@ class RowTaskSet:
             self._tasks[task.id] = task
         self._seeded = seeded
         self.group_of: Mapping[str, str] = MappingProxyType(
-            {key: own.group or ONE_GROUP for key, own in self._tasks.items()}
+            {key: task.group or ONE_GROUP for key, task in self._tasks.items()}
         )
         self.groups: Sequence[str] = tuple(dict.fromkeys(self.group_of.values()))
 
@@ -63,7 +63,7 @@ class SeedTaskSet:
     """
 
     def __init__(self, name: str, split: str) -> None:
-        self._name, self._split, self._place = name, split, SPLITS.index(split)
+        self._name, self._split, self._split_index = name, split, SPLITS.index(split)
         self.group_of: Mapping[str, str] = MappingProxyType({name: name})
         self.groups: Sequence[str] = (name,)
 
@@ -71,8 +71,8 @@ class SeedTaskSet:
         """Return the task of a seed. Raises KeyError for an unknown template."""
         if template_id != self._name:
             raise KeyError(template_id)
-        own = len(SPLITS) * seed + self._place
-        return Task(f"{self._name}@{own}", group=self._name, seed=own)
+        task_seed = len(SPLITS) * seed + self._split_index
+        return Task(f"{self._name}@{task_seed}", group=self._name, seed=task_seed)
 
 
 class GroupedTaskSet:
@@ -95,11 +95,11 @@ class GroupedTaskSet:
         groups: Sequence[str],
         chosen: Iterable[str],
         split: str,
-        what: str = "group",
+        group_word: str = "group",
     ) -> None:
         chosen = [*chosen]
         for name, known, kind in (
-            *((name, groups, what) for name in chosen),
+            *((name, groups, group_word) for name in chosen),
             (split, SPLITS, "split"),
         ):
             if name not in known:
@@ -136,30 +136,30 @@ def tasks_of_rows(rows: Iterable[Row], group_column: str = GROUP_COLUMN) -> list
             raise ValueError(
                 f"{row.where}: the column {group_column!r} must name a group, not {shown(group)}"
             )
-        named = _named(row)
-        name = named or _digest(row.values)[:16]
-        if name in tasks and named:
+        given_id = _read_id(row)
+        name = given_id or _digest(row.values)[:16]
+        if name in tasks and given_id:
             raise ValueError(f"{row.where}: an earlier row has the id {name!r}, too")
-        own = name
-        while own in tasks:
+        task_id = name
+        while task_id in tasks:
             copies[name] = copies.get(name, 1) + 1
-            own = f"{name}-{copies[name]}"
-        tasks[own] = Task(own, str(group), row.values)
+            task_id = f"{name}-{copies[name]}"
+        tasks[task_id] = Task(task_id, str(group), row.values)
     return [*tasks.values()]
 
 
-def _named(row: Row) -> str:
+def _read_id(row: Row) -> str:
     """Return the id that a row gives its task; "" if it gives none.
 
     Raises ValueError that names the position of the row for an id that is neither text nor an
     integer.
     """
-    named = row.values.get("id")
-    if named is None:
+    row_id = row.values.get("id")
+    if row_id is None:
         return ""
-    if not isinstance(named, (str, int)) or isinstance(named, bool):
-        raise ValueError(f"{row.where}: an id must be text or a whole number, not {shown(named)}")
-    return str(named)
+    if not isinstance(row_id, (str, int)) or isinstance(row_id, bool):
+        raise ValueError(f"{row.where}: an id must be text or a whole number, not {shown(row_id)}")
+    return str(row_id)
 
 
 def check_ids(rows: Iterable[Row], places: dict[str, str]) -> None:
@@ -170,8 +170,8 @@ def check_ids(rows: Iterable[Row], places: dict[str, str]) -> None:
     added.
     """
     for row in rows:
-        if (name := _named(row)) and (other := places.setdefault(name, row.where)) != row.where:
-            raise ValueError(f"{row.where}: an earlier row has the id {name!r}, too ({other})")
+        if (name := _read_id(row)) and (earlier := places.setdefault(name, row.where)) != row.where:
+            raise ValueError(f"{row.where}: an earlier row has the id {name!r}, too ({earlier})")
 
 
 def split_rows(
@@ -183,36 +183,36 @@ def split_rows(
     exception keeps splits from being empty: with two or more keys, and a positive
     ``heldout_fraction``, each split gets at least one key.
     """
-    places = [_place(key(row.values)) for row in rows]
+    fractions = [_hash_fraction(key(row.values)) for row in rows]
     bound = heldout_fraction
-    if heldout_fraction > 0 and len(set(places)) > 1:
-        ordered = sorted(set(places))
+    if heldout_fraction > 0 and len(set(fractions)) > 1:
+        ordered = sorted(set(fractions))
         bound = min(max(heldout_fraction, ordered[1]), ordered[-1])
     parts: dict[str, list[Row]] = {split: [] for split in SPLITS}
-    for row, place in zip(rows, places, strict=True):
-        parts[HELD_OUT if place < bound else TRAIN].append(row)
+    for row, fraction in zip(rows, fractions, strict=True):
+        parts[HELD_OUT if fraction < bound else TRAIN].append(row)
     return parts
 
 
-def shared_row(
+def describe_shared_row(
     train: Sequence[Row], held_out: Sequence[Row], key: Callable[[Mapping[str, Any]], Any]
 ) -> str:
     """Describe a held-out row whose key is also that of a training row; "" if there is none."""
-    places = {_digest(key(row.values)): row.where for row in train}
+    positions = {_digest(key(row.values)): row.where for row in train}
     for row in held_out:
-        if other := places.get(_digest(key(row.values))):
-            return f"{row.where} is also a training task ({other})"
+        if position := positions.get(_digest(key(row.values))):
+            return f"{row.where} is also a training task ({position})"
     return ""
 
 
-def content(values: Mapping[str, Any]) -> Any:
+def row_content(values: Mapping[str, Any]) -> Any:
     """Return the content of a row that identifies its task: all columns except its id."""
     return {name: value for name, value in values.items() if name != "id"}
 
 
-def set_of(
-    found: Any,
-    what: str,
+def to_task_set(
+    value: Any,
+    description: str,
     *,
     seeded: bool,
     check: Callable[[Row], None],
@@ -221,24 +221,25 @@ def set_of(
     """Convert the result of an author's ``tasks(split)``, which is a ``TaskSet``, tasks or rows, to
     a ``TaskSet``.
 
-    Raises ValueError that begins with ``what`` for other results, and what ``check`` and
+    Raises ValueError that begins with ``description`` for other results, and what ``check`` and
     ``check_ids`` (with ``places``) raise for rows.
     """
-    if isinstance(found, TaskSet):
-        return found
-    if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Iterable):
-        raise ValueError(f"{what} must return rows, tasks or a TaskSet, not {shown(found)}")
-    items = [*found]
+    if isinstance(value, TaskSet):
+        return value
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ValueError(f"{description} must return rows, tasks or a TaskSet, not {shown(value)}")
+    items = [*value]
     if items and all(isinstance(item, Task) for item in items):
         return RowTaskSet(items, seeded=seeded)
     for number, item in enumerate(items):
         if not isinstance(item, Mapping):
             raise ValueError(
-                f"{what}, row {number}: a row is a map from columns to values, not {shown(item)}"
+                f"{description}, row {number}: a row is a map from columns to values, not "
+                f"{shown(item)}"
             )
         if problem := json_problem(item):
-            raise ValueError(f"{what}, row {number}: {problem}")
-    rows = [Row(item, f"{what}, row {number}") for number, item in enumerate(items)]
+            raise ValueError(f"{description}, row {number}: {problem}")
+    rows = [Row(item, f"{description}, row {number}") for number, item in enumerate(items)]
     for row in rows:
         check(row)
     check_ids(rows, {} if places is None else places)
@@ -250,7 +251,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(plain.encode()).hexdigest()
 
 
-def _place(value: Any) -> float:
+def _hash_fraction(value: Any) -> float:
     """Return a number in [0, 1) by a stable hash of a value."""
     return int(_digest(value)[:12], 16) / 16**12
 
@@ -273,11 +274,13 @@ class RowOptions:
     )
 
 
-def row_options(chosen: Any) -> RowOptions:
+def extract_row_options(environment_options: Any) -> RowOptions:
     """Extract the data set options from the options of an environment. Raises ValueError for an
     option that has no effect in combination with the others."""
     default = RowOptions()
-    options = RowOptions(**{each.name: getattr(chosen, each.name) for each in fields(RowOptions)})
+    options = RowOptions(
+        **{each.name: getattr(environment_options, each.name) for each in fields(RowOptions)}
+    )
     changed = [
         each.name
         for each in fields(RowOptions)
@@ -290,13 +293,13 @@ def row_options(chosen: Any) -> RowOptions:
     return options
 
 
-def tasks_of_data(
+def load_task_sets(
     options: RowOptions,
-    beside: Path,
+    base_folder: Path,
     *,
     seeded: bool,
     check: Callable[[Row], None] = lambda row: None,
-    key: Callable[[Mapping[str, Any]], Any] = content,
+    key: Callable[[Mapping[str, Any]], Any] = row_content,
 ) -> Callable[[str], TaskSet]:
     """Read the files that the options name; return a function split -> task set.
 
@@ -309,16 +312,16 @@ def tasks_of_data(
         check: Raises ValueError for an unusable row.
         key: Returns the content that identifies the task of a row.
     """
-    parts = {TRAIN: read_rows(options.data, beside), HELD_OUT: []}
+    parts = {TRAIN: read_rows(options.data, base_folder), HELD_OUT: []}
     if options.heldout_data:
-        parts[HELD_OUT] = read_rows(options.heldout_data, beside, "heldout_data")
+        parts[HELD_OUT] = read_rows(options.heldout_data, base_folder, "heldout_data")
     for row in [*parts[TRAIN], *parts[HELD_OUT]]:
         check(row)
     check_ids([*parts[TRAIN], *parts[HELD_OUT]], {})
     if not options.heldout_data:
         parts = split_rows(parts[TRAIN], options.heldout_fraction, key)
-    elif both := shared_row(parts[TRAIN], parts[HELD_OUT], key):
-        raise ValueError(both)
+    elif problem := describe_shared_row(parts[TRAIN], parts[HELD_OUT], key):
+        raise ValueError(problem)
     sets = {
         split: RowTaskSet(tasks_of_rows(parts[split], options.group_column), seeded=seeded)
         for split in SPLITS
@@ -336,27 +339,27 @@ def tasks_of_data(
     return tasks
 
 
-def read_rows(path: str, beside: Path, option_name: str = "data") -> list[Row]:
+def read_rows(path: str, base_folder: Path, option_name: str = "data") -> list[Row]:
     """Read all rows of a file or folder. A relative path is searched in the working directory, then
-    in the folder ``beside``.
+    in the folder ``base_folder``.
 
     Raises ValueError that names the file and the line if data is missing, unreadable, empty or not
     JSON.
     """
     file = Path(path).expanduser()
-    if not file.exists() and not file.is_absolute() and (beside / file).exists():
-        file = beside / file
+    if not file.exists() and not file.is_absolute() and (base_folder / file).exists():
+        file = base_folder / file
     if not file.exists():
         raise ValueError(f"env.{option_name}={path}: there is no such file")
     kinds: Mapping[str, Callable[[Path], Iterable[Row]]] = {
         ".jsonl": read_json_lines,
         ".parquet": _parquet,
     }
-    read = _datasets_folder if file.is_dir() else kinds.get(file.suffix)
-    if read is None:
+    read_file = _datasets_folder if file.is_dir() else kinds.get(file.suffix)
+    if read_file is None:
         raise ValueError(f"{file}: data is a .jsonl file, a .parquet file or a datasets folder")
     try:
-        rows = [*read(file)]
+        rows = [*read_file(file)]
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror or error}") from None
     if not rows:
@@ -394,14 +397,15 @@ def _datasets_folder(folder: Path) -> Sequence[Row]:
             f"{folder}: reading a datasets folder needs the package datasets (pip install datasets)"
         ) from None
     try:
-        found = datasets.load_from_disk(str(folder))
+        loaded = datasets.load_from_disk(str(folder))
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(f"{folder}: not a datasets folder: {str(error).splitlines()[0]}") from None
-    if isinstance(found, datasets.DatasetDict):
+    if isinstance(loaded, datasets.DatasetDict):
         raise ValueError(
-            f"{folder}: holds several splits; name the folder of one: {', '.join(map(repr, found))}"
+            f"{folder}: holds several splits; name the folder of one: "
+            f"{', '.join(map(repr, loaded))}"
         )
     return [
         checked_row(dict(values), f"{folder}, row {number}")
-        for number, values in enumerate(found, 1)
+        for number, values in enumerate(loaded, 1)
     ]

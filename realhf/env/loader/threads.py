@@ -17,9 +17,9 @@ from realhf.api.environment import EnvironmentFailure
 
 T = TypeVar("T")
 
-MOST_THREADS = 32
+MAX_THREADS = 32
 """Maximum number of jobs of one environment that run at once; further ones wait in a queue."""
-MOST_STUCK = 64
+MAX_STUCK = 64
 """Maximum number of abandoned jobs that still run; beyond it, new jobs are refused."""
 IDLE_S = 20.0
 """Seconds without a job after which a thread ends."""
@@ -35,7 +35,7 @@ class _Job:
         self.after = after
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[Any] = self.loop.create_future()
-        self.started = self.finished = self.given_up = False
+        self.started = self.finished = self.abandoned = False
 
 
 class Threads:
@@ -45,7 +45,7 @@ class Threads:
     A thread without a job ends after ``idle_s`` seconds; with None, it runs until ``stop``.
     """
 
-    def __init__(self, name: str, size: int = MOST_THREADS, idle_s: float | None = IDLE_S) -> None:
+    def __init__(self, name: str, size: int = MAX_THREADS, idle_s: float | None = IDLE_S) -> None:
         self._name = name
         self._size = size
         self._idle_s = idle_s
@@ -65,7 +65,7 @@ class Threads:
         called in the same thread. Raises EnvironmentFailure("capacity") while too many abandoned
         jobs still run.
         """
-        if self._stuck >= MOST_STUCK:
+        if self._stuck >= MAX_STUCK:
             raise EnvironmentFailure(
                 "capacity", f"{self._name}: {self._stuck} calls have not returned"
             )
@@ -74,7 +74,7 @@ class Threads:
         try:
             result, error = await job.future
         except asyncio.CancelledError:
-            self._give_up(job)
+            self._abandon(job)
             raise
         if error is not None:
             raise error
@@ -90,17 +90,17 @@ class Threads:
     def _submit(self, job: _Job) -> None:
         with self._lock:
             self._waiting += 1
-            more = self._waiting > self._idle and self._threads < self._size + self._stuck
-            if more:
+            needs_thread = self._waiting > self._idle and self._threads < self._size + self._stuck
+            if needs_thread:
                 self._threads += 1
                 self._idle += 1
         self._queue.put(job)
-        if more:
+        if needs_thread:
             threading.Thread(target=self._serve, name=f"{self._name} tools", daemon=True).start()
 
-    def _give_up(self, job: _Job) -> None:
+    def _abandon(self, job: _Job) -> None:
         with self._lock:
-            job.given_up = True
+            job.abandoned = True
             finished = job.finished
             self._stuck += job.started and not finished
         if finished:
@@ -129,39 +129,39 @@ class Threads:
         with self._lock:
             self._waiting -= 1
             self._idle -= 1
-            job.started = not job.given_up
+            job.started = not job.abandoned
         result: Any = None
         error: BaseException | None = None
         if job.started:
             try:
                 result = job.work()
-            except BaseException as raised:
-                error = raised
+            except BaseException as raised_error:
+                error = raised_error
         with self._lock:
-            given_up = job.given_up
-            self._stuck -= given_up and job.started
+            abandoned = job.abandoned
+            self._stuck -= abandoned and job.started
             job.finished = True
-            stays = self._threads <= self._size + self._stuck
-            if stays:
+            keeps_thread = self._threads <= self._size + self._stuck
+            if keeps_thread:
                 self._idle += 1
             else:
                 self._threads -= 1
-        if given_up:
+        if abandoned:
             _run_after(job)
         else:
             _deliver(job, result, error)
-        return stays
+        return keeps_thread
 
 
 def _deliver(job: _Job, result: Any, error: BaseException | None) -> None:
     """Set the result of the job's future on its event loop."""
 
-    def hand_over() -> None:
+    def set_result() -> None:
         if not job.future.done():
             job.future.set_result((result, error))
 
     try:
-        job.loop.call_soon_threadsafe(hand_over)
+        job.loop.call_soon_threadsafe(set_result)
     except RuntimeError:
         return  # the loop is closed, so no caller waits
 

@@ -27,34 +27,34 @@ from realhf.api.environment import (
 )
 from realhf.api.messages import silence
 from realhf.env.loader.author import (
+    accepts_keyword,
     author_code,
-    class_definition,
-    failure_of,
-    place_of,
-    raised,
-    takes,
+    build_class_definition,
+    build_failure,
+    format_error,
+    source_location,
 )
 from realhf.env.loader.tasks import Row
-from realhf.env.loader.threads import MOST_THREADS, Threads
+from realhf.env.loader.threads import MAX_THREADS, Threads
 from realhf.env.loader.tool_schemas import (
     USER_REPLY,
-    Tool,
-    arguments_for,
-    short,
-    tools_of,
-    unknown_tool,
+    ToolMethod,
+    collect_tools,
+    convert_arguments,
+    shorten_name,
+    unknown_tool_error,
 )
 from realhf.env.loader.validation import (
     BrokenContract,
-    checked,
-    checked_messages,
-    checked_numbers,
-    checked_rewards,
-    copied,
+    copy_json,
     json_problem,
+    replace_surrogates,
+    require_valid,
     shown,
     state_key_problems,
-    whole_text,
+    validate_messages,
+    validate_numbers,
+    validate_rewards,
 )
 
 T = TypeVar("T")
@@ -62,9 +62,9 @@ logger = logging.getLogger(__name__)
 TOOL_ERRORS = "tool_errors"
 """Key of the errors of the author's tools in the current episode: the list in a turn's info and
 their number in its metrics."""
-LONGEST_RESULT = 1 << 18
+MAX_RESULT_CHARS = 1 << 18
 """Maximum length of a tool's result in characters; longer results are truncated."""
-MISTAKES = (
+TOOL_BUGS = (
     AttributeError,
     ImportError,
     LookupError,
@@ -86,7 +86,7 @@ class ToolClass(NamedTuple):
 
     kind: type[Any]
     """The author's class."""
-    tools: Mapping[str, Tool]
+    tools: Mapping[str, ToolMethod]
     """Tools by name."""
     schemas: Sequence[Mapping[str, Any]]
     """JSON schemas of the tools."""
@@ -94,16 +94,15 @@ class ToolClass(NamedTuple):
     """Whether the class has no async method, so that each turn runs in a single thread job."""
     seeded: bool
     """Whether ``reset`` takes a seed."""
-    told: set[str]
+    logged_errors: set[str]
     """Keys of the tool errors that were already logged."""
 
 
 class ToolPlay:
     """An instance of the author's class and the state of its current episode.
 
-    ``lost`` becomes True when a call is cancelled whose thread may still use the instance. The
-    instance must then not be used again; its thread closes it when the call returns.
-    """
+    ``is_abandoned`` becomes True when a call is cancelled whose thread may still use the instance.
+    The instance must then not be used again; its thread closes it when the call returns."""
 
     def __init__(self, about: ToolClass, make: Callable[[], Any], threads: Threads) -> None:
         self._class = about
@@ -114,18 +113,18 @@ class ToolPlay:
         self._method = "reset"
         self._calls = self._failures = 0
         self._mistakes: list[str] = []
-        self.lost = False
+        self.is_abandoned = False
 
     async def open(self, task: Mapping[str, Any], seed: int) -> Opening:
         """Start an episode; the first call also creates the instance."""
         self._seed = seed
         self._calls = self._failures = 0
         self._mistakes = []
-        return await self._run(partial(self._opening, task, seed))
+        return await self._run(partial(self._open, task, seed))
 
     async def turn(self, message: AssistantMessage) -> Turn:
         """Run the tool calls of a turn and compute the reward."""
-        return await self._run(partial(self._turn, message))
+        return await self._run(partial(self._run_turn, message))
 
     async def reward_again(self) -> float:
         """Recompute the reward of the state after the last turn."""
@@ -133,25 +132,27 @@ class ToolPlay:
 
     async def close(self) -> None:
         """Close the instance, if one exists and has a ``close`` method."""
-        if not self.lost and callable(self._own("close")):
+        if not self.is_abandoned and callable(self._optional_attribute("close")):
             await self._run(partial(self._call, "close", {}))
 
-    def _own(self, name: str) -> Any:
+    def _optional_attribute(self, name: str) -> Any:
         """Return an optional attribute of the instance for the loader's own use; None if it is
         missing or is a tool."""
         return None if name in self._class.tools else getattr(self._instance, name, None)
 
-    async def _opening(self, task: Mapping[str, Any], seed: int) -> Opening:
+    async def _open(self, task: Mapping[str, Any], seed: int) -> Opening:
         self._method = "__init__"
         if self._instance is None:
             self._instance = self._make()
-        row = {name: copied(value) for name, value in task.items()}
+        row = {name: copy_json(value) for name, value in task.items()}
         if self._class.seeded:
             row.setdefault("seed", seed)
         text = await self._call("reset", row)
         if text is not None and not isinstance(text, str):
             raise BrokenContract(f"reset must return text or None, not {shown(text)}")
-        messages = _with_text(messages_of(task.get("prompt", ""), "prompt"), whole_text(text or ""))
+        messages = _append_text(
+            prompt_messages(task.get("prompt", ""), "prompt"), replace_surrogates(text or "")
+        )
         if "prompt" in task and (problem := silence(messages)):
             raise BrokenContract(f"with what reset returned, the prompt {problem}")
         return Opening(messages, self._class.schemas, state_key=self._state_key())
@@ -159,27 +160,27 @@ class ToolPlay:
     def _state_key(self) -> str:
         """Return the current ``state_key`` of the instance; "" if it has none."""
         self._method = "state_key"
-        key = self._own("state_key")
+        key = self._optional_attribute("state_key")
         if callable(key):
             raise BrokenContract(
                 "state_key must be text, which a function is not: make it a property"
             )
-        return "" if key is None else checked(key, state_key_problems(key))
+        return "" if key is None else require_valid(key, state_key_problems(key))
 
-    async def _turn(self, message: AssistantMessage) -> Turn:
+    async def _run_turn(self, message: AssistantMessage) -> Turn:
         if self._instance is None:
             raise BrokenContract("there is no episode: reset comes first")
         answers = [await self._answer(call) for call in message.tool_calls]
-        if not message.tool_calls and (said := await self._user_reply(message)) is not None:
-            answers = [{"role": "user", "content": said}]
-        reward, components = checked_rewards(await self._call("get_reward", {}), "the reward")
+        if not message.tool_calls and (reply := await self._user_reply(message)) is not None:
+            answers = [{"role": "user", "content": reply}]
+        reward, components = validate_rewards(await self._call("get_reward", {}), "the reward")
         self._method = "done"
-        done = getattr(self._instance, "done", False)
-        if callable(done):
+        is_done = getattr(self._instance, "done", False)
+        if callable(is_done):
             raise BrokenContract(
                 "done must be true or false, which a function is not: it would end no episode"
             )
-        ended = not answers or bool(done)
+        ended = not answers or bool(is_done)
         metrics = {
             "success": float(ended and reward >= SOLVED),  # success ends an episode
             "tool_calls": float(self._calls),
@@ -187,16 +188,17 @@ class ToolPlay:
             TOOL_ERRORS: float(len(self._mistakes)),
         }
         self._method = "metrics"
-        if (own := self._own("metrics")) is not None:
-            metrics |= checked_numbers(
-                await self._call("metrics", {}) if callable(own) else own, "metrics"
+        if (class_metrics := self._optional_attribute("metrics")) is not None:
+            metrics |= validate_numbers(
+                await self._call("metrics", {}) if callable(class_metrics) else class_metrics,
+                "metrics",
             )
         info: dict[str, Any] = {TOOL_ERRORS: [*self._mistakes]} if self._mistakes else {}
         self._method = "view"
-        if isinstance(view := self._own("view"), Mapping):
+        if isinstance(view := self._optional_attribute("view"), Mapping):
             if problem := json_problem(view):
                 raise BrokenContract(f"view: {problem}")
-            info["view"] = copied(view)
+            info["view"] = copy_json(view)
         return Turn(
             answers,
             ended,
@@ -211,17 +213,17 @@ class ToolPlay:
     async def _user_reply(self, message: AssistantMessage) -> str | None:
         """Return the simulated user's reply to a turn without a call; None if the class has no
         ``user_reply`` or the reply ends the episode."""
-        if not callable(self._own(USER_REPLY)):
+        if not callable(self._optional_attribute(USER_REPLY)):
             return None
-        said = await self._call(USER_REPLY, {"text": message.content})
-        if said is not None and not isinstance(said, str):
+        reply = await self._call(USER_REPLY, {"text": message.content})
+        if reply is not None and not isinstance(reply, str):
             raise BrokenContract(
-                f"{USER_REPLY} must return text, or None to end the episode, not {shown(said)}"
+                f"{USER_REPLY} must return text, or None to end the episode, not {shown(reply)}"
             )
-        return None if said is None else whole_text(said)
+        return None if reply is None else replace_surrogates(reply)
 
     async def _reward_again(self) -> float:
-        return checked_rewards(await self._call("get_reward", {}), "the reward")[0]
+        return validate_rewards(await self._call("get_reward", {}), "the reward")[0]
 
     async def _answer(self, call: ToolCall) -> ChatMessage:
         """Run one tool call and return the ``tool`` message. Errors of the call are returned to the
@@ -231,50 +233,52 @@ class ToolPlay:
             if call.problem:
                 raise ValueError(call.problem)
             if call.name not in self._class.tools:
-                raise ValueError(unknown_tool(call.name, self._class.tools))
+                raise ValueError(unknown_tool_error(call.name, self._class.tools))
             tool = self._class.tools[call.name]
-            arguments = arguments_for(tool, call.arguments)
+            arguments = convert_arguments(tool, call.arguments)
             self._method = call.name
             try:
-                result = str(await self._called(tool.bound(self._instance), arguments))
-            except MISTAKES as error:
-                self._note(error)
+                result = str(await self._call_method(tool.bind(self._instance), arguments))
+            except TOOL_BUGS as error:
+                self._record_tool_error(error)
                 raise
         except (EnvironmentFailure, MemoryError, BrokenContract):
             raise
         except Exception as error:
             self._failures += 1
-            result = str({"error": _reason(error)})
-        if len(result) > LONGEST_RESULT:
+            result = str({"error": _error_text(error)})
+        if len(result) > MAX_RESULT_CHARS:
             result = (
-                f"{result[:LONGEST_RESULT]}... ({len(result) - LONGEST_RESULT} more characters)"
+                f"{result[:MAX_RESULT_CHARS]}... ({len(result) - MAX_RESULT_CHARS} more characters)"
             )
-        name = whole_text(short(call.name)) or "unknown"
-        message = {"role": "tool", "name": name, "content": whole_text(result)}
+        name = replace_surrogates(shorten_name(call.name)) or "unknown"
+        message = {"role": "tool", "name": name, "content": replace_surrogates(result)}
         return message | {"tool_call_id": call.id} if call.id else message
 
-    def _note(self, error: Exception) -> None:
+    def _record_tool_error(self, error: Exception) -> None:
         """Record an error that points to a bug in a tool; log it once per source line."""
-        told = f"{self._class.kind.__name__}.{self._method}: {raised(error, self._class.kind)}"
-        self._mistakes.append(told)
+        description = (
+            f"{self._class.kind.__name__}.{self._method}: {format_error(error, self._class.kind)}"
+        )
+        self._mistakes.append(description)
         line = error.__traceback__
         while line is not None and line.tb_next is not None:
             line = line.tb_next
         place = f"{self._method} {type(error).__name__} {line.tb_lineno if line else 0}"
-        if place not in self._class.told:
-            self._class.told.add(place)
+        if place not in self._class.logged_errors:
+            self._class.logged_errors.add(place)
             logger.warning(
-                "%s; the policy is told so as if the mistake were its own (seed %d)",
-                told,
+                "%s; the policy reads it as an error of its own call (seed %d)",
+                description,
                 self._seed,
             )
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Call a method of the instance that is not a tool."""
         self._method = name
-        return await self._called(getattr(self._instance, name), arguments)
+        return await self._call_method(getattr(self._instance, name), arguments)
 
-    async def _called(self, method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    async def _call_method(self, method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         if self._class.blocking:
             result = method(**arguments)
             if inspect.iscoroutine(result):
@@ -283,12 +287,10 @@ class ToolPlay:
             return result
         if inspect.iscoroutinefunction(method):
             return await method(**arguments)
-        result = await self._in_thread(partial(self._in_a_thread_of_its_own, method, arguments))
+        result = await self._run_in_thread(partial(self._call_in_thread, method, arguments))
         return await result if inspect.isawaitable(result) else result
 
-    def _in_a_thread_of_its_own(
-        self, method: Callable[..., Any], arguments: Mapping[str, Any]
-    ) -> Any:
+    def _call_in_thread(self, method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Call a method in a worker thread.
 
         An error that is not an ``Exception``, such as KeyboardInterrupt, becomes
@@ -301,7 +303,7 @@ class ToolPlay:
             raise
         except BaseException as error:
             raise (
-                failure_of(error, self._class.kind, self._method, self._seed, on_loop=False)
+                build_failure(error, self._class.kind, self._method, self._seed, on_loop=False)
                 or error
             ) from error
 
@@ -309,53 +311,53 @@ class ToolPlay:
         """Run the coroutine of ``work``: entirely in one thread if the class is blocking, else on
         the event loop."""
         if self._class.blocking:
-            return await self._in_thread(lambda: _finished(self._guarded(work())))
-        return await self._guarded(work())
+            return await self._run_in_thread(lambda: _run_to_completion(self._guard(work())))
+        return await self._guard(work())
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+    async def _run_in_thread(self, work: Callable[[], T]) -> T:
         try:
-            return await self._threads.run(work, after=self._close_at_last)
+            return await self._threads.run(work, after=self._close_in_thread)
         except asyncio.CancelledError:
-            self.lost = True
+            self.is_abandoned = True
             raise
 
-    def _close_at_last(self) -> None:
+    def _close_in_thread(self) -> None:
         """Close the instance in the thread that used it last, unless ``close`` is a coroutine
         function."""
-        close = self._own("close")
+        close = self._optional_attribute("close")
         if callable(close) and not inspect.iscoroutinefunction(close):
             close()
 
-    async def _guarded(self, work: Awaitable[T]) -> T:
-        with author_code(self._class.kind, self._called_now, on_loop=not self._class.blocking):
+    async def _guard(self, work: Awaitable[T]) -> T:
+        with author_code(self._class.kind, self._current_call, on_loop=not self._class.blocking):
             return await work
 
-    def _called_now(self) -> tuple[str, int]:
+    def _current_call(self) -> tuple[str, int]:
         return self._method, self._seed
 
 
-def messages_of(prompt: Any, what: str) -> Sequence[ChatMessage]:
+def prompt_messages(prompt: Any, name: str) -> Sequence[ChatMessage]:
     """Return the messages of a prompt: a text becomes one user message, and messages are checked.
 
-    Raises BrokenContract that begins with ``what`` for invalid values.
+    Raises BrokenContract that begins with ``name`` for invalid values.
     """
     return (
         [{"role": "user", "content": prompt}]
         if isinstance(prompt, str)
-        else checked_messages(prompt, what)
+        else validate_messages(prompt, name)
     )
 
 
-def question_of(prompt: Any, what: str) -> Sequence[ChatMessage]:
+def read_question(prompt: Any, name: str) -> Sequence[ChatMessage]:
     """Return the messages of a prompt that must ask the policy something. Raises BrokenContract
-    that begins with ``what``."""
-    messages = messages_of(prompt, what)
+    that begins with ``name``."""
+    messages = prompt_messages(prompt, name)
     if problem := silence(messages):
-        raise BrokenContract(f"{what} {problem}")
+        raise BrokenContract(f"{name} {problem}")
     return messages
 
 
-def _with_text(messages: Sequence[ChatMessage], text: str) -> Sequence[ChatMessage]:
+def _append_text(messages: Sequence[ChatMessage], text: str) -> Sequence[ChatMessage]:
     """Return the messages with ``text`` appended to the last user message, or as a new one if there
     is none."""
     if not text:
@@ -367,14 +369,14 @@ def _with_text(messages: Sequence[ChatMessage], text: str) -> Sequence[ChatMessa
     return [*messages, {"role": "user", "content": text}]
 
 
-def _reason(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     try:
         return str(error) or type(error).__name__
     except Exception:
         return type(error).__name__
 
 
-def _finished(work: Coroutine[Any, Any, T]) -> T:
+def _run_to_completion(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine that never suspends and return its result.
 
     Raises EnvironmentFailure("internal") if it suspends.
@@ -387,7 +389,7 @@ def _finished(work: Coroutine[Any, Any, T]) -> T:
     raise EnvironmentFailure("internal", "a method without async waited for the event loop")
 
 
-def tool_class(kind: type[Any]) -> EnvironmentDefinition:
+def build_tool_class(kind: type[Any]) -> EnvironmentDefinition:
     """Build the definition of a class with tools.
 
     Raises ValueError that names the line for a class without tools, a tool without type hints or
@@ -395,25 +397,27 @@ def tool_class(kind: type[Any]) -> EnvironmentDefinition:
     """
     about = read_class(kind)
 
-    def plays(
+    def make_factory(
         make: Callable[[], Any], concurrency: int | None
     ) -> Callable[[], ToolClassEnvironment]:
         """Return a factory of environments that share a thread pool."""
-        threads = Threads(kind.__name__, max(MOST_THREADS, concurrency or 0))
+        threads = Threads(kind.__name__, max(MAX_THREADS, concurrency or 0))
         return lambda: ToolClassEnvironment(about, make, threads)
 
     seeded = "seed" in inspect.signature(kind.reset).parameters
-    return class_definition(kind, plays, seeded=seeded, check=_check_prompt, tools=about.schemas)
+    return build_class_definition(
+        kind, make_factory, seeded=seeded, check=_check_prompt, tools=about.schemas
+    )
 
 
 def read_class(kind: type[Any]) -> ToolClass:
-    """Inspect the methods of a class. Raises ValueError as ``tool_class`` does, and for a
+    """Inspect the methods of a class. Raises ValueError as ``build_tool_class`` does, and for a
     ``user_reply`` with a wrong signature."""
-    tools = tools_of(kind)
+    tools = collect_tools(kind)
     try:
         inspect.signature(kind.get_reward).bind(None)
     except TypeError as error:
-        place = place_of(kind.get_reward)
+        place = source_location(kind.get_reward)
         raise ValueError(
             f"{kind.__name__}.get_reward must take no arguments: {error} ({place})"
         ) from None
@@ -423,16 +427,16 @@ def read_class(kind: type[Any]) -> ToolClass:
         except TypeError as error:
             raise ValueError(
                 f"{kind.__name__}.{USER_REPLY} must be {USER_REPLY}(self, text): {error} "
-                f"({place_of(reply)})"
+                f"({source_location(reply)})"
             ) from None
     methods = [tool.function for tool in tools.values()]
-    others = ("reset", "get_reward", "close", "metrics", USER_REPLY)
-    methods += [getattr(kind, name, None) for name in others if name not in tools]
+    loader_methods = ("reset", "get_reward", "close", "metrics", USER_REPLY)
+    methods += [getattr(kind, name, None) for name in loader_methods if name not in tools]
     blocking = not any(
         inspect.iscoroutinefunction(inspect.unwrap(each)) for each in methods if callable(each)
     )
     schemas = tuple(tool.schema for tool in tools.values())
-    return ToolClass(kind, tools, schemas, blocking, takes(kind.reset, "seed"), set())
+    return ToolClass(kind, tools, schemas, blocking, accepts_keyword(kind.reset, "seed"), set())
 
 
 class ToolClassEnvironment:
@@ -451,14 +455,14 @@ class ToolClassEnvironment:
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Start an episode. An instance whose last call was cancelled is left to its thread and
         replaced."""
-        if self._play.lost:
+        if self._play.is_abandoned:
             self._play = self._make_play()
         return await self._play.open(task, seed)
 
     async def step(self, message: AssistantMessage) -> Turn:
         """Run the tool calls of a turn. A turn without calls gets the reply of ``user_reply``, or
         ends the episode if the class has none."""
-        if self._play.lost:
+        if self._play.is_abandoned:
             raise EnvironmentFailure(
                 "lost",
                 "the call before was cancelled and may still be running; reset starts a new one",
@@ -476,6 +480,6 @@ class ToolClassEnvironment:
 
 def _check_prompt(row: Row) -> None:
     try:
-        messages_of(row.values.get("prompt", ""), "the column 'prompt'")
+        prompt_messages(row.values.get("prompt", ""), "the column 'prompt'")
     except BrokenContract as error:
         raise ValueError(f"{row.where}: {error}") from None

@@ -18,8 +18,8 @@ from enum import Enum
 from typing import Any, Literal, NamedTuple, Union
 
 from realhf.base.text import close_to
-from realhf.env.loader.author import place_of
-from realhf.env.loader.validation import coerced, field_hints, json_problem, required_fields
+from realhf.env.loader.author import source_location
+from realhf.env.loader.validation import coerce, field_hints, json_problem, required_fields
 
 _NAMES: Mapping[Any, str] = types.MappingProxyType(
     {
@@ -69,37 +69,39 @@ def json_schema(function: Callable[..., Any], signature: Signature | None = None
     if not text:
         raise ValueError("it has no docstring, which tells the policy what the tool does")
     about = parse_docstring(text.strip())
-    taken = signature or signature_of(function)
+    parameters_by_name = signature or read_signature(function)
     properties = {}
-    for name, hint in taken.hints.items():
+    for name, hint in parameters_by_name.hints.items():
         if name not in about.arguments:
             raise ValueError(f"the docstring says nothing of the argument {name!r} below 'Args:'")
-        properties[name] = _with_description(
-            _schema(hint, f"argument {name!r}"), about.arguments[name], name
+        properties[name] = _add_description(
+            _build_schema(hint, f"argument {name!r}"), about.arguments[name], name
         )
     parameters: dict[str, Any] = {"type": "object", "properties": properties}
-    if taken.required:
-        parameters["required"] = [*taken.required]
-    made: dict[str, Any] = {
+    if parameters_by_name.required:
+        parameters["required"] = [*parameters_by_name.required]
+    function_schema: dict[str, Any] = {
         "name": function.__name__,
         "description": about.description,
         "parameters": parameters,
     }
-    returned = _return_schema(function)
-    if returned is not None:
-        made["return"] = (
-            returned if about.returns is None else {**returned, "description": about.returns}
+    return_schema = _return_schema(function)
+    if return_schema is not None:
+        function_schema["return"] = (
+            return_schema
+            if about.returns is None
+            else {**return_schema, "description": about.returns}
         )
-    return {"type": "function", "function": made}
+    return {"type": "function", "function": function_schema}
 
 
-def signature_of(function: Callable[..., Any]) -> Signature:
+def read_signature(function: Callable[..., Any]) -> Signature:
     """Return the arguments of a function, without ``self``.
 
     Raises ValueError for an argument that has no type hint or cannot be passed by name.
     """
     hints = _hints(function)
-    taken: dict[str, Any] = {}
+    hints_by_name: dict[str, Any] = {}
     required = []
     for number, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
         if (
@@ -114,10 +116,10 @@ def signature_of(function: Callable[..., Any]) -> Signature:
             )
         if name not in hints:
             raise ValueError(f"the argument {name!r} has no type hint")
-        taken[name] = hints[name]
+        hints_by_name[name] = hints[name]
         if parameter.default is inspect.Parameter.empty:
             required.append(name)
-    return Signature(taken, tuple(required))
+    return Signature(hints_by_name, tuple(required))
 
 
 def parse_docstring(text: str) -> Docstring:
@@ -131,13 +133,13 @@ def parse_docstring(text: str) -> Docstring:
         else:
             parts[part].append(line)
     returns = "\n".join(parts["Returns"]).strip() if "Returns" in parts else None
-    return Docstring("\n".join(parts[""]).strip(), _arguments(parts.get("Args", ())), returns)
+    return Docstring("\n".join(parts[""]).strip(), _parse_arguments(parts.get("Args", ())), returns)
 
 
-def _arguments(lines: typing.Iterable[str]) -> dict[str, str]:
+def _parse_arguments(lines: typing.Iterable[str]) -> dict[str, str]:
     """Return the descriptions of arguments by name; lines indented deeper than their argument
     continue its description."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     name = ""
     indent = 0
     for line in lines:
@@ -145,10 +147,10 @@ def _arguments(lines: typing.Iterable[str]) -> dict[str, str]:
         if match and (not name or len(match[1]) <= indent):
             name = match[2]
             indent = len(match[1])
-            found[name] = match[3].strip()
+            descriptions[name] = match[3].strip()
         elif name and line.strip():
-            found[name] = f"{found[name]} {line.strip()}".strip()
-    return found
+            descriptions[name] = f"{descriptions[name]} {line.strip()}".strip()
+    return descriptions
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
@@ -165,31 +167,31 @@ def _return_schema(function: Callable[..., Any]) -> dict[str, Any] | None:
     if "return" not in hints:
         return None
     try:
-        return _schema(hints["return"], "the result")
+        return _build_schema(hints["return"], "the result")
     except ValueError:
         return None
 
 
-def _with_description(schema: dict[str, Any], description: str, name: str) -> dict[str, Any]:
+def _add_description(schema: dict[str, Any], description: str, name: str) -> dict[str, Any]:
     """Return the schema with its description; choices at its end, ``(choices: ["a", "b"])``, become
     an ``enum``."""
     if choices := _CHOICES.search(description):
         try:
-            found = json.loads(choices[1])
+            values = json.loads(choices[1])
         except ValueError:
-            found = None
-        if not isinstance(found, list):
+            values = None
+        if not isinstance(values, list):
             raise ValueError(f"the choices of the argument {name!r} are no JSON list: {choices[1]}")
         schema = {
             **schema,
-            "enum": [item.strip() if isinstance(item, str) else item for item in found],
+            "enum": [item.strip() if isinstance(item, str) else item for item in values],
         }
         description = description[: choices.start()].strip()
     return {**schema, "description": description}
 
 
-def _schema(hint: Any, what: str) -> dict[str, Any]:
-    """Return the JSON schema of a type. Raises ValueError that begins with ``what`` for a type
+def _build_schema(hint: Any, subject: str) -> dict[str, Any]:
+    """Return the JSON schema of a type. Raises ValueError that begins with ``subject`` for a type
     without one."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
@@ -198,22 +200,22 @@ def _schema(hint: Any, what: str) -> dict[str, Any]:
     if hint in _NAMES:
         return {"type": _NAMES[hint]}
     if origin in (typing.Annotated, typing.Required, typing.NotRequired):
-        return _schema(args[0], what)
+        return _build_schema(args[0], subject)
     if origin in (Union, types.UnionType):
-        return _union(args, what)
+        return _union_schema(args, subject)
     if origin is Literal:
-        return _choices([*args], what)
+        return _enum_schema([*args], subject)
     if origin is list:
-        return {"type": "array", "items": _schema(args[0], what)}
+        return {"type": "array", "items": _build_schema(args[0], subject)}
     if origin is tuple and len(args) > 1 and ... not in args:
-        return {"type": "array", "prefixItems": [_schema(arg, what) for arg in args]}
+        return {"type": "array", "prefixItems": [_build_schema(arg, subject) for arg in args]}
     if origin is dict and len(args) > 1:
-        return {"type": "object", "additionalProperties": _schema(args[1], what)}
+        return {"type": "object", "additionalProperties": _build_schema(args[1], subject)}
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return _choices([member.value for member in hint], what)
+        return _enum_schema([member.value for member in hint], subject)
     if is_dataclass(hint) or typing.is_typeddict(hint):
         properties = {
-            name: _schema(kind, f"{what}, field {name!r}")
+            name: _build_schema(kind, f"{subject}, field {name!r}")
             for name, kind in field_hints(hint).items()
         }
         required = required_fields(hint)
@@ -221,28 +223,28 @@ def _schema(hint: Any, what: str) -> dict[str, Any]:
             {"required": required} if required else {}
         )
     raise ValueError(
-        f"{what} has the type {getattr(hint, '__name__', hint)}, which has no JSON schema: take "
+        f"{subject} has the type {getattr(hint, '__name__', hint)}, which has no JSON schema: take "
         f"str, int, float, bool, "
         "Literal, an Enum, a dataclass, or a list, tuple, dict or Union of them"
     )
 
 
-def _union(args: tuple[Any, ...], what: str) -> dict[str, Any]:
-    kinds = [_schema(arg, what) for arg in args if arg is not type(None)]
+def _union_schema(args: tuple[Any, ...], subject: str) -> dict[str, Any]:
+    kinds = [_build_schema(arg, subject) for arg in args if arg is not type(None)]
     if len(kinds) == 1:
-        made = dict(kinds[0])
+        schema = dict(kinds[0])
     elif all(kind.keys() == {"type"} and isinstance(kind["type"], str) for kind in kinds):
         names = sorted({kind["type"] for kind in kinds})
-        made = {"type": names[0] if len(names) == 1 else names}
+        schema = {"type": names[0] if len(names) == 1 else names}
     else:
-        made = {"anyOf": kinds}
-    return made | {"nullable": True} if type(None) in args else made
+        schema = {"anyOf": kinds}
+    return schema | {"nullable": True} if type(None) in args else schema
 
 
-def _choices(values: list[Any], what: str) -> dict[str, Any]:
+def _enum_schema(values: list[Any], subject: str) -> dict[str, Any]:
     if not values or any(type(value) not in _SCALARS for value in values):
         raise ValueError(
-            f"{what} has choices that are not text, numbers, booleans or None: {values}"
+            f"{subject} has choices that are not text, numbers, booleans or None: {values}"
         )
     names = list(dict.fromkeys(_NAMES[type(value)] for value in values))
     return {"type": names[0] if len(names) == 1 else names, "enum": values}
@@ -255,11 +257,11 @@ NOT_TOOLS = frozenset({"reset", "get_reward", "tasks", "demonstrate", USER_REPLY
 NOT_TOOLS_ALONE = frozenset({"close", "metrics"})
 """Methods that are not tools only if they take no arguments besides ``self``; for example,
 ``close(door)`` is a tool."""
-LONGEST_NAME = 60
+MAX_NAME_CHARS = 60
 """Maximum number of characters of a name in messages."""
 
 
-class Tool(NamedTuple):
+class ToolMethod(NamedTuple):
     """A method that the policy may call."""
 
     name: str
@@ -275,20 +277,20 @@ class Tool(NamedTuple):
     is_async: bool
     """Whether it is a coroutine function."""
 
-    def bound(self, instance: Any) -> Callable[..., Any]:
+    def bind(self, instance: Any) -> Callable[..., Any]:
         """Return the method bound to an instance; attributes of the instance with the same name do
         not replace it."""
         return self.function.__get__(type(instance) if self.of_class else instance)
 
 
-def tools_of(kind: type[Any]) -> dict[str, Tool]:
+def collect_tools(kind: type[Any]) -> dict[str, ToolMethod]:
     """Return the tools of a class by name, in alphabetical order: its public methods, including
     inherited ones.
 
     Raises ValueError that names the class, the method and the line for a method without a schema,
     for a method ``done``, and for a class without tools.
     """
-    found = {}
+    tools = {}
     for name in sorted(dir(kind)):
         raw = inspect.getattr_static(kind, name)
         function = raw.__func__ if isinstance(raw, classmethod) else raw
@@ -297,30 +299,31 @@ def tools_of(kind: type[Any]) -> dict[str, Tool]:
                 f"{kind.__name__}.done is a method, so it would end no episode: set self.done = "
                 f"True, or make it a "
                 f"property; a tool needs another name "
-                f"({place_of(function if inspect.isfunction(function) else kind)})"
+                f"({source_location(function if inspect.isfunction(function) else kind)})"
             )
         if name.startswith("_") or name in NOT_TOOLS or not inspect.isfunction(function):
             continue
         if name in NOT_TOOLS_ALONE and len(inspect.signature(function).parameters) < 2:
             continue
         try:
-            signature = signature_of(function)
+            signature = read_signature(function)
             schema = json_schema(function, signature)
         except (ValueError, TypeError) as error:
             raise ValueError(
-                f"the tool {kind.__name__}.{name}: {error} ({place_of(function)})"
+                f"the tool {kind.__name__}.{name}: {error} ({source_location(function)})"
             ) from None
         schema["function"]["name"] = name
         is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
-        found[name] = Tool(name, function, schema, signature, function is not raw, is_async)
-    if not found:
+        tools[name] = ToolMethod(name, function, schema, signature, function is not raw, is_async)
+    if not tools:
         raise ValueError(
-            f"{kind.__name__} has no tool, that is no public method of its own ({place_of(kind)})"
+            f"{kind.__name__} has no tool, that is no public method of its own "
+            f"({source_location(kind)})"
         )
-    return found
+    return tools
 
 
-def arguments_for(tool: Tool, arguments: Any) -> dict[str, Any]:
+def convert_arguments(tool: ToolMethod, arguments: Any) -> dict[str, Any]:
     """Convert the arguments of a call to the types of the tool's type hints.
 
     Raises ValueError for missing or unknown arguments and for values of a wrong type.
@@ -333,21 +336,21 @@ def arguments_for(tool: Tool, arguments: Any) -> dict[str, Any]:
     for name in arguments:
         if name not in hints:
             raise ValueError(
-                f"{tool.name} has no argument {short(name)!r}{close_to(name, [*hints])}"
+                f"{tool.name} has no argument {shorten_name(name)!r}{close_to(name, [*hints])}"
             )
     for name in tool.signature.required:
         if name not in arguments:
             raise ValueError(f"{tool.name} needs the argument {name!r}")
     return {
-        name: coerced(value, hints[name], f"argument {name!r}") for name, value in arguments.items()
+        name: coerce(value, hints[name], f"argument {name!r}") for name, value in arguments.items()
     }
 
 
-def unknown_tool(name: str, tools: Mapping[str, Tool]) -> str:
+def unknown_tool_error(name: str, tools: Mapping[str, ToolMethod]) -> str:
     """Return the error text for a call of a tool that does not exist."""
-    return f"Tool {short(name)} not found.{close_to(name, [*tools])}"
+    return f"Tool {shorten_name(name)} not found.{close_to(name, [*tools])}"
 
 
-def short(name: str) -> str:
-    """Return a name truncated to ``LONGEST_NAME`` characters."""
-    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
+def shorten_name(name: str) -> str:
+    """Return a name truncated to ``MAX_NAME_CHARS`` characters."""
+    return name if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]}..."

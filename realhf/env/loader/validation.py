@@ -25,7 +25,7 @@ from realhf.base.text import close_to
 T = TypeVar("T")
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 NUMBER = re.compile(r"[+-]?[0-9]{1,40}(\.[0-9]{0,40})?([eE][+-]?[0-9]{1,3})?")
-_WORDS: Mapping[Any, str] = types.MappingProxyType(
+_TYPE_DESCRIPTIONS: Mapping[Any, str] = types.MappingProxyType(
     {
         bool: "true or false",
         int: "a whole number",
@@ -37,7 +37,7 @@ _WORDS: Mapping[Any, str] = types.MappingProxyType(
 )
 
 
-def coerced(value: Any, hint: Any, name: str, *, strict: bool = False) -> Any:
+def coerce(value: Any, hint: Any, name: str, *, strict: bool = False) -> Any:
     """Convert ``value`` to the type of ``hint``; with ``strict``, without conversion between JSON
     types.
 
@@ -48,45 +48,47 @@ def coerced(value: Any, hint: Any, name: str, *, strict: bool = False) -> Any:
     if hint is Any or hint is object:
         return value
     if origin in (typing.Annotated, typing.Required, typing.NotRequired):
-        return coerced(value, args[0], name, strict=strict)
-    if hint in _WORDS or hint is None:
-        return _scalar(value, type(None) if hint is None else hint, name, strict)
+        return coerce(value, args[0], name, strict=strict)
+    if hint in _TYPE_DESCRIPTIONS or hint is None:
+        return _coerce_scalar(value, type(None) if hint is None else hint, name, strict)
     if origin in (Union, types.UnionType):
-        return _union(value, hint, args, name, strict)
+        return _coerce_union(value, hint, args, name, strict)
     if origin is Literal:
-        return _choice(value, [(item, item) for item in args], hint, name, strict)
+        return _coerce_choice(value, [(item, item) for item in args], hint, name, strict)
     kind = origin or hint
     if isinstance(kind, type):
         if issubclass(kind, Enum):
-            return _choice(value, [(member.value, member) for member in kind], hint, name, strict)
+            return _coerce_choice(
+                value, [(member.value, member) for member in kind], hint, name, strict
+            )
         if is_dataclass(kind):
-            return kind(**_fields(value, kind, name, strict))
+            return kind(**_coerce_fields(value, kind, name, strict))
         if typing.is_typeddict(kind):
-            return _fields(value, kind, name, strict)
+            return _coerce_fields(value, kind, name, strict)
         if issubclass(kind, tuple):
-            return _tuple(value, hint, args, name, strict)
+            return _coerce_tuple(value, hint, args, name, strict)
         if issubclass(kind, Mapping) or kind is dict:
-            return _mapping(value, hint, args, name, strict)
+            return _coerce_mapping(value, hint, args, name, strict)
         if issubclass(kind, Sequence) or kind is list:
             item = args[0] if args else Any
-            items = _items(value, hint, name)
+            items = _require_items(value, hint, name)
             return [
-                coerced(each, item, f"{name}[{index}]", strict=strict)
+                coerce(each, item, f"{name}[{index}]", strict=strict)
                 for index, each in enumerate(items)
             ]
     raise ValueError(f"{name}: values of type {hint!r} cannot be given")
 
 
-def described(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """Describe the values of a type hint in words."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
-    if hint is None or hint in _WORDS:
-        return _WORDS[type(None) if hint is None else hint]
+    if hint is None or hint in _TYPE_DESCRIPTIONS:
+        return _TYPE_DESCRIPTIONS[type(None) if hint is None else hint]
     if origin in (typing.Annotated, typing.Required, typing.NotRequired):
-        return described(args[0])
+        return describe_type(args[0])
     if origin in (Union, types.UnionType):
-        return " or ".join(described(arg) for arg in args)
+        return " or ".join(describe_type(arg) for arg in args)
     if origin is Literal:
         return f"one of {', '.join(repr(arg) for arg in args)}"
     kind = origin or hint
@@ -97,18 +99,18 @@ def described(hint: Any) -> str:
     return "an object" if isinstance(kind, type) else str(hint)
 
 
-def copied(value: Any) -> Any:
+def copy_json(value: Any) -> Any:
     """Return a deep copy of a JSON value, which the author's code may change."""
     if isinstance(value, Mapping):
-        return {key: copied(item) for key, item in value.items()}
-    return [copied(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: copy_json(item) for key, item in value.items()}
+    return [copy_json(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _refused(value: Any, hint: Any, name: str) -> ValueError:
-    return ValueError(f"{name} must be {described(hint)}, not {shown(value)}")
+def _type_error(value: Any, hint: Any, name: str) -> ValueError:
+    return ValueError(f"{name} must be {describe_type(hint)}, not {shown(value)}")
 
 
-def _scalar(value: Any, kind: type, name: str, strict: bool) -> Any:
+def _coerce_scalar(value: Any, kind: type, name: str, strict: bool) -> Any:
     if kind is Path and isinstance(value, (str, Path)):
         return Path(value)
     if type(value) is kind and (kind is not float or math.isfinite(value)):
@@ -122,15 +124,15 @@ def _scalar(value: Any, kind: type, name: str, strict: bool) -> Any:
         return float(value)
     if not strict:
         if isinstance(value, str):
-            return _from_text(value, kind, name)
+            return _parse_text(value, kind, name)
         if kind is str and isinstance(value, (bool, int, float)) and abs(value) < 1 << 1023:
             return str(value).lower() if isinstance(value, bool) else str(value)
         if kind is int and isinstance(value, float) and value.is_integer() and abs(value) < 1e18:
             return int(value)
-    raise _refused(value, kind, name)
+    raise _type_error(value, kind, name)
 
 
-def _from_text(value: str, kind: type, name: str) -> Any:
+def _parse_text(value: str, kind: type, name: str) -> Any:
     text = value.strip() if len(value) < 200 else value
     if kind is str:
         return str(value)
@@ -140,23 +142,23 @@ def _from_text(value: str, kind: type, name: str) -> Any:
         return float(text)
     if kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
-    raise _refused(value, kind, name)
+    raise _type_error(value, kind, name)
 
 
-def _union(value: Any, hint: Any, args: Sequence[Any], name: str, strict: bool) -> Any:
+def _coerce_union(value: Any, hint: Any, args: Sequence[Any], name: str, strict: bool) -> Any:
     for exactly in (True,) if strict else (True, False):
         for kind in args:
             try:
-                return coerced(value, kind, name, strict=exactly)
+                return coerce(value, kind, name, strict=exactly)
             except ValueError:
                 continue
     structured = [kind for kind in args if kind is not type(None)]
     if len(structured) == 1 and value is not None:
-        return coerced(value, structured[0], name, strict=strict)
-    raise _refused(value, hint, name)
+        return coerce(value, structured[0], name, strict=strict)
+    raise _type_error(value, hint, name)
 
 
-def _choice(
+def _coerce_choice(
     value: Any, choices: Sequence[tuple[Any, Any]], hint: Any, name: str, strict: bool
 ) -> Any:
     for choice, member in choices:
@@ -165,17 +167,19 @@ def _choice(
     for choice, member in () if strict else choices:
         if isinstance(value, str) and isinstance(choice, (int, float)) and value == str(choice):
             return member
-    raise _refused(value, hint, name)
+    raise _type_error(value, hint, name)
 
 
-def _items(value: Any, hint: Any, name: str) -> Sequence[Any]:
+def _require_items(value: Any, hint: Any, name: str) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)):
-        raise _refused(value, hint, name)
+        raise _type_error(value, hint, name)
     return value
 
 
-def _tuple(value: Any, hint: Any, args: Sequence[Any], name: str, strict: bool) -> tuple[Any, ...]:
-    items = _items(value, hint, name)
+def _coerce_tuple(
+    value: Any, hint: Any, args: Sequence[Any], name: str, strict: bool
+) -> tuple[Any, ...]:
+    items = _require_items(value, hint, name)
     kinds = args or (Any, ...)
     if len(kinds) == 2 and kinds[1] is ...:
         kinds = (kinds[0],) * len(items)
@@ -183,25 +187,27 @@ def _tuple(value: Any, hint: Any, args: Sequence[Any], name: str, strict: bool) 
         raise ValueError(f"{name} must be a list of {len(kinds)} values, not {shown(value)}")
     pairs = zip(items, kinds, strict=True)
     return tuple(
-        coerced(item, kind, f"{name}[{n}]", strict=strict) for n, (item, kind) in enumerate(pairs)
+        coerce(item, kind, f"{name}[{n}]", strict=strict) for n, (item, kind) in enumerate(pairs)
     )
 
 
-def _mapping(value: Any, hint: Any, args: Sequence[Any], name: str, strict: bool) -> dict[str, Any]:
+def _coerce_mapping(
+    value: Any, hint: Any, args: Sequence[Any], name: str, strict: bool
+) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise _refused(value, hint, name)
+        raise _type_error(value, hint, name)
     kind = args[1] if len(args) == 2 else Any
     return {
-        key: coerced(item, kind, f"{name}[{shown(key)}]", strict=strict)
+        key: coerce(item, kind, f"{name}[{shown(key)}]", strict=strict)
         for key, item in value.items()
     }
 
 
-def _fields(value: Any, kind: Any, name: str, strict: bool) -> dict[str, Any]:
+def _coerce_fields(value: Any, kind: Any, name: str, strict: bool) -> dict[str, Any]:
     """Convert a map to the fields of a dataclass or TypedDict; fields with a default may be
     missing."""
     if not isinstance(value, Mapping):
-        raise _refused(value, kind, name)
+        raise _type_error(value, kind, name)
     hints = field_hints(kind)
     for key in value:
         if key not in hints:
@@ -211,8 +217,7 @@ def _fields(value: Any, kind: Any, name: str, strict: bool) -> dict[str, Any]:
         if key not in value:
             raise ValueError(f"{name}.{key} is missing")
     return {
-        key: coerced(item, hints[key], f"{name}.{key}", strict=strict)
-        for key, item in value.items()
+        key: coerce(item, hints[key], f"{name}.{key}", strict=strict) for key, item in value.items()
     }
 
 
@@ -243,67 +248,67 @@ class BrokenContract(ValueError):
     """An invalid return value of an environment's code; the text describes the problem."""
 
 
-def whole_text(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Return the text with lone surrogates replaced, so that it can be encoded as UTF-8."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
-def checked(found: T, problems: Iterable[str]) -> T:
-    """Return ``found`` if there are no problems. Raises BrokenContract with the first problem."""
+def require_valid(value: T, problems: Iterable[str]) -> T:
+    """Return ``value`` if there are no problems. Raises BrokenContract with the first problem."""
     for problem in problems:
         raise BrokenContract(problem)
-    return found
+    return value
 
 
-def checked_messages(found: Any, what: str) -> Sequence[ChatMessage]:
-    """Return the messages if they are valid. Raises BrokenContract that begins with ``what``."""
-    return checked(found, message_problems(found, what))
+def validate_messages(value: Any, subject: str) -> Sequence[ChatMessage]:
+    """Return the messages if they are valid. Raises BrokenContract that begins with ``subject``."""
+    return require_valid(value, message_problems(value, subject))
 
 
-def checked_number(found: Any, what: str) -> float:
+def validate_number(value: Any, subject: str) -> float:
     """Return a finite number as float; true and false become 1 and 0.
 
-    Raises BrokenContract that begins with ``what``.
+    Raises BrokenContract that begins with ``subject``.
     """
-    number = finite_number(found)
+    number = finite_number(value)
     if number is None:
-        raise BrokenContract(f"{what} must be a finite number, not {shown(found)}")
+        raise BrokenContract(f"{subject} must be a finite number, not {shown(value)}")
     return number
 
 
-def checked_numbers(found: Any, what: str) -> dict[str, float]:
+def validate_numbers(numbers: Any, subject: str) -> dict[str, float]:
     """Return a map from names to finite numbers. Raises BrokenContract that begins with
-    ``what``."""
-    if not isinstance(found, Mapping):
-        raise BrokenContract(f"{what} must be a map from names to numbers, not {shown(found)}")
-    for name in found:
+    ``subject``."""
+    if not isinstance(numbers, Mapping):
+        raise BrokenContract(f"{subject} must be a map from names to numbers, not {shown(numbers)}")
+    for name in numbers:
         if not isinstance(name, str):
-            raise BrokenContract(f"{what}: a name must be text, not {shown(name)}")
-    return {name: checked_number(value, f"{what}[{name!r}]") for name, value in found.items()}
+            raise BrokenContract(f"{subject}: a name must be text, not {shown(name)}")
+    return {name: validate_number(value, f"{subject}[{name!r}]") for name, value in numbers.items()}
 
 
-def checked_rewards(found: Any, what: str) -> tuple[float, dict[str, float]]:
+def validate_rewards(value: Any, subject: str) -> tuple[float, dict[str, float]]:
     """Return the reward and its named components.
 
-    ``found`` is a number, or a map whose item ``reward``, or else the sum of its values, is the
-    reward. Raises BrokenContract that begins with ``what``.
+    ``value`` is a number, or a map whose item ``reward``, or else the sum of its values, is the
+    reward. Raises BrokenContract that begins with ``subject``.
     """
-    if not isinstance(found, Mapping):
-        return checked_number(found, what), {}
-    if not found:
-        raise BrokenContract(f"{what} must be a number or named components, not an empty map")
-    components = checked_numbers(found, what)
+    if not isinstance(value, Mapping):
+        return validate_number(value, subject), {}
+    if not value:
+        raise BrokenContract(f"{subject} must be a number or named components, not an empty map")
+    components = validate_numbers(value, subject)
     reward = components.pop("reward", None)
     return (
-        checked_number(sum(components.values()), what) if reward is None else reward
+        validate_number(sum(components.values()), subject) if reward is None else reward
     ), components
 
 
-def info_problems(found: Any) -> Iterator[str]:
+def info_problems(value: Any) -> Iterator[str]:
     """Yield the problems of an ``info``, which must be a map of JSON values."""
-    if not isinstance(found, Mapping):
-        yield f"info must be a map, not {shown(found)}"
-    elif found and (problem := json_problem(found)):
+    if not isinstance(value, Mapping):
+        yield f"info must be a map, not {shown(value)}"
+    elif value and (problem := json_problem(value)):
         yield f"info: {problem}"
 
 
@@ -323,13 +328,13 @@ def state_key_problems(key: Any) -> Iterator[str]:
         yield f"state_key must be text, not {shown(key)}"
 
 
-def checked_turn(turn: Turn) -> Turn:
+def validate_turn(turn: Turn) -> Turn:
     """Return the turn with its numbers as floats. Raises BrokenContract for invalid messages,
     numbers or info."""
-    checked(turn, turn_problems(turn))
-    reward = None if turn.reward is None else checked_number(turn.reward, "reward")
-    rewards = checked_numbers(turn.rewards, "rewards") if turn.rewards else {}
-    metrics = checked_numbers(turn.metrics, "metrics") if turn.metrics else {}
+    require_valid(turn, turn_problems(turn))
+    reward = None if turn.reward is None else validate_number(turn.reward, "reward")
+    rewards = validate_numbers(turn.rewards, "rewards") if turn.rewards else {}
+    metrics = validate_numbers(turn.metrics, "metrics") if turn.metrics else {}
     return Turn(
         turn.messages, turn.done, reward, rewards, metrics, turn.info, turn.final, turn.state_key
     )

@@ -23,7 +23,7 @@ from realhf.env.adapters.gymnasium_text import (
     without_escapes,
 )
 from realhf.env.loader.load import build_environment
-from realhf.env.loader.threads import MOST_STUCK, Threads
+from realhf.env.loader.threads import MAX_STUCK, Threads
 
 WAYS = Actions(("left", "right", "stay put"), start=-1)
 
@@ -289,7 +289,7 @@ async def test_a_call_that_does_not_return_is_a_timeout_and_its_instance_is_left
 
 
 async def test_an_environment_whose_calls_never_return_makes_no_more_instances() -> None:
-    given_up: list[Any] = [SimpleNamespace(stuck=1)] * MOST_STUCK
+    given_up: list[Any] = [SimpleNamespace(stuck=1)] * MAX_STUCK
     with failing("capacity"):
         await environment(Made(), given_up=given_up).reset({}, seed=1)
 

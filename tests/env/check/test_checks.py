@@ -36,7 +36,7 @@ from realhf.env.check.scripts import (
     wrong_messages,
 )
 from realhf.env.check.task_sets import TaskSetChecker, spread_evenly
-from realhf.env.loader.author import sets_of
+from realhf.env.loader.author import build_task_sets
 
 COUNT = itertools.count()
 
@@ -158,7 +158,7 @@ def test_rows_of_one_list_are_no_two_splits_by_their_names() -> None:
     """An id or a group that names the split leaves the rest of a row to be compared."""
 
     def found(rows: Callable[[str], Any]) -> list[str]:
-        tasks = sets_of(rows, "x", None, seeded=False, check=lambda row: None)
+        tasks = build_task_sets(rows, "x", None, seeded=False, check=lambda row: None)
         findings: list[Finding] = []
         TaskSetChecker(
             EnvironmentSpec("x", lambda _: None, tasks), UserCode(), findings.append

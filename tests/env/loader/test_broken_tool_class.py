@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from realhf.api.environment import AssistantMessage, EnvironmentFailure, EnvironmentSpec, ToolCall
-from realhf.env.loader.load import definition_of
+from realhf.env.loader.load import load_definition
 from tests.env.loader.counter import COUNTER
 
 Build = Callable[..., EnvironmentSpec]
@@ -224,12 +224,12 @@ def test_a_class_that_cannot_be_played_is_refused_with_the_line(
     good, bad, sentence = REFUSED[name]
     assert good in COUNTER
     with pytest.raises(ValueError, match=sentence):
-        definition_of(write(COUNTER.replace(good, bad, 1)))
+        load_definition(write(COUNTER.replace(good, bad, 1)))
 
 
 def test_a_class_without_tools_is_refused(write: Callable[..., str]) -> None:
     with pytest.raises(ValueError, match=r"Idle has no tool, that is no public method.*line 1\)"):
-        definition_of(
+        load_definition(
             write("class Idle:\n    def reset(self): ...\n    def get_reward(self): return 1\n")
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from realhf.api.environment import AssistantMessage, EnvironmentFailure, EnvironmentSpec
-from realhf.env.loader.load import definition_of
+from realhf.env.loader.load import load_definition
 
 Build = Callable[..., EnvironmentSpec]
 
@@ -305,7 +305,7 @@ def test_a_function_that_takes_no_completion_is_refused(
     with pytest.raises(
         ValueError, match=r"reward must take the completion first.*other\.py, line 1\)"
     ):
-        definition_of(f"{tmp_path / 'other.py'}:reward")
+        load_definition(f"{tmp_path / 'other.py'}:reward")
 
 
 # ---- Parquet and datasets

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from realhf.api.environment import AssistantMessage, EnvironmentDefinition
-from realhf.env.loader.load import build_environment, definition_of
+from realhf.env.loader.load import build_environment, load_definition
 
 Write = Callable[..., str]
 
@@ -63,9 +63,11 @@ def test_a_definition_of_a_file_comes_before_its_classes(write: Write) -> None:
     DEFINITION = message_class(Echo)
     """
     path = write(ECHO + textwrap.dedent(extra))
-    found = definition_of(path)
-    assert isinstance(found, EnvironmentDefinition) and found is definition_of(f"{path}:DEFINITION")
-    assert found is not definition_of(f"{path}:Echo")
+    found = load_definition(path)
+    assert isinstance(found, EnvironmentDefinition) and found is load_definition(
+        f"{path}:DEFINITION"
+    )
+    assert found is not load_definition(f"{path}:Echo")
     spec = write(
         ECHO + "\nfrom realhf.env.loader.multi_turn import message_class as m\nSPEC = "
         "m(Echo).build(m(Echo).options())",
@@ -138,7 +140,7 @@ def test_a_mistake_in_the_file_is_named_with_its_line(
 ) -> None:
     path = write(text)
     with pytest.raises(ValueError, match=sentence) as caught:
-        definition_of(f"{path}:{name}" if name else path)
+        load_definition(f"{path}:{name}" if name else path)
     assert "\n" not in str(caught.value)
 
 
@@ -155,7 +157,7 @@ def test_a_mistake_in_the_file_is_named_with_its_line(
 )
 def test_a_reference_that_leads_nowhere_is_one_sentence(reference: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        definition_of(reference)
+        load_definition(reference)
 
 
 def test_a_build_that_fails_is_named_with_its_line(write: Write) -> None:

@@ -100,7 +100,7 @@ async def test_too_many_jobs_that_never_return_are_a_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """New ones are refused as long as it lasts."""
-    monkeypatch.setattr(module, "MOST_STUCK", 2)
+    monkeypatch.setattr(module, "MAX_STUCK", 2)
     threads = Threads("Stubborn", 2)
     release = threading.Event()
     begun = list[None]()

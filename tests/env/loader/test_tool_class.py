@@ -22,7 +22,7 @@ from realhf.api.environment import (
     Turn,
 )
 from realhf.env.loader.load import build_environment
-from realhf.env.loader.validation import BrokenContract, checked_messages
+from realhf.env.loader.validation import BrokenContract, validate_messages
 from tests.env.loader.counter import COUNTER
 
 Build = Callable[..., EnvironmentSpec]
@@ -476,7 +476,7 @@ def test_whatever_a_policy_calls_each_call_has_an_answer(
 
     turn = asyncio.run(play())
     assert len(turn.messages) == len(calls) and turn.reward in (0.0, 1.0)
-    assert checked_messages(turn.messages, "messages") == turn.messages
+    assert validate_messages(turn.messages, "messages") == turn.messages
 
 
 # ---- blocking code

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.env.loader.validation import coerced, json_problem, shown
+from realhf.env.loader.validation import coerce, json_problem, shown
 
 
 class Colour(enum.Enum):
@@ -72,7 +72,7 @@ class Range(TypedDict, total=False):
     ],
 )
 def test_a_value_that_fits_is_converted(value: Any, hint: Any, expected: Any) -> None:
-    found = coerced(value, hint, "it")
+    found = coerce(value, hint, "it")
     assert found == expected and type(found) is type(expected)
 
 
@@ -116,7 +116,7 @@ def test_a_value_that_fits_is_converted(value: Any, hint: Any, expected: Any) ->
 )
 def test_a_value_that_does_not_fit_is_refused_by_name(value: Any, hint: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence) as caught:
-        coerced(value, hint, "it")
+        coerce(value, hint, "it")
     assert len(str(caught.value)) < 300
 
 
@@ -173,11 +173,11 @@ def test_any_json_is_taken_or_refused_and_a_taken_value_is_taken_again(
     """Nothing but ValueError is raised, and what came out has the type, so it goes in again
     unchanged."""
     try:
-        found = coerced(value, hint, "it")
+        found = coerce(value, hint, "it")
     except ValueError:
         return
     if hint not in (Point, Colour):
-        assert coerced(found, hint, "it", strict=True) == found
+        assert coerce(found, hint, "it", strict=True) == found
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from realhf.aws.episode.player import check_action, check_reset
-from realhf.env.loader.validation import BrokenContract, checked_number
+from realhf.env.loader.validation import BrokenContract, validate_number
 from realhf.env.server.wire import (
     Request,
     WireError,
@@ -115,7 +115,7 @@ def test_reward_beyond_fp32_is_sent_so_that_the_client_names_it() -> None:
     with pytest.raises(
         BrokenContract, match=r"the server's reward must be a finite number, not 1e\+300"
     ):
-        checked_number(frame["data"]["reward"], "the server's reward")
+        validate_number(frame["data"]["reward"], "the server's reward")
 
 
 def test_lone_surrogates_are_sent_as_escapes() -> None:

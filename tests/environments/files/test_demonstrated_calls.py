@@ -14,7 +14,7 @@ from realhf.api.environment import Demonstration, DemonstrationRequest
 from realhf.api.tool_parser import parse_turn
 from realhf.data.chat_dataset import conversation_tokens
 from realhf.env.loader.load import build_environment
-from realhf.env.loader.tool_schemas import tools_of
+from realhf.env.loader.tool_schemas import collect_tools
 from realhf.rollout.demonstrations import play_demonstrations, script_message
 from tests.api.chat.families import FAMILIES_OF_MODELS, family_chat
 
@@ -103,7 +103,7 @@ class Shop:
 def test_arguments_keep_their_types(name: str, note: str | None) -> None:
     """Some templates write them as JSON, others as Python does."""
     chat: TemplateChat = family_chat(name)
-    tools = [tool.schema for tool in tools_of(Shop).values()]
+    tools = [tool.schema for tool in collect_tools(Shop).values()]
     arguments = {"items": ["it's", "ü"], "fast": True, "count": 3, "price": 2.5, "note": note}
     function = {"name": "order", "arguments": arguments}
     message = {

@@ -18,14 +18,14 @@ from realhf.api.messages import tool_problems
 from realhf.api.tool_parser import MAX_CALLS, CallProblem, broken_call, call_of, read_json
 from realhf.env.loader.validation import (
     BrokenContract,
-    checked,
-    checked_messages,
-    checked_number,
-    checked_numbers,
     info_problems,
+    require_valid,
     shown,
     state_key_problems,
     turn_problems,
+    validate_messages,
+    validate_number,
+    validate_numbers,
 )
 from realhf.env.server import wire
 from realhf.env.server.wire import VALIDATION_ERROR, WireError, checked_object
@@ -223,12 +223,12 @@ def of_opening(opening: Any, system_prompt: str) -> dict[str, Any]:
     messages start with a system message. Raises BrokenContract."""
     if not isinstance(opening, Opening):
         raise BrokenContract(f"reset must return an Opening, not {shown(opening)}")
-    messages = [dict(message) for message in checked_messages(opening.messages, "messages")]
+    messages = [dict(message) for message in validate_messages(opening.messages, "messages")]
     if system_prompt and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, {"role": "system", "content": system_prompt})
-    tools = [dict(tool) for tool in checked(opening.tools, tool_problems(opening.tools))]
-    checked(opening.info, info_problems(opening.info))
-    checked(opening.state_key, state_key_problems(opening.state_key))
+    tools = [dict(tool) for tool in require_valid(opening.tools, tool_problems(opening.tools))]
+    require_valid(opening.info, info_problems(opening.info))
+    require_valid(opening.state_key, state_key_problems(opening.state_key))
     return _with_more({"messages": messages, "tools": tools, "metrics": {}}, opening)
 
 
@@ -237,16 +237,16 @@ def of_turn(turn: Any) -> tuple[dict[str, Any], float | None, bool]:
     BrokenContract."""
     if not isinstance(turn, Turn):
         raise BrokenContract(f"step must return a Turn, not {shown(turn)}")
-    checked(turn, turn_problems(turn))
+    require_valid(turn, turn_problems(turn))
     seen: dict[str, Any] = {
         "messages": [dict(message) for message in turn.messages],
-        "metrics": checked_numbers(turn.metrics, "metrics"),
+        "metrics": validate_numbers(turn.metrics, "metrics"),
     }
     if turn.rewards:
-        seen["rewards"] = checked_numbers(turn.rewards, "rewards")
+        seen["rewards"] = validate_numbers(turn.rewards, "rewards")
     if turn.final:
         seen["final"] = True
-    reward = None if turn.reward is None else checked_number(turn.reward, "reward")
+    reward = None if turn.reward is None else validate_number(turn.reward, "reward")
     return _with_more(seen, turn), reward, turn.done
 
 
