@@ -30,7 +30,7 @@ from realhf.env.check.contract import opening_problems, turn_problems
 from realhf.env.loader.load import build_environment
 from realhf.env.loader.validation import BrokenContract
 from realhf.env.openenv_client import StepResult
-from realhf.env.server.spec.messages import of_opening, of_turn
+from realhf.env.server.spec.messages import opening_observation, turn_observation
 from realhf.rollout.openai_requests import ApiError, ChatRequest
 from realhf.rollout.player import SlotEnvironment
 from realhf.trajectory.wire.intake import Offload, parse_groups
@@ -295,10 +295,13 @@ ENTRANCES: dict[str, tuple[Callable[[Path, Any], str], str]] = {
         r"environment raw: the messages of step\[1\]",
     ),
     "opening that is served": (
-        lambda _, m: raised(lambda: of_opening(Opening(m), "")),
+        lambda _, m: raised(lambda: opening_observation(Opening(m), "")),
         r"messages\[1\]",
     ),
-    "turn that is served": (lambda _, m: raised(lambda: of_turn(Turn(m))), r"messages\[1\]"),
+    "turn that is served": (
+        lambda _, m: raised(lambda: turn_observation(Turn(m))),
+        r"messages\[1\]",
+    ),
     "opening of a remote server": (
         lambda _, m: served({"messages": m}, "reset"),
         r"the server's messages\[1\]",

@@ -149,9 +149,7 @@ def test_nothing_is_overwritten_and_nothing_is_half_written(
 ) -> None:
     (tmp_path / "test_mine.py").write_text("mine")
     assert main(["init", "mine"]) == 2
-    assert (
-        capsys.readouterr().err == "error: test_mine.py exists already; nothing was written\n"
-    )
+    assert capsys.readouterr().err == "error: test_mine.py exists already; nothing was written\n"
     assert (tmp_path / "test_mine.py").read_text() == "mine" and not (tmp_path / "mine.py").exists()
 
 

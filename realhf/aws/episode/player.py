@@ -25,7 +25,7 @@ from realhf.aws.tasks.loader import instantiate, load_templates
 from realhf.aws.tasks.task import Task, TaskError
 from realhf.env.server import wire
 from realhf.env.server.interfaces import Reply
-from realhf.env.server.wire import VALIDATION_ERROR, WireError, checked_object
+from realhf.env.server.wire import VALIDATION_ERROR, WireError, require_object
 
 MAX_METADATA_CHARS = 16 << 10
 """Maximum length of an action's ``metadata`` as JSON, in characters."""
@@ -44,7 +44,7 @@ _RESET_TYPES: Mapping[str, tuple[type, ...]] = {
 def check_action(data: Any, max_command_bytes: int) -> dict[str, Any]:
     """Validate an action (the data of a step) and return it with the command that ``read_command``
     finds in it. Raises WireError."""
-    data = checked_object(data, "step needs data: an object with a command")
+    data = require_object(data, "step needs data: an object with a command")
     command = data.get("command")
     if not isinstance(command, str):
         raise WireError(VALIDATION_ERROR, "command must be a string", field="data.command")
@@ -74,7 +74,7 @@ def check_action(data: Any, max_command_bytes: int) -> dict[str, Any]:
     return {**data, "command": read_command(command)}
 
 
-check_reset = partial(wire.checked_reset, types_of=_RESET_TYPES)
+check_reset = partial(wire.validate_reset_data, types_of=_RESET_TYPES)
 
 
 def _is_small_object(value: Any) -> bool:

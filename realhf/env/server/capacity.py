@@ -128,14 +128,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class SlotLeases:
-    """Leases of slots: at most ``most`` at once, of which ``active`` are out. Belongs to one event
-    loop."""
+    """Leases of slots: at most ``max_leases`` at once, of which ``active`` are out. Belongs to one
+    event loop."""
 
     def __init__(
-        self, pool: SlotPool, most: int, threads: Executor, metrics: ServerMetrics
+        self, pool: SlotPool, max_leases: int, threads: Executor, metrics: ServerMetrics
     ) -> None:
         self.active = 0
-        self.most = most
+        self.max_leases = max_leases
         self._pool = pool
         self._threads = threads
         self._metrics = metrics
@@ -145,7 +145,7 @@ class SlotLeases:
     async def take(self) -> Any | None:
         """Return a slot, or None at capacity. When fewer leases than slots are out, a slot is being
         cleaned or replaced; this waits for it, up to ``_SCRUB_WAIT_S``."""
-        if self._closed or self.active >= self.most:
+        if self._closed or self.active >= self.max_leases:
             return None
         self._count(1)
         loop = asyncio.get_running_loop()
@@ -156,7 +156,7 @@ class SlotLeases:
                 try:
                     return await asyncio.shield(acquired)
                 except asyncio.CancelledError:
-                    acquired.add_done_callback(self._unwanted)
+                    acquired.add_done_callback(self._return_unused)
                     raise
                 except RuntimeError:
                     if loop.time() > deadline:
@@ -180,14 +180,14 @@ class SlotLeases:
             return
         _LOG.warning("a slot stays leased: a thread is still in it")
 
-        def ended(work: asyncio.Future[Any]) -> None:
+        def on_done(work: asyncio.Future[Any]) -> None:
             if not work.cancelled() and (error := work.exception()) is not None:
                 _LOG.warning("a request whose client has left failed: %s", error)
             self.give_back(slot)
 
-        work.add_done_callback(ended)
+        work.add_done_callback(on_done)
 
-    def _unwanted(self, acquired: asyncio.Future[Any]) -> None:
+    def _return_unused(self, acquired: asyncio.Future[Any]) -> None:
         """Return a slot that a thread acquired after its client had left."""
         if not acquired.cancelled() and acquired.exception() is None:
             self._release(acquired.result())
@@ -197,10 +197,10 @@ class SlotLeases:
             self._threads, self._pool.release, slot
         )
         self._releases.add(released)
-        released.add_done_callback(self._released)
+        released.add_done_callback(self._on_released)
 
     @property
-    def returning(self) -> int:
+    def cleaning_count(self) -> int:
         """Number of slots that were returned and are being cleaned."""
         return len(self._releases)
 
@@ -208,25 +208,25 @@ class SlotLeases:
         """Refuse further leases."""
         self._closed = True
 
-    async def returned(self, timeout_s: float) -> None:
+    async def wait_until_cleaned(self, timeout_s: float) -> None:
         """Wait until all returned slots are cleaned, up to ``timeout_s``."""
         if self._releases:
             await asyncio.wait(self._releases, timeout=timeout_s)
 
-    def refusal(self) -> Refusal:
+    def refuse(self) -> Refusal:
         """Count a client that is refused for capacity, and return its refusal (503)."""
         self._metrics.sessions_rejected.inc()
-        numbers = f"{self.active}/{self.most}"
+        numbers = f"{self.active}/{self.max_leases}"
         return Refusal(
             503,
             f"Server at capacity: {numbers} sessions active. Cannot accept new connections.",
             {"Retry-After": str(RETRY_AFTER_S)},
             code=wire.CAPACITY_REACHED,
             active_sessions=self.active,
-            max_sessions=self.most,
+            max_sessions=self.max_leases,
         )
 
-    def _released(self, future: asyncio.Future[None]) -> None:
+    def _on_released(self, future: asyncio.Future[None]) -> None:
         self._releases.discard(future)
         if not future.cancelled() and (error := future.exception()) is not None:
             _LOG.error("a slot could not be released: %s", error)

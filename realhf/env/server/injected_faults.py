@@ -28,13 +28,13 @@ def parse_kinds(text: str) -> dict[str, float]:
     """Parse ``kind[=weight],...`` into weights (1 where none is given). Raises ValueError."""
     weights: dict[str, float] = {}
     for part in text.split(","):
-        kind, given, weight = part.strip().partition("=")
+        kind, equals, weight = part.strip().partition("=")
         if kind not in KINDS:
             raise ValueError(f"unknown kind {kind!r} (known: {', '.join(KINDS)})")
         if kind in weights:
             raise ValueError(f"{kind} is named twice")
         try:
-            weights[kind] = float(weight) if given else 1.0
+            weights[kind] = float(weight) if equals else 1.0
         except ValueError:
             raise ValueError(f"the weight of {kind} is {weight!r}, not a number") from None
         if not (math.isfinite(weights[kind]) and weights[kind] > 0):

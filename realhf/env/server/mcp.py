@@ -35,9 +35,9 @@ def rpc_error(
     }
 
 
-def checked(request: Any, served: ServedEnvironment) -> dict[str, Any] | None:
+def check_request(request: Any, served: ServedEnvironment) -> dict[str, Any] | None:
     """Return the reply to an invalid request, or to one that needs no session; None for what
-    ``answered`` serves."""
+    ``answer_request`` serves."""
     if not isinstance(request, Mapping):
         return rpc_error(None, INVALID_REQUEST, "a request is an object")
     request_id = request.get("id")
@@ -48,15 +48,15 @@ def checked(request: Any, served: ServedEnvironment) -> dict[str, Any] | None:
     if request.get("jsonrpc") != "2.0":
         return rpc_error(request_id, INVALID_REQUEST, "jsonrpc is '2.0'")
     if request.get("method") == "tools/list":
-        known = served.tools(None)
-        return None if known is None else _listed(request_id, known)
+        tools = served.tools(None)
+        return None if tools is None else _tools_reply(request_id, tools)
     if request.get("method") != "tools/call":
         return rpc_error(request_id, UNKNOWN_METHOD, "known methods: tools/list, tools/call")
     problem = served.call_problem(request.get("params"))
     return rpc_error(request_id, INVALID_PARAMS, problem) if problem else None
 
 
-def answered(
+def answer_request(
     request: Mapping[str, Any],
     served: ServedEnvironment,
     player: Player,
@@ -65,7 +65,7 @@ def answered(
     """Answer a checked request: list the tools of the player's episode, or play a tools/call as an
     action by ``step``. The structured content is the whole reply of the step. Raises WireError."""
     if request["method"] == "tools/list":
-        return _listed(request.get("id"), served.tools(player) or ())
+        return _tools_reply(request.get("id"), served.tools(player) or ())
     observation, reward, done = step(served.call_action(request["params"]))
     text, failed = served.call_answer(observation)
     return rpc_result(
@@ -78,5 +78,5 @@ def answered(
     )
 
 
-def _listed(request_id: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _tools_reply(request_id: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return rpc_result(request_id, {"tools": [dict(tool) for tool in tools]})

@@ -95,24 +95,24 @@ class StatelessPlayer:
         """
         slot = await self._leases.take()
         if slot is None:
-            raise self._leases.refusal()
+            raise self._leases.refuse()
         work = None
         try:
-            player = self._player(slot)
+            player = self._make_leased_player(slot)
             work = asyncio.get_running_loop().run_in_executor(self._threads, action, player)
             try:
-                done, _ = await asyncio.wait((work,), timeout=timeout_s)
+                finished, _ = await asyncio.wait((work,), timeout=timeout_s)
             except asyncio.CancelledError:
                 await kill_until_done(work, player.kill, KILLED_WAIT_S)
                 raise
-            if not done:
+            if not finished:
                 await kill_until_done(work, player.kill, _STATELESS_KILLED_WAIT_S)
                 raise TimeoutError(f"no answer within {timeout_s:g} s")
             return work.result()
         finally:
             self._leases.give_back_after(slot, work)
 
-    def _player(self, slot: Any) -> Player:
+    def _make_leased_player(self, slot: Any) -> Player:
         try:
             return self._make_player(slot)
         except Exception as error:
@@ -157,7 +157,7 @@ def _add_description(
 
     @app.get("/health")
     async def health() -> Response:
-        usable = served.pool.free_count + leases.active + leases.returning
+        usable = served.pool.free_count + leases.active + leases.cleaning_count
         status, word = (200, "healthy") if usable > 0 else (503, "unhealthy")
         return JSONResponse({"status": word}, status)
 
@@ -181,29 +181,29 @@ def _add_description(
 
 def _add_stateless(app: FastAPI, stateless: StatelessPlayer, served: ServedEnvironment) -> None:
     @app.exception_handler(Refusal)
-    async def refused(request: Request, error: Refusal) -> Response:
+    async def on_refusal(request: Request, error: Refusal) -> Response:
         return refusal_response(error, capacity_body)
 
     @app.exception_handler(wire.WireError)
-    async def failed(request: Request, error: wire.WireError) -> Response:
+    async def on_wire_error(request: Request, error: wire.WireError) -> Response:
         status = 422 if error.code == wire.VALIDATION_ERROR else 500
         kind = {"kind": error.kind} if error.kind else {}
         return JSONResponse({"detail": error.message, "code": error.code, **kind}, status)
 
     @app.exception_handler(RequestValidationError)
-    async def mistaken(request: Request, error: RequestValidationError) -> Response:
+    async def on_invalid_body(request: Request, error: RequestValidationError) -> Response:
         """Report which fields are wrong, without what was sent: it may be long, and may be no
         text."""
         problems = [
-            {"loc": [str(part)[:64] for part in one["loc"]], "msg": one["msg"][:200]}
-            for one in error.errors()[:20]
+            {"loc": [str(part)[:64] for part in problem["loc"]], "msg": problem["msg"][:200]}
+            for problem in error.errors()[:20]
         ]
         return Response(
             json.dumps({"detail": problems, "code": wire.VALIDATION_ERROR}), 422, media_type=_JSON
         )
 
     @app.exception_handler(TimeoutError)
-    async def late(request: Request, error: TimeoutError) -> Response:
+    async def on_timeout(request: Request, error: TimeoutError) -> Response:
         return JSONResponse({"detail": str(error), "code": wire.EXECUTION_ERROR}, 504)
 
     @app.post("/reset")
@@ -229,7 +229,7 @@ def _add_stateless(app: FastAPI, stateless: StatelessPlayer, served: ServedEnvir
             message = json.loads(await request.body())
         except (ValueError, RecursionError):
             return JSONResponse(mcp.rpc_error(None, mcp.PARSE_ERROR, "the body is not JSON"))
-        answer = mcp.checked(message, served)
+        answer = mcp.check_request(message, served)
         if answer is None:
             answer = await _call_tool(stateless, served, message)
         return JSONResponse(answer)
@@ -240,7 +240,7 @@ async def _call_tool(
 ) -> dict[str, Any]:
     def play(player: Player) -> dict[str, Any]:
         player.reset({})
-        return mcp.answered(message, served, player, player.step)
+        return mcp.answer_request(message, served, player, player.step)
 
     try:
         return await stateless.play(play)
@@ -256,7 +256,7 @@ async def _call_tool(
 
 def _reply(result: Reply) -> dict[str, Any]:
     observation, reward, done = result
-    return {"observation": dict(observation), "reward": wire.finite(reward), "done": done}
+    return {"observation": dict(observation), "reward": wire.finite_or_none(reward), "done": done}
 
 
 class PortTaken(OSError):
@@ -284,8 +284,8 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise PortTaken(f"cannot listen on {host}:{port} (--port): {error.strerror}") from None
-    ours = weakref.ref(listener)
-    os.register_at_fork(after_in_child=lambda: _leave_port(ours()))
+    listener_ref = weakref.ref(listener)
+    os.register_at_fork(after_in_child=lambda: _leave_port(listener_ref()))
     return listener
 
 
@@ -305,7 +305,7 @@ def _leave_port(listener: socket.socket | None) -> None:
                     os.close(int(name))
 
 
-class _RefusalsAreNoErrors(logging.Filter):
+class _RefusalFilter(logging.Filter):
     """Drops an error that uvicorn 0.54 logs for each handshake that is refused with an HTTP error
     (see ``refuse_handshake``): it regards only accepted and closed handshakes as complete."""
 
@@ -318,7 +318,7 @@ def _log_config() -> dict[str, Any]:
     handlers = LOGGING_CONFIG["handlers"]
     return {
         **LOGGING_CONFIG,
-        "filters": {"refusals": {"()": _RefusalsAreNoErrors}},
+        "filters": {"refusals": {"()": _RefusalFilter}},
         "handlers": {**handlers, "default": {**handlers["default"], "filters": ["refusals"]}},
     }
 

@@ -23,7 +23,7 @@ from realhf.env.server.capacity import RETRY_AFTER_S, ServerMetrics, SlotLeases,
 from realhf.env.server.config import ServerConfig
 from realhf.env.server.injected_faults import HANG, UNAVAILABLE, SessionFaults
 from realhf.env.server.interfaces import Player, Reply, ServedEnvironment
-from realhf.env.server.wire import Request, WireError
+from realhf.env.server.wire import WireError, WireRequest
 from realhf.web.guard import refuse_handshake
 
 Message = MutableMapping[str, Any]
@@ -44,7 +44,7 @@ FAILED = "environment_failed"
 _LOG = logging.getLogger(__name__)
 
 
-class _Unanswered(Exception):
+class _NoAnswer(Exception):
     """A simulated fault: the request gets no answer. The connection ends, unless it ``hangs``."""
 
     def __init__(self, hangs: bool) -> None:
@@ -52,7 +52,7 @@ class _Unanswered(Exception):
         self.hangs = hangs
 
 
-class Session:
+class SocketSession:
     """One accepted WebSocket, until the client, an idle timeout or the server ends it.
 
     ``faults``: the simulated faults of the session.
@@ -73,7 +73,7 @@ class Session:
         self._served = served
         self._threads = threads
         self._metrics = metrics
-        self._named = config.named
+        self._describe_setting = config.named
         self._idle_timeout = config.idle_timeout_s or None
         self._first_timeout = config.first_message_timeout_s or self._idle_timeout
         self._has_spoken = False
@@ -102,19 +102,19 @@ class Session:
         when the client has disconnected. A thread uses the slot until ``unfinished`` is done."""
         self._task = asyncio.current_task()
         try:
-            return await self._frames(receive, send)
+            return await self._serve_frames(receive, send)
         finally:
             if self._receiving is not None:
                 self._receiving.cancel()
 
-    async def _frames(self, receive: Receive, send: Send) -> tuple[int, str] | None:
+    async def _serve_frames(self, receive: Receive, send: Send) -> tuple[int, str] | None:
         while True:
             if self._stopping:
                 return 1001, "server shutdown"
             try:
-                message = await self._next(receive)
+                message = await self._receive_next(receive)
             except TimeoutError:
-                return self._reap()
+                return self._close_silent()
             except asyncio.CancelledError:
                 if not self._stopping or self._task is None:
                     raise
@@ -125,12 +125,12 @@ class Session:
             self._has_spoken = True
             try:
                 reply = await self._answer(message.get("text"), receive)
-            except _Unanswered as fault:
+            except _NoAnswer as fault:
                 if fault.hangs:
                     continue
                 return 1011, "simulated fault"
             except Exception:
-                return await self._fail(send)
+                return await self._report_failure(send)
             if reply is None:
                 return 1000, ""
             try:
@@ -138,24 +138,24 @@ class Session:
             except OSError:
                 return None
 
-    def _reap(self) -> tuple[int, str]:
+    def _close_silent(self) -> tuple[int, str]:
         """Count and log a client that was silent for too long; return code and reason of its close
         frame."""
         if self._has_spoken:
             self._metrics.sessions_reaped.inc()
-            option = self._named("idle_timeout_s")
+            option = self._describe_setting("idle_timeout_s")
             _LOG.warning(
                 "a session was closed: no message for %g s; %s", self._idle_timeout, option
             )
             return 1001, "idle timeout"
         self._metrics.sessions_unused.inc()
-        option = self._named("first_message_timeout_s")
+        option = self._describe_setting("first_message_timeout_s")
         _LOG.warning(
             "a session was closed: no first message within %g s; %s", self._first_timeout, option
         )
         return 1001, "no first message"
 
-    async def _fail(self, send: Send) -> tuple[int, str] | None:
+    async def _report_failure(self, send: Send) -> tuple[int, str] | None:
         """Tell the client about a failure of the session itself, and end the session."""
         _LOG.exception("a session failed")
         self._metrics.errors.labels(wire.SESSION_ERROR).inc()
@@ -166,7 +166,7 @@ class Session:
             return None
         return 1011, "session error"
 
-    async def _next(self, receive: Receive) -> Message:
+    async def _receive_next(self, receive: Receive) -> Message:
         timeout_s = self._idle_timeout if self._has_spoken else self._first_timeout
         self._idle = True
         try:
@@ -191,7 +191,7 @@ class Session:
                 return None
             if request.kind == "step" and self._faults is not None:
                 await self._apply_faults(self._faults)
-            return await self._off_loop(request, receive)
+            return await self._run_in_thread(request, receive)
         except WireError as error:
             error.request_id = error.request_id if error.request_id is not None else request_id
             self._metrics.errors.labels(error.code).inc()
@@ -199,7 +199,7 @@ class Session:
 
     async def _apply_faults(self, faults: SessionFaults) -> None:
         """Apply the simulated faults: the step is delayed, or not executed. Raises WireError or
-        _Unanswered."""
+        _NoAnswer."""
         if faults.latency_s:
             await asyncio.sleep(faults.latency_s)
         fault = faults.draw()
@@ -209,14 +209,14 @@ class Session:
         if fault == UNAVAILABLE:
             text = "simulated fault: the step was not executed; send it again"
             raise WireError(wire.UNAVAILABLE, text, retryable=True)
-        raise _Unanswered(hangs=fault == HANG)
+        raise _NoAnswer(hangs=fault == HANG)
 
-    async def _off_loop(self, request: Request, receive: Receive) -> str:
+    async def _run_in_thread(self, request: WireRequest, receive: Receive) -> str:
         loop = asyncio.get_running_loop()
-        work = self._in_flight = loop.run_in_executor(self._threads, self._work, request)
+        work = self._in_flight = loop.run_in_executor(self._threads, self._run_request, request)
         try:
-            done, _ = await asyncio.wait((work,), timeout=_WATCH_AFTER_S)
-            if not done:
+            finished, _ = await asyncio.wait((work,), timeout=_WATCH_AFTER_S)
+            if not finished:
                 await self._watch(work, receive)
         except asyncio.CancelledError:
             await self._finish_or_kill(work)
@@ -240,15 +240,15 @@ class Session:
 
     async def _finish_or_kill(self, work: asyncio.Future[str]) -> None:
         """Give the command ``_GRACE_S`` to end, then kill it: its client is gone."""
-        done, _ = await asyncio.wait((work,), timeout=_GRACE_S)
-        if not done:
+        finished, _ = await asyncio.wait((work,), timeout=_GRACE_S)
+        if not finished:
             await kill_until_done(work, self._kill, KILLED_WAIT_S)
 
     def _kill(self) -> None:
         self._metrics.workers_killed.inc()
         self._player.kill()
 
-    def _work(self, request: Request) -> str:
+    def _run_request(self, request: WireRequest) -> str:
         """Run the request in the worker thread, and encode its reply. Raises WireError."""
         began = time.perf_counter()
         if request.kind == "state":
@@ -279,7 +279,7 @@ class Session:
     def _mcp(self, message: dict[str, Any]) -> dict[str, Any]:
         try:
             served = self._served
-            return mcp.checked(message, served) or mcp.answered(
+            return mcp.check_request(message, served) or mcp.answer_request(
                 message, served, self._player, self._step
             )
         except WireError as error:
@@ -328,7 +328,7 @@ class SessionEndpoint:
         self._metrics = metrics
         self._check_token = token_check(config)
         self._injected = config.injected if config.injected.describe() else None
-        self._sessions: set[Session] = set()
+        self._sessions: set[SocketSession] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lease a slot, accept the handshake and serve a session. Refuses the handshake without the
@@ -342,22 +342,22 @@ class SessionEndpoint:
         try:
             slot = await self._leases.take()
         except Exception as error:
-            await self._refuse(scope, send, 500, self._no_session(error))
+            await self._refuse(scope, send, 500, self._report_no_environment(error))
             return
         if slot is None:
             retry = (b"retry-after", str(RETRY_AFTER_S).encode())
-            await self._refuse(scope, send, 503, capacity_body(self._leases.refusal()), retry)
+            await self._refuse(scope, send, 503, capacity_body(self._leases.refuse()), retry)
             return
         try:
             session = self._make_session(slot)
         except Exception as error:
             self._leases.give_back(slot)
-            await self._refuse(scope, send, 500, self._no_session(error))
+            await self._refuse(scope, send, 500, self._report_no_environment(error))
             return
         await self._serve(session, slot, receive, send)
 
-    def _make_session(self, slot: Any) -> Session:
-        return Session(
+    def _make_session(self, slot: Any) -> SocketSession:
+        return SocketSession(
             self._make_player(slot),
             self._served,
             self._threads,
@@ -366,7 +366,7 @@ class SessionEndpoint:
             faults=self._injected.session() if self._injected else None,
         )
 
-    async def _serve(self, session: Session, slot: Any, receive: Receive, send: Send) -> None:
+    async def _serve(self, session: SocketSession, slot: Any, receive: Receive, send: Send) -> None:
         self._sessions.add(session)
         close = None
         try:
@@ -390,9 +390,9 @@ class SessionEndpoint:
         deadline = process_clock.now() + _STOP_SESSIONS_S
         while self._sessions and process_clock.now() < deadline:
             await asyncio.sleep(0.02)
-        await self._leases.returned(_STOP_RELEASES_S)
+        await self._leases.wait_until_cleaned(_STOP_RELEASES_S)
 
-    def _no_session(self, error: Exception) -> dict[str, Any]:
+    def _report_no_environment(self, error: Exception) -> dict[str, Any]:
         """Count and log that an environment could not be made; return the error body for its
         client."""
         name = getattr(self._make_player, "__name__", type(self._make_player).__name__)

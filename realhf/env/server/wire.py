@@ -67,7 +67,7 @@ class WireError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class WireRequest:
     """A checked request."""
 
     kind: str
@@ -86,7 +86,7 @@ _DECODER = json.JSONDecoder(parse_constant=_reject_constant)
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 
 
-def parse_request(text: str, check_reset: Check, check_action: Check) -> Request:
+def parse_request(text: str, check_reset: Check, check_action: Check) -> WireRequest:
     """Parse the request in a text frame; the two functions check the data of a reset and of a step.
     Raises WireError, after which the session continues."""
     try:
@@ -99,9 +99,9 @@ def parse_request(text: str, check_reset: Check, check_action: Check) -> Request
     request_id = _request_id(message)
     kind = message.get("type")
     if not isinstance(kind, str) or kind not in _ALLOWED_KEYS:
-        shown = json.dumps(kind)[:64]
+        kind_text = json.dumps(kind)[:64]
         raise WireError(
-            UNKNOWN_TYPE, f"unknown message type {shown}", request_id=request_id, field="type"
+            UNKNOWN_TYPE, f"unknown message type {kind_text}", request_id=request_id, field="type"
         )
     extra = message.keys() - _ALLOWED_KEYS[kind]
     if extra:
@@ -114,13 +114,13 @@ def parse_request(text: str, check_reset: Check, check_action: Check) -> Request
         elif kind == "reset":
             data = check_reset(message.get("data"))
         elif kind == "mcp":
-            data = checked_object(message.get("data"), "mcp needs data: a JSON-RPC request")
+            data = require_object(message.get("data"), "mcp needs data: a JSON-RPC request")
         else:
             data = {}
     except WireError as error:
         error.request_id = request_id
         raise
-    return Request(kind, data, request_id)
+    return WireRequest(kind, data, request_id)
 
 
 def _request_id(message: dict[str, Any]) -> str | int | None:
@@ -147,10 +147,10 @@ def size_problem(value: Any) -> str:
     return ""
 
 
-def checked_object(data: Any, needed: str) -> dict[str, Any]:
-    """Return ``data`` if it is an object. Raises WireError with the text ``needed`` otherwise."""
+def require_object(data: Any, problem: str) -> dict[str, Any]:
+    """Return ``data`` if it is an object. Raises WireError with the text ``problem`` otherwise."""
     if not isinstance(data, dict):
-        raise WireError(VALIDATION_ERROR, needed, field="data")
+        raise WireError(VALIDATION_ERROR, problem, field="data")
     return data
 
 
@@ -163,18 +163,18 @@ RESET_TYPES: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def checked_reset(
+def validate_reset_data(
     data: Any, types_of: Mapping[str, tuple[type, ...]] = RESET_TYPES
 ) -> dict[str, Any]:
     """Check the data of a reset, {} where there is none: each key of ``types_of`` has one of its
     types, or is null. Raises WireError."""
     if data is None:
         return {}
-    data = checked_object(data, "reset data must be an object")
+    data = require_object(data, "reset data must be an object")
     for key, types in types_of.items():
         value = data.get(key)
-        mistaken = isinstance(value, bool) and bool not in types
-        if value is not None and (mistaken or not isinstance(value, types)):
+        is_bool = isinstance(value, bool) and bool not in types
+        if value is not None and (is_bool or not isinstance(value, types)):
             names = " or ".join(kind.__name__ for kind in types)
             raise WireError(VALIDATION_ERROR, f"{key} must be {names} or null", field=f"data.{key}")
         if problem := size_problem(value):
@@ -198,11 +198,11 @@ def encode_observation(
     request_id: str | int | None = None,
 ) -> str:
     """Return the reply to reset and step. A reward that is not finite is sent as null."""
-    reply = {"observation": observation, "reward": finite(reward), "done": done}
+    reply = {"observation": observation, "reward": finite_or_none(reward), "done": done}
     return encode_reply("observation", reply, request_id)
 
 
-def finite(reward: float | None) -> float | None:
+def finite_or_none(reward: float | None) -> float | None:
     """Return the reward, or None for one that is not finite, which JSON cannot express."""
     return reward if reward is not None and math.isfinite(reward) else None
 

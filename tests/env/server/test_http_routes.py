@@ -186,5 +186,7 @@ def test_mcp_in_a_session_is_a_step_of_its_episode(server: EnvServerProcess) -> 
     ],
 )
 def test_a_wrong_rpc_request_is_answered_with_its_code(message: Any, code: int) -> None:
-    answer = mcp.checked(message, AwsServed(AwsServerConfig(max_command_bytes=64), FakePool(1)))
+    answer = mcp.check_request(
+        message, AwsServed(AwsServerConfig(max_command_bytes=64), FakePool(1))
+    )
     assert answer is not None and answer["error"]["code"] == code

@@ -269,7 +269,7 @@ async def test_a_server_is_healthy_while_its_slot_is_scrubbed(stage: Stage) -> N
     async with connect(_address(stage), proxy=None):
         pass
     await asyncio.to_thread(
-        stage.wait_for, lambda: stage.server._endpoint._leases.returning == 1, 60
+        stage.wait_for, lambda: stage.server._endpoint._leases.cleaning_count == 1, 60
     )
     page = await asyncio.to_thread(urllib.request.urlopen, f"{stage.server.url}/health", None, 60)
     assert page.status == 200 and stage.pool.free_count == 0

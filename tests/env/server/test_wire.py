@@ -11,8 +11,8 @@ import pytest
 from realhf.aws.episode.player import check_action, check_reset
 from realhf.env.loader.validation import BrokenContract, validate_number
 from realhf.env.server.wire import (
-    Request,
     WireError,
+    WireRequest,
     encode_error,
     encode_observation,
     encode_reply,
@@ -20,7 +20,7 @@ from realhf.env.server.wire import (
 )
 
 
-def parse(message: object) -> Request:
+def parse(message: object) -> WireRequest:
     text = message if isinstance(message, str) else json.dumps(message)
     return parse_request(text, check_reset, partial(check_action, max_command_bytes=64))
 
@@ -28,21 +28,21 @@ def parse(message: object) -> Request:
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        ({"type": "reset"}, Request("reset", {})),
-        ({"type": "reset", "data": None}, Request("reset", {})),
+        ({"type": "reset"}, WireRequest("reset", {})),
+        ({"type": "reset", "data": None}, WireRequest("reset", {})),
         (
             {"type": "reset", "data": {"seed": 3, "other": [1]}},
-            Request("reset", {"seed": 3, "other": [1]}),
+            WireRequest("reset", {"seed": 3, "other": [1]}),
         ),
         (
             {"type": "step", "data": {"command": "aws s3 ls"}},
-            Request("step", {"command": "aws s3 ls"}),
+            WireRequest("step", {"command": "aws s3 ls"}),
         ),
-        ({"type": "state", "id": "a"}, Request("state", {}, "a")),
-        ({"type": "close", "id": 7}, Request("close", {}, 7)),
+        ({"type": "state", "id": "a"}, WireRequest("state", {}, "a")),
+        ({"type": "close", "id": 7}, WireRequest("close", {}, 7)),
     ],
 )
-def test_accepted_requests(message: object, expected: Request) -> None:
+def test_accepted_requests(message: object, expected: WireRequest) -> None:
     assert parse(message) == expected
 
 

@@ -139,7 +139,7 @@ def check_frame(text: str) -> bool:
         request.data, dict
     )
     if request.kind == "mcp":
-        answer = mcp.checked(request.data, SERVED)
+        answer = mcp.check_request(request.data, SERVED)
         assert answer is None or answer["jsonrpc"] == "2.0"
     return True
 

@@ -24,8 +24,8 @@ from realhf.base.process import keep_this_process
 from realhf.env.containment.fork_server import serve_forks
 from realhf.env.containment.frames import encode_frame, read_frame
 from realhf.env.loader.load import build_environment
-from realhf.env.server.spec.player import Host, SpecPlayer
-from realhf.env.server.spec.slots import told
+from realhf.env.server.spec.player import EnvironmentHost, SpecPlayer
+from realhf.env.server.spec.slots import describe_error
 from realhf.env.server.wire import WireError
 
 FIRST = "facts"
@@ -44,7 +44,7 @@ CLOSE = "close"
 """Request of a session: end it."""
 DATAGRAM = 64 * 1024
 """Maximum bytes of a message on the control socket."""
-_TELL_S = 0.25
+_REPORT_S = 0.25
 """Seconds between two checks of the number of abandoned threads."""
 
 
@@ -65,9 +65,9 @@ def run(request: dict[str, Any], fds: list[int]) -> None:
     keep_this_process()
     try:
         spec = build_environment(request["reference"], request["options"])
-        host = Host(spec, request["size"], request["timeout_s"], info=request["info"])
+        host = EnvironmentHost(spec, request["size"], request["timeout_s"], info=request["info"])
     except (Exception, SystemExit) as error:
-        text = str(error) if isinstance(error, ValueError) else told(error)
+        text = str(error) if isinstance(error, ValueError) else describe_error(error)
         control.send(json.dumps({"error": text[: DATAGRAM // 2]}).encode())
         return
     control.send(json.dumps({FIRST: asdict(host.facts)}).encode())
@@ -77,52 +77,52 @@ def run(request: dict[str, Any], fds: list[int]) -> None:
 class _Sessions:
     """The sessions of this process, each played in its own thread."""
 
-    def __init__(self, control: socket.socket, host: Host) -> None:
+    def __init__(self, control: socket.socket, host: EnvironmentHost) -> None:
         self._control = control
         self._host = host
         self._players: dict[int, SpecPlayer] = {}
-        self._told = 0
+        self._reported_stuck = 0
 
     def serve(self) -> None:
         """Open sessions and cancel calls until the server closes the control socket."""
         while True:
-            self._tell_stuck()
-            if not select.select([self._control], [], [], _TELL_S)[0]:
+            self._report_stuck()
+            if not select.select([self._control], [], [], _REPORT_S)[0]:
                 continue
             data, fds, _, _ = socket.recv_fds(self._control, DATAGRAM, 1)
             if not data:
                 return
-            what, number = json.loads(data)
-            if what == OPEN:
+            action, number = json.loads(data)
+            if action == OPEN:
                 os.set_inheritable(fds[0], False)
                 channel = socket.socket(fileno=fds[0])
                 threading.Thread(target=self._play, args=(channel, number), daemon=True).start()
-            elif what == KILL and (player := self._players.get(number)) is not None:
+            elif action == KILL and (player := self._players.get(number)) is not None:
                 player.kill()
 
     def _play(self, channel: socket.socket, number: int) -> None:
         """Answer the request frames of a session until it ends."""
         with channel, channel.makefile("rb") as stream:
-            place = self._host.places.acquire()
-            player = self._players[number] = self._host.player(place)
+            env_thread = self._host.env_threads.acquire()
+            player = self._players[number] = self._host.make_player(env_thread)
             while (request := read_frame(stream)) is not None and request["what"] != CLOSE:
                 answer = _answer(player, request)
                 if "reply" not in answer:
-                    self._tell_stuck()
+                    self._report_stuck()
                 channel.sendall(encode_frame(answer))
             del self._players[number]
-            self._host.places.release(place)
-            self._tell_stuck()
+            self._host.env_threads.release(env_thread)
+            self._report_stuck()
             if request is not None:
                 channel.sendall(encode_frame({}))
 
-    def _tell_stuck(self) -> None:
+    def _report_stuck(self) -> None:
         """Send the number of abandoned threads if it has changed. If the server has not read its
         messages for long, try again later."""
-        if (stuck := self._host.places.stuck) != self._told:
+        if (stuck := self._host.env_threads.stuck) != self._reported_stuck:
             with suppress(OSError):
                 self._control.send(json.dumps({STUCK: stuck}).encode(), socket.MSG_DONTWAIT)
-                self._told = stuck
+                self._reported_stuck = stuck
 
 
 def _answer(player: SpecPlayer, request: dict[str, Any]) -> dict[str, Any]:
@@ -136,17 +136,17 @@ def _answer(player: SpecPlayer, request: dict[str, Any]) -> dict[str, Any]:
         )
         return {"reply": reply, "state": player.state()}
     except WireError as error:
-        found = {
+        error_data = {
             "code": error.code,
             "message": error.message,
             "retryable": error.retryable,
             "kind": error.kind,
         }
         field = ".".join(error.errors[0]["loc"]) if error.errors else ""
-        return {"error": found | {"field": field}, "state": player.state()}
+        return {"error": error_data | {"field": field}, "state": player.state()}
     except Exception as error:
         logging.exception("a session failed")
-        return {"failed": told(error), "state": player.state()}
+        return {"failed": describe_error(error), "state": player.state()}
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from realhf.env.loader.validation import (
     validate_numbers,
 )
 from realhf.env.server import wire
-from realhf.env.server.wire import VALIDATION_ERROR, WireError, checked_object
+from realhf.env.server.wire import VALIDATION_ERROR, WireError, require_object
 
 
 class SpecAction(BaseModel):
@@ -101,68 +101,70 @@ _NEEDED = "step needs data: an object with content, tool_calls or both"
 """Error text for an action without content."""
 
 
-def checked_reset(data: Any) -> dict[str, Any]:
+def validate_reset(data: Any) -> dict[str, Any]:
     """Return validated reset data, without the entries that are null.
 
     Raises WireError, also for an unknown key, because a misspelled name must not silently select
     another task.
     """
-    given = {key: value for key, value in wire.checked_reset(data).items() if value is not None}
-    if extra := given.keys() - wire.RESET_TYPES.keys():
-        name = min(extra)[:64]
+    fields = {
+        key: value for key, value in wire.validate_reset_data(data).items() if value is not None
+    }
+    if unknown := fields.keys() - wire.RESET_TYPES.keys():
+        name = min(unknown)[:64]
         raise WireError(
             VALIDATION_ERROR, f"unexpected key {name!a} in reset data", field=f"data.{name}"
         )
-    if given.get("split", SPLITS[0]) not in SPLITS:
+    if fields.get("split", SPLITS[0]) not in SPLITS:
         raise WireError(
             VALIDATION_ERROR, f"split is one of {', '.join(SPLITS)}", field="data.split"
         )
-    if "task" in given and (both := given.keys() & {"task_id", "split"}):
-        name = min(both)
+    if "task" in fields and (redundant := fields.keys() & {"task_id", "split"}):
+        name = min(redundant)
         raise WireError(VALIDATION_ERROR, f"a whole task needs no {name}", field=f"data.{name}")
-    return given
+    return fields
 
 
-def checked_action(data: Any) -> dict[str, Any]:
+def validate_action(data: Any) -> dict[str, Any]:
     """Return a validated action, the data of a step, without the entries that are null. Raises
     WireError."""
-    given = {
-        key: value for key, value in checked_object(data, _NEEDED).items() if value is not None
+    fields = {
+        key: value for key, value in require_object(data, _NEEDED).items() if value is not None
     }
-    if extra := given.keys() - _ACTION_KEYS:
-        name = min(extra)[:64]
+    if unknown := fields.keys() - _ACTION_KEYS:
+        name = min(unknown)[:64]
         raise WireError(
             VALIDATION_ERROR, f"unexpected key {name!a} in the action", field=f"data.{name}"
         )
-    if not given.keys() & {"content", "text", "tool_calls"}:
+    if not fields.keys() & {"content", "text", "tool_calls"}:
         raise WireError(VALIDATION_ERROR, _NEEDED, field="data.content")
     for key in _TEXTS:
-        _check_text(key, given.get(key, ""))
-    if not isinstance(given.get("tool_calls", []), list):
+        _check_text(key, fields.get(key, ""))
+    if not isinstance(fields.get("tool_calls", []), list):
         raise WireError(VALIDATION_ERROR, "tool_calls must be a list", field="data.tool_calls")
-    count = given.get("token_count", 0)
+    count = fields.get("token_count", 0)
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= wire.MAX_NUMBER:
         raise WireError(
             VALIDATION_ERROR, "token_count must be a whole number from 0", field="data.token_count"
         )
-    if not isinstance(given.get("metadata", {}), dict):
+    if not isinstance(fields.get("metadata", {}), dict):
         raise WireError(
             VALIDATION_ERROR, "metadata must be an object or null", field="data.metadata"
         )
-    return given
+    return fields
 
 
-def message_of(action: Mapping[str, Any]) -> AssistantMessage:
+def to_message(action: Mapping[str, Any]) -> AssistantMessage:
     """Return the policy's message in a validated action. If ``content`` is missing, ``text`` is
     used as the content; calls beyond ``MAX_CALLS`` become one call with a problem."""
     content = action.get("content", action.get("text", ""))
     calls = action.get("tool_calls", [])
-    read = [_call(entry, position) for position, entry in enumerate(calls[:MAX_CALLS])]
+    tool_calls = [_to_call(entry, position) for position, entry in enumerate(calls[:MAX_CALLS])]
     if len(calls) > MAX_CALLS:
-        read.append(broken_call(f"a turn has at most {MAX_CALLS} calls", "", MAX_CALLS))
+        tool_calls.append(broken_call(f"a turn has at most {MAX_CALLS} calls", "", MAX_CALLS))
     return AssistantMessage(
         content,
-        tuple(read),
+        tuple(tool_calls),
         action.get("reasoning", ""),
         action.get("text", content),
         action.get("token_count", 0),
@@ -181,7 +183,7 @@ def _check_text(key: str, value: Any) -> None:
         ) from None
 
 
-def _call(entry: Any, position: int) -> ToolCall:
+def _to_call(entry: Any, position: int) -> ToolCall:
     """Return a tool call given in the short form ``{"name", "arguments"}`` or in that of the OpenAI
     API, whose arguments are JSON text. An entry in neither form becomes a call with a
     ``problem``."""
@@ -193,7 +195,7 @@ def _call(entry: Any, position: int) -> ToolCall:
     try:
         value, _ = read_json(json.dumps(inner), 0)
         if isinstance(value, dict) and isinstance(value.get("arguments"), str):
-            value["arguments"] = _whole(value["arguments"])
+            value["arguments"] = _parse_whole(value["arguments"])
     except CallProblem as problem:
         name = inner.get("name") if isinstance(inner, dict) else None
         return broken_call(
@@ -203,13 +205,13 @@ def _call(entry: Any, position: int) -> ToolCall:
             name=name if isinstance(name, str) and name.isascii() else "",
         )
     call = call_of(value, text, position, arguments_key="arguments")
-    given = entry.get("id") if isinstance(entry, dict) else None
-    if isinstance(given, str) and given and not wire.size_problem(given):
-        return replace(call, id=given)
+    call_id = entry.get("id") if isinstance(entry, dict) else None
+    if isinstance(call_id, str) and call_id and not wire.size_problem(call_id):
+        return replace(call, id=call_id)
     return call
 
 
-def _whole(text: str) -> Any:
+def _parse_whole(text: str) -> Any:
     """Return the JSON value of a text that contains nothing else. Raises CallProblem."""
     start = len(text) - len(text.lstrip())
     value, end = read_json(text, start)
@@ -218,7 +220,7 @@ def _whole(text: str) -> Any:
     return value
 
 
-def of_opening(opening: Any, system_prompt: str) -> dict[str, Any]:
+def opening_observation(opening: Any, system_prompt: str) -> dict[str, Any]:
     """Return the observation of a reset. ``system_prompt`` is put first, unless the environment's
     messages start with a system message. Raises BrokenContract."""
     if not isinstance(opening, Opening):
@@ -229,31 +231,31 @@ def of_opening(opening: Any, system_prompt: str) -> dict[str, Any]:
     tools = [dict(tool) for tool in require_valid(opening.tools, tool_problems(opening.tools))]
     require_valid(opening.info, info_problems(opening.info))
     require_valid(opening.state_key, state_key_problems(opening.state_key))
-    return _with_more({"messages": messages, "tools": tools, "metrics": {}}, opening)
+    return _add_optional_fields({"messages": messages, "tools": tools, "metrics": {}}, opening)
 
 
-def of_turn(turn: Any) -> tuple[dict[str, Any], float | None, bool]:
+def turn_observation(turn: Any) -> tuple[dict[str, Any], float | None, bool]:
     """Return the observation of a step, its reward, and whether the episode is over. Raises
     BrokenContract."""
     if not isinstance(turn, Turn):
         raise BrokenContract(f"step must return a Turn, not {shown(turn)}")
     require_valid(turn, turn_problems(turn))
-    seen: dict[str, Any] = {
+    observation: dict[str, Any] = {
         "messages": [dict(message) for message in turn.messages],
         "metrics": validate_numbers(turn.metrics, "metrics"),
     }
     if turn.rewards:
-        seen["rewards"] = validate_numbers(turn.rewards, "rewards")
+        observation["rewards"] = validate_numbers(turn.rewards, "rewards")
     if turn.final:
-        seen["final"] = True
+        observation["final"] = True
     reward = None if turn.reward is None else validate_number(turn.reward, "reward")
-    return _with_more(seen, turn), reward, turn.done
+    return _add_optional_fields(observation, turn), reward, turn.done
 
 
-def _with_more(seen: dict[str, Any], answer: Opening | Turn) -> dict[str, Any]:
-    """Return ``seen`` with the optional fields of an answer that are set."""
+def _add_optional_fields(observation: dict[str, Any], answer: Opening | Turn) -> dict[str, Any]:
+    """Return ``observation`` with the optional fields of an answer that are set."""
     if answer.info:
-        seen["info"] = dict(answer.info)
+        observation["info"] = dict(answer.info)
     if answer.state_key:
-        seen["state_key"] = answer.state_key
-    return seen
+        observation["state_key"] = answer.state_key
+    return observation

@@ -23,8 +23,8 @@ from realhf.api.environment import (
 from realhf.base.text import shorten
 from realhf.env.server import wire
 from realhf.env.server.interfaces import Reply
-from realhf.env.server.spec.messages import message_of, of_opening, of_turn
-from realhf.env.server.spec.slots import Place, Places
+from realhf.env.server.spec.messages import opening_observation, to_message, turn_observation
+from realhf.env.server.spec.slots import EnvironmentThread, EnvironmentThreads
 from realhf.env.server.wire import VALIDATION_ERROR, WireError
 
 
@@ -55,7 +55,7 @@ class TaskChoice:
         self._sets: dict[str, TaskSet] = {}
         self._templates: dict[str, list[str]] = {}
         self._missing: dict[str, str] = {}
-        self._next = itertools.count()
+        self._seeds = itertools.count()
         for split in SPLITS:
             try:
                 tasks = spec.tasks(split)
@@ -101,29 +101,35 @@ class TaskChoice:
             return ChosenTask(Task("", payload=data["task"], seed=data.get("seed", 0)))
         split = data.get("split", TRAIN)
         names_nothing = "seed" not in data and "task_id" not in data
-        seed = data.get("seed", next(self._next) if names_nothing else 0)
+        seed = data.get("seed", next(self._seeds) if names_nothing else 0)
         templates = self._templates[split]
         template = str(data["task_id"]) if "task_id" in data else templates[seed % len(templates)]
         return ChosenTask(self._sets[split].instantiate(template, seed), template, split)
 
 
-_LONGEST_MESSAGE = 1000
+_MAX_MESSAGE_CHARS = 1000
 """Maximum number of characters of an environment's failure that are sent to the client."""
 _LOG = logging.getLogger(__name__)
 
 
 class SpecPlayer:
-    """Implementation of ``realhf.env.server.interfaces.Player`` on a ``place`` of ``places``. Use
+    """Implementation of ``realhf.env.server.interfaces.Player`` on a ``env_thread`` of ``env_threads``. Use
     it from one thread at a time, except for ``kill``.
 
     info: whether observations contain the environment's ``info``.
     """
 
     def __init__(
-        self, place: Place, places: Places, choice: TaskChoice, system_prompt: str, *, info: bool
+        self,
+        env_thread: EnvironmentThread,
+        env_threads: EnvironmentThreads,
+        choice: TaskChoice,
+        system_prompt: str,
+        *,
+        info: bool,
     ) -> None:
-        self._place = place
-        self._places = places
+        self._env_thread = env_thread
+        self._env_threads = env_threads
         self._choice = choice
         self._system_prompt = system_prompt
         self._info = info
@@ -143,43 +149,45 @@ class SpecPlayer:
         self._tools = ()
         self._episode_id = data.get("episode_id") or uuid.uuid4().hex
 
-        async def opened(env: Environment) -> dict[str, Any]:
+        async def open_episode(env: Environment) -> dict[str, Any]:
             self._chosen = self._choice.choose(data)
             task = self._chosen.task
-            return of_opening(await env.reset(task.payload, seed=task.seed), self._system_prompt)
+            return opening_observation(
+                await env.reset(task.payload, seed=task.seed), self._system_prompt
+            )
 
-        seen = self._run("reset", opened)
+        observation = self._run("reset", open_episode)
         self._playing = True
-        self._tools = seen["tools"]
-        return self._shown(seen), None, False
+        self._tools = observation["tools"]
+        return self._visible_part(observation), None, False
 
     def step(self, action: dict[str, Any]) -> Reply:
         """Pass a validated action to the environment as the policy's turn. Raises WireError."""
         self._check_playing()
-        message = message_of(action)
+        message = to_message(action)
 
-        async def taken(env: Environment) -> Reply:
+        async def take_turn(env: Environment) -> Reply:
             turn: Turn = await env.step(message)
-            return of_turn(turn)
+            return turn_observation(turn)
 
-        seen, reward, done = self._run("step", taken)
+        observation, reward, done = self._run("step", take_turn)
         self._steps += 1
         self._playing = not done
-        return self._shown(seen), reward, done
+        return self._visible_part(observation), reward, done
 
     def state(self) -> dict[str, Any]:
         """Return the fields of ``SpecState``. The task itself is left out, because it may contain
         its solution."""
-        found = {
+        state = {
             "episode_id": self._episode_id,
             "step_count": self._steps,
             "playing": self._playing,
         }
         if self._chosen is not None:
             task = self._chosen.task
-            found |= {"task_id": task.id, "template": self._chosen.template, "group": task.group}
-            found |= {"split": self._chosen.split, "seed": task.seed}
-        return found
+            state |= {"task_id": task.id, "template": self._chosen.template, "group": task.group}
+            state |= {"split": self._chosen.split, "seed": task.seed}
+        return state
 
     def tools(self) -> Sequence[Mapping[str, Any]]:
         """Return the tools of the episode. Raises WireError if none is open."""
@@ -188,37 +196,37 @@ class SpecPlayer:
 
     def kill(self) -> None:
         """Cancel the call in progress. May be called from any thread."""
-        self._place.kill()
+        self._env_thread.kill()
 
-    def _shown(self, seen: dict[str, Any]) -> dict[str, Any]:
+    def _visible_part(self, observation: dict[str, Any]) -> dict[str, Any]:
         """Return an observation without ``info`` if that is switched off."""
         if not self._info:
-            seen.pop("info", None)
-        return seen
+            observation.pop("info", None)
+        return observation
 
     def _check_playing(self) -> None:
         """Raise WireError if no episode is open."""
         if not self._playing:
             raise WireError(wire.VALIDATION_ERROR, "no episode is open; send a reset", field="type")
 
-    def _run(self, what: str, call: Any) -> Any:
+    def _run(self, call_name: str, call: Any) -> Any:
         """Run a call of the environment and return its result. A failure is counted, logged and
         raised as WireError; it ends the episode unless it is of the kind ``unavailable``."""
         try:
-            return self._place.run(what, call)
+            return self._env_thread.run(call_name, call)
         except EnvironmentFailure as failure:
             if failure.kind != "unavailable":
                 self._playing = False
-            told = EnvironmentFailure(
-                failure.kind, f"{shorten(str(failure), _LONGEST_MESSAGE)}{self._of_task()}"
+            reported = EnvironmentFailure(
+                failure.kind, f"{shorten(str(failure), _MAX_MESSAGE_CHARS)}{self._describe_task()}"
             )
-            self._places.count(told.kind)
-            _LOG.warning("%s: %s", told.kind, told)
-            again = failure.kind == "unavailable"
-            code = wire.UNAVAILABLE if again else wire.EXECUTION_ERROR
-            raise WireError(code, str(told), kind=failure.kind, retryable=again) from None
+            self._env_threads.count(reported.kind)
+            _LOG.warning("%s: %s", reported.kind, reported)
+            retryable = failure.kind == "unavailable"
+            code = wire.UNAVAILABLE if retryable else wire.EXECUTION_ERROR
+            raise WireError(code, str(reported), kind=failure.kind, retryable=retryable) from None
 
-    def _of_task(self) -> str:
+    def _describe_task(self) -> str:
         """Return which task was played, for a message, without its payload, which may contain the
         answer."""
         if self._chosen is None:
@@ -231,7 +239,7 @@ class SpecPlayer:
 
 
 @dataclass(frozen=True)
-class Facts:
+class EnvironmentFacts:
     """What the server publishes about an environment."""
 
     name: str
@@ -246,8 +254,8 @@ class Facts:
     """Groups of the training split, easiest first."""
 
 
-class Host:
-    """Environment in this process, with places and players for at most ``size`` sessions.
+class EnvironmentHost:
+    """Environment in this process, with threads and players for at most ``size`` sessions.
 
     timeout_s: limit in seconds of one call of the environment. info: whether observations contain
     the environment's ``info``. Raises ValueError for an environment that has no tasks, or that is
@@ -263,13 +271,15 @@ class Host:
         self._spec = spec
         self._info = info
         self._choice = TaskChoice(spec)
-        self.places = Places(spec.name, lambda: spec.make(""), size, timeout_s)
+        self.env_threads = EnvironmentThreads(spec.name, lambda: spec.make(""), size, timeout_s)
         templates = self._choice.counts()
         groups = self._choice.groups()
-        self.facts = Facts(spec.name, spec.deterministic, spec.concurrency, templates, groups)
+        self.facts = EnvironmentFacts(
+            spec.name, spec.deterministic, spec.concurrency, templates, groups
+        )
 
-    def player(self, place: Place) -> SpecPlayer:
-        """Return the player of a session on its place."""
+    def make_player(self, env_thread: EnvironmentThread) -> SpecPlayer:
+        """Return the player of a session on its thread."""
         return SpecPlayer(
-            place, self.places, self._choice, self._spec.system_prompt, info=self._info
+            env_thread, self.env_threads, self._choice, self._spec.system_prompt, info=self._info
         )

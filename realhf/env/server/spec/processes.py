@@ -30,7 +30,7 @@ from realhf.env.server import wire
 from realhf.env.server.interfaces import Reply
 from realhf.env.server.spec.child import CLOSE, DATAGRAM, FIRST, KILL, OPEN, RESET, STEP, STUCK
 from realhf.env.server.spec.messages import SpecState
-from realhf.env.server.spec.player import Facts
+from realhf.env.server.spec.player import EnvironmentFacts
 from realhf.env.server.spec.slots import CLOSE_S, GRACE_S, SessionSlots
 from realhf.env.server.wire import WireError
 
@@ -74,16 +74,16 @@ class _Process:
         self._stuck = 0
         self._numbers = itertools.count()
         self._session = session
-        self._ready: Facts | str | None = None
+        self._ready: EnvironmentFacts | str | None = None
         self.sessions = 0
         self.counted = False
 
-    def facts(self) -> Facts:
+    def facts(self) -> EnvironmentFacts:
         """Wait until the environment is loaded, and return its facts. Raises ValueError with the
         reason if it cannot be loaded."""
         with self._lock:
             if self._ready is None:
-                self._ready = self._greeted()
+                self._ready = self._wait_for_facts()
         if isinstance(self._ready, str):
             self.end()  # so that it gets no other session
             raise ValueError(self._ready)
@@ -99,16 +99,16 @@ class _Process:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                sent = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [theirs.fileno()]))]
+                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [theirs.fileno()]))]
                 self._control.sendmsg(
-                    [json.dumps([OPEN, number]).encode()], sent, socket.MSG_DONTWAIT
+                    [json.dumps([OPEN, number]).encode()], ancillary, socket.MSG_DONTWAIT
                 )
         except BaseException:
             ours.close()
             raise
         return number, ours
 
-    def break_off(self, number: int) -> None:
+    def cancel_call(self, number: int) -> None:
         """Cancel the call of a session. Never blocks, because it is called on the server's event
         loop."""
         with suppress(OSError):
@@ -131,30 +131,30 @@ class _Process:
                 self._stuck = int(json.loads(data)[STUCK])
         return self._stuck
 
-    def death(self) -> str:
+    def describe_death(self) -> str:
         """Return how the process ended, with the line at which it crashed, as far as known."""
         text = os.pread(self._crash, 1 << 16, 0).decode(errors="replace")
         cause = _CRASH.search(text)
         if cause is None:
             return "its process has ended"
         frames = _FRAME.findall(text)
-        own = [
+        own_frames = [
             each
             for each in frames
             if "/lib/python" not in each[0] and "/site-packages/" not in each[0]
         ]
-        where = " ({}, line {}, in {})".format(*own[0]) if own else ""
+        where = " ({}, line {}, in {})".format(*own_frames[0]) if own_frames else ""
         return f"its process has crashed: {cause[1]}{where}"
 
     def end(self) -> None:
         """Kill the process and all that it forked, and wait for its exit. Its descriptors stay
         open, because a session may be waiting on them."""
-        if self.alive or self._has_left():
+        if self.alive or self._has_orphans():
             with suppress(OSError):
                 os.killpg(self.forked.pid, signal.SIGKILL)
-        self.gone(_SEND_S)
+        self.wait_gone(_SEND_S)
 
-    def gone(self, within_s: float) -> bool:
+    def wait_gone(self, within_s: float) -> bool:
         """Return whether the process has exited, or exits within ``within_s`` seconds."""
         poll = select.poll()
         poll.register(self.forked.pidfd, select.POLLIN)
@@ -168,7 +168,7 @@ class _Process:
         self._control.close()
         os.close(self._crash)
 
-    def _has_left(self) -> bool:
+    def _has_orphans(self) -> bool:
         """Return whether a process that has exited left others in its process group. These must
         also be in the kernel session of the process: if none is left, the number of the group may
         belong to an unrelated process."""
@@ -179,7 +179,7 @@ class _Process:
                     return True
         return False
 
-    def _greeted(self) -> Facts | str:
+    def _wait_for_facts(self) -> EnvironmentFacts | str:
         """Wait for the first message on the control socket; return the facts, or the reason why the
         environment was not loaded."""
         poll = select.poll()
@@ -194,12 +194,12 @@ class _Process:
         data = self._control.recv(DATAGRAM) if self._control.fileno() in ready else b""
         if not data:
             return (
-                f"while it was loaded, {self.death()}"
+                f"while it was loaded, {self.describe_death()}"
                 if ready
                 else f"it was not loaded within {_LOAD_S:g} s"
             )
-        found = json.loads(data)
-        return Facts(**found[FIRST]) if FIRST in found else str(found["error"])
+        greeting = json.loads(data)
+        return EnvironmentFacts(**greeting[FIRST]) if FIRST in greeting else str(greeting["error"])
 
 
 class Processes(SessionSlots):
@@ -236,14 +236,14 @@ class Processes(SessionSlots):
         self._processes: list[_Process] = []
         self._deaths = 0
         self._numbers = itertools.count()
-        self._over = False
+        self._is_stopped = False
         path = os.pathsep.join(os.path.abspath(each) for each in sys.path)
         self._log = os.fdopen(os.dup(2), "wb")
         self._zygote = ForkServer(_MODULE, self._log, {**os.environ, "PYTHONPATH": path})
         try:
             self._zygote.start()
             self._zygote.wait_ready(_ZYGOTE_S)
-            self.facts = self._started().facts()
+            self.facts = self._start_process().facts()
         except BaseException:
             self.stop()
             raise
@@ -251,7 +251,7 @@ class Processes(SessionSlots):
     def stop(self) -> None:
         """End all processes, and with them every call."""
         with self._lock:
-            self._over = True
+            self._is_stopped = True
             processes = [*self._processes]
         for process in processes:
             process.counted = True
@@ -288,42 +288,42 @@ class Processes(SessionSlots):
         sessions."""
         return next(self._numbers)
 
-    def opened(self) -> tuple[_Process, int, socket.socket]:
+    def open_session(self) -> tuple[_Process, int, socket.socket]:
         """Open a session; return its process, number and channel.
 
         Uses the process with the fewest sessions, or a new one while each process has sessions and
         there are fewer than ``count``. Raises RuntimeError or ValueError if there is no process.
         """
         for _ in range(2):  # the chosen process may exit at this moment
-            process = self._chosen()
+            process = self._choose_process()
             try:
                 process.facts()
                 return process, *process.open()
             except OSError:
-                self.left(process)
+                self.leave(process)
             except BaseException:
-                self.left(process)
+                self.leave(process)
                 raise
         raise RuntimeError("no process of it stays alive, or takes a session")
 
-    def _chosen(self) -> _Process:
+    def _choose_process(self) -> _Process:
         """Return a process, with one session more counted for it. A lock serialises this, because
         sessions that begin at the same time would each start a process."""
         with self._choosing:
             with self._lock:
-                for ended in [
+                for exited in [
                     each for each in self._processes if not each.alive and not each.sessions
                 ]:
-                    self._forget(ended)
+                    self._forget(exited)
                 living = [each for each in self._processes if each.alive]
                 process = min(living, key=lambda each: each.sessions, default=None)
             if process is None or (process.sessions and len(living) < self._count):
-                process = self._started()
+                process = self._start_process()
             with self._lock:
                 process.sessions += 1
             return process
 
-    def left(self, process: _Process) -> None:
+    def leave(self, process: _Process) -> None:
         """Count one session less for a process; a process that has exited is released with its last
         session."""
         with self._lock:
@@ -331,20 +331,20 @@ class Processes(SessionSlots):
             if not process.sessions and not process.alive and process in self._processes:
                 self._forget(process)
 
-    def died(self, process: _Process) -> None:
+    def record_death(self, process: _Process) -> None:
         """Count and log the death of a process, only once."""
         with self._lock:
             self._count_death(process)
 
     def _count_death(self, process: _Process) -> None:
-        """Implement ``died``; call it with the lock held."""
+        """Implement ``record_death``; call it with the lock held."""
         if not process.counted:
             process.counted = True
             self._deaths += 1
             _LOG.error(
                 "environment %s: %s; sessions in it: %d",
                 self.name,
-                process.death(),
+                process.describe_death(),
                 process.sessions,
             )
 
@@ -354,7 +354,7 @@ class Processes(SessionSlots):
         self._processes.remove(process)
         process.close()
 
-    def _started(self) -> _Process:
+    def _start_process(self) -> _Process:
         """Fork a process, which then loads the environment. Raises TimeoutError or RuntimeError,
         also when the server stops."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -371,7 +371,7 @@ class Processes(SessionSlots):
         ours.settimeout(None)
         process = _Process(forked, ours, crash, self._zygote.pid)
         with self._lock:
-            if not self._over:
+            if not self._is_stopped:
                 self._processes.append(process)
                 return process
         process.end()
@@ -394,14 +394,14 @@ class ProcessPlayer:
         WireError."""
         if not data.keys() & {"seed", "task_id", "task"}:
             data = data | {"seed": self._pool.next_number()}
-        reply = self._asked(RESET, data)
+        reply = self._send_request(RESET, data)
         self._tools = reply[0]["tools"]
         return reply
 
     def step(self, action: dict[str, Any]) -> Reply:
         """Take a turn of the policy. Raises WireError."""
         self._check_playing()
-        return self._asked(STEP, action)
+        return self._send_request(STEP, action)
 
     def state(self) -> dict[str, Any]:
         """Return the fields of ``SpecState``."""
@@ -415,27 +415,27 @@ class ProcessPlayer:
     def kill(self) -> None:
         """Cancel the call in progress. May be called from any thread."""
         if (seat := self._seat) is not None:
-            seat[0].break_off(seat[1])
+            seat[0].cancel_call(seat[1])
 
     def close(self) -> None:
         """End the session, and with it the instance of the environment."""
         if self._seat is not None:
             with suppress(WireError):
-                self._exchanged({"what": CLOSE}, CLOSE)
-        self._leave()
+                self._exchange({"what": CLOSE}, CLOSE)
+        self._leave_process()
 
     def _check_playing(self) -> None:
         """Raise WireError if no episode is open."""
         if not self._state["playing"]:
             raise WireError(wire.VALIDATION_ERROR, "no episode is open; send a reset", field="type")
 
-    def _asked(self, what: str, data: dict[str, Any]) -> Reply:
+    def _send_request(self, call_name: str, data: dict[str, Any]) -> Reply:
         """Send a request and return the reply. Raises WireError for an error that the process
         reports, and RuntimeError if it failed unexpectedly."""
-        answer = self._exchanged({"what": what, "data": data}, what)
+        answer = self._exchange({"what": call_name, "data": data}, call_name)
         self._state = answer["state"]
         if "failed" in answer:
-            raise RuntimeError(f"environment {self._pool.name}: {what}: {answer['failed']}")
+            raise RuntimeError(f"environment {self._pool.name}: {call_name}: {answer['failed']}")
         if (error := answer.get("error")) is not None:
             if error["kind"]:
                 self._pool.count(error["kind"])
@@ -443,7 +443,7 @@ class ProcessPlayer:
         observation, reward, done = answer["reply"]
         return observation, reward, done
 
-    def _exchanged(self, request: dict[str, Any], what: str) -> dict[str, Any]:
+    def _exchange(self, request: dict[str, Any], call_name: str) -> dict[str, Any]:
         """Send a frame and return the answer frame.
 
         Raises WireError if no process is available, or if the process has exited or does not
@@ -451,9 +451,9 @@ class ProcessPlayer:
         """
         if self._seat is None:
             try:
-                self._seat = self._pool.opened()
+                self._seat = self._pool.open_session()
             except (OSError, RuntimeError, ValueError) as error:
-                raise self._failure("capacity", what, str(error)) from None
+                raise self._failure("capacity", call_name, str(error)) from None
         process, _, channel = self._seat
         deadline = process_clock.now() + self._pool.limit_s
         try:
@@ -463,37 +463,40 @@ class ProcessPlayer:
             return receive_frame(channel, max(0.1, deadline - process_clock.now()))
         except (TimeoutError, OSError, BadFrame) as error:
             silent = isinstance(error, TimeoutError)
-            ended = not silent and process.gone(_GONE_S)
+            ended = not silent and process.wait_gone(_GONE_S)
             process.end()
-            self._pool.died(process)
-            why = f"its process did not answer for {self._pool.limit_s:g} s and was ended"
-            why = why if silent else process.death() if ended else f"its process was ended: {error}"
-            others = process.sessions - 1
-            self._leave()
-            also = (
-                f"; with it {others} other session{'s' if others > 1 else ''} ended"
-                if others > 0
+            self._pool.record_death(process)
+            reason = f"its process did not answer for {self._pool.limit_s:g} s and was ended"
+            if not silent:
+                reason = process.describe_death() if ended else f"its process was ended: {error}"
+            other_sessions = process.sessions - 1
+            self._leave_process()
+            others_text = (
+                f"; with it {other_sessions} other session{'s' if other_sessions > 1 else ''} ended"
+                if other_sessions > 0
                 else ""
             )
-            raise self._failure("timeout" if silent else "lost", what, f"{why}{also}") from None
+            raise self._failure(
+                "timeout" if silent else "lost", call_name, f"{reason}{others_text}"
+            ) from None
 
-    def _failure(self, kind: str, what: str, why: str) -> WireError:
+    def _failure(self, kind: str, call_name: str, reason: str) -> WireError:
         """Count a failure, end the episode, and return the error for the client."""
         self._state["playing"] = False
         self._pool.count(kind)
-        text = f"environment {self._pool.name}: {what}: {why}"
+        text = f"environment {self._pool.name}: {call_name}: {reason}"
         if "seed" in self._state:
             task = self._state["task_id"] or "without an id"
             text = f"{text} (task {task}, seed {self._state['seed']})"
         return WireError(wire.EXECUTION_ERROR, text, kind=kind)
 
-    def _leave(self) -> None:
+    def _leave_process(self) -> None:
         """Close the channel and leave the process."""
         seat = self._seat
         self._seat = None
         if seat is not None:
             seat[2].close()
-            self._pool.left(seat[0])
+            self._pool.leave(seat[0])
 
 
 def _wait_readable(channel: socket.socket, pidfd: int, timeout_s: float) -> None:

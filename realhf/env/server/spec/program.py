@@ -17,12 +17,12 @@ from realhf.env.server.spec.messages import (
     SpecAction,
     SpecObservation,
     SpecState,
-    checked_action,
-    checked_reset,
+    validate_action,
+    validate_reset,
 )
-from realhf.env.server.spec.player import Facts, Host, SpecPlayer
+from realhf.env.server.spec.player import EnvironmentFacts, EnvironmentHost, SpecPlayer
 from realhf.env.server.spec.processes import Processes, ProcessPlayer
-from realhf.env.server.spec.slots import Places
+from realhf.env.server.spec.slots import EnvironmentThreads
 from realhf.registry import environments
 from realhf.web.settings import SettingError, setting
 
@@ -64,8 +64,8 @@ class SpecServed(ServedEnvironment):
 
     def __init__(
         self,
-        facts: Facts,
-        pool: Places | Processes,
+        facts: EnvironmentFacts,
+        pool: EnvironmentThreads | Processes,
         player: Callable[[Any], Player],
         config: SpecServerConfig,
     ) -> None:
@@ -77,11 +77,11 @@ class SpecServed(ServedEnvironment):
 
     def check_reset(self, data: Any) -> dict[str, Any]:
         """Return validated reset data. Raises WireError."""
-        return checked_reset(data)
+        return validate_reset(data)
 
     def check_action(self, data: Any) -> dict[str, Any]:
         """Return a validated action. Raises WireError."""
-        return checked_action(data)
+        return validate_action(data)
 
     def outcome(self, observation: Mapping[str, Any]) -> str:
         """Return "achieved" or "failed" by the metric ``success``; "finished" if the environment
@@ -177,7 +177,7 @@ def prepare(arguments: argparse.Namespace, config: ServerConfig) -> tuple[SpecSe
         if arguments.env in environments
         else PROCESSES
     )
-    pool: Places | Processes
+    pool: EnvironmentThreads | Processes
     player: Callable[[Any], Player]
     try:
         options = parse_options(arguments.option)
@@ -191,9 +191,9 @@ def prepare(arguments: argparse.Namespace, config: ServerConfig) -> tuple[SpecSe
         else:
             keep_this_process()
             spec = build_environment(arguments.env, options)
-            host = Host(spec, config.pool_size, config.call_timeout_s, info=config.info)
+            host = EnvironmentHost(spec, config.pool_size, config.call_timeout_s, info=config.info)
             facts = host.facts
-            pool = host.places
+            pool = host.env_threads
             player = host.player
     except ValueError as error:
         raise SettingError(f"--env {arguments.env}: {error}") from error

@@ -32,7 +32,7 @@ _END_S = 2.0
 _LOG = logging.getLogger(__name__)
 
 
-class Place:
+class EnvironmentThread:
     """Event loop and thread on which one environment runs, for callers that block. One call at a
     time; ``kill`` may be called from any thread.
 
@@ -54,18 +54,19 @@ class Place:
         self._thread: LoopThread | None = None
         self._env: Environment | None = None
         self._call: Future[Any] | None = None
-        self._over = False
+        self._is_stopped = False
 
-    def run(self, what: str, call: Callable[[Environment], Awaitable[T]]) -> T:
+    def run(self, call_name: str, call: Callable[[Environment], Awaitable[T]]) -> T:
         """Run ``call`` on the instance, which is created if there is none, and return its result.
 
         Raises EnvironmentFailure. Unless this is of the kind ``unavailable``, the instance is
         closed, and the next call creates a new one.
         """
         if self._thread is None:
-            self._thread = self._started()
+            self._thread = self._start_thread()
         try:
-            return self._wait(self._thread, what, self._guarded(what, call), self._timeout_s)
+            work = self._call_environment(call_name, call)
+            return self._run_coroutine(self._thread, call_name, work, self._timeout_s)
         except EnvironmentFailure as failure:
             if failure.kind != "unavailable":
                 self._drop()
@@ -77,7 +78,7 @@ class Place:
         for_good: the process is about to exit, so the environment is not closed and its thread is
         not waited for.
         """
-        self._over = self._over or for_good
+        self._is_stopped = self._is_stopped or for_good
         if (call := self._call) is not None:
             call.cancel()
 
@@ -87,7 +88,7 @@ class Place:
         thread = self._thread
         self._thread = None
         if thread is not None:
-            thread.stop(0.0 if self._over else _END_S)
+            thread.stop(0.0 if self._is_stopped else _END_S)
             if thread.alive:
                 self._on_stuck(thread)
 
@@ -95,40 +96,43 @@ class Place:
         """Close the instance, if there is one; failures are logged."""
         env = self._env
         self._env = None
-        if env is None or self._thread is None or self._over:
+        if env is None or self._thread is None or self._is_stopped:
             return
         try:
-            self._wait(self._thread, "close", _closed(env), CLOSE_S)
+            self._run_coroutine(self._thread, "close", _close(env), CLOSE_S)
         except EnvironmentFailure as failure:
             _LOG.warning("%s", failure)
         except Exception as error:
-            _LOG.warning("environment %s: close: %s", self._name, told(error))
+            _LOG.warning("environment %s: close: %s", self._name, describe_error(error))
 
-    def _wait(self, thread: LoopThread, what: str, work: Any, timeout_s: float) -> Any:
+    def _run_coroutine(
+        self, thread: LoopThread, call_name: str, work: Any, timeout_s: float
+    ) -> Any:
         """Run a coroutine on the loop and wait for its result. If it does not return even when it
         is cancelled, its thread is abandoned. Raises EnvironmentFailure."""
         self._call = asyncio.run_coroutine_threadsafe(
-            _within(self._name, what, work, timeout_s), thread.loop
+            _await_with_timeout(self._name, call_name, work, timeout_s), thread.loop
         )
         try:
             return event_loops.result(self._call, timeout_s + GRACE_S)
         except CancelledError:
             raise EnvironmentFailure(
-                "lost", f"environment {self._name}: {what}: broken off"
+                "lost", f"environment {self._name}: {call_name}: the call was cancelled"
             ) from None
         except TimeoutError:
-            where = thread.watch().place()
-            self._leave(thread)
+            location = thread.watch().place()
+            self._abandon(thread)
             text = (
-                f"{what}: no end within {timeout_s:g} s, nor when it was cancelled; its thread is "
-                f"at {where}"
+                f"{call_name}: did not end within {timeout_s:g} s, nor when it was cancelled; its "
+                f"thread is "
+                f"at {location}"
             )
             text = f"environment {self._name}: {text}"
             raise EnvironmentFailure("timeout", text) from None
         finally:
             self._call = None
 
-    def _started(self) -> LoopThread:
+    def _start_thread(self) -> LoopThread:
         """Return a new thread with an event loop. Raises EnvironmentFailure (capacity)."""
         try:
             return LoopThread(f"{self._name} session", instead="the environment itself")
@@ -136,14 +140,16 @@ class Place:
             text = f"environment {self._name}: no event loop and thread for the session: {error}"
             raise EnvironmentFailure("capacity", text) from error
 
-    def _leave(self, thread: LoopThread) -> None:
+    def _abandon(self, thread: LoopThread) -> None:
         """Abandon a thread: interrupt it and report it as stuck."""
         self._thread = self._env = None
         thread.interrupt()
         thread.stop(0.1)
         self._on_stuck(thread)
 
-    async def _guarded(self, what: str, call: Callable[[Environment], Awaitable[T]]) -> T:
+    async def _call_environment(
+        self, call_name: str, call: Callable[[Environment], Awaitable[T]]
+    ) -> T:
         """Call the environment; everything that it raises becomes an EnvironmentFailure."""
         server = os.getpid()
         try:
@@ -154,10 +160,10 @@ class Place:
             raise
         except BrokenContract as error:
             raise EnvironmentFailure(
-                "internal", f"environment {self._name}: {what}: {error}"
+                "internal", f"environment {self._name}: {call_name}: {error}"
             ) from None
         except BaseException as error:
-            text = f"environment {self._name}: {what}: {told(error)}"
+            text = f"environment {self._name}: {call_name}: {describe_error(error)}"
             raise EnvironmentFailure("internal", text) from error
         finally:
             # this is a child that the environment forked; it must not continue as a server
@@ -165,7 +171,7 @@ class Place:
                 os._exit(1)
 
 
-async def _within(name: str, what: str, work: Awaitable[T], timeout_s: float) -> T:
+async def _await_with_timeout(name: str, call_name: str, work: Awaitable[T], timeout_s: float) -> T:
     """Await work with a timeout; a timeout becomes an EnvironmentFailure, except for a TimeoutError
     that the work itself raises."""
     deadline = asyncio.timeout(timeout_s)
@@ -175,29 +181,29 @@ async def _within(name: str, what: str, work: Awaitable[T], timeout_s: float) ->
     except TimeoutError as error:
         if not deadline.expired():
             raise
-        text = f"environment {name}: {what}: no answer within {timeout_s:g} s"
+        text = f"environment {name}: {call_name}: no answer within {timeout_s:g} s"
         raise EnvironmentFailure("timeout", text) from error
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an error as one line, with the innermost line of code that is not in a library."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
+    own_frames = [
         each
         for each in frames
         if "/lib/python" not in each.filename and "/site-packages/" not in each.filename
     ]
-    where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    where = f" ({own_frames[-1].filename}, line {own_frames[-1].lineno})" if own_frames else ""
     text = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}{f': {text}' if text else ''}{where}"
 
 
-async def _closed(env: Environment) -> None:
+async def _close(env: Environment) -> None:
     """Close an environment, as a coroutine."""
     await env.close()
 
 
-MOST_STUCK = 64
+MAX_STUCK = 64
 """No session is opened while this many threads are stuck in the environment's code."""
 
 
@@ -214,7 +220,7 @@ class SessionSlots:
     def __init__(self, size: int) -> None:
         self.size = size
         self._lock = threading.RLock()
-        self._taken: set[Any] = set()
+        self._leased: set[Any] = set()
         self._failures: Counter[str] = Counter()
         self._acquired = 0
 
@@ -229,9 +235,9 @@ class SessionSlots:
         """Return a new slot. Raises RuntimeError if none is free."""
         with self._lock:
             if self.free_count <= 0:
-                raise RuntimeError(f"environment {self.name}: no place is free")
+                raise RuntimeError(f"environment {self.name}: no session slot is free")
             slot = self._new_slot()
-            self._taken.add(slot)
+            self._leased.add(slot)
             self._acquired += 1
             return slot
 
@@ -241,7 +247,7 @@ class SessionSlots:
             slot.close()
         finally:
             with self._lock:
-                self._taken.discard(slot)
+                self._leased.discard(slot)
 
     def count(self, kind: str) -> None:
         """Count a failure of the environment by its kind."""
@@ -257,7 +263,7 @@ class SessionSlots:
     def free_count(self) -> int:
         """Number of sessions that could be opened now."""
         with self._lock:
-            return 0 if self.stuck >= MOST_STUCK else self.size - len(self._taken)
+            return 0 if self.stuck >= MAX_STUCK else self.size - len(self._leased)
 
     def metrics(self) -> dict[str, Any]:
         """Return the metrics for ``/metrics``: slots, stuck threads, failures by kind."""
@@ -275,8 +281,8 @@ class SessionSlots:
         raise NotImplementedError
 
 
-class Places(SessionSlots):
-    """Pool of the places in this process.
+class EnvironmentThreads(SessionSlots):
+    """Pool of the environment threads in this process.
 
     make: returns an instance of the environment ``name``. timeout_s: limit in seconds of each of
     its calls.
@@ -289,25 +295,25 @@ class Places(SessionSlots):
         self.name = name
         self._make = make
         self._timeout_s = timeout_s
-        self._left: list[LoopThread] = []
+        self._abandoned: list[LoopThread] = []
 
     def stop(self) -> None:
         """Cancel every call for good, so that no thread waits for the environment."""
         with self._lock:
-            taken = list(self._taken)
-        for place in taken:
-            place.kill(for_good=True)
+            leased = list(self._leased)
+        for env_thread in leased:
+            env_thread.kill(for_good=True)
 
     @property
     def stuck(self) -> int:
         """Number of abandoned threads that are still in the environment's code."""
         with self._lock:
-            self._left = [thread for thread in self._left if thread.alive]
-            return len(self._left)
+            self._abandoned = [thread for thread in self._abandoned if thread.alive]
+            return len(self._abandoned)
 
-    def _new_slot(self) -> Place:
-        return Place(self.name, self._make, self._timeout_s, self._on_stuck)
+    def _new_slot(self) -> EnvironmentThread:
+        return EnvironmentThread(self.name, self._make, self._timeout_s, self._on_stuck)
 
     def _on_stuck(self, thread: LoopThread) -> None:
         with self._lock:
-            self._left.append(thread)
+            self._abandoned.append(thread)

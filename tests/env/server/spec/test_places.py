@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from realhf.api.environment import AssistantMessage, Environment, EnvironmentFailure
-from realhf.env.server.spec.slots import Place, Places
+from realhf.env.server.spec.slots import EnvironmentThread, EnvironmentThreads
 from tests.env.server.spec.odd_environment import FakeOddEnvironment
 
 GO = AssistantMessage("go")
@@ -36,7 +36,7 @@ async def opened(env: Environment) -> None:
     await env.reset({}, seed=0)
 
 
-def wait_for(places: Places, stuck: int) -> None:
+def wait_for(places: EnvironmentThreads, stuck: int) -> None:
     deadline = time.monotonic() + 60
     while places.metrics()["stuck_threads"] != stuck:
         assert time.monotonic() < deadline
@@ -48,10 +48,10 @@ def test_no_session_opens_beside_too_many_threads(
 ) -> None:
     """The places come back at once; when as many threads as allowed hang in the environment's code,
     nothing is free until one of them returns."""
-    monkeypatch.setattr("realhf.env.server.spec.slots.MOST_STUCK", 2)
+    monkeypatch.setattr("realhf.env.server.spec.slots.MAX_STUCK", 2)
     monkeypatch.setattr("realhf.env.server.spec.slots.GRACE_S", 0.05)
     kind = blocked_by(hold)
-    places = Places("odd", lambda: kind(""), 8, 0.05)
+    places = EnvironmentThreads("odd", lambda: kind(""), 8, 0.05)
     for number in range(2):
         place = places.acquire()
         with pytest.raises(
@@ -61,7 +61,7 @@ def test_no_session_opens_beside_too_many_threads(
         assert failure.value.kind == "timeout"
         places.release(place)
         assert places.free_count == (8 if number == 0 else 0)
-    with pytest.raises(RuntimeError, match="no place is free"):
+    with pytest.raises(RuntimeError, match="no session slot is free"):
         places.acquire()
     hold.set()
     wait_for(places, 0)
@@ -71,7 +71,7 @@ def test_no_session_opens_beside_too_many_threads(
 def test_a_call_is_broken_off_from_another_thread(hold: threading.Event) -> None:
     """Its caller returns at once with the kind lost, also when the call blocks its loop."""
     del hold
-    places = Places("odd", lambda: FakeOddEnvironment(""), 1, 60.0)
+    places = EnvironmentThreads("odd", lambda: FakeOddEnvironment(""), 1, 60.0)
     place = places.acquire()
     threading.Timer(0.2, place.kill).start()
     began = time.monotonic()
@@ -98,7 +98,7 @@ def test_an_instance_is_closed_once_and_on_its_own_loop() -> None:
     async def failing(env: Environment) -> None:
         raise LookupError("away")
 
-    place = Place("odd", FakeWatched, 30.0, lambda thread: None)
+    place = EnvironmentThread("odd", FakeWatched, 30.0, lambda thread: None)
     place.run("reset", opened)
     with pytest.raises(
         EnvironmentFailure, match=r"LookupError: away \(.*test_places.py, line \d+\)"
@@ -117,5 +117,7 @@ def test_without_a_thread_the_failure_is_one_of_capacity(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("realhf.env.server.spec.slots.LoopThread", refused)
     with pytest.raises(EnvironmentFailure, match="Too many open files") as failure:
-        Place("odd", lambda: FakeOddEnvironment(""), 1.0, lambda thread: None).run("reset", opened)
+        EnvironmentThread("odd", lambda: FakeOddEnvironment(""), 1.0, lambda thread: None).run(
+            "reset", opened
+        )
     assert failure.value.kind == "capacity"

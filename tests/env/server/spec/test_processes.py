@@ -94,7 +94,7 @@ def test_a_call_is_broken_off_from_another_thread(pool: Processes) -> None:
     player = pool.acquire()
     player.reset({"task": {"step": "hang"}})
     threading.Timer(0.1, player.kill).start()
-    with pytest.raises(WireError, match="step: broken off") as broken:
+    with pytest.raises(WireError, match="step: the call was cancelled") as broken:
         player.step(GO)
     assert broken.value.kind == "lost" and pool.metrics()["failures"]["lost"] >= 1
     pool.release(player)
@@ -146,7 +146,7 @@ def test_resets_that_name_nothing_play_the_next_of_all_processes() -> None:
             f"seed {n}" for n in range(4)
         ]
         assert pool.metrics()["processes"] == 2 and pool.free_count == 0
-        with pytest.raises(RuntimeError, match="no place is free"):
+        with pytest.raises(RuntimeError, match="no session slot is free"):
             pool.acquire()
     finally:
         pool.stop()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from realhf.env.server import wire
-from realhf.env.server.spec.messages import checked_action, checked_reset, message_of
+from realhf.env.server.spec.messages import to_message, validate_action, validate_reset
 from realhf.env.server.wire import WireError
 
 TEXTS = [
@@ -67,7 +67,7 @@ def test_no_action_raises_anything_but_a_refusal() -> None:
         if draw.random() < 0.3:
             action |= {draw.choice(KEYS): drawn(draw)}
         try:
-            message = message_of(checked_action(action))
+            message = to_message(validate_action(action))
         except WireError as refused:
             assert refused.code == "VALIDATION_ERROR" and len(refused.message) < 200
             continue
@@ -100,7 +100,7 @@ def test_no_action_raises_anything_but_a_refusal() -> None:
     ],
 )
 def test_arguments_are_objects_or_their_json(arguments: Any, problem: str) -> None:
-    message = message_of(checked_action({"tool_calls": [{"name": "say", "arguments": arguments}]}))
+    message = to_message(validate_action({"tool_calls": [{"name": "say", "arguments": arguments}]}))
     call = message.tool_calls[0]
     assert call.name == "say" and (
         problem in call.problem if problem else call.arguments == {"a": 1}
@@ -118,12 +118,12 @@ def test_no_nesting_is_too_deep_to_be_answered() -> None:
             + "}}]}}"
         )
         try:
-            request = wire.parse_request(text, checked_reset, checked_action)
+            request = wire.parse_request(text, validate_reset, validate_action)
         except WireError as refused:
             assert refused.code == "INVALID_JSON"
             continue
         read += 1
-        assert "deep" in message_of(request.data).tool_calls[0].problem
+        assert "deep" in to_message(request.data).tool_calls[0].problem
     assert read >= 4
 
 
@@ -136,18 +136,18 @@ def test_what_is_said_beside_the_content_arrives() -> None:
         "token_count": 7,
         "metadata": {},
     }
-    message = message_of(checked_action(said))
+    message = to_message(validate_action(said))
     assert (message.content, message.text, message.reasoning, message.token_count) == (
         "a",
         said["text"],
         "b",
         7,
     )
-    assert message_of(checked_action({"content": "a"})).text == "a"
-    assert message_of(checked_action({"text": "a"})).content == "a"
-    assert message_of(checked_action({"tool_calls": [], "content": None})).content == ""
+    assert to_message(validate_action({"content": "a"})).text == "a"
+    assert to_message(validate_action({"text": "a"})).content == "a"
+    assert to_message(validate_action({"tool_calls": [], "content": None})).content == ""
 
 
 def test_null_is_what_is_absent() -> None:
-    assert checked_reset({"seed": None, "task_id": 3, "episode_id": None}) == {"task_id": 3}
-    assert checked_reset(None) == {}
+    assert validate_reset({"seed": None, "task_id": 3, "episode_id": None}) == {"task_id": 3}
+    assert validate_reset(None) == {}

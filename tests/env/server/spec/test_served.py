@@ -258,7 +258,7 @@ async def test_a_fork_of_the_environment_does_not_serve(odd: ServerProcess) -> N
         ("hang", "timeout", "no answer within 0.5 s"),
         ("spin", "timeout", "odd_environment.py, line"),
         ("read", "timeout", "odd_environment.py, line"),
-        ("stubborn", "timeout", "no end within 0.5 s, nor when it was cancelled"),
+        ("stubborn", "timeout", "did not end within 0.5 s, nor when it was cancelled"),
         ("raise", "internal", "KeyError: 'mistake of the author' ("),
         ("exit", "internal", "SystemExit"),
         ("exit hard", "internal", "os._exit(3) would end its process"),
