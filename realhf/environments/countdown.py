@@ -51,11 +51,11 @@ from realhf.env.loader.single_turn import VerifierEnvironment, read_verifier
 from realhf.env.loader.tasks import GroupedTaskSet, is_held_out
 from realhf.env.loader.threads import Threads
 
-LONGEST_ANSWER = 240
+MAX_ANSWER_CHARS = 240
 """Most characters of an answer; eight numbers with all steps written out need fewer."""
-DEEPEST = 16
+MAX_DEPTH = 16
 """Most nested parentheses."""
-MOST_DIGITS = 18
+MAX_DIGITS = 18
 _DIGITS = "0123456789"
 _SYMBOLS = "+-*/()=,"
 
@@ -65,7 +65,7 @@ class ArithmeticRefused(ValueError):
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluationResult:
     """Result of valid steps."""
 
     value: Fraction
@@ -74,15 +74,15 @@ class Evaluated:
     """Number of operations."""
 
 
-def evaluate(text: str, numbers: Iterable[int]) -> Evaluated:
+def evaluate(text: str, numbers: Iterable[int]) -> EvaluationResult:
     """Return the result of the steps in ``text``. Raises ArithmeticRefused for a syntax error, a
     number that is not (or no longer) available, a wrong stated value, and a division by 0."""
     return _Reader(_tokens(text), Counter(numbers)).steps()
 
 
 def _tokens(text: str) -> list[str]:
-    if len(text) > LONGEST_ANSWER:
-        raise ArithmeticRefused(f"the answer has more than {LONGEST_ANSWER} characters")
+    if len(text) > MAX_ANSWER_CHARS:
+        raise ArithmeticRefused(f"the answer has more than {MAX_ANSWER_CHARS} characters")
     tokens: list[str] = []
     position = 0
     while position < len(text):
@@ -91,7 +91,7 @@ def _tokens(text: str) -> list[str]:
         if character in _DIGITS:
             while end < len(text) and text[end] in _DIGITS:
                 end += 1
-            if end - position > MOST_DIGITS or (character == "0" and end - position > 1):
+            if end - position > MAX_DIGITS or (character == "0" and end - position > 1):
                 raise ArithmeticRefused("a number is too long or begins with 0")
             tokens.append(text[position:end])
         elif character in _SYMBOLS:
@@ -113,14 +113,14 @@ class _Reader:
         self._pool = pool
         self._depth = self._operations = 0
 
-    def steps(self) -> Evaluated:
+    def steps(self) -> EvaluationResult:
         """Parse all steps and return the value of the last one. Raises ArithmeticRefused."""
         value = self._step()
         while self._skip(","):
             value = self._step()
         if self._at < len(self._tokens):
             raise ArithmeticRefused(f"{self._tokens[self._at]!r} is not expected there")
-        return Evaluated(value, self._operations)
+        return EvaluationResult(value, self._operations)
 
     def _step(self) -> Fraction:
         value = self._sum()
@@ -159,8 +159,8 @@ class _Reader:
             self._pool[number] -= 1
             return Fraction(number)
         self._depth += 1
-        if self._depth > DEEPEST:
-            raise ArithmeticRefused(f"more than {DEEPEST} parentheses stand within each other")
+        if self._depth > MAX_DEPTH:
+            raise ArithmeticRefused(f"more than {MAX_DEPTH} parentheses stand within each other")
         value = self._sum()
         if not self._skip(")"):
             raise ArithmeticRefused("a parenthesis is not closed")
@@ -179,9 +179,9 @@ class _Reader:
         self._at += 1
         return int(token)
 
-    def _skip(self, *wanted: str) -> str:
-        """Consume and return the next token if it is one of ``wanted``; otherwise return ""."""
-        if self._at < len(self._tokens) and self._tokens[self._at] in wanted:
+    def _skip(self, *expected: str) -> str:
+        """Consume and return the next token if it is one of ``expected``; otherwise return ""."""
+        if self._at < len(self._tokens) and self._tokens[self._at] in expected:
             self._at += 1
             return self._tokens[self._at - 1]
         return ""
@@ -204,11 +204,11 @@ class CountdownVerdict:
     """Why it does not, in a sentence."""
 
 
-def answer_in(completion: str) -> str:
+def extract_answer(completion: str) -> str:
     """Return the judged part of a completion: the content of the last ``<answer>`` element, or the
     last line that is not blank. The text before is reasoning."""
-    before, found, _ = completion.rpartition(_CLOSE)
-    if found and _OPEN in before:
+    before, closing, _ = completion.rpartition(_CLOSE)
+    if closing and _OPEN in before:
         return before.rpartition(_OPEN)[2].strip()
     return completion.rstrip().rpartition("\n")[2].strip()
 
@@ -216,14 +216,14 @@ def answer_in(completion: str) -> str:
 def judge(completion: str, numbers: Sequence[int], target: int) -> CountdownVerdict:
     """Judge a completion against the ``numbers`` and the ``target`` of its row. Never raises."""
     try:
-        found = evaluate(answer_in(completion), numbers)
+        result = evaluate(extract_answer(completion), numbers)
     except ArithmeticRefused as error:
         return CountdownVerdict(False, False, str(error))
-    if not found.operations:
+    if not result.operations:
         return CountdownVerdict(False, False, "a number alone is no arithmetic")
-    if found.value != target:
+    if result.value != target:
         return CountdownVerdict(
-            True, False, f"the last step comes to {_format_value(found.value)}, not to {target}"
+            True, False, f"the last step comes to {_format_value(result.value)}, not to {target}"
         )
     return CountdownVerdict(True, True)
 
@@ -245,11 +245,11 @@ def reward(
 
 def _format_value(value: Fraction) -> str:
     text = str(value)
-    return text if len(text) <= LONGEST_ANSWER else "a very large number"
+    return text if len(text) <= MAX_ANSWER_CHARS else "a very large number"
 
 
 PROMPT_COLUMN = "prompt"
-_MOST_DRAWS = 10_000
+_MAX_DRAWS = 10_000
 
 
 @dataclass(frozen=True)
@@ -258,11 +258,11 @@ class Level:
 
     numbers: int
     """How many numbers are given."""
-    largest: int
+    max_number: int
     """Largest given number."""
-    least_target: int
+    min_target: int
     """Smallest target."""
-    most_target: int
+    max_target: int
     """Largest target, and largest intermediate value."""
 
 
@@ -310,10 +310,10 @@ class Puzzle:
     @property
     def split(self) -> str:
         """Split of the puzzle, by a stable hash of the target and the numbers in any order."""
-        return split_of(self.numbers, self.target)
+        return choose_split(self.numbers, self.target)
 
 
-def split_of(numbers: Iterable[int], target: int) -> str:
+def choose_split(numbers: Iterable[int], target: int) -> str:
     """Return the only split in which these numbers with this target occur."""
     text = f"{' '.join(map(str, sorted(numbers)))} -> {target}"
     return HELD_OUT if is_held_out(text) else TRAIN
@@ -324,14 +324,14 @@ def list_operations(left: int, right: int) -> list[Step]:
     (multiplication or division by 1); the larger number is the left operand."""
     high = max(left, right)
     low = min(left, right)
-    found = [Step(high, "+", low, high + low)]
+    operations = [Step(high, "+", low, high + low)]
     if high > low:
-        found.append(Step(high, "-", low, high - low))
+        operations.append(Step(high, "-", low, high - low))
     if low > 1:
-        found.append(Step(high, "*", low, high * low))
+        operations.append(Step(high, "*", low, high * low))
         if high % low == 0:
-            found.append(Step(high, "/", low, high // low))
-    return found
+            operations.append(Step(high, "/", low, high // low))
+    return operations
 
 
 def draw_puzzle(level: Level, split: str, rng: random.Random) -> Puzzle:
@@ -340,14 +340,14 @@ def draw_puzzle(level: Level, split: str, rng: random.Random) -> Puzzle:
 
     Raises RuntimeError if the level has none.
     """
-    for _ in range(_MOST_DRAWS):
-        numbers = tuple(rng.randint(1, level.largest) for _ in range(level.numbers))
+    for _ in range(_MAX_DRAWS):
+        numbers = tuple(rng.randint(1, level.max_number) for _ in range(level.numbers))
         solution = _draw_solution(numbers, level, rng)
         if solution and not _has_shortcut(numbers, solution[-1].value):
             puzzle = Puzzle(numbers, solution[-1].value, solution)
             if puzzle.split == split:
                 return puzzle
-    raise RuntimeError(f"{level} has no puzzle of the split {split!r} in {_MOST_DRAWS} draws")
+    raise RuntimeError(f"{level} has no puzzle of the split {split!r} in {_MAX_DRAWS} draws")
 
 
 def _draw_solution(numbers: Sequence[int], level: Level, rng: random.Random) -> tuple[Step, ...]:
@@ -357,15 +357,13 @@ def _draw_solution(numbers: Sequence[int], level: Level, rng: random.Random) -> 
     steps = []
     while len(pool) > 1:
         left, right = (pool.pop(rng.randrange(len(pool))) for _ in range(2))
-        possible = [
-            step for step in list_operations(left, right) if step.value <= level.most_target
-        ]
+        possible = [step for step in list_operations(left, right) if step.value <= level.max_target]
         if not possible:
             return ()
         step = rng.choice(possible)
         steps.append(step)
         pool.append(step.value)
-    return tuple(steps) if pool[0] >= level.least_target else ()
+    return tuple(steps) if pool[0] >= level.min_target else ()
 
 
 def _has_shortcut(numbers: Sequence[int], target: int) -> bool:
@@ -428,9 +426,9 @@ def demonstrations(tasks: CountdownTasks, request: DemonstrationRequest) -> Iter
     """Yield the requested demonstrations in random order; of every level the rounded share of each
     kind."""
     rng = random.Random(f"countdown demonstrations {request.seed}")
-    wanted = [(level, kind) for level in tasks.groups for kind in request.kinds()]
-    rng.shuffle(wanted)
-    for level, kind in wanted:
+    draws = [(level, kind) for level in tasks.groups for kind in request.kinds()]
+    rng.shuffle(draws)
+    for level, kind in draws:
         yield demonstration(tasks, level, rng.getrandbits(_SEED_BITS), kind, rng)
 
 
@@ -459,22 +457,22 @@ def format_steps(steps: tuple[Step, ...]) -> str:
 def miss_target(puzzle: Puzzle, rng: random.Random) -> str:
     """Return valid arithmetic that does not reach the target: the last operation is replaced."""
     last = puzzle.solution[-1]
-    others = [
+    alternatives = [
         step for step in list_operations(last.left, last.right) if step.value != puzzle.target
     ]
-    if not others:  # 1 and 1, to 2: the only puzzle in which every other operation is idle
-        others = [Step(last.left, "*", last.right, last.left * last.right)]
-    return format_steps((*puzzle.solution[:-1], rng.choice(others)))
+    if not alternatives:  # 1 and 1, to 2: the only puzzle in which every other operation is idle
+        alternatives = [Step(last.left, "*", last.right, last.left * last.right)]
+    return format_steps((*puzzle.solution[:-1], rng.choice(alternatives)))
 
 
 def claim_target(puzzle: Puzzle, rng: random.Random) -> str:
     """Return steps of which the last states the target although its operation has another value."""
     last = puzzle.solution[-1]
-    wrong = [sign for sign, value in _values(last) if value != puzzle.target]
+    wrong = [sign for sign, value in _operator_values(last) if value != puzzle.target]
     return format_steps((*puzzle.solution[:-1], replace(last, operator=rng.choice(wrong))))
 
 
-def _values(step: Step) -> list[tuple[str, float]]:
+def _operator_values(step: Step) -> list[tuple[str, float]]:
     left = step.left
     right = step.right
     return [("+", left + right), ("-", left - right), ("*", left * right), ("/", left / right)]

@@ -29,19 +29,19 @@ from realhf.api.environment import (
 )
 from realhf.api.option import problems
 from realhf.environments.countdown import (
-    DEEPEST,
     LEVELS,
-    LONGEST_ANSWER,
+    MAX_ANSWER_CHARS,
+    MAX_DEPTH,
     PARTIAL_CREDIT,
     ArithmeticRefused,
     CountdownOptions,
     CountdownTasks,
-    answer_in,
+    choose_split,
     evaluate,
+    extract_answer,
     judge,
     list_operations,
     reward,
-    split_of,
 )
 from realhf.registry import environments
 from tests.cheapest import cheapest
@@ -88,7 +88,7 @@ def test_an_expression_comes_to_what_python_says(text: str):
     """Random expressions, with every number they need in the pool: the same exact fraction, or a
     refusal by both."""
     expected = python_says(text)
-    assert len(text) <= LONGEST_ANSWER
+    assert len(text) <= MAX_ANSWER_CHARS
     if expected is None:
         with pytest.raises(ArithmeticRefused):
             evaluate(text, range(31))
@@ -216,7 +216,7 @@ def test_right_steps(text: str, value: Fraction):
         "(3+4",
         "3+4)",
         "()",
-        "(" * (DEEPEST + 1) + "3" + ")" * (DEEPEST + 1),
+        "(" * (MAX_DEPTH + 1) + "3" + ")" * (MAX_DEPTH + 1),
         "(" * 100_000,
         "9" * 19,
         "9" * 200,
@@ -238,9 +238,9 @@ def test_a_given_number_may_be_large_and_depth_may_be_used_up():
     """The limits stand where the text is longer than arithmetic needs, not before."""
     most = 10**18 - 1
     assert evaluate(f"{most}*{most}", [most, most]).value == most * most
-    assert evaluate("(" * DEEPEST + "3" + ")" * DEEPEST, [3]).value == 3
+    assert evaluate("(" * MAX_DEPTH + "3" + ")" * MAX_DEPTH, [3]).value == 3
     with pytest.raises(ArithmeticRefused, match="characters"):
-        evaluate(" " * LONGEST_ANSWER + "3", [3])
+        evaluate(" " * MAX_ANSWER_CHARS + "3", [3])
 
 
 def test_a_number_that_is_given_twice_may_be_used_twice():
@@ -294,7 +294,7 @@ def test_any_text_is_judged(completion: str):
     """No completion raises, and a completion that does not succeed says why."""
     verdict = judge(completion, [3, 4, 5], 17)
     assert verdict.solved == (not verdict.problem)
-    assert len(answer_in(completion)) <= len(completion)
+    assert len(extract_answer(completion)) <= len(completion)
 
 
 def test_a_huge_completion_is_judged_by_its_last_line():
@@ -326,8 +326,8 @@ def test_a_level_keeps_its_bounds_and_its_solution_is_right(name: str):
             )
             assert json.loads(json.dumps(task.payload)) == task.payload
             assert len(puzzle.numbers) == level.numbers == len(puzzle.solution) + 1
-            assert all(1 <= number <= level.largest for number in puzzle.numbers)
-            assert level.least_target <= puzzle.target <= level.most_target
+            assert all(1 <= number <= level.max_number for number in puzzle.numbers)
+            assert level.min_target <= puzzle.target <= level.max_target
             assert puzzle.target not in puzzle.numbers
             assert reward(", ".join(map(str, puzzle.solution)), **task.payload) == 1
 
@@ -355,7 +355,7 @@ def test_no_puzzle_is_in_both_splits():
                 seen[split].add((tuple(sorted(puzzle.numbers)), puzzle.target))
     assert not seen[TRAIN] & seen[HELD_OUT]
     assert min(map(len, seen.values())) > 300
-    assert split_of([9, 2, 5], 7) == split_of([2, 5, 9], 7)
+    assert choose_split([9, 2, 5], 7) == choose_split([2, 5, 9], 7)
 
 
 def test_the_same_seed_draws_the_same_instance_and_another_one_another():

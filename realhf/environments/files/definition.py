@@ -54,9 +54,9 @@ def demonstrations(tasks: FilesTasks, request: DemonstrationRequest) -> Iterator
     """Yield the requested demonstrations in random order. Every template gets the rounded share of
     each kind, with solutions in place of recoveries if a template has no recoverable call."""
     rng = random.Random(f"files demonstrations {request.seed}")
-    wanted = [(template, kind) for template in tasks.group_of for kind in request.kinds()]
-    rng.shuffle(wanted)
-    for template, kind in wanted:
+    draws = [(template, kind) for template in tasks.group_of for kind in request.kinds()]
+    rng.shuffle(draws)
+    for template, kind in draws:
         yield demonstration(tasks, template, rng.getrandbits(_SEED_BITS), kind, rng)
 
 
@@ -69,8 +69,8 @@ def demonstration(
     if kind == HABIT:
         calls = habit(instance, draw_mistake(instance, rng))
         return Demonstration(task, tuple(map(format_call, calls)), kind=HABIT, succeeds=False)
-    if kind == RECOVERY and (found := recovery(instance, draw_mistake(instance, rng))):
-        calls, wrong = found
+    if kind == RECOVERY and (plan := recovery(instance, draw_mistake(instance, rng))):
+        calls, wrong = plan
         learned = tuple(number != wrong for number in range(len(calls)))
         return Demonstration(task, tuple(map(format_call, calls)), learned, kind=RECOVERY)
     return Demonstration(task, tuple(map(format_call, instance.solution)))

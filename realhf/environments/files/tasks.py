@@ -66,7 +66,7 @@ NAME = re.compile(r"\b([a-z]+)-([a-z]+)-([a-z]+)\b")
 """Matches names in any text of this environment, which contains no other hyphenated words."""
 
 
-def split_of(name: str) -> str:
+def choose_split(name: str) -> str:
     """Return the only split in which this name occurs."""
     return HELD_OUT if is_held_out(name) else TRAIN
 
@@ -75,7 +75,7 @@ def draw_name(rng: random.Random, split: str, kind: Kind = FILE) -> str:
     """Draw a name of a kind (one of KINDS) and a split."""
     while True:
         name = "-".join(rng.choice(words) for words in kind)
-        if split_of(name) == split:
+        if choose_split(name) == split:
             return name
 
 

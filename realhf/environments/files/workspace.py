@@ -61,8 +61,8 @@ class FilesWorkspace:
 
         Raises ValueError for a row that is no task.
         """
-        start = _tree(files)
-        goal = start if wanted is None else _tree(wanted)
+        start = _build_tree(files)
+        goal = start if wanted is None else _build_tree(wanted)
         if start == goal and not answer:
             raise ValueError(
                 "the row asks for nothing: 'wanted' equals 'files', and there is no 'answer'"
@@ -82,13 +82,15 @@ class FilesWorkspace:
         """
         self._check_open()
         inside = (
-            "" if folder in ("", ".", "/", "./") else f"{_path(_text(folder).removesuffix('/'))}/"
+            ""
+            if folder in ("", ".", "/", "./")
+            else f"{_parse_path(_check_text(folder).removesuffix('/'))}/"
         )
-        found = [path.removeprefix(inside) for path in self._files if path.startswith(inside)]
-        if inside and not found:
+        lines = [path.removeprefix(inside) for path in self._files if path.startswith(inside)]
+        if inside and not lines:
             raise ValueError(f"there is no folder {inside[:-1]}")
-        names = {name.partition("/")[0] + "/" * ("/" in name) for name in found}
-        return _lines(sorted(names)) or "(empty)"
+        names = {name.partition("/")[0] + "/" * ("/" in name) for name in lines}
+        return _format_lines(sorted(names)) or "(empty)"
 
     def read_file(self, path: str) -> str:
         """Read a file.
@@ -96,7 +98,7 @@ class FilesWorkspace:
         Args:
             path: The file.
         """
-        return self._files[self._known(path)] or "(empty)"
+        return self._files[self._find_file(path)] or "(empty)"
 
     def write_file(self, path: str, text: str) -> str:
         """Write a file.
@@ -106,14 +108,18 @@ class FilesWorkspace:
             text: Its whole text.
         """
         self._check_open()
-        place = self._free_place(_path(path))
-        others = sum(len(kept) for other, kept in self._files.items() if other != place)
-        if others + len(_text(text)) > MOST_CHARACTERS_IN_ALL:
+        target = self._check_free(_parse_path(path))
+        other_chars = sum(
+            len(other_text)
+            for other_path, other_text in self._files.items()
+            if other_path != target
+        )
+        if other_chars + len(_check_text(text)) > MOST_CHARACTERS_IN_ALL:
             raise ValueError(f"all files hold at most {MOST_CHARACTERS_IN_ALL} characters")
-        if place not in self._files and len(self._files) >= MOST_FILES:
+        if target not in self._files and len(self._files) >= MOST_FILES:
             raise ValueError(f"there are at most {MOST_FILES} files")
-        self._files[place] = text
-        return f"wrote {place}"
+        self._files[target] = text
+        return f"wrote {target}"
 
     def search_files(self, text: str) -> str:
         """Find files that hold a text.
@@ -122,16 +128,16 @@ class FilesWorkspace:
             text: The text.
         """
         self._check_open()
-        if not 0 < len(_text(text)) <= LONGEST_LINE_SHOWN:
+        if not 0 < len(_check_text(text)) <= LONGEST_LINE_SHOWN:
             raise ValueError(f"search for 1 to {LONGEST_LINE_SHOWN} characters")
-        found = []
+        lines = []
         for path in sorted(self._files):
             content = self._files[path]
             if (at := content.find(text)) >= 0:
                 begin = content.rfind("\n", 0, at) + 1
                 end = content.find("\n", at)
-                found.append(f"{path}: {content[begin : end if end >= 0 else None]}")
-        return _lines(found) or "nothing found"
+                lines.append(f"{path}: {content[begin : end if end >= 0 else None]}")
+        return _format_lines(lines) or "nothing found"
 
     def move_file(self, source: str, target: str) -> str:
         """Move or rename a file.
@@ -140,11 +146,11 @@ class FilesWorkspace:
             source: The file.
             target: Its new path.
         """
-        old = self._known(source)
-        new = _path(target)
+        old = self._find_file(source)
+        new = _parse_path(target)
         if new in self._files:
             raise ValueError(f"{new} exists")
-        self._free_place(new, without=old)
+        self._check_free(new, without=old)
         self._files[new] = self._files.pop(old)
         return f"moved to {new}"
 
@@ -154,9 +160,9 @@ class FilesWorkspace:
         Args:
             path: The file.
         """
-        place = self._known(path)
-        del self._files[place]
-        return f"deleted {place}"
+        target = self._find_file(path)
+        del self._files[target]
+        return f"deleted {target}"
 
     def answer(self, text: str) -> str:
         """Answer the question.
@@ -165,7 +171,7 @@ class FilesWorkspace:
             text: The answer alone.
         """
         self._check_open()
-        self._answer = _text(text).strip()
+        self._answer = _check_text(text).strip()
         return "answered"
 
     @property
@@ -208,10 +214,10 @@ class FilesWorkspace:
         and 1: the completed part of the changes, with surplus files counted as missing changes. 0:
         nothing is done. Below 0: minus the part of the files to be kept that is damaged.
         """
-        kept = [path for path, text in self._start.items() if self._wanted.get(path) == text]
-        damaged = sum(self._files.get(path) != self._start[path] for path in kept)
+        unchanged = [path for path, text in self._start.items() if self._wanted.get(path) == text]
+        damaged = sum(self._files.get(path) != self._start[path] for path in unchanged)
         if damaged:
-            return -damaged / len(kept)
+            return -damaged / len(unchanged)
         parts = [*self._parts()]
         strays = len(self._files.keys() - self._wanted.keys() - self._start.keys())
         return sum(parts) / (len(parts) + strays) if parts else 0.0
@@ -227,34 +233,39 @@ class FilesWorkspace:
             yield self._files.get(path) == text
         for path, text in self._start.items():
             if path not in self._wanted:
-                places = [place for place, wanted in new.items() if wanted == text]
-                saved = not places or any(self._files.get(place) == text for place in places)
-                yield path not in self._files and saved
+                new_paths = [new_path for new_path, new_text in new.items() if new_text == text]
+                is_text_kept = not new_paths or any(
+                    self._files.get(new_path) == text for new_path in new_paths
+                )
+                yield path not in self._files and is_text_kept
 
     def _check_open(self) -> None:
         if self._answer is not None:
             raise ValueError("you have answered, the task is over")
 
-    def _known(self, path: str) -> str:
+    def _find_file(self, path: str) -> str:
         self._check_open()
-        place = _path(path)
-        if place not in self._files:
-            raise ValueError(f"there is no file {place}")
-        return place
+        canonical = _parse_path(path)
+        if canonical not in self._files:
+            raise ValueError(f"there is no file {canonical}")
+        return canonical
 
-    def _free_place(self, path: str, *, without: str = "") -> str:
+    def _check_free(self, path: str, *, without: str = "") -> str:
         """Return ``path`` if a file may be there after the file ``without`` is removed: it is no
         folder, and no part of it is a file."""
         parts = path.split("/")
-        above = ["/".join(parts[:n]) for n in range(1, len(parts))]
-        if files := [part for part in above if part in self._files and part != without]:
+        folders = ["/".join(parts[:n]) for n in range(1, len(parts))]
+        if files := [part for part in folders if part in self._files and part != without]:
             raise ValueError(f"{files[0]} is a file")
-        if any(other.startswith(f"{path}/") and other != without for other in self._files):
+        if any(
+            other_path.startswith(f"{path}/") and other_path != without
+            for other_path in self._files
+        ):
             raise ValueError(f"{path} is a folder")
         return path
 
 
-def _tree(files: Iterable[Mapping[str, str]]) -> dict[str, str]:
+def _build_tree(files: Iterable[Mapping[str, str]]) -> dict[str, str]:
     """Return the files of a row as a dict. Raises ValueError for paths or texts that the tools
     could not have produced."""
     workspace = FilesWorkspace()
@@ -268,9 +279,9 @@ def _tree(files: Iterable[Mapping[str, str]]) -> dict[str, str]:
     return workspace._files
 
 
-def _path(path: str) -> str:
+def _parse_path(path: str) -> str:
     """Return a path in canonical form: parts joined by "/", relative to the folder."""
-    text = _text(path).removeprefix("./")
+    text = _check_text(path).removeprefix("./")
     if len(text) > LONGEST_PATH or not text.isprintable() or "\\" in text:
         raise ValueError(f"a path is at most {LONGEST_PATH} printable characters without \\")
     parts = text.split("/")
@@ -281,7 +292,7 @@ def _path(path: str) -> str:
     return text
 
 
-def _text(value: object) -> str:
+def _check_text(value: object) -> str:
     """Return ``value`` if it is text of allowed length that can be encoded."""
     if not isinstance(value, str):
         raise ValueError("an argument must be text")
@@ -303,10 +314,10 @@ def _digest(text: str) -> str:
     )
 
 
-def _lines(found: list[str]) -> str:
-    shown = [
+def _format_lines(lines: list[str]) -> str:
+    short_lines = [
         line if len(line) <= LONGEST_LINE_SHOWN else f"{line[:LONGEST_LINE_SHOWN]}..."
-        for line in found
+        for line in lines
     ]
-    more = len(found) - MOST_LINES_SHOWN
-    return "\n".join(shown[:MOST_LINES_SHOWN] + [f"({more} more)"] * (more > 0))
+    omitted = len(lines) - MOST_LINES_SHOWN
+    return "\n".join(short_lines[:MOST_LINES_SHOWN] + [f"({omitted} more)"] * (omitted > 0))

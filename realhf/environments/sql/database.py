@@ -28,15 +28,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from realhf.environments.sql.instance import Table, words
+from realhf.environments.sql.instance import SqlTable, words
 
 Rows = Mapping[str, Mapping[Any, tuple[Any, ...]]]
 """Rows by table and primary key."""
 STATEMENT_CHARS = 800
 """Longest statement, in characters."""
-MOST_SELECTS = 6
-MOST_JOINS = 6
-MOST_SELECTS_AFTER_WITH = 2
+MAX_SELECTS = 6
+MAX_JOINS = 6
+MAX_SELECTS_AFTER_WITH = 2
 _CHECK_EVERY = 200
 """Virtual machine steps between two checks of the limits."""
 _PAGE_BYTES = 1024
@@ -64,7 +64,7 @@ _FUNCTIONS = frozenset(
 """Pure functions that cannot make a long value from short ones."""
 _SCHEMA_TABLES = frozenset({"sqlite_master", "sqlite_schema"})
 _WRITES = frozenset({sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_DELETE})
-_REFUSED = {
+_DENIED_FEATURES = {
     sqlite3.SQLITE_PRAGMA: "PRAGMA",
     sqlite3.SQLITE_ATTACH: "ATTACH",
     sqlite3.SQLITE_DETACH: "DETACH",
@@ -75,7 +75,7 @@ _REFUSED = {
 
 
 @dataclass(frozen=True)
-class Limits:
+class StatementLimits:
     """Limits of a statement."""
 
     steps: int
@@ -100,7 +100,7 @@ class Result:
     """Number of changed rows; None for a statement that only reads."""
     error: str = ""
     """Error text; "" if the statement ran."""
-    read: frozenset[tuple[str, str]] = frozenset()
+    columns_read: frozenset[tuple[str, str]] = frozenset()
     """Columns that it read, as (table, column)."""
 
 
@@ -108,12 +108,14 @@ class Database:
     """SQLite database in memory with these tables. ``writable``: whether statements may change
     rows. Not thread-safe. Raises sqlite3.Error when the tables cannot be created."""
 
-    def __init__(self, tables: Sequence[Table], limits: Limits, *, writable: bool) -> None:
+    def __init__(
+        self, tables: Sequence[SqlTable], limits: StatementLimits, *, writable: bool
+    ) -> None:
         self._limits = limits
         self._writable = writable
         self._tables = {table.name: table for table in tables}
-        self._read: set[tuple[str, str]] = set()
-        self._refused = ""
+        self._columns_read: set[tuple[str, str]] = set()
+        self._denied_feature = ""
         self._steps = 0
         self._deadline_ns = 0
         self._connection = sqlite3.connect(
@@ -134,15 +136,15 @@ class Database:
         """Run one untrusted statement of the policy. Errors are part of the result."""
         if refusal := find_refusal(statement):
             return Result(error=refusal)
-        self._read = set()
-        self._refused = ""
+        self._columns_read = set()
+        self._denied_feature = ""
         self._steps = self._limits.steps
         self._deadline_ns = time.thread_time_ns() + round(self._limits.ms * 1e6)
         self._connection.set_authorizer(self._authorize)
         try:
             return self._run(statement)
         except (sqlite3.Error, sqlite3.Warning, MemoryError, ValueError, OverflowError) as error:
-            return Result(error=self._error_text(error), read=frozenset(self._read))
+            return Result(error=self._error_text(error), columns_read=frozenset(self._columns_read))
 
     def rows(self) -> Rows:
         """Return the rows of every table."""
@@ -154,7 +156,7 @@ class Database:
             for name in self._tables
         }
 
-    def _fill(self, tables: Sequence[Table]) -> None:
+    def _fill(self, tables: Sequence[SqlTable]) -> None:
         connection = self._connection
         connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
         for table in tables:
@@ -175,7 +177,7 @@ class Database:
         for limit, value in _LIMITS:
             connection.setlimit(limit, value)
         connection.text_factory = lambda text: text.decode("utf-8", "replace")
-        connection.set_progress_handler(self._is_over, _CHECK_EVERY)
+        connection.set_progress_handler(self._is_over_limit, _CHECK_EVERY)
 
     def _run(self, statement: str) -> Result:
         before = self._connection.total_changes
@@ -191,10 +193,10 @@ class Database:
             rows[: self._limits.rows],
             len(rows) > self._limits.rows,
             None if has_columns and not changed else changed,
-            read=frozenset(self._read),
+            columns_read=frozenset(self._columns_read),
         )
 
-    def _is_over(self) -> bool:
+    def _is_over_limit(self) -> bool:
         self._steps -= _CHECK_EVERY
         return self._steps < 0 or time.thread_time_ns() > self._deadline_ns
 
@@ -210,16 +212,16 @@ class Database:
             return sqlite3.SQLITE_OK
         if action in (*_WRITES, sqlite3.SQLITE_READ):
             # A table-valued function declares its columns, which SQLite reports as a schema change.
-            named = (
+            denied = (
                 "schema changes and table functions"
                 if first in _SCHEMA_TABLES
                 else f"table {first}"
             )
         elif action == sqlite3.SQLITE_FUNCTION:
-            named = f"function {second}"
+            denied = f"function {second}"
         else:
-            named = _REFUSED.get(action, "schema changes")
-        self._refused = self._refused or named
+            denied = _DENIED_FEATURES.get(action, "schema changes")
+        self._denied_feature = self._denied_feature or denied
         return sqlite3.SQLITE_DENY
 
     def _is_allowed(self, action: int, first: str, second: str, schema: str | None) -> bool:
@@ -228,7 +230,7 @@ class Database:
         if action == sqlite3.SQLITE_FUNCTION:
             return second.lower() in _FUNCTIONS
         if action == sqlite3.SQLITE_READ:
-            self._read.add((first, second))
+            self._columns_read.add((first, second))
             return (
                 first in self._tables
                 or first in _SCHEMA_TABLES
@@ -244,8 +246,8 @@ class Database:
         )
 
     def _error_text(self, error: Exception) -> str:
-        if self._refused:
-            return f"not allowed: {self._refused}"
+        if self._denied_feature:
+            return f"not allowed: {self._denied_feature}"
         if str(error) == "interrupted":
             return "the statement takes too long"
         return " ".join(str(error).split()) or type(error).__name__
@@ -255,10 +257,10 @@ def find_refusal(statement: str) -> str:
     """Return why a statement may not even be prepared; "" if it may."""
     if len(statement) > STATEMENT_CHARS:
         return f"a statement has at most {STATEMENT_CHARS} characters"
-    found = [word.upper() for word in re.findall(r"[A-Za-z_]+", statement)]
-    if not found or not statement.lstrip().upper().startswith(_FIRST_WORDS):
+    words = [word.upper() for word in re.findall(r"[A-Za-z_]+", statement)]
+    if not words or not statement.lstrip().upper().startswith(_FIRST_WORDS):
         return f"a statement begins with {', '.join(_FIRST_WORDS[:-1])} or {_FIRST_WORDS[-1]}"
-    selects = found.count("SELECT") + found.count("VALUES")
-    if selects > (MOST_SELECTS_AFTER_WITH if "WITH" in found else MOST_SELECTS):
+    selects = words.count("SELECT") + words.count("VALUES")
+    if selects > (MAX_SELECTS_AFTER_WITH if "WITH" in words else MAX_SELECTS):
         return "the statement has too many SELECTs"
-    return "the statement has too many JOINs" if found.count("JOIN") > MOST_JOINS else ""
+    return "the statement has too many JOINs" if words.count("JOIN") > MAX_JOINS else ""

@@ -24,7 +24,7 @@ from realhf.api.environment import (
 )
 from realhf.api.option import option
 from realhf.base.installation import PACKAGE
-from realhf.environments.sql.database import Limits
+from realhf.environments.sql.database import StatementLimits
 from realhf.environments.sql.environment import SqlEnvironment
 from realhf.environments.sql.instance import SqlInstance
 from realhf.environments.sql.tasks import GROUPS, SqlTaskSet, draw_instance
@@ -47,13 +47,13 @@ def demonstrate(tasks: SqlTaskSet, request: DemonstrationRequest) -> Iterator[De
             f"habit_fraction={habits}, recovery_fraction={recoveries}: shares of one, not negative"
         )
     rng = random.Random(f"sql demonstrations:{request.seed}")
-    drawn = [
+    draws = [
         (tasks.instantiate(template, rng.getrandbits(_SEED_BITS)), kind)
         for template in tasks.group_of
         for kind in request.kinds()
     ]
-    rng.shuffle(drawn)
-    for task, kind in drawn:
+    rng.shuffle(draws)
+    for task, kind in draws:
         yield write_demonstration(task, kind, rng)
 
 
@@ -72,21 +72,21 @@ def write_demonstration(task: Task, kind: str, rng: random.Random) -> Demonstrat
 
 def add_mistake(instance: SqlInstance, rng: random.Random) -> tuple[str, ...]:
     """Return the statements with a mistake, so that none of them reads or changes a row."""
-    others = [
+    mistakes = [
         mistake
         for mistake in (_drop_quotes, _misname_column)
         if mistake(instance) != instance.statements
     ]
-    if not others or rng.random() < SINGULAR_SHARE:
+    if not mistakes or rng.random() < SINGULAR_SHARE:
         return use_singular(instance)
-    return rng.choice(others)(instance)
+    return rng.choice(mistakes)(instance)
 
 
 def use_singular(instance: SqlInstance) -> tuple[str, ...]:
     """Return the statements with every table name in the singular."""
     tables = "|".join(table.name for table in instance.tables)
     return tuple(
-        re.sub(rf"\b({tables})\b", lambda found: found[0][:-1], statement)
+        re.sub(rf"\b({tables})\b", lambda match: match[0][:-1], statement)
         for statement in instance.statements
     )
 
@@ -148,7 +148,7 @@ class SqlOptions:
 
 def build(options: SqlOptions) -> EnvironmentSpec:
     """Return the specification of the environment with these options."""
-    limits = Limits(
+    limits = StatementLimits(
         options.statement_steps, options.statement_ms, options.max_rows, options.database_kb
     )
 

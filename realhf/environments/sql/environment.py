@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from realhf.api.environment import AssistantMessage, EnvironmentFailure, Opening, Turn
-from realhf.environments.sql.database import Database, Limits, Result, Rows
+from realhf.environments.sql.database import Database, Result, Rows, StatementLimits
 from realhf.environments.sql.instance import SqlInstance
 from realhf.environments.sql.tasks import draw_instance
 
@@ -31,8 +31,8 @@ _TOLERANCE = 1e-6
 def read_answer(content: str) -> str | None:
     """Return VALUE if the last line that is not empty is ``answer: VALUE``, otherwise None."""
     lines = content.strip().splitlines()
-    found = _ANSWER.fullmatch(lines[-1]) if lines else None
-    return found[1].strip() if found else None
+    match = _ANSWER.fullmatch(lines[-1]) if lines else None
+    return match[1].strip() if match else None
 
 
 def read_statement(content: str) -> str:
@@ -42,19 +42,19 @@ def read_statement(content: str) -> str:
     return (fence[1] if fence else content).strip().rstrip("; \t\r\n")
 
 
-def is_right(given: str, expected: int | str) -> bool:
+def is_right(answer: str, expected: int | str) -> bool:
     """Return whether an answer is correct: the expected number, or the expected text regardless of
     case, quotes and a full stop."""
-    plain = read_value(given)
+    plain = read_value(answer)
     if isinstance(expected, str):
         return plain == expected.casefold()
     return bool(_NUMBER.fullmatch(plain)) and abs(float(plain) - expected) <= _TOLERANCE
 
 
-def read_value(given: str) -> str:
+def read_value(answer: str) -> str:
     """Return an answer in canonical form: without quotes and full stop, in lower case, integers
     without decimals."""
-    plain = given.strip().rstrip(".").strip("'\"` ").casefold()
+    plain = answer.strip().rstrip(".").strip("'\"` ").casefold()
     return (
         f"{float(plain):.0f}" if _NUMBER.fullmatch(plain) and float(plain).is_integer() else plain
     )
@@ -119,23 +119,23 @@ class QuestionGoal:
     statement that returns a constant does not count. Only the last result with one value counts.
     """
 
-    def __init__(self, instance: SqlInstance, limits: Limits) -> None:
+    def __init__(self, instance: SqlInstance, limits: StatementLimits) -> None:
         assert instance.answer is not None
         self._expected = instance.answer
-        self._needed = instance.reads
+        self._required_columns = instance.reads
         self._instance = instance
         self._limits = limits
-        self._given = ""
+        self._answer = ""
         self.potential = 0.0
         self.solved = False
 
-    def take_result(self, statement: str, result: Result, database: Database) -> None:
+    def record_result(self, statement: str, result: Result, database: Database) -> None:
         """Update the potential after a statement."""
-        value = _value_of(result)
+        value = _single_value(result)
         if value is not None:
             right = (
                 value == self._expected
-                and result.read >= self._needed
+                and result.columns_read >= self._required_columns
                 and self._finds_other_answers(statement)
             )
             self.potential = FOUND if right else 0.0
@@ -146,17 +146,17 @@ class QuestionGoal:
         for tables in self._instance.twins():
             twin = Database(tables, self._limits, writable=False)
             try:
-                expected = _value_of(twin.execute(self._instance.statements[-1]))
+                expected = _single_value(twin.execute(self._instance.statements[-1]))
                 if expected is not None and expected != self._expected:
-                    return _value_of(twin.execute(statement)) == expected
+                    return _single_value(twin.execute(statement)) == expected
             finally:
                 twin.close()
         return False
 
-    def take_answer(self, answer: str) -> tuple[str, bool]:
+    def judge_answer(self, answer: str) -> tuple[str, bool]:
         """Judge the answer; there is only one. Returns (reply to the policy, whether the episode
         ends)."""
-        self._given = read_value(answer)
+        self._answer = read_value(answer)
         self.solved = is_right(answer, self._expected)
         if self.solved:
             self.potential = 1.0
@@ -170,10 +170,10 @@ class QuestionGoal:
 
     def info(self) -> dict[str, Any]:
         """Return the answer for people; a question changes no rows."""
-        return {"view": {"title": "The answer", "text": self._given[:MOST_LINE_CHARS]}}
+        return {"view": {"title": "The answer", "text": self._answer[:MOST_LINE_CHARS]}}
 
 
-def _value_of(result: Result) -> Any:
+def _single_value(result: Result) -> Any:
     """Return the value of a result that consists of a single value, otherwise None."""
     is_value = len(result.rows) == 1 and len(result.rows[0]) == 1 and not result.more
     return result.rows[0][0] if is_value else None
@@ -199,7 +199,7 @@ class ChangeGoal:
         self.potential = 0.0
         self.solved = False
 
-    def take_result(self, statement: str, result: Result, database: Database) -> None:
+    def record_result(self, statement: str, result: Result, database: Database) -> None:
         """Compare the database with the wanted rows. A failed statement may have changed it as
         well."""
         self._rows = database.rows()
@@ -207,7 +207,7 @@ class ChangeGoal:
         self.solved = distance == 0
         self.potential = max(HARM, (self._start - distance) / self._start)
 
-    def take_answer(self, answer: str) -> tuple[str, bool]:
+    def judge_answer(self, answer: str) -> tuple[str, bool]:
         """Refuse an answer; the episode goes on."""
         return (
             "error: the task asks for a change, not for an answer; reply with one SQL statement",
@@ -217,7 +217,9 @@ class ChangeGoal:
     @property
     def state_key(self) -> str:
         """Digest of all rows."""
-        rows = {name: sorted(map(repr, kept.values())) for name, kept in self._rows.items()}
+        rows = {
+            name: sorted(map(repr, table_rows.values())) for name, table_rows in self._rows.items()
+        }
         return hashlib.sha256(repr(rows).encode()).hexdigest()
 
     def info(self) -> dict[str, Any]:
@@ -246,21 +248,23 @@ class ChangeGoal:
         wanted ones."""
         return [
             (name, key)
-            for name, wanted in self._wanted.items()
-            for key in dict.fromkeys((*wanted, *self._rows[name]))
-            if wanted.get(key) != self._rows[name].get(key)
+            for name, wanted_rows in self._wanted.items()
+            for key in dict.fromkeys((*wanted_rows, *self._rows[name]))
+            if wanted_rows.get(key) != self._rows[name].get(key)
         ]
 
 
 def _visible_rows(tables: Rows) -> list[list[str]]:
     """Return all rows as (table, row); if there are many or long ones, the first few and a digest
     of all."""
-    rows = [[name, row_text(row)] for name, kept in tables.items() for row in kept.values()]
+    rows = [
+        [name, row_text(row)] for name, table_rows in tables.items() for row in table_rows.values()
+    ]
     if len(rows) <= MOST_ROWS and all(len(text) <= MOST_LINE_CHARS for _, text in rows):
         return rows
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
-    cut = [[name, text[:MOST_LINE_CHARS]] for name, text in rows[:MOST_LINES]]
-    return [*cut, ["...", f"{len(rows)} rows, sha256 {digest}"]]
+    shortened = [[name, text[:MOST_LINE_CHARS]] for name, text in rows[:MOST_LINES]]
+    return [*shortened, ["...", f"{len(rows)} rows, sha256 {digest}"]]
 
 
 NO_STATEMENT = "error: no statement; reply with one SQL statement or a line answer: VALUE"
@@ -271,7 +275,9 @@ class SqlEnvironment:
     within the processor time of ``limits``. ``most_statements``: most turns of an episode;
     ``observation_chars``: longest answer."""
 
-    def __init__(self, limits: Limits, *, most_statements: int, observation_chars: int) -> None:
+    def __init__(
+        self, limits: StatementLimits, *, most_statements: int, observation_chars: int
+    ) -> None:
         self._limits = limits
         self._most_statements = most_statements
         self._observation_chars = observation_chars
@@ -317,7 +323,7 @@ class SqlEnvironment:
         content = message.content or ""
         answer = read_answer(content)
         if answer is not None:
-            text, ended = self._goal.take_answer(answer)
+            text, ended = self._goal.judge_answer(answer)
         else:
             text = self._run(self._database, self._goal, read_statement(content))
             ended = False
@@ -333,7 +339,7 @@ class SqlEnvironment:
         if not statement:
             return NO_STATEMENT
         result: Result = database.execute(statement)
-        goal.take_result(statement, result, database)
+        goal.record_result(statement, result, database)
         return result_text(result, self._observation_chars)
 
     def _build_turn(self, text: str, *, ended: bool) -> Turn:

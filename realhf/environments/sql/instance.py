@@ -117,7 +117,7 @@ class MainRow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Table:
+class SqlTable:
     """A table and its rows."""
 
     name: str
@@ -149,7 +149,7 @@ class SqlInstance:
 
     request: str
     """What the policy is asked."""
-    tables: tuple[Table, ...]
+    tables: tuple[SqlTable, ...]
     """Tables at the start."""
     statements: tuple[str, ...]
     """Statements that solve the task."""
@@ -174,7 +174,7 @@ class SqlInstance:
             (table, name) for table, name in columns if name in words and times[name] == 1
         )
 
-    def twins(self) -> Iterator[tuple[Table, ...]]:
+    def twins(self) -> Iterator[tuple[SqlTable, ...]]:
         """Yield the tables with other rows: first with one row less and the values of each column
         shifted to other rows, then with other values in one column."""
         for place in range(max(len(table.rows) for table in self.tables)):
@@ -197,17 +197,17 @@ class SqlInstance:
         )
 
 
-def _replace_column(table: Table, column: int) -> Table:
+def _replace_column(table: SqlTable, column: int) -> SqlTable:
     """Return a table with other values in a column."""
     rows = []
     for row in table.rows:
         value = row[column]
-        other = f"{value}-2" if isinstance(value, str) else value + LARGEST
-        rows.append((*row[:column], other, *row[column + 1 :]))
+        other_value = f"{value}-2" if isinstance(value, str) else value + LARGEST
+        rows.append((*row[:column], other_value, *row[column + 1 :]))
     return replace(table, rows=tuple(rows))
 
 
-def _rotate_columns(table: Table, place: int) -> Table:
+def _rotate_columns(table: SqlTable, place: int) -> SqlTable:
     """Return a table without the row at ``place`` (small tables keep all rows) and with each column
     rotated by a different number of rows."""
     rows = (
@@ -245,14 +245,14 @@ class SqlScene:
     """Another row."""
 
     @property
-    def main(self) -> Table:
+    def main(self) -> SqlTable:
         """The main table."""
         return self.table_of(self.table, self.rows)
 
-    def table_of(self, name: str, rows: Sequence[MainRow]) -> Table:
+    def table_of(self, name: str, rows: Sequence[MainRow]) -> SqlTable:
         """Return a table with the columns of the main table."""
         columns = ("id", "name", self.text, self.number)
-        return Table(
+        return SqlTable(
             name, columns, ("INTEGER", "TEXT", "TEXT", "INTEGER"), tuple(tuple(row) for row in rows)
         )
 
@@ -274,15 +274,15 @@ class SqlScene:
         """Draw rows with ids, names and numbers that the main table does not contain."""
         ids = {row.id for row in self.rows}
         numbers = {row.number for row in self.rows}
-        taken = {row.name for row in self.rows}
+        used = {row.name for row in self.rows}
         rows: list[MainRow] = []
         while len(rows) < count:
             row = _draw_rows(self.rng, self.split, self.text, 2)[0]
-            if row.id not in ids and row.number not in numbers and row.name not in taken:
+            if row.id not in ids and row.number not in numbers and row.name not in used:
                 rows.append(row)
                 ids.add(row.id)
                 numbers.add(row.number)
-                taken.add(row.name)
+                used.add(row.name)
         return rows
 
 
@@ -308,7 +308,7 @@ def _draw_rows(rng: random.Random, split: str, text: str, count: int) -> list[Ma
 
 
 def question(
-    scene: SqlScene, request: str, statement: str, answer: Value, *tables: Table
+    scene: SqlScene, request: str, statement: str, answer: Value, *tables: SqlTable
 ) -> SqlInstance:
     """Return a question about the main table and optionally others."""
     return SqlInstance(request, (scene.main, *tables), (statement,), answer=answer)
@@ -319,7 +319,7 @@ def change(
     request: str,
     statements: Sequence[str],
     wanted: Sequence[MainRow],
-    *others: tuple[Table, Table],
+    *others: tuple[SqlTable, SqlTable],
 ) -> SqlInstance:
     """Return a change that leaves the main table with ``wanted``; ``others``: the other tables
     before and after."""

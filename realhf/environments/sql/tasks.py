@@ -17,7 +17,7 @@ from realhf.environments.sql.instance import (
     MainRow,
     SqlInstance,
     SqlScene,
-    Table,
+    SqlTable,
     change,
     draw_scene,
     question,
@@ -162,7 +162,7 @@ def linked_total(scene: SqlScene) -> SqlInstance:
     )
 
 
-def linked_table(scene: SqlScene) -> Table:
+def linked_table(scene: SqlScene) -> SqlTable:
     """Draw a second table that maps every possible text, except one that the main table does not
     contain, to a value."""
     column = scene.rng.choice([*instance.LINKED_COLUMNS])
@@ -172,10 +172,10 @@ def linked_table(scene: SqlScene) -> Table:
     )
     texts = [text for text in instance.TEXT_COLUMNS[scene.text] if text != left_out]
     rows = tuple((text, scene.rng.choice(instance.LINKED_COLUMNS[column])) for text in texts)
-    return Table(scene.other_table_name(), (scene.text, column), ("TEXT", "TEXT"), rows)
+    return SqlTable(scene.other_table_name(), (scene.text, column), ("TEXT", "TEXT"), rows)
 
 
-def _rows_with_value(scene: SqlScene, linked: Table) -> tuple[str, str, list[int]]:
+def _rows_with_value(scene: SqlScene, linked: SqlTable) -> tuple[str, str, list[int]]:
     """Return (column of the second table, its value for the target, numbers of the rows with that
     value)."""
     value_of = _value_of(linked)
@@ -187,7 +187,7 @@ def _rows_with_value(scene: SqlScene, linked: Table) -> tuple[str, str, list[int
     )
 
 
-def _value_of(linked: Table) -> dict[str, str]:
+def _value_of(linked: SqlTable) -> dict[str, str]:
     return {str(text): str(value) for text, value in linked.rows}
 
 
@@ -253,7 +253,7 @@ def transfer(scene: SqlScene) -> SqlInstance:
     giver = scene.target
     taker = scene.other
     moved = scene.rng.randint(2, 9)
-    wanted = {giver: giver.number - moved, taker: taker.number + moved}
+    rows_after = {giver: giver.number - moved, taker: taker.number + moved}
     return change(
         scene,
         f"Move {moved} of {number} in {table} from name='{giver.name}' to name='{taker.name}'.",
@@ -261,7 +261,7 @@ def transfer(scene: SqlScene) -> SqlInstance:
             f"UPDATE {table} SET {number}={number}-{moved} WHERE name='{giver.name}'",
             f"UPDATE {table} SET {number}={number}+{moved} WHERE name='{taker.name}'",
         ],
-        scene.map_rows(lambda row: row._replace(number=wanted.get(row, row.number))),
+        scene.map_rows(lambda row: row._replace(number=rows_after.get(row, row.number))),
     )
 
 
@@ -286,9 +286,9 @@ def archive(scene: SqlScene) -> SqlInstance:
     """Move a row to another table."""
     table = scene.table
     target = scene.target
-    kept = scene.draw_new_rows(3)
-    before = scene.table_of(scene.other_table_name(), sorted(kept))
-    after = scene.table_of(before.name, [*kept, target])
+    remaining = scene.draw_new_rows(3)
+    before = scene.table_of(scene.other_table_name(), sorted(remaining))
+    after = scene.table_of(before.name, [*remaining, target])
     return change(
         scene,
         f"Move the row where name='{target.name}' from {table} to {before.name}.",
@@ -308,7 +308,7 @@ def rename(scene: SqlScene) -> SqlInstance:
     old = scene.target.text
     linked_texts = {text for text, _ in linked.rows}
     new = next(text for text in instance.TEXT_COLUMNS[scene.text] if text not in linked_texts)
-    after = Table(
+    after = SqlTable(
         linked.name,
         linked.columns,
         linked.types,

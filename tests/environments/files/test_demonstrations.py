@@ -16,7 +16,14 @@ from realhf.environments.files.definition import (
     play,
     shorten_names,
 )
-from realhf.environments.files.tasks import GROUPS, NAME, TEMPLATES, FilesCall, FilesTasks, split_of
+from realhf.environments.files.tasks import (
+    GROUPS,
+    NAME,
+    TEMPLATES,
+    FilesCall,
+    FilesTasks,
+    choose_split,
+)
 from realhf.environments.files.workspace import FilesWorkspace
 
 TASKS = FilesTasks(GROUPS, "train")
@@ -109,7 +116,7 @@ def test_shares_and_order_are_decided_by_the_request():
 def test_demonstrations_hold_no_held_out_name():
     for shown in demonstrations(TASKS, ASKED):
         found = NAME.findall(json.dumps(shown.task.payload))
-        assert {split_of("-".join(words)) for words in found} == {"train"}
+        assert {choose_split("-".join(words)) for words in found} == {"train"}
 
 
 def test_a_turn_and_an_episode_are_short():

@@ -19,8 +19,8 @@ from realhf.environments.files.tasks import (
     FilesInstance,
     FilesTasks,
     answer,
+    choose_split,
     draw_name,
-    split_of,
 )
 from realhf.environments.files.workspace import FilesWorkspace
 
@@ -97,7 +97,7 @@ def test_every_instance_holds_names_and_all_are_of_its_split(template: str):
         for instance in instances(template, split):
             found = NAME.findall(json.dumps(instance.row))
             assert len(found) >= 3
-            assert {split_of("-".join(words)) for words in found} == {split}
+            assert {choose_split("-".join(words)) for words in found} == {split}
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -121,14 +121,14 @@ def test_words_make_enough_names_in_both_splits_and_training_knows_every_pair_of
     assert all(word.isalpha() and word.islower() for word in words)
     for kind in KINDS:
         names = {"-".join(parts): parts for parts in product(*kind)}
-        assert sum(split_of(name) == HELD_OUT for name in names) > 300
-        known = [parts for name, parts in names.items() if split_of(name) == TRAIN]
+        assert sum(choose_split(name) == HELD_OUT for name in names) > 300
+        known = [parts for name, parts in names.items() if choose_split(name) == TRAIN]
         assert {(a, b) for a, b, _ in known} == {*product(*kind[:2])}
         assert {(b, c) for _, b, c in known} == {*product(*kind[1:])}
         for split in SPLITS:
             rng = random.Random(1)
             drawn = [draw_name(rng, split, kind) for _ in range(200)]
-            assert all(NAME.fullmatch(name) and split_of(name) == split for name in drawn)
+            assert all(NAME.fullmatch(name) and choose_split(name) == split for name in drawn)
 
 
 def test_rows_have_one_form():

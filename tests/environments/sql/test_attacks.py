@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from realhf.environments.sql import database as database_module
-from realhf.environments.sql.database import Database, Limits
+from realhf.environments.sql.database import Database, StatementLimits
 from realhf.environments.sql.tasks import SqlTaskSet, draw_instance
 from tests.environments.sql.attacks import FIRST_LAYER_ALONE, HARMLESS, REFUSED
 
 ROOT = Path(__file__).resolve().parents[3]
-LIMITS = Limits(steps=100_000, ms=20.0, rows=10, kilobytes=64)
+LIMITS = StatementLimits(steps=100_000, ms=20.0, rows=10, kilobytes=64)
 MOST_MS = 45.0
 """The limit, one look at the clock later, and what a slow machine needs to get out of a
 statement."""

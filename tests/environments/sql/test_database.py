@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from realhf.environments.sql.database import Database, Limits
-from realhf.environments.sql.instance import Table
+from realhf.environments.sql.database import Database, StatementLimits
+from realhf.environments.sql.instance import SqlTable
 from tests.cheapest import cheapest
 
 ROWS = tuple(
     (number, f"row-{number}", "oslo" if number % 2 else "rome", number * 10)
     for number in range(1, 9)
 )
-THINGS = Table(
+THINGS = SqlTable(
     "small_things", ("id", "name", "city", "price"), ("INTEGER", "TEXT", "TEXT", "INTEGER"), ROWS
 )
-CITIES = Table(
+CITIES = SqlTable(
     "big_cities", ("city", "region"), ("TEXT", "TEXT"), (("oslo", "north"), ("rome", "south"))
 )
-LIMITS = Limits(steps=100_000, ms=20.0, rows=4, kilobytes=64)
+LIMITS = StatementLimits(steps=100_000, ms=20.0, rows=4, kilobytes=64)
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_steps_end_a_statement_at_the_same_place_every_time():
     """How far a change came is no question of time: it is undone."""
     found = []
     for _ in range(3):
-        database = Database((THINGS,), Limits(2000, 1000.0, 4, 64), writable=True)
+        database = Database((THINGS,), StatementLimits(2000, 1000.0, 4, 64), writable=True)
         error = database.execute(
             "UPDATE small_things SET price = (SELECT count(*) FROM small_things a, small_things b, "
             "small_things c, small_things d)"
@@ -142,7 +142,7 @@ def test_steps_end_a_statement_at_the_same_place_every_time():
 
 
 def test_time_ends_a_statement_whose_steps_are_dear():
-    database = Database((THINGS,), Limits(10**12, 10.0, 4, 64), writable=False)
+    database = Database((THINGS,), StatementLimits(10**12, 10.0, 4, 64), writable=False)
     pattern = "%a_" * 12
     statement = (
         f"SELECT count(*) FROM small_things a, small_things b, small_things c, small_things d, "
