@@ -59,41 +59,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--port", type=int, default=PORT, help=f"port on 127.0.0.1; 0: a free one (default {PORT})"
     )
-    given = parser.parse_args(given_words)
-    runs = RunList(given.runs)
-    found = [run for run in runs.refresh() if is_run(run.folder)]
-    if problem := _problem(given.runs, found, given.follow):
+    options = parser.parse_args(given_words)
+    runs = RunList(options.runs)
+    runs_found = [run for run in runs.refresh() if is_run(run.folder)]
+    if problem := _find_problem(options.runs, runs_found, options.follow):
         print(f"error: {problem}", file=sys.stderr)
         return 2
     try:
-        listener = socket.create_server(("127.0.0.1", given.port))
+        listener = socket.create_server(("127.0.0.1", options.port))
     except (OSError, OverflowError) as error:
         print(
-            f"error: --port {given.port}: {error}; name another port, or 0 for a free one",
+            f"error: --port {options.port}: {error}; name another port, or 0 for a free one",
             file=sys.stderr,
         )
         return 2
     with listener:
         left_off = len(runs.left_off())
-        of = f" of {len(found) + left_off}" if left_off else ""
-        word = "run" if len(found) + left_off == 1 else "runs"
-        said = (
-            f"{len(found) or 'no'}{of} {word}{'' if found else ' yet'} on "
+        of = f" of {len(runs_found) + left_off}" if left_off else ""
+        word = "run" if len(runs_found) + left_off == 1 else "runs"
+        status = (
+            f"{len(runs_found) or 'no'}{of} {word}{'' if runs_found else ' yet'} on "
             f"http://127.0.0.1:{listener.getsockname()[1]}/"
         )
-        print(f"{said} (Ctrl-C ends)", flush=True)
-        _serve(runs, given.follow, listener)
+        print(f"{status} (Ctrl-C ends)", flush=True)
+        _serve(runs, options.follow, listener)
     return 0
 
 
-def _problem(folders: Sequence[Path], found: Sequence[Run], follow: bool) -> str:
+def _find_problem(folders: Sequence[Path], runs_found: Sequence[Run], follow: bool) -> str:
     """Return why the folders cannot be shown, or ""."""
     for folder in folders:
         if not folder.exists():
             return f"there is no {folder}"
         if not folder.is_dir():
             return f"{folder} is a file; name the folder of a run, or a folder of runs"
-    if found or follow:
+    if runs_found or follow:
         return ""
     return (
         f"no run in {', '.join(map(str, folders))} (a run has {' or '.join(MARKS)}); --follow "

@@ -26,7 +26,7 @@ import realhf
 from realhf.base.files import write_whole
 from realhf.monitor.trace import merge_traces
 from realhf.view.run import PARTS, Run
-from realhf.view.run_folder import MARKS, finished, is_run, read_json
+from realhf.view.run_folder import MARKS, finished_state, is_run, read_json
 
 REPORT_FILE = "report.html"
 """Name of the report in the run's folder."""
@@ -46,23 +46,25 @@ def write_report(run_dir: Path, rollout_bytes: int = ROLLOUT_BYTES) -> Path:
     a subset of evenly spaced steps, and the last spans and rollouts. Raises OSError."""
     run = Run(run_dir, "/".join(run_dir.resolve().parts[-2:]))
     path = run_dir / REPORT_FILE
-    write_whole(path, one_file(run.name, _finite(_answers(run, rollout_bytes))))
+    write_whole(
+        path, build_page(run.name, _replace_nonfinite(_collect_answers(run, rollout_bytes)))
+    )
     return path
 
 
-def _answers(run: Run, rollout_bytes: int) -> dict[str, Any]:
+def _collect_answers(run: Run, rollout_bytes: int) -> dict[str, Any]:
     """Return the server's answers about the run, by path."""
-    about = {"number": 0, **run.described(), "folder": run.folder.name}
+    about = {"number": 0, **run.describe(), "folder": run.folder.name}
     summary = read_json(run.folder / "summary.json")
     # the launcher may still hold the lock, so the run would seem to be in progress
     if isinstance(summary, dict) and summary.get("steps") == about["steps"]:
-        ended = finished(about["steps"])
+        ended = finished_state(about["steps"])
         about |= {"state": ended.kind, "text": ended.text}
-    metrics, every = _thinned(run.metrics.columns(0, 0))
+    metrics, every = _thin_out(run.metrics.columns(0, 0))
     if every > 1:
         about["text"] += f" This report has one of every {every} steps."
     table, details = run.rollouts.extract(MOST_ROLLOUTS, rollout_bytes)
-    own = "/api/runs/0"
+    prefix = "/api/runs/0"
     return {
         "/api/runs": {"follow": False, "runs": [about], "left_off": 0, "one_left_off": ""},
         "/api/changes": {
@@ -70,32 +72,32 @@ def _answers(run: Run, rollout_bytes: int) -> dict[str, Any]:
             "runs": {"0": dict.fromkeys(PARTS, "kept")},
             "states": {"0": about},
         },
-        f"{own}/metrics": metrics,
-        f"{own}/evaluations": run.evaluations(),
-        f"{own}/advisories": run.advisories(),
-        f"{own}/about": run.about(),
-        f"{own}/spans": base64.b64encode(run.spans.packed(0, 0, MOST_SPANS)).decode(),
-        f"{own}/rollouts": base64.b64encode(table).decode(),
-        f"{own}/rollout": details,
+        f"{prefix}/metrics": metrics,
+        f"{prefix}/evaluations": run.evaluations(),
+        f"{prefix}/advisories": run.advisories(),
+        f"{prefix}/about": run.about(),
+        f"{prefix}/spans": base64.b64encode(run.spans.pack(0, 0, MOST_SPANS)).decode(),
+        f"{prefix}/rollouts": base64.b64encode(table).decode(),
+        f"{prefix}/rollout": details,
     }
 
 
-def _thinned(metrics: dict[str, Any]) -> tuple[dict[str, Any], int]:
+def _thin_out(metrics: dict[str, Any]) -> tuple[dict[str, Any], int]:
     """Return columns with every n-th step such that at most ``MOST_STEPS`` remain, the last step
     among them; and n."""
     steps = metrics["steps"]
     every = max(1, math.ceil(len(steps) / MOST_STEPS))
-    chosen = slice((len(steps) - 1) % every, None, every) if steps else slice(None)
-    columns = {name: values[chosen] for name, values in metrics["columns"].items()}
-    return metrics | {"steps": steps[chosen], "columns": columns}, every
+    kept_steps = slice((len(steps) - 1) % every, None, every) if steps else slice(None)
+    columns = {name: values[kept_steps] for name, values in metrics["columns"].items()}
+    return metrics | {"steps": steps[kept_steps], "columns": columns}, every
 
 
-def _finite(value: Any) -> Any:
+def _replace_nonfinite(value: Any) -> Any:
     """Return a value with None in place of the numbers that standard JSON cannot represent."""
     if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
+        return {name: _replace_nonfinite(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
+        return [_replace_nonfinite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -115,11 +117,11 @@ def static_files() -> dict[str, Traversable]:
         resources.files("realhf.view").joinpath("static"),
         resources.files("realhf.base").joinpath("look"),
     )
-    found = {file.name: file for folder in folders for file in folder.iterdir() if file.is_file()}
-    return dict(sorted(found.items()))
+    files = {file.name: file for folder in folders for file in folder.iterdir() if file.is_file()}
+    return dict(sorted(files.items()))
 
 
-def one_file(title: str, answers: Mapping[str, Any]) -> str:
+def build_page(title: str, answers: Mapping[str, Any]) -> str:
     """Return the page as one HTML text, with everything that it otherwise loads from a server.
 
     answers: {path: the server's answer}. The content security policy in the head allows only these
@@ -129,11 +131,12 @@ def one_file(title: str, answers: Mapping[str, Any]) -> str:
     page = texts["index.html"]
     styles = [texts[name] for name in _LINK.findall(page)]
     scripts = [
-        _one_script(texts, name) if module else texts[name]
+        _bundle_modules(texts, name) if module else texts[name]
         for module, name in _SCRIPT.findall(page)
     ]
     policy = (
-        f"default-src 'none'; script-src {_digests(scripts)}; style-src {_digests(styles)}; "
+        f"default-src 'none'; script-src {_policy_sources(scripts)}; style-src "
+        f"{_policy_sources(styles)}; "
         f"img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
@@ -149,35 +152,37 @@ def one_file(title: str, answers: Mapping[str, Any]) -> str:
     return page.replace("<title>realhf view</title>", f"<title>{escape(title)}</title>")
 
 
-def _digests(texts: list[str]) -> str:
+def _policy_sources(texts: list[str]) -> str:
     """Return the sources of a content security policy that allow these texts."""
-    found = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
-    return " ".join(f"'sha256-{digest}'" for digest in found)
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
-def _one_script(texts: Mapping[str, str], name: str) -> str:
+def _bundle_modules(texts: Mapping[str, str], name: str) -> str:
     """Return a module and all its imports as one script. Each module becomes a function that
     returns its exports, placed after the modules that it imports; a page opened from a file cannot
     load modules from other files."""
-    joined: dict[str, str] = {}
+    bundled: dict[str, str] = {}
 
     def add(module: str) -> None:
         text = texts[f"{module}.js"]
-        for _, _, wanted in _IMPORT.findall(text):
-            if wanted not in joined:
-                add(wanted)
+        for _, _, imported in _IMPORT.findall(text):
+            if imported not in bundled:
+                add(imported)
         exports = ", ".join(_EXPORT.findall(text))
-        body = _EXPORT.sub("", _IMPORT.sub(_taken, text))
-        joined[module] = f"const of_{module} = (() => {{\n{body}\nreturn {{ {exports} }};\n}})();\n"
+        body = _EXPORT.sub("", _IMPORT.sub(_replace_import, text))
+        bundled[module] = (
+            f"const of_{module} = (() => {{\n{body}\nreturn {{ {exports} }};\n}})();\n"
+        )
 
     add(name.removesuffix(".js"))
-    return '"use strict";\n(() => {\n' + "".join(joined.values()) + "})();\n"
+    return '"use strict";\n(() => {\n' + "".join(bundled.values()) + "})();\n"
 
 
-def _taken(found: re.Match[str]) -> str:
+def _replace_import(match: re.Match[str]) -> str:
     """Return the declaration that replaces an import statement."""
-    whole, names, module = found.groups()
-    return f"const {whole or '{ ' + names.replace(' as ', ': ') + ' }'} = of_{module};"
+    namespace, names, module = match.groups()
+    return f"const {namespace or '{ ' + names.replace(' as ', ': ') + ' }'} = of_{module};"
 
 
 def report_command(arguments: Sequence[str]) -> int:

@@ -32,9 +32,9 @@ MOST_EXTRACTED = 1000
 """Maximum number of rollouts that are extracted in full for a report."""
 _TEXTS = ("task", "template", "group", "env", "split", "failure")
 """Columns of text, which are sent as indices into tables."""
-_LEAST = -(2**31)
+_MIN_INT32 = -(2**31)
 """Smallest 32-bit integer, the type of the columns."""
-_MOST = 2**31 - 1
+_MAX_INT32 = 2**31 - 1
 """Largest 32-bit integer, the type of the columns."""
 
 
@@ -45,10 +45,10 @@ class RunRollouts:
         self._store = RolloutStore(run_dir)
         self._lock = threading.Lock()
         self._rows: list[Row] = []
-        self._packed = b""
-        self._seen: tuple[Any, ...] = ()
+        self._packed_table = b""
+        self._table_version: tuple[Any, ...] = ()
 
-    def packed(self) -> bytes:
+    def pack(self) -> bytes:
         """Return a table of all rollouts as columns (``run_data.pack``), ordered by step, with a
         row for each rollout and for each further conversation of a rollout (``branch``).
 
@@ -56,12 +56,12 @@ class RunRollouts:
         ``samples[sample]/row``.
         """
         with self._lock:
-            rows = self._refreshed()
-            if not self._packed:
-                self._packed = _packed(rows, self._store.problems)
-            return self._packed
+            rows = self._refresh()
+            if not self._packed_table:
+                self._packed_table = _pack_rows(rows, self._store.problems)
+            return self._packed_table
 
-    def one(self, name: str, seen: str = "") -> dict[str, Any] | None:
+    def read_rollout(self, name: str, seen: str = "") -> dict[str, Any] | None:
         """Return the index lines and records of a rollout, and the index lines of its group; None
         if there is no such rollout.
 
@@ -76,14 +76,14 @@ class RunRollouts:
             return None
         lines = {
             "step": row.step,
-            "line": _plain(row.play),
-            "train_line": None if row.train is None else _plain(row.train),
+            "line": _to_builtins(row.play),
+            "train_line": None if row.train is None else _to_builtins(row.train),
             "group": [
                 {
-                    **_plain(other.play),
-                    "train": None if other.train is None else _plain(other.train),
+                    **_to_builtins(member.play),
+                    "train": None if member.train is None else _to_builtins(member.train),
                 }
-                for other in group
+                for member in group
             ],
         }
         stamp = hashlib.blake2b(msgspec.json.encode(lines), digest_size=12).hexdigest()
@@ -99,37 +99,37 @@ class RunRollouts:
             else self._record(row.train),
         }
 
-    def extract(self, most_rows: int, most_bytes: int) -> tuple[bytes, dict[str, dict[str, Any]]]:
-        """Return the last ``most_rows`` rows in the form of ``packed``, and {id: result of ``one``}
-        of the latest rollouts that fit into ``most_bytes`` of JSON.
+    def extract(self, max_rows: int, max_bytes: int) -> tuple[bytes, dict[str, dict[str, Any]]]:
+        """Return the last ``max_rows`` rows in the form of ``pack``, and {id: result of
+        ``read_rollout``} of the latest rollouts that fit into ``max_bytes`` of JSON.
 
         The other rollouts are marked as not kept. A rollout that takes a quarter of the bytes or
         more is left out.
         """
-        rows = self.index()[-most_rows:]
-        left = most_bytes
-        found: dict[str, dict[str, Any]] = {}
+        rows = self.index()[-max_rows:]
+        remaining_bytes = max_bytes
+        records: dict[str, dict[str, Any]] = {}
         for row in [row for row in reversed(rows) if row.play.shard != NO_SHARD][
-            : MOST_EXTRACTED if most_bytes else 0
+            : MOST_EXTRACTED if max_bytes else 0
         ]:
-            one = self.one(row.play.id)
-            size = len(json.dumps(one))
-            if one is None or size >= most_bytes // 4:
+            record = self.read_rollout(row.play.id)
+            size = len(json.dumps(record))
+            if record is None or size >= max_bytes // 4:
                 continue
-            left -= size
-            if left < 0:
+            remaining_bytes -= size
+            if remaining_bytes < 0:
                 break
-            found[row.play.id] = one
-        kept = [row if row.play.id in found else _without_record(row) for row in rows]
-        return _packed(kept, self._store.problems), found
+            records[row.play.id] = record
+        marked_rows = [row if row.play.id in records else _without_record(row) for row in rows]
+        return _pack_rows(marked_rows, self._store.problems), records
 
     def index(self) -> list[Row]:
         """Return the rows of the rollouts that count."""
         with self._lock:
-            return list(self._refreshed())
+            return list(self._refresh())
 
     def search(
-        self, text: str, deadline: float, stopped: Callable[[], bool]
+        self, text: str, deadline: float, is_stopped: Callable[[], bool]
     ) -> Iterator[dict[str, Any]]:
         """Yield {ids} of rollouts whose conversation, task or failure contains a text (ignoring
         case), newest first, and finally {done, searched, of}.
@@ -138,34 +138,37 @@ class RunRollouts:
         it must end now.
         """
         with self._lock:
-            lines = [row.play for row in self._refreshed() if row.play.shard != NO_SHARD]
-        wanted = text.casefold()
+            lines = [row.play for row in self._refresh() if row.play.shard != NO_SHARD]
+        needle = text.casefold()
         searched = 0
         members = [
-            list(found) for _, found in itertools.groupby(sorted(lines, key=_place), key=_place)
+            list(found)
+            for _, found in itertools.groupby(
+                sorted(lines, key=_member_position), key=_member_position
+            )
         ]
         members.sort(key=lambda found: -max(line.time for line in found))
         for member in members:
-            if stopped() or process_clock.now() > deadline:
+            if is_stopped() or process_clock.now() > deadline:
                 break
-            found = list(self._holding(member, wanted))
+            found = list(self._search_member(member, needle))
             searched += len(member)
             if found:
                 yield {"ids": found}
         yield {"done": searched == len(lines), "searched": searched, "of": len(lines)}
 
-    def _holding(self, member: Sequence[PlayLine], wanted: str) -> Iterator[str]:
+    def _search_member(self, member: Sequence[PlayLine], needle: str) -> Iterator[str]:
         """Yield the ids of rollouts of one compressed member that contain a text."""
         try:
             texts = self._store.member(member[0])
         except NoRecord:
             return
-        plain = wanted.encode() if _is_plain(wanted) else b""
+        plain = needle.encode() if _is_unchanged_by_json(needle) else b""
         for line in member:
             if (
                 0 <= line.line < len(texts)
                 and _may_hold(texts[line.line], plain)
-                and wanted in _searched(texts[line.line])
+                and needle in _searched_text(texts[line.line])
             ):
                 yield line.id
 
@@ -176,21 +179,21 @@ class RunRollouts:
         except NoRecord as error:
             return {"problem": str(error)}
 
-    def _refreshed(self) -> list[Row]:
+    def _refresh(self) -> list[Row]:
         """Read what was added and return the rows; drop the packed table if they have changed."""
         self._store.refresh()
         store = self._store
-        seen = store.epoch, len(store.play.lines), len(store.train.lines), *store.problems
-        if seen != self._seen:
-            self._seen = seen
-            self._packed = b""
+        version = store.epoch, len(store.play.lines), len(store.train.lines), *store.problems
+        if version != self._table_version:
+            self._table_version = version
+            self._packed_table = b""
             # the rows of a folder that has vanished are still shown
             if store.play.lines or not self._rows:
                 self._rows = sorted(self._store.rows(), key=lambda row: row.step)
         return self._rows
 
 
-class _Words(msgspec.Struct):
+class _SearchedFields(msgspec.Struct):
     """The parts of a record that are searched."""
 
     task: Any = ""
@@ -203,22 +206,22 @@ class _Words(msgspec.Struct):
     """Messages of the conversation."""
 
 
-_decode_words = msgspec.json.Decoder(_Words).decode
+_decode_words = msgspec.json.Decoder(_SearchedFields).decode
 
 
-def _is_plain(wanted: str) -> bool:
+def _is_unchanged_by_json(needle: str) -> bool:
     """Return whether JSON encodes this text unchanged."""
-    return wanted.isascii() and wanted.isprintable() and not set('"\\') & set(wanted)
+    return needle.isascii() and needle.isprintable() and not set('"\\') & set(needle)
 
 
 def _may_hold(line: bytes, plain: bytes) -> bool:
-    """Return whether an encoded record may contain a text for which ``_is_plain`` holds, without
-    decoding it. A record with characters beyond ASCII, also escaped ones, may always contain it,
-    because such a character can equal an ASCII one when case is ignored."""
+    """Return whether an encoded record may contain a text for which ``_is_unchanged_by_json``
+    holds, without decoding it. A record with characters beyond ASCII, also escaped ones, may always
+    contain it, because such a character can equal an ASCII one when case is ignored."""
     return plain in line.lower() or not line.isascii() or b"\\u" in line or b"\\/" in line
 
 
-def _searched(line: bytes) -> str:
+def _searched_text(line: bytes) -> str:
     """Return the text of a record that is searched, without the names of its fields."""
     try:
         words = _decode_words(line)
@@ -229,30 +232,32 @@ def _searched(line: bytes) -> str:
             return ""
         if not isinstance(content, dict):
             return ""
-        words = _Words(
+        words = _SearchedFields(
             content.get("task"),
             content.get("status"),
             content.get("message"),
             content.get("messages", []),
         )
-    return "\n".join(_words([words.task, words.status, words.message, words.messages])).casefold()
+    return "\n".join(
+        _collect_texts([words.task, words.status, words.message, words.messages])
+    ).casefold()
 
 
-def _words(value: Any, depth: int = 0) -> Iterator[str]:
+def _collect_texts(value: Any, depth: int = 0) -> Iterator[str]:
     """Yield all texts in a value, to a limited depth."""
     if isinstance(value, str):
         yield value
     elif depth < 20 and isinstance(value, (list, dict)):
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from _words(inner, depth + 1)
+            yield from _collect_texts(inner, depth + 1)
 
 
-def _place(line: PlayLine) -> tuple[int, int, int]:
+def _member_position(line: PlayLine) -> tuple[int, int, int]:
     """Return the position of the compressed member that contains a line's record."""
     return line.writer, line.shard, line.offset
 
 
-def _plain(line: Any) -> dict[str, Any]:
+def _to_builtins(line: Any) -> dict[str, Any]:
     """Return an index line as a value for JSON."""
     return msgspec.to_builtins(line) | {"has_tokens": line.has_tokens}
 
@@ -265,70 +270,74 @@ def _without_record(row: Row) -> Row:
     )
 
 
-def _packed(rows: Sequence[Row], problems: Sequence[str]) -> bytes:
-    """Return rows in the form of ``RunRollouts.packed``."""
+def _pack_rows(rows: Sequence[Row], problems: Sequence[str]) -> bytes:
+    """Return rows in the form of ``RunRollouts.pack``."""
     plays = [row.play for row in rows]
     trains = [row.train for row in rows]
     codes: dict[str, Array] = {}
     tables: dict[str, list[str]] = {}
     for name in _TEXTS:
-        codes[name], tables[name] = _coded(_text(play, name) for play in plays)
+        codes[name], tables[name] = _encode_texts(_text_field(play, name) for play in plays)
     parts = [play.id.rpartition("/") for play in plays]
-    codes["sample"], tables["sample"] = _coded(part[0] for part in parts)
+    codes["sample"], tables["sample"] = _encode_texts(part[0] for part in parts)
     tokens = [
         PLAYED_TOKENS * play.has_tokens + TRAINED_TOKENS * (train is not None and train.has_tokens)
         for play, train in zip(plays, trains, strict=True)
     ]
     columns = {
-        "row": _ints(
+        "row": _to_int32(
             int(part[2]) if part[2].isdecimal() and len(part[2]) < 16 else 0 for part in parts
         ),
-        "step": _ints(row.step for row in rows),
+        "step": _to_int32(row.step for row in rows),
         "time": np.array([play.time for play in plays], dtype=np.float64),
-        "version": _ints(NONE if play.version is None else play.version for play in plays),
-        "reward": _floats(play.reward for play in plays),
+        "version": _to_int32(NONE if play.version is None else play.version for play in plays),
+        "reward": _to_float32(play.reward for play in plays),
         "success": np.array([play.success for play in plays], dtype=np.uint8),
-        "length": _ints(play.length for play in plays),
-        "turns": _ints(play.turns for play in plays),
+        "length": _to_int32(play.length for play in plays),
+        "turns": _to_int32(play.turns for play in plays),
         "branch": np.array([play.branch is not None for play in plays], dtype=np.uint8),
         "truncated": np.array([play.truncated for play in plays], dtype=np.uint8),
-        "seconds": _floats(play.seconds for play in plays),
+        "seconds": _to_float32(play.seconds for play in plays),
         "kept": np.array([play.shard != NO_SHARD for play in plays], dtype=np.uint8),
         "tokens": np.array(tokens, dtype=np.uint8),
-        "staleness": _ints(NONE if row.staleness is None else row.staleness for row in rows),
+        "staleness": _to_int32(NONE if row.staleness is None else row.staleness for row in rows),
     }
     for name in ("advantage", "ratio_max", "clip_fraction", "mismatch"):
-        columns[name] = _floats(None if train is None else getattr(train, name) for train in trains)
+        columns[name] = _to_float32(
+            None if train is None else getattr(train, name) for train in trains
+        )
     return pack(
         {"count": len(rows), "tables": tables, "problems": list(problems)[:20]},
         {**columns, **codes},
     )
 
 
-def _text(play: PlayLine, name: str) -> str:
+def _text_field(play: PlayLine, name: str) -> str:
     """Return a text of an index line. In runs of earlier versions, which do not record a template,
     each task is its own template."""
     return getattr(play, name) or (play.task if name == "template" else "")
 
 
-def _coded(values: Iterable[str]) -> tuple[Array, list[str]]:
+def _encode_texts(values: Iterable[str]) -> tuple[Array, list[str]]:
     """Return texts as indices into a table, and the table."""
     table: dict[str, int] = {}
     codes = [table.setdefault(value, len(table)) for value in values]
     return np.array(codes, dtype=np.uint32), list(table)
 
 
-def _ints(values: Iterable[int]) -> Array:
+def _to_int32(values: Iterable[int]) -> Array:
     """Return numbers as an array of int32; numbers out of range, from a damaged index, become the
     nearest that fits."""
-    given = list(values)
+    numbers = list(values)
     try:
-        wide = np.fromiter(given, dtype=np.int64, count=len(given))
+        wide = np.fromiter(numbers, dtype=np.int64, count=len(numbers))
     except OverflowError:
-        wide = np.array([max(_LEAST, min(_MOST, value)) for value in given], dtype=np.int64)
-    return np.clip(wide, _LEAST, _MOST).astype(np.int32)
+        wide = np.array(
+            [max(_MIN_INT32, min(_MAX_INT32, value)) for value in numbers], dtype=np.int64
+        )
+    return np.clip(wide, _MIN_INT32, _MAX_INT32).astype(np.int32)
 
 
-def _floats(values: Iterable[float | None]) -> Array:
+def _to_float32(values: Iterable[float | None]) -> Array:
     """Return numbers as an array of float32, with NaN for None."""
     return np.array([np.nan if value is None else value for value in values], dtype=np.float32)

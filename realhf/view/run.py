@@ -31,11 +31,11 @@ from realhf.view.run_data import RunMetrics, RunSpans, cell
 from realhf.view.run_folder import (
     NOTE_FILE,
     FolderState,
+    folder_state,
     is_run,
     read_json,
     read_note,
     read_text,
-    state_of,
 )
 
 MOST_OPTIONS = 5000
@@ -47,20 +47,20 @@ MOST_VISITS = 50_000
 values again and again."""
 MOST_CHARACTERS = 500
 """Maximum number of characters of a value or an event."""
-_NOT_SHOWN = ("fileroot",)
+_HIDDEN_OPTIONS = ("fileroot",)
 """Options that are not shown."""
 MOST_EVENTS = 500
 """Maximum number of events; the last ones are kept."""
 EVENT_FILES = (DEATHS_FILE, PLACEMENTS_FILE, NONFINITE_FILE)
 """Files from which events are read."""
-_NAME = r"[a-z0-9_-]*(?:key|token|secret|password|passwd|passphrase|credentials?)"
+_SECRET_NAME = r"[a-z0-9_-]*(?:key|token|secret|password|passwd|passphrase|credentials?)"
 """Names of options and fields whose values are secrets."""
 _SECRET = re.compile(
-    rf"""((?<![a-z0-9_-]){_NAME}['"]?\s*[=:]\s*)(?:"[^"]*(?:"|$)|'[^']*(?:'|$)|[^\s,}}\]]+)""",
+    rf"""((?<![a-z0-9_-]){_SECRET_NAME}['"]?\s*[=:]\s*)(?:"[^"]*(?:"|$)|'[^']*(?:'|$)|[^\s,}}\]]+)""",
     re.IGNORECASE,
 )
 """A secret within a text: its name, then its value."""
-_SECRET_OPTION = re.compile(rf"((?:[\w-]+\.)*{_NAME}=).+", re.IGNORECASE | re.DOTALL)
+_SECRET_OPTION = re.compile(rf"((?:[\w-]+\.)*{_SECRET_NAME}=).+", re.IGNORECASE | re.DOTALL)
 """Option whose value is a secret."""
 _LOGIN = re.compile(r"(://)[^/\s]+@")
 """User and password in a URL."""
@@ -75,9 +75,9 @@ def run_config(run_dir: Path) -> dict[str, str]:
         content = yaml.safe_load(read_text(run_dir / "config.yaml"))
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
-    found: dict[str, str] = {}
-    _flatten("", content, found, 0, itertools.count())
-    return found
+    options: dict[str, str] = {}
+    _flatten("", content, options, 0, itertools.count())
+    return options
 
 
 def run_origin(run_dir: Path) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def run_origin(run_dir: Path) -> dict[str, Any]:
     packages = content.get("packages")
     arguments = content.get("arguments")
     return {
-        "command": shlex.join([*LAUNCH, *(masked(str(argument)) for argument in arguments)])
+        "command": shlex.join([*LAUNCH, *(mask_secrets(str(argument)) for argument in arguments)])
         if isinstance(arguments, list)
         else "",
         "commit": str(git.get("commit") or "") if isinstance(git, dict) else "",
@@ -109,22 +109,22 @@ def run_events(run_dir: Path, hosts: HostLanes) -> list[dict[str, Any]]:
     Each is {at: seconds since the epoch, or None if unknown, step: last complete step, or None,
     what: text}.
     """
-    found: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     for entry in launches(run_dir)[1:]:
         changed = entry.get("changed")
-        told = [
-            f"{name}: {' → '.join(_shown(str(name), value) for value in values)}"
+        changed_options = [
+            f"{name}: {' → '.join(_format_option(str(name), value) for value in values)}"
             for name, values in (changed.items() if isinstance(changed, dict) else ())
             if isinstance(values, list)
         ]
-        what = "the run went on with " + (", ".join(told) or "the same options")
-        found.append({"at": None, "step": entry.get("completed_steps"), "what": what})
+        what = "the run went on with " + (", ".join(changed_options) or "the same options")
+        events.append({"at": None, "step": entry.get("completed_steps"), "what": what})
     for death in deaths(run_dir):
-        found.append(
+        events.append(
             {"at": death.at, "step": None, "what": f"{death.process}: {death.why}; {death.then}"}
         )
     for moment, host, why in hosts.lost:
-        found.append({"at": moment / 1e6, "step": None, "what": f"host {host} was lost: {why}"})
+        events.append({"at": moment / 1e6, "step": None, "what": f"host {host} was lost: {why}"})
     for line in read_text(run_dir / NONFINITE_FILE).splitlines()[-MOST_EVENTS:]:
         try:
             row = json.loads(line)
@@ -132,18 +132,18 @@ def run_events(run_dir: Path, hosts: HostLanes) -> list[dict[str, Any]]:
             continue
         if isinstance(row, dict):
             what = f"{row.get('call')} skipped its update: loss or gradient was not finite"
-            found.append({"at": None, "step": row.get("step"), "what": what})
+            events.append({"at": None, "step": row.get("step"), "what": what})
     return [
         {
             "at": event["at"],
             "step": event["step"] if isinstance(event["step"], int) else None,
             "what": event["what"][:MOST_CHARACTERS],
         }
-        for event in found[-MOST_EVENTS:]
+        for event in events[-MOST_EVENTS:]
     ]
 
 
-def masked(text: str) -> str:
+def mask_secrets(text: str) -> str:
     """Return a text without the values of names such as ``api_key``, and without user and password
     in URLs.
 
@@ -156,21 +156,21 @@ def masked(text: str) -> str:
 
 
 def _flatten(
-    name: str, value: Any, found: dict[str, str], depth: int, visits: Iterator[int]
+    name: str, value: Any, options: dict[str, str], depth: int, visits: Iterator[int]
 ) -> None:
-    """Add the options below ``name`` to ``found``, within the limits."""
-    if next(visits) >= MOST_VISITS or len(found) >= MOST_OPTIONS or name in _NOT_SHOWN:
+    """Add the options below ``name`` to ``options``, within the limits."""
+    if next(visits) >= MOST_VISITS or len(options) >= MOST_OPTIONS or name in _HIDDEN_OPTIONS:
         return
     if isinstance(value, dict) and value and depth < MOST_OPTION_DEPTH:
         for key, inner in value.items():
-            _flatten(f"{name}.{key}" if name else str(key)[:200], inner, found, depth + 1, visits)
+            _flatten(f"{name}.{key}" if name else str(key)[:200], inner, options, depth + 1, visits)
     elif name and (not isinstance(value, (dict, list)) or _is_small(value)):
-        found[name] = _shown(name, value)
+        options[name] = _format_option(name, value)
 
 
-def _shown(name: str, value: Any) -> str:
+def _format_option(name: str, value: Any) -> str:
     """Return the value of an option as text; a secret, recognised by its name, is removed."""
-    return masked(f"{name}={str(value)[:MOST_CHARACTERS]}").removeprefix(f"{name}=")
+    return mask_secrets(f"{name}={str(value)[:MOST_CHARACTERS]}").removeprefix(f"{name}=")
 
 
 def _is_small(value: Any, depth: int = 0) -> bool:
@@ -222,26 +222,26 @@ class Run:
         try:
             self.metrics.refresh()
         except OSError:
-            return state_of(self.folder, 0, None)
+            return folder_state(self.folder, 0, None)
         times = [
             time
             for names in PARTS.values()
             for name in names
             if (time := _newest(self.folder / name))
         ]
-        return state_of(self.folder, self.metrics.steps, max(times, default=None))
+        return folder_state(self.folder, self.metrics.steps, max(times, default=None))
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return the entry of this run in the list of runs."""
         state = self.state()
         tags = read_note(self.folder).tags
-        known = {
+        entry = {
             "name": self.name,
             "folder": str(self.folder),
             "state": state.kind,
             "text": state.text,
         }
-        return known | {"steps": self.metrics.steps, "tags": list(tags)}
+        return entry | {"steps": self.metrics.steps, "tags": list(tags)}
 
     def about(self) -> dict[str, Any]:
         """Return the run's options, its origin, how far the reward of its environment was proved
@@ -272,9 +272,11 @@ class Run:
         index = index_rollouts(self.rollouts.index())
         bound = number_or_none(run_config(self.folder).get("async_rl.max_head_offpolicyness", ""))
         rows = list(self.metrics.rows)
-        known = effective_options(read_json(self.folder / PROVENANCE_FILE))
-        found = advise(rows, index, evaluations=evaluations, staleness_bound=bound, effective=known)
-        return [asdict(one) for one in found]
+        effective = effective_options(read_json(self.folder / PROVENANCE_FILE))
+        advisories = advise(
+            rows, index, evaluations=evaluations, staleness_bound=bound, effective=effective
+        )
+        return [asdict(advisory) for advisory in advisories]
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Return a point for each evaluation, sampling method and group: {step, way, group,
@@ -308,7 +310,7 @@ def _stamp(path: Path) -> str:
     try:
         about = path.stat()
         if path.is_dir():
-            inner = _inside(path)
+            inner = _entry_stats(path)
             newest = max((item.st_mtime_ns for item in inner), default=0)
             return f"{len(inner)}:{sum(item.st_size for item in inner)}:{newest}"
         return f"{about.st_ino}:{about.st_size}:{about.st_mtime_ns}"
@@ -323,21 +325,21 @@ def _newest(path: Path) -> float | None:
         return max(
             [
                 path.stat().st_mtime,
-                *(item.st_mtime for item in (_inside(path) if path.is_dir() else ())),
+                *(item.st_mtime for item in (_entry_stats(path) if path.is_dir() else ())),
             ]
         )
     except OSError:
         return None
 
 
-def _inside(folder: Path) -> list[os.stat_result]:
+def _entry_stats(folder: Path) -> list[os.stat_result]:
     """Return the status of each entry of a folder, except for entries that vanish during the call
     and for broken links."""
-    found = []
+    stats = []
     for entry in folder.iterdir():
         with suppress(OSError):
-            found.append(entry.stat())
-    return found
+            stats.append(entry.stat())
+    return stats
 
 
 MOST_RUNS = 500
@@ -366,18 +368,18 @@ class RunList:
         without runs counts as a run, so that the page can show what is wrong with it.
         """
         with self._lock:
-            fresh: dict[Path, str] = {}
+            added: dict[Path, str] = {}
             for folder in self._folders:
-                found = [folder] if is_run(folder) else list(_below(folder, MOST_FOLDER_DEPTH))
-                for path in found or [folder]:
+                paths = [folder] if is_run(folder) else list(_find_runs(folder, MOST_FOLDER_DEPTH))
+                for path in paths or [folder]:
                     if path not in self._runs:
-                        fresh.setdefault(path, _name(folder, path))
+                        added.setdefault(path, _display_name(folder, path))
             room = MOST_RUNS - len(self._runs)
             newest = set(
-                sorted(fresh, key=_written, reverse=True)[:room] if len(fresh) > room else fresh
+                sorted(added, key=_last_write, reverse=True)[:room] if len(added) > room else added
             )
-            self._runs |= {path: Run(path, name) for path, name in fresh.items() if path in newest}
-            self._left_off = [path for path in fresh if path not in newest]
+            self._runs |= {path: Run(path, name) for path, name in added.items() if path in newest}
+            self._left_off = [path for path in added if path not in newest]
             return list(self._runs.values())
 
     def left_off(self) -> list[Path]:
@@ -393,7 +395,7 @@ class RunList:
             runs = list(self._runs.values())
         if not runs or is_run(self._folders[0]):
             return 0
-        return max(range(len(runs)), key=lambda number: _written(runs[number].folder))
+        return max(range(len(runs)), key=lambda number: _last_write(runs[number].folder))
 
     def get(self, number: int) -> Run | None:
         """Return the run with this number; None if there is none."""
@@ -402,7 +404,7 @@ class RunList:
         return runs[number] if 0 <= number < len(runs) else None
 
 
-def _below(folder: Path, depth: int) -> Iterator[Path]:
+def _find_runs(folder: Path, depth: int) -> Iterator[Path]:
     """Yield the runs below a folder, down to a depth."""
     try:
         inner = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
@@ -414,10 +416,10 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
         if is_run(path):
             yield path
         elif depth > 1:
-            yield from _below(path, depth - 1)
+            yield from _find_runs(path, depth - 1)
 
 
-def _written(run: Path) -> float:
+def _last_write(run: Path) -> float:
     """Return when a run wrote its last step, or started, in seconds since the epoch; 0 if it has
     vanished."""
     for path in (run / METRICS_FILE, run):
@@ -426,7 +428,7 @@ def _written(run: Path) -> float:
     return 0.0
 
 
-def _name(folder: Path, path: Path) -> str:
+def _display_name(folder: Path, path: Path) -> str:
     """Return the name under which the page shows a run."""
     if path == folder:
         return "/".join(path.parts[-2:]) if len(path.parts) > 2 else path.name

@@ -145,7 +145,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 MOST_SPANS = 300_000
 """Maximum number of spans in memory; beyond it the older half is dropped."""
-_MOST_NAMES = 60_000
+_MAX_NAMES = 60_000
 """Maximum number of different names and lanes, which are sent as 16-bit numbers."""
 _LATEST = 2**63 - 1
 """Time after all others, in microseconds."""
@@ -160,11 +160,12 @@ class RunSpans:
         self._decode = msgspec.json.Decoder(TraceEvent).decode
         self._lock = threading.Lock()
         self._epoch = 0
-        self._forget()
+        self._reset()
 
-    def packed(self, epoch: int, start: int, most: int = MOST_SPANS) -> bytes:
+    def pack(self, epoch: int, start: int, max_spans: int = MOST_SPANS) -> bytes:
         """Return the spans from number ``start`` on, packed by ``pack``; all spans if files were
-        replaced since ``epoch``. If there are more than ``most``, the last ones. Raises OSError.
+        replaced since ``epoch``. If there are more than ``max_spans``, the last ones. Raises
+        OSError.
 
         The columns are ``began`` and ``seconds`` (in seconds; ``began`` counts from ``base``, which
         is in seconds since the epoch), and ``line``, ``name`` and ``sample``, which are indices
@@ -173,14 +174,14 @@ class RunSpans:
         with self._lock:
             self._refresh()
             first = start if epoch == self._epoch and 0 <= start <= len(self._rows) else 0
-            rows = self._rows[first:][-most:]
+            rows = self._rows[first:][-max_spans:]
             table = np.array(rows, dtype=np.float64).reshape(len(rows), 5)
             hosts = HostLanes(self._run_dir)
             about = {
                 "epoch": self._epoch,
                 "start": first,
                 "base": self._base / 1e6,
-                "processes": _in_order(self._processes, hosts),
+                "processes": _sort_processes(self._processes, hosts),
                 "lines": [
                     {"pid": pid, "name": self._line_names.get((pid, tid), str(tid))}
                     for pid, tid in self._lines
@@ -200,7 +201,7 @@ class RunSpans:
                 },
             )
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         """Drop all that was read."""
         self._rows: list[tuple[float, float, int, int, int]] = []
         self._lines: dict[tuple[int, int], int] = {}
@@ -214,15 +215,15 @@ class RunSpans:
     def _refresh(self) -> None:
         """Read the lines that were added; start from the beginning if a file was removed or
         replaced."""
-        found = trace_files(self._run_dir)
-        new = self._read(found)
-        if set(self._tails) - set(found) or any(tail.epoch for tail in self._tails.values()):
+        files = trace_files(self._run_dir)
+        new = self._read(files)
+        if set(self._tails) - set(files) or any(tail.epoch for tail in self._tails.values()):
             self._epoch += 1
-            self._forget()
+            self._reset()
             self._tails = {}
-            new = self._read(found)
+            new = self._read(files)
         for line in new:
-            self._take(line)
+            self._store_event(line)
         if len(self._rows) > MOST_SPANS:
             self._epoch += 1
             self._rows = self._rows[len(self._rows) // 2 :]
@@ -232,7 +233,7 @@ class RunSpans:
             self._tails.setdefault(path, LineTail(path, tail_bytes=TAIL_BYTES))
         return [line for path in files for line in self._tails[path].lines()]
 
-    def _take(self, line: bytes) -> None:
+    def _store_event(self, line: bytes) -> None:
         """Store the event in a line; ignore an invalid line."""
         try:
             event = self._decode(line)
@@ -244,16 +245,14 @@ class RunSpans:
         elif event.name == "thread_name":
             self._line_names[event.pid, event.tid] = str(args.get("name"))[:200]
         elif event.ph == INSTANT and event.name == STEP and isinstance(args.get("step"), int):
-            self._steps.append((self._since(event.ts), args["step"]))
+            self._steps.append((self._seconds_since_start(event.ts), args["step"]))
         elif (
-            event.ph == COMPLETE
-            and len(self._names) < _MOST_NAMES
-            and len(self._lines) < _MOST_NAMES
+            event.ph == COMPLETE and len(self._names) < _MAX_NAMES and len(self._lines) < _MAX_NAMES
         ):
             sample = args.get("id")
             self._rows.append(
                 (
-                    self._since(event.ts),
+                    self._seconds_since_start(event.ts),
                     max(0, event.dur or 0) / 1e6,
                     self._lines.setdefault((event.pid, event.tid), len(self._lines)),
                     self._names.setdefault(event.name[:200], len(self._names)),
@@ -263,13 +262,13 @@ class RunSpans:
                 )
             )
 
-    def _since(self, ts: int) -> float:
+    def _seconds_since_start(self, ts: int) -> float:
         """Return a time in seconds since the first event."""
         self._base = self._base or ts
         return (ts - self._base) / 1e6
 
 
-def _in_order(processes: Mapping[int, str], hosts: HostLanes) -> list[dict[str, Any]]:
+def _sort_processes(processes: Mapping[int, str], hosts: HostLanes) -> list[dict[str, Any]]:
     """Return the processes in the order of display. In a run on several hosts they are grouped by
     the host that each was on last, which is put before the name."""
     rows = [(hosts.at(name, _LATEST), pid, name) for pid, name in processes.items()]

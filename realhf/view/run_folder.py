@@ -59,7 +59,7 @@ def is_run(folder: Path) -> bool:
     return any(is_plain_file(folder / name) for name in MARKS)
 
 
-def state_of(folder: Path, steps: int, last_written: float | None) -> FolderState:
+def folder_state(folder: Path, steps: int, last_written: float | None) -> FolderState:
     """Return the state of a folder.
 
     steps: number of complete steps. last_written: time of the last write to its files, in seconds
@@ -78,28 +78,30 @@ def state_of(folder: Path, steps: int, last_written: float | None) -> FolderStat
     if is_locked(folder / ".lock"):
         if steps == 0:
             return FolderState(STARTING, "The run has started; no step is complete yet.")
-        return FolderState(RUNNING, f"The run goes on: {_steps(steps)} complete.")
+        return FolderState(RUNNING, f"The run goes on: {_format_steps(steps)} complete.")
     summary = read_json(folder / "summary.json")
     if isinstance(summary, dict) and summary.get("steps") == steps:
-        return finished(steps)
+        return finished_state(steps)
     age = None if last_written is None else time.time() - last_written
     if age is not None and abs(age) < _FRESH_S:
         return FolderState(
-            RUNNING, f"{_steps(steps)} complete; last written {max(0.0, age):.0f} s ago."
+            RUNNING, f"{_format_steps(steps)} complete; last written {max(0.0, age):.0f} s ago."
         )
     when = (
         ""
         if age is None
         else " Its files bear a time that is yet to come."
         if age < 0
-        else _written(age)
+        else _format_age(age)
     )
-    return FolderState(STOPPED, f"The run was stopped after {_steps(steps)}, before its end.{when}")
+    return FolderState(
+        STOPPED, f"The run was stopped after {_format_steps(steps)}, before its end.{when}"
+    )
 
 
-def finished(steps: int) -> FolderState:
+def finished_state(steps: int) -> FolderState:
     """Return the state of a run that has ended after ``steps`` steps."""
-    return FolderState(FINISHED, f"The run has ended after {_steps(steps)}.")
+    return FolderState(FINISHED, f"The run has ended after {_format_steps(steps)}.")
 
 
 def is_locked(path: Path) -> bool:
@@ -142,15 +144,15 @@ def read_json(path: Path) -> Any:
         return None
 
 
-def _steps(count: int) -> str:
+def _format_steps(count: int) -> str:
     return "1 step" if count == 1 else f"{count} steps"
 
 
-def _written(age: float) -> str:
-    return f" Its files were last written {_ago(age)} ago."
+def _format_age(age: float) -> str:
+    return f" Its files were last written {_format_duration(age)} ago."
 
 
-def _ago(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -168,7 +170,7 @@ MOST_OF_TAG = 64
 
 
 @dataclass(frozen=True)
-class Note:
+class RunNote:
     """Note of a person about a run."""
 
     text: str = ""
@@ -177,28 +179,28 @@ class Note:
     """The tags, in the order in which they were added."""
 
 
-def read_note(run_dir: Path) -> Note:
+def read_note(run_dir: Path) -> RunNote:
     """Return the note of a run, cut to the limits above; an empty note if there is none."""
     content = read_json(run_dir / NOTE_FILE)
     if not isinstance(content, dict):
-        return Note()
+        return RunNote()
     text = content.get("text")
     tags = content.get("tags")
-    known = (
+    shortened = (
         [_shorten(tag, MOST_OF_TAG) for tag in tags if isinstance(tag, str)]
         if isinstance(tags, list)
         else []
     )
-    return Note(
+    return RunNote(
         _shorten(text, MOST_CHARACTERS) if isinstance(text, str) else "",
-        tuple(dict.fromkeys(known))[:MOST_TAGS],
+        tuple(dict.fromkeys(shortened))[:MOST_TAGS],
     )
 
 
-def _shorten(text: str, most: int) -> str:
-    """Return the first ``most`` characters of a text. Halves of surrogate pairs, which JSON can
-    contain and HTTP cannot, become "?"."""
-    return text[:most].encode(errors="replace").decode()
+def _shorten(text: str, max_chars: int) -> str:
+    """Return the first ``max_chars`` characters of a text. Halves of surrogate pairs, which JSON
+    can contain and HTTP cannot, become "?"."""
+    return text[:max_chars].encode(errors="replace").decode()
 
 
 def note_command(arguments: Sequence[str]) -> int:
@@ -217,30 +219,33 @@ def note_command(arguments: Sequence[str]) -> int:
         "--tag", action="append", default=[], metavar="TAG", help="add a tag; may be given again"
     )
     parser.add_argument("--untag", action="append", default=[], metavar="TAG", help="remove a tag")
-    given = parser.parse_args(arguments)
-    before = read_note(given.run)
-    tags = [tag for tag in dict.fromkeys([*before.tags, *given.tag]) if tag not in given.untag]
-    note = Note(before.text if given.text is None else given.text.strip(), tuple(tags))
-    if problem := _problem(given.run, note):
+    options = parser.parse_args(arguments)
+    before = read_note(options.run)
+    tags = [tag for tag in dict.fromkeys([*before.tags, *options.tag]) if tag not in options.untag]
+    note = RunNote(before.text if options.text is None else options.text.strip(), tuple(tags))
+    if problem := _find_problem(options.run, note):
         print(f"error: {problem}", file=sys.stderr)
         return 2
     if note != before:
         try:
-            write_whole(given.run / NOTE_FILE, json.dumps(asdict(note), indent=1) + "\n")
+            write_whole(options.run / NOTE_FILE, json.dumps(asdict(note), indent=1) + "\n")
         except OSError as error:
-            print(f"error: cannot write {given.run / NOTE_FILE}: {error.strerror}", file=sys.stderr)
+            print(
+                f"error: cannot write {options.run / NOTE_FILE}: {error.strerror}", file=sys.stderr
+            )
             return 2
-    said = " ".join(f"[{tag}]" for tag in note.tags)
+    tags_text = " ".join(f"[{tag}]" for tag in note.tags)
     print(
         printable(
-            "\n".join(part for part in (said, note.text) if part) or f"no note of {given.run}",
+            "\n".join(part for part in (tags_text, note.text) if part)
+            or f"no note of {options.run}",
             colours=False,
         )
     )
     return 0
 
 
-def _problem(run: Path, note: Note) -> str:
+def _find_problem(run: Path, note: RunNote) -> str:
     """Return why a note cannot be written, or ""."""
     if not is_run(run):
         return f"{run} is not a run: it has none of {', '.join(MARKS)}"

@@ -53,11 +53,11 @@ def create_app(runs: RunList, *, follow: bool) -> Starlette:
     routes += [Route(f"/static/{name}", _file(file)) for name, file in files.items()]
     routes += [Route("/api/runs", api.list_runs), Route("/api/changes", api.changes)]
     routes += [
-        Route(f"/api/runs/{{run:int}}/{name}", api.part(read))
-        for name, read in PARTS_OF_A_RUN.items()
+        Route(f"/api/runs/{{run:int}}/{name}", api.part(read_part))
+        for name, read_part in PARTS_OF_A_RUN.items()
     ]
     routes += [Route("/api/runs/{run:int}/search", api.search)]
-    handlers = {OSError: _unreadable}
+    handlers = {OSError: _on_unreadable_file}
     return Starlette(
         routes=routes,
         middleware=[Middleware(RequestGuard, rules=guard_rules())],
@@ -83,13 +83,13 @@ class Api:
         numbers = [int(text) for text in request.query_params.getlist("run") if text.isdecimal()][
             :16
         ]
-        seen = request.query_params.get("seen", "")
+        known_state = request.query_params.get("seen", "")
         loop = asyncio.get_running_loop()
         deadline = loop.time() + CHANGES_S
         while True:
-            found = await run_in_threadpool(self._changes, numbers)
-            if found["seen"] != seen or loop.time() > deadline or not self._follow:
-                return _json(found)
+            changes = await run_in_threadpool(self._changes, numbers)
+            if changes["seen"] != known_state or loop.time() > deadline or not self._follow:
+                return _json(changes)
             if await request.is_disconnected():
                 return Response(status_code=204)
             try:
@@ -97,15 +97,13 @@ class Api:
             except asyncio.CancelledError:  # the server is shutting down
                 return Response(status_code=204)
 
-    def part(self, read: Callable[[Run, Request], Any]) -> Handler:
-        """Return the handler of a part of a run; ``read`` returns the part as bytes, or as a value
-        for JSON."""
+    def part(self, read_part: Callable[[Run, Request], Any]) -> Handler:
+        """Return the handler of a part of a run; ``read_part`` returns the part as bytes, or as a
+        value for JSON."""
 
         async def answer(request: Request) -> Response:
-            found = await run_in_threadpool(read, self._run_of(request), request)
-            return (
-                Response(found, media_type=MEDIA_TYPE) if isinstance(found, bytes) else _json(found)
-            )
+            part = await run_in_threadpool(read_part, self._find_run(request), request)
+            return Response(part, media_type=MEDIA_TYPE) if isinstance(part, bytes) else _json(part)
 
         return answer
 
@@ -113,15 +111,17 @@ class Api:
         """Stream the ids of rollouts that contain ``text``, as lines of JSON, until all are
         searched or ``SEARCH_S`` have passed."""
         text = request.query_params.get("text", "")[:LONGEST_SEARCH]
-        stopped = threading.Event()
-        found = self._run_of(request).rollouts.search(
-            text, process_clock.now() + SEARCH_S, stopped.is_set
+        stop_requested = threading.Event()
+        results = self._find_run(request).rollouts.search(
+            text, process_clock.now() + SEARCH_S, stop_requested.is_set
         )
-        return StreamingResponse(_streamed(found, stopped), media_type="application/x-ndjson")
+        return StreamingResponse(
+            _stream_lines(results, stop_requested), media_type="application/x-ndjson"
+        )
 
     def _list(self) -> dict[str, Any]:
         runs = [
-            {"number": number, **run.described()} for number, run in enumerate(self._runs.refresh())
+            {"number": number, **run.describe()} for number, run in enumerate(self._runs.refresh())
         ]
         left_off = self._runs.left_off()
         return {
@@ -135,14 +135,14 @@ class Api:
     def _changes(self, numbers: list[int]) -> dict[str, Any]:
         runs = [(number, run) for number in numbers if (run := self._runs.get(number)) is not None]
         stamps = {str(number): run.stamps() for number, run in runs}
-        states = {str(number): {"number": number, **run.described()} for number, run in runs}
+        states = {str(number): {"number": number, **run.describe()} for number, run in runs}
         return {
             "seen": json.dumps([stamps, {n: s["state"] for n, s in states.items()}]),
             "runs": stamps,
             "states": states,
         }
 
-    def _run_of(self, request: Request) -> Run:
+    def _find_run(self, request: Request) -> Run:
         run = self._runs.get(request.path_params["run"])
         if run is None:
             raise HTTPException(404, "there is no run with this number")
@@ -155,12 +155,12 @@ def _metrics(run: Run, request: Request) -> dict[str, Any]:
 
 
 def _rollout(run: Run, request: Request) -> dict[str, Any]:
-    found = run.rollouts.one(
+    rollout = run.rollouts.read_rollout(
         request.query_params.get("id", ""), request.query_params.get("seen", "")
     )
-    if found is None:
+    if rollout is None:
         raise HTTPException(404, "there is no rollout with this id")
-    return found
+    return rollout
 
 
 PARTS_OF_A_RUN: Mapping[str, Callable[[Run, Request], Any]] = {
@@ -168,10 +168,10 @@ PARTS_OF_A_RUN: Mapping[str, Callable[[Run, Request], Any]] = {
     "evaluations": lambda run, _: run.evaluations(),
     "advisories": lambda run, _: run.advisories(),
     "about": lambda run, _: run.about(),
-    "spans": lambda run, request: run.spans.packed(
+    "spans": lambda run, request: run.spans.pack(
         _number(request, "epoch"), _number(request, "start")
     ),
-    "rollouts": lambda run, _: run.rollouts.packed(),
+    "rollouts": lambda run, _: run.rollouts.pack(),
     "rollout": _rollout,
 }
 """Handlers of the routes below ``/api/runs/<number>/``. Metrics and spans are returned from
@@ -203,7 +203,7 @@ def _file(source: Traversable) -> Handler:
     return file
 
 
-async def _unreadable(request: Request, error: Exception) -> Response:
+async def _on_unreadable_file(request: Request, error: Exception) -> Response:
     """Return the response for a file that cannot be read."""
     assert isinstance(error, OSError)
     return JSONResponse(
@@ -211,16 +211,16 @@ async def _unreadable(request: Request, error: Exception) -> Response:
     )
 
 
-async def _streamed(
-    found: Iterator[dict[str, Any]], stopped: threading.Event
+async def _stream_lines(
+    results: Iterator[dict[str, Any]], stop_requested: threading.Event
 ) -> AsyncIterator[bytes]:
     """Yield search results as lines of JSON; the search ends when the request does."""
     loop = asyncio.get_running_loop()
     try:
-        while (item := await loop.run_in_executor(None, next, found, None)) is not None:
+        while (item := await loop.run_in_executor(None, next, results, None)) is not None:
             yield json.dumps(item).encode() + b"\n"
     finally:
-        stopped.set()
+        stop_requested.set()
 
 
 SERVER_HEADER = "X-Realhf-Server"

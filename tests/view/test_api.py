@@ -377,7 +377,7 @@ def test_numbers_that_no_table_holds_are_the_nearest_that_it_does(tmp_path: Path
     shards.add(None, PlayLine(id=f"s/{'9' * 30}", time=1.0, step=10**30, length=-(10**25), turns=2))
     shards.flush()
     shards.close()
-    _, arrays = unpacked(Run(tmp_path, "run").rollouts.packed())
+    _, arrays = unpacked(Run(tmp_path, "run").rollouts.pack())
     assert [int(arrays[name][0]) for name in ("step", "length", "turns")] == [
         2**31 - 1,
         -(2**31),
@@ -497,7 +497,7 @@ def test_spans_carry_their_names_and_only_new_ones_are_sent(tmp_path: Path):
     tracer.instant("step", step=4)
     tracer.close()
     spans = RunSpans(tmp_path)
-    header, arrays = unpacked(spans.packed(0, 0))
+    header, arrays = unpacked(spans.pack(0, 0))
     assert header["processes"] == [{"pid": 3000, "name": "model_worker/0"}]
     names = [header["names"][number] for number in arrays["name"]]
     samples = [header["samples"][number] for number in arrays["sample"]]
@@ -505,7 +505,7 @@ def test_spans_carry_their_names_and_only_new_ones_are_sent(tmp_path: Path):
     found = sorted(zip(names, samples, began, arrays["seconds"].tolist(), strict=True))
     assert found == [("sample", "s-7", 11.0, 0.5), ("train/actor_train", "", 10.0, 2.0)]
     assert [step for _, step in header["steps"]] == [4]
-    again, arrays = unpacked(spans.packed(header["epoch"], 2))
+    again, arrays = unpacked(spans.pack(header["epoch"], 2))
     assert (again["start"], len(arrays["began"])) == (2, 0)
 
 
@@ -518,7 +518,7 @@ def test_processes_of_several_hosts_stand_by_their_host(tmp_path: Path):
         ("c", "rollout_worker/0"),
     ):
         note_placement(tmp_path, host, process)
-    header, _ = unpacked(RunSpans(tmp_path).packed(0, 0))
+    header, _ = unpacked(RunSpans(tmp_path).pack(0, 0))
     names = [process["name"] for process in header["processes"]]
     assert names == ["launcher · master", "b · model_worker/0", "c · rollout_worker/0"]
 
@@ -527,7 +527,7 @@ def test_lines_without_sense_are_left_out(tmp_path: Path):
     (tmp_path / "trace").mkdir()
     text = '{"name": 3}\nnonsense\n{"name":"a","ph":"X","ts":5,"pid":1,"tid":1,"dur":-4}\n'
     (tmp_path / "trace" / "x.jsonl").write_text(text)
-    _, arrays = unpacked(RunSpans(tmp_path).packed(0, 0))
+    _, arrays = unpacked(RunSpans(tmp_path).pack(0, 0))
     assert arrays["seconds"].tolist() == [0.0]
 
 
@@ -540,6 +540,6 @@ def test_of_too_many_spans_the_older_half_is_forgotten(
     (tmp_path / "trace" / "x.jsonl").write_text(
         "".join(json.dumps(event | {"ts": ts}) + "\n" for ts in range(1, 12))
     )
-    header, arrays = unpacked(RunSpans(tmp_path).packed(0, 0))
+    header, arrays = unpacked(RunSpans(tmp_path).pack(0, 0))
     assert len(arrays["began"]) == 6
     assert header["epoch"] == 1

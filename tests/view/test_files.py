@@ -11,8 +11,8 @@ from realhf.api.passport import PASSPORT_FILE, Counts, Passport
 from realhf.monitor.run_files import note_death, note_placement
 from realhf.view.__main__ import main
 from realhf.view.report import MOST_STEPS, write_report
-from realhf.view.run import masked
-from realhf.view.run_folder import MOST_CHARACTERS, MOST_TAGS, Note, read_note
+from realhf.view.run import mask_secrets
+from realhf.view.run_folder import MOST_CHARACTERS, MOST_TAGS, RunNote, read_note
 from tests.view.runs import client, kept_answers, made_up, write_run
 
 
@@ -42,7 +42,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixt
     assert note == {"text": "lr too high?\nagain with half", "tags": ["baseline"]}
     assert page.get("/api/runs").json()["runs"][0]["tags"] == ["baseline"]
     assert main(["note", str(run), "", "--untag", "baseline"]) == 0
-    assert read_note(run) == Note()
+    assert read_note(run) == RunNote()
 
 
 def test_the_passport_of_the_environment_is_told_in_a_line(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_only_a_run_has_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str
 )
 def test_a_file_that_somebody_spoilt_is_no_note(tmp_path: Path, content: str) -> None:
     (tmp_path / "note.json").write_text(content)
-    assert read_note(tmp_path) == Note()
+    assert read_note(tmp_path) == RunNote()
 
 
 def test_half_a_character_takes_nobody_the_page(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_the_report_of_a_killed_run_says_what_happened(
     ],
 )
 def test_values_of_secrets_are_left_out(given: str, shown: str):
-    assert masked(given) == shown
+    assert mask_secrets(given) == shown
 
 
 def test_no_secret_of_the_configuration_is_in_a_report(tmp_path: Path):

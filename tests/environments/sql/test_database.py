@@ -104,14 +104,16 @@ def test_a_failed_change_changes_nothing(database: Database):
 
 
 def test_a_result_says_what_it_read(database: Database):
-    read = database.execute("SELECT price FROM small_things WHERE name = 'row-3'").read
+    read = database.execute("SELECT price FROM small_things WHERE name = 'row-3'").columns_read
     assert read == {("small_things", "price"), ("small_things", "name")}
-    assert database.execute("SELECT 1").read == frozenset()
+    assert database.execute("SELECT 1").columns_read == frozenset()
 
 
 def test_a_repeated_statement_says_again_what_it_read(database: Database):
     """A statement from a cache would not be asked about again."""
-    first, second = (database.execute("SELECT price FROM small_things").read for _ in range(2))
+    first, second = (
+        database.execute("SELECT price FROM small_things").columns_read for _ in range(2)
+    )
     assert first == second == {("small_things", "price")}
 
 
